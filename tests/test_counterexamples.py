@@ -149,8 +149,9 @@ def test_the_ledger_charges_no_second_model_for_a_step(tmp_path):
 @HONEST
 def test_a_fork_with_doubled_noise_takes_it_off(rule):
     """2 R1 - R2, if both runs draw from one stream. The manifest's computation is in every key, its sigma too."""
-    chosen = mechanism(sample_rate=1.0)
-    doubled = chosen.model_copy(update={"sigma": 2 * chosen.sigma})
+    doubled = mechanism(sample_rate=1.0)
+    # The smaller one is derived: the plan takes the largest sigma for its number of base draws.
+    chosen = doubled.model_copy(update={"sigma": doubled.sigma / 2})
     forked = RUN if rule == "removed" else b"d" * 32
     truth = release(chosen, noise=False)
     found = 2 * release(chosen) - release(doubled, computation=forked)

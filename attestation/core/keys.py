@@ -130,10 +130,12 @@ def mlkem_public(raw: bytes) -> MLKEM768PublicKey:
 class AgreementKey(_Unexportable):
     """The X25519 key from which pair secrets are agreed."""
 
-    __slots__ = ("_key", "public")
+    __slots__ = ("_agreed", "_key", "public")
 
     def __init__(self, key: X25519PrivateKey) -> None:
         self._key = key
+        # Kept as long as the key, which gives no more away: with it anybody agrees on them again.
+        self._agreed: dict[bytes, Secret] = {}
         self.public: bytes = key.public_key().public_bytes_raw()
 
     @classmethod
@@ -142,4 +144,8 @@ class AgreementKey(_Unexportable):
 
     def agree(self, peer_public: bytes) -> Secret:
         """Agree on the shared secret with a peer's raw public key. A low-order point raises ValueError."""
-        return Secret(self._key.exchange(X25519PublicKey.from_public_bytes(peer_public)))
+        agreed = self._agreed.get(peer_public)
+        if agreed is None:
+            agreed = Secret(self._key.exchange(X25519PublicKey.from_public_bytes(peer_public)))
+            self._agreed[peer_public] = agreed
+        return agreed

@@ -58,11 +58,10 @@ class SliceBook:
         Raises:
             EvidenceError: ``data_unknown``.
         """
+        opened = self._state.opened()
         for member_id, virtual_workers in hosting.items():
-            if missing := set(virtual_workers) - self._state.opened(member_id):
-                raise EvidenceError(
-                    "data_unknown", f"{member_id} has not said what the examples of {sorted(missing)} are"
-                )
+            if missing := [v for v in virtual_workers if (member_id, v) not in opened]:
+                raise EvidenceError("data_unknown", f"{member_id} has not said what the examples of {missing} are")
 
     def _bind(self, v: int, commitment: bytes) -> None:
         bound = self._state.bound_data(v)

@@ -188,10 +188,11 @@ class OrchestratorState:
     def next_attempt(self, query: Query, step: int) -> int:
         """Issue the next attempt of a step of ``query``: the first that was never issued."""
         # Kept over all sessions, because the masks of an attempt must not be used twice.
-        known = self.db.execute("SELECT attempt FROM attempts WHERE query = ? AND step = ?", (query, step)).fetchone()
-        attempt = int(known[0]) + 1 if known else 0
-        self.db.execute("INSERT OR REPLACE INTO attempts VALUES (?, ?, ?)", (query, step, attempt))
-        return attempt
+        issue = (
+            "INSERT INTO attempts VALUES (?, ?, 0) ON CONFLICT DO UPDATE SET attempt = attempt + 1 RETURNING attempt"
+        )
+        (row,) = self.db.execute(issue, (query, step))
+        return int(row[0])
 
     def commits(self) -> list[CommitRow]:
         """Return every step ever committed, in order for each query."""
@@ -236,6 +237,6 @@ class OrchestratorState:
         """Record that a member has committed to the slice of a virtual worker."""
         self.db.execute("INSERT OR IGNORE INTO opened VALUES (?, ?)", (member_id, v))
 
-    def opened(self, member_id: str) -> set[int]:
-        """Return the virtual workers whose slices a member has committed to."""
-        return {v for (v,) in self.db.execute("SELECT v FROM opened WHERE member_id = ?", (member_id,))}
+    def opened(self) -> set[tuple[str, int]]:
+        """Return each member with each virtual worker whose slice it has committed to."""
+        return set(self.db.execute("SELECT member_id, v FROM opened"))

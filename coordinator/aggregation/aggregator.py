@@ -7,8 +7,8 @@ aggregator loses nothing, and ranges cannot drift apart.
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -23,7 +23,6 @@ from raycloak.coordinator.aggregation.ranges import ParameterRange
 from raycloak.coordinator.aggregation.update_rules import Optimizer, require_source
 from raycloak.metrics.errors import ProtocolError, SenderError
 from raycloak.workers.gradients.numerics import current_numerics, pin_numerics
-from raycloak.workers.messages import StepReply
 from raycloak.workers.terms.binding import check_binding, vectors_digest
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.parameter_digest import tensor_digests
@@ -94,7 +93,6 @@ class _Verified:
         vectors_digest: of the tags in all headers; see `raycloak.workers.terms.binding.vectors_digest`.
     """
 
-    request: ReduceRequest
     roster: Roster
     own: VectorRange
     expected: tuple[tuple[Header, Secret], ...]
@@ -129,7 +127,6 @@ class MaskedAggregator:
         self._attester = Attester(member_id, source)
         # None until `present`: an actor can only be told of its range once it is there.
         self._taken: _Part | None = None
-        self._latest: _Verified | None = None
         self._fencing = 0
 
     @property
@@ -156,25 +153,11 @@ class MaskedAggregator:
         require_source(computation.optimizer, base)
         rule = Optimizer(computation.optimizer, owned.tensors, computation.mechanism.steps, base)
         self._taken = _Part(manifest, manifest.digest(), owned, rule)
-        self._latest = None
         return self._attester.present(challenge, self._taken.manifest_digest, b"")
 
     def initial_state(self) -> State:
         """Return the optimizer state before the first step."""
         return self._part.rule.initial_state()
-
-    def expect(self, request: ReduceRequest, *replies: StepReply) -> None:
-        """Verify all of a request before its vectors arrive, so that the reduction itself takes less time.
-
-        A flaw is not raised here, but when the vectors are handed over.
-
-        Args:
-            request: without headers. They are in ``replies``, one per worker, in the roster's order.
-        """
-        headers = tuple(reply.header for reply in replies if reply.header is not None)
-        # A flaw is raised when the vectors arrive.
-        with suppress(ProtocolError):
-            self._verified(replace(request, headers=headers))
 
     def reduce(
         self,
@@ -201,7 +184,7 @@ class MaskedAggregator:
             RunFailedError: ``non_finite_parameters`` or ``update_rule``.
         """
         started = time.perf_counter()
-        verified = self._verified(request, updates=True)
+        verified = self._verify(request, updates=True)
         step = verified.roster.step
         # In float32, as the rule takes it: the decoded sum is then never in memory as a whole.
         average = self._average(verified, binding, vectors, np.float32)
@@ -223,7 +206,7 @@ class MaskedAggregator:
             ProtocolError: the request itself does not match; ``query_unknown`` also for a training step.
         """
         started = time.perf_counter()
-        average = self._average(self._verified(request, updates=False), binding, vectors, np.float64)
+        average = self._average(self._verify(request, updates=False), binding, vectors, np.float64)
         return MeasureReport(average, time.perf_counter() - started)
 
     def release(self, request: ReduceRequest, binding: Envelope, *vectors: RingVector) -> MeasureReport:
@@ -240,7 +223,7 @@ class MaskedAggregator:
             ProtocolError: the request itself does not match; ``query_mismatch`` for a measurement.
         """
         started = time.perf_counter()
-        average = self._average(self._verified(request, updates=True), binding, vectors, np.float64)
+        average = self._average(self._verify(request, updates=True), binding, vectors, np.float64)
         return MeasureReport(average, time.perf_counter() - started)
 
     def _average(
@@ -269,28 +252,17 @@ class MaskedAggregator:
             raise ProtocolError("roster_own_entry", "the roster gives this range to another aggregator")
         return roster
 
-    def _verified(self, request: ReduceRequest, updates: bool | None = None) -> _Verified:
-        """Return the request, verified except for its vectors, now or when it was expected.
+    def _verify(self, request: ReduceRequest, updates: bool) -> _Verified:
+        """Verify a request except for its vectors.
 
         Args:
-            updates: whether it must update parameters or must be a measurement; None if that is not known yet.
+            updates: whether it must be of a training step, or else of a measurement.
         """
-        if self._latest is None or self._latest.request != request:
-            self._latest = None
-            roster = self._open_roster(request.roster)
-            self._check_query(roster, updates)
-            self._latest = self._verify(request, roster)
-        # Checked again, because a request may be expected before its purpose is known.
-        self._check_query(self._latest.roster, updates)
-        return self._latest
-
-    def _check_query(self, roster: Roster, updates: bool | None) -> None:
+        roster = self._open_roster(request.roster)
         if updates and roster.query != "gradient":
             raise ProtocolError("query_mismatch", f"a step of '{roster.query}' does not update parameters")
-        if updates is False:
+        if not updates:
             self._part.manifest.computation.measurement(roster.query)
-
-    def _verify(self, request: ReduceRequest, roster: Roster) -> _Verified:
         mechanism = self._part.manifest.computation.mechanism_of(roster.query)
         if roster.query == "gradient":
             own = VectorRange(self._part.range.index, self._part.range.start, self._part.range.size)
@@ -308,7 +280,7 @@ class MaskedAggregator:
                 key = payload_key(agreement, worker, attempt, range_index=own.index, sender=sender)
             expected.append((header, key))
         tags = vectors_digest([header for header, _ in expected])
-        return _Verified(request, roster, own, tuple(expected), tags)
+        return _Verified(roster, own, tuple(expected), tags)
 
     def _check_binding(self, verified: _Verified, binding: Envelope) -> None:
         """Require the ledger's binding of exactly these vectors, so that no second sum of the step is ever decoded."""

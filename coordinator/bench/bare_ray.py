@@ -54,10 +54,9 @@ class _Worker:
 
 
 class _Aggregator:
-    def expect(self, roster: bytes) -> None:
-        pass
-
-    def reduce(self, binding: bytes, parameters: np.ndarray, *vectors: np.ndarray) -> np.ndarray:
+    def reduce(
+        self, request: tuple[bytes, ...], binding: bytes, parameters: np.ndarray, *vectors: np.ndarray
+    ) -> np.ndarray:
         return parameters + np.sum(vectors, axis=0, dtype=np.uint32)
 
 
@@ -87,13 +86,13 @@ class BareProgram:
         # Asked for during the step before, as the product does.
         roster = self._wait(self._roster)
         asked = [each.step.options(num_returns=2).remote(receipt, roster, self._parameters) for each in self._workers]
-        expected = self._aggregator.expect.remote(roster)
         self._count += 1
         self._roster = self._orchestrator.roster.remote(self._count)
         headers = self._wait([header for header, _ in asked])
-        self._wait(expected)
         binding = self._wait(self._ledger.bind.remote(headers))
-        self._parameters = self._aggregator.reduce.remote(binding, self._parameters, *(vector for _, vector in asked))
+        request = (roster, *headers)
+        vectors = [vector for _, vector in asked]
+        self._parameters = self._aggregator.reduce.remote(request, binding, self._parameters, *vectors)
         self._wait(self._parameters)
         return time.perf_counter() - began
 

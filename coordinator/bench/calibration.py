@@ -92,7 +92,7 @@ def calibrate(optimizer: str) -> Rates:
         update=update,
         gradient=0.0,
         worker=line("step", among=lambda run: run.workers),
-        aggregator=line("expect", "reduce"),
+        aggregator=line("reduce"),
         orchestrator=line("open_step", "commit"),
         driver=Line.through((FEW, few.driver), (MANY, many.driver)),
         ray_wall=ray_wall,

@@ -13,7 +13,7 @@ The real classes are not imported here, because they bring torch, which a caller
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 
 import numpy as np
@@ -104,8 +104,6 @@ class Aggregator(Protocol):
 
     def initial_state(self) -> "State": ...
 
-    def expect(self, request: "ReduceRequest", *replies: "StepReply") -> None: ...
-
     def reduce(
         self,
         request: "ReduceRequest",
@@ -125,9 +123,14 @@ def positional(method: Callable[..., Any], args: tuple[Any, ...], keywords: dict
 
     A backend takes no keywords: its own keywords would be confused with the method's.
     """
-    bound = inspect.signature(method).bind(None, *args, **keywords)
+    bound = _signature(method).bind(None, *args, **keywords)
     bound.apply_defaults()
     return bound.args[1:]
+
+
+@cache
+def _signature(method: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(method)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,10 +229,6 @@ class AggregatorActor(_MemberActor):
 
     present = _Asked(Aggregator.present)
     initial_state = _Asked(Aggregator.initial_state)
-
-    def expect(self, request: "ReduceRequest", *replies: "Reference[StepReply]") -> Reference[None]:
-        """Have headers verified before the vectors are there; nothing is returned, and nothing need be awaited."""
-        return self._ask_one(Aggregator.expect, request, *map(_given, replies))
 
     def reduce(
         self,

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import Any, Protocol
 from urllib.parse import quote
 
@@ -121,6 +122,50 @@ def reading(engine: sa.Engine) -> sa.Engine:
     if engine.dialect.name == "postgresql":
         return engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
     return engine.execution_options(raycloak_reads=True)
+
+
+class WriteTransactions:
+    """The transactions of one engine that write.
+
+    An embedded ledger keeps one connection for them, and threads take turns: to take one from the pool and give it
+    back costs more than a charge's statements. A server may close an idle connection, which only the pool notices.
+    """
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+        self._turn = Lock()
+        self._kept: sa.Connection | None = None
+
+    @contextmanager
+    def begin(self) -> Iterator[sa.Connection]:
+        """Begin a transaction, which is committed when the block ends and undone if it raises."""
+        if self._engine.dialect.name != "sqlite":
+            with self._engine.begin() as connection:
+                yield connection
+            return
+        if not self._turn.acquire(timeout=LOCK_DEADLINE_S):
+            raise _unavailable(f"another thread has written for {LOCK_DEADLINE_S:g} s")
+        try:
+            if self._kept is None:
+                self._kept = self._engine.connect()
+            with self._kept.begin():
+                yield self._kept
+        except BaseException:
+            # After a failure of the storage its state is unknown; the pool puts it right or drops it.
+            self._give_back()
+            raise
+        finally:
+            self._turn.release()
+
+    def close(self) -> None:
+        """Give the connection back, once no thread writes."""
+        with self._turn:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            kept.close()
 
 
 def execute(connection: sa.Connection, statement: "_Statement", values: Mapping[str, Any] | None = None) -> "_Found":

@@ -13,6 +13,7 @@ from raycloak.attestation.core.roster import Query
 from raycloak.coordinator.accounting.accountants import AccountLimits, accountant_of
 from raycloak.coordinator.accounting.renyi import ORDERS, accountant_delta
 from raycloak.coordinator.ledger.accounts import (
+    Account,
     Standing,
     cap_change,
     check_same_terms,
@@ -72,6 +73,7 @@ class PrivacyLedger(LedgerReader):
 
     def __init__(self, url: str, create: bool = True, witness: str | None = None) -> None:
         super().__init__(url, create, witness)
+        self._renewed_at = 0
         if create:
             try:
                 with self._store.read() as rows:
@@ -188,8 +190,9 @@ class PrivacyLedger(LedgerReader):
         run = mechanisms, manifest_digest, dataset_fingerprint
         event = registration(run_id, known.terms, *run, known.fixed, prepaid)
         with self._write() as rows:
-            row = rows.run(run_id)
-            if row is not None:
+            known_run = rows.run(run_id)
+            if known_run is not None:
+                row, _ = known_run
                 self._check_same_run(rows, row, event)
                 self._check_fencing(row)
                 self._take(rows, row)
@@ -221,7 +224,7 @@ class PrivacyLedger(LedgerReader):
                 ``witness_unavailable``.
         """
         with self._write() as rows:
-            row, _ = self._owned(rows, run_id, manifest_digest)
+            row, _, _ = self._owned(rows, run_id, manifest_digest)
             bound = self._book.data_root(rows, row)
             if bound is None:
                 event = DataBound(
@@ -259,7 +262,7 @@ class PrivacyLedger(LedgerReader):
                 may be charged after the last two: see :meth:`status`.
         """
         with self._write() as rows:
-            row, run = self._owned(rows, run_id, manifest_digest)
+            row, run, account = self._owned(rows, run_id, manifest_digest)
             data_root = self._book.data_root(rows, row)
             if data_root is None:
                 raise BudgetError(
@@ -267,7 +270,7 @@ class PrivacyLedger(LedgerReader):
                 )
             entry = rows.charge(run_id, query, step)
             if entry is None:
-                entry = self._charge_new(rows, row, run, query, step, parameter_digest)
+                entry = self._charge_new(rows, row, run, account, query, step, parameter_digest)
             receipt = self._receipt(entry, run.registered, parameter_digest, data_root)
             self._take(rows, row)
         return receipt
@@ -290,10 +293,11 @@ class PrivacyLedger(LedgerReader):
                 ``account_closed``, ``ledger_unavailable``, ``ledger_rolled_back`` or ``witness_unavailable``.
         """
         with self._write() as rows:
-            row, _ = self._owned(rows, run_id, manifest_digest)
-            if rows.charge(run_id, query, step) is None:
+            row, _, _ = self._owned(rows, run_id, manifest_digest)
+            known = rows.about(run_id, query, step)
+            if StepCharged.DOMAIN not in known:
                 raise BudgetError("step_not_charged", f"{query} step {step} of run {run_id} is not charged.")
-            entry = rows.vectors(run_id, query, step)
+            entry = known.get(VectorsBound.DOMAIN)
             if entry is None:
                 event = VectorsBound(
                     recorded_at=now(),
@@ -309,21 +313,30 @@ class PrivacyLedger(LedgerReader):
             self._take(rows, row)
         return binding
 
-    def _owned(self, rows: Rows, run_id: str, manifest_digest: bytes) -> tuple[RunRow, PricedRun]:
-        """Return a run that this instance may charge; BudgetError otherwise, with the code."""
-        row = rows.run(run_id)
-        if row is None:
+    def _owned(self, rows: Rows, run_id: str, manifest_digest: bytes) -> tuple[RunRow, PricedRun, Account]:
+        """Return a run that this instance may charge, and its account; BudgetError otherwise, with the code."""
+        found = rows.run(run_id)
+        if found is None:
             raise BudgetError("run_unknown", f"run {run_id} is not registered in this ledger.", "Register it first.")
+        row, account_row = found
         run = self._book.run(rows, row)
         # Ownership is read in the transaction that writes, so it cannot be out of date.
         self._check_fencing(row)
         if manifest_digest != run.registered.manifest_digest:
             raise run_mismatch(run_id)
-        self._book.known(rows, row.account).require_open()
-        return row, run
+        account = self._book.account_of(rows, account_row)
+        account.require_open()
+        return row, run, account
 
     def _charge_new(
-        self, rows: Rows, row: RunRow, run: PricedRun, query: Query, step: int, parameter_digest: bytes
+        self,
+        rows: Rows,
+        row: RunRow,
+        run: PricedRun,
+        account: Account,
+        query: Query,
+        step: int,
+        parameter_digest: bytes,
     ) -> LedgerEntry:
         priced = run.priced.get(query)
         planned = priced.mechanism.steps if priced else 0
@@ -333,7 +346,7 @@ class PrivacyLedger(LedgerReader):
                 f"run {row.run_id} planned {planned} releases of its {query}; number {step} is not one of them.",
             )
         runs = rows.runs(row.account)
-        account = self._book.with_runs(rows, self._book.known(rows, row.account), runs)
+        account = self._book.with_runs(rows, account, runs)
         if account.shared:
             self._stated(rows, row.account)
         terms, spent = account.terms, self._book.spent(rows, runs, (row.run_id, query))
@@ -351,7 +364,10 @@ class PrivacyLedger(LedgerReader):
             charged_epsilon=charged,
         )
         rows.count_charge(row.run_id, query)
-        rows.renew_lease(self.fencing)
+        # It is for people, and in whole seconds.
+        if event.recorded_at != self._renewed_at:
+            rows.renew_lease(self.fencing)
+            self._renewed_at = event.recorded_at
         return self._book.append(rows, event)
 
     def _stated(self, rows: Rows, name: str) -> Standing:

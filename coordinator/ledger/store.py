@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from raycloak.attestation.core.keys import IdentityKey, Secret
 from raycloak.attestation.core.roster import Query
 from raycloak.coordinator.ledger.engine import (
+    WriteTransactions,
     check_tables_last,
     execute,
     open_engine,
@@ -23,7 +24,7 @@ from raycloak.coordinator.ledger.engine import (
     storage_errors,
     take_write_lock,
 )
-from raycloak.coordinator.ledger.entries import Head, LedgerEntry, StepCharged, VectorsBound
+from raycloak.coordinator.ledger.entries import Head, LedgerEntry, StepCharged
 from raycloak.coordinator.ledger.leases import Lease, Leases
 from raycloak.coordinator.ledger.location import ledger_missing
 from raycloak.metrics.errors import BudgetError
@@ -92,7 +93,11 @@ _ENTRY = (
 
 _SELECT_HEAD = sa.select(_entries.c.sequence, _entries.c.hash).order_by(_entries.c.sequence.desc()).limit(1)
 _SELECT_RUNS = sa.select(_runs, _charged.c.query, _charged.c.charges).outerjoin(_charged).order_by(_runs.c.sequence)
-_SELECT_RUN = _SELECT_RUNS.where(_runs.c.run_id == sa.bindparam("run"))
+_SELECT_RUN = (
+    sa.select(_runs, _charged.c.query, _charged.c.charges, _accounts.c.sequence, _accounts.c.changed)
+    .select_from(_runs.join(_accounts).outerjoin(_charged))
+    .where(_runs.c.run_id == sa.bindparam("run"))
+)
 _SELECT_ACCOUNT_RUNS = _SELECT_RUNS.where(_runs.c.account == sa.bindparam("name"))
 _SELECT_ACCOUNTS = sa.select(_accounts).order_by(_accounts.c.sequence)
 _SELECT_ACCOUNT = sa.select(_accounts).where(_accounts.c.name == sa.bindparam("key"))
@@ -100,7 +105,6 @@ _SELECT_FILED = sa.select(*_ENTRY).where(
     _entries.c.run_id == sa.bindparam("run"),
     _entries.c.query == sa.bindparam("query_name"),
     _entries.c.step == sa.bindparam("number"),
-    _entries.c.kind == sa.bindparam("kind_name"),
 )
 _SELECT_ENTRY = sa.select(*_ENTRY).where(_entries.c.sequence == sa.bindparam("number"))
 _SELECT_ENTRIES = sa.select(*_ENTRY).order_by(_entries.c.sequence)
@@ -164,6 +168,7 @@ class LedgerStore:
         self._url = url
         self._engine = open_engine(url, create)
         self._reader = reading(self._engine)
+        self._writer = WriteTransactions(self._engine)
         self._writes = create
         self._fencing = 0
         try:
@@ -200,7 +205,7 @@ class LedgerStore:
         """
         if not self._writes:
             raise BudgetError("ledger_read_only", "this ledger instance was opened to read; it cannot charge.")
-        with storage_errors(), self._engine.begin() as connection:
+        with storage_errors(), self._writer.begin() as connection:
             # The first statement, so that everything read next is what the previous writer committed.
             take_write_lock(connection)
             yield Rows(connection)
@@ -213,6 +218,7 @@ class LedgerStore:
 
     def close(self) -> None:
         """Close all connections. The store cannot be used afterwards."""
+        self._writer.close()
         self._engine.dispose()
 
 
@@ -295,11 +301,12 @@ class Rows:
 
     def charge(self, run_id: str, query: Query, step: int) -> LedgerEntry | None:
         """Return the entry that charged a step of a run's mechanism."""
-        return self._filed(StepCharged.DOMAIN, run_id, query, step)
+        return self.about(run_id, query, step).get(StepCharged.DOMAIN)
 
-    def vectors(self, run_id: str, query: Query, step: int) -> LedgerEntry | None:
-        """Return the entry that bound the vectors of a step of a run's mechanism."""
-        return self._filed(VectorsBound.DOMAIN, run_id, query, step)
+    def about(self, run_id: str, query: Query, step: int) -> dict[str, LedgerEntry]:
+        """Return the entries about a step of a run's mechanism by kind: its charge, and then its vectors."""
+        values = {"run": run_id, "query_name": query, "number": step}
+        return {row[2]: LedgerEntry(*row) for row in execute(self._connection, _SELECT_FILED, values)}
 
     def entries(self) -> Iterator[LedgerEntry]:
         """Yield all entries in the order of the chain."""
@@ -316,9 +323,13 @@ class Rows:
         for row in self._connection.execute(_SELECT_KEYED):
             yield row.sequence, row.run_id, row.query, row.step
 
-    def run(self, run_id: str) -> RunRow | None:
-        """Return one run."""
-        return next(iter(_run_rows(execute(self._connection, _SELECT_RUN, {"run": run_id}))), None)
+    def run(self, run_id: str) -> tuple[RunRow, AccountRow] | None:
+        """Return one run, and its account."""
+        found = [tuple(row) for row in execute(self._connection, _SELECT_RUN, {"run": run_id})]
+        if not found:
+            return None
+        (run,) = _run_rows(row[:-2] for row in found)
+        return run, AccountRow(run.account, *found[0][-2:])
 
     def runs(self, account: str | None = None) -> list[RunRow]:
         """Return runs in the order of registration, of one account or of all."""
@@ -381,11 +392,6 @@ class Rows:
     def count_charge(self, run_id: str, query: Query) -> None:
         """Count one more charge of a run's mechanism."""
         execute(self._connection, _UPDATE_CHARGED, {"run": run_id, "query_name": query})
-
-    def _filed(self, kind: str, run_id: str, query: Query, step: int) -> LedgerEntry | None:
-        values = {"run": run_id, "query_name": query, "number": step, "kind_name": kind}
-        row = execute(self._connection, _SELECT_FILED, values).fetchone()
-        return LedgerEntry(*row) if row else None
 
 
 def _run_rows(found: Iterable[Sequence[Any]]) -> list[RunRow]:

@@ -69,11 +69,13 @@ class Answers:
     """The complete answers to one attempt, in the order of the roster's workers.
 
     Attributes:
+        vectors_digest: of the tags in the headers; see `raycloak.workers.terms.binding.vectors_digest`.
         vectors: by range, one reference per worker.
     """
 
     roster: Envelope
     headers: tuple[Envelope, ...]
+    vectors_digest: bytes
     vectors: tuple[tuple[Reference[RingVector], ...], ...]
     replies: tuple[StepReply, ...]
 
@@ -169,17 +171,6 @@ class AttemptRunner:
         near = {own: (own, *(each.member_id for each in graph.neighbours(own))) for own in members.workers}
         return {own: (*always, *(shown[each] for each in ids)) for own, ids in near.items()}
 
-    def announce(self, task: Task, model: Model, asked: Asked) -> None:
-        """Have aggregators verify the workers' headers as soon as all are there, before any vector is bound.
-
-        Headers reveal nothing about data, so they may arrive before the vectors are bound. A header that never comes
-        holds up an aggregator's next calls too, until the worker that owes it is stopped.
-        """
-        request = ReduceRequest(asked.roster, (), model.digest, task.ranges)
-        replies = [answer.reply for answer in asked.answers.values()]
-        for aggregator, _ in zip(self.membership.members.aggregators, task.ranges, strict=False):
-            aggregator.expect(request, *replies)
-
     def collect(self, task: Task, model: Model, asked: Asked, began_ns: int = 0) -> Answers | None:
         """Wait for every worker's answer; if any fails, take the failed workers off the run and return None.
 
@@ -201,11 +192,15 @@ class AttemptRunner:
                 failures[member_id] = lost.cause
         # Tags are kept of a failed attempt too: a late answer may still complete it, and a later attempt must then
         # decode to the same value.
+        headers: list[Header] = []
         for member_id, reply in replies.items():
-            if member_id not in failures and not self._tags_agree(task, member_id, reply):
-                failures[member_id] = "header_mismatch"
+            if member_id not in failures:
+                header = _header_of(reply)
+                if header is not None and self._tags_agree(task, member_id, header):
+                    headers.append(header)
+                else:
+                    failures[member_id] = "header_mismatch"
         self._trace(answers, replies, failures, began_ns)
-        headers = tuple(reply.header for reply in replies.values() if reply.header is not None)
         if failures:
             self._failures.require_model(model, failures.values(), task.name, task.step)
             self._failures.take(failures, task.name, task.step, everybody=len(failures) == len(answers))
@@ -216,7 +211,8 @@ class AttemptRunner:
         # Only after whole answers: a worker that failed may not have kept what it was shown.
         self._seen = {member_id: frozenset(asked.shown[member_id]) for member_id in answers}
         vectors = tuple(tuple(answer.vectors[part.index] for answer in answers.values()) for part in task.ranges)
-        return Answers(asked.roster, headers, vectors, tuple(replies.values()))
+        signed = tuple(reply.header for reply in replies.values() if reply.header is not None)
+        return Answers(asked.roster, signed, vectors_digest(headers), vectors, tuple(replies.values()))
 
     def _trace(
         self, asked: Iterable[str], replies: Mapping[str, StepReply], failures: Mapping[str, str], began_ns: int
@@ -296,9 +292,8 @@ class AttemptRunner:
 
     def _bind_vectors(self, task: Task, answers: Answers) -> Pending[Envelope]:
         """Have the vectors of the step bound before they are summed, so that no execution can sum other ones."""
-        vectors = vectors_digest([parse(Header, header.body) for header in answers.headers])
         run_id, manifest = self.manifest.run_id, self._manifest_digest
-        return self.control.ledger.bind_vectors(run_id, task.query, task.step, manifest, vectors)
+        return self.control.ledger.bind_vectors(run_id, task.query, task.step, manifest, answers.vectors_digest)
 
     def _reductions(
         self,
@@ -319,19 +314,15 @@ class AttemptRunner:
                 reductions.append(aggregator.measure(request, binding, masked))
         return reductions
 
-    def _tags_agree(self, task: Task, member_id: str, reply: StepReply) -> bool:
+    def _tags_agree(self, task: Task, member_id: str, header: Header) -> bool:
         """Return whether a header names what its sender hosts; aggregators verify the rest of it.
 
         Raises:
             RunFailedError: ``not_reproducible`` if the vector of a virtual worker was computed again and has another
                 tag. Two attempts would then decode to two values, whose difference carries no noise.
         """
-        try:
-            header = parse(Header, reply.header.body) if reply.header else None
-        except ProtocolError:
-            header = None
         hosted = self.membership.hosts.hosting[member_id]
-        if header is None or header.virtual_workers != hosted or len(header.vector_tags) != len(hosted):
+        if header.virtual_workers != hosted or len(header.vector_tags) != len(hosted):
             return False
         for v, tag in zip(hosted, header.vector_tags, strict=True):
             if self._tags.setdefault(v, tag) != tag:
@@ -342,3 +333,11 @@ class AttemptRunner:
                     task.step,
                 )
         return True
+
+
+def _header_of(reply: StepReply) -> Header | None:
+    """Return the unverified header of a reply; None if there is none."""
+    try:
+        return parse(Header, reply.header.body) if reply.header else None
+    except ProtocolError:
+        return None

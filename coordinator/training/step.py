@@ -292,7 +292,6 @@ class StepRunner:
         """Make one attempt; returns also when its answers were complete, or None if another attempt is needed."""
         self.metrics.attempt_started()
         with self.traces.span("attempt", attempt=number, workers=len(asked.answers)) as attempt:
-            self._attempting.announce(task, model, asked)
             answers = self._collect(task, model, asked)
             computed = time.perf_counter()
             self.metrics.phase_finished("compute", computed - begun, self.traces.trace_id)

@@ -588,6 +588,7 @@ def test_the_exported_log_verifies_and_holds_every_decision(desk, tmp_path):
         "ratchet": view.ratchet,
         "nonce": view.nonce.hex(),
         "members": members.digest().hex(),
+        "circle": None,
     }
     with pytest.raises(EvidenceError):
         read_exported_log(path, HybridSigner.generate().public)

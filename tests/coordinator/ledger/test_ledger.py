@@ -2,6 +2,7 @@
 
 import math
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -446,6 +447,21 @@ def test_measurements_and_steps_share_one_cap(ledger_url: str):
     with pytest.raises(BudgetError, match="cap_exceeded"):
         ledger.charge("run-a", allowed, PARAMETERS, MANIFEST)
     ledger.close()
+
+
+def test_a_lease_says_to_the_second_when_its_instance_charged_last(
+    ledger: PrivacyLedger, monkeypatch: pytest.MonkeyPatch
+):
+    renewed = []
+    for step in range(4):
+        at = int(time.time()) + 100 * (1 + step // 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "time", lambda at=at: at + 0.5)
+            ledger.charge("run-a", step, PARAMETERS, MANIFEST)
+        lease = ledger.view().accounts[0].runs[0].lease
+        assert lease is not None
+        renewed.append(lease.renewed_at - at)
+    assert renewed == [0, 0, 0, 0]
 
 
 def test_a_lock_that_is_not_given_in_time_is_a_refusal(ledger_url: str, monkeypatch: pytest.MonkeyPatch):

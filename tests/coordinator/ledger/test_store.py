@@ -103,6 +103,42 @@ def test_what_an_error_interrupts_leaves_no_trace(tmp_path: Path):
     store.close()
 
 
+def test_threads_write_in_turn_over_one_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Also after a write that failed, and one that was not given its turn in time."""
+    store = LedgerStore(url(tmp_path / "ledger.sqlite"))
+    used: list[Any] = []
+    refused: list[BudgetError] = []
+
+    def write() -> None:
+        try:
+            with store.write() as rows:
+                used.append(rows._connection.connection.driver_connection)
+                rows.next_fencing()
+        except BudgetError as error:
+            refused.append(error)
+
+    with pytest.raises(RuntimeError), store.write():
+        raise RuntimeError
+    with store.write() as rows, monkeypatch.context() as patch:
+        patch.setattr("raycloak.coordinator.ledger.engine.LOCK_DEADLINE_S", 0.05)
+        rows.next_fencing()
+        late = threading.Thread(target=write)
+        late.start()
+        late.join(60)
+    assert [error.code for error in refused] == ["ledger_unavailable"]
+    threads = [threading.Thread(target=write) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(refused) == 1
+    assert len(used) == 8
+    assert len(set(map(id, used))) == 1
+    with store.read() as rows:
+        assert rows.meta("fencing") == str(store.fencing + 9)
+    store.close()
+
+
 def test_fencing_numbers_and_key_outlive_the_instance(tmp_path: Path):
     keys, numbers = [], []
     for _ in range(3):
