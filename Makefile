@@ -7,6 +7,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 PYTEST := $(BIN)/python -m pytest --durations=25
 ON_RAY := $(shell awk '$$1 == "ray" { print $$2 }' tests/marks.txt)
 
+# An image may forbid the cache of bytecode. Then each of some hundred processes compiles this repository anew: a tenth of
+# its start, and a third of the collection of the tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo check test test-fast test-plain test-ray format fuzz proto reference clean
 
 demo: $(INSTALLED)
