@@ -194,7 +194,7 @@ def test_nothing_that_left_a_worker_tells_an_update_a_draw_a_loss_a_key_or_an_ex
     for place in ("object store", "metrics.jsonl", "ledger.sqlite", "orchestrator/", ".tssp", "page-1", "raylet.out"):
         assert any(place in name for name in searching.places), f"{place} was not searched"
     assert searching.found == []
-    assert any("with noise" in line and line.endswith("planted") for line in searching.planted)
+    assert any("unmasked sum" in line and line.endswith("planted") for line in searching.planted)
     assert all("planted" in line for line in searching.planted)
 
     (inputs / "away.npz").rename(split)
