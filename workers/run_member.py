@@ -150,7 +150,7 @@ class RunMember:
             # A lone worker has nobody to share a mask with.
             minimum_workers=2 if self._admission.secure_aggregation else 1,
         )
-        check_circle(roster, manifest.computation.releases)
+        check_circle(roster, manifest.computation.releases, manifest.mask_colluders)
         self._attester.require_own(roster.member(self._attester.member_id))
         return roster
 

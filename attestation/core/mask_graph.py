@@ -10,11 +10,11 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import count
 from math import comb, prod
-from typing import Final
+from typing import Final, get_args
 
 from raycloak.attestation.core.canonical import DIGEST_BYTES
 from raycloak.attestation.core.keys import Purpose, Secret, derive
-from raycloak.attestation.core.roster import MaskCircle, Member, Roster
+from raycloak.attestation.core.roster import MaskCircle, Member, Query, Roster
 from raycloak.metrics.errors import ProtocolError
 
 MAX_ATTEMPTS_PER_STEP: Final = 4096
@@ -40,19 +40,24 @@ def split_bound(workers: int, colluding: int, reach: int) -> Fraction:
     return comb(workers, 2) * taken if colluding >= 2 * reach else Fraction(0)
 
 
+def most_circles(releases: int) -> int:
+    """Return how many circles a run may draw at most: one for each attempt of as many steps of each of its queries."""
+    return MAX_ATTEMPTS_PER_STEP * len(get_args(Query)) * releases
+
+
 @lru_cache(maxsize=64)  # The orchestrator and each worker ask for the same one at every roster.
 def least_reach(workers: int, colluding: int, releases: int) -> int | None:
     """Return the smallest reach by which the honest workers split in no attempt of a run, but for 2^-40.
 
-    Guarantee: ``MAX_ATTEMPTS_PER_STEP * releases * split_bound(...) <= 2^-40``. In whole numbers, so that all workers
-    find the same one.
+    Guarantee: ``most_circles(releases) * split_bound(...) <= 2^-40``. In whole numbers, so that all workers find the
+    same one.
 
     Returns:
         None if all pairs must mask: in a small roster, or where a circle would join all but one anyway.
     """
     if workers <= LARGEST_COMPLETE:
         return None
-    circles = MAX_ATTEMPTS_PER_STEP * releases
+    circles = most_circles(releases)
     for reach in count(1):
         if 2 * reach >= workers - 1:
             return None
@@ -72,11 +77,14 @@ def draw_circle(seed: bytes, workers: int, colluding: int, releases: int) -> Mas
     return None if reach is None else MaskCircle(seed=seed, reach=reach, colluding_workers=colluding)
 
 
-def check_circle(roster: Roster, releases: int) -> None:
-    """Require the circle of a verified roster to withstand what it states.
+def check_circle(roster: Roster, releases: int, agreed: int | None) -> None:
+    """Require the masks of a verified roster to withstand what was agreed.
 
-    Guarantee: returns only if all pairs mask, or the reach is at least :func:`least_reach`, and two honest workers
-    remain.
+    Guarantee: returns only if all pairs mask, or the circle states at least the agreed number of colluding workers, its
+    reach is at least :func:`least_reach` for that, and two honest workers remain.
+
+    Args:
+        agreed: the manifest's number of colluding workers; None if all pairs must mask.
 
     Raises:
         ProtocolError: ``mask_graph``.
@@ -84,6 +92,9 @@ def check_circle(roster: Roster, releases: int) -> None:
     circle, workers = roster.circle, len(roster.workers)
     if circle is None:
         return
+    if agreed is None or circle.colluding_workers < agreed:
+        stated = "no" if agreed is None else str(agreed)
+        raise ProtocolError("mask_graph", f"{stated} colluding workers were agreed, not {circle.colluding_workers}")
     if len(circle.seed) != DIGEST_BYTES or not 0 < circle.colluding_workers <= workers - 2:
         raise ProtocolError("mask_graph", f"a circle of {workers} workers states {circle.colluding_workers} colluding")
     least = least_reach(workers, circle.colluding_workers, releases)

@@ -308,6 +308,7 @@ class RunSession:
             if attempt >= MAX_ATTEMPTS_PER_STEP:
                 raise ProtocolError("attempts_exhausted", f"step {step} was tried {attempt} times")
             nonce = secrets.token_bytes(32)
+            circle = self._circle_of(members, nonce, step)
             roster = Roster(
                 run_id=self.run.run_id,
                 manifest_digest=self._terms.manifest_digest,
@@ -317,7 +318,7 @@ class RunSession:
                 ratchet=self._books.state.ratchet,
                 nonce=nonce,
                 members=members,
-                circle=self._circle_of(members, nonce),
+                circle=circle[1] if circle else None,
             )
             document = self._document_of(members)
             self._books.state.keep_document(document)
@@ -333,13 +334,17 @@ class RunSession:
                 "circle": roster.circle.model_dump(mode="json") if roster.circle else None,
             }
             self._books.log.append("roster", body)
+        # Only now: a later roster may keep no circle whose own roster is not in the log.
+        self._circle = circle
         # Signed after the transaction: the masks of an attempt that is not on disk could be used twice.
         signed = seal(roster, self.run.identity)
         self._hosting.rostered(hosting, signed)
         return signed
 
-    def _circle_of(self, members: tuple[Member, ...], nonce: bytes) -> MaskCircle | None:
-        """Return the circle of a roster: that of the one before, unless a worker came, went or presented anew.
+    def _circle_of(
+        self, members: tuple[Member, ...], nonce: bytes, step: int
+    ) -> tuple[object, MaskCircle | None] | None:
+        """Return workers and circle of a roster: those of the one before, unless a worker came, went or presented anew.
 
         A circle that stays spares each worker the appraisal of all others, one after the other. It must not outlast
         its workers: whoever knows the order could choose who leaves or joins.
@@ -347,10 +352,13 @@ class RunSession:
         terms = self._terms.masks
         if terms is None:
             return None
+        # The number of circles is in the bound that the reach follows from.
+        if step >= terms.releases:
+            raise ProtocolError("step_unplanned", f"step {step} is not one of the run's {terms.releases} releases")
         workers = tuple((each.member_id, each.evidence_digest) for each in members if each.role == "worker")
         if self._circle is None or self._circle[0] != workers:
-            self._circle = workers, draw_circle(nonce, len(workers), terms.colluding_workers, terms.releases)
-        return self._circle[1]
+            return workers, draw_circle(nonce, len(workers), terms.colluding_workers, terms.releases)
+        return self._circle
 
     def _document_of(self, members: tuple[Member, ...]) -> Document:
         """Return the members of a roster as a document; mostly they are the same as before."""

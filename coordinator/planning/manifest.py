@@ -96,6 +96,7 @@ def build_manifest(
     dataset_fingerprint: bytes = b"",
     key_service: ServiceContract | None = None,
     keys_per_machine: int | None = None,
+    mask_colluders: int | None = None,
 ) -> Manifest:
     """Build the run's contract, but for the commitments to its keys: these derive from what it returns.
 
@@ -114,6 +115,7 @@ def build_manifest(
         dataset_fingerprint=dataset_fingerprint,
         key_service=key_service,
         keys_per_machine=keys_per_machine,
+        mask_colluders=mask_colluders,
     )
 
 

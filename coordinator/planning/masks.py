@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from raycloak.attestation.core.mask_graph import MAX_ATTEMPTS_PER_STEP, least_reach, split_bound
+from raycloak.attestation.core.mask_graph import least_reach, most_circles, split_bound
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.terms.mechanism import Mechanism
@@ -66,7 +66,7 @@ def plan_masks(config: RunConfig, mechanisms: Iterable[Mechanism], keys_per_mach
             f"to withstand {colluding} colluding workers, each of {workers} would mask with all others.",
             "Leave masks.colluding_workers out: all pairs then mask, which withstands any number that leaves two.",
         )
-    chance = MAX_ATTEMPTS_PER_STEP * releases * split_bound(workers, colluding, reach)
+    chance = most_circles(releases) * split_bound(workers, colluding, reach)
     # Not of the quotient, which may be too small for a float.
     log2 = math.log2(chance.numerator) - math.log2(chance.denominator) if chance else None
     return MaskPlan(colluding, 2 * reach, workers - 1, log2)

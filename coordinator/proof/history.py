@@ -187,7 +187,7 @@ class History:
     _attempts: dict[tuple[Query, int], int] = field(default_factory=dict)
     _parsed: dict[bytes, RosterMembers] = field(default_factory=dict)
     _checked: set[tuple[bytes, int]] = field(default_factory=set)
-    _circles: dict[bytes, tuple[tuple[str, bytes], ...]] = field(default_factory=dict)
+    _circle: tuple[bytes, tuple[tuple[str, bytes], ...]] | None = None
 
     def claim(self, kind: str) -> None:
         """Raise the first problem with records of ``kind``."""
@@ -220,6 +220,7 @@ class History:
         self._members.clear()
         self._grants.clear()
         self._checked.clear()
+        self._circle = None
         self._enrolment = Enrolment()
 
     def _admitted(self, entry: Entry, body: _Admitted) -> None:
@@ -346,13 +347,14 @@ class History:
 
     def _check_circle(self, entry: Entry, roster: Roster) -> None:
         """Require the masks to withstand what the roster states, on a circle that was drawn after its workers."""
-        check_circle(roster, self.manifest.computation.releases)
+        check_circle(roster, self.manifest.computation.releases, self.manifest.mask_colluders)
         if roster.circle is None:
+            self._circle = None
             return
         workers = tuple((each.member_id, each.evidence_digest) for each in roster.workers)
         if roster.circle.seed == roster.nonce:
-            self._circles[roster.nonce] = workers
-        elif self._circles.get(roster.circle.seed) != workers:
+            self._circle = roster.nonce, workers
+        elif self._circle != (roster.circle.seed, workers):
             raise _broken(entry, "the circle of its workers was drawn before they were known")
 
     def _listed(self, entry: Entry, name: bytes) -> RosterMembers:

@@ -188,6 +188,8 @@ def _manifest(
     )
     key_service = given_contract(config.key_service, Path(setup.base))
     view = session.control.ledger.view()
+    recorded = order.assignment.recorded
+    masked = plan.masks.colluding_workers if plan.masks else None
     unkeyed = build_manifest(
         computation,
         run_id=session.run_id,
@@ -199,6 +201,8 @@ def _manifest(
         dataset_fingerprint=facts.dataset_fingerprint,
         key_service=key_service,
         keys_per_machine=keys_per_machine(config, plan.mechanism.virtual_workers),
+        # A replay by fewer workers masks all pairs, which withstands more than the run promised.
+        mask_colluders=recorded.mask_colluders if recorded is not None else masked,
     )
     # Keys derive from all of the manifest but their own commitments, so those come last.
     commitments = session.control.orchestrator.key_commitments(

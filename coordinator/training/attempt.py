@@ -202,6 +202,8 @@ class AttemptRunner:
                     failures[member_id] = "header_mismatch"
         self._trace(answers, replies, failures, began_ns)
         if failures:
+            # A worker appraised, and kept, the members of this attempt alone: what it still has is not known here.
+            self._seen = {}
             self._failures.require_model(model, failures.values(), task.name, task.step)
             self._failures.take(failures, task.name, task.step, everybody=len(failures) == len(answers))
             return None

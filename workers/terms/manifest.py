@@ -208,6 +208,8 @@ class Manifest(KeyContract):
             elsewhere.
         key_service: contract of the data owner's service, which gives the second half of every virtual-worker key.
             ``key_commitments`` are then of the first half; the contract has the commitments to the second.
+        mask_colluders: number of colluding workers that the masks must withstand at least; None where all pairs of
+            workers must mask. See `raycloak.attestation.core.mask_graph`.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/manifest/v1"
@@ -219,6 +221,7 @@ class Manifest(KeyContract):
     orchestrator_ml_dsa: bytes
     dataset_fingerprint: bytes = b""
     key_service: ServiceContract | None = None
+    mask_colluders: int | None = None
 
     @model_validator(mode="after")
     def _uncounted_noise_is_bounded(self) -> Self:

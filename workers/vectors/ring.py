@@ -35,6 +35,8 @@ LARGEST_INFLATION = 1.0
 _GAMMA_LOG2_LIMIT = 120
 # Of a float32.
 _SIGNIFICAND_BITS = 24
+# A clamp is cut to whole grid steps: by a thousandth at most, where a coarser grid is chosen for speed.
+_LEAST_CLAMP_UNITS = 1024
 
 
 def ring_dtype(bits: int) -> np.dtype[Any]:
@@ -230,7 +232,8 @@ def _fewest_draws(demand: _Demand, finest: RingFit, affordable: Callable[[float]
     chosen, draws = finest, decompose(finest.sigma).draws
     for gamma_log2 in range(finest.gamma_log2 + 1, _GAMMA_LOG2_LIMIT + 1):
         sigma = demand.sigma(gamma_log2)
-        if draws == 1 or sigma < MIN_SIGMA or demand.clamp_units(gamma_log2) == 0:
+        # A clamp of few units would be cut: it is a whole number of them.
+        if draws == 1 or sigma < MIN_SIGMA or demand.clamp_units(gamma_log2) < _LEAST_CLAMP_UNITS:
             break
         fewer = decompose(sigma).draws
         if fewer < draws:

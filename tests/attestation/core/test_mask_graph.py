@@ -10,11 +10,11 @@ import pytest
 from raycloak.attestation.core.canonical import digest
 from raycloak.attestation.core.mask_graph import (
     LARGEST_COMPLETE,
-    MAX_ATTEMPTS_PER_STEP,
     MaskGraph,
     check_circle,
     draw_circle,
     least_reach,
+    most_circles,
     split_bound,
 )
 from raycloak.attestation.core.roster import MaskCircle, Member, Roster
@@ -164,7 +164,7 @@ def test_groups_of_every_size_are_within_the_bound(workers, colluding, reach):
 @pytest.mark.parametrize("releases", [1, 200, 100_000])
 def test_the_reach_is_the_smallest_that_splits_in_no_attempt(workers, releases):
     for colluding in (1, 3, workers // 10, workers // 3):
-        reach, circles = least_reach(workers, colluding, releases), MAX_ATTEMPTS_PER_STEP * releases
+        reach, circles = least_reach(workers, colluding, releases), most_circles(releases)
         assert reach is not None
         assert circles * split_bound(workers, colluding, reach) <= Fraction(1, 2**40)
         assert reach == 1 or circles * split_bound(workers, colluding, reach - 1) > Fraction(1, 2**40)
@@ -197,13 +197,21 @@ def test_a_third_of_1024_workers_need_52_neighbours_over_10000_steps():
 )
 def test_a_circle_that_does_not_withstand_what_it_states_is_refused(wrong):
     with pytest.raises(ProtocolError) as error:
-        check_circle(roster(48, wrong), 200)
+        check_circle(roster(48, wrong), 200, 0)
     assert error.value.code == "mask_graph"
 
 
 def test_a_circle_that_was_drawn_passes():
     drawn = draw_circle(SEED, 48, 16, 200)
     assert drawn is not None
-    check_circle(roster(48, drawn), 200)
-    check_circle(roster(48, drawn.model_copy(update={"reach": drawn.reach + 1})), 200)
-    check_circle(roster(48, None), 200)
+    check_circle(roster(48, drawn), 200, 16)
+    check_circle(roster(48, drawn.model_copy(update={"reach": drawn.reach + 1})), 200, 16)
+    check_circle(roster(48, drawn), 200, 3)
+    check_circle(roster(48, None), 200, None)
+
+
+@pytest.mark.parametrize("agreed", [17, None])
+def test_a_circle_that_withstands_less_than_was_agreed_is_refused(agreed):
+    drawn = draw_circle(SEED, 48, 16, 200)
+    with pytest.raises(ProtocolError, match="were agreed, not 16"):
+        check_circle(roster(48, drawn), 200, agreed)

@@ -138,6 +138,7 @@ def test_a_key_context_differs_with_every_field_but_the_commitments_to_its_own_k
         "account": "another",
         "run_id": "another",
         "keys_per_machine": 1,
+        "mask_colluders": 1,
     }
     contexts = {manifest.key_context}
     for field in type(manifest).model_fields:

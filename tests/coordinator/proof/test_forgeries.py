@@ -462,7 +462,7 @@ def a_roster_with_the_attackers_key(record, other):
     return _with_roster(record, change)
 
 
-@forgery("rosters", "workers masks? with|workers states")
+@forgery("rosters", "colluding workers were agreed")
 def a_roster_whose_workers_mask_with_too_few(record, other):
     return _with_roster(record, circle=MaskCircle(seed=bytes(32), reach=1, colluding_workers=1))
 

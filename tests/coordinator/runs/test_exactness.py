@@ -12,8 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from raycloak.coordinator.checkpoints.archive import Archive
+from raycloak.coordinator.config.sections import CheckpointConfig
+from raycloak.coordinator.training.assignment import ReplayedRun
 from raycloak.metrics.errors import BudgetError, RefusedError
 from raycloak.workers.inputs import rows
+from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.train_worker import TrainWorker
 from tests.protocol import FEW_FAILURES, RENYI, WholeRun, examples, on, trained, whole_run
 
@@ -70,27 +74,32 @@ def test_any_order_of_answers_gives_the_same_bytes(tmp_path, undisturbed, monkey
     assert digests_everywhere(run) == undisturbed
 
 
-def test_48_workers_that_each_mask_with_a_few_give_the_bytes_of_two_though_one_dies(tmp_path):
+def test_48_workers_that_each_mask_with_a_few_give_the_bytes_of_two_though_two_die_in_one_step(tmp_path):
+    """The two are a replay of the same run, whose masks are those of all pairs."""
     settings = {"virtual_workers": 48, "steps": 2, "data": examples(96), "dp_config": RENYI}
-    few = trained(tmp_path / "2", num_workers=2, **settings)
+    first, second = on("step", "worker-7", "dies", 1), on("step", "worker-9", "dies", 2)
     many = whole_run(
-        tmp_path / "48",
+        tmp_path,
         num_workers=48,
         min_workers=40,
         masks={"colluding_workers": 2},
-        disturb=on("step", "worker-7", "dies", 1),
+        disturb=lambda call: first(call) or second(call),
         **settings,
     )
     many.train()
-    assert digests_everywhere(many) == few.digests
-    assert [member_id for member_id, _ in many.left] == ["worker-7"]
+    assert [member_id for member_id, _ in many.left] == ["worker-7", "worker-9"]
     circles = [body["circle"] for kind, body in many.evidence if kind == "roster"]
-    # The worker that died takes the order of the circle with it.
-    assert len(circles) == 3
-    assert circles[0]["seed"] == circles[1]["seed"] != circles[2]["seed"]
+    # A worker that dies takes the order of the circle with it.
+    assert len({circle["seed"] for circle in circles}) == 3
+    assert circles[0] == circles[1]
     assert {circle["colluding_workers"] for circle in circles} == {2}
     for call in many.stage.calls("step"):
         assert len(call.arguments[1].presentations) <= 2 * circles[0]["reach"] + 2, "neighbours, itself, the aggregator"
+    recorded = Manifest.model_validate_json((many.folder / "manifest.json").read_bytes())
+    assert recorded.mask_colluders == 2
+    archive = Archive(CheckpointConfig(storage="packages"), recorded.run_id, tmp_path, lambda line: None)
+    few = trained(tmp_path, num_workers=2, assignment=ReplayedRun(recorded, archive, 0, 2), **settings)
+    assert digests_everywhere(many) == few.digests
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw", "adafactor"])
