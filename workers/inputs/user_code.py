@@ -19,8 +19,9 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -231,7 +232,7 @@ def _load_file(path: Path, base: Path | str) -> ModuleType:
     name = "_raycloak_user_" + digest(length_prefixed("raycloak/module/v1", str(path), content)).hex()
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=_FromContent(name, path, content))
     assert spec is not None, "a .py file always has a loader"
     assert spec.loader is not None, "a .py file always has a loader"
     module = importlib.util.module_from_spec(spec)
@@ -247,11 +248,29 @@ def _load_file(path: Path, base: Path | str) -> ModuleType:
     return module
 
 
+class _FromContent(SourceFileLoader):
+    """Loads a module from the bytes that its name is of, and from no cache.
+
+    Python takes a cache for current whose file has the same size and second; the digest would then be of other code.
+    """
+
+    def __init__(self, name: str, path: Path, content: bytes) -> None:
+        super().__init__(name, str(path))
+        self._content = content
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Return the code of the bytes."""
+        return self.source_to_code(self._content, self.path)
+
+
 @contextmanager
 def _importable(base: Path | str) -> Iterator[None]:
-    entry = str(Path(base).resolve())
+    entry, kept = str(Path(base).resolve()), sys.dont_write_bytecode
     sys.path.insert(0, entry)
+    # For the neighbours of a file: nothing is left in the user's folder, and no cache that a later edit could miss.
+    sys.dont_write_bytecode = True
     try:
         yield
     finally:
+        sys.dont_write_bytecode = kept
         sys.path.remove(entry)
