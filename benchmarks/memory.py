@@ -11,8 +11,6 @@ without parameters is in neither. Counted is what a step adds:
 """
 
 import argparse
-import ctypes
-import gc
 import json
 import multiprocessing
 from collections.abc import Sequence
@@ -21,11 +19,11 @@ from pathlib import Path
 
 import numpy as np
 
+from raycloak.coordinator.bench.resident_memory import growth, return_freed_blocks
+
 CLASSES = 20
 HOSTED = (1, 2, 4)
 RULES = ("sgd", "adam")
-_M_MMAP_THRESHOLD = -3
-"""The number of that setting in glibc's malloc.h."""
 
 
 def main() -> None:
@@ -94,7 +92,7 @@ def worker(parameters: int, hosted: int) -> int:
 
     # A first time, so that libraries' workspaces are there already.
     step(0)
-    return _growth(lambda: step(1))
+    return growth(lambda: step(1))
 
 
 def aggregator(parameters: int, rule: str) -> int:
@@ -120,34 +118,15 @@ def aggregator(parameters: int, rule: str) -> int:
         return optimizer.update(start, average, state, number)
 
     _, state = step(optimizer.initial_state(), 0)
-    return _growth(lambda: step(state, 1))
-
-
-def _growth(act: object) -> int:
-    """Return by how much resident memory grew at its peak while ``act`` ran."""
-    gc.collect()
-    # Memory that was freed must go back to the system, or growth into it would not be seen.
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _status("VmRSS")
-    act()
-    return _status("VmHWM") - before
-
-
-def _status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(f"{field}:")).split()[1])
+    return growth(lambda: step(state, 1))
 
 
 def _alone(case: object, parameters: int, argument: object) -> int:
     # Not forked: memory that this process holds free would hide what the case takes.
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=_prepare) as pool:
+    with ProcessPoolExecutor(
+        1, mp_context=multiprocessing.get_context("spawn"), initializer=return_freed_blocks
+    ) as pool:
         return pool.submit(case, parameters, argument).result()
-
-
-def _prepare() -> None:
-    # Blocks of 64 KiB and more go back to the system once freed. Left in the heap they would count, or not, by chance.
-    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
 
 
 if __name__ == "__main__":

@@ -102,6 +102,14 @@ def check_circle(roster: Roster, releases: int, agreed: int | None) -> None:
         raise ProtocolError("mask_graph", f"each of {workers} workers masks with {circle.reach} on either side only")
 
 
+@lru_cache(maxsize=4)  # A circle stays for many steps, and a worker asks for its order twice in each.
+def _order(seed: bytes, run_id: str, manifest_digest: bytes, ids: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the ids in their order on the circle of ``seed``."""
+    key = derive(Secret(seed), Purpose.MASK_CIRCLE, run_id, manifest_digest).reveal()
+    # A keyed place for each id. Two equal ones are less likely than 2^-200, and then the ids decide.
+    return tuple(sorted(ids, key=lambda each: (hmac.digest(key, each.encode(), "sha256"), each)))
+
+
 class MaskGraph:
     """The pairs of workers of one roster that mask with each other."""
 
@@ -110,10 +118,8 @@ class MaskGraph:
         workers, circle = list(roster.workers), roster.circle
         self._step, self._reach = roster.step, len(workers) if circle is None else circle.reach
         if circle is not None:
-            key = derive(Secret(circle.seed), Purpose.MASK_CIRCLE, roster.run_id, roster.manifest_digest).reveal()
-            # A keyed place for each id. Two equal ones are less likely than 2^-200, and then the ids decide.
-            places = {each.member_id: hmac.digest(key, each.member_id.encode(), "sha256") for each in workers}
-            workers.sort(key=lambda each: (places[each.member_id], each.member_id))
+            of = {each.member_id: each for each in workers}
+            workers = [of[each] for each in _order(circle.seed, roster.run_id, roster.manifest_digest, tuple(of))]
         self._circle = workers
         self._place = {each.member_id: place for place, each in enumerate(workers)}
 

@@ -5,25 +5,21 @@ linear algebra take. On CUDA it is what torch's allocator counts. A method runs 
 that is dropped, so that imports and libraries' workspaces are there already; they are counted for no method.
 """
 
-import ctypes
 import gc
 import multiprocessing
 import os
 import warnings
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from pathlib import Path
 
 import torch
 
 from raycloak.coordinator.bench.gradient_cases import Case
 from raycloak.coordinator.bench.gradient_methods import METHODS, Workload, choose_default_kernels
+from raycloak.coordinator.bench.resident_memory import growth, return_freed_blocks
 from raycloak.metrics.errors import RunFailedError
 from raycloak.workers.gradients.environment import worker_environment
 from raycloak.workers.gradients.numerics import pin_numerics
-
-_M_MMAP_THRESHOLD = -3
-"""The number of that setting in glibc's malloc.h."""
 
 
 def peak_extra_bytes(case: Case, method: str, device: torch.device, threads: int) -> int:
@@ -54,33 +50,15 @@ def prepare(device: torch.device, threads: int) -> None:
 
 def _measured(case: Case, method: str, device: torch.device, threads: int) -> int:
     prepare(device, threads)
-    # Blocks of 64 KiB and more go back to the system once freed. Left in the heap they would count, or not, by chance.
-    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
+    return_freed_blocks()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         METHODS[method](Workload.of(case, device)).run()
         work = Workload.of(case, device)
+        if device.type != "cuda":
+            return growth(lambda: METHODS[method](work).run())
         gc.collect()
-        before = _reset_peak(device)
-        METHODS[method](work).run()
-    return _peak(device) - before
-
-
-def _reset_peak(device: torch.device) -> int:
-    """Forget the peak so far; return the bytes in use."""
-    if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        return torch.cuda.memory_allocated(device)
-    # Memory that the first run freed must go back to the system, or the second would grow into it unseen.
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    return _resident("VmRSS")
-
-
-def _peak(device: torch.device) -> int:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _resident("VmHWM")
-
-
-def _resident(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(f"{field}:")).split()[1])
+        before = torch.cuda.memory_allocated(device)
+        METHODS[method](work).run()
+        return torch.cuda.max_memory_allocated(device) - before

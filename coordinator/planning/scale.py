@@ -105,7 +105,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class WordRates:
-    """What one ring word costs, in processor seconds.
+    """The costs of one ring word, in processor seconds.
 
     Attributes:
         vector: from the clipped sum to a noised vector with its tag, a line in the base draws of the noise.
@@ -121,7 +121,7 @@ class WordRates:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What this machine measured. Seconds are processor time of one core unless the name says wall.
+    """The rates that this machine measured. Seconds are processor time of one core unless the name says wall.
 
     Attributes:
         words: by bits of the ring.

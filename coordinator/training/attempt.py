@@ -114,11 +114,7 @@ class Reduced:
 
 @dataclass(slots=True)
 class AttemptRunner:
-    """The attempts of a session, one after another.
-
-    Attributes:
-        sparse_masks: whether a worker masks with its neighbours in the mask graph only.
-    """
+    """The attempts of a session, one after another."""
 
     backend: Backend
     control: Control
@@ -126,7 +122,6 @@ class AttemptRunner:
     manifest: Manifest
     metrics: RunMetrics
     deadline_s: float
-    sparse_masks: bool
     traces: Traces
     _manifest_digest: bytes = field(init=False)
     _tags: dict[int, bytes] = field(default_factory=dict)
@@ -164,7 +159,7 @@ class AttemptRunner:
         # An aggregator outside the roster is not shown: a worker would forget its evidence, and need it again later.
         absent = {actor.member_id for actor in members.aggregators[len(task.ranges) :]}
         shown = {member_id: each for member_id, each in members.presentations.items() if member_id not in absent}
-        if not self.sparse_masks:
+        if self.manifest.mask_colluders is None:
             return dict.fromkeys(members.workers, tuple(shown.values()))
         graph = MaskGraph(parse(Roster, roster.body))
         always = tuple(each for member_id, each in shown.items() if member_id not in members.workers)

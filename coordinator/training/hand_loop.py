@@ -58,7 +58,6 @@ class HandLoop:
             metrics=self._admitted.metrics,
             deadline_s=order.config.failure.step_deadline_s,
             secure_aggregation=order.config.secure_aggregation,
-            sparse_masks=order.config.masks.colluding_workers is not None,
             traces=order.reporting.traces,
         )
         self.plan: Plan = self._admitted.plan

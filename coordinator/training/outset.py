@@ -39,7 +39,6 @@ def set_out(order: Order, admitted: AdmittedRun, reporter: Reporter, evaluator: 
         metrics=metrics,
         deadline_s=config.failure.step_deadline_s,
         secure_aggregation=config.secure_aggregation,
-        sparse_masks=config.masks.colluding_workers is not None,
         traces=order.reporting.traces,
     )
     restored = assignment.restore(session.control)

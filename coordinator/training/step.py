@@ -100,7 +100,6 @@ class StepRunner:
     metrics: RunMetrics
     deadline_s: float
     secure_aggregation: bool
-    sparse_masks: bool
     traces: Traces = OFF
     charged_epsilon: float | None = None
     charging: bool = False
@@ -114,14 +113,7 @@ class StepRunner:
     def __post_init__(self) -> None:
         self._manifest_digest = self.manifest.digest()
         self._attempting = AttemptRunner(
-            self.backend,
-            self.control,
-            self.membership,
-            self.manifest,
-            self.metrics,
-            self.deadline_s,
-            self.sparse_masks,
-            self.traces,
+            self.backend, self.control, self.membership, self.manifest, self.metrics, self.deadline_s, self.traces
         )
 
     def run(self, step: int, model: Model) -> tuple[Model, StepOutcome]:
