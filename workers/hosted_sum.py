@@ -38,7 +38,7 @@ class HostedSum:
             self._begin(None)
 
     def missing(self, hosted: tuple[int, ...], place: Place) -> tuple[int, ...]:
-        """Return those of ``hosted`` whose vectors at ``place`` are not in it; vectors of another place are dropped."""
+        """Return the virtual workers whose vectors at ``place`` are not in it; vectors of another place are dropped."""
         if place != self._place:
             self._begin(place)
         return tuple(v for v in hosted if v not in self.tags)

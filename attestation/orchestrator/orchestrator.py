@@ -344,10 +344,10 @@ class RunSession:
     def _circle_of(
         self, members: tuple[Member, ...], nonce: bytes, step: int
     ) -> tuple[object, MaskCircle | None] | None:
-        """Return workers and circle of a roster: those of the one before, unless a worker came, went or presented anew.
+        """Return a roster's workers and circle: the last circle, unless a worker came, went or presented anew.
 
         A circle that stays spares each worker the appraisal of all others, one after the other. It must not outlast
-        its workers: whoever knows the order could choose who leaves or joins.
+        its workers: somebody who knows the order could choose who leaves or joins.
         """
         terms = self._terms.masks
         if terms is None:

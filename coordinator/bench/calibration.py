@@ -37,7 +37,7 @@ from raycloak.workers.vectors.payload import tag_payload, vector_tag
 from raycloak.workers.vectors.ring import RingBits, RingSpec, encode_into, ring_dtype
 
 WORDS = 2**23
-"""Parameters of the measurements: so many that each array gets fresh pages, as those of larger models do."""
+"""Parameters of the measurements: so many that each array gets fresh pages, as arrays of larger models do."""
 
 CHECKED = 4 * WORDS
 """Parameters of the check, beyond all that was measured."""
@@ -198,7 +198,7 @@ def _import() -> tuple[float, float]:
 
 
 def _ray() -> tuple[float, Line]:
-    """Return the seconds until Ray is up, and those of a step of a bare program, a line in the workers."""
+    """Return the seconds until Ray is up, and the seconds of a bare program's step, a line in the workers."""
     from raycloak.coordinator.bench.bare_ray import BareProgram
     from raycloak.coordinator.cluster.actors import connect, disconnect
 

@@ -17,7 +17,7 @@ class Process:
         state: the kernel's letter for its state.
         started: clock ticks since boot. With the pid, it names a process for good.
         title: command line, or the title that the process gave itself.
-        processor_s: processor seconds that it has used, with those of its children that have ended.
+        processor_s: processor seconds that it and its ended children have used.
     """
 
     pid: int

@@ -240,7 +240,7 @@ def parse_scale(overrides: Sequence[str]) -> ScaleConfig:
 
 
 def mask_degree(workers: int, colluding_share: float) -> int:
-    """Return how many peers a worker shares a mask with: all others, or those of the mask graph that the share needs.
+    """Return how many peers a worker shares a mask with: all others, or its neighbours in a mask graph.
 
     See `raycloak.attestation.core.mask_graph`; a run has such a graph only if it asks for it.
     """

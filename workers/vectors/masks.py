@@ -120,7 +120,7 @@ def roster_masks(
 
     Args:
         ranges: how the whole vector is cut.
-        pairs: by peer id; those of neighbours are advanced to the roster's ratchet index.
+        pairs: by peer id; a neighbour's is advanced to the roster's ratchet index.
 
     Raises:
         ProtocolError: ``roster_too_small`` without another worker, ``pair_missing``, ``roster_member`` or

@@ -75,7 +75,7 @@ def test_any_order_of_answers_gives_the_same_bytes(tmp_path, undisturbed, monkey
 
 
 def test_48_workers_that_each_mask_with_a_few_give_the_bytes_of_two_though_two_die_in_one_step(tmp_path):
-    """The two are a replay of the same run, whose masks are those of all pairs."""
+    """The two are a replay of the same run, in which all pairs mask."""
     settings = {"virtual_workers": 48, "steps": 2, "data": examples(96), "dp_config": RENYI}
     first, second = on("step", "worker-7", "dies", 1), on("step", "worker-9", "dies", 2)
     many = whole_run(
