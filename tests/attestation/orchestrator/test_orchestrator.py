@@ -23,10 +23,10 @@ from raycloak.attestation.orchestrator.commits import StepCommit
 from raycloak.attestation.orchestrator.data_commitments import DataCommitments
 from raycloak.attestation.orchestrator.documents import read_documents
 from raycloak.attestation.orchestrator.orchestrator import open_run
-from raycloak.attestation.orchestrator.run_terms import RunTerms
+from raycloak.attestation.orchestrator.run_terms import RunTerms, SparseMasks
 from raycloak.attestation.policy.policy import KeyQuotas, Policy, simulated_policy
 from raycloak.attestation.service.serving_orchestrator import EvidenceOrchestrator
-from raycloak.metrics.errors import EvidenceError, RefusedError
+from raycloak.metrics.errors import EvidenceError, ProtocolError, RefusedError
 from tests.attestation.attester.test_attester import Source
 from tests.attestation.conftest import MANIFEST, MEASUREMENT, NOW, Session, StandIn
 
@@ -47,6 +47,7 @@ class Desk:
     lifetime_s: int = 24 * 3600
     quotas: KeyQuotas = field(default_factory=KeyQuotas)
     members: dict[str, Attester] = field(default_factory=dict)
+    masks: SparseMasks | None = None
     executions: int = 0
 
     def __post_init__(self) -> None:
@@ -78,7 +79,8 @@ class Desk:
 
     def begin(self) -> None:
         policy = self.policy()
-        terms = RunTerms(StandIn.under(policy, COUNT, EPOCHS), policy, self.session.collateral)
+        contract = StandIn.under(policy, COUNT, EPOCHS)
+        terms = RunTerms(contract, policy, self.session.collateral, masks=self.masks)
         self.orchestrator.begin(terms, f"execution-{self.executions}")
 
     def present(self, name: str, answer: bytes = ANSWER) -> Envelope:
@@ -592,6 +594,16 @@ def test_the_exported_log_verifies_and_holds_every_decision(desk, tmp_path):
     }
     with pytest.raises(EvidenceError):
         read_exported_log(path, HybridSigner.generate().public)
+
+
+def test_no_circle_is_drawn_for_a_step_beyond_the_runs_releases(session, tmp_path):
+    """Their number is in the bound that the reach of a circle follows from."""
+    desk = Desk(session, tmp_path, masks=SparseMasks(colluding_workers=1, releases=2))
+    desk.admit("worker-0", "worker-1")
+    assert desk.roster(1).circle is None, "two workers mask with each other"
+    with pytest.raises(ProtocolError) as error:
+        desk.roster(2)
+    assert error.value.code == "step_unplanned"
 
 
 def test_what_the_log_names_by_a_digest_is_exported_beside_it(desk, tmp_path):

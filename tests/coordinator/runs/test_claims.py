@@ -1,5 +1,6 @@
 """What a run that was stopped, that failed or that was resumed states, through the classes of a whole run."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from raycloak.attestation.sealed.package_manifest import PackageManifest
 from raycloak.coordinator.accounting.calibration import epsilon_against
 from raycloak.coordinator.checkpoints.archive import Archive
 from raycloak.coordinator.config.sections import CheckpointConfig
+from raycloak.coordinator.planning.masks import MaskPlan
 from raycloak.coordinator.record.outcome import Ending, Finished
 from raycloak.coordinator.record.verdict import Verdict
 from raycloak.coordinator.runs.verdict import verdict_of
@@ -129,3 +131,8 @@ def test_the_epsilon_with_one_worker_adds_up_what_a_machine_held_in_every_execut
     assert stated.keys_on_one_machine == most
     assert stated.privacy_epsilon_one_worker == epsilon_against(plan.mechanism, most, plan.delta, STEPS)
     assert stated.privacy_epsilon_one_worker > verdict(first, first.finished).privacy_epsilon_one_worker
+    # Each of a machine's virtual workers may have been a worker of its own in the mask graph.
+    for colluding, is_claimed in ((most, True), (most - 1, False)):
+        masked = replace(plan, masks=MaskPlan(colluding, 4, 47, None))
+        one_worker = verdict(second, replace(second.finished, plan=masked)).privacy_epsilon_one_worker
+        assert (one_worker is not None) == is_claimed
