@@ -17,11 +17,14 @@ import yaml
 
 BINARY = shutil.which("prometheus")
 _DEADLINE_S = 120.0
-_EVERY = "100ms"
+_EVERY = "200ms"
+"""The interval of scrapes, and their timeout: a busy machine may answer later than in a tenth of a second."""
+_CLEAN = "1s"
+"""How long no scrape may have failed at a moment that tests ask about: several scrapes and evaluations of the rules."""
 
 
 class Prometheus:
-    """One server that scrapes a few pages ten times a second until it is closed.
+    """One server that scrapes a few pages five times a second until it is closed.
 
     Args:
         pages: ``host:port`` of each page, by the name of its job.
@@ -74,6 +77,20 @@ class Prometheus:
     def sees(self, expr: str) -> None:
         """Wait until an expression has data now."""
         eventually(lambda: self.query(expr, time.time()))
+
+    def moment(self) -> float:
+        """Return a Unix time at which every page was scraped and every rule saw its series.
+
+        A scrape that times out marks its series as stale from the time it began. A time is therefore judged in
+        hindsight, after the next scrape of each page.
+        """
+        return float(eventually(self._clean_moment))
+
+    def _clean_moment(self) -> float | None:
+        asked = time.time()
+        self.sees(f"min(timestamp(up)) > {asked:.3f}")
+        ((_, clean),) = self.query(f"min(min_over_time(up[{_CLEAN}]))", asked)
+        return asked if clean == 1 else None
 
 
 def eventually(question: Callable[[], Any]) -> Any:

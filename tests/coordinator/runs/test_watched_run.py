@@ -187,7 +187,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
             prometheus.sees(f"run:raycloak_steps_finished:max == {report.step}")
             if report.step == LOOK:
                 prometheus.sees('raycloak_service_calls_total{method="Challenge",code="ok"} == 1')
-                looks.append(time.time())
+                looks.append(prometheus.moment())
 
         order = run.coordinator.order
         made = order.reporting.metrics
