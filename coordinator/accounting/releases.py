@@ -84,12 +84,15 @@ def cut_at(num_examples: int, virtual_workers: int, capacity: int) -> Cut | None
 
 
 def release_of(mechanism: Mechanism, count: int) -> Release:
-    """Return ``count`` releases of a private mechanism.
+    """Return what ``count`` releases of a private mechanism, at least one, cost one example.
+
+    Guarantee: of data that a client sends, they are as many Gaussians as the example can take part in, whichever
+    releases these are and no matter who chose them (docs/proofs/009).
 
     The cut is in it exactly if delta has no share for it: the one place that decides what pays.
     """
     cut = None if mechanism.overflow_probability else cut_of(mechanism)
-    return Release(mechanism.sample_rate, mechanism.noise_multiplier, count, cut)
+    return Release(mechanism.sample_rate, mechanism.noise_multiplier, mechanism.participations(count), cut)
 
 
 def releases_of(counts: Iterable[tuple[Mechanism, int]]) -> Releases:

@@ -39,6 +39,9 @@ from raycloak.workers.vectors.ring import CACHE_BLOCK_BYTES, RingVector, decode,
 State = Mapping[str, np.ndarray]
 F = TypeVar("F", np.float32, np.float64)
 
+# Numbers of a gradient that are squared at once: 8 MiB in float64.
+_PIECE = 2**20
+
 
 @dataclass(frozen=True, slots=True)
 class ReduceRequest:
@@ -46,7 +49,8 @@ class ReduceRequest:
 
     Attributes:
         headers: one signed header per worker, in the roster's order, which is also that of the vectors.
-        parameter_digest: digest of the whole parameters that the step started from.
+        parameter_digest: digest of the whole parameters that the step started from, and of the batches that a client
+            sent for it; see `raycloak.workers.terms.step_input`.
         ranges: the cut of the parameters.
     """
 
@@ -63,11 +67,13 @@ class ReduceReport:
     Attributes:
         tensor_digests: digests of the range's updated tensors, in order.
         seconds: time inside the aggregator.
+        squares: sum of the squares of the range's average gradient, float64; None in a private run.
     """
 
     range_index: int
     tensor_digests: tuple[bytes, ...]
     seconds: float
+    squares: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +194,13 @@ class MaskedAggregator:
         step = verified.roster.step
         # In float32, as the rule takes it: the decoded sum is then never in memory as a whole.
         average = self._average(verified, binding, vectors, np.float32)
+        private = self._part.manifest.computation.mechanism.private
+        # First: a rule may work in the average's memory.
+        squares = None if private else _squares(average)
         updated, new_state = self._part.rule.update(parameters, average, state, step)
         digests = tuple(tensor_digests(updated, self._part.range.tensors))
-        return ReduceReport(self._part.range.index, digests, time.perf_counter() - started), updated, new_state
+        report = ReduceReport(self._part.range.index, digests, time.perf_counter() - started, squares)
+        return report, updated, new_state
 
     def measure(self, request: ReduceRequest, binding: Envelope, *vectors: RingVector) -> MeasureReport:
         """Verify, sum, decode and divide by the public divisor, for a measurement. Parameters and state stay.
@@ -317,6 +327,14 @@ def _naming(member_id: str) -> Iterator[None]:
         yield
     except ProtocolError as error:
         raise SenderError(error.code, error.message, error.remedy, member_id) from None
+
+
+def _squares(average: NDArray[np.float32]) -> float:
+    """Return the sum of squares in float64, piece by piece: a copy of a large model's gradient would not fit."""
+    total = 0.0
+    for start in range(0, len(average), _PIECE):
+        total += float(np.square(average[start : start + _PIECE], dtype=np.float64).sum())
+    return total
 
 
 def decoded_average(

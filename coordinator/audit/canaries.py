@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from raycloak.coordinator.config.run import ModelField, RunConfig
 from raycloak.coordinator.config.sections import DatasetConfig, Section
 from raycloak.coordinator.planning.model_source import model_source
-from raycloak.coordinator.planning.references import descriptor
+from raycloak.coordinator.planning.references import descriptor, require_at_hand
 from raycloak.metrics.errors import ConfigError, ModelError
 from raycloak.workers.gradients.gradient_parts import PerExampleGradients
 from raycloak.workers.inputs.canaries import CanaryDataset
@@ -109,6 +109,7 @@ class CanaryTask(Section):
             raise ConfigError("config", "an audit needs both dataset and model.", "Name them in the configuration.")
         if config.dataset.kind == "sealed":
             raise ConfigError("config", "an audit takes no sealed dataset.", "Audit it where it is in the clear.")
+        require_at_hand(config.dataset, "an audit")
         opened = descriptor(config.dataset).open_slices(base)
         form = dataset_form(opened.examples)
         inner = build_model(model_source(config.model), base, config.seed)

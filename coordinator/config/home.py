@@ -2,7 +2,8 @@
 
 The home is absolute because the working directory of a Ray job is temporary: a ledger there would start the budget
 at zero. Layout: ``ledger.sqlite``, ``data.key``, ``simulator/``, ``signer/``, ``orchestrator/<run_id>.sqlite``,
-``packages/<run_id>/``, ``checks/<fingerprint>``, ``runs/<name>-<run_id>[-k]/``, ``service/``, ``collateral/``.
+``packages/<run_id>/``, ``checks/<fingerprint>``, ``runs/<name>-<run_id>[-k]/``, ``service/``, ``training-service/``,
+``collateral/``, ``adapters/``.
 """
 
 import itertools
@@ -55,14 +56,32 @@ def service_folder() -> Path:
     return _folder(home() / "service")
 
 
+def training_service_folder() -> Path:
+    """Return the folder of the training service: its store, its key, and what clients sent, mode 0700."""
+    return _folder(home() / "training-service")
+
+
 def collateral_folder() -> Path:
     """Return the folder of collateral that was fetched from policies' collateral services, mode 0700."""
     return _folder(home() / "collateral")
 
 
+def adapters_folder() -> Path:
+    """Return the folder of encrypted adapters, mode 0700: token budgets of a server, sessions' logs of a client."""
+    return _folder(home() / "adapters")
+
+
+def adapter_identity_file() -> Path:
+    """Return the file of the key that a client of encrypted adapters is known by; made, mode 0600, if missing."""
+    return _random_key(adapters_folder() / "client.key")
+
+
 def data_key_file() -> Path:
     """Return the file of the key that examples given in memory are fingerprinted with; made, mode 0600, if missing."""
-    path = home() / "data.key"
+    return _random_key(home() / "data.key")
+
+
+def _random_key(path: Path) -> Path:
     try:
         publish(path, secrets.token_hex(32).encode() + b"\n")
     except OSError as error:

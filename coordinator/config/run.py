@@ -212,6 +212,21 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _sent_step_by_step(self) -> Self:
+        """Refuse what needs the examples of a dataset, where a client sends them for one step at a time."""
+        if self.evaluation is not None and self.evaluation.dataset.kind == "sent":
+            raise ValueError("evaluation.dataset: kind sent is for training; evaluate on a split that is public")
+        if self.dataset is None or self.dataset.kind != "sent":
+            return self
+        if self.epochs is not None:
+            raise ValueError("epochs: nobody knows how many examples a client will send; give steps")
+        if self.measurements != MeasurementsConfig():
+            raise ValueError("measurements: the examples that a client sent are not kept, so none can be measured")
+        if not self.dp_config.enabled:
+            raise ValueError("dp_config.enabled: data that a client sends is private; train on public data as a file")
+        return self
+
+    @model_validator(mode="after")
     def _masks_withstand_it(self) -> Self:
         colluding = self.masks.colluding_workers
         if colluding is None:
@@ -307,6 +322,11 @@ class RunConfig(Section):
         """The number of planned steps, of a configuration that gives it or is :meth:`sized`."""
         assert self.steps is not None, "epochs become steps once the data is known"
         return self.steps
+
+    @property
+    def max_participations(self) -> int | None:
+        """The k of data that a client sends: most steps that one example takes part in; None for a dataset."""
+        return self.dataset.max_participations if self.dataset is not None else None
 
     @property
     def batch_size(self) -> float:

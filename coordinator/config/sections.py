@@ -104,6 +104,20 @@ class DPConfig(Section):
         return self
 
 
+SENT_FIELDS = frozenset(
+    {
+        "kind",
+        "public",
+        "shape",
+        "vocabulary",
+        "label_kind",
+        "classes",
+        "max_participations",
+        "max_examples_per_step",
+    }
+)
+"""The fields of a dataset that a client sends."""
+
 TABLES = ("csv", "parquet", "ray_data")
 """The kinds of datasets with named columns of numbers."""
 
@@ -115,8 +129,8 @@ class DatasetConfig(Section):
         kind: ``digits`` (scikit-learn's 1,797 images), ``npz``, ``csv``, ``parquet``, ``imagefolder`` (a folder for
             each class), ``hf`` (tokenised text: a folder that ``datasets`` wrote, or parquet), ``text`` (a ``.tsv``
             file of text and class number, or a parquet table), ``text_blocks`` (one text file, cut to blocks),
-            ``module`` (``module:function``), ``ray_data`` (what ``raycloak data build`` wrote) or ``sealed`` (what
-            ``raycloak data seal`` wrote).
+            ``module`` (``module:function``), ``ray_data`` (what ``raycloak data build`` wrote), ``sealed`` (what
+            ``raycloak data seal`` wrote) or ``sent`` (what a client of the training service sends, step by step).
         path: file, folder or pattern of examples, or folder of a sealed dataset, relative to the config file; csv,
             parquet, imagefolder and hf also take ``s3://bucket/prefix``.
         function: ``module:function`` that returns a `raycloak.workers.inputs.datasets.Dataset`; for ray_data, the
@@ -139,6 +153,13 @@ class DatasetConfig(Section):
             fingerprint that an account may be bound to; relative to the config file.
         key_file: the data owner's key of a sealed dataset, which the orchestrator alone reads; relative to the config
             file.
+        shape: of the features of one sent example. They are float32, or ids if there is a ``vocabulary``.
+        label_kind: of a sent example: ``class`` (one of ``classes``), ``token`` (one for each id of the features: one
+            of ``classes``, or of the ``vocabulary`` without them, or -100 for none) or ``number`` (float32).
+        max_participations: k: most steps of the run that one sent example takes part in. The service counts them, and
+            the account pays for k steps at most.
+        max_examples_per_step: most examples that a client sends for one step; a step computes so many, padding
+            included.
     """
 
     kind: Literal[
@@ -153,6 +174,7 @@ class DatasetConfig(Section):
         "module",
         "ray_data",
         "sealed",
+        "sent",
     ]
     path: str | None = None
     function: str | None = None
@@ -169,6 +191,10 @@ class DatasetConfig(Section):
     public: bool = False
     fingerprint_key: str | None = None
     key_file: str | None = None
+    shape: Annotated[list[Annotated[int, Field(gt=0, le=2**20)]], Field(max_length=8)] | None = None
+    label_kind: Literal["class", "token", "number"] = "class"
+    max_participations: int | None = Field(default=None, gt=0, le=2**31)
+    max_examples_per_step: int | None = Field(default=None, gt=0, le=2**24)
 
     @model_validator(mode="before")
     @classmethod
@@ -178,8 +204,8 @@ class DatasetConfig(Section):
     @model_validator(mode="after")
     def _fields_of_kind(self) -> Self:
         of_text = self.kind in ("text", "text_blocks")
-        if (self.kind not in ("digits", "module")) != (self.path is not None):
-            raise ValueError("path belongs to all kinds but digits and module, and is needed there")
+        if (self.kind not in ("digits", "module", "sent")) != (self.path is not None):
+            raise ValueError("path belongs to all kinds but digits, module and sent, and is needed there")
         if (of_text or self.kind == "hf") != (self.max_length is not None):
             raise ValueError("max_length belongs to kind text, text_blocks and hf, and is needed there")
         if self.kind == "hf" and (self.tokenizer is None) == (self.vocabulary is None):
@@ -216,6 +242,28 @@ class DatasetConfig(Section):
                 )
             if len(set(self.classes)) != len(self.classes):
                 raise ValueError("a class is listed twice")
+        return self
+
+    @model_validator(mode="after")
+    def _sent_examples(self) -> Self:
+        for name in ("shape", "max_participations", "max_examples_per_step"):
+            if (self.kind == "sent") != (getattr(self, name) is not None):
+                raise ValueError(f"{name} belongs to kind sent, and is needed there")
+        if self.kind != "sent":
+            if self.label_kind != "class":
+                raise ValueError("label_kind belongs to kind sent")
+            return self
+        if self.public:
+            raise ValueError("data that a client sends is private: send public data as a file, and register that")
+        for name, field in type(self).model_fields.items():
+            if name not in SENT_FIELDS and getattr(self, name) != field.default:
+                raise ValueError(f"{name} does not belong to kind sent")
+        if self.label_kind == "class" and not isinstance(self.classes, int):
+            raise ValueError("label_kind class needs the number of classes")
+        if self.label_kind == "token" and (self.vocabulary is None or len(self.shape or ()) != 1):
+            raise ValueError("label_kind token needs a vocabulary, and a shape of one length")
+        if self.label_kind == "number" and self.classes is not None:
+            raise ValueError("label_kind number has no classes")
         return self
 
     @property
@@ -448,11 +496,17 @@ class KeyServiceConfig(Section):
 
     Attributes:
         address: ``host:port``, as the workers reach it.
-        contract: file that the service wrote, from the owner of the data; relative to the config file.
+        contract: file that the service wrote, from the owner of the data; relative to the config file. Or the content
+            of that file, a JSON object, as the client of a training service gives it.
     """
 
     address: Address
     contract: str
+
+    @property
+    def text(self) -> str | None:
+        """The contract's content; None if it is in a file."""
+        return self.contract if self.contract.startswith("{") else None
 
 
 class AttestationConfig(Section):

@@ -250,6 +250,8 @@ class PrivacyLedger(LedgerReader):
         """Charge one step of one mechanism and return the signed :class:`raycloak.workers.terms.receipt.Receipt` for
         it.
 
+        ``parameter_digest`` is of the step's whole input: see `raycloak.workers.terms.step_input`.
+
         Guarantee: when the receipt is returned its entry is on disk. The witness, if there is one, then holds a head
         at or behind that entry. The same five arguments give the same entry and charge once, for any caller and any
         number of calls. For a later instance only the fencing number differs. A charge that would cross the cap is
@@ -388,7 +390,7 @@ class PrivacyLedger(LedgerReader):
         if event.parameter_digest != parameter_digest:
             raise BudgetError(
                 "step_already_charged",
-                f"step {event.step} of run {event.run_id} was charged for other parameters.",
+                f"step {event.step} of run {event.run_id} was charged for other parameters or batches.",
                 "A rerun that does not reproduce needs a new run id: fresh noise, and a full charge.",
             )
         receipt = Receipt(

@@ -58,11 +58,17 @@ class PricedRun:
     def spend(self, charged: Mapping[Query, int]) -> Spend:
         """Return the cost of so many releases of each mechanism, or of all that a prepaid run plans.
 
+        Guarantee: of data that a client sends, the releases beyond the bound on participations cost nothing.
+
         Public ones cost nothing and are not counted.
         """
         if self.prepaid:
             charged = {query: each.mechanism.steps for query, each in self.priced.items()}
-        private = [(charged[query], each) for query, each in self.priced.items() if each.mechanism.private]
+        private = [
+            (each.mechanism.participations(charged[query]), each)
+            for query, each in self.priced.items()
+            if each.mechanism.private
+        ]
         rdp = sum((count * each.step_rdp for count, each in private), np.zeros(len(self.registered.step_rdp[0])))
         releases = tuple(_release(each.mechanism, count) for count, each in private if count)
         return Spend(rdp, tuple(count for count, _ in private), releases, self.quote)

@@ -22,7 +22,7 @@ from raycloak.attestation.sealed.sealed_data import SealedSource, SliceKeys, Use
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.planning.model_source import model_source
-from raycloak.coordinator.planning.references import descriptor, part_of
+from raycloak.coordinator.planning.references import descriptor, part_of, require_at_hand
 from raycloak.metrics.errors import ConfigError, DatasetError
 from raycloak.metrics.file_errors import file_error
 from raycloak.workers.gradients.row_loss import RowLoss
@@ -125,6 +125,7 @@ def check_data(config: RunConfig, base: Path) -> Checked:
     """
     if config.dataset is None:
         raise ConfigError("config", "a check needs a dataset.", "Name it in the configuration.")
+    require_at_hand(config.dataset, "a check")
     described = descriptor(config.dataset)
     _require_images(described, base)
     opened = _open_for_owner(config, base, "training")

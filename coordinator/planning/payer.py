@@ -62,6 +62,9 @@ def data_place(dataset: DatasetConfig | None, base: Path | str) -> str:
         shown = Path(place).name
     elif dataset.function is not None:
         shown, place = dataset.function.partition(":")[2], f"{source_place(dataset.function, base)}:{dataset.function}"
+    elif dataset.kind == "sent":
+        # It has no place and no fingerprint, and its ids are keyed: all of it that names no account shares one.
+        return "data-sent"
     else:
         return f"data-{dataset.kind}-{dataset.split}"
     # An account's name is printable, and a file's need not be.

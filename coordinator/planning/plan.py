@@ -251,7 +251,9 @@ def plan_mechanism(
     virtual workers is chosen with it, and a resume takes it from the manifest.
 
     Args:
-        num_examples: N. dimension: d, number of trainable parameters.
+        num_examples: N; of data that a client sends, the most examples of one step. How many will ever come is not
+            known, and enters nothing.
+        dimension: d, number of trainable parameters.
         account: the named one that pays, if it is not the run's own.
         largest_rows: most rows of a micro-batch that memory holds, see `raycloak.workers.gradients.row_memory`; used
             where the configuration does not say.
@@ -271,7 +273,7 @@ def plan_mechanism(
     noise = _noise_with_cut(config, releases, batch, num_examples, accountant) if private else 0.0
     honest_share = _honest_share(config, batch.virtual_workers)
     # The cut counts for little beside the rounding's share, and would take seconds.
-    release = Release(sample_rate, noise, config.planned_steps) if private else None
+    release = Release(sample_rate, noise, _charged_steps(config)) if private else None
     ring = _ring(config, dimension, batch, release, honest_share)
     return Mechanism(
         private=private,
@@ -292,6 +294,7 @@ def plan_mechanism(
         micro_batches=batch.batches,
         overflow_probability=batch.overflow_probability,
         accountant=accountant,
+        max_participations=config.max_participations,
     )
 
 
@@ -322,13 +325,22 @@ def _check_sizes(config: RunConfig, num_examples: int, dimension: int) -> None:
 
 
 def _sample_rate(config: RunConfig, num_examples: int) -> float:
+    """Return q; 1 for data that a client sends, which is all used."""
+    sent = config.max_participations is not None
     if config.batch_size > num_examples:
         raise ConfigError(
             "batch_too_large",
-            f"an expected batch of {config.batch_size:g} is more than the {num_examples} examples.",
-            "Lower expected_batch_size or batch_size_per_worker.",
+            f"an expected batch of {config.batch_size:g} is more than the {num_examples} examples"
+            f"{' of one step' if sent else ''}.",
+            f"Lower expected_batch_size or batch_size_per_worker{', or raise max_examples_per_step' if sent else ''}.",
         )
-    return config.batch_size / num_examples
+    return 1.0 if sent else config.batch_size / num_examples
+
+
+def _charged_steps(config: RunConfig) -> int:
+    """Return how many of the planned steps the account pays for: those that one example can take part in."""
+    bound = config.max_participations
+    return config.planned_steps if bound is None else min(config.planned_steps, bound)
 
 
 def keys_per_machine(config: RunConfig, virtual_workers: int) -> int | None:
@@ -356,7 +368,7 @@ def _honest_share(config: RunConfig, virtual_workers: int) -> float:
 
 def _noised_releases(config: RunConfig, sample_rate: float, accountant: AccountantName) -> Releases:
     """Return all planned releases, the gradient's first, with the noise that is configured or solved for."""
-    dp, steps = config.dp_config, config.planned_steps
+    dp, steps = config.dp_config, _charged_steps(config)
     if dp.noise_multiplier is not None:
         noise = _enough_noise(dp.noise_multiplier)
         return (Release(sample_rate, noise, steps), *planned_measurements(config))
@@ -434,7 +446,8 @@ def _ring(
 def _rounding_cost(mechanism: Mechanism, delta: float) -> float:
     if not mechanism.private:
         return 0.0
-    release = Release(mechanism.sample_rate, mechanism.noise_multiplier, mechanism.steps)
+    charged = mechanism.participations(mechanism.steps)
+    release = Release(mechanism.sample_rate, mechanism.noise_multiplier, charged)
     return rounding_cost(release, mechanism.sensitivity / mechanism.max_grad_norm - 1, delta)
 
 
@@ -501,20 +514,28 @@ def _object_store_bytes(config: RunConfig, mechanism: Mechanism) -> int:
     return 2 * (tensors * 4 * mechanism.dimension + _masked_bytes(config, mechanism))
 
 
+def _most_examples(mechanism: Mechanism) -> int:
+    """Return N of a dataset; of data that a client sends, the most different examples that could ever come."""
+    steps = 1 if mechanism.max_participations is None else mechanism.steps
+    return steps * mechanism.num_examples
+
+
 def _warnings(config: RunConfig, mechanism: Mechanism, steps: int) -> tuple[str, ...]:
     warnings = []
     delta = config.dp_config.target_delta
     if not mechanism.private:
         warnings.append("NOT PRIVATE: privacy is switched off; the data is declared public.")
-    elif delta >= 1 / mechanism.num_examples:
+    elif delta >= 1 / (most := _most_examples(mechanism)):
         warnings.append(
-            f"delta {delta:g} is not below 1/N = {1 / mechanism.num_examples:.3g}: a mechanism that publishes whole "
+            f"delta {delta:g} is not below 1/N = {1 / most:.3g}: a mechanism that publishes whole "
             "examples at random would pass as well. Set dp_config.target_delta well below 1/N."
         )
     if (computed := rows_per_expected_row(mechanism)) > PADDING_WARNING:
+        sent = mechanism.max_participations is not None
+        remedy = "dataset.max_examples_per_step" if sent else "virtual_workers"
         warnings.append(
-            f"a step computes {computed:.3g} rows for each that it expects to draw. Raise expected_batch_size, or "
-            "lower virtual_workers."
+            f"a step computes {computed:.3g} rows for each that it expects{'' if sent else ' to draw'}. Raise "
+            f"expected_batch_size, or lower {remedy}."
         )
     if config.allow_nondeterministic:
         warnings.append("NOT EXACT: operations without a deterministic kernel are allowed; a repeat may differ.")

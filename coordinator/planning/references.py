@@ -26,6 +26,9 @@ from raycloak.workers.inputs.fingerprint import dataset_fingerprint
 from raycloak.workers.inputs.images import SUFFIXES as IMAGE_SUFFIXES
 from raycloak.workers.inputs.images import image_classes
 
+_SENT_FORM = frozenset({"shape", "label_kind", "max_participations", "max_examples_per_step"})
+"""Fields of a section that a descriptor has as a form, or that the mechanism has."""
+
 
 def preflight(config: RunConfig, base: Path) -> None:
     """Refuse a configuration that names something unusable, before anything starts or is charged.
@@ -54,7 +57,7 @@ def preflight(config: RunConfig, base: Path) -> None:
 
 def descriptor(dataset: DatasetConfig) -> DatasetDescriptor:
     """Return the descriptor that workers open, from the configuration's section."""
-    given = dataset.model_dump(exclude={"key_file", "features", "classes", "size"})
+    given = dataset.model_dump(exclude={"key_file", "features", "classes", "size", *_SENT_FORM})
     names = dataset.classes if isinstance(dataset.classes, list) else []
     return DatasetDescriptor(
         **given,
@@ -62,7 +65,37 @@ def descriptor(dataset: DatasetConfig) -> DatasetDescriptor:
         classes=len(names) if isinstance(dataset.classes, list) else dataset.classes,
         class_names=tuple(names),
         size=(dataset.size, dataset.size) if isinstance(dataset.size, int) else dataset.size,
+        sent=sent_form(dataset),
     )
+
+
+def sent_form(dataset: DatasetConfig) -> DatasetForm | None:
+    """Return the form of the examples that a client sends, with the most of one step; None of other data."""
+    if dataset.kind != "sent":
+        return None
+    assert dataset.shape is not None, "examples to be sent have a shape"
+    assert dataset.max_examples_per_step is not None, "a step of sent examples has a bound"
+    return DatasetForm(
+        num_examples=dataset.max_examples_per_step,
+        feature_shape=tuple(dataset.shape),
+        feature_dtype="float32" if dataset.vocabulary is None else "int64",
+        label_shape=tuple(dataset.shape) if dataset.label_kind == "token" else (),
+        label_dtype="float32" if dataset.label_kind == "number" else "int64",
+    )
+
+
+def require_at_hand(dataset: DatasetConfig | None, what: str) -> None:
+    """Require that the examples are here to be read; ConfigError ``sent_data``, if a client sends them step by step.
+
+    Args:
+        what: cannot do without them, for the refusal.
+    """
+    if dataset is not None and dataset.kind == "sent":
+        raise ConfigError(
+            "sent_data",
+            f"{what} reads examples, and examples of kind sent come from a client, one step after the other.",
+            "Name a dataset of another kind, or be the client of a training service that sends them.",
+        )
 
 
 def given_contract(config: KeyServiceConfig | None, base: Path) -> ServiceContract | None:
@@ -76,16 +109,17 @@ def given_contract(config: KeyServiceConfig | None, base: Path) -> ServiceContra
     """
     if config is None:
         return None
-    path = base / config.contract
+    path = base / config.contract if config.text is None else None
     try:
-        contract = parse(ServiceContract, path.read_bytes().strip())
+        content = path.read_bytes() if path is not None else config.contract.encode()
+        contract = parse(ServiceContract, content.strip())
         _ = contract.orchestrator
     except OSError as error:
-        raise file_error("key_service", "read", path, error) from None
+        raise file_error("key_service", "read", path or "contract", error) from None
     except (ProtocolError, ValidationError):
         raise ConfigError(
             "key_service",
-            f"{path} is not the contract of an evidence service.",
+            f"{path or 'the text in key_service.contract'} is not the contract of an evidence service.",
             "The owner of the data gets it from 'raycloak attest serve' and hands it over.",
         ) from None
     return contract

@@ -17,7 +17,7 @@ from raycloak.attestation.sealed.sealed_data import SealedHeader, Use, load_data
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig
-from raycloak.coordinator.planning.references import descriptor, part_of
+from raycloak.coordinator.planning.references import descriptor, part_of, require_at_hand
 from raycloak.metrics.errors import ConfigError, DatasetError
 from raycloak.metrics.file_errors import file_error
 from raycloak.workers.inputs.sealed import seal_dataset
@@ -73,6 +73,7 @@ def seal_for(config: RunConfig, base: Path, key_file: Path, out: Path, terms: Se
     if part is None or part.kind == "sealed":
         field = "dataset" if use == "training" else "evaluation.dataset"
         raise ConfigError("config", f"there is no {field} to seal.", "Name a dataset that is in the clear.")
+    require_at_hand(part, "sealing")
     if config.policy is None:
         vendor = SimulatedVendor.load_or_create(home.simulator_folder())
         policy = simulated_policy(vendor, code_measurement())
