@@ -7,6 +7,7 @@ added, what that one takes. A sum is enough, since nothing but the sum ever leav
 import numpy as np
 
 from raycloak.attestation.core.roster import Query
+from raycloak.workers.terms.public_sums import PublicSums
 from raycloak.workers.vectors.ring import RingVector
 from raycloak.workers.virtual_worker import EncodedVector
 
@@ -19,10 +20,12 @@ class HostedSum:
 
     Attributes:
         tags: by virtual worker, of the vectors in the sum.
+        counted: by virtual worker, the exact sums that came with its vector; of public data alone.
     """
 
     def __init__(self) -> None:
         self.tags: dict[int, bytes] = {}
+        self.counted: dict[int, PublicSums] = {}
         self._place: Place | None = None
         self._words: RingVector | None = None
 
@@ -51,6 +54,8 @@ class HostedSum:
         else:
             np.add(self._words, vector.values, out=self._words)
         self.tags[v] = vector.tag
+        if vector.counted is not None:
+            self.counted[v] = vector.counted
 
     def _begin(self, place: Place | None) -> None:
-        self._place, self._words, self.tags = place, None, {}
+        self._place, self._words, self.tags, self.counted = place, None, {}, {}

@@ -12,6 +12,7 @@ from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.inputs.models import ModelSource
 from raycloak.workers.terms.manifest import Manifest, NumericsClass, TensorSpec
 from raycloak.workers.terms.parameter_digest import TensorContent
+from raycloak.workers.terms.public_sums import PublicSums
 from raycloak.workers.vectors.payload import VectorRange
 
 
@@ -98,12 +99,14 @@ class StepRequest:
         presentations: of members that may be new to the receiver.
         commitments: to the slices of all virtual workers, in order; the receipt has their root.
         ranges: each aggregator's part of the parameters, in order.
+        batches: SHA-256 of each batch that a client sent for the step, in order; empty where data is registered.
     """
 
     roster: Envelope
     presentations: tuple[Envelope, ...]
     commitments: tuple[bytes, ...]
     ranges: tuple[VectorRange, ...]
+    batches: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,7 @@ class StepReply:
         seconds: the worker's own time for the whole answer.
         compute_seconds, mask_seconds: its parts for computing vectors, and for masking, tagging and signing.
         leaving: whether the worker was asked to end and should leave after this step.
+        counted: exact sums over the examples of each hosted virtual worker, in their order; None in a private run.
     """
 
     member_id: str
@@ -124,3 +128,4 @@ class StepReply:
     compute_seconds: float = 0.0
     mask_seconds: float = 0.0
     leaving: bool = False
+    counted: tuple[PublicSums, ...] | None = None

@@ -1,7 +1,7 @@
 """A worker's part in one run, from its first presentation on: its keys, the vectors it keeps, and one masked answer.
 
-Guarantee: nothing is computed before a receipt and a roster for exactly the given parameters were verified. One masked
-vector leaves per (run, query, step, attempt); a repeat gets the same bytes or a refusal.
+Guarantee: nothing is computed before a receipt and a roster for exactly the given parameters and batches were
+verified. One masked vector leaves per (run, query, step, attempt); a repeat gets the same bytes or a refusal.
 Assumes: its caller, `raycloak.workers.train_worker.TrainWorker`, lets no text of an exception out.
 """
 
@@ -26,8 +26,12 @@ from raycloak.workers.hosted_sum import HostedSum
 from raycloak.workers.messages import Admission, StepReply, StepRequest
 from raycloak.workers.peers import Peers
 from raycloak.workers.second_halves import SecondHalves
+from raycloak.workers.sent_step import SentStep, own_batches
+from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.terms.parameter_digest import own_copy, parameter_digest, tensor_digests
+from raycloak.workers.terms.public_sums import PublicSums, require_public
 from raycloak.workers.terms.receipt import Receipt, check_receipt, data_root
+from raycloak.workers.terms.step_input import step_input
 from raycloak.workers.vectors.masks import masked_sum
 from raycloak.workers.vectors.payload import VectorRange, VerifiedAttempt, payload_key, seal_header, tag_payload
 from raycloak.workers.vectors.ring import RingVector, ring_dtype
@@ -103,7 +107,11 @@ class RunMember:
         return seal(body, self._attester.identity)
 
     def step(
-        self, receipt: Envelope, request: StepRequest, parameters: Sequence[np.ndarray]
+        self,
+        receipt: Envelope,
+        request: StepRequest,
+        parameters: Sequence[np.ndarray],
+        batches: Sequence[np.ndarray] = (),
     ) -> tuple[StepReply, tuple[RingVector, ...]]:
         """Compute, mask and sign one attempt; see `raycloak.workers.train_worker.TrainWorker.step`.
 
@@ -119,23 +127,33 @@ class RunMember:
         self._check_position(roster)
         # Verified and computed on one copy: shared memory could change in between.
         flat = own_copy(parameters)
-        model, paid = self._check_parameters(receipt, roster, flat)
+        contents = own_batches(batches, request.batches)
+        inputs, paid = self._check_input(receipt, roster, flat, request.batches)
         self._check_data(paid, roster, request.commitments)
+        sent = self._sent_step(roster, contents)
         self._peers.appraise(roster, request.presentations, self._admission)
         # All checks are done. The position moves before anything is computed, so a failure cannot reopen the attempt.
         self._advance(roster)
         mechanism = self._admission.manifest.computation.mechanism_of(roster.query)
 
         started = time.perf_counter()
-        self._compute(roster, model, paid.data_root, flat)
+        self._compute(roster, inputs, paid.data_root, flat, sent)
         # The model has them now.
         del flat
         computed = time.perf_counter()
-        attempt = VerifiedAttempt.of(roster, model, request.ranges, mechanism.ring_bits)
+        attempt = VerifiedAttempt.of(roster, inputs, request.ranges, mechanism.ring_bits)
         vectors, header = self._mask(attempt)
         masked = time.perf_counter()
 
-        reply = StepReply(self._attester.member_id, "ok", header, masked - began, computed - started, masked - computed)
+        reply = StepReply(
+            self._attester.member_id,
+            "ok",
+            header,
+            masked - began,
+            computed - started,
+            masked - computed,
+            counted=self._counted(mechanism, roster),
+        )
         self._last = digest(request.roster.body), reply, attempt
         return reply, vectors
 
@@ -159,17 +177,20 @@ class RunMember:
         if (roster.step, roster.attempt) <= last or roster.ratchet < self._ratchet:
             raise ProtocolError("step_fenced", f"step {roster.step} attempt {roster.attempt} is over for this worker")
 
-    def _check_parameters(self, envelope: Envelope, roster: Roster, flat: np.ndarray) -> tuple[bytes, Receipt]:
-        """Return the digest of the parameters that really arrived, and the receipt, which was verified for it."""
+    def _check_input(
+        self, envelope: Envelope, roster: Roster, flat: np.ndarray, batches: Sequence[bytes]
+    ) -> tuple[bytes, Receipt]:
+        """Return the digest of the step's input that really arrived, and the receipt, which was verified for it."""
         manifest, tensors = self._admission.manifest, self.planned.workload.facts.tensors
         model = parameter_digest(tensors, tensor_digests(flat, tensors))
+        inputs = step_input(model, batches)
         receipt = check_receipt(
             envelope,
             ledger_key=manifest.ledger_key,
             run_id=manifest.run_id,
             query=roster.query,
             step=roster.step,
-            parameter_digest=model,
+            parameter_digest=inputs,
             manifest_digest=self.manifest_digest,
             account=manifest.account,
             mechanism_digest=manifest.computation.mechanism_of(roster.query).digest(),
@@ -180,7 +201,20 @@ class RunMember:
         self._fencing = receipt.fencing
         if (roster.query, roster.step) == ("gradient", 0) and model != manifest.computation.initial_parameters:
             raise ProtocolError("parameters_mismatch", "step 0 does not start from the manifest's parameters")
-        return model, receipt
+        return inputs, receipt
+
+    def _sent_step(self, roster: Roster, contents: Sequence[bytes]) -> SentStep | None:
+        """Return the step's batches, still sealed; None where the run's data is registered.
+
+        Raises:
+            ProtocolError: ``batch_unexpected`` if there are batches where none belong, or as `SentStep.read`.
+        """
+        form, manifest = self.planned.workload.sent_form, self._admission.manifest
+        if form is None or roster.query != "gradient":
+            if contents:
+                raise ProtocolError("batch_unexpected", f"{roster.query} step {roster.step} takes no batches")
+            return None
+        return SentStep.read(contents, manifest, roster.step, form)
 
     def _check_data(self, paid: Receipt, roster: Roster, commitments: Sequence[bytes]) -> None:
         """Require that the receipt is for the data that this worker opened.
@@ -226,13 +260,28 @@ class RunMember:
         self._hosted.drop_all_but(own.virtual_workers)
         self._peers.meet(roster)
 
-    def _compute(self, roster: Roster, model: bytes, root: bytes, flat: np.ndarray) -> None:
+    def _compute(self, roster: Roster, inputs: bytes, root: bytes, flat: np.ndarray, sent: SentStep | None) -> None:
         """Add the vectors of all hosted virtual workers; those kept for this step are not computed again."""
         hosted = roster.member(self._attester.member_id).virtual_workers
         computer = self.planned.computers[roster.query]
-        for v in self._hosted.missing(hosted, (roster.query, roster.step, model, root)):
+        for v in self._hosted.missing(hosted, (roster.query, roster.step, inputs, root)):
+            keys = self._key(roster, v)
+            rows = () if sent is None else (sent.rows(v, keys),)
             # Given away at once: a name would keep a vector in memory while the next one is computed.
-            self._hosted.add(v, computer.vector(v, self._key(roster, v), roster.step, model, root, flat))
+            self._hosted.add(v, computer.vector(v, keys, roster.step, inputs, root, flat, *rows))
+
+    def _counted(self, mechanism: Mechanism, roster: Roster) -> tuple[PublicSums, ...] | None:
+        """Return the exact sums of each hosted virtual worker, in order; None where there are none.
+
+        Guarantee: no exact sum over examples leaves under a mechanism that is private.
+
+        Raises:
+            RefusedError: ``not_public`` if there are sums, and the mechanism is private.
+        """
+        if not self._hosted.counted:
+            return None
+        require_public(mechanism)
+        return tuple(self._hosted.counted[v] for v in roster.member(self._attester.member_id).virtual_workers)
 
     def _mask(self, attempt: VerifiedAttempt) -> tuple[tuple[RingVector, ...], Envelope]:
         """Mask the hosted sum in each range, tag each for its aggregator, sign the header."""

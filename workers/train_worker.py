@@ -122,26 +122,27 @@ class TrainWorker:
         return self._member.accept_keys(release)
 
     def step(
-        self, receipt: Envelope, request: StepRequest, *parameters: np.ndarray
+        self, receipt: Envelope, request: StepRequest, *given: np.ndarray
     ) -> tuple[StepReply, *tuple[RingVector, ...]]:
         """Compute, mask and sign this worker's contribution to one attempt.
 
         The roster's query says which of the run's mechanisms it is a step of.
 
-        Guarantee: nothing is computed before a receipt and a roster for exactly these parameters were verified; one
-        masked vector leaves per (run, query, step, attempt), and a repeat gets the same bytes or a refusal. Every
-        failure is answered by a code.
+        Guarantee: nothing is computed before a receipt and a roster for exactly these parameters and batches were
+        verified; one masked vector leaves per (run, query, step, attempt), and a repeat gets the same bytes or a
+        refusal. Every failure is answered by a code.
 
         Args:
             receipt: the ledger's, for the step; see `raycloak.workers.terms.receipt`.
-            parameters: the float32 parameters of each range, in range order.
+            given: the float32 parameters of each range, in range order. Then the bytes of each batch in
+                ``request.batches``, uint8, in that order.
 
         Returns:
             (StepReply, masked vector of each range); the vectors are empty unless the code is ``ok``.
         """
         vectors: tuple[RingVector, ...]
         try:
-            reply, vectors = self._step(receipt, request, parameters)
+            reply, vectors = self._step(receipt, request, given)
         except Exception as error:  # noqa: BLE001 - only a code may leave
             reply = StepReply(self._attester.member_id, answer_code(error))
             vectors = tuple(np.empty(0, np.uint32) for _ in request.ranges)
@@ -164,9 +165,10 @@ class TrainWorker:
 
     @guarded
     def _step(
-        self, receipt: Envelope, request: StepRequest, parameters: Sequence[np.ndarray]
+        self, receipt: Envelope, request: StepRequest, given: Sequence[np.ndarray]
     ) -> tuple[StepReply, tuple[RingVector, ...]]:
-        return self._member.step(receipt, request, parameters)
+        ranges = len(given) - len(request.batches)
+        return self._member.step(receipt, request, given[:ranges], given[ranges:])
 
     @guarded
     def _evaluate(self, order: Envelope, parameters: Sequence[np.ndarray]) -> Envelope:

@@ -4,6 +4,7 @@ Host, attempt, roster and arrival order do not enter, so a vector recomputed els
 recovery safe: two attempts of a step decode to one value.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,10 +12,13 @@ import numpy as np
 
 from raycloak.attestation.core.keys import Purpose, derive
 from raycloak.attestation.keys.release import VirtualWorkerKeys
-from raycloak.workers.gradients.clipping import micro_batches
+from raycloak.workers.gradients.clipping import MicroBatch, micro_batches
 from raycloak.workers.gradients.sum_engines import SumEngine
 from raycloak.workers.inputs.datasets import Dataset, slice_digest, slice_ids
+from raycloak.workers.inputs.sent_rows import SentRows
+from raycloak.workers.inputs.sent_slots import SentSlots
 from raycloak.workers.terms.mechanism import Mechanism
+from raycloak.workers.terms.public_sums import PublicSums
 from raycloak.workers.vectors.noise import NoiseSampler
 from raycloak.workers.vectors.payload import vector_tag
 from raycloak.workers.vectors.ring import RingSpec, encode_into, ring_dtype
@@ -23,7 +27,10 @@ from raycloak.workers.vectors.sampling import draw_ids
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """The examples of one virtual worker: ascending ids and the digest of their bytes."""
+    """The examples of one virtual worker: ascending ids and the digest of their bytes.
+
+    Of data that a client sends, ids are places of a step, and no example is there to have a digest of.
+    """
 
     ids: np.ndarray
     digest: bytes
@@ -31,10 +38,15 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class EncodedVector:
-    """A clamped, encoded and noised sum in the ring, with its keyed tag."""
+    """A clamped, encoded and noised sum in the ring, with its keyed tag.
+
+    Attributes:
+        counted: exact sums over its examples; None where the mechanism is private, and of measurements.
+    """
 
     values: np.ndarray
     tag: bytes
+    counted: PublicSums | None = None
 
 
 class VirtualWorkerComputer:
@@ -63,7 +75,8 @@ class VirtualWorkerComputer:
         """Return the slice of virtual worker ``v``; its digest reads every example once."""
         if v not in self._slices:
             ids = slice_ids(v, self._mechanism.virtual_workers, self._mechanism.num_examples)
-            self._slices[v] = Slice(ids, slice_digest(self._dataset, ids))
+            registered = ids[:0] if isinstance(self._dataset, SentSlots) else ids
+            self._slices[v] = Slice(ids, slice_digest(self._dataset, registered))
         return self._slices[v]
 
     def vector(
@@ -71,30 +84,30 @@ class VirtualWorkerComputer:
         v: int,
         keys: VirtualWorkerKeys,
         step: int,
-        parameter_digest: bytes,
+        step_input: bytes,
         data_root: bytes,
         parameters: np.ndarray,
+        sent: SentRows | None = None,
     ) -> EncodedVector:
         """Sample, clip, encode and noise virtual worker ``v``'s contribution to ``step``.
 
-        Guarantee: the result is the same bytes for the same (keys, slice bytes, step, parameters, data root) in one
+        Guarantee: the result is the same bytes for the same (keys, slice bytes, step, input, data root) in one
         numerics class. Noise and sampling keys depend on all of them and on the query. So another model, another query
-        of the same step, or other data in any slice of the run never meets this noise.
+        of the same step, other data in any slice of the run, or other batches for the step never meet this noise.
 
         Args:
+            step_input: see `raycloak.workers.terms.step_input`.
             data_root: of the run, as its receipt states it; see `raycloak.workers.terms.receipt.data_root`.
-            parameters: float32[d], whose digest is ``parameter_digest``.
+            parameters: float32[d], whose digest is in ``step_input``.
+            sent: the examples that a client sent this virtual worker for the step, all of which are used; None exactly
+                where the run's data is registered.
 
         Returns:
             uint32[d] or uint64[d] in the ring, owned by the caller.
         """
         mechanism, data = self._mechanism, self.slice(v)
-        context = (mechanism.query, step, parameter_digest, data.digest, data_root)
-        sampling_key = derive(keys.stream, Purpose.SAMPLING, *context)
-        capacity = mechanism.micro_batch_size * mechanism.micro_batches
-        drawn = draw_ids(sampling_key, data.ids, mechanism.sample_rate, capacity)
-        # Padding is an own example: of a sealed dataset a worker can read no other.
-        batches = micro_batches(self._dataset, drawn, mechanism, padding=int(data.ids[0]))
+        context = (mechanism.query, step, step_input, data.digest, data_root)
+        batches = self._sent(data, sent) if sent is not None else self._drawn(data, keys, context)
         clipped_sum, words = self._engine.clipped_sum(parameters, batches), ring_dtype(mechanism.ring_bits)
         # In the sum's own memory where the words fit it: of a large model, both would be most of what a worker takes.
         in_place = words.itemsize == clipped_sum.itemsize
@@ -104,7 +117,26 @@ class VirtualWorkerComputer:
         if mechanism.private:
             self._noise.add_to(values, derive(keys.stream, Purpose.NOISE, *context))
         tag = vector_tag(derive(keys.stream, Purpose.VECTOR_TAG, *context), values)
-        return EncodedVector(values, tag)
+        return EncodedVector(values, tag, self._engine.counted)
+
+    def _drawn(
+        self, data: Slice, keys: VirtualWorkerKeys, context: tuple[str, int, bytes, bytes, bytes]
+    ) -> Iterator[MicroBatch]:
+        """Yield the registered examples of the draw."""
+        mechanism = self._mechanism
+        sampling_key = derive(keys.stream, Purpose.SAMPLING, *context)
+        capacity = mechanism.micro_batch_size * mechanism.micro_batches
+        drawn = draw_ids(sampling_key, data.ids, mechanism.sample_rate, capacity)
+        # Padding is an own example: of a sealed dataset a worker can read no other.
+        return micro_batches(self._dataset, drawn, mechanism, padding=int(data.ids[0]))
+
+    def _sent(self, data: Slice, sent: SentRows) -> Iterator[MicroBatch]:
+        """Yield all places of the step that are the virtual worker's, the empty ones too.
+
+        So an example that is not there leaves every other one in its row.
+        """
+        places = data.ids
+        return micro_batches(sent, places, self._mechanism, padding=int(places[0]), present=sent.present(places))
 
     @cached_property
     def _noise(self) -> NoiseSampler:

@@ -32,6 +32,8 @@ from raycloak.workers.inputs.models import (
     trainable_tensors,
 )
 from raycloak.workers.inputs.sealed import ClearSlices, SliceLocks
+from raycloak.workers.inputs.sent_rows import SentForm
+from raycloak.workers.inputs.sent_slots import SentSlots
 from raycloak.workers.inputs.text_model import check_text, libraries
 from raycloak.workers.known_answer import found_classes, known_answer
 from raycloak.workers.messages import WorkerFacts, WorkerSetup
@@ -54,6 +56,7 @@ class Workload:
         slices, evaluation_slices: where keys of training and evaluation slices go.
         form: the public outline of the dataset.
         vocabulary: public number of ids that integer features are; None for other features.
+        sent_form: form of the examples that a client sends; None where data is registered.
         runtime: how its model is built and run.
         loss: the run's loss, one example at a time; the one in ``runtime``.
         module: the model whose gradients are computed.
@@ -93,6 +96,9 @@ class Workload:
         if setup.model.hub is not None:
             setup.model.hub.check_tokenizer(setup.dataset.tokenizer, setup.base)
         self.vocabulary = check_text(self.module, self.form, setup.loss, opened.vocabulary, setup.dataset.classes)
+        is_sent = isinstance(self.dataset, SentSlots)
+        padded = setup.model.hub is not None
+        self.sent_form = SentForm(self.form, self.vocabulary, setup.dataset.classes, padded) if is_sent else None
         check_trainable(self.module, self.form, loss_fn, deterministic, self.vocabulary)
         # Before the parameters are copied: it takes as much memory as a step.
         rows = largest_rows(self.module, self.form, loss_fn, deterministic, self.vocabulary, setup.device)
@@ -198,9 +204,12 @@ class PlannedWorkload:
             EvidenceError: ``sealed_demand``, with what differs.
         """
         computation, facts, setup = manifest.computation, self.workload.facts, self.workload.setup
+        bounded, sent = computation.mechanism.max_participations is not None, setup.dataset.sent is not None
         checks = {
             "numerics": (computation.numerics, facts.numerics),
             "num_examples": (computation.mechanism.num_examples, facts.num_examples),
+            # A dataset may take part in every step, so it must be charged for every step.
+            "max_participations": (bounded, sent),
             "mechanism": (computation.mechanism, self.mechanism),
             "measurements": (computation.measurements, self.measurements),
             "loss": (computation.loss, setup.loss),

@@ -99,7 +99,8 @@ def _writer_of(kind: type) -> Callable[[Any], str]:
 
 def _serializes_itself(kind: type[Message]) -> bool:
     found = kind.__pydantic_decorators__
-    return bool(found.field_serializers or found.model_serializers or found.computed_fields)
+    leaves_out = any(field.exclude or field.exclude_if for field in kind.model_fields.values())
+    return bool(leaves_out or found.field_serializers or found.model_serializers or found.computed_fields)
 
 
 def _message_writer(kind: type[Message]) -> Callable[[Message], str]:

@@ -64,7 +64,21 @@ def combine_halves(
     return VirtualWorkerKeys(
         stream=derive(stream, Purpose.VIRTUAL_WORKER_HALVES, run_id, key_context, v, epoch),
         data=derive(data, Purpose.DATA_COMMITMENT_HALVES, run_id, v),
+        sent=sent_key(second, run_id=run_id, key_context=key_context, v=v, epoch=epoch),
     )
+
+
+def sent_key(second: VirtualWorkerKeys, *, run_id: str, key_context: bytes, v: int, epoch: int) -> Secret:
+    """Derive the key of the examples that the owner's clients send virtual worker ``v`` in ``epoch``.
+
+    Guarantee: only the owner, and workers that the owner's key service gave this half, can derive it. Another run, or
+    the same run under other terms, has another key.
+
+    Args:
+        second: the owner's half.
+        run_id, key_context: of the run, as of :func:`combine_halves`.
+    """
+    return derive(second.stream, Purpose.SENT_EXAMPLES, run_id, key_context, v, epoch)
 
 
 def check_contract(

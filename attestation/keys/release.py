@@ -148,10 +148,12 @@ class VirtualWorkerKeys:
     Attributes:
         stream: root of its sampling, noise and tag keys in one epoch.
         data: key of its data commitment. It is the same in every epoch, so that a swapped slice shows in any epoch.
+        sent: opens what the owner's clients send it in one epoch; None unless the owner has a key service.
     """
 
     stream: Secret
     data: Secret
+    sent: Secret | None = None
 
 
 def virtual_worker_keys(run_secret: Secret, run_id: str, key_context: bytes, v: int, epoch: int) -> VirtualWorkerKeys:

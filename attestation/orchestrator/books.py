@@ -11,6 +11,7 @@ from raycloak.attestation.core.hybrid_signature import HybridSigner
 from raycloak.attestation.log.evidence_log import EvidenceLog
 from raycloak.attestation.orchestrator.commits import CommitBook
 from raycloak.attestation.orchestrator.data_commitments import SliceBook
+from raycloak.attestation.orchestrator.loads import LoadBook
 from raycloak.attestation.orchestrator.machine_book import MachineBook
 from raycloak.attestation.orchestrator.nonces import NonceBook
 from raycloak.attestation.orchestrator.refusal_log import RefusalLog
@@ -41,6 +42,7 @@ class RunBooks:
         self.log = EvidenceLog(self.state.db, run_id, signer, self.state.transactions)
         self.refusals = RefusalLog(self.log, self.state.transaction)
         self.commits = CommitBook(self.state, self.log)
+        self.loads = LoadBook(self.log, self.commits)
         self.slices = SliceBook(self.state, self.log)
         self.nonces = NonceBook(self.state.db)
         self.revocations = Revocations(self.state.db, self.log, self.state.transactions)

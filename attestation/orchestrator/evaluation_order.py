@@ -16,7 +16,7 @@ from pydantic import JsonValue
 from raycloak.attestation.core.messages import Envelope, Message, open_envelope
 from raycloak.attestation.core.roster import Member, RosterMembers
 from raycloak.attestation.log.evidence_log import EvidenceLog
-from raycloak.attestation.orchestrator.commits import CommitBook
+from raycloak.attestation.orchestrator.loads import LoadBook
 from raycloak.metrics.errors import ProtocolError
 
 
@@ -45,15 +45,15 @@ class EvaluationOrder(Message):
         raise ProtocolError("order_mismatch", f"{member_id} is not in the order of this evaluation")
 
 
-def place_order(order: EvaluationOrder, virtual_workers: int, commits: CommitBook, log: EvidenceLog) -> None:
+def place_order(order: EvaluationOrder, virtual_workers: int, loads: LoadBook, log: EvidenceLog) -> None:
     """Log ``order`` if the run may have it, in the caller's transaction.
 
     Raises:
-        ProtocolError: ``not_committed`` if the last of the steps was not committed with these parameters.
+        ProtocolError: ``not_committed`` if the last of the steps was not committed with these parameters, and they
+            were not loaded after it.
             ``order_mismatch`` unless each of ``virtual_workers`` is measured by one worker.
     """
-    committed = commits.of(order.finished_steps - 1)
-    if committed is None or committed.parameter_digest != order.parameter_digest:
+    if not loads.made(order.finished_steps, order.parameter_digest):
         raise ProtocolError(
             "not_committed", f"{order.finished_steps} steps of the run did not give the parameters to be measured"
         )

@@ -38,6 +38,7 @@ from raycloak.attestation.orchestrator.documents import DOCUMENTS_FILE, Document
 from raycloak.attestation.orchestrator.evaluation_order import EvaluationOrder, place_order
 from raycloak.attestation.orchestrator.hosting import RunHosting, StaticHosting, TableRosters
 from raycloak.attestation.orchestrator.key_desk import KeyDesk
+from raycloak.attestation.orchestrator.loads import StateLoad
 from raycloak.attestation.orchestrator.package_desk import PackageDesk
 from raycloak.attestation.orchestrator.peer_desk import Decisions, PeerDesk
 from raycloak.attestation.orchestrator.run_terms import RunTerms
@@ -386,7 +387,7 @@ class RunSession:
                 members=tuple(self.admission.entry(i, hosting[i]) for i in sorted(hosting)),
             )
             self._books.state.keep_document(Document.of(RosterMembers(members=order.members)))
-            place_order(order, self._terms.contract.key_owners, self._books.commits, self._books.log)
+            place_order(order, self._terms.contract.key_owners, self._books.loads, self._books.log)
         # After the block: nobody gets an order that is not on disk.
         return seal(order, self.run.identity)
 
@@ -400,6 +401,15 @@ class RunSession:
         """
         with self._books.transaction_of(self._id):
             self._books.commits.record(commits, self._id)
+
+    def load_state(self, load: StateLoad) -> None:
+        """Log that the state of an earlier package becomes current; all finished steps are committed before.
+
+        Raises:
+            ProtocolError: ``load_refused`` as `raycloak.attestation.orchestrator.loads.LoadBook.record`.
+        """
+        with self._books.transaction_of(self._id):
+            self._books.loads.record(load)
 
     def peer_desk(self, table: StaticHosting | None = None) -> PeerDesk:
         """Return the desk that the gRPC service of this session answers from.

@@ -1,8 +1,9 @@
 """The data owner's key service, and a worker's way to it: second halves of keys, over a channel of their own.
 
 The service is an orchestrator with its own secret, storage, signing key and evidence log. It decides on nothing but
-keys. The run's orchestrator decides who hosts what. A second half is worthless without the orchestrator's half. So any
-worker whose evidence the policy accepts may have any half, as often as the quotas say.
+keys. The run's orchestrator decides who hosts what. A second half gives no noise, sampling or tags without the
+orchestrator's half. Alone, it opens what the owner's own clients sent. So any worker whose evidence the owner's policy
+accepts may have any half, as often as the quotas say.
 """
 
 from collections.abc import Mapping, Sequence

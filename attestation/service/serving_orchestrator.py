@@ -32,6 +32,7 @@ from raycloak.attestation.log.evidence_log import EvidenceLog
 from raycloak.attestation.orchestrator.admissions import Admissions, OrchestratorView
 from raycloak.attestation.orchestrator.commits import CommitBook, StepCommit
 from raycloak.attestation.orchestrator.key_desk import KeyDesk
+from raycloak.attestation.orchestrator.loads import LoadBook
 from raycloak.attestation.orchestrator.orchestrator import OpenRun, RunSession, open_run
 from raycloak.attestation.orchestrator.package_desk import PackageDesk
 from raycloak.attestation.orchestrator.run_terms import OBSERVER, RunTerms
@@ -87,6 +88,10 @@ def _commits_of(self: "EvidenceOrchestrator") -> CommitBook:
     return _run_of(self).books.commits
 
 
+def _loads_of(self: "EvidenceOrchestrator") -> LoadBook:
+    return _run_of(self).books.loads
+
+
 def _admission_of(self: "EvidenceOrchestrator") -> Admissions:
     return _session_of(self).admission
 
@@ -135,6 +140,7 @@ class EvidenceOrchestrator:
     most_hosted = _in_turn(_run_of, OpenRun.most_hosted)
     export_log = _in_turn(_run_of, OpenRun.export_log)
     committed = _in_turn(_commits_of, CommitBook.steps)
+    loads = _in_turn(_loads_of, LoadBook.all)
     log_position = _in_turn(_log_of, EvidenceLog.position)
     log_root_at = _in_turn(_log_of, EvidenceLog.root_at)
 
@@ -207,6 +213,7 @@ class EvidenceOrchestrator:
     open_step = _in_turn(_session_of, RunSession.open_step)
     order_evaluation = _in_turn(_session_of, RunSession.order_evaluation)
     commit = _in_turn(_session_of, RunSession.commit)
+    load_state = _in_turn(_session_of, RunSession.load_state)
 
     # --- packages
 

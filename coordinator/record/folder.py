@@ -72,6 +72,32 @@ class WatchedResults(Message):
     results: tuple[WatchedResult, ...] = ()
 
 
+class SavedState(Message):
+    """A state of the run that was asked for, and the package that holds it.
+
+    Attributes:
+        request: the caller's name of its request.
+        step: number of finished steps behind the package.
+        package: location of the package.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/saved-state/v1"
+
+    request: str
+    step: int
+    package: str
+    package_digest: bytes
+    parameter_digest: bytes
+
+
+class SavedStates(Message):
+    """All states of the run that were asked for, in their order."""
+
+    DOMAIN: ClassVar[str] = "raycloak/saved-states/v1"
+
+    states: tuple[SavedState, ...] = ()
+
+
 class RunFolder:
     """One run directory."""
 
@@ -174,24 +200,46 @@ class RunFolder:
         values = WatchedResults(results=tuple(WatchedResult(steps=key, value=results[key]) for key in sorted(results)))
         write_whole(self.path / "early_stopping.json", values.encode() + b"\n")
 
+    def saved(self) -> tuple[SavedState, ...]:
+        """Read the states that were asked for, in earlier executions too."""
+        path = self.path / "saved_states.json"
+        try:
+            return parse(SavedStates, path.read_bytes().strip()).states if path.exists() else ()
+        except (OSError, ProtocolError):
+            raise ConfigError("not_a_run", f"{path} cannot be read.", "Restore it as the run wrote it.") from None
+
+    def keep_saved(self, state: SavedState) -> None:
+        """Add a state that was asked for; it is on disk when this returns."""
+        states = SavedStates(states=(*self.saved(), state))
+        write_whole(self.path / "saved_states.json", states.encode() + b"\n")
+
     def write_verdict(self, verdict: str) -> None:
         """Keep the verdict of the newest execution, one JSON object, as ``verdict.json``."""
         write_whole(self.path / "verdict.json", verdict.encode() + b"\n")
 
     def write_parameters(self, manifest: Manifest, parameters: np.ndarray, parameter_digest: bytes) -> None:
         """Keep the released parameters as ``parameters.safetensors``; they are on disk when this returns."""
-        tensors = manifest.computation.tensors
-        parts = split_flat(parameters, tensors)
-        draft = self.path / f".parameters.safetensors.{secrets.token_hex(8)}"
-        save_file(
-            {t.name: part.reshape(t.shape) for t, part in zip(tensors, parts, strict=True)},
-            draft,
-            metadata={"run_id": manifest.run_id, "parameter_digest": parameter_digest.hex()},
-        )
-        # Before the rename, so that the name never leads to content that is not on disk.
-        with draft.open("rb") as file:
-            os.fsync(file.fileno())
-        draft.replace(self.path / "parameters.safetensors")
+        write_weights(self.path / "parameters.safetensors", manifest, parameters, parameter_digest)
+
+
+def write_weights(path: Path, manifest: Manifest, parameters: np.ndarray, parameter_digest: bytes) -> None:
+    """Write released parameters, float32[d], as the safetensors file ``path``; it is whole and on disk, or not there.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    tensors = manifest.computation.tensors
+    parts = split_flat(parameters, tensors)
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    save_file(
+        {t.name: part.reshape(t.shape) for t, part in zip(tensors, parts, strict=True)},
+        draft,
+        metadata={"run_id": manifest.run_id, "parameter_digest": parameter_digest.hex()},
+    )
+    # Before the rename, so that the name never leads to content that is not on disk.
+    with draft.open("rb") as file:
+        os.fsync(file.fileno())
+    draft.replace(path)
 
 
 def unfinished_run(name: str) -> RunFolder:
@@ -215,13 +263,24 @@ def newest_run(name: str) -> RunFolder | None:
     return next(reversed(_runs(name)), None)
 
 
+def run_of(run_id: str) -> RunFolder | None:
+    """Return the newest directory of a run that is not void; None if there is none. Creates nothing."""
+    # Also another run's name may end so: the record decides.
+    found = [each for each in _folders(f"*-{run_id}*") if each.record.run_id == run_id]
+    return max(found, key=lambda each: each.record.started_at, default=None)
+
+
 def _runs(name: str) -> list[RunFolder]:
     """Return the runs of that name that are not void, the oldest first."""
-    paths = (home.home_path() / "runs").glob(f"{name}-*")
-    folders = [RunFolder.open(path) for path in paths if (path / "run.json").exists()]
-    found = [each for each in folders if each.record.name == name and each.record.status != "void"]
+    found = [each for each in _folders(f"{name}-*") if each.record.name == name]
     # By its own record: a copied folder has new times on disk.
     return sorted(found, key=lambda each: each.record.started_at)
+
+
+def _folders(pattern: str) -> list[RunFolder]:
+    paths = (home.home_path() / "runs").glob(pattern)
+    folders = [RunFolder.open(path) for path in paths if (path / "run.json").exists()]
+    return [each for each in folders if each.record.status != "void"]
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -10,9 +11,12 @@ from raycloak.attestation.core.roster import Query
 from raycloak.attestation.orchestrator.commits import StepCommit
 from raycloak.coordinator.ledger.view import DataStanding
 from raycloak.coordinator.planning.plan import Plan
-from raycloak.workers.evaluation import Metric
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.measurement import Released
+
+if TYPE_CHECKING:
+    # It imports torch, and readers of a record need none.
+    from raycloak.workers.evaluation import Metric
 
 
 class Ending(Enum):
@@ -36,7 +40,7 @@ class Evaluation:
         own: values of the user's own metrics, by name; one that failed is not there.
     """
 
-    metric: Metric
+    metric: "Metric"
     value: float
     num_examples: int
     f1: float | None = None
@@ -64,6 +68,7 @@ class StepOutcome:
             receipt and first roster, and asking workers and aggregators in the last attempt.
         slowest_worker_seconds: the longest any worker took on its own in the last attempt.
         roster_digest: of the last attempt's roster.
+        grad_norm: l2 norm of the average gradient; None in a private run, and of a measurement.
     """
 
     commit: StepCommit
@@ -75,6 +80,7 @@ class StepOutcome:
     reduce_seconds: float
     slowest_worker_seconds: float
     roster_digest: bytes
+    grad_norm: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ class RunData:
     released: tuple[Released, ...]
 
     def of(self, kind: str) -> tuple[Event, ...]:
-        """Return the events of one kind: ``admitted``, ``step``, ``metric``, ``departure``, ``join``, ``restart``."""
+        """Return the events of one kind, such as ``admitted``, ``step``, ``load``, ``metric`` or ``departure``."""
         return tuple(event for event in self.events if event["event"] == kind)
 
     @property

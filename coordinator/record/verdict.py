@@ -45,6 +45,8 @@ class Verdict:
         accountant: the one that holds the account.
         epsilon_by_accountant: of the releases that the claim covers, by four accountants; the noise of
             ``colluding_workers`` is not counted on. ``accountants_not_computed`` says why one is not there.
+        max_participations: k of data that a client sent: most steps that one example took part in, by the word of the
+            service that counted; None for a dataset.
         exact: False if operations without a deterministic kernel were allowed: a repeat may give other bytes.
         evaluation_accuracy: share in [0, 1] on the evaluation split; None without one, or where the loss is measured.
         evaluation_loss: mean over the examples of the evaluation split, for a loss that has no accuracy; else None.
@@ -86,6 +88,7 @@ class Verdict:
     masked_bytes: int
     wall_seconds: float
     keys_on_one_machine: int = 0
+    max_participations: int | None = None
     exact: bool = True
     evaluation_loss: float | None = None
     evaluation_f1: float | None = None

@@ -31,6 +31,7 @@ from raycloak.workers.messages import StepReply, StepRequest
 from raycloak.workers.run_member import check_partition
 from raycloak.workers.terms.manifest import TensorSpec
 from raycloak.workers.terms.parameter_digest import parameter_digest, tensor_digests
+from raycloak.workers.terms.public_sums import PublicSums
 from raycloak.workers.terms.receipt import Receipt, data_root
 from raycloak.workers.train_worker import TrainWorker
 from raycloak.workers.vectors.payload import Header, VectorRange
@@ -41,6 +42,7 @@ from tests.protocol import VIRTUAL_WORKERS, HandRun, computer, config, correlati
 COMPUTATION_CHANGES = {
     "numerics": lambda c: {"numerics": c.numerics.model_copy(update={"cpu_capability": "ANOTHER"})},
     "num_examples": lambda c: {"mechanism": c.mechanism.model_copy(update={"num_examples": 41})},
+    "max_participations": lambda c: {"mechanism": c.mechanism.model_copy(update={"max_participations": 3})},
     "mechanism": lambda c: {"mechanism": c.mechanism.model_copy(update={"private": False})},
     "loss": lambda c: {"loss": "mse"},
     "tensors": lambda c: {"tensors": (*c.tensors[:-1], TensorSpec(name="another", shape=(3,)))},
@@ -107,14 +109,29 @@ def test_an_answer_is_a_signed_header_and_one_masked_vector_per_range(tmp_path):
 
 
 def test_an_answer_says_nothing_of_data_but_times_and_codes(hand):
-    """Counts of examples, losses and norms are private: the reply has no field that could carry one."""
+    """Counts of examples, losses and norms are private: one field alone could carry any, and it is of public runs."""
     assert [field.name for field in fields(StepReply)] == [
-        "member_id", "code", "header", "seconds", "compute_seconds", "mask_seconds", "leaving",
+        "member_id", "code", "header", "seconds", "compute_seconds", "mask_seconds", "leaving", "counted",
     ]  # fmt: skip
     assert set(Header.model_fields) == {
         "run_id", "manifest_digest", "step", "attempt", "roster_digest", "parameter_digest", "sender",
         "virtual_workers", "vector_tags", "payloads", "ring_bits",
     }  # fmt: skip
+
+
+def test_no_exact_sum_over_examples_leaves_under_a_mechanism_that_is_private(hand, monkeypatch):
+    request = hand.request(hand.roster())
+    reply, _ = hand.ask("worker-0", request)
+    assert (reply.code, reply.counted) == ("ok", None)
+    genuine = VirtualWorkerComputer.vector
+
+    def counting(self, *given):
+        return replace(genuine(self, *given), counted=PublicSums(47.11, 4711, None))
+
+    monkeypatch.setattr(VirtualWorkerComputer, "vector", counting)
+    reply, vectors = hand.ask("worker-1", request)
+    assert reply == StepReply("worker-1", "not_public")
+    assert [vector.size for vector in vectors] == [0]
 
 
 def test_a_worker_and_its_keys_cannot_be_pickled(hand):

@@ -6,6 +6,7 @@ not depend on the draw: always M micro-batches of m rows, so time and memory tel
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from raycloak.workers.inputs.datasets import Dataset
 from raycloak.workers.inputs.models import LossFn, load_flat, trainable_tensors
 from raycloak.workers.inputs.rows import in_turn
 from raycloak.workers.terms.mechanism import Mechanism
+from raycloak.workers.terms.public_sums import PublicSums
 
 # These three carry the derivation in ClippedSum: a change of one needs a new derivation.
 MAX_ROWS = 2**17
@@ -89,6 +91,27 @@ class ClippedSum:
         return torch.where(valid & squares.isfinite(), scale, 0.0)
 
 
+class ExampleCounter:
+    """The sums over the valid rows of public micro-batches; all numbers are in float64, in the order of the rows."""
+
+    def __init__(self) -> None:
+        self._loss, self._examples = 0.0, 0
+        self._tokens: int | None = None
+
+    def add(self, features: NDArray[np.float32] | NDArray[np.int64], valid: NDArray[np.bool_], losses: Tensor) -> None:
+        """Count the rows [m, ...] where ``valid``, whose losses are [m]."""
+        self._examples += int(valid.sum())
+        for loss in losses.double().cpu().numpy()[valid].tolist():
+            self._loss += loss
+        # A row of ids; a negative one is padding.
+        if features.ndim == 2 and np.issubdtype(features.dtype, np.integer):
+            self._tokens = (self._tokens or 0) + int((features[valid] >= 0).sum())
+
+    def sums(self) -> PublicSums:
+        """Return the sums so far."""
+        return PublicSums(self._loss, self._examples, self._tokens)
+
+
 class GradientEngine:
     """The sum engine of gradients, for one model, loss and mechanism.
 
@@ -100,6 +123,9 @@ class GradientEngine:
         mechanism: C, M, m, d, and whether anything is clipped.
         device: ``cpu`` or ``cuda``.
         deterministic: see :func:`named_operations`.
+
+    Attributes:
+        counted: sums over the examples of the last clipped sum; None under a mechanism that is private.
 
     Raises:
         ModelError: ``unsupported_layer``.
@@ -122,6 +148,7 @@ class GradientEngine:
         self._gradients = GradientParts(self._module, self._loss, deterministic)
         self._mechanism = mechanism
         self._state = KeptState(self._module, self._loss.loss_fn)
+        self.counted: PublicSums | None = None
 
     def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> NDArray[np.float64]:
         """Return the sum of the clipped gradients of all valid rows, float64 [d], divided by nothing.
@@ -142,16 +169,22 @@ class GradientEngine:
         load_flat(self._module, parameters)
         self._state.parameters_set()
         clipped = ClippedSum(self._sizes, mechanism.max_grad_norm if mechanism.private else None, self._device)
-        count = 0
+        count, self.counted = 0, None
+        counted = None if mechanism.private else ExampleCounter()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for features, labels, valid in batches:
                 assert len(features) == len(labels) == len(valid) == mechanism.micro_batch_size, "one fixed shape"
-                clipped.add(self._gradients(self._tensor(features), self._tensor(labels)), self._tensor(valid))
+                on_losses = None if counted is None else partial(counted.add, features, valid)
+                parts = self._gradients(self._tensor(features), self._tensor(labels), on_losses)
+                clipped.add(parts, self._tensor(valid))
+                # Before the next rows' are computed: they are most of what an engine takes.
+                del parts
                 # Before the next rows meet what these left behind.
                 self._state.check()
                 count += 1
         assert count == mechanism.micro_batches, "M forward passes for every draw"
+        self.counted = None if counted is None else counted.sums()
         return clipped.total()
 
     def _tensor(self, array: NDArray[np.generic]) -> Tensor:
@@ -160,7 +193,12 @@ class GradientEngine:
 
 
 def micro_batches(
-    dataset: Dataset, ids: NDArray[np.int64], mechanism: Mechanism, *, padding: int
+    dataset: Dataset,
+    ids: NDArray[np.int64],
+    mechanism: Mechanism,
+    *,
+    padding: int,
+    present: NDArray[np.bool_] | None = None,
 ) -> Iterator[MicroBatch]:
     """Yield the drawn examples as exactly M micro-batches of m rows.
 
@@ -169,6 +207,7 @@ def micro_batches(
     Args:
         ids: int64 [n], n <= M * m, without repetition.
         padding: id of an example that the caller may read.
+        present: bool [n]; an example that is not present keeps its row, which is not valid. All are by default.
     """
     rows = mechanism.micro_batch_size
     capacity = rows * mechanism.micro_batches
@@ -176,6 +215,8 @@ def micro_batches(
     padded = np.full(capacity, padding, dtype=np.int64)
     padded[: len(ids)] = ids
     valid = np.arange(capacity) < len(ids)
+    if present is not None:
+        valid[: len(ids)] &= present
     batches = in_turn(dataset, list(padded.reshape(-1, rows)))
     for (features, labels), here in zip(batches, valid.reshape(-1, rows), strict=True):
         assert len(features) == len(labels) == rows, "a batch has one row per id"

@@ -1,7 +1,7 @@
 """Per-example gradients of a model and a loss: as parts for the engine, and as plain rows for checks."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -40,8 +40,13 @@ class GradientParts:
         self._loss = RowLoss.of(loss_fn)
         self._deterministic = deterministic
 
-    def __call__(self, features: Tensor, labels: Tensor) -> list[Part]:
+    def __call__(
+        self, features: Tensor, labels: Tensor, on_losses: Callable[[Tensor], None] | None = None
+    ) -> list[Part]:
         """Return the part of each trained tensor in canonical order, n rows each.
+
+        Args:
+            on_losses: gets the loss of each row, [n], without a graph; it must not change them.
 
         Raises:
             ModelError: ``loss_shape``, ``unsupported_layer`` or ``nondeterministic_op``.
@@ -49,7 +54,10 @@ class GradientParts:
         with named_operations(self._deterministic), self._taps.recording(len(labels)) as recording:
             with recording:
                 output = self._module(features)
-            recording.backward(self._loss(output, labels))
+            losses = self._loss(output, labels)
+            if on_losses is not None:
+                on_losses(losses.detach())
+            recording.backward(losses)
             with exact_sums(labels.device):
                 return recording.parts()
 

@@ -27,10 +27,16 @@ from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.inputs.datasets import DatasetForm
 from raycloak.workers.inputs.models import LossFn, ModelRuntime, load_flat
 from raycloak.workers.terms.measurement import Measurement
+from raycloak.workers.terms.public_sums import PublicSums
 
 
 class SumEngine(Protocol):
     """Computes one virtual worker's clipped sum."""
+
+    @property
+    def counted(self) -> PublicSums | None:
+        """Exact sums over the examples of the last clipped sum; None under a private mechanism, and of measurements."""
+        ...
 
     def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> NDArray[np.float64]:
         """Return the sum over the valid rows of ``batches``, float64 [d], divided by nothing."""
@@ -61,6 +67,7 @@ class ClassCountEngine:
 
     def __init__(self, measurement: Measurement) -> None:
         self._measurement = measurement
+        self.counted: PublicSums | None = None
 
     @classmethod
     def of(cls, measurement: Measurement, runtime: ModelRuntime) -> Self:
@@ -112,6 +119,7 @@ class PrivateEvaluationEngine:
         self._loss = RowLoss.of(loss_fn)
         self._deterministic = deterministic
         self._state = KeptState(self._module, self._loss.loss_fn)
+        self.counted: PublicSums | None = None
 
     @classmethod
     def of(cls, measurement: Measurement, runtime: ModelRuntime) -> Self:

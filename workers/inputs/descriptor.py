@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.attestation.core.messages import Message, parse
@@ -20,12 +21,20 @@ from raycloak.metrics.errors import DatasetError, RaycloakError
 from raycloak.metrics.file_errors import file_error
 from raycloak.workers.inputs.built_rows import PipelineIndex, built_files
 from raycloak.workers.inputs.canaries import CanaryDataset
-from raycloak.workers.inputs.datasets import ArrayDataset, Dataset, SteadyDataset, check_arrays, dataset_form
+from raycloak.workers.inputs.datasets import (
+    ArrayDataset,
+    Dataset,
+    DatasetForm,
+    SteadyDataset,
+    check_arrays,
+    dataset_form,
+)
 from raycloak.workers.inputs.file_sets import FileSet
 from raycloak.workers.inputs.files import open_examples, read_digits, read_npz
 from raycloak.workers.inputs.images import SUFFIXES, Channels, decoder_digest, image_classes, image_rows
 from raycloak.workers.inputs.rows import gathered
 from raycloak.workers.inputs.sealed import ClearSlices, SealedDataset, SliceLocks
+from raycloak.workers.inputs.sent_slots import SentSlots
 from raycloak.workers.inputs.tables import CSV_SUFFIXES, PARQUET_SUFFIXES, Columns, csv_rows, parquet_rows
 from raycloak.workers.inputs.text_data import Tokenizer, packed, read_blocks, read_texts
 from raycloak.workers.inputs.token_rows import TokenColumns, token_files, token_rows
@@ -43,6 +52,7 @@ DatasetKind = Literal[
     "module",
     "ray_data",
     "sealed",
+    "sent",
     "canaries",
 ]
 
@@ -96,6 +106,8 @@ class DatasetDescriptor(Message):
         public: whether the data is declared to need no protection.
         fingerprint_key: file of the key of `raycloak.workers.inputs.fingerprint`, relative to the base folder or
         absolute.
+        sent: of kind ``sent``: the form of the examples, and the most of them in one step. Left out of the bytes of
+            other kinds: their identities must stay as earlier versions wrote them.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/dataset/v1"
@@ -116,6 +128,7 @@ class DatasetDescriptor(Message):
     max_length: int | None = None
     public: bool = False
     fingerprint_key: str | None = None
+    sent: DatasetForm | None = Field(default=None, exclude_if=lambda form: form is None)
 
     def identity_digest(self) -> bytes:
         """Return a SHA-256 over all that says which data this is, but not where: a moved file is the same dataset.
@@ -199,6 +212,11 @@ def _function_errors(function: str) -> Iterator[None]:
 def _open_sealed(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
     dataset = SealedDataset(_path(descriptor, base))
     return OpenedDataset(dataset, dataset)
+
+
+def _open_sent(descriptor: DatasetDescriptor, _: Path) -> OpenedDataset:
+    assert descriptor.sent is not None, "examples to be sent come with a form"
+    return _clear(SentSlots(descriptor.sent))
 
 
 def _open_npz(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
@@ -306,6 +324,7 @@ _OPENERS: Mapping[DatasetKind, Callable[[DatasetDescriptor, Path], OpenedDataset
     "module": _open_module,
     "ray_data": _open_built,
     "sealed": _open_sealed,
+    "sent": _open_sent,
     "canaries": _open_canaries,
 }
 

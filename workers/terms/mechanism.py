@@ -1,11 +1,13 @@
-"""The frozen privacy mechanism: sampling, clipping, encoding, noise and accounting in one object.
+"""The frozen privacy mechanism: sampling or sending, clipping, encoding, noise and accounting in one object.
 
 Sampler, clipper, encoder, noise and ledger event are all built from a :class:`Mechanism`; none takes a loose q, z
 or C. Hosting and speed settings are not fields, so they cannot change its digest.
 """
 
 import math
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
 
 from raycloak.attestation.core.messages import Message
 from raycloak.attestation.core.roster import Query
@@ -15,15 +17,15 @@ AccountantName = Literal["rdp", "pld"]
 
 
 class Mechanism(Message):
-    """A Poisson-subsampled Gaussian sum query, repeated ``steps`` times, in an integer ring.
+    """A Gaussian sum query over sampled or sent examples, repeated ``steps`` times, in an integer ring.
 
     Attributes:
         query: the quantity of an example that is summed.
         private: False only for data declared public; then nothing is clipped or noised.
         unit, adjacency: one example; neighbours differ by one example contributing zero, ids and keys stay.
-        num_examples: N, public.
+        num_examples: N, public: of the dataset, or of data that a client sends, the most examples of one step.
         virtual_workers: V; example i belongs to virtual worker i mod V.
-        sample_rate: q; example i is drawn iff its 64-bit draw is below q * 2^64.
+        sample_rate: q; example i is drawn iff its 64-bit draw is below q * 2^64. 1 of sent data: all of it is used.
         steps: number of releases the noise was planned for.
         max_grad_norm: C, the l2 bound of one example's contribution before encoding.
         noise_multiplier: z, standard deviation of the counted noise in units of ``sensitivity``.
@@ -37,6 +39,9 @@ class Mechanism(Message):
         overflow_probability: eta, bound on the chance that any draw of the run exceeds m*M and is cut, for which delta
             pays. 0 if epsilon pays: the accountant then composes the cut mechanism itself.
         accountant: which accountant holds the cap.
+        max_participations: k of sent data: most releases that one example takes part in, whoever chooses them. None for
+            a dataset, every example of which may take part in every release. Left out of the bytes then: ledgers of
+            earlier versions hold mechanisms without it, whose digests must stay.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/mechanism/v1"
@@ -62,6 +67,21 @@ class Mechanism(Message):
     micro_batches: int
     overflow_probability: float
     accountant: AccountantName = "rdp"
+    max_participations: int | None = Field(default=None, gt=0, exclude_if=lambda bound: bound is None)
+
+    @model_validator(mode="after")
+    def _sent_examples_are_all_used(self) -> Self:
+        if self.max_participations is not None and (self.sample_rate != 1 or not self.private):
+            raise ValueError("examples that a client sends are private, and none is left to chance")
+        return self
+
+    def participations(self, releases: int) -> int:
+        """Return how many of so many releases one example can take part in, and so how many it is charged for.
+
+        Guarantee: the charge of each release beyond the bound is zero, whichever releases an example took part in
+        (docs/proofs/009).
+        """
+        return releases if self.max_participations is None else min(releases, self.max_participations)
 
     @property
     def gamma(self) -> float:

@@ -13,7 +13,8 @@ class Receipt(LedgerStatement):
     """Proof that a step was durably charged before anything was computed for it.
 
     Attributes:
-        parameter_digest: of the parameters the step starts from.
+        parameter_digest: of the parameters the step starts from, and of the batches that a client sent for it; see
+            `raycloak.workers.terms.step_input`.
         account, mechanism_digest: the account that pays, and what it pays for.
         dataset_fingerprint: of the data that the ledger registered the run for; the account's own, if it has one.
         data_root: of the commitments to all slices, as the ledger bound the run to it; see :func:`data_root`.

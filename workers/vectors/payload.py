@@ -52,6 +52,7 @@ class Header(Message):
     """The header of a worker's masked arrays: the attempt that they belong to.
 
     Attributes:
+        parameter_digest: that of the step's receipt.
         sender: member id of the worker.
         virtual_workers: all whose vectors are in the sum, as in the roster.
         vector_tags: per virtual worker, :func:`vector_tag` of its encoded, noised vector.

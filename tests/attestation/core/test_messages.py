@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ConfigDict, JsonValue, ValidationError, field_serializer
+from pydantic import ConfigDict, Field, JsonValue, ValidationError, field_serializer
 from pydantic_core import from_json
 
 from raycloak.attestation.core.canonical import canonical_json
@@ -46,6 +46,14 @@ class Loud(Ping):
     @field_serializer("number")
     def louder(self, number: int) -> str:
         return f"{number}!"
+
+
+class Grown(Ping):
+    """A message with a field that it did not always have."""
+
+    DOMAIN: ClassVar[str] = "raycloak/test/ping/v1"
+
+    later: int | None = Field(default=None, exclude_if=lambda value: value is None)
 
 
 class Parcel(Message):
@@ -162,3 +170,12 @@ def test_an_envelope_opens_only_under_its_key_type_and_bytes() -> None:
 
 def test_digests_of_different_types_differ() -> None:
     assert PING.digest() != Pong(**PING.model_dump()).digest()
+
+
+def test_a_field_that_is_left_out_changes_no_byte_of_older_messages():
+    old = Ping(number=1, data=b"x")
+    grown = parse(Grown, old.encode())
+    assert (grown.later, grown.encode(), grown.digest()) == (None, old.encode(), old.digest())
+    assert parse(Grown, grown.model_copy(update={"later": 3}).encode()).later == 3
+    with pytest.raises(ProtocolError, match="canonical"):
+        parse(Grown, b'{"data":"78","items":[],"later":null,"number":1}')

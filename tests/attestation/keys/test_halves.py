@@ -3,7 +3,7 @@
 import pytest
 
 from raycloak.attestation.core.keys import Secret
-from raycloak.attestation.keys.halves import ServiceContract, check_contract, combine_halves
+from raycloak.attestation.keys.halves import ServiceContract, check_contract, combine_halves, sent_key
 from raycloak.attestation.keys.release import VirtualWorkerKeys
 from raycloak.metrics.errors import EvidenceError
 
@@ -67,3 +67,16 @@ def test_a_contract_must_be_for_the_run():
         with pytest.raises(EvidenceError) as error:
             check_contract(CONTRACT, **RUN | {field: value})
         assert error.value.code == "key_service_mismatch"
+
+
+def test_a_key_of_sent_examples_is_the_owners_alone_and_for_one_run_and_epoch():
+    """Guarantee of `sent_key`: any other term of the run changes its key context, and so the key."""
+    own = sent_key(SECOND, **PLACE).reveal()
+    others = [{"run_id": "other"}, {"key_context": b"x" * 32}, {"v": 4}, {"epoch": 2}]
+    keys = [sent_key(SECOND, **PLACE | each).reveal() for each in others]
+    keys.append(sent_key(FIRST, **PLACE).reveal())
+    assert len({own, *keys}) == 6
+    whole = combine_halves(FIRST, SECOND, **PLACE)
+    assert whole.sent is not None
+    assert whole.sent.reveal() == own
+    assert own not in (whole.stream.reveal(), whole.data.reveal(), SECOND.stream.reveal())

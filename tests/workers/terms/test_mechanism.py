@@ -7,6 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from raycloak.attestation.core.messages import parse
+from raycloak.metrics.errors import ProtocolError
 from raycloak.workers.terms.mechanism import Mechanism
 
 VALUES: dict[str, Any] = {
@@ -46,7 +47,7 @@ def test_changing_any_field_changes_the_digest(name: str):
 
 
 def test_every_field_is_covered_by_this_test():
-    fixed = {"unit", "adjacency", "accountant"}
+    fixed = {"unit", "adjacency", "accountant", "max_participations"}
     assert set(Mechanism.model_fields) == set(VALUES) | fixed
 
 
@@ -78,3 +79,32 @@ def test_sensitivity_is_the_clip_and_what_rounding_adds():
     assert MECHANISM.gamma == 2.0**-21
     assert MECHANISM.sensitivity == pytest.approx(1.5 + 2.0**-21 * math.sqrt(4810), rel=1e-15)
     assert MECHANISM.sensitivity > MECHANISM.max_grad_norm
+
+
+def sent(bound: int) -> Mechanism:
+    return Mechanism(**VALUES | {"sample_rate": 1.0, "max_participations": bound})
+
+
+def test_the_bound_on_participations_is_in_the_digest():
+    without = Mechanism(**VALUES | {"sample_rate": 1.0})
+    assert len({without.digest(), sent(3).digest(), sent(4).digest()}) == 3
+    assert parse(Mechanism, sent(3).encode()) == sent(3)
+
+
+def test_a_mechanism_of_an_earlier_version_keeps_its_bytes_and_its_digest():
+    assert b"max_participations" not in MECHANISM.encode()
+    # As it was before there was such a field.
+    assert MECHANISM.digest().hex() == "80bb5ea0a9889e6661c97c3cb4b531cf8e1d95dade31d636c62465e15c3044fc"
+    with pytest.raises(ProtocolError, match="canonical"):
+        parse(Mechanism, MECHANISM.encode().replace(b'"max_grad', b'"max_participations":null,"max_grad'))
+
+
+@pytest.mark.parametrize("changes", [{"sample_rate": 0.25}, {"sample_rate": 1.0, "private": False}])
+def test_a_bound_without_a_gaussian_sum_of_all_that_was_sent_is_refused(changes: dict[str, Any]):
+    with pytest.raises(ValidationError, match="left to chance"):
+        Mechanism(**VALUES | changes | {"max_participations": 3})
+
+
+def test_one_example_takes_part_in_no_more_releases_than_the_bound():
+    assert [sent(3).participations(count) for count in (0, 1, 3, 4, 200)] == [0, 1, 3, 3, 3]
+    assert MECHANISM.participations(200) == 200

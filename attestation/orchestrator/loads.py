@@ -1,0 +1,95 @@
+"""The book of loads: the points between two steps at which a run went on from an earlier state of its own.
+
+The evidence log is the book, so a load and its record are one entry. A run without loads has no entry of this kind.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
+
+from pydantic import JsonValue
+
+from raycloak.attestation.log.evidence_log import EvidenceLog
+from raycloak.attestation.orchestrator.commits import CommitBook
+from raycloak.metrics.errors import ProtocolError
+
+LOADED: Final = "loaded"
+
+
+@dataclass(frozen=True, slots=True)
+class StateLoad:
+    """The state of an earlier package, which became a run's current one between two steps.
+
+    Attributes:
+        after_step: number of finished steps at which it became current; no step or charge is taken back.
+        step: number of finished steps behind the package.
+        package_digest: of the package, which the run published.
+        parameter_digest: of the package's parameters.
+    """
+
+    after_step: int
+    step: int
+    package_digest: bytes
+    parameter_digest: bytes
+
+
+class LoadBook:
+    """The loads of one run."""
+
+    def __init__(self, log: EvidenceLog, commits: CommitBook) -> None:
+        self._log = log
+        self._commits = commits
+
+    def all(self) -> tuple[StateLoad, ...]:
+        """Return every load of the run, in order."""
+        found = [_load(entry.content) for entry in self._log.newest(LOADED)]
+        return tuple(reversed(found))
+
+    def record(self, load: StateLoad) -> None:
+        """Log a load, in a transaction of the caller's; a repeat of the newest one does nothing.
+
+        Guarantee: the log has only loads between the newest committed step and the next. Each is of a package that
+        the run published before, and of the very parameters that it committed for that package's step.
+
+        Raises:
+            ProtocolError: ``load_refused``.
+        """
+        newest = next((_load(entry.content) for entry in self._log.newest(LOADED)), None)
+        if newest == load:
+            return
+        if self._commits.of(load.after_step - 1) is None or self._commits.of(load.after_step) is not None:
+            _refuse(f"a state was to be loaded after step {load.after_step}, which is not the newest committed one")
+        committed = self._commits.of(load.step - 1)
+        if committed is None or committed.parameter_digest != load.parameter_digest:
+            _refuse(f"step {load.step} of this run was not committed with the parameters to be loaded")
+        package = {"step": load.step, "package_digest": load.package_digest.hex()}
+        if all(entry.content != package for entry in self._log.newest("published")):
+            _refuse(f"this run published no such package of step {load.step}")
+        self._log.append(LOADED, _body_of(load))
+
+    def made(self, finished_steps: int, parameter_digest: bytes) -> bool:
+        """Return whether the parameters after ``finished_steps`` were these, by commit or by load."""
+        committed = self._commits.of(finished_steps - 1)
+        if committed is None:
+            return False
+        return committed.parameter_digest == parameter_digest or any(
+            (load.after_step, load.parameter_digest) == (finished_steps, parameter_digest) for load in self.all()
+        )
+
+
+def _load(content: Mapping[str, Any]) -> StateLoad:
+    digests = (bytes.fromhex(content[name]) for name in ("package_digest", "parameter_digest"))
+    return StateLoad(content["after_step"], content["step"], *digests)
+
+
+def _body_of(load: StateLoad) -> dict[str, JsonValue]:
+    return {
+        "after_step": load.after_step,
+        "step": load.step,
+        "package_digest": load.package_digest.hex(),
+        "parameter_digest": load.parameter_digest.hex(),
+    }
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ProtocolError("load_refused", f"{message}.")
