@@ -1,10 +1,11 @@
 """The archive of one run: the place of its sealed packages, and the recipients who may open them besides the run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from raycloak.attestation.sealed.package_keys import load_recipients
-from raycloak.coordinator.checkpoints.saver import Checkpoints, Restored, newest
+from raycloak.coordinator.checkpoints.restorer import Restored, Restorer
+from raycloak.coordinator.checkpoints.saver import Checkpoints
 from raycloak.coordinator.checkpoints.storage import PackageStorage, storage_of
 from raycloak.coordinator.checkpoints.writer import PackageOrigin
 from raycloak.coordinator.cluster.control import Control
@@ -37,8 +38,18 @@ class Archive:
         self._notice = notice
         self._published = published
 
-    def open(self, control: Control, terms: PackageOrigin, metrics: RunMetrics) -> Checkpoints:
+    @property
+    def location(self) -> str:
+        """The absolute folder, or s3:// URL, of the run's packages."""
+        return self._location if "://" in self._location else str(Path(self._location).expanduser().absolute())
+
+    def open(
+        self, control: Control, terms: PackageOrigin, metrics: RunMetrics, wanted: Iterable[bytes] = ()
+    ) -> Checkpoints:
         """Start to seal packages.
+
+        Args:
+            wanted: digests of packages that stay whatever the configuration says.
 
         Raises:
             ConfigError: if the storage or the public key of a recipient cannot be used.
@@ -46,13 +57,25 @@ class Archive:
         recipients = load_recipients([self._base / path for path in self._config.recipients])
         storage = PackageStorage.open(self._location)
         return Checkpoints(
-            self._config, storage, control, terms, recipients, self._notice, metrics, published=self._published
+            self._config,
+            storage,
+            control,
+            terms,
+            recipients,
+            self._notice,
+            metrics,
+            published=self._published,
+            wanted=wanted,
         )
 
     def restore(self, control: Control, manifest: Manifest, at_most: int | None) -> Restored | None:
-        """Restore the newest package, or the newest of at most so many finished steps; None if there is none.
+        """Restore the newest state, or the newest of at most so many finished steps; None if there is none.
 
         Raises:
-            ConfigError, EvidenceError: as in `raycloak.coordinator.checkpoints.saver.newest`.
+            ConfigError, EvidenceError: as in `raycloak.coordinator.checkpoints.restorer.Restorer.newest`.
         """
-        return newest(PackageStorage.open(self._location), control, manifest, at_most)
+        return self.restorer(control, manifest).newest(at_most)
+
+    def restorer(self, control: Control, manifest: Manifest) -> Restorer:
+        """Return what opens the run's packages."""
+        return Restorer(PackageStorage.open(self._location), control, manifest)

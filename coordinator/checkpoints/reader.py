@@ -25,11 +25,13 @@ from raycloak.attestation.sealed.chunk_stream import CHUNK_BYTES, read_payload
 from raycloak.attestation.sealed.package_keys import TrustStore, open_manifest, recipient_key_id
 from raycloak.attestation.sealed.package_manifest import PackageManifest, PackageRefusal, Payload, refuse
 from raycloak.coordinator.checkpoints.arrays import load_arrays
+from raycloak.coordinator.checkpoints.package_file import PackageFile
 from raycloak.coordinator.checkpoints.storage import (
     MANIFEST,
     RUN_MANIFEST,
     SIGNATURE,
     STORAGE_ERRORS,
+    PackageSource,
     PackageStorage,
     one_line,
     split_location,
@@ -76,7 +78,7 @@ class VerifiedPackage:
         run_manifest: the run's manifest, as the package contains it.
     """
 
-    storage: PackageStorage
+    storage: PackageSource
     name: str
     signer: str
     manifest: PackageManifest
@@ -121,7 +123,7 @@ class VerifiedPackage:
 
 
 def verify_package(
-    storage: PackageStorage, name: str, trust: TrustStore, expected: Expected = NOTHING_EXPECTED
+    storage: PackageSource, name: str, trust: TrustStore, expected: Expected = NOTHING_EXPECTED
 ) -> VerifiedPackage:
     """Check a package as a whole, without any key that opens it.
 
@@ -149,7 +151,7 @@ def verify_package(
 
 @contextmanager
 def package_at(path: str, trust: Path, expected: Expected = NOTHING_EXPECTED) -> Iterator[VerifiedPackage]:
-    """Verify the package at ``path``, a folder or s3:// URL, for as long as the block reads it.
+    """Verify the package at ``path``, a folder, a file or an s3:// URL, for as long as the block reads it.
 
     Args:
         trust: file of the reader's trust store.
@@ -159,16 +161,19 @@ def package_at(path: str, trust: Path, expected: Expected = NOTHING_EXPECTED) ->
         EvidenceError: as :func:`verify_package`.
     """
     store = TrustStore.load(trust)
-    location, name = split_location(_named(path))
     try:
-        yield verify_package(PackageStorage.open(location), name, store, expected)
+        source, name = _source(path)
+        package = verify_package(source, name, store, expected)
+        # The reader sees the name of the file, and not the one in it.
+        _check_name(package.manifest, split_location(path)[1])
+        yield package
     except STORAGE_ERRORS as error:
         raise ConfigError(
             "storage", f"cannot read or write: {one_line(error)}.", "Check the paths and the storage."
         ) from None
 
 
-def signed_manifest(storage: PackageStorage, name: str, trust: TrustStore) -> PackageManifest:
+def signed_manifest(storage: PackageSource, name: str, trust: TrustStore) -> PackageManifest:
     """Return a package's manifest if both signatures verify. Its other files are not examined.
 
     Raises:
@@ -178,10 +183,19 @@ def signed_manifest(storage: PackageStorage, name: str, trust: TrustStore) -> Pa
 
 
 def _signed_manifest(
-    storage: PackageStorage, name: str, files: Mapping[str, int], trust: TrustStore
+    storage: PackageSource, name: str, files: Mapping[str, int], trust: TrustStore
 ) -> tuple[str, PackageManifest]:
     body = _read_clear(storage, name, MANIFEST, files)
     return open_manifest(body, _read_clear(storage, name, SIGNATURE, files), trust)
+
+
+def _source(path: str) -> tuple[PackageSource, str]:
+    """Return where a package is read from, and its name there."""
+    if "://" not in path and (file := Path(path).expanduser()).is_file():
+        found = PackageFile.open(file)
+        return found, found.name
+    location, name = split_location(_named(path))
+    return PackageStorage.open(location), name
 
 
 def _named(path: str) -> str:
@@ -236,7 +250,7 @@ def _run_manifest(body: bytes, manifest: PackageManifest) -> Manifest:
     return run_manifest
 
 
-def _check_payload(storage: PackageStorage, name: str, payload: Payload, files: Mapping[str, int]) -> None:
+def _check_payload(storage: PackageSource, name: str, payload: Payload, files: Mapping[str, int]) -> None:
     _check_present(payload.name, files)
     # The size first, which spares reading a file that cannot be right.
     if files[payload.name] != payload.cipher_bytes:
@@ -252,7 +266,7 @@ def _check_payload(storage: PackageStorage, name: str, payload: Payload, files: 
         refuse(PackageRefusal.FILE_CHANGED, f"{payload.name} has other bytes than were sealed.")
 
 
-def _read_clear(storage: PackageStorage, name: str, file: str, files: Mapping[str, int]) -> bytes:
+def _read_clear(storage: PackageSource, name: str, file: str, files: Mapping[str, int]) -> bytes:
     _check_present(file, files)
     if files[file] > _MOST_CLEAR_BYTES:
         refuse(PackageRefusal.MALFORMED, f"{file} has {files[file]} bytes.")

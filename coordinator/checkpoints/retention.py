@@ -3,7 +3,7 @@
 `raycloak.coordinator.checkpoints.saver` decides when packages are written; only the rule for what stays is here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from raycloak.attestation.core.hybrid_signature import SignerPublic
 from raycloak.attestation.sealed.package_keys import TrustStore
@@ -15,21 +15,39 @@ from raycloak.metrics.errors import EvidenceError
 
 
 class Retention:
-    """The rule by which one run's packages are kept or deleted. Packages of other runs are left alone."""
+    """The rule by which one run's packages are kept or deleted. Packages of other runs are left alone.
 
-    def __init__(self, config: CheckpointConfig, storage: PackageStorage, signer: SignerPublic, run: bytes) -> None:
+    Args:
+        run: digest of the run's manifest.
+        wanted: digests of packages that stay whatever the configuration says.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        storage: PackageStorage,
+        signer: SignerPublic,
+        run: bytes,
+        wanted: Iterable[bytes] = (),
+    ) -> None:
         self._config = config
         self._storage = storage
         self._trust = TrustStore.of("run", signer)
         self._run = run
+        self._wanted = set(wanted)
         self._known: dict[str, PackageManifest | None] = {}
 
+    def want(self, package_digest: bytes) -> None:
+        """Keep a package for good from now on."""
+        self._wanted.add(package_digest)
+
     def apply(self) -> None:
-        """Keep the newest ``num_to_keep`` and the best; delete the others."""
+        """Keep the newest ``num_to_keep``, the best and the wanted ones; delete the others."""
         own = {name: manifest for name in self._storage.names() if (manifest := self._own(name))}
         kept = set(list(own)[-self._config.num_to_keep :])
         if best := self._best(own):
             kept.add(best)
+        kept |= {name for name, manifest in own.items() if manifest.digest() in self._wanted}
         for name in own:
             if name not in kept:
                 self._storage.delete(name)

@@ -9,22 +9,15 @@ time. Of the snapshots that wait, the newest is kept. An error of the storage is
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from raycloak.attestation.core.keys import Secret
-from raycloak.attestation.sealed.package_keys import RecipientPublic, TrustStore
-from raycloak.attestation.sealed.package_manifest import PackageManifest, PackageRefusal, refuse
-from raycloak.coordinator.aggregation.ranges import split_ranges
-from raycloak.coordinator.checkpoints.arrays import State, load_arrays, parted_states
-from raycloak.coordinator.checkpoints.reader import Expected, VerifiedPackage, check_parameters, verify_package
+from raycloak.attestation.sealed.package_keys import RecipientPublic
+from raycloak.attestation.sealed.package_manifest import PackageManifest
 from raycloak.coordinator.checkpoints.retention import Retention
 from raycloak.coordinator.checkpoints.storage import (
     MANIFEST,
@@ -34,33 +27,23 @@ from raycloak.coordinator.checkpoints.storage import (
     Draft,
     PackageStorage,
     one_line,
-    package_order,
 )
-from raycloak.coordinator.checkpoints.writer import OPTIMIZER, PARAMETERS, PackageOrigin, Snapshot, write_draft
+from raycloak.coordinator.checkpoints.writer import PackageOrigin, Snapshot, write_draft
 from raycloak.coordinator.cluster.control import Control
 from raycloak.coordinator.config.sections import CheckpointConfig
 from raycloak.metrics.collectors import RunMetrics
-from raycloak.metrics.errors import ConfigError, EvidenceError
-from raycloak.workers.terms.manifest import Manifest
+from raycloak.metrics.errors import EvidenceError
 
 # Pause before a storage that failed is tried again; a newer snapshot may take the waiting one's place meanwhile.
 RETRY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
-    """A run, restored from its newest package.
+class Published:
+    """A package that is in its storage, and in the log of its run."""
 
-    Attributes:
-        parameters, states: one per range, cut as in the run that sealed the package.
-        package: the package's manifest.
-    """
-
-    finished_steps: int
-    parameter_digest: bytes
-    parameters: tuple[NDArray[np.float32], ...]
-    states: tuple[State, ...]
-    package: PackageManifest
+    name: str
+    manifest: PackageManifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +67,9 @@ class _Job:
 class Checkpoints:
     """The sealer of one run's packages while it trains.
 
-    Guarantee: only :meth:`close` waits for the storage. The newest offered snapshot is never dropped for an older one.
-    A published package stays until a newer one is published and recorded. Neither the newest nor the best is ever
-    deleted.
+    Guarantee: only :meth:`settle` and :meth:`close` wait for the storage. The newest offered snapshot is never dropped
+    for an older one. A published package stays until a newer one is published and recorded. Neither the newest nor the
+    best is ever deleted, and no wanted one is.
 
     Args:
         config: how often packages are sealed, and which are kept.
@@ -96,6 +79,7 @@ class Checkpoints:
         `raycloak.attestation.sealed.package_keys.load_recipients`.
         notice: told once why packages are not published, and once that they are again.
         published: called with the finished steps and the digest of each package that is.
+        wanted: digests of packages that are never deleted.
         clock: unix seconds; monotonic: seconds that only grow.
     """
 
@@ -112,6 +96,7 @@ class Checkpoints:
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
         published: Callable[[int, bytes], None] = lambda steps, digest: None,
+        wanted: Iterable[bytes] = (),
     ) -> None:
         self._config = config
         self._storage = storage
@@ -125,10 +110,12 @@ class Checkpoints:
         self._recipients = (control.orchestrator.package_recipient(), *recipients)
         before = control.orchestrator.newest_published()
         self._previous = before.digest if before else b""
-        self._retention = Retention(config, storage, control.orchestrator.package_signer(), terms.manifest.digest())
+        signer, run = control.orchestrator.package_signer(), terms.manifest.digest()
+        self._retention = Retention(config, storage, signer, run, wanted)
         self._background = Background()
         self._waiting: Snapshot | None = None
         self._drafted: _Drafted | None = None
+        self._newest: Published | None = None
         self._not_before = monotonic()
         self._in_trouble = False
         # First remove what a writer that died left unfinished. Nobody else writes here.
@@ -154,6 +141,31 @@ class Checkpoints:
         """
         while self._advance():
             pass
+
+    def settle(self, finished_steps: int, deadline_s: float) -> Published | None:
+        """Wait until the offered package of so many finished steps is published, and return it.
+
+        The step must be committed before. Returns None if the storage refuses the package or takes longer; it is then
+        tried again like any other.
+        """
+        end = self._monotonic() + deadline_s
+        # Somebody waits for it, so a storage that failed is tried again now.
+        self._not_before = self._monotonic()
+        self.poll()
+        while (found := self._published_of(finished_steps)) is None and self._job is not None:
+            if (left := end - self._monotonic()) <= 0:
+                break
+            self._background.wait(self._job.future, left)
+            self.poll()
+        return found
+
+    def _published_of(self, finished_steps: int) -> Published | None:
+        newest = self._newest
+        return newest if newest is not None and newest.manifest.step == finished_steps else None
+
+    def want(self, package_digest: bytes) -> None:
+        """Keep a package for good, whatever the configuration says."""
+        self._retention.want(package_digest)
 
     def close(self, deadline_s: float) -> bool:
         """Finish the offered packages within ``deadline_s`` seconds; return whether all of them were published.
@@ -228,15 +240,17 @@ class Checkpoints:
         files = {RUN_MANIFEST: self._terms.manifest.encode(), MANIFEST: body, SIGNATURE: signature}
         self._job = self._start(
             lambda: _publish(drafted.draft, files),
-            lambda _: self._record(drafted.manifest),
+            lambda name: self._record(Published(name, drafted.manifest)),
             lambda error: self._retry(drafted.snapshot, error),
         )
         return True
 
-    def _record(self, manifest: PackageManifest) -> None:
+    def _record(self, package: Published) -> None:
+        manifest = package.manifest
         self._previous = manifest.digest()
         # Only now: what the log calls published has to be there.
         self._control.orchestrator.record_published(manifest.step, self._previous)
+        self._newest = package
         self._metrics.checkpoint_written()
         self._published(manifest.step, self._previous)
         if self._in_trouble:
@@ -264,62 +278,6 @@ class Checkpoints:
         return _Job(self._background.run(work), then, failed)
 
 
-def newest(
-    storage: PackageStorage, control: Control, manifest: Manifest, at_most: int | None = None
-) -> Restored | None:
-    """Verify and open a run's newest package, against the run's own signer and heads; None without a package.
-
-    Args:
-        at_most: for a replay, look only at packages of at most so many finished steps; newer ones do not matter then.
-
-    Guarantee: returns only parameters that the run's orchestrator sealed. Their package is no older than the newest one
-    that its log has as published. It was sealed after entries that ledger and evidence log still have.
-
-    Raises:
-        EvidenceError: with a code of `raycloak.attestation.sealed.package_manifest.PackageRefusal`.
-        ConfigError: ``storage`` if it cannot be read.
-    """
-    published = control.orchestrator.newest_published()
-    signer = control.orchestrator.package_signer()
-    expected = Expected(
-        run=manifest.digest(),
-        # A replay goes back on purpose, so that newer packages are no rollback.
-        newest=published if at_most is None else None,
-        ledger_hash=control.ledger.hash_at,
-        log_root=control.orchestrator.log_root_at,
-    )
-    try:
-        names = [name for name in storage.names() if at_most is None or package_order(name)[0] <= at_most]
-        if not names:
-            if expected.newest is None:
-                return None
-            refuse(PackageRefusal.ROLLED_BACK, f"one of step {expected.newest.step} was published, and none is there.")
-        return _restore(verify_package(storage, names[-1], TrustStore.of("run", signer), expected), control)
-    except STORAGE_ERRORS as error:
-        raise ConfigError(
-            "storage", f"the checkpoints cannot be read: {one_line(error)}.", "Restore the storage, then resume."
-        ) from None
-
-
-def _restore(package: VerifiedPackage, control: Control) -> Restored:
-    recipient = control.orchestrator.package_recipient()
-    wrapped = package.wrapped_key(recipient.key_id)
-    data_key = Secret(control.orchestrator.open_package(package.manifest.info(), wrapped))
-    tensors = load_arrays(package.chunks(PARAMETERS, data_key))
-    check_parameters(tensors.__getitem__, package)
-    state = load_arrays(package.chunks(OPTIMIZER, data_key))
-    specs = package.run_manifest.computation.tensors
-    flat = np.concatenate([tensors[each.name].reshape(-1) for each in specs])
-    ranges = split_ranges(specs, package.manifest.ranges)
-    return Restored(
-        finished_steps=package.manifest.step,
-        parameter_digest=package.manifest.parameter_digest,
-        parameters=tuple(flat[owned.start : owned.stop].copy() for owned in ranges),
-        states=parted_states(state, package.manifest.ranges),
-        package=package.manifest,
-    )
-
-
 def _write(
     storage: PackageStorage,
     snapshot: Snapshot,
@@ -334,9 +292,9 @@ def _write(
     return _Drafted(snapshot, draft, manifest)
 
 
-def _publish(draft: Draft, files: Mapping[str, bytes]) -> None:
+def _publish(draft: Draft, files: Mapping[str, bytes]) -> str:
     with _discarded_on_error(draft):
-        draft.publish(files)
+        return draft.publish(files)
 
 
 @contextmanager

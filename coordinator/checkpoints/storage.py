@@ -12,9 +12,9 @@ import re
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from pyarrow import fs
 from pyarrow.lib import ArrowException
@@ -38,7 +38,20 @@ def storage_of(storage: str | None, run_id: str, base: Path) -> str:
     if storage is None:
         return str(home.packages_folder(run_id))
     shared = storage if "://" in storage else str(base / storage)
-    return f"{shared.rstrip('/')}/{run_id}"
+    # Before the query of a URL, which stays at the end.
+    return located(shared, run_id)
+
+
+class PackageSource(Protocol):
+    """Packages that can be read, by name: a storage, or one package in one file."""
+
+    def files(self, name: str) -> Mapping[str, int]:
+        """Return the size in bytes of everything in a package, by relative path; -1 for anything but a file."""
+        ...
+
+    def reader(self, name: str, file: str) -> AbstractContextManager[Any]:
+        """Open a binary stream over a file of a package."""
+        ...
 
 
 class PackageStorage:
@@ -209,9 +222,20 @@ def split_location(location: str) -> tuple[str, str]:
     return (storage or ".") + mark + query, name
 
 
+def located(storage: str, name: str) -> str:
+    """Return the location of ``name`` in a storage, which :func:`split_location` splits again."""
+    path, mark, query = storage.partition("?") if "://" in storage else (storage, "", "")
+    return f"{path.rstrip('/')}/{name}{mark}{query}"
+
+
 def is_package(location: str) -> bool:
-    """Return whether the last part of a location is a package's name."""
-    return _NAME.fullmatch(split_location(location)[1]) is not None
+    """Return whether a location is that of a package: the last part is a package's name, or it is a file."""
+    return is_name(split_location(location)[1]) or ("://" not in location and Path(location).is_file())
+
+
+def is_name(name: str) -> bool:
+    """Return whether ``name`` is one that packages have."""
+    return _NAME.fullmatch(name) is not None
 
 
 def package_order(name: str) -> tuple[int, int]:

@@ -250,6 +250,8 @@ class OrchestratorFace(_Face):
     export_log = _Waits(EvidenceOrchestrator.export_log)
     held_by_machine = _Waits(EvidenceOrchestrator.held_by_machine)
     key_commitments = _Waits(EvidenceOrchestrator.key_commitments)
+    load_state = _Waits(EvidenceOrchestrator.load_state)
+    loads = _Waits(EvidenceOrchestrator.loads)
     log_position = _Waits(EvidenceOrchestrator.log_position)
     log_root_at = _Waits(EvidenceOrchestrator.log_root_at)
     most_hosted = _Waits(EvidenceOrchestrator.most_hosted)

@@ -37,6 +37,8 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 Parameters = NDArray[np.float32]
+Ciphertext = NDArray[np.uint8]
+"""The bytes of a batch that a client sent; only workers can open it."""
 
 
 class Reference(Generic[T_co]):
@@ -89,7 +91,7 @@ class Worker(Protocol):
     def accept_keys(self, release: "KeyRelease") -> "Envelope": ...
 
     def step(
-        self, receipt: "Envelope", request: "StepRequest", *parameters: Parameters
+        self, receipt: "Envelope", request: "StepRequest", *given: NDArray[Any]
     ) -> "tuple[StepReply, *tuple[RingVector, ...]]": ...
 
     def evaluate(self, order: "Envelope", *parameters: Parameters) -> "EvaluationReply": ...
@@ -210,11 +212,20 @@ class WorkerActor(_MemberActor):
     accept_keys = _Asked(Worker.accept_keys)
 
     def step(
-        self, receipt: "Envelope | Reference[Envelope]", request: "StepRequest", *parameters: Reference[Parameters]
+        self,
+        receipt: "Envelope | Reference[Envelope]",
+        request: "StepRequest",
+        parameters: Sequence[Reference[Parameters]],
+        batches: Sequence[Reference[Ciphertext]] = (),
     ) -> StepAnswer:
-        """Have one attempt of a step computed and masked."""
+        """Have one attempt of a step computed and masked.
+
+        Args:
+            batches: the batches that ``request`` names, encrypted.
+        """
         returns, paid = 1 + len(request.ranges), cast("Envelope", receipt)
-        reply, *vectors = self._ask(Worker.step, returns, paid, request, *map(_given, parameters))
+        given: list[NDArray[Any]] = [*map(_given, parameters), *map(_given, batches)]
+        reply, *vectors = self._ask(Worker.step, returns, paid, request, *given)
         return StepAnswer(reply, tuple(vectors))
 
     def evaluate(self, order: "Envelope", *parameters: Reference[Parameters]) -> "Reference[EvaluationReply]":

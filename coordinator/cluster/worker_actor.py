@@ -39,7 +39,7 @@ class TrainWorkerActor(TrainWorker):
         signal.signal(signal.SIGTERM, self._before)
 
     def step(
-        self, receipt: Envelope, request: StepRequest, *parameters: np.ndarray
+        self, receipt: Envelope, request: StepRequest, *given: np.ndarray
     ) -> tuple[StepReply, *tuple[RingVector, ...]]:
-        reply, *vectors = super().step(receipt, request, *parameters)
+        reply, *vectors = super().step(receipt, request, *given)
         return (replace(reply, leaving=self._leaving), *vectors)

@@ -5,7 +5,7 @@ range needs one.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -31,21 +31,29 @@ class MemberAdmission:
         terms: what each worker presents itself for; newer collateral replaces the former.
         ranges: one per aggregator.
         base: folder that names of user code start from.
+        newer: gives the collateral that evidence is judged by from now on; None if there is none but the first.
     """
 
     members: Members
     terms: Admission
     ranges: Sequence[ParameterRange]
     base: str
+    newer: Callable[[], CollateralBundle] | None
     _review: Review
     _serial: Iterator[int]
 
     @classmethod
     def of(
-        cls, members: Members, terms: Admission, ranges: Sequence[ParameterRange], base: str, review: Review
+        cls,
+        members: Members,
+        terms: Admission,
+        ranges: Sequence[ParameterRange],
+        base: str,
+        newer: Callable[[], CollateralBundle] | None,
+        review: Review,
     ) -> Self:
         """Begin after the serial numbers of the first aggregators, one per range."""
-        return cls(members, terms, ranges, base, review, itertools.count(members.config.aggregators))
+        return cls(members, terms, ranges, base, newer, review, itertools.count(members.config.aggregators))
 
     def admit_founders(self) -> None:
         """Challenge, appraise and admit every worker and one aggregator per range.
@@ -72,17 +80,16 @@ class MemberAdmission:
         self.members.control.orchestrator.admit(envelope)
         self.members.presentations[member_id] = envelope
 
-    def take_collateral(self, collateral: CollateralBundle) -> None:
-        """Have the orchestrator, and every worker that presents evidence from now on, judge by newer collateral."""
+    def renew(self) -> None:
+        """Admit every member anew, as each epoch needs it, and as evidence that ages does.
+
+        A worker that fails leaves, and an aggregator that does is replaced. Fresh evidence is judged by newer
+        collateral, by the orchestrator and by every worker, if there is any.
+        """
+        collateral = self.newer() if self.newer is not None else self.terms.collateral
         if collateral != self.terms.collateral:
             self.members.control.orchestrator.take_collateral(collateral)
             self.terms = replace(self.terms, collateral=collateral)
-
-    def renew(self) -> None:
-        """Admit every member anew, as each epoch needs it.
-
-        A worker that fails leaves, and an aggregator that does is replaced.
-        """
         self._admit_workers()
         for index, owned in enumerate(self.ranges):
             try:
@@ -117,7 +124,13 @@ class MemberAdmission:
         members.presentations.pop(lost.member_id, None)
         members.depart(Departure(lost.member_id, code, "another took its place"), newcomer=False)
         successor = members.backend.start_aggregator(aggregator_id(owned.index, next(self._serial)))
-        self._admit_started(successor, owned)
+        try:
+            self._admit_aggregator(successor, owned)
+        except ActorLost:
+            # Ray may place it on the node whose death ended its predecessor; by now it knows that the node is gone.
+            members.backend.stop(successor)
+            successor = members.backend.start_aggregator(aggregator_id(owned.index, next(self._serial)))
+            self._admit_started(successor, owned)
         members.aggregators[index] = successor
 
     def _admit_workers(self) -> None:

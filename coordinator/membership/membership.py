@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from raycloak.attestation.core.evidence import CollateralBundle
 from raycloak.coordinator.aggregation.ranges import ParameterRange
 from raycloak.coordinator.membership.admission import MemberAdmission
 from raycloak.coordinator.membership.evidence_review import Review
@@ -40,6 +41,7 @@ class Membership:
         founders: Founders,
         terms: Admission,
         ranges: Sequence[ParameterRange],
+        newer: Callable[[], CollateralBundle] | None,
         revocations: Callable[[], int],
         on_join: Callable[[str], None],
     ) -> Self:
@@ -48,6 +50,7 @@ class Membership:
         Args:
             terms: what each worker presents itself for.
             ranges: one per aggregator.
+            newer: see `raycloak.coordinator.membership.admission.MemberAdmission`.
             revocations: counts them so far; see `raycloak.coordinator.membership.evidence_review.Review`.
             on_join: told the member id of each worker that joins the run after its start.
 
@@ -56,7 +59,7 @@ class Membership:
         """
         members = founders.members
         review = Review(members.control, members.timer, revocations)
-        admission = MemberAdmission.of(members, terms, ranges, founders.setup.base, review)
+        admission = MemberAdmission.of(members, terms, ranges, founders.setup.base, newer, review)
         admission.admit_founders()
         growth = Growth.of(members, admission, founders.setup, on_join)
         return cls(members, admission, growth, Hosts.of(members, growth, terms.manifest))

@@ -56,7 +56,25 @@ def epsilon(case: Case) -> str:
     if spent < tight * (1 - STATED_ERROR):
         raise Broken("ledger", f"it states epsilon {spent:.6g}; dp-accounting's PLD gives {tight:.6g}")
     second = _second(case, spent)
-    return f"{spent:.6g} at delta {terms.delta:g} by raycloak; dp-accounting gives {second}"
+    return f"{spent:.6g} at delta {terms.delta:g} by raycloak; dp-accounting gives {second}{_on_whose_word(case)}"
+
+
+def _on_whose_word(case: Case) -> str:
+    """Return the bounds on participations that the account's epsilon rests on; nothing if it rests on none."""
+    registered = (run.registered for run in case.extract.audited.runs.values())
+    bounds = [
+        f"{each.max_participations} of {each.steps} steps"
+        for run in registered
+        if run.account == case.manifest.account
+        for each in run.mechanisms
+        if each.max_participations is not None
+    ]
+    if not bounds:
+        return ""
+    return (
+        f"; no amplification is claimed for examples that a client sends, and that one takes part in at most "
+        f"{', '.join(sorted(set(bounds)))} is the service's word"
+    )
 
 
 def _second(case: Case, spent: float) -> str:

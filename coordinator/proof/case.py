@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from raycloak.attestation.core.messages import parse
+from raycloak.attestation.core.roster import Query
 from raycloak.attestation.log.evidence_log import ExportedLog
 from raycloak.attestation.orchestrator.documents import Document
 from raycloak.attestation.sealed.package_manifest import PackageManifest
@@ -13,11 +14,13 @@ from raycloak.coordinator.ledger.entries import LedgerEntry, StepCharged
 from raycloak.coordinator.ledger.extract import CheckedExtract
 from raycloak.coordinator.proof.claims import Broken
 from raycloak.coordinator.proof.history import History
-from raycloak.coordinator.proof.parts import MANIFEST, Parts
+from raycloak.coordinator.proof.parts import BATCHES, MANIFEST, Parts
 from raycloak.coordinator.proof.trust import Trust
+from raycloak.coordinator.record.batch_files import Digests, sent_sets
 from raycloak.metrics.errors import ProtocolError
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.measurement import Released
+from raycloak.workers.terms.step_input import step_input
 
 
 @dataclass
@@ -72,11 +75,34 @@ class Case:
         return self.extract.entries.get(sequence)
 
     def parameters_after(self, steps: int) -> bytes | None:
-        """Return the digest of the parameters after so many committed steps; None if they were not committed."""
+        """Return the digest of the parameters that the next step starts from; None if the steps were not committed."""
+        if (load := self.history.load_after(steps)) is not None:
+            return load.parameter_digest
         if steps == 0:
             return self.manifest.computation.initial_parameters
         commit = self.history.commits.get(("gradient", steps - 1))
         return commit.parameter_digest if commit else None
+
+    def started_from(self, charged: bytes, finished: int, query: Query) -> bool:
+        """Return whether a charge was for the parameters after ``finished`` steps, and for batches that were kept.
+
+        The digest that was charged is signed. So nobody can name other batches for it than those it was made of.
+        """
+        parameters = self.parameters_after(finished)
+        if parameters is None:
+            return False
+        sent = self._sent_sets.get(finished, ()) if query == "gradient" else ()
+        return any(step_input(parameters, batches) == charged for batches in ((), *sent))
+
+    @cached_property
+    def _sent_sets(self) -> Mapping[int, tuple[Digests, ...]]:
+        """The batches that a client sent, by step, as the run's directory names them."""
+        if BATCHES not in self.parts:
+            return {}
+        try:
+            return sent_sets(self.parts.lines(BATCHES))
+        except ProtocolError as refusal:
+            raise Broken(BATCHES, refusal.message) from None
 
     @property
     def steps(self) -> int:

@@ -134,6 +134,15 @@ class LoggedPackage(_Body):
     package_digest: bytes
 
 
+class LoggedLoad(_Body):
+    """A load of an earlier package's state, as the log has it."""
+
+    after_step: int
+    step: int
+    package_digest: bytes
+    parameter_digest: bytes
+
+
 class _Finished(_Body):
     secret_destroyed: bool
 
@@ -154,6 +163,7 @@ class History:
         commits: committed releases; ``made`` is how many of each mechanism.
         data: commitment to the slice of each virtual worker.
         machines: by machine and epoch, the virtual workers whose keys went there.
+        loads: states of earlier packages that the run went on from, in order.
         used: names of the documents that entries name.
         finished: whether the log was ended for good.
     """
@@ -175,6 +185,7 @@ class History:
     machines: dict[tuple[str, int], set[int]] = field(default_factory=lambda: defaultdict(set))
     sealed: list[LoggedPackage] = field(default_factory=list)
     published: list[LoggedPackage] = field(default_factory=list)
+    loads: list[LoggedLoad] = field(default_factory=list)
     used: set[bytes] = field(default_factory=set)
     finished: bool = False
     _members: dict[str, Appraisal] = field(default_factory=dict)
@@ -193,6 +204,10 @@ class History:
         """Raise the first problem with records of ``kind``."""
         if kind in self.problems:
             raise self.problems[kind]
+
+    def load_after(self, steps: int) -> LoggedLoad | None:
+        """Return the load that the step after so many started from; of several in one place, the last."""
+        return next((load for load in reversed(self.loads) if load.after_step == steps), None)
 
     def follow(self, entry: Entry) -> None:
         """Take the next entry."""
@@ -399,7 +414,9 @@ class History:
 
     def _ordered(self, entry: Entry, body: _Ordered) -> None:
         known = self.commits.get(("gradient", body.finished_steps - 1))
-        if known is None or known.parameter_digest != body.parameter_digest:
+        load = self.load_after(body.finished_steps)
+        made = {each.parameter_digest for each in (known, load) if each is not None}
+        if known is None or body.parameter_digest not in made:
             raise _broken(entry, "it orders an evaluation of parameters that were not committed")
         order = EvaluationOrder(
             run_id=self.manifest.run_id,
@@ -420,6 +437,16 @@ class History:
         if body not in self.sealed:
             raise _broken(entry, f"a package of step {body.step} was published that was not sealed before")
         self.published.append(body)
+
+    def _loaded(self, entry: Entry, body: LoggedLoad) -> None:
+        self.loads.append(body)
+        if body.after_step != self.made["gradient"]:
+            raise _broken(entry, f"it loads a state after step {body.after_step}, which is not the last by then")
+        known = self.commits.get(("gradient", body.step - 1))
+        if known is None or known.parameter_digest != body.parameter_digest:
+            raise _broken(entry, f"it loads parameters that step {body.step} was not committed with")
+        if LoggedPackage(step=body.step, package_digest=body.package_digest) not in self.published:
+            raise _broken(entry, f"it loads a package of step {body.step} that was not published before")
 
     def _finished(self, entry: Entry, body: _Finished) -> None:
         self.finished = True
@@ -449,6 +476,7 @@ _HANDLERS: Final[Mapping[str, tuple[str, type[Any], Callable[[History, Entry, An
     "evaluation_ordered": (ROSTERS, _Ordered, History._ordered),
     "sealed": (COMMITS, LoggedPackage, History._sealed),
     "published": (COMMITS, LoggedPackage, History._published),
+    "loaded": (COMMITS, LoggedLoad, History._loaded),
     "finished": (COMMITS, _Finished, History._finished),
 }
 

@@ -191,6 +191,10 @@ def _expected(case: Case, event: dict[str, Any]) -> dict[str, Any]:
             "steps": made.after,
             "epsilon": charge.charged_epsilon,
         }
+    if kind == "load":
+        told = event.get("steps"), event.get("step"), event.get("parameter_digest")
+        known = ((each.after_step, each.step, each.parameter_digest.hex()) for each in case.history.loads)
+        return {} if told in set(known) else {"parameter_digest": "of no state that was loaded there"}
     if kind == "admitted":
         mechanism, planned = computation.mechanism, event.get("epsilon_planned")
         account = case.extract.audited.accounts[case.manifest.account].terms
@@ -232,6 +236,8 @@ def verdict(case: Case) -> NoReturn:
         "virtual_workers": mechanism.virtual_workers,
         "measurements": [each.model_dump(mode="json") for each in case.released],
     }
+    if mechanism.max_participations is not None:
+        expected["max_participations"] = mechanism.max_participations
     for name, value in expected.items():
         if name not in found or not _same(found[name], value):
             raise Broken(VERDICT, f"it states {name} {found.get(name)}, the signed records {value}")

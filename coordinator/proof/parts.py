@@ -20,11 +20,12 @@ PARAMETERS: Final = "parameters.safetensors"
 MEASUREMENTS: Final = "measurements.json"
 METRICS: Final = "metrics.jsonl"
 VERDICT: Final = "verdict.json"
+BATCHES: Final = "batches.jsonl"
 PACKAGE: Final = "packages/"
 PACKAGE_FILES: Final = ("manifest.json", "manifest.sig")
 
 REQUIRED: Final = (MANIFEST, LOG, DOCUMENTS, LEDGER)
-OPTIONAL: Final = (PARAMETERS, MEASUREMENTS, METRICS, VERDICT)
+OPTIONAL: Final = (PARAMETERS, MEASUREMENTS, METRICS, VERDICT, BATCHES)
 
 LARGEST_TEXT: Final = 2**30
 """Bytes of a part that is read as a whole; 10,000 steps of a run take a hundredth of it."""

@@ -111,7 +111,10 @@ def data(case: Case) -> str:
 
 
 def steps(case: Case) -> str:
-    """Each release has one charge, one binding and one commit, and the parameters of each step are the next one's."""
+    """Each release has one charge, one binding and one commit; each step starts where the one before ended.
+
+    A logged load of an earlier state stands in for the parameters of the step before it.
+    """
     case.history.claim(of.COMMITS)
     ahead = 0
     for query in (each.query for each in case.manifest.computation.mechanisms):
@@ -121,7 +124,8 @@ def steps(case: Case) -> str:
         raise NotThere("no step was committed")
     later = f"; {ahead} later charges released nothing that the log has" if ahead else ""
     measured = f" and {made - case.steps} measurements" if made > case.steps else ""
-    return f"{case.steps} steps{measured}, each charged, bound and committed once and in order{later}"
+    jumps = "".join(f"; the state of step {each.step} loaded after {each.after_step}" for each in case.history.loads)
+    return f"{case.steps} steps{measured}, each charged, bound and committed once and in order{later}{jumps}"
 
 
 def _releases(case: Case, query: Query) -> int:
@@ -154,6 +158,7 @@ def _release(case: Case, commit: Commit, charge: int | None, binding: int | None
     finished = commit.step
     if commit.query != "gradient":
         finished = computation.measurement(commit.query).after(commit.step, computation.mechanism.steps)
-    if case.charge(charge).parameter_digest != case.parameters_after(finished):
-        raise Broken(where, f"it was charged for other parameters than those after {finished} steps")
+    if not case.started_from(case.charge(charge).parameter_digest, finished, commit.query):
+        of_batches = ", or for batches that are not named" if computation.mechanism.max_participations else ""
+        raise Broken(where, f"it was charged for other parameters than those after {finished} steps{of_batches}")
     return binding

@@ -42,6 +42,8 @@ LIMITS: Final = (
     "That the parameters are the result of the vectors: sums are masked, so only the members see them. "
     "`raycloak replay` computes steps again.",
     "That the noise was drawn as planned: this rests on the measured code, which the evidence names.",
+    "Of data that a client sends: that no example took part in more steps than the manifest's bound, and that the "
+    "choice of examples followed from nothing they hold. The training service counts ids, and the ledger sees none.",
     "Times: each signer states them by its own clock, and nobody else confirms them.",
     "That the owner of the ledger's key keeps no second history: compare its head with a witness or another copy.",
     "Other accounts for the same data: the bundle has one account, and those that it exchanged epsilon with.",

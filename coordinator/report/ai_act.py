@@ -69,15 +69,21 @@ class Said:
 
     Args:
         where: a record and the value that it must have for the sentence to be true.
+        unless: a record that must have no such field.
     """
 
-    def __init__(self, sentence: str, *records: str, where: tuple[str, object] | None = None) -> None:
+    def __init__(
+        self, sentence: str, *records: str, where: tuple[str, object] | None = None, unless: str | None = None
+    ) -> None:
         self._sentence = sentence
         self._records = records
         self._where = where
+        self._unless = unless
 
     def stated(self, index: RecordIndex) -> Statement | None:
         """Return the sentence for a run."""
+        if self._unless is not None and index.has(self._unless):
+            return None
         if self._where is not None and (not index.has(self._where[0]) or index.value(self._where[0]) != self._where[1]):
             return None
         if not all(index.states(each) for each in self._records):
@@ -126,6 +132,9 @@ _RESOURCES: Final = (
 )
 
 _PRIVATE: Final = (f"{MECHANISM}.private", True)
+
+# Only the mechanism of data that a client sends has this field.
+_SENT: Final = f"{MECHANISM}.max_participations"
 
 _PRIVACY: Final = (
     Chosen(f"{VERDICT}private", {False: "NOT PRIVATE: the model may reveal any example it was trained on."}),
@@ -197,11 +206,20 @@ _ARTICLE_10: Final = (
                     "There are {} training examples, of which each step draws {} on average.",
                     f"{MECHANISM}.num_examples",
                     f"{MECHANISM}.expected_batch_size",
+                    unless=_SENT,
                 ),
                 Said(
                     "Over {} steps each example is drawn with probability {} in each.",
                     f"{MECHANISM}.steps",
                     f"{MECHANISM}.sample_rate",
+                    unless=_SENT,
+                ),
+                Said(
+                    "A client sends up to {} training examples for each of {} steps; one takes part in {} at most, by "
+                    "the word of the service that counts them.",
+                    f"{MECHANISM}.num_examples",
+                    f"{MECHANISM}.steps",
+                    _SENT,
                 ),
                 Chosen(
                     f"{VERDICT}data_check",
@@ -444,7 +462,13 @@ _ANNEX_IV: Final = (
             "Annex IV, 2(d)",
             "Data requirements and datasheets",
             "Datasheets: provenance, scope, main characteristics, selection, labelling, cleaning.",
-            says=(Said("The data of {} examples are described under Article 10.", f"{MECHANISM}.num_examples"),),
+            says=(
+                Said(
+                    "The data of {} examples are described under Article 10.",
+                    f"{MECHANISM}.num_examples",
+                    unless=_SENT,
+                ),
+            ),
         ),
         Asked(
             "Annex IV, 2(e), (f)",

@@ -8,9 +8,12 @@ from raycloak.coordinator.record.run_reader import RunData
 from raycloak.coordinator.record.verdict import Verdict
 from raycloak.coordinator.report.members import Evidence
 from raycloak.coordinator.report.planned import budget_of
+from raycloak.coordinator.report.words import participation_rows
 from raycloak.workers.terms.mechanism import Mechanism
 
 Rows = list[tuple[str, str]]
+
+_KEPT = {"sealed": "sealed", "sent": "encrypted for attested workers"}
 
 
 def data_rows(run: RunData) -> Rows:
@@ -20,12 +23,14 @@ def data_rows(run: RunData) -> Rows:
         rows = [("examples", "given in memory: the driver has seen them")]
     else:
         place = " · ".join(part for part in (dataset.path, dataset.function) if part)
-        rows = [("kind", dataset.kind), ("place", place or f"built in, split {dataset.split}")]
+        built_in = "none: a client sends it" if dataset.kind == "sent" else f"built in, split {dataset.split}"
+        rows = [("kind", dataset.kind), ("place", place or built_in)]
         rows.append(("declared", "public: needs no protection" if dataset.public else "private"))
-        rows.append(("kept", "sealed" if dataset.kind == "sealed" else "in the clear, on the workers' machines"))
+        rows.append(("kept", _KEPT.get(dataset.kind, "in the clear, on the workers' machines")))
     if run.manifest is not None:
         mechanism = run.manifest.computation.mechanism
-        rows.append(("examples, N", f"{mechanism.num_examples:,}, a public number"))
+        most = "examples, N" if mechanism.max_participations is None else "examples of a step, at most"
+        rows.append((most, f"{mechanism.num_examples:,}, a public number"))
         rows.append(("identity", run.manifest.computation.dataset.hex()))
         fingerprint = run.manifest.dataset_fingerprint.hex()
         rows.append(("fingerprint", fingerprint or "none: without a key, nothing ties the account to these very bytes"))
@@ -40,14 +45,9 @@ def sampling_rows(run: RunData) -> Rows:
     if run.manifest is None:
         return []
     mechanism = run.manifest.computation.mechanism
-    passes = mechanism.steps * mechanism.sample_rate
     rows = [
         ("unit of privacy", "one example, replaced by a contribution of zero"),
-        ("sampling", f"each example by itself with probability {mechanism.sample_rate:.6g} in each step (Poisson)"),
-        (
-            "batch",
-            f"{mechanism.expected_batch_size:g} examples expected; {passes:.3g} passes in {mechanism.steps} steps",
-        ),
+        *_use_rows(mechanism),
         (
             "computed rows",
             f"{mechanism.virtual_workers} virtual workers x {mechanism.micro_batches} x {mechanism.micro_batch_size}",
@@ -61,7 +61,7 @@ def sampling_rows(run: RunData) -> Rows:
         ("clipping norm", f"{mechanism.max_grad_norm:g}, of one example's gradient"),
         ("noise multiplier", f"{mechanism.noise_multiplier:.6g}"),
         ("noise counted on", f"{mechanism.honest_share:.0%} of the virtual workers"),
-        ("δ", f"{delta:g}; one over the number of examples is {1 / mechanism.num_examples:.2g}"),
+        ("δ", _delta_text(mechanism, delta)),
         ("cap of the account", "none given" if cap is None else f"ε {cap:g}"),
         ("accountant", mechanism.accountant),
         *(
@@ -69,6 +69,25 @@ def sampling_rows(run: RunData) -> Rows:
             for each in run.manifest.computation.measurements
         ),
     ]
+
+
+def _use_rows(mechanism: Mechanism) -> Rows:
+    """Return how examples come to take part in a step."""
+    batch = f"{mechanism.expected_batch_size:g} examples expected"
+    if mechanism.max_participations is not None:
+        return [*participation_rows(mechanism.max_participations, mechanism.steps), ("batch", batch)]
+    passes = mechanism.steps * mechanism.sample_rate
+    return [
+        ("sampling", f"each example by itself with probability {mechanism.sample_rate:.6g} in each step (Poisson)"),
+        ("batch", f"{batch}; {passes:.3g} passes in {mechanism.steps} steps"),
+    ]
+
+
+def _delta_text(mechanism: Mechanism, delta: float) -> str:
+    if mechanism.max_participations is not None:
+        most = mechanism.steps * mechanism.num_examples
+        return f"{delta:g}; one over the most examples that all steps could have is {1 / most:.2g}"
+    return f"{delta:g}; one over the number of examples is {1 / mechanism.num_examples:.2g}"
 
 
 def _releases(mechanism: Mechanism) -> str:
@@ -168,7 +187,7 @@ def _limits(run: RunData, verdict: Verdict | None) -> Iterator[str]:
         yield from _privacy_limits(verdict)
     if verdict is not None:
         yield from _site_limits(verdict)
-    if run.config.dataset is None or run.config.dataset.kind != "sealed":
+    if run.config.dataset is None or run.config.dataset.kind not in _KEPT:
         yield "The data was not sealed: the administrator of a worker's machine could read the examples."
     yield (
         "Accuracy, times and byte counts are the site's own records. Nobody signs them. The evidence log and the "
@@ -189,6 +208,15 @@ def _privacy_limits(verdict: Verdict) -> Iterator[str]:
         "ε is no probability of harm. It bounds by which factor, e^ε, one example can change the odds of anything "
         "that is learnt from the model; what is true of the whole population can be learnt all the same."
     )
+    if verdict.max_participations is not None:
+        yield (
+            f"ε counts on it that no example took part in more than {verdict.max_participations} steps. That is the "
+            "word of the training service, which counted ids: the ledger sees none, and cannot confirm it."
+        )
+        yield (
+            "A client chose the examples of each step. ε speaks of that choice only as far as it followed from "
+            "what was released and from public facts, and from nothing that an example holds."
+        )
     if verdict.privacy_epsilon_one_worker is None:
         yield (
             "There is no bound if a worker's machine helps the aggregator: one machine held the keys of "

@@ -30,7 +30,7 @@ class Incident:
 
 
 def incidents_of(run: RunData, evidence: Evidence) -> tuple[Incident, ...]:
-    """Return departures, newcomers, restarts, resumes and repeated attempts, then what the orchestrator refused."""
+    """Return departures, newcomers, restarts, resumes, loads, repeated attempts, then the orchestrator's refusals."""
     return (*_from_events(run), *_from_log(evidence))
 
 
@@ -47,6 +47,8 @@ def _from_events(run: RunData) -> Iterator[Incident]:
                 yield _incident(event, finished, "member left", f"code {event['code']}")
             case "join":
                 yield _incident(event, finished, "worker joined", f"{event['workers']} workers by then")
+            case "load":
+                yield _incident(event, event["steps"], "state loaded", f"that of step {event['step']}")
             case "restart":
                 detail = f"{event['role']}, {event['cause']}, back after {event['seconds']:.1f} s"
                 yield _incident(event, finished, "restarted", detail)

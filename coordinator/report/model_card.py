@@ -165,7 +165,10 @@ def _data(run: RunData) -> str:
     if run.manifest is None:
         return ""
     kind = run.config.dataset.kind if run.config.dataset is not None else "given in memory"
-    return f"{run.manifest.computation.mechanism.num_examples:,} examples ({kind})."
+    mechanism = run.manifest.computation.mechanism
+    if mechanism.max_participations is not None:
+        return f"Up to {mechanism.num_examples:,} examples a step, which a client sent."
+    return f"{mechanism.num_examples:,} examples ({kind})."
 
 
 def _table(rows: list[tuple[str, str]]) -> Iterator[str]:

@@ -23,8 +23,9 @@ def verdict_rows(verdict: Verdict) -> list[tuple[str, str]]:
         ("evidence", _evidence(verdict)),
         ("workers", f"{verdict.num_workers}, hosting {verdict.virtual_workers} virtual workers"),
         ("masked", _masked(verdict)),
-        ("data", sealed_text(verdict.data_sealed)),
-        ("data check", check_text(verdict.data_check)),
+        ("data", sealed_text(verdict.data_sealed, verdict.max_participations is not None)),
+        *participation_rows(verdict.max_participations, verdict.planned_steps),
+        *check_row(verdict.data_check, verdict.max_participations is not None),
         *([("evaluation data", evaluation_text(verdict.evaluation_data))] if verdict.evaluation_data else []),
         *keys_rows(verdict.key_service),
         ("ledger rollback", _rollback(verdict)),
@@ -141,14 +142,38 @@ def accountant_rows(epsilon: Mapping[str, float], missing: Mapping[str, str]) ->
     return [("ε by accountant", ", ".join(said))] if said else []
 
 
-def sealed_text(sealed: bool) -> str:
+def sealed_text(sealed: bool, sent: bool = False) -> str:
     """Return who can open the examples."""
+    if sent:
+        return "sent: encrypted by the client for attested workers"
     return "sealed: each worker opens only its slices" if sealed else "not sealed"
 
 
-def check_text(digest: str | None) -> str:
-    """Return whether the data's owner has checked the examples."""
-    return "NO CHECK ON RECORD for NaN, wrong labels or duplicates" if digest is None else f"passed, {digest}"
+def participation_rows(bound: int | None, steps: int) -> list[tuple[str, str]]:
+    """Return how often one example that a client sends is used, and whose word that is; nothing for a dataset.
+
+    Args:
+        bound: as in the mechanism. steps: planned ones.
+    """
+    if bound is None:
+        return []
+    charged = min(bound, steps)
+    return [
+        ("amplification", "none is claimed: nothing is sampled, and every example that is sent is used"),
+        (
+            "participations",
+            f"{charged} of {steps} steps at most, and ε pays for {charged}: by the word of the service, which counts "
+            "ids, since the ledger sees none",
+        ),
+    ]
+
+
+def check_row(digest: str | None, sent: bool) -> list[tuple[str, str]]:
+    """Return whether the data's owner has checked the examples; nothing of data that a client sends."""
+    if sent:
+        return []
+    text = "NO CHECK ON RECORD for NaN, wrong labels or duplicates" if digest is None else f"passed, {digest}"
+    return [("data check", text)]
 
 
 def evaluation_text(kept: str) -> str:

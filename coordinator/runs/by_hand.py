@@ -14,6 +14,7 @@ from raycloak.coordinator.evidence.sources import configured_policy
 from raycloak.coordinator.planning.first_look import first_look
 from raycloak.coordinator.planning.model_source import model_source
 from raycloak.coordinator.planning.plan import check_public
+from raycloak.coordinator.planning.references import require_at_hand
 from raycloak.coordinator.runs.execution import Execution
 from raycloak.coordinator.training.hand_loop import HandLoop
 from raycloak.metrics.errors import ConfigError
@@ -49,6 +50,7 @@ def by_hand(
         )
     check_public(config)
     base = config_dir or Path.cwd()
+    require_at_hand(config.dataset, "a loop by hand")
     first_look(config, base)
     configured_policy(config.policy, config.collateral, base)
     tell = notice or (lambda line: print(line, file=sys.stderr))  # noqa: T201 - the default of a script

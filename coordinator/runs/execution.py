@@ -37,6 +37,7 @@ from raycloak.coordinator.planning.payer import data_place
 from raycloak.coordinator.planning.references import descriptor, evaluation_folder
 from raycloak.coordinator.record.folder import RunFolder, run_lock
 from raycloak.coordinator.record.outcome import Ending, Finished
+from raycloak.coordinator.record.same_run import require_same_config
 from raycloak.coordinator.runs.evidence_address import announce
 from raycloak.coordinator.runs.ray_session import Launched, launch
 from raycloak.coordinator.runs.ray_start import start_ray
@@ -45,8 +46,9 @@ from raycloak.coordinator.training.assignment import Assignment, NewRun, Order, 
 from raycloak.coordinator.training.callback_caller import CallbackCaller
 from raycloak.coordinator.training.callbacks import Callback
 from raycloak.coordinator.training.coordinator import Coordinator
+from raycloak.coordinator.training.pace import OPEN, Pace
 from raycloak.coordinator.training.public_evaluation import Evaluator, public_evaluator
-from raycloak.coordinator.training.reporting import Reporting, StepReport
+from raycloak.coordinator.training.reporting import Outset, Reporting, StepReport
 from raycloak.coordinator.training.stop_signals import StopRequest, stop_on_signals
 from raycloak.metrics.collectors import (
     GpuReadingCollector,
@@ -55,7 +57,7 @@ from raycloak.metrics.collectors import (
     ServiceCollector,
     ServiceFigures,
 )
-from raycloak.metrics.errors import DatasetError, RaycloakError
+from raycloak.metrics.errors import ConfigError, DatasetError, RaycloakError, RunFailedError
 from raycloak.metrics.events import EventWriter
 from raycloak.metrics.exporter import Exporter
 from raycloak.metrics.server import MetricsServer
@@ -64,6 +66,7 @@ from raycloak.workers.inputs.descriptor import DatasetDescriptor, export_in_memo
 from raycloak.workers.inputs.models import ModelSource
 from raycloak.workers.messages import WorkerSetup
 from raycloak.workers.terms.manifest import Manifest
+from raycloak.workers.terms.measurement import Released
 
 
 class Execution:
@@ -75,12 +78,16 @@ class Execution:
         in_memory: a map-style dataset instead of ``config.dataset``.
         progress: called after every finished step.
         phase: called with a few words when another phase begins.
+        opened: called with the directory of the run, before anything is charged.
+        begun: called when members are admitted, before the first step of each execution.
+        measured: called with every release of a measurement.
         notice: told, in one line each, what a watcher needs to know.
         stop: asked between two steps.
         handle_signals: whether SIGINT and SIGTERM make ``stop`` while a run executes; main thread only.
         metrics: functions of the user's own of outputs and labels of the public split, beside the configuration's.
         callbacks: of the user's own; checked.
         reserved: a placement group with places for the initial workers, as `Placement` takes it.
+        pace: when steps may be charged and released; a replay asks nobody.
     """
 
     def __init__(
@@ -92,12 +99,16 @@ class Execution:
         in_memory: Any | None = None,
         progress: Callable[[StepReport], None] = lambda report: None,
         phase: Callable[[str], None] = lambda what: None,
+        opened: Callable[[RunFolder], None] = lambda folder: None,
+        begun: Callable[[Outset], None] = lambda outset: None,
+        measured: Callable[[Released], None] = lambda released: None,
         notice: Callable[[str], None],
         stop: StopRequest | None = None,
         handle_signals: bool = False,
         metrics: Sequence[Metric] = (),
         callbacks: Sequence[Callback] = (),
         reserved: Any | None = None,
+        pace: Pace = OPEN,
     ) -> None:
         self._config = config
         self._model = model
@@ -105,12 +116,16 @@ class Execution:
         self._in_memory = in_memory
         self._progress = progress
         self._phase = phase
+        self._opened = opened
+        self._begun = begun
+        self._measured = measured
         self._notice = notice
         self._stop = stop or StopRequest()
         self._handle_signals = handle_signals
         self._metrics = metrics
         self._callbacks = CallbackCaller(callbacks, self._warn)
         self._reserved = reserved
+        self._pace = pace
         # Kept over every execution of the run: an outcome warns of what happened in any of them.
         self.warnings: list[str] = []
         # None until a run is opened: a resume after a failure needs to know which one it was.
@@ -139,6 +154,41 @@ class Execution:
         if recorded is None:  # It ended before it had a manifest, and so before anything was charged.
             return self._again(folder, NewRun(archive, self._stop))
         return self._again(folder, ResumedRun(recorded, archive, self._stop))
+
+    def go_on(self, folder: RunFolder) -> "Outcome":
+        """Resume a run that was begun with this configuration.
+
+        Raises:
+            RefusedError: ``resume_differs``.
+            ConfigError: ``nothing_to_resume`` if it is complete, though it was not marked so.
+        """
+        require_same_config(folder.config(), self._config)
+        try:
+            return self.resume(folder)
+        except ConfigError as error:
+            if error.code != "secret_destroyed" or not (folder.path / "parameters.safetensors").exists():
+                raise
+            # The process ended after the run was complete, and before it was marked so.
+            folder.mark("done")
+            raise ConfigError(
+                "nothing_to_resume",
+                f"the run in {folder.path} is complete.",
+                "Run without --resume to start another one.",
+            ) from None
+
+    def recovered(self, execute: Callable[[], "Outcome"]) -> "Outcome":
+        """Return the outcome of ``execute``; resume from the newest package if the node with the model is lost."""
+        # Bounded, because a cluster that loses its node each time would go on for ever.
+        for _ in range(self._config.failure.max_failures):
+            try:
+                return execute()
+            except RunFailedError as error:
+                if error.code != "state_lost":
+                    raise
+                self._notice(f"{error.message}; resuming from the newest sealed package")
+                assert self.folder is not None, "it has begun"
+                execute = partial(self.resume, self.folder)
+        return execute()
 
     def replay(self, folder: RunFolder, recorded: Manifest, first: int, last: int) -> Finished:
         """Compute finished steps of a run again; its directory stays as it is, but for ``replay.log``.
@@ -219,6 +269,7 @@ class Execution:
     ) -> "Outcome":
         """Run the coordinator; an error that ends it early carries the result so far."""
         self.folder, started = folder, launched.began
+        self._opened(folder)
         self._span.set(run=folder.record.run_id)
         attach_log(folder.path / ("run.log" if assignment.charges else "replay.log"))
         failure = self._config.failure
@@ -230,7 +281,8 @@ class Execution:
             setup = self._setup(stack, folder, assignment)
             evaluator = self._evaluator if assignment.charges else lambda: None
             data = data_place(self._config.dataset, self._base)
-            order = Order(self._config, session, setup, evaluator, reporting, folder, assignment, data)
+            pace = self._pace if assignment.charges else OPEN
+            order = Order(self._config, session, setup, evaluator, reporting, folder, assignment, data, pace)
             coordinator = Coordinator(order)
             if assignment.charges:
                 folder.mark("running")
@@ -386,9 +438,9 @@ class Execution:
             events=events,
             progress=self._stepped,
             phase=self._phase,
-            begun=lambda outset: self._callbacks.started(folder.path, self._config, outset),
+            begun=partial(self._outset, folder),
             evaluated=self._callbacks.evaluated,
-            measured=self._callbacks.measured,
+            measured=self._released,
             changed=self._callbacks.changed,
             departure=self._departed,
             joined=lambda member_id: self._notice(f"{member_id} joined"),
@@ -406,6 +458,14 @@ class Execution:
         metrics = RunMetrics(run_facts(manifest, evidence_class, self._config))
         exporter.add(metrics)
         return metrics
+
+    def _outset(self, folder: RunFolder, outset: Outset) -> None:
+        self._begun(outset)
+        self._callbacks.started(folder.path, self._config, outset)
+
+    def _released(self, released: Released) -> None:
+        self._measured(released)
+        self._callbacks.measured(released)
 
     def _stepped(self, report: StepReport) -> None:
         self._progress(report)

@@ -5,7 +5,7 @@ trust store and key. Neither has the model's code or its frozen base, so the mod
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
@@ -94,7 +94,7 @@ def load(
     Guarantee: the weights have the digest that the run stated, and everything frozen is what the run trained on.
 
     Args:
-        path: run directory; or folder or s3:// URL of a package, which needs ``trust`` and ``key``.
+        path: run directory; or folder, file or s3:// URL of a package, which needs ``trust`` and ``key``.
         model_init_fn: the model's function, where the run was given it in Python.
         config: configuration, or its file, that names the model; a run directory has its own.
         trust: trust store of a package's reader.
@@ -121,6 +121,36 @@ def released_model(
     folder = RunFolder.open(Path(path))
     described = _described(config, model_init_fn, folder)
     return _built(described, *_weights(folder))
+
+
+def model_at(run: Path, parameters: Path, parameter_digest: str) -> ReleasedModel:
+    """Return the model of the run directory ``run`` with released weights that lie in a file.
+
+    Guarantee: the weights have ``parameter_digest``, and everything frozen is what the run trained on.
+
+    Args:
+        parameters: safetensors, as a run directory has it and as a package opens to.
+        parameter_digest: of a model that the run released, in hexadecimal digits; the file's own word counts nothing.
+
+    Raises:
+        ConfigError: ``not_a_run``, ``no_weights`` or ``model_needed``; as the model's source.
+        ModelError: ``model_mismatch``. RefusedError: ``weights_changed``.
+    """
+    folder = RunFolder.open(run)
+    described = _described(None, None, folder)
+    manifest = _manifest(folder)
+    return _built(described, manifest, _tensors(manifest, parameters, parameter_digest))
+
+
+def with_weights(model: ReleasedModel, parameters: Path, parameter_digest: str) -> ReleasedModel:
+    """Return ``model`` with other released weights of its run, in the same module; as :func:`model_at`.
+
+    Raises:
+        ConfigError: ``no_weights``. RefusedError: ``weights_changed``; the module then has the weights it had.
+    """
+    arrays = _tensors(model.manifest, parameters, parameter_digest)
+    load_flat(model.module, _flat(model.manifest, arrays))
+    return replace(model, parameter_digest=parameter_digest)
 
 
 def _described(
@@ -152,11 +182,19 @@ def _weights(folder: RunFolder) -> tuple[Manifest, Mapping[str, np.ndarray]]:
     """Return manifest and weights of a run directory; they agree with the digest that the run wrote beside them."""
     manifest, path = folder.manifest(), folder.path / "parameters.safetensors"
     if manifest is None or not path.exists():
-        raise ConfigError(
-            "no_weights",
-            f"the run in {folder.path} is marked {folder.record.status} and has written no weights yet.",
-            "They are written when a run ends or stops: wait for it, or run 'raycloak run CONFIG --resume'.",
-        )
+        raise _no_weights(folder)
+    return manifest, _tensors(manifest, path, None)
+
+
+def _manifest(folder: RunFolder) -> Manifest:
+    manifest = folder.manifest()
+    if manifest is None:
+        raise _no_weights(folder)
+    return manifest
+
+
+def _tensors(manifest: Manifest, path: Path, wanted: str | None) -> Mapping[str, np.ndarray]:
+    """Return the weights in a file; their digest is ``wanted``, or without it the one that the file states."""
     try:
         with safe_open(path, framework="numpy") as file:
             names: list[str] = file.keys()
@@ -167,10 +205,10 @@ def _weights(folder: RunFolder) -> tuple[Manifest, Mapping[str, np.ndarray]]:
     except SafetensorError:
         raise _changed(path) from None
     shapes = {name: (array.dtype, array.shape) for name, array in arrays.items()}
-    wanted = {each.name: (np.dtype(np.float32), each.shape) for each in manifest.computation.tensors}
-    if shapes != wanted or _digest(manifest, arrays).hex() != stated:
+    specs = {each.name: (np.dtype(np.float32), each.shape) for each in manifest.computation.tensors}
+    if shapes != specs or _digest(manifest, arrays).hex() != (stated if wanted is None else wanted):
         raise _changed(path)
-    return manifest, arrays
+    return arrays
 
 
 def _package(path: str, keys: Keys | None) -> tuple[Manifest, Mapping[str, np.ndarray]]:
@@ -198,7 +236,7 @@ def _built(described: _Described, manifest: Manifest, arrays: Mapping[str, np.nd
     loss_fn, _ = loss_function(computation.loss, described.base)
     if frozen_digest(tensor_contents(module, loss_fn)) != computation.frozen:
         raise _other_model("a frozen tensor, or a value that a layer or the loss holds, is another one")
-    load_flat(module, np.concatenate([arrays[tensor.name].reshape(-1) for tensor in computation.tensors]))
+    load_flat(module, _flat(manifest, arrays))
     inner = module.model if isinstance(module, TextModel) else module
     return ReleasedModel(
         module=inner.eval(),
@@ -208,6 +246,10 @@ def _built(described: _Described, manifest: Manifest, arrays: Mapping[str, np.nd
         manifest=manifest,
         parameter_digest=_digest(manifest, arrays).hex(),
     )
+
+
+def _flat(manifest: Manifest, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    return np.concatenate([arrays[tensor.name].reshape(-1) for tensor in manifest.computation.tensors])
 
 
 def _digest(manifest: Manifest, arrays: Mapping[str, np.ndarray]) -> bytes:
@@ -232,6 +274,14 @@ def _keys_needed(why: str) -> ConfigError:
         "package_keys",
         f"{why}.",
         "Give trust and key; 'raycloak package keygen' and 'raycloak package trust' make them.",
+    )
+
+
+def _no_weights(folder: RunFolder) -> ConfigError:
+    return ConfigError(
+        "no_weights",
+        f"the run in {folder.path} is marked {folder.record.status} and has written no weights yet.",
+        "They are written when a run ends or stops: wait for it, or run 'raycloak run CONFIG --resume'.",
     )
 
 

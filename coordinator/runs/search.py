@@ -16,6 +16,7 @@ from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.ledger.location import recorded
 from raycloak.coordinator.planning.first_look import first_look
+from raycloak.coordinator.planning.references import require_at_hand
 from raycloak.coordinator.record.folder import RunFolder, unfinished_run
 from raycloak.coordinator.record.verdict import Verdict
 from raycloak.coordinator.runs.trainer import Trainer
@@ -63,6 +64,7 @@ def tunable(config: RunConfig, *, config_dir: Path | None = None) -> type[Any]:
     """
     base = (config_dir or Path.cwd()).resolve()
     _check(config)
+    require_at_hand(config.dataset, "a search")
     first_look(config, base)
     # Without the ledger's password: Ray and Tune keep what a trial starts from in files and in the cluster's store.
     raw = recorded(config).model_dump(mode="json")

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,14 @@ from raycloak.coordinator.loggers.configured import configured_loggers
 from raycloak.coordinator.planning.first_look import first_look
 from raycloak.coordinator.planning.model_source import model_source
 from raycloak.coordinator.planning.plan import check_public
+from raycloak.coordinator.planning.references import require_at_hand
 from raycloak.coordinator.record.folder import unfinished_run
 from raycloak.coordinator.record.outcome import Finished
-from raycloak.coordinator.record.same_run import require_same_config
 from raycloak.coordinator.runs.execution import Execution, Outcome
 from raycloak.coordinator.training.callbacks import Callback, own_callbacks
 from raycloak.coordinator.training.reporting import StepReport
 from raycloak.coordinator.training.stop_signals import StopRequest
-from raycloak.metrics.errors import ConfigError, RunFailedError
+from raycloak.metrics.errors import ConfigError
 from raycloak.workers.inputs.models import ModelSource
 from raycloak.workers.inputs.user_code import portable_base
 
@@ -80,6 +79,8 @@ class Trainer:
         check_public(config)
         _require_split(config, metrics)
         base = config_dir or Path.cwd()
+        # Before it is charged for a step that nobody sends anything for.
+        require_at_hand(config.dataset, "a run of its own")
         first_look(config, base, run_secret, resume)
         configured_policy(config.policy, config.collateral, base)
         model = ModelSource.of(model_init_fn) if model_init_fn is not None else model_source(config.model)
@@ -114,7 +115,9 @@ class Trainer:
             RaycloakError: ConfigError for bad input, RefusedError if a promise would be broken, RunFailedError if
                 the run could not continue. Its ``result`` is the result so far. What was charged stays charged.
         """
-        outcome = self._recovered(self._resumed if self._resume else lambda: self._execution.begin(self._secret))
+        outcome = self._execution.recovered(
+            self._resumed if self._resume else lambda: self._execution.begin(self._secret)
+        )
         self.finished = outcome.finished
         return outcome.result()
 
@@ -125,38 +128,12 @@ class Trainer:
         """
         self._stop.make()
 
-    def _recovered(self, execute: Callable[[], Outcome]) -> Outcome:
-        """Return the outcome of ``execute``; resume from the newest package if the node with the model is lost."""
-        # Bounded, because a cluster that loses its node each time would go on for ever.
-        for _ in range(self._config.failure.max_failures):
-            try:
-                return execute()
-            except RunFailedError as error:
-                if error.code != "state_lost":
-                    raise
-                self._notice(f"{error.message}; resuming from the newest sealed package")
-                assert self._execution.folder is not None, "it has begun"
-                execute = partial(self._execution.resume, self._execution.folder)
-        return execute()
-
     def _resumed(self) -> Outcome:
         """Resume the newest unfinished run, with the secret file of this call if one was given."""
         folder = unfinished_run(self._config.name)
-        require_same_config(folder.config(), self._config)
         if self._secret is not None:
             folder.record = folder.record.model_copy(update={"secret_file": self._secret})
-        try:
-            return self._execution.resume(folder)
-        except ConfigError as error:
-            if error.code != "secret_destroyed" or not (folder.path / "parameters.safetensors").exists():
-                raise
-            # The process ended after the run was complete, and before it was marked so.
-            folder.mark("done")
-            raise ConfigError(
-                "nothing_to_resume",
-                f"the run in {folder.path} is complete.",
-                "Run without --resume to start another one.",
-            ) from None
+        return self._execution.go_on(folder)
 
 
 def _require_split(config: RunConfig, metrics: Sequence[Callable[[Any, Any], Any]]) -> None:

@@ -115,7 +115,9 @@ def admit(
     terms = run_terms(manifest, session.policy, session.collateral, sealed, evaluation, _is_charged(order), plan.masks)
     session.control.orchestrator.begin(terms, secrets.token_hex(16))
     ranges = split_ranges(facts.tensors, config.aggregators)
-    membership = Membership.admit(founders, _terms(order, manifest), ranges, session.revocations, reporter.joined)
+    membership = Membership.admit(
+        founders, _terms(order, manifest), ranges, session.collateral_now, session.revocations, reporter.joined
+    )
     # A resumed or replayed run has arrived at the manifest that is there already.
     if order.assignment.recorded is None:
         order.folder.write_manifest(manifest)

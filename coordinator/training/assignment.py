@@ -13,12 +13,13 @@ from raycloak.attestation.core.evidence import CollateralBundle
 from raycloak.attestation.core.hybrid_signature import SignerPublic
 from raycloak.attestation.policy.policy import Policy
 from raycloak.coordinator.checkpoints.archive import Archive
-from raycloak.coordinator.checkpoints.saver import Restored
+from raycloak.coordinator.checkpoints.restorer import Restored
 from raycloak.coordinator.cluster.backend import Backend
 from raycloak.coordinator.cluster.control import Control
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.membership.crew import Crew
 from raycloak.coordinator.record.folder import RunFolder
+from raycloak.coordinator.training.pace import OPEN, Pace
 from raycloak.coordinator.training.public_evaluation import Evaluator
 from raycloak.coordinator.training.reporting import Reporting
 from raycloak.coordinator.training.stop_signals import StopRequest
@@ -126,6 +127,7 @@ class Order:
         evaluator: builds what measures on public data, while workers open theirs; gives None if nothing is measured,
             or only sealed data is.
         data: account of data that is known by its place, see `raycloak.coordinator.planning.payer.data_place`.
+        pace: when steps may be charged and released.
     """
 
     config: RunConfig
@@ -136,3 +138,4 @@ class Order:
     folder: RunFolder
     assignment: Assignment
     data: str = ""
+    pace: Pace = OPEN

@@ -3,8 +3,9 @@
 A training step and a measurement take the same path. They differ in what an aggregator does with the decoded sum.
 """
 
+import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,12 +21,16 @@ from raycloak.coordinator.cluster.remote import Parameters, Reduction, Reference
 from raycloak.coordinator.membership.membership import Membership
 from raycloak.coordinator.training.member_failures import MemberFailures
 from raycloak.coordinator.training.model import Model
+from raycloak.coordinator.training.pace import OPEN, Pace
+from raycloak.coordinator.training.sent import NO_BATCHES, StepBatches
 from raycloak.metrics.collectors import RunMetrics
 from raycloak.metrics.errors import BudgetError, ProtocolError, RunFailedError, SenderError
 from raycloak.metrics.traces import Traces
 from raycloak.workers.messages import StepReply, StepRequest
 from raycloak.workers.terms.binding import Binding, vectors_digest
 from raycloak.workers.terms.manifest import Manifest
+from raycloak.workers.terms.public_sums import PublicSums
+from raycloak.workers.terms.step_input import step_input
 from raycloak.workers.vectors.payload import Header, VectorRange
 from raycloak.workers.vectors.ring import RingVector
 
@@ -37,17 +42,23 @@ class Task:
     Attributes:
         ranges: the pieces its vector is cut into; the first aggregators take one each.
         updates: whether aggregators update the model of a training step; otherwise they release its average.
+        batches: what a client sent for it.
     """
 
     query: Query
     step: int
     ranges: tuple[VectorRange, ...]
     updates: bool = True
+    batches: StepBatches = NO_BATCHES
 
     @property
     def name(self) -> str:
         """The task's name in messages."""
         return f"step {self.step}" if self.query == "gradient" else f"{self.query} {self.step}"
+
+    def input_from(self, model: Model) -> bytes:
+        """Return the digest of the step's input: ``model``, and the batches."""
+        return step_input(model.digest, self.batches.digests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +82,7 @@ class Answers:
     Attributes:
         vectors_digest: of the tags in the headers; see `raycloak.workers.terms.binding.vectors_digest`.
         vectors: by range, one reference per worker.
+        counted: exact sums over the examples of all virtual workers; None in a private run, and of a measurement.
     """
 
     roster: Envelope
@@ -78,6 +90,7 @@ class Answers:
     vectors_digest: bytes
     vectors: tuple[tuple[Reference[RingVector], ...], ...]
     replies: tuple[StepReply, ...]
+    counted: PublicSums | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +113,12 @@ class Reduced:
         return tuple(report for report in self.reports if isinstance(report, ReduceReport))
 
     @property
+    def grad_norm(self) -> float | None:
+        """The l2 norm of the average gradient of a training step; None in a private run."""
+        squares = [report.squares for report in self.updates if report.squares is not None]
+        return math.sqrt(sum(squares)) if squares else None
+
+    @property
     def measured(self) -> MeasureReport:
         """The report of a measurement."""
         (report,) = self.reports
@@ -114,7 +133,12 @@ class Reduced:
 
 @dataclass(slots=True)
 class AttemptRunner:
-    """The attempts of a session, one after another."""
+    """The attempts of a session, one after another.
+
+    Attributes:
+        renew: gets fresh evidence of every member.
+        waited_s: seconds that the attempts of this step have waited for its release.
+    """
 
     backend: Backend
     control: Control
@@ -123,6 +147,8 @@ class AttemptRunner:
     metrics: RunMetrics
     deadline_s: float
     traces: Traces
+    renew: Callable[[], None]
+    waited_s: float = 0.0
     _manifest_digest: bytes = field(init=False)
     _tags: dict[int, bytes] = field(default_factory=dict)
     _seen: dict[str, frozenset[Envelope]] = field(default_factory=dict)
@@ -135,6 +161,7 @@ class AttemptRunner:
     def begin(self) -> None:
         """Forget the vector tags of the step before: the attempts that follow belong to another step."""
         self._tags = {}
+        self.waited_s = 0.0
         self._failures.begin()
 
     def ask(self, task: Task, model: Model, receipt: Envelope | Reference[Envelope], roster: Envelope) -> Asked:
@@ -149,8 +176,10 @@ class AttemptRunner:
         for member_id in sorted(members.workers):
             seen = self._seen.get(member_id, frozenset())
             unseen = tuple(envelope for envelope in shown[member_id] if envelope not in seen)
-            request = StepRequest(roster, unseen, self.membership.hosts.commitments, task.ranges)
-            answers[member_id] = members.workers[member_id].step(receipt, request, *model.parameters)
+            of_data = self.membership.hosts.commitments
+            request = StepRequest(roster, unseen, of_data, task.ranges, task.batches.digests)
+            asked = members.workers[member_id].step(receipt, request, model.parameters, task.batches.references)
+            answers[member_id] = asked
         return Asked(roster, shown, answers)
 
     def _shown(self, task: Task, roster: Envelope) -> Mapping[str, Sequence[Envelope]]:
@@ -209,7 +238,18 @@ class AttemptRunner:
         self._seen = {member_id: frozenset(asked.shown[member_id]) for member_id in answers}
         vectors = tuple(tuple(answer.vectors[part.index] for answer in answers.values()) for part in task.ranges)
         signed = tuple(reply.header for reply in replies.values() if reply.header is not None)
-        return Answers(asked.roster, signed, vectors_digest(headers), vectors, tuple(replies.values()))
+        counted = self._counted(replies)
+        return Answers(asked.roster, signed, vectors_digest(headers), vectors, tuple(replies.values()), counted)
+
+    def _counted(self, replies: Mapping[str, StepReply]) -> PublicSums | None:
+        """Return the sums over all virtual workers, added in their order: who hosts which does not change a bit."""
+        found: dict[int, PublicSums] = {}
+        for member_id, reply in replies.items():
+            hosted = self.membership.hosts.hosting[member_id]
+            if reply.counted is None or len(reply.counted) != len(hosted):
+                return None
+            found |= zip(hosted, reply.counted, strict=True)
+        return PublicSums.of(found[v] for v in sorted(found))
 
     def _trace(
         self, asked: Iterable[str], replies: Mapping[str, StepReply], failures: Mapping[str, str], began_ns: int
@@ -228,15 +268,32 @@ class AttemptRunner:
                 "worker", began_ns, whole, failed, member=member_id, compute_seconds=computed, mask_seconds=masked
             )
 
-    def reduce(self, task: Task, model: Model, answers: Answers) -> Reduced | None:
+    def reduce(
+        self, task: Task, model: Model, answers: Answers, pace: Pace = OPEN, epsilon: float | None = None
+    ) -> Reduced | None:
         """Have the vectors bound for good, and then every range reduced.
 
-        Guarantee: no aggregator is given a vector before the ledger has bound all vectors of the step on disk.
+        Guarantee: no aggregator is given a vector before the ledger has bound all vectors of the step on disk, nor
+        before ``pace`` has released the step.
+
+        Args:
+            epsilon: what the step's receipt states, for ``pace``; None if the run is not private.
 
         Returns:
-            None if an aggregator was lost and replaced, or if a worker's vector failed its checks.
+            None if an aggregator was lost and replaced, or if a worker's vector failed its checks, or if the evidence
+            of members was renewed or revoked while the step waited for its release.
+
+        Raises:
+            StepLeft: a stop came before the release.
         """
+        if not pace.is_released(task.step):
+            self._bound(task, self._bind_vectors(task, answers))
+            pace.computed(task.step, epsilon, answers.counted)
+            if self._await_release(task, pace):
+                return None
+        # Bound again after a wait, which costs the ledger a look: the path to the aggregators is the same.
         bound, reductions = self._ask_to_reduce(task, model, answers)
+        pace.computed(task.step, epsilon, answers.counted)
         ready = set(self.backend.wait([part for each in reductions for part in each.parts], self.deadline_s))
         reports: list[ReduceReport | MeasureReport] = []
         lost: dict[int, str] = {}
@@ -275,17 +332,35 @@ class AttemptRunner:
         """
         binding = self._bind_vectors(task, answers)
         awaited = binding.reference
-        request = ReduceRequest(answers.roster, answers.headers, model.digest, task.ranges)
+        request = ReduceRequest(answers.roster, answers.headers, task.input_from(model), task.ranges)
         reductions = self._reductions(task, model, request, answers.vectors, awaited)
+        bound = self._bound(task, binding)
+        if binding.reference is awaited:
+            return bound, reductions
+        return bound, self._reductions(task, model, request, answers.vectors, binding.reference)
+
+    def _bound(self, task: Task, binding: Pending[Envelope]) -> Envelope:
         try:
-            bound = binding.result()
+            return binding.result()
         except BudgetError as refusal:
             if refusal.code != "not_reproducible":
                 raise
             raise RunFailedError(refusal.code, refusal.message, refusal.remedy, task.step) from None
-        if binding.reference is awaited:
-            return bound, reductions
-        return bound, self._reductions(task, model, request, answers.vectors, binding.reference)
+
+    def _await_release(self, task: Task, pace: Pace) -> bool:
+        """Wait for the step's release; returns whether members have changed by then, so that its roster is an old one.
+
+        Guarantee: a member that was revoked while the step waited is sent nothing of it.
+        """
+        began = time.perf_counter()
+        with self.traces.span("release"):
+            pace.release(task.step)
+        self.waited_s += time.perf_counter() - began
+        before = dict(self.membership.members.presentations)
+        # The wait may have been as long as a night.
+        if self.membership.admission.review():
+            self.renew()
+        return self.membership.members.presentations != before
 
     def _bind_vectors(self, task: Task, answers: Answers) -> Pending[Envelope]:
         """Have the vectors of the step bound before they are summed, so that no execution can sum other ones."""

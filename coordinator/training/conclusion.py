@@ -70,6 +70,11 @@ class Conclusion:
             return None
         return self._result(ending, self.training.parameters(), self.training.evaluate)
 
+    def charged_epsilon(self) -> float:
+        """Return what all runs of the account have been charged by now, by the ledger's record."""
+        accounts = self.order.session.control.ledger.view().accounts
+        return next(each.spent_epsilon for each in accounts if each.name == self.admitted.account)
+
     def _result(
         self, ending: Ending | None, parameters: np.ndarray, evaluate: Callable[[], Evaluation | None]
     ) -> Finished:

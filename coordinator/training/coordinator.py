@@ -99,7 +99,13 @@ class Coordinator:
                 training = set_out(order, admitted, self._reporter, self._evaluator)
                 self._conclusion = Conclusion(order, admitted, training)
                 order.reporting.begun(
-                    Outset(admitted.manifest, admitted.plan, admitted.evidence_class, training.finished_steps)
+                    Outset(
+                        manifest=admitted.manifest,
+                        plan=admitted.plan,
+                        evidence_class=admitted.evidence_class,
+                        finished_steps=training.finished_steps,
+                        charged_epsilon=self._conclusion.charged_epsilon(),
+                    )
                 )
                 ending = training.run()
             self._enter(Phase.FINISHING)
@@ -157,9 +163,16 @@ class Coordinator:
 
     @property
     def begun(self) -> bool:
-        """Return whether the run has charged anything, or may have: an earlier execution of a resumed run counts."""
-        charging = self._conclusion is not None and self._conclusion.training.runner.charging
-        return charging or self.order.assignment.recorded is not None
+        """Return whether the run must stay as it is, because it has charged anything or may have.
+
+        An earlier execution of a resumed run counts. So does a client that may have sealed examples for this manifest,
+        whose ids it has counted: no other run could open them.
+        """
+        if self._conclusion is None:
+            return self.order.assignment.recorded is not None
+        training = self._conclusion.training
+        is_relied_on = training.runner.charging or training.sent is not None
+        return is_relied_on or self.order.assignment.recorded is not None
 
     def salvage(self, destroy: bool) -> Finished | None:
         """Seal and write what a failed execution has, export the log, and destroy a generated secret if asked.

@@ -58,6 +58,7 @@ class HandLoop:
             metrics=self._admitted.metrics,
             deadline_s=order.config.failure.step_deadline_s,
             secure_aggregation=order.config.secure_aggregation,
+            renew=self._admitted.membership.admission.renew,
             traces=order.reporting.traces,
         )
         self.plan: Plan = self._admitted.plan
@@ -156,11 +157,9 @@ class HandLoop:
 
     def _renew(self) -> None:
         """Replace lost workers, and have evidence renewed that ages or that another epoch needs."""
-        membership, session = self._admitted.membership, self._order.session
+        membership = self._admitted.membership
         starts_epoch = self._finished > 0 and self._finished % self._order.config.epoch_steps == 0
         if membership.admission.review() or starts_epoch:
-            if session.collateral_now is not None:
-                membership.admission.take_collateral(session.collateral_now())
             membership.admission.renew()
         membership.growth.settle()
 

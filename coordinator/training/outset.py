@@ -1,13 +1,9 @@
 """The outset of training: the model that an execution starts from, and everything that its steps need."""
 
-from collections.abc import Mapping
-
-import numpy as np
-
-from raycloak.coordinator.aggregation.ranges import ParameterRange
-from raycloak.coordinator.checkpoints.saver import Checkpoints, Restored
+from raycloak.coordinator.checkpoints.saver import Checkpoints
 from raycloak.coordinator.checkpoints.writer import PackageOrigin
 from raycloak.coordinator.planning.plan import Plan
+from raycloak.coordinator.record.batch_files import BatchFiles
 from raycloak.coordinator.training.admitted import AdmittedRun
 from raycloak.coordinator.training.assignment import Order
 from raycloak.coordinator.training.early_stopping import EarlyStopping
@@ -15,8 +11,12 @@ from raycloak.coordinator.training.model import Model, ModelReader
 from raycloak.coordinator.training.public_evaluation import DriverEvaluator, Evaluator
 from raycloak.coordinator.training.reporting import Reporter
 from raycloak.coordinator.training.sealed_evaluation import SealedEvaluator
+from raycloak.coordinator.training.sent import SentSteps
+from raycloak.coordinator.training.state_requests import StateKeeper
 from raycloak.coordinator.training.step import StepRunner
 from raycloak.coordinator.training.steps import Course, Training
+from raycloak.metrics.errors import ConfigError
+from raycloak.workers.inputs.sent_rows import row_bytes
 
 
 def set_out(order: Order, admitted: AdmittedRun, reporter: Reporter, evaluator: Evaluator | None) -> Training:
@@ -30,6 +30,11 @@ def set_out(order: Order, admitted: AdmittedRun, reporter: Reporter, evaluator: 
     """
     config, session, assignment = order.config, order.session, order.assignment
     plan, membership, metrics = admitted.plan, admitted.membership, admitted.metrics
+
+    def renew() -> None:
+        membership.admission.renew()
+        reporter.presented(session.control.orchestrator.view())
+
     runner = StepRunner(
         backend=session.backend,
         control=session.control,
@@ -39,18 +44,24 @@ def set_out(order: Order, admitted: AdmittedRun, reporter: Reporter, evaluator: 
         metrics=metrics,
         deadline_s=config.failure.step_deadline_s,
         secure_aggregation=config.secure_aggregation,
+        renew=renew,
         traces=order.reporting.traces,
+        pace=order.pace,
     )
     restored = assignment.restore(session.control)
     reader = ModelReader(session.backend, config.failure.step_deadline_s)
+    # A run that begins has none.
+    loads = session.control.orchestrator.loads() if assignment.recorded is not None else ()
+    states = StateKeeper(
+        archive=assignment.archive,
+        control=session.control,
+        manifest=admitted.manifest,
+        ranges=admitted.ranges,
+        backend=session.backend,
+        folder=order.folder,
+        deadline_s=config.failure.step_deadline_s,
+    )
     sealed = SealedEvaluator.of(config, admitted.evaluation, runner)
-
-    def renew() -> None:
-        # Before the renewal, so that fresh evidence is judged by current collateral.
-        if session.collateral_now is not None:
-            membership.admission.take_collateral(session.collateral_now())
-        membership.admission.renew()
-        reporter.presented(session.control.orchestrator.view())
 
     return Training(
         config=config,
@@ -59,6 +70,8 @@ def set_out(order: Order, admitted: AdmittedRun, reporter: Reporter, evaluator: 
             last_step=min(assignment.last_step or plan.mechanism.steps, plan.mechanism.steps),
             committed=admitted.committed,
             charges=assignment.charges,
+            # Of several in one place, the last one counts.
+            loads={load.after_step: load for load in loads},
         ),
         runner=runner,
         membership=membership,
@@ -67,12 +80,40 @@ def set_out(order: Order, admitted: AdmittedRun, reporter: Reporter, evaluator: 
         evaluator=DriverEvaluator(evaluator, reader) if evaluator else sealed,
         reader=reader,
         stop=assignment.stop,
-        checkpoints=_open_checkpoints(order, admitted),
-        model=_model(order, admitted, restored),
+        checkpoints=_open_checkpoints(order, admitted, states.wanted(loads)),
+        model=states.take(restored) if restored else _initial(order, admitted),
         finished_steps=restored.finished_steps if restored else 0,
         renew=renew,
         measured=order.folder.keep_released if assignment.charges else lambda released: None,
+        states=states,
         stopping=_stopping(order, plan, restored.finished_steps if restored else 0),
+        sent=_sent(order, admitted),
+        pace=order.pace,
+    )
+
+
+def _sent(order: Order, admitted: AdmittedRun) -> SentSteps | None:
+    """Return where the batches of steps are found; None if the run's data is registered.
+
+    Raises:
+        ConfigError: ``key_service`` if sent examples could be opened by nobody.
+    """
+    form = order.setup.dataset.sent
+    if form is None:
+        return None
+    if admitted.manifest.key_service is None:
+        raise ConfigError(
+            "key_service",
+            "the examples are sent by a client, and no key service gives workers its half of the keys.",
+            "Give key_service; see docs/sending.md.",
+        )
+    return SentSteps(
+        backend=order.session.backend,
+        control=order.session.control,
+        manifest=admitted.manifest,
+        files=BatchFiles(order.folder.path),
+        offered=order.pace.batches,
+        row_bytes=row_bytes(form),
     )
 
 
@@ -98,28 +139,17 @@ def _stopping(order: Order, plan: Plan, finished_steps: int) -> EarlyStopping | 
     return stopping
 
 
-def _open_checkpoints(order: Order, admitted: AdmittedRun) -> Checkpoints | None:
+def _open_checkpoints(order: Order, admitted: AdmittedRun, wanted: set[bytes]) -> Checkpoints | None:
     assignment = order.assignment
     if not assignment.charges or assignment.archive is None:
         return None
     terms = PackageOrigin(admitted.manifest, admitted.plan.delta, admitted.evidence_class)
-    return assignment.archive.open(order.session.control, terms, admitted.metrics)
+    return assignment.archive.open(order.session.control, terms, admitted.metrics, wanted)
 
 
-def _model(order: Order, admitted: AdmittedRun, restored: Restored | None) -> Model:
-    backend, manifest, aggregators = order.session.backend, admitted.manifest, admitted.membership.members.aggregators
-    flat, digest = admitted.facts.initial_parameters, manifest.computation.initial_parameters
-    states = tuple(aggregator.initial_state() for aggregator in aggregators)
-    if restored is not None:
-        flat, digest = np.concatenate(restored.parameters), restored.parameter_digest
-        merged = {key: value for state in restored.states for key, value in state.items()}
-        states = tuple(backend.put(_state_of(merged, owned)) for owned in admitted.ranges)
+def _initial(order: Order, admitted: AdmittedRun) -> Model:
+    backend, flat = order.session.backend, admitted.facts.initial_parameters
+    states = tuple(aggregator.initial_state() for aggregator in admitted.membership.members.aggregators)
     # Copies: a view would keep the whole vector alive behind each range.
     parameters = tuple(backend.put(flat[owned.start : owned.stop].copy()) for owned in admitted.ranges)
-    return Model(parameters, states, digest)
-
-
-def _state_of(merged: Mapping[str, np.ndarray], owned: ParameterRange) -> dict[str, np.ndarray]:
-    """Return the part of an optimizer state that belongs to the tensors of a range."""
-    names = {tensor.name for tensor in owned.tensors}
-    return {key: value for key, value in merged.items() if key.rpartition("/")[0] in names}
+    return Model(parameters, states, admitted.manifest.computation.initial_parameters)

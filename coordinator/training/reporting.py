@@ -37,6 +37,7 @@ class StepReport:
         parameter_digest: hexadecimal digest of the parameters after the step.
         seconds: wall time of the step.
         exact: whether every operation has a deterministic kernel.
+        grad_norm: l2 norm of the step's average gradient; None if the run is private.
     """
 
     step: Fact[int]
@@ -51,6 +52,7 @@ class StepReport:
     exact: Fact[bool] = True
     epsilon_planned: Fact[float | None] = None
     evaluation_metrics: Release[Mapping[str, float]] = field(default_factory=dict)
+    grad_norm: Release[float | None] = None
 
 
 @report
@@ -76,12 +78,14 @@ class Outset:
 
     Attributes:
         finished_steps: steps that earlier executions finished.
+        charged_epsilon: of the account by now, by the ledger's record.
     """
 
     manifest: Manifest
     plan: Plan
     evidence_class: str
     finished_steps: int
+    charged_epsilon: float
 
 
 @dataclass(frozen=True, slots=True)

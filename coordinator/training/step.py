@@ -15,7 +15,7 @@ An aggregator keeps no state between steps, so a step that fails anywhere is rep
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,6 +32,8 @@ from raycloak.coordinator.membership.membership import Membership
 from raycloak.coordinator.record.outcome import StepOutcome
 from raycloak.coordinator.training.attempt import Answers, Asked, AttemptRunner, Reduced, Task
 from raycloak.coordinator.training.model import Model
+from raycloak.coordinator.training.pace import OPEN, Pace
+from raycloak.coordinator.training.sent import NO_BATCHES, StepBatches
 from raycloak.metrics.collectors import RunMetrics
 from raycloak.metrics.errors import BudgetError, EvidenceError, RunFailedError
 from raycloak.metrics.traces import OFF, Traces
@@ -87,6 +89,8 @@ class StepRunner:
     """Runs the steps and measurements of one session, one after another.
 
     Attributes:
+        renew: gets fresh evidence of every member, where it has aged during a step.
+        pace: says when the sum of a training step may be decoded.
         charged_epsilon: epsilon of the account, as the newest receipt states it.
         charging: whether a charge was ever asked for; a charge whose answer was lost counts as spent.
         uncommitted: finished steps that no answer of the orchestrator has confirmed as committed yet.
@@ -100,7 +104,9 @@ class StepRunner:
     metrics: RunMetrics
     deadline_s: float
     secure_aggregation: bool
+    renew: Callable[[], None]
     traces: Traces = OFF
+    pace: Pace = OPEN
     charged_epsilon: float | None = None
     charging: bool = False
     uncommitted: tuple[StepCommit, ...] = ()
@@ -113,17 +119,28 @@ class StepRunner:
     def __post_init__(self) -> None:
         self._manifest_digest = self.manifest.digest()
         self._attempting = AttemptRunner(
-            self.backend, self.control, self.membership, self.manifest, self.metrics, self.deadline_s, self.traces
+            backend=self.backend,
+            control=self.control,
+            membership=self.membership,
+            manifest=self.manifest,
+            metrics=self.metrics,
+            deadline_s=self.deadline_s,
+            traces=self.traces,
+            renew=self.renew,
         )
 
-    def run(self, step: int, model: Model) -> tuple[Model, StepOutcome]:
+    def run(self, step: int, model: Model, batches: StepBatches = NO_BATCHES) -> tuple[Model, StepOutcome]:
         """Take ``model`` one step further. The step stays in ``uncommitted`` until a later roster commits it.
+
+        Args:
+            batches: what a client sent for the step.
 
         Raises:
             BudgetError: ``cap_exceeded`` before anything is computed; ``ledger_rolled_back`` before a sum is decoded.
             RunFailedError: what failed, in which step.
+            StepLeft: a stop came while the step waited for its release; it stays charged and bound.
         """
-        done = self._execute(Task("gradient", step, self._vector_ranges()), model)
+        done = self._execute(Task("gradient", step, self._vector_ranges(), batches=batches), model)
         digests = [each for report in done.reduced.updates for each in report.tensor_digests]
         parameters = parameter_digest(self.manifest.computation.tensors, digests)
         updated = done.reduced.updated
@@ -209,7 +226,8 @@ class StepRunner:
             attempts, begun = attempts + 1, time.perf_counter()
             asked = self._attempting.ask(task, model, receipt, roster)
         answers, reduced, computed = finished
-        now = time.perf_counter()
+        # A step is as long as it takes the machines, and not its owner.
+        now = time.perf_counter() - self._attempting.waited_s
         return _Done(
             task=task,
             answers=answers,
@@ -232,7 +250,7 @@ class StepRunner:
     def _pay(self, task: Task, model: Model) -> tuple[Envelope, Asked]:
         """Have the step charged and, at the same time, ask workers for the first attempt; returns the receipt too."""
         run_id, manifest = self.manifest.run_id, self._manifest_digest
-        charge = self.control.ledger.charge(run_id, task.step, model.digest, manifest, task.query)
+        charge = self.control.ledger.charge(run_id, task.step, task.input_from(model), manifest, task.query)
         roster = self._first_roster(task)
         awaited = charge.reference
         asked = self._attempting.ask(task, model, awaited, roster)
@@ -269,6 +287,7 @@ class StepRunner:
             reduce_seconds=done.reduce_seconds,
             slowest_worker_seconds=max(reply.seconds for reply in done.answers.replies),
             roster_digest=parse(Roster, done.answers.roster.body).digest(),
+            grad_norm=done.reduced.grad_norm,
         )
 
     def commit(self) -> None:
@@ -289,9 +308,16 @@ class StepRunner:
             self.metrics.phase_finished("compute", computed - begun, self.traces.trace_id)
             reduced = None
             if answers is not None:
+                waited = self._attempting.waited_s
+                # A measurement is due between two steps, so its owner has nothing to release.
+                pace = self.pace if task.query == "gradient" else OPEN
+                private = self.manifest.computation.mechanism.private
                 with self.traces.span("reduce"):
-                    reduced = self._attempting.reduce(task, model, answers)
-                self.metrics.phase_finished("reduce", time.perf_counter() - computed, self.traces.trace_id)
+                    reduced = self._attempting.reduce(
+                        task, model, answers, pace, self.charged_epsilon if private else None
+                    )
+                took = time.perf_counter() - computed - (self._attempting.waited_s - waited)
+                self.metrics.phase_finished("reduce", took, self.traces.trace_id)
             if answers is None or reduced is None:
                 attempt.fail("repeated")
                 self.metrics.attempt_failed()
@@ -355,7 +381,7 @@ class StepRunner:
             if refusal.code != "evidence_expired":
                 raise
             if self.membership.admission.review(now=True):
-                self.membership.admission.renew()
+                self.renew()
             self.place(self.manifest.computation.epoch_of(task.query, task.step))
             asked = self._ask_roster(task)
             roster = asked.pending.result()

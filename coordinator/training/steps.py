@@ -13,6 +13,7 @@ import numpy as np
 
 from raycloak.attestation.core.roster import Query
 from raycloak.attestation.orchestrator.commits import StepCommit
+from raycloak.attestation.orchestrator.loads import StateLoad
 from raycloak.coordinator.checkpoints.saver import Checkpoints
 from raycloak.coordinator.checkpoints.writer import Snapshot
 from raycloak.coordinator.config.run import RunConfig
@@ -23,12 +24,23 @@ from raycloak.coordinator.planning.plan import Plan
 from raycloak.coordinator.record.outcome import Ending, Evaluation, StepOutcome
 from raycloak.coordinator.training.early_stopping import EarlyStopping
 from raycloak.coordinator.training.model import Model, ModelReader
+from raycloak.coordinator.training.pace import OPEN, Pace, StepLeft
 from raycloak.coordinator.training.reporting import Reporting, StepReport
+from raycloak.coordinator.training.sent import NO_BATCHES, SentSteps, StepBatches
+from raycloak.coordinator.training.state_requests import (
+    CopyRequest,
+    Loaded,
+    LoadRequest,
+    Saved,
+    SaveRequest,
+    StateKeeper,
+)
 from raycloak.coordinator.training.step import StepRunner
 from raycloak.coordinator.training.stop_signals import StopRequest
 from raycloak.metrics.collectors import RunMetrics
 from raycloak.metrics.errors import BudgetError, RefusedError, RunFailedError
 from raycloak.workers.terms.measurement import Released
+from raycloak.workers.terms.step_input import step_input
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +51,13 @@ class Course:
         last_step: number of finished steps to end at.
         committed: steps that earlier executions committed, by query, which must come out the same.
         charges: whether steps may be charged that were not; a replay only repeats.
+        loads: the last load of earlier executions after so many steps, which must be made again.
     """
 
     last_step: int
     committed: Mapping[tuple[Query, int], StepCommit]
     charges: bool
+    loads: Mapping[int, StateLoad] = field(default_factory=dict)
 
 
 class ModelEvaluator(Protocol):
@@ -71,7 +85,10 @@ class Training:
     Attributes:
         renew: gets fresh evidence of every member, as each epoch needs it, and evidence that ages.
         measured: takes what a measurement released.
+        states: saves and loads states between two steps.
         stopping: ends the run early; None without such a rule.
+        pace: says when the next step may be charged.
+        sent: finds what a client sent for a step, of the given input model; None where the run's data is registered.
     """
 
     config: RunConfig
@@ -89,7 +106,10 @@ class Training:
     finished_steps: int
     renew: Callable[[], None]
     measured: Callable[[Released], None]
+    states: StateKeeper
     stopping: EarlyStopping | None = None
+    pace: Pace = OPEN
+    sent: SentSteps | None = None
     outcomes: list[StepOutcome] = field(default_factory=list)
     measurement_outcomes: list[StepOutcome] = field(default_factory=list)
     _evaluated: tuple[bytes, Evaluation] | None = None
@@ -104,17 +124,26 @@ class Training:
         first = self.finished_steps
         self.metrics.steps_finished(first)
         while self.finished_steps < self.course.last_step:
+            if self.finished_steps != first:
+                self._follow_load()
             # First, since it has an end of its own, also if somebody asks for a stop meanwhile.
             if self._over:
                 return Ending.EARLY
             # Between two steps only: a step that is charged is finished.
-            if self.stop.made:
+            if self.stop.made or not self.pace.admit(self.finished_steps, self):
                 return Ending.STOPPED
             ages = self.membership.admission.review()
             if ages or (self.finished_steps != first and self.finished_steps % self.config.epoch_steps == 0):
                 self.renew()
-            if self._cap_reached(self._next):
-                return Ending.CAP
+            try:
+                if self._cap_reached(self._next):
+                    return Ending.CAP
+            # The charge and the binding are the ledger's; a resume repeats the step with the same receipt.
+            except StepLeft:
+                return Ending.STOPPED
+        # A finished run is saved and loaded too, until its owner lets it end.
+        if not self.pace.admit(self.finished_steps, self):
+            return Ending.STOPPED
         is_over = self.finished_steps == self.plan.mechanism.steps
         return Ending.CAP if is_over and self._cap_reached(self._measure) else Ending.COMPLETE
 
@@ -184,7 +213,10 @@ class Training:
 
     def seal(self) -> None:
         """Hand the model of the last finished step over to be sealed, unless it was already."""
-        if self.checkpoints is None or not self.outcomes or self._sealed_steps == self.finished_steps:
+        # A state that was loaded is in its package, and no step of this number was committed with it.
+        if self.checkpoints is None or not self.outcomes or self.states.held is not None:
+            return
+        if self._sealed_steps == self.finished_steps:
             return
         started = time.perf_counter()
         with self.reporting.traces.span("checkpoint", steps=self.finished_steps):
@@ -193,6 +225,42 @@ class Training:
             self.checkpoints.offer(self._snapshot())
         self._sealed_steps = self.finished_steps
         self.metrics.phase_finished("checkpoint", time.perf_counter() - started)
+
+    def save(self, request: SaveRequest) -> Saved:
+        """Save the current state, between two steps; as `StateKeeper.save`."""
+        return self.states.save(self, request)
+
+    def copy(self, request: CopyRequest) -> bytes:
+        """Write the current parameters to a file, between two steps; as `StateKeeper.copy`."""
+        return self.states.copy(self, request)
+
+    def load(self, request: LoadRequest) -> Loaded:
+        """Go on from an earlier state, between two steps; as `StateKeeper.load`."""
+        before = self.model.digest
+        loaded = self.states.load(self, request)
+        if self.model.digest != before:
+            digest = loaded.parameter_digest.hex()
+            self.reporting.events.write("load", steps=self.finished_steps, step=loaded.step, parameter_digest=digest)
+        return loaded
+
+    def commit(self) -> None:
+        """Commit all finished steps."""
+        self.runner.commit()
+
+    def charged_next(self) -> bool:
+        """Return whether a release of the current parameters was charged, as before a crash; it must be repeated."""
+        planned = self.plan.mechanism.steps
+        due = [(each.query, each.due(self.finished_steps, planned)) for each in self.plan.measurements]
+        places: list[tuple[Query, int]] = [("gradient", self.finished_steps)]
+        places += [(query, number) for query, number in due if number is not None]
+        run, ledger = self.runner.manifest.run_id, self.runner.control.ledger
+        return any(ledger.status(run, number, query).charged for query, number in places)
+
+    def _follow_load(self) -> None:
+        """Make the load again that an earlier execution made here."""
+        load = self.course.loads.get(self.finished_steps)
+        if load is not None:
+            self.model = self.states.follow(load)
 
     def _measure(self) -> None:
         """Make the releases that are due between two steps. A repeated release gives the same values and is free."""
@@ -218,12 +286,13 @@ class Training:
 
     def _take_step(self) -> None:
         step = self.finished_steps
+        batches = self.sent.of(step, self.model) if self.sent is not None else NO_BATCHES
         # A replay may repeat what was released, and nothing else.
         if not self.course.charges:
-            self._require_charged(step)
-        model, outcome = self.runner.run(step, self.model)
+            self._require_charged(step, batches)
+        model, outcome = self.runner.run(step, self.model, batches)
         self._require_same(outcome.commit)
-        self.model = model
+        self.model, self.states.held = model, None
         self.finished_steps += 1
         self.outcomes.append(outcome)
         self._report(outcome)
@@ -232,14 +301,14 @@ class Training:
                 self.seal()
             self.checkpoints.poll()
 
-    def _was_charged(self, query: Query, step: int) -> bool:
-        """Return whether a step was charged for these parameters and committed."""
+    def _was_charged(self, query: Query, step: int, batches: StepBatches = NO_BATCHES) -> bool:
+        """Return whether a step was charged for these parameters and batches, and committed."""
         status = self.runner.control.ledger.status(self.runner.manifest.run_id, step, query)
-        is_charged = status.charged and status.parameter_digest == self.model.digest
+        is_charged = status.charged and status.parameter_digest == step_input(self.model.digest, batches.digests)
         return is_charged and (query, step) in self.course.committed
 
-    def _require_charged(self, step: int) -> None:
-        if not self._was_charged("gradient", step):
+    def _require_charged(self, step: int, batches: StepBatches) -> None:
+        if not self._was_charged("gradient", step, batches):
             raise RefusedError(
                 "not_charged",
                 f"step {step} was never charged for these parameters and committed; computing it would release "
@@ -336,5 +405,6 @@ class Training:
                 exact=self.plan.exact,
                 epsilon_planned=self.plan.epsilon if private else None,
                 evaluation_metrics=evaluation.own if evaluation else {},
+                grad_norm=outcome.grad_norm,
             )
         )

@@ -12,6 +12,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self._asked = threading.Event()
+        self._then: tuple[Callable[[], None], ...] = ()
 
     @property
     def made(self) -> bool:
@@ -21,6 +22,15 @@ class StopRequest:
     def make(self) -> None:
         """Request it; another request changes nothing."""
         self._asked.set()
+        for told in self._then:
+            told()
+
+    def then(self, told: Callable[[], None]) -> None:
+        """Have ``told`` called when it is made, perhaps in a signal handler; at once if it was made."""
+        # Before the look: a request in between calls it twice instead of never.
+        self._then = (*self._then, told)
+        if self.made:
+            told()
 
 
 @contextmanager

@@ -14,7 +14,8 @@ from pyarrow import fs
 from raycloak.attestation.orchestrator.commits import StepCommit
 from raycloak.attestation.sealed.package_keys import PackageSigner, RecipientPublic
 from raycloak.attestation.sealed.package_manifest import PackageManifest
-from raycloak.coordinator.checkpoints.saver import RETRY_S, Checkpoints, newest
+from raycloak.coordinator.checkpoints.restorer import Restorer
+from raycloak.coordinator.checkpoints.saver import RETRY_S, Checkpoints
 from raycloak.coordinator.checkpoints.storage import MANIFEST, PackageStorage
 from raycloak.coordinator.checkpoints.writer import PackageOrigin
 from raycloak.coordinator.config.sections import CheckpointConfig
@@ -135,7 +136,7 @@ class Bench:
             return PackageManifest.model_validate_json(stream.read())
 
     def newest(self):
-        return newest(self.storage, self.control, self.manifest)
+        return Restorer(self.storage, self.control, self.manifest).newest()
 
     def close(self):
         for actor in self.control.actors.values():
@@ -396,7 +397,7 @@ def test_a_rolled_back_evidence_log_is_refused(bench, monkeypatch):
 def test_a_package_of_another_run_or_signer_is_refused(bench, tmp_path):
     bench.publish(1)
     other = run_manifest(run_id="f" * 16)
-    assert code_of(lambda: newest(bench.storage, bench.control, other)) == "package_other_run"
+    assert code_of(lambda: Restorer(bench.storage, bench.control, other).newest()) == "package_other_run"
     site = Site(tmp_path / "site")
     name = site.publish(step=9)
     shutil.copytree(site.folder(name), bench.home / "packages" / name)

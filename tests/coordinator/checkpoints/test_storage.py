@@ -1,6 +1,7 @@
 """The storage of packages: all or nothing, on a disk and on S3."""
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +11,9 @@ from raycloak.coordinator.checkpoints.storage import (
     SIGNATURE,
     STORAGE_ERRORS,
     PackageStorage,
+    located,
     split_location,
+    storage_of,
 )
 from raycloak.metrics.errors import ConfigError
 
@@ -149,3 +152,22 @@ def test_a_location_that_is_neither_path_nor_bucket_is_refused(location):
 )
 def test_a_packages_location_is_split(location, parts):
     assert split_location(location) == parts
+
+
+@pytest.mark.parametrize(
+    ("storage", "folder", "package"),
+    [
+        ("packages", "/base/packages/ab12", "/base/packages/ab12/step-000003.tssp"),
+        ("/srv/packages/", "/srv/packages/ab12", "/srv/packages/ab12/step-000003.tssp"),
+        ("s3://b/models", "s3://b/models/ab12", "s3://b/models/ab12/step-000003.tssp"),
+        (
+            "s3://b/models/?region=x&scheme=http",
+            "s3://b/models/ab12?region=x&scheme=http",
+            "s3://b/models/ab12/step-000003.tssp?region=x&scheme=http",
+        ),
+    ],
+)
+def test_runs_and_packages_have_places_of_their_own_before_a_urls_query(storage, folder, package):
+    assert storage_of(storage, "ab12", Path("/base")) == folder
+    assert located(folder, "step-000003.tssp") == package
+    assert split_location(package) == (folder, "step-000003.tssp")

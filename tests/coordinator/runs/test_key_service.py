@@ -2,16 +2,12 @@
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 
 from raycloak.attestation.attester.attester import Attester
 from raycloak.attestation.core.keys import Purpose, Secret, derive
-from raycloak.attestation.core.messages import parse
-from raycloak.attestation.keys.halves import ServiceContract
 from raycloak.attestation.keys.release import RunKeys, VirtualWorkerKeys
 from raycloak.attestation.log.watch import LogWatch
 from raycloak.attestation.orchestrator.orchestrator import RunSession
@@ -22,58 +18,13 @@ from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_mea
 from raycloak.coordinator.cli.tables import plan_rows
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import validated
-from raycloak.coordinator.evidence.standalone_service import ServiceConfig, start_service
+from raycloak.coordinator.evidence.standalone_service import ServiceConfig
 from raycloak.coordinator.report.words import keys_rows, verdict_rows
 from raycloak.coordinator.runs.local_session import LocalPlatform
 from raycloak.coordinator.runs.verdict import verdict_of
 from raycloak.metrics.errors import ConfigError, EvidenceError, RefusedError
+from tests.owner import Owner, key_service
 from tests.protocol import SECRET, VIRTUAL_WORKERS, trained, whole_run
-
-OWN = "cd" * 32
-"""The secret of the key service."""
-
-
-@dataclass
-class Owner:
-    """A key service that runs, as its operator knows it."""
-
-    address: str
-    file: Path
-    session: RunSession
-
-    @property
-    def contract(self) -> ServiceContract:
-        return parse(ServiceContract, self.file.read_bytes().strip())
-
-    def section(self, **changes: str) -> dict[str, str]:
-        """Return the section of a run's configuration about it."""
-        return {"address": self.address, "contract": str(self.file), **changes}
-
-    def half(self, v: int, secret: str = OWN) -> Secret:
-        """Return the half of a virtual worker's key in epoch 0."""
-        contract = self.contract
-        context = contract.key_context
-        return RunKeys(Secret(bytes.fromhex(secret)), contract.run_id).of(context, v, 0).stream
-
-    @property
-    def log(self) -> list[tuple[str, str]]:
-        """Kind and member of each decision."""
-        entries = self.session.run.books.log.entries()
-        return [(entry.kind, entry.content.get("member_id", "")) for entry in entries]
-
-
-@contextmanager
-def key_service(folder: Path, secret: str = OWN, **contract: int) -> Iterator[Owner]:
-    (folder / "own.hex").write_text(secret)
-    raw = {"bind": "127.0.0.1:0", "run_secret": "own.hex", "hosting": "any"}
-    terms = {"virtual_workers": VIRTUAL_WORKERS, **contract}
-    server, session, facts = start_service(validated(ServiceConfig, {**raw, "contract": terms}), folder)
-    assert facts.contract is not None
-    try:
-        yield Owner(facts.address, facts.contract, session)
-    finally:
-        server.stop(0.2)
-        session.run.close()
 
 
 @pytest.fixture

@@ -71,6 +71,14 @@ def test_a_sealed_split_and_a_key_service_are_named_with_what_they_do_not_do():
     assert Verdict.of({"run_dir": sealed.run_dir, "metrics": sealed.metrics()}) == sealed
 
 
+def test_a_bound_that_the_service_counted_is_named_with_whose_word_it_is():
+    assert "participations" not in dict(verdict_rows(VERDICT))
+    text = dict(verdict_rows(replace(VERDICT, max_participations=4)))
+    assert text["data"] == "sent: encrypted by the client for attested workers"
+    assert text["amplification"].startswith("none is claimed")
+    assert text["participations"].startswith("4 of 200 steps at most, and ε pays for 4: by the word of the service")
+
+
 def test_no_line_is_cut_in_a_narrow_terminal():
     text = verdict_text(VERDICT, width=60)
     assert max(map(len, text.splitlines())) <= 60

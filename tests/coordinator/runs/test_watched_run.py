@@ -27,12 +27,14 @@ from raycloak.coordinator.evidence.standalone_service import ServiceConfig, star
 from raycloak.coordinator.runs.local_session import LocalPlatform
 from raycloak.coordinator.runs.verdict import metrics_view
 from raycloak.coordinator.training.assignment import NewRun
+from raycloak.metrics.adapter_collector import AdapterCollector, AdapterFigures
 from raycloak.metrics.collectors import GpuReadingCollector, LedgerCollector, RunFacts, RunMetrics
 from raycloak.metrics.dashboards.render import DASHBOARDS, RULES
 from raycloak.metrics.exporter import Exporter
 from raycloak.metrics.gpu_readings import GpuReading
 from raycloak.metrics.registry import SERIES
 from raycloak.metrics.server import MetricsServer
+from raycloak.metrics.training_service import ServiceMetrics, ServiceSnapshot
 from tests.metrics.samples import sample_names
 from tests.prometheus import BINARY, Prometheus
 from tests.protocol import RENYI, WholeRun, examples, on, whole_run
@@ -107,6 +109,22 @@ def page_of_a_loss(stack: ExitStack) -> str:
     return stack.enter_context(MetricsServer(exporter.registry)).address
 
 
+def training_service(stack: ExitStack) -> tuple[ServiceMetrics, str]:
+    """Serve the series of a training service with one client; return what is told of its operations, and its page."""
+    metrics = ServiceMetrics(lambda: ServiceSnapshot({"READY": 1}, 1, 0, 1, {}, time.time()))
+    exporter = Exporter()
+    exporter.add(metrics)
+    return metrics, stack.enter_context(MetricsServer(exporter.registry)).address
+
+
+def page_of_an_adapter(stack: ExitStack) -> str:
+    """Serve the series of an encrypted adapter's server with one session."""
+    figures = AdapterFigures({("Apply", "ok"): 1}, 64, {"charge": 0.01, "compute": 0.1}, 236, 1)
+    exporter = Exporter()
+    exporter.add(AdapterCollector(lambda: figures))
+    return stack.enter_context(MetricsServer(exporter.registry)).address
+
+
 def service(stack: ExitStack, folder: Path) -> tuple[EvidenceClient, str]:
     """Start an evidence service; return one of its peers, and its page."""
     (folder / "secret.hex").write_text("ab" * 32)
@@ -165,11 +183,14 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         page = MetricsServer(exporter.registry)
         stack.callback(page.close)
         peer, service_page = service(stack, home)
+        operations, training_page = training_service(stack)
         pages = {
+            "training-service": training_page,
             "raycloak": page.address,
             "service": service_page,
             "ray": page_of_ray(stack),
             "loss": page_of_a_loss(stack),
+            "adapter": page_of_an_adapter(stack),
         }
         prometheus = stack.enter_context(Prometheus(pages, RULES))
         prometheus.sees('raycloak_service_calls_total{method="Challenge",code="ok"} == 0')
@@ -183,6 +204,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         def stepped(report):
             if report.step == 1:
                 peer.challenge()
+            operations.operation_ended("optim_step", "done", 0.01, 0.1)
             # A scrape and an evaluation of the rules for each step.
             prometheus.sees(f"run:raycloak_steps_finished:max == {report.step}")
             if report.step == LOOK:
