@@ -72,6 +72,24 @@ EVIDENCE_CODES = (
 )
 CALLS = ("Challenge", "Attest", "ReleaseKeys", "Roster", "Log")
 ANSWERED = "ok"
+CLIENT_STATES = ("INITIALIZING", "READY", "BUSY", "ERROR", "TERMINATED")
+OPERATIONS = ("forward_backward", "optim_step", "save_state", "load_state", "sample")
+OUTCOMES = ("done", "failed", "cancelled")
+OPERATION_PHASES = ("queued", "running")
+# Kinds of `raycloak.metrics.service_errors`, of errors with which a call can be refused before it is an operation.
+REFUSALS = (
+    "authentication",
+    "permission",
+    "not_found",
+    "validation",
+    "rate_limited",
+    "queue_full",
+    "budget_exceeded",
+    "state",
+    "server",
+)
+ADAPTER_CALLS = ("Describe", "Begin", "Register", "Apply", "Close")
+ADAPTER_PHASES = ("charge", "compute")
 GPU_STATES = ("off", "on", "ppcie", "devtools", "simulated")
 # From the phases of the smallest run, about a millisecond, to the steps of a large one.
 DURATION_BUCKETS = (
@@ -468,6 +486,81 @@ SERVICE_SERIES = (
     ),
 )
 
+TRAINING_SERVICE_SERIES = (
+    Series(
+        "raycloak_training_service_up",
+        "1 if the training service's store answered this scrape, else 0.",
+        "gauge",
+    ),
+    Series(
+        "raycloak_training_service_clients",
+        "Clients by status, of all tenants together.",
+        "gauge",
+        labels=(Label("status", CLIENT_STATES),),
+    ),
+    Series("raycloak_training_service_drivers", "Driver processes, each with the run of one client.", "gauge"),
+    Series("raycloak_training_service_samplers", "Processes that generate text.", "gauge"),
+    Series("raycloak_training_service_watch_streams", "Streams of changes that clients hold open.", "gauge"),
+    Series(
+        "raycloak_training_service_queued_operations",
+        "Operations that wait for their turn.",
+        "gauge",
+        labels=(Label("kind", OPERATIONS),),
+    ),
+    Series(
+        "raycloak_training_service_oldest_operation_timestamp_seconds",
+        "Unix time at which the oldest unfinished operation was submitted; the time of the scrape if there is none.",
+        "gauge",
+        _PHYSICAL,
+        unit="seconds",
+    ),
+    Series(
+        "raycloak_training_service_operations_total",
+        "Operations that ended since the service was started, by kind and outcome.",
+        "counter",
+        labels=(Label("kind", OPERATIONS), Label("outcome", OUTCOMES)),
+    ),
+    Series(
+        "raycloak_training_service_operation_phase_duration_seconds",
+        "Time that an operation waited for its turn, and time from there to its end.",
+        "histogram",
+        _PHYSICAL,
+        (Label("kind", OPERATIONS), Label("phase", OPERATION_PHASES)),
+        "seconds",
+        DURATION_BUCKETS,
+    ),
+    Series(
+        "raycloak_training_service_refused_calls_total",
+        "Calls that the service refused, by the class of the error.",
+        "counter",
+        labels=(Label("error", REFUSALS),),
+    ),
+)
+
+ADAPTER_SERIES = (
+    Series(
+        "raycloak_adapter_calls_total",
+        "Calls that the server of an encrypted adapter answered: ok, or the code of the refusal.",
+        "counter",
+        labels=(Label("method", ADAPTER_CALLS), Label("code", usual=(ANSWERED,))),
+    ),
+    Series("raycloak_adapter_tokens_total", "Tokens charged to clients, by whole blocks, once a block.", "counter"),
+    Series(
+        "raycloak_adapter_busy_seconds_total",
+        "Time that blocks took, by phase.",
+        "counter",
+        _PHYSICAL,
+        (Label("phase", ADAPTER_PHASES),),
+        "seconds",
+    ),
+    Series(
+        "raycloak_adapter_tokens_left",
+        "Tokens that the projection with the least left will ever answer, for all clients together.",
+        "gauge",
+    ),
+    Series("raycloak_adapter_sessions", "Sessions that are open.", "gauge"),
+)
+
 SECRET_SERIES = (
     Series(
         "raycloak_step_examples", "Examples drawn in a step; secret under Poisson sampling.", "gauge", _SECRET, (_RUN,)
@@ -487,7 +580,9 @@ SECRET_SERIES = (
     ),
 )
 
-SERIES = RUN_SERIES + LEDGER_SERIES + GPU_SERIES + SERVICE_SERIES + SECRET_SERIES
+SERIES = (
+    RUN_SERIES + LEDGER_SERIES + GPU_SERIES + SERVICE_SERIES + TRAINING_SERVICE_SERIES + ADAPTER_SERIES + SECRET_SERIES
+)
 BY_NAME = {series.name: series for series in SERIES}
 
 

@@ -8,9 +8,10 @@ RATE = "[$__rate_interval]"
 RUN = '{run="$run"}'
 ACCOUNT = '{account="$account"}'
 
-Phase = Literal["running", "ended", "loss", "gpu", "service", "ray"]
+Phase = Literal["running", "ended", "loss", "gpu", "service", "training service", "adapter", "ray"]
 """The time at which a panel's queries have data: while a run trains, or once it has ended; in a run whose evaluation
-has a loss and no accuracy; where there are GPUs, an evidence service, or Ray's own pages to scrape."""
+has a loss and no accuracy; where there are GPUs, an evidence service, a training service, an adapter's server, or Ray's
+own pages."""
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ from raycloak.metrics.dashboards.gpu_and_evidence import GPU_DASHBOARD
 from raycloak.metrics.dashboards.panels import Annotation, Dashboard, Panel, PromQuery, Row, Variable
 from raycloak.metrics.dashboards.run import RUN_DASHBOARD
 from raycloak.metrics.dashboards.service import SERVICE_DASHBOARD
+from raycloak.metrics.dashboards.training_service import TRAINING_SERVICE_DASHBOARD
 
-DASHBOARDS = (FLEET_DASHBOARD, RUN_DASHBOARD, GPU_DASHBOARD, SERVICE_DASHBOARD)
+DASHBOARDS = (FLEET_DASHBOARD, RUN_DASHBOARD, GPU_DASHBOARD, SERVICE_DASHBOARD, TRAINING_SERVICE_DASHBOARD)
 FOLDER = Path(__file__).parent
 RULES = Path(__file__).parents[1] / "rules" / "raycloak.rules.yml"
 # By the folder's own place: raycloak/metrics is a link to it.

@@ -15,6 +15,7 @@ from raycloak.attestation.collateral.files import load_collateral
 from raycloak.attestation.policy.policy import load_policy
 from raycloak.coordinator.cli.app import app
 from raycloak.coordinator.config.run import load_config
+from raycloak.coordinator.service.settings import load_settings
 from tests.deploy.definitions import ROOT, complaints
 
 KUBECTL = shutil.which("kubectl")
@@ -37,6 +38,23 @@ CONFIDENTIAL = {
     ),
 }
 """The fields in which the overlay may differ from its base."""
+
+
+SERVICE = {
+    r"ConfigMap/raycloak-service/.*",
+    r"Service/raycloak-training/.*",
+    r"NetworkPolicy/raycloak/spec/ingress/\d+/.*",
+    r"RayJob/raycloak/(metadata/name|spec/(entrypoint|activeDeadlineSeconds|backoffLimit))",
+    *(
+        rf"RayJob/raycloak/spec/rayClusterSpec/headGroupSpec/template/spec/{field}"
+        for field in (
+            r"volumes/service(-tls)?/.*",
+            r"containers/ray-head/ports/training/.*",
+            r"containers/ray-head/volumeMounts/service(-tls)?/.*",
+        )
+    ),
+}
+"""The fields in which the service may differ from a run."""
 
 
 @cache
@@ -93,6 +111,60 @@ def test_the_overlay_differs_from_its_base_in_what_makes_it_confidential_alone()
     # The head has no GPU, and a worker reads no policy: of the rest, each is there.
     used = {each for each in CONFIDENTIAL if any(re.fullmatch(each, path) for path in changed)}
     assert all("headGroupSpec" in each and "nvidia" in each for each in CONFIDENTIAL - used)
+
+
+def job_leaves(folder):
+    """Return the leaves of a kustomization, with its RayJob by one name whatever it is called."""
+    return {
+        re.sub(r"^RayJob/[\w-]+", "RayJob/raycloak", path): value for path, value in leaves_of(built(folder)).items()
+    }
+
+
+def test_the_service_differs_from_a_run_in_what_makes_it_a_service_alone():
+    base, overlay = (job_leaves(ROOT / "deploy" / name) for name in ("base", "service"))
+    changed = {path for path in base.keys() | overlay.keys() if base.get(path) != overlay.get(path)}
+    assert [path for path in sorted(changed) if not any(re.fullmatch(each, path) for each in SERVICE)] == []
+    assert [each for each in SERVICE if not any(re.fullmatch(each, path) for path in changed)] == []
+
+
+def test_the_service_is_valid_and_reached_on_one_port_under_tls():
+    documents = built(ROOT / "deploy" / "service")
+    job = documents["RayJob/raycloak-service"]
+    assert complaints("rayjobs", job) == []
+    head, _ = pods(job)
+    (container,) = head["spec"]["containers"]
+    settings = yaml.safe_load(documents["ConfigMap/raycloak-service"]["data"]["service.yaml"])
+    port = int(settings["bind"].rpartition(":")[2])
+    assert {each["name"]: each["containerPort"] for each in container["ports"]}["training"] == port
+    (address,) = documents["Service/raycloak-training"]["spec"]["ports"]
+    assert (address["port"], address["targetPort"]) == (port, "training")
+    # KubeRay adds the label of the role.
+    labels = {**head["metadata"]["labels"], "ray.io/node-type": "head"}
+    assert documents["Service/raycloak-training"]["spec"]["selector"].items() <= labels.items()
+    rule = documents["NetworkPolicy/raycloak"]["spec"]["ingress"][-1]
+    assert rule["ports"] == [{"protocol": "TCP", "port": port}]
+    assert rule["from"][0]["podSelector"]["matchLabels"] == {"raycloak.io/uses-training": "true"}
+    mounts = {each["name"]: Path(each["mountPath"]) for each in container["volumeMounts"]}
+    assert shlex.split(job["spec"]["entrypoint"])[2:] == ["raycloak", "serve", str(mounts["service"] / "service.yaml")]
+    assert {Path(settings["tls"][each]) for each in ("certificate", "key")} == {
+        mounts["service-tls"] / "tls.crt",
+        mounts["service-tls"] / "tls.key",
+    }
+    (secret,) = [each["secret"] for each in head["spec"]["volumes"] if each["name"] == "service-tls"]
+    assert secret["defaultMode"] == 0o440, "for the container's group alone"
+
+
+def test_nobody_has_a_token_of_the_service_before_its_site_makes_one():
+    settings = load_settings(ROOT / "deploy" / "service" / "service.yaml")
+    assert [each.sha256 for tenant in settings.tenants.values() for each in tenant.token_sha256] == ["0" * 64]
+
+
+def test_the_example_of_a_service_fits_its_cluster():
+    settings = load_settings(ROOT / "deploy" / "service" / "service.yaml")
+    (group,) = built(ROOT / "deploy" / "service")["RayJob/raycloak-service"]["spec"]["rayClusterSpec"][
+        "workerGroupSpecs"
+    ]
+    assert settings.limits.active_clients * settings.run["num_workers"] <= group["maxReplicas"]
 
 
 def pods(run):

@@ -96,6 +96,16 @@ def waits(minutes, slow):
     }
 
 
+def operations(minutes, done, failed):
+    """Return so many operations of a training service a minute, and one that was submitted at the start and waits."""
+    total = 'raycloak_training_service_operations_total{{instance="i",kind="optim_step",outcome="{}"}}'
+    return {
+        total.format("done"): [done * minute for minute in range(minutes + 1)],
+        total.format("failed"): [failed * minute for minute in range(minutes + 1)],
+        'raycloak_training_service_oldest_operation_timestamp_seconds{instance="i"}': [0] * (minutes + 1),
+    }
+
+
 CASES = {
     # (series, minute of the look, alerts that fire there)
     "a plan that uses its whole cap, at its very end": (steps(199), 198, ()),
@@ -308,6 +318,34 @@ CASES = {
         (),
     ),
     "the service works": (constant(5, **{'raycloak_service_up{instance="i"}': 1}), 5, ()),
+    "the store of a training service is silent": (
+        constant(10, **{'raycloak_training_service_up{instance="i"}': 0}),
+        8,
+        ("TrainingServiceDown",),
+    ),
+    "a training service is gone": (
+        {'raycloak_training_service_up{instance="i"}': [1, 1, "stale", "_", "_", "_"]},
+        5,
+        ("TrainingServiceDown",),
+    ),
+    "a training service missed a scrape": (
+        {'raycloak_training_service_up{instance="i"}': [1, 1, "stale", 1, 1, 0, 1]},
+        6,
+        (),
+    ),
+    "no operation ends": (operations(60, done=0, failed=0), 50, ("TrainingServiceStalled",)),
+    "an operation waits behind the others": (operations(60, done=1, failed=0), 50, ()),
+    "operations are young": (operations(25, done=0, failed=0), 24, ()),
+    "one operation in four fails": (operations(30, done=3, failed=1), 20, ("TrainingServiceFailing",)),
+    "one operation in ten fails": (operations(30, done=9, failed=1), 20, ()),
+    "the only operation fails": (
+        {
+            'raycloak_training_service_operations_total{instance="i",kind="load_state",outcome="failed"}': [0, 0]
+            + [1] * 10
+        },
+        8,
+        (),
+    ),
     "a GPU loses memory": (
         {'raycloak_gpu_ecc_errors_total{node="n",gpu="0",kind="uncorrected"}': [7] * 10 + [8] * 20},
         20,
@@ -398,6 +436,7 @@ def test_prometheus_accepts_the_scrape_configuration_of_the_document(tmp_path):
     assert {job["job_name"] for job in yaml.safe_load(block)["scrape_configs"]} == {
         "raycloak",
         "raycloak-service",
+        "raycloak-training-service",
         "ray",
     }
 

@@ -142,7 +142,7 @@ def test_a_row_of_panels_has_no_gap(board):
 
 def test_the_rows_cover_what_an_operator_watches():
     assert {board.file: [row.title for row in board.rows] for board in DASHBOARDS} == {
-        "fleet.json": ["Now", "Runs", "Accounts"],
+        "fleet.json": ["Now", "Runs", "Accounts", "Encrypted adapters"],
         "run.json": [
             "Verdict",
             "Result",
@@ -154,6 +154,7 @@ def test_the_rows_cover_what_an_operator_watches():
         ],
         "gpu-and-evidence.json": ["Evidence", "GPU"],
         "service.json": ["Service"],
+        "training-service.json": ["Now", "Operations"],
     }
 
 

@@ -1,0 +1,83 @@
+"""``raycloak serve``: the training service as a command."""
+
+import os
+import signal
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from raycloak.coordinator.cli.options import AsJson, Debug, execute
+from raycloak.coordinator.console.output import Output
+from raycloak.coordinator.quick_imports import quickly
+from raycloak.metrics.errors import ConfigError, RunFailedError
+
+# How soon a failed store ends the command; a signal ends the wait at once.
+_LOOK_S = 0.5
+
+
+def serve_command(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG", help="YAML file of the service.", show_default=False)
+    ] = None,
+    base: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Folder that relative paths start from; default: CONFIG's.", show_default=False
+        ),
+    ] = None,
+    token: Annotated[bool, typer.Option("--token", help="Instead make a token, and show it this once.")] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Train for clients over gRPC until SIGTERM or Ctrl-C; first prints where it listens.
+
+    At the end each run stops after its step; the next start goes on with it.
+    """
+    execute(as_json, debug, lambda output: _token(output, config) if token else _serve(output, config, base))
+
+
+def _token(output: Output, config: Path | None) -> int:
+    from raycloak.coordinator.console.tables import fields_table
+    from raycloak.coordinator.service.tenants import new_token
+
+    if config is not None:
+        raise ConfigError("usage", "--token takes no CONFIG.", "Add the line that it prints to a tenant there.")
+    made, digest = new_token()
+    line = f'{{sha256: "{digest}"}}'
+    rows = [("token, for the client", made), ("line of token_sha256", line)]
+    output.result({"token": made, "sha256": digest}, fields_table("Token; it is shown this once", rows))
+    return 0
+
+
+def _serve(output: Output, path: Path | None, base: Path | None) -> int:
+    if path is None:
+        raise ConfigError("usage", "no CONFIG is given.", "Name the YAML file of the service, or give --token.")
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # every refused handshake would be a line
+    with quickly():  # a full collection is a pause for every client
+        from raycloak.coordinator.service.settings import load_settings
+
+        # Before the libraries of a service, which take longer to import.
+        settings = load_settings(path)
+        from raycloak.coordinator.console.tables import fields_table
+        from raycloak.coordinator.service.service import TrainingService
+
+    ended = threading.Event()
+    former = {each: signal.signal(each, lambda *_: ended.set()) for each in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with TrainingService(settings, (base or path.parent).resolve()) as service:
+            rows = [(name.replace("_", " "), str(value)) for name, value in asdict(service.facts).items()]
+            title = f"Training service ({service.facts.evidence} evidence)"
+            output.result(asdict(service.facts), fields_table(title, rows))
+            while not ended.wait(_LOOK_S) and service.failure is None:
+                pass
+        failure = service.failure
+    finally:
+        for each, handler in former.items():
+            signal.signal(each, handler)
+    if failure is not None:
+        cause = type(failure).__name__
+        raise RunFailedError("service_failed", f"the service could not write its store ({cause}).", "Start it again.")
+    return 0

@@ -1,0 +1,487 @@
+"""The desk: what tenants ask for, checked and decided. No gRPC, no process, no thread of its own.
+
+Desk (tenants' calls)  ->  DriverDesk (reports, places)  ->  OperationQueues (order, turns, the store)
+"""
+
+import json
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from raycloak.attestation.sealed.sent_batch import SentHead
+from raycloak.coordinator.client import service_pb2 as wire
+from raycloak.coordinator.config.run import RunConfig
+from raycloak.coordinator.ledger.location import recorded
+from raycloak.coordinator.service.driver_desk import DriverDesk, closed
+from raycloak.coordinator.service.operation_queues import (
+    ENDINGS,
+    remove_all_but,
+    steps_done,
+)
+from raycloak.coordinator.service.operations import (
+    CAP,
+    FORWARD_BACKWARD,
+    OPTIM_STEP,
+    SAMPLE,
+    SAVE_STATE,
+    artifact_to_wire,
+    cancelled,
+    check_batch,
+    check_key,
+    check_metadata,
+    check_sample,
+    client_to_wire,
+    dp_metrics,
+    fingerprint,
+    invalid,
+    not_found,
+    number_of,
+    operation_to_wire,
+)
+from raycloak.coordinator.service.pipe import (
+    Close,
+)
+from raycloak.coordinator.service.settings import completed
+from raycloak.coordinator.service.store import (
+    CANCELLED,
+    DONE,
+    ERROR,
+    INITIALIZING,
+    QUEUED,
+    RUNNING,
+    TERMINATED,
+    ArtifactRow,
+    BatchRow,
+    ClientRow,
+    OperationRow,
+)
+from raycloak.metrics.service_errors import (
+    BudgetExceededError,
+    ServiceQueueFullError,
+    ServiceStateError,
+    ServiceValidationError,
+)
+
+MOST_LISTED: Final = 1000
+"""Clients in one list; the newest of a tenant."""
+PAGE: Final = 256
+"""Changes that a watcher gets at once."""
+_LARGEST: Final = 2**63 - 1
+RETRY_S: Final = 1.0
+"""The advice of when to ask again where a queue is full."""
+
+
+class Desk(DriverDesk):
+    """The decisions about clients and their operations. For one thread at a time."""
+
+    def begin(self) -> None:
+        """Go on where the service's last process ended. Call it once, first.
+
+        Files of batches that no operation names are removed: their senders never got an answer. So are copies of
+        weights that no sample needs.
+        """
+        for client in self._store.left_open():
+            with self._changing(client):
+                self._fail_open(client, closed())
+        samples = self._store.running_samples()
+        for operation in samples:
+            owner = self._store.client(operation.client_id)
+            assert owner is not None, "an operation has a client"
+            self._generate(owner, operation)
+        self._assign()
+        known = {self._folder / name for name in self._store.batch_files()}
+        known |= {Path(operation.package) for operation in samples}
+        self._after.append(lambda: remove_all_but(known, self._folder.rglob("*")))
+
+    def create_client(self, tenant: str, request: wire.CreateClientRequest) -> wire.Client:
+        """Record a client; its driver starts when it has a place.
+
+        Raises:
+            ServiceError: validation, not_found, permission or queue_full.
+        """
+        check_key(request.idempotency_key)
+        mark = fingerprint(request)
+        known = self._store.client_of_key(tenant, request.idempotency_key)
+        if known is not None:
+            _require_same(known.fingerprint, mark)
+            return self._shown(known)
+        training, run = completed(self._settings, tenant, request.config_json)
+        if self._store.live_clients(tenant) >= self._limits.clients_per_tenant:
+            raise ServiceQueueFullError(
+                "clients_full",
+                f"this tenant has {self._limits.clients_per_tenant} clients that are not closed.",
+                "Close one.",
+                retry_after_s=RETRY_S,
+            )
+        dataset = run.dataset
+        sent = dataset is not None and str(dataset.kind) == "sent"
+        now = self._clock()
+        client = ClientRow(
+            client_id=f"c{secrets.token_hex(8)}",
+            tenant=tenant,
+            idempotency_key=request.idempotency_key,
+            fingerprint=mark,
+            name=training.name,
+            config=training.to_json(),
+            # Without the passwords of the ledger's URL, which the settings have.
+            run_config=self._with_recipient(recorded(run)).model_dump_json(),
+            sent=int(sent),
+            most_sent=(getattr(dataset, "max_examples_per_step", None) or 0) if sent else 0,
+            most_uses=(getattr(dataset, "max_participations", None) or 0) if sent else 0,
+            private=int(run.dp_config.enabled),
+            created=now,
+            waits_since=now,
+        )
+        self._store.add_client(client)
+        self._assign()
+        return self._shown(client)
+
+    def _with_recipient(self, run: RunConfig) -> RunConfig:
+        """Have packages sealed to the service too, which samples from them."""
+        recipients = [*run.checkpoint.recipients, str(self._recipient)]
+        return run.model_copy(update={"checkpoint": run.checkpoint.model_copy(update={"recipients": recipients})})
+
+    def client(self, tenant: str, client_id: str) -> wire.Client:
+        """Return a client; ServiceNotFoundError if the tenant has no such one."""
+        return self._shown(self._find(tenant, client_id))
+
+    def clients(self, tenant: str) -> list[wire.Client]:
+        """Return the newest clients of a tenant, oldest first."""
+        return [self._shown(each) for each in self._store.clients_of(tenant, MOST_LISTED)]
+
+    def close_client(self, tenant: str, client_id: str) -> wire.Client:
+        """Cancel queued operations and end the client; the driver finishes what it does."""
+        client = self._find(tenant, client_id)
+        if client.status == TERMINATED:
+            return self._shown(client)
+        with self._changing(client):
+            for operation in self._store.open_operations(client_id):
+                if operation.state == QUEUED:
+                    self._retire(client, operation, CANCELLED, cancelled(charged=False))
+            client.status = TERMINATED
+            driver = self._drivers.get(client_id)
+            if driver is None:
+                self._fail_open(client, closed())
+            elif driver.is_ready:
+                self._tell(client_id, Close())
+            else:
+                # Before it is ready it has no steps that could be finished.
+                self._tell_stop(client_id)
+        return self._shown(client)
+
+    def submit(self, tenant: str, request: wire.SubmitRequest) -> wire.Operation:
+        """Record an operation, and hand it to the driver if it is its turn.
+
+        Raises:
+            ServiceError: not_found, validation, state, queue_full or budget_exceeded; nothing was recorded.
+        """
+        check_key(request.idempotency_key)
+        client = self._find(tenant, request.client_id)
+        mark = fingerprint(request)
+        known = self._store.operation_of_key(client.client_id, request.idempotency_key)
+        if known is not None:
+            _require_same(known.fingerprint, mark)
+            return operation_to_wire(known)
+        self._require_open(client)
+        kind = request.WhichOneof("kind")
+        if kind is None:
+            raise invalid("kind", "the request names no operation")
+        payload = getattr(request, kind)
+        package = self._checked(client, kind, payload)
+        with self._changing(client):
+            operation = self._enter(client, kind, request.idempotency_key, mark, payload.SerializeToString(), package)
+            if kind == FORWARD_BACKWARD:
+                client.pending = operation.number
+            elif kind == OPTIM_STEP:
+                client.pending, client.sent_examples = -1, 0
+                client.submitted_steps += 1
+            self._advance(client)
+        if client.client_id not in self._drivers and client.open:
+            self._assign()
+        return self._operation(client.client_id, operation.number)
+
+    def _checked(self, client: ClientRow, kind: str, payload: Any) -> str:
+        """Refuse an operation that does not fit; return the package that it loads."""
+        in_step = client.pending >= 0 or client.allowed_charges > client.submitted_steps
+        match kind:
+            case "forward_backward":
+                if client.sent:
+                    raise invalid("batch", "this client sends its data; give forward_backward a batch")
+                if client.pending >= 0:
+                    raise ServiceStateError(
+                        "step_pending",
+                        "a forward_backward without its optim_step was submitted before: one Poisson sample is drawn "
+                        "for one step.",
+                        "Submit optim_step first; accumulation over micro-batches is internal.",
+                    )
+                self._require_steps(client)
+            case "optim_step":
+                if payload.HasField("apply_dp_noise") and not payload.apply_dp_noise and client.private:
+                    raise invalid("apply_dp_noise", "the data is private, and a step without noise would release it")
+                if client.pending < 0:
+                    raise ServiceStateError(
+                        "no_gradient", "no forward_backward waits for an optim_step.", "Submit forward_backward first."
+                    )
+                if client.sent:
+                    self._require_steps(client)
+            case "save_state" | "load_state" | "sample":
+                # The driver would be inside a step, where no state is between two steps.
+                if in_step and not client.sent:
+                    raise ServiceStateError(
+                        "step_pending",
+                        "a step is charged that was not released, so the run is not between two steps.",
+                        "Submit optim_step first; if its forward_backward was cancelled, submit that again before.",
+                    )
+                if kind == SAVE_STATE:
+                    check_metadata(payload.metadata)
+                elif kind == SAMPLE:
+                    check_sample(payload, client.run_config)
+                else:
+                    return self._artifact(client, payload.artifact_id).package
+        return ""
+
+    def _require_steps(self, client: ClientRow) -> None:
+        """Refuse a step after the last one, where that is known already."""
+        if client.ending == CAP:
+            info = self._out_of_budget(client)
+            raise BudgetExceededError(
+                info["code"],
+                info["message"],
+                info["remedy"],
+                current_epsilon=info["epsilon"],
+                max_epsilon=info["epsilon_cap"],
+            )
+        if client.ending:
+            raise ServiceStateError("run_ended", ENDINGS.get(client.ending, "the run has ended."))
+        if client.facts and client.submitted_steps >= json.loads(client.facts)["steps"]:
+            raise ServiceStateError(**steps_done())
+
+    def announce_batch(self, tenant: str, head: wire.BatchHead) -> wire.Operation | None:
+        """Check the head of a batch before its bytes are taken; return the operation if the batch came before.
+
+        Raises:
+            ServiceError: as `accept_batch`, as far as it can be told.
+        """
+        check_key(head.idempotency_key)
+        client = self._find(tenant, head.client_id)
+        known = self._store.operation_of_key(client.client_id, head.idempotency_key)
+        if known is not None:
+            _require_same(known.fingerprint, fingerprint(head))
+            return operation_to_wire(known)
+        self._check_batch(client, head)
+        return None
+
+    def accept_batch(self, tenant: str, head: wire.BatchHead, file: str, sealed: SentHead) -> wire.Operation:
+        """Record a batch whose ciphertext is on disk, and count its examples, or nothing of it.
+
+        Guarantee: an example is counted for every batch it is in, never above ``max_participations``, and never twice
+        for one step. It is counted under the very hash that workers see. A refused batch counts nothing.
+
+        Args:
+            file: relative to the desk's folder; durable.
+            sealed: the head of the ciphertext.
+
+        Raises:
+            ServiceError: not_found, validation (also ``participations_exceeded`` and ``id_repeated``), state,
+                queue_full.
+        """
+        # The same request may have come twice, at once.
+        known = self.announce_batch(tenant, head)
+        if known is not None:
+            return known
+        client = self._find(tenant, head.client_id)
+        ids = self._check_batch(client, head)
+        step = client.submitted_steps
+        self._require_sealed_for(client, head, sealed)
+        refused = self._store.count_ids(client.client_id, step, ids, client.most_uses)
+        if refused is not None:
+            _, last = self._store.used_in_step(client.client_id, refused)
+            raise _repeated() if last == step else _participations(client.most_uses)
+        with self._changing(client):
+            operation = self._enter(client, FORWARD_BACKWARD, head.idempotency_key, fingerprint(head), b"", "")
+            client.pending = operation.number
+            client.sent_examples += len(ids)
+            self._store.add_batch(
+                BatchRow(client.client_id, operation.number, tenant, step, file, head.bytes, head.sha256, head.examples)
+            )
+            operation.step = step
+            result = wire.ForwardBackwardResult(step=step, examples_sent=head.examples, dp_metrics=dp_metrics(client))
+            self._finish(client, operation, DONE, result=result.SerializeToString())
+        return self._operation(client.client_id, operation.number)
+
+    def _require_sealed_for(self, client: ClientRow, head: wire.BatchHead, sealed: SentHead) -> None:
+        """Refuse a batch that its step could not be computed with, or whose examples would be counted as others."""
+        if sealed.hashes != head.example_hashes:
+            raise invalid("example_ids", "the batch was sealed for other examples", "batch_foreign")
+        earlier = len(self._store.batches_from(client.client_id, client.submitted_steps))
+        place = (client.run_id, client.client_id, client.submitted_steps, earlier, client.sent_examples)
+        if (sealed.run_id, sealed.client_id, sealed.step, sealed.number, sealed.first) != place:
+            raise invalid("batch", "it was sealed for another run, client, step or place in the step", "batch_foreign")
+
+    def _check_batch(self, client: ClientRow, head: wire.BatchHead) -> list[bytes]:
+        self._require_open(client)
+        if not client.sent:
+            raise invalid("batch", "this client trains on a registered dataset; forward_backward takes no batch")
+        ids = check_batch(head, client, self._limits.batch_bytes)
+        if len(set(ids)) < len(ids):
+            raise _repeated()
+        self._require_steps(client)
+        if client.sent_examples + len(ids) > client.most_sent:
+            raise invalid("batch", f"the step would have more than {client.most_sent} examples")
+        if self._store.batch_bytes(client.tenant) + head.bytes > self._limits.stored_batch_bytes:
+            raise ServiceQueueFullError(
+                "batches_full",
+                "this tenant's batches fill the room that the service keeps for them.",
+                "Ask the operator: batches stay, so that a run can be verified.",
+                retry_after_s=RETRY_S,
+            )
+        return ids
+
+    def operation(self, tenant: str, client_id: str, name: str) -> wire.Operation:
+        """Return an operation; ServiceNotFoundError if the tenant has no such client, or the client no such one."""
+        return operation_to_wire(self._find_operation(self._find(tenant, client_id), name))
+
+    def cancel(self, tenant: str, client_id: str, name: str) -> wire.Operation:
+        """Cancel an operation, and those that depend on it, if that is still possible; return it as it is then.
+
+        A queued one is cancelled: a ``forward_backward`` with its ``optim_step``, an ``optim_step`` with all later
+        ones. A ``forward_backward`` that runs is cancelled and stays charged, unless its ``optim_step`` runs too. Any
+        other one that runs goes on, except a sample.
+
+        Raises:
+            ServiceStateError: ``batch_follows`` for an ``optim_step`` after which more batches were sent.
+        """
+        client = self._find(tenant, client_id)
+        operation = self._find_operation(client, name)
+        if operation.state not in (QUEUED, RUNNING):
+            return operation_to_wire(operation)
+        later = [each for each in self._store.open_operations(client_id) if each.number > operation.number]
+        with self._changing(client):
+            match operation.kind:
+                case "forward_backward":
+                    self._cancel_forward(client, operation, later)
+                case "optim_step" if operation.state == QUEUED:
+                    self._cancel_optim(client, operation, later)
+                case _ if operation.state == QUEUED or (operation.kind == SAMPLE and operation.package):
+                    if operation.state == RUNNING:
+                        self._after.append(lambda: self._sampler.cancel(name))
+                    self._retire(client, operation, CANCELLED, cancelled(charged=False))
+            self._advance(client)
+        return self._operation(client_id, operation.number)
+
+    def _cancel_forward(self, client: ClientRow, operation: OperationRow, later: list[OperationRow]) -> None:
+        its = next((each for each in later if each.kind == OPTIM_STEP), None)
+        if its is not None and its.state == RUNNING:
+            return  # the driver may have released the step already
+        self._retire(client, operation, CANCELLED, cancelled(charged=operation.state == RUNNING))
+        if its is not None:
+            self._retire(client, its, CANCELLED, cancelled(charged=False))
+
+    def _cancel_optim(self, client: ClientRow, operation: OperationRow, later: list[OperationRow]) -> None:
+        # Whether or not their own optim_step was submitted: they were sealed for a step that would be another one.
+        if client.sent and self._store.newest_forward(client.client_id, client.next_number) > operation.number:
+            raise ServiceStateError(
+                "batch_follows", "batches of the next step were sent after this optim_step.", "Let it run."
+            )
+        for each in (operation, *later):
+            if each.state == QUEUED:
+                self._retire(client, each, CANCELLED, cancelled(charged=False))
+        # Its forward_backward waits for an optim_step again.
+        client.pending = self._store.newest_forward(client.client_id, operation.number)
+        if client.sent:
+            batches = self._store.batches_from(client.client_id, client.submitted_steps)
+            client.sent_examples = sum(batch.examples for batch in batches)
+
+    def changes(self, tenant: str, client_id: str, since: int) -> list[wire.Change]:
+        """Return the next changes after revision ``since``, at most `PAGE` and one, in their order; empty if none."""
+        client = self._find(tenant, client_id)
+        # What a database takes; a revision never gets there.
+        rows = self._store.changes(client_id, min(since, _LARGEST), PAGE)
+        found = [(row.revision, wire.Change(operation=operation_to_wire(row))) for row in rows]
+        # After a full page the client's own change may lie behind changes that are not in it.
+        if client.changed > since and (len(rows) < PAGE or client.changed < rows[-1].revision):
+            found.append((client.changed, wire.Change(client=self._shown(client))))
+        return [change for _, change in sorted(found, key=lambda item: item[0])]
+
+    def artifacts(self, tenant: str, client_id: str) -> list[wire.Artifact]:
+        """Return a client's artifacts in the order they were made."""
+        self._find(tenant, client_id)
+        return [artifact_to_wire(row) for row in self._store.artifacts(client_id)]
+
+    def artifact(self, tenant: str, client_id: str, name: str) -> ArtifactRow:
+        """Return an artifact; ServiceNotFoundError if the tenant's client has no such one."""
+        return self._artifact(self._find(tenant, client_id), name)
+
+    def evidence_class(self) -> str:
+        """Return the evidence class of the run that was admitted last; empty if none was."""
+        facts = self._store.newest_evidence()
+        return json.loads(facts).get("evidence_class") or "" if facts else ""
+
+    def clients_by_status(self) -> Mapping[str, int]:
+        """Return how many clients have each status, of all tenants together."""
+        return self._store.clients_by_status()
+
+    def queued_by_kind(self) -> tuple[Mapping[str, int], float]:
+        """Return how many operations wait, by kind; and when the oldest open one was submitted, now if none is."""
+        oldest = self._store.oldest_open()
+        return self._store.queued_by_kind(), self._clock() if oldest is None else oldest
+
+    def _find(self, tenant: str, client_id: str) -> ClientRow:
+        """Return a tenant's client; another tenant's is answered as one that does not exist."""
+        # No text of PostgreSQL has a null, and a statement that is refused ends the service.
+        client = self._store.client(client_id) if "\0" not in client_id else None
+        if client is None or client.tenant != tenant:
+            raise not_found("client")
+        return client
+
+    def _artifact(self, client: ClientRow, name: str) -> ArtifactRow:
+        number = number_of(client.client_id, name)
+        row = self._store.artifact(client.client_id, number) if number is not None else None
+        if row is None:
+            raise not_found("artifact")
+        return row
+
+    def _operation(self, client_id: str, number: int) -> wire.Operation:
+        operation = self._store.operation(client_id, number)
+        assert operation is not None, "it was recorded in this turn"
+        return operation_to_wire(operation)
+
+    def _require_open(self, client: ClientRow) -> None:
+        """Refuse a client that takes no operations, or not now."""
+        if client.status == TERMINATED:
+            raise ServiceStateError("client_closed", "the client was closed.", "Create another one.")
+        if client.status == ERROR:
+            cause = json.loads(client.error)
+            raise ServiceStateError(
+                "client_failed", f"the client has failed: {cause['message']} ({cause['code']})", cause["remedy"]
+            )
+        if client.open >= self._limits.queued_operations:
+            raise ServiceQueueFullError(
+                "queue_full",
+                f"{client.open} operations of this client wait.",
+                "Await some of their results first.",
+                retry_after_s=RETRY_S,
+            )
+
+    def _shown(self, client: ClientRow) -> wire.Client:
+        driver = self._drivers.get(client.client_id)
+        if driver is not None:
+            phase = driver.phase
+        else:
+            phase = "waiting for a place" if client.open or client.status == INITIALIZING else ""
+        return client_to_wire(client, phase)
+
+
+def _require_same(known: bytes, mark: bytes) -> None:
+    if known != mark:
+        raise invalid("idempotency_key", "it was used for another request")
+
+
+def _repeated() -> ServiceValidationError:
+    return invalid("example_ids", "an example is in this step twice", "id_repeated")
+
+
+def _participations(most: int) -> ServiceValidationError:
+    problem = f"an example would take part in more than max_participations ({most}) steps"
+    return invalid("example_ids", problem, "participations_exceeded")

@@ -1,0 +1,384 @@
+"""A driver: the process that executes one run of the service, at the pace that the service sets.
+
+    python -m raycloak.coordinator.service.driver
+
+Commands arrive on standard input and reports leave on standard output, as `raycloak.coordinator.service.pipe` has them.
+Whatever else is printed goes to standard error or into the run's log. The end of its input ends it after the step that
+computes, as SIGTERM does; a step that waits for its release is left. Either way the run can be resumed.
+
+Its exit code is 0 after the report of an ending, and that of the error after the report of a failure.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from raycloak.coordinator.cluster.ray_address import check_address
+from raycloak.coordinator.config.run import RunConfig, parse_config
+from raycloak.coordinator.console.output import Output, command_output, leave_stdout
+from raycloak.coordinator.planning.first_look import first_look
+from raycloak.coordinator.quick_imports import quickly
+from raycloak.coordinator.record.folder import RunFolder, is_executing, run_of
+from raycloak.coordinator.record.run_reader import read_verdict
+from raycloak.coordinator.service.pipe import (
+    Allow,
+    Batches,
+    Begin,
+    Close,
+    Command,
+    Computed,
+    Copied,
+    Copy,
+    Ended,
+    Failed,
+    Load,
+    Loaded,
+    Notice,
+    Opened,
+    Phase,
+    Ready,
+    Refused,
+    Released,
+    Report,
+    Save,
+    Saved,
+    lines_of,
+    parse_command,
+    report_line,
+)
+from raycloak.coordinator.training.pace import GatedPace
+from raycloak.coordinator.training.stop_signals import StopRequest
+from raycloak.metrics.errors import ConfigError, ProtocolError, RaycloakError, RefusedError, RunFailedError
+
+if TYPE_CHECKING:
+    from raycloak.coordinator.runs.execution import Execution
+    from raycloak.coordinator.training.reporting import Outset, StepReport
+    from raycloak.coordinator.training.steps import Training
+    from raycloak.workers.terms.measurement import Released as Measured
+    from raycloak.workers.terms.public_sums import PublicSums
+
+FORMER_S: Final = 120.0
+"""How long the former driver of the run may take to end, in seconds: as long as a step. Its input ended before."""
+
+LOOK_EVERY_S: Final = 0.1
+
+
+class Reports:
+    """The reports of this driver, from any thread; they end when nobody reads them."""
+
+    def __init__(self, descriptor: int, stop: StopRequest) -> None:
+        self._descriptor = descriptor
+        self._stop = stop
+        self._lock = threading.Lock()
+
+    def tell(self, report: Report) -> None:
+        """Send a report; if the service is gone, have the run stopped."""
+        line = report_line(report)
+        with self._lock:
+            while line:
+                try:
+                    line = line[os.write(self._descriptor, line) :]
+                except BrokenPipeError:
+                    self._stop.make()
+                    return
+
+
+class PacedRun:
+    """One execution of a run whose steps the service allows and releases.
+
+    Args:
+        commands: the lines of the service, all but the first.
+    """
+
+    def __init__(self, begin: Begin, commands: Iterator[bytes], reports: Reports, stop: StopRequest) -> None:
+        self._begin = begin
+        self._tell = reports.tell
+        self._stop = stop
+        self._pace: GatedPace[Save | Copy | Load] = GatedPace(stop, self._computed, self._between)
+        self._losses: dict[int, float] = {}
+        # A daemon: the service may keep its end open for longer than this process lives.
+        threading.Thread(target=self._listen, args=(commands,), name="commands", daemon=True).start()
+
+    def run(self, output: Output) -> None:
+        """Execute the run and report its ending.
+
+        Raises:
+            RaycloakError: what ended it; nothing is half-written and what was charged stays charged.
+        """
+        begin = self._begin
+        config = parse_config(begin.config)
+        former = self._former(config)
+        if former is not None and former.record.status == "done":
+            self._opened(former)
+            self._tell(_ended_before(former))
+            return
+        # Before the libraries of a run, which take seconds to import.
+        first_look(config, begin.base, begin.run_secret, former is not None)
+        if address := os.environ.get("RAY_ADDRESS"):
+            check_address(address)
+        with quickly():
+            from raycloak.coordinator.runs.ray_start import ray_ahead
+        with ray_ahead(config, self._phase):
+            self._phase("loading libraries")
+            with quickly():
+                execution = self._execution(config, output)
+            self._execute(execution, former)
+
+    def _former(self, config: RunConfig) -> RunFolder | None:
+        """Return the run to resume, once no other process executes it; None if there is none, or it was void.
+
+        Raises:
+            RefusedError: ``run_in_progress``.
+        """
+        if self._begin.run_id is None:
+            return None
+        found = run_of(self._begin.run_id)
+        if found is None:
+            return None
+        end = time.monotonic() + FORMER_S
+        # The driver of a service that was killed ends after its step.
+        while is_executing(found.path, found.record.run_id):
+            if self._stop.made or time.monotonic() > end:
+                raise RefusedError(
+                    "run_in_progress",
+                    f"another process is executing run {found.record.run_id}.",
+                    "Wait for it, or stop it first.",
+                )
+            time.sleep(LOOK_EVERY_S)
+        # Again: it may have marked the run as done, or as void, by now.
+        return run_of(self._begin.run_id)
+
+    def _execution(self, config: RunConfig, output: Output) -> "Execution":
+        from raycloak.coordinator.evidence.sources import configured_policy
+        from raycloak.coordinator.loggers.configured import configured_loggers
+        from raycloak.coordinator.planning.model_source import model_source
+        from raycloak.coordinator.planning.plan import check_public
+        from raycloak.coordinator.runs.execution import Execution
+        from raycloak.coordinator.training.callbacks import own_callbacks
+        from raycloak.workers.inputs.user_code import portable_base
+
+        base = self._begin.base
+        if config.dataset is None:
+            raise ConfigError("config", "no dataset is named.", "Name one in the configuration.")
+        check_public(config)
+        configured_policy(config.policy, config.collateral, base)
+
+        def notice(line: str) -> None:
+            output.announce(line)
+            self._tell(Notice(line=line))
+
+        return Execution(
+            config,
+            model_source(config.model),
+            portable_base(base),
+            progress=self._stepped,
+            phase=self._phase,
+            opened=self._opened,
+            begun=self._ready,
+            measured=self._measured,
+            notice=notice,
+            stop=self._stop,
+            handle_signals=True,
+            callbacks=(*own_callbacks(config.callbacks, (), base), *configured_loggers(config.loggers, base)),
+            pace=self._pace,
+        )
+
+    def _execute(self, execution: "Execution", former: RunFolder | None) -> None:
+        secret = str(self._begin.run_secret) if self._begin.run_secret is not None else None
+        try:
+            outcome = execution.recovered(
+                (lambda: execution.go_on(former)) if former is not None else lambda: execution.begin(secret)
+            )
+        except ConfigError as error:
+            # The former driver was killed after the last act of a run that is complete, and before it could mark it.
+            if error.code != "nothing_to_resume" or former is None:
+                raise
+            self._opened(former)
+            self._tell(_ended_before(former))
+        except RunFailedError as error:
+            if error.code != "stopped":
+                raise
+            self._tell(Ended(ending="stopped", metrics=None))
+        else:
+            self._tell(Ended(ending=outcome.ending, metrics=outcome.result()["metrics"]))
+
+    def _listen(self, commands: Iterator[bytes]) -> None:
+        for line in commands:
+            try:
+                command = parse_command(line)
+            except ValueError:
+                # From a service of another version: what it means by it is not known, so nothing goes on.
+                self._tell(Notice(line="a command of the service cannot be read; the run stops"))
+                break
+            self._take(command)
+        self._stop.make()
+
+    def _take(self, command: Command) -> None:
+        match command:
+            case Allow():
+                self._pace.allow(command.computed, command.released)
+            case Batches():
+                self._pace.send(command.step, command.files)
+            case Save() | Copy() | Load():
+                self._pace.ask(command)
+            case Close():
+                self._pace.close()
+            case Begin():
+                self._tell(Notice(line="a driver begins one run; the run stops"))
+                self._stop.make()
+
+    def _between(self, command: Save | Copy | Load, training: "Training") -> None:
+        from raycloak.coordinator.training.state_requests import CopyRequest, LoadRequest, SaveRequest
+
+        try:
+            if isinstance(command, Save):
+                saved = training.save(SaveRequest(command.id, command.after))
+                report: Report = Saved(
+                    id=command.id,
+                    package=saved.package,
+                    package_digest=saved.package_digest.hex(),
+                    parameter_digest=saved.parameter_digest.hex(),
+                    step=saved.step,
+                )
+            elif isinstance(command, Copy):
+                digest = training.copy(CopyRequest(command.after, command.path))
+                report = Copied(id=command.id, parameter_digest=digest.hex())
+            else:
+                loaded = training.load(LoadRequest(command.after, command.package))
+                report = Loaded(id=command.id, parameter_digest=loaded.parameter_digest.hex(), step=loaded.step)
+        except RefusedError as refusal:
+            report = Refused(id=command.id, code=refusal.code, message=refusal.message, remedy=refusal.remedy)
+        self._tell(report)
+
+    def _phase(self, words: str) -> None:
+        self._tell(Phase(words=words))
+
+    def _opened(self, folder: RunFolder) -> None:
+        self._tell(Opened(run_id=folder.record.run_id, run_dir=folder.path))
+
+    def _ready(self, outset: "Outset") -> None:
+        manifest, plan = outset.manifest, outset.plan
+        mechanism = manifest.computation.mechanism
+        private = mechanism.private
+        self._tell(
+            Ready(
+                finished_steps=outset.finished_steps,
+                steps=mechanism.steps,
+                delta=plan.delta if private else None,
+                epsilon_cap=plan.epsilon_cap if private else None,
+                epsilon_planned=plan.epsilon if private else None,
+                epsilon=outset.charged_epsilon if private else None,
+                noise_multiplier=mechanism.noise_multiplier if private else None,
+                sample_rate=mechanism.sample_rate,
+                max_grad_norm=mechanism.max_grad_norm,
+                accountant=mechanism.accountant,
+                private=private,
+                virtual_workers=mechanism.virtual_workers,
+                evidence_class=outset.evidence_class,
+                account=manifest.account,
+                manifest=json.loads(manifest.encode()),
+            )
+        )
+
+    def _measured(self, measured: "Measured") -> None:
+        if "loss" in measured.values:
+            self._losses[measured.after] = measured.values["loss"]
+
+    def _computed(self, step: int, epsilon: float | None, counted: "PublicSums | None") -> None:
+        if counted is not None and counted.mean_loss is not None:
+            self._losses[step] = counted.mean_loss
+        tokens = None if counted is None else counted.tokens
+        self._tell(Computed(step=step, epsilon=epsilon, loss=self._losses.get(step), tokens=tokens))
+
+    def _stepped(self, report: "StepReport") -> None:
+        step = report.step - 1
+        self._tell(
+            Released(
+                step=step,
+                digest=report.parameter_digest,
+                epsilon=report.epsilon,
+                seconds=report.seconds,
+                evaluation_accuracy=report.evaluation_accuracy,
+                evaluation_loss=report.evaluation_loss,
+                loss=self._losses.get(step),
+                grad_norm=report.grad_norm,
+            )
+        )
+
+
+def _ended_before(folder: RunFolder) -> Ended:
+    """Return the ending of a run that an earlier driver has brought to its end."""
+    verdict = read_verdict(folder.path)
+    metrics = None if verdict is None else {name: value for name, value in verdict.items() if name != "run_dir"}
+    over = ("complete", "cap_exceeded", "early_stopped")
+    # An older verdict is of an execution before; a process that was killed may have written none.
+    ending = metrics["ending"] if metrics is not None and metrics["ending"] in over else "complete"
+    return Ended(ending=ending, metrics=metrics)
+
+
+def _guarded(run: PacedRun, output: Output, reports: Reports) -> int:
+    """Execute the run; every outcome becomes a last report and an exit code."""
+    try:
+        run.run(output)
+    except RaycloakError as error:
+        output.error(error)
+        reports.tell(_failure(error))
+        return error.exit_code
+    except KeyboardInterrupt as error:
+        interrupted = RaycloakError("interrupted", "the driver was stopped at once.", "Resume the run.")
+        output.error(interrupted, error)
+        reports.tell(_failure(interrupted))
+        return interrupted.exit_code
+    except Exception as error:  # noqa: BLE001 - the last resort: a defect still ends in one report
+        output.unexpected(error)
+        # Its text may be about data, so the report has its type alone.
+        unexpected = RaycloakError("unexpected", f"{type(error).__name__}.", "The driver's log has the traceback.")
+        reports.tell(_failure(unexpected))
+        return unexpected.exit_code
+    return 0
+
+
+def _failure(error: RaycloakError) -> Failed:
+    return Failed(
+        code=error.code,
+        message=error.message,
+        remedy=error.remedy,
+        exit_code=error.exit_code,
+        epsilon=error.spent_epsilon,
+        step=error.step,
+    )
+
+
+def main() -> int:
+    """Execute the run that the first line of standard input names; return the exit code."""
+    stop = StopRequest()
+    # Copies that no process which Ray starts inherits: the pipes are at their end when this process is.
+    commands, reports = lines_of(os.dup(0)), Reports(os.dup(1), stop)
+    with Path(os.devnull).open("rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    line = next(commands, None)
+    if line is None:
+        return 0
+    with command_output(as_json=False, debug=True) as output:
+        try:
+            begin = parse_command(line)
+            if not isinstance(begin, Begin):
+                raise ValueError
+        except ValueError:
+            refusal = ProtocolError("driver_protocol", "the first line is not the beginning of a run.")
+            output.error(refusal)
+            reports.tell(_failure(refusal))
+            return refusal.exit_code
+        return _guarded(PacedRun(begin, commands, reports, stop), output, reports)
+
+
+if __name__ == "__main__":
+    code = main()
+    leave_stdout()
+    sys.exit(code)

@@ -1,0 +1,362 @@
+"""The desk's side towards drivers and samplers: their reports, and who gets a place for a driver.
+
+A report changes the store as the driver's ledger and run directory say it is: what it reports twice counts once.
+"""
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Final
+
+from raycloak.coordinator.client import service_pb2 as wire
+from raycloak.coordinator.service.drivers import Exited
+from raycloak.coordinator.service.operation_queues import (
+    DriverState,
+    OperationQueues,
+    cause_of,
+)
+from raycloak.coordinator.service.operations import (
+    FORWARD_BACKWARD,
+    OPTIM_STEP,
+    SAMPLE,
+    artifact_to_wire,
+    dp_metrics,
+    failure,
+    not_found,
+    number_of,
+)
+from raycloak.coordinator.service.pipe import (
+    Begin,
+    Close,
+    Computed,
+    Copied,
+    Ended,
+    Failed,
+    Loaded,
+    Notice,
+    Opened,
+    Phase,
+    Ready,
+    Refused,
+    Released,
+    Report,
+    Saved,
+)
+from raycloak.coordinator.service.places import Place, leaving, next_client
+from raycloak.coordinator.service.store import (
+    DONE,
+    FAILED,
+    INITIALIZING,
+    LIVE,
+    RUNNING,
+    TERMINATED,
+    ArtifactRow,
+    ClientRow,
+    OperationRow,
+)
+from raycloak.metrics.errors import RaycloakError
+
+_MOST_RESTARTS: Final = 3
+"""Drivers of one client that may be lost without having finished a step between them."""
+_LOCKED_RETRY_S: Final = 1.0
+_LOCKED_DEADLINE_S: Final = 600.0
+"""For how long a driver is started again while another process executes the run: one of a service that was killed ends
+after its step."""
+_RUN_LOCKED: Final = "run_in_progress"
+_RUN: Final = re.compile(r"\brun ([0-9a-f]{16})\b")
+_RESUMABLE: Final = ("stopped", "void")
+_AT_ONCE: Final = 16  # more operations never run at once
+_LOG = logging.getLogger(__name__)
+
+
+class DriverDesk(OperationQueues):
+    """The reports of drivers and samplers, and the places of drivers."""
+
+    def tick(self) -> None:
+        """Do what is due by time alone: places of idle clients, and drivers that are to be tried again."""
+        self._assign()
+
+    @property
+    def drivers(self) -> int:
+        """The number of driver processes."""
+        return len(self._drivers)
+
+    def stop(self) -> None:
+        """Start no driver any more, and end each after its step."""
+        self._stopping = True
+        for client_id, driver in self._drivers.items():
+            driver.is_ready, driver.place.is_leaving = False, True
+            self._tell_stop(client_id)
+
+    def report(self, client_id: str, said: Report | Exited) -> None:
+        """Take a report of a client's driver; `Exited` is its last."""
+        driver, client = self._drivers.get(client_id), self._store.client(client_id)
+        if driver is None or client is None:
+            return
+        with self._changing(client):
+            match said:
+                case Phase():
+                    driver.phase = said.words
+                    self._show(client_id, wire.Progress(phase=driver.phase, step=client.finished))
+                case Notice():
+                    _LOG.info("client %s: %s", client_id, said.line)
+                case Opened():
+                    self._opened(client, said)
+                case Ready():
+                    self._ready(client, driver, said)
+                case Computed():
+                    self._computed(client, said)
+                case Released():
+                    self._released(client, said)
+                case Saved():
+                    self._saved(client, said)
+                case Copied():
+                    self._copied(client, said)
+                case Loaded():
+                    self._loaded(client, said)
+                case Refused():
+                    self._refused(client, said)
+                case Ended():
+                    self._run_ended(client, driver, said)
+                case Failed():
+                    self._run_failed(client, driver, said)
+                case Exited():
+                    self._gone(client, driver)
+            self._advance(client)
+        if isinstance(said, Exited):
+            self._assign()
+
+    def give_up(self, client_id: str) -> None:
+        """End a client of whom a report could not be taken; what was charged stays charged.
+
+        Guarantee: an operation whose outcome cannot be recorded fails, and no future waits for it for ever.
+        """
+        client = self._store.client(client_id)
+        if client is not None and client.status in (INITIALIZING, LIVE):
+            with self._changing(client):
+                message = "the service could not take what the client's driver reported."
+                self._fail(client, cause_of("report_lost", message, "The service's log has the error."))
+
+    def sampled(self, name: str, completions: list[wire.Completion], cause: Mapping[str, str] | None = None) -> None:
+        """Take the outcome of a sample: its completions, or the ``cause`` for which there are none."""
+        client_id, _, number = name.rpartition(".")
+        client, operation = self._store.client(client_id), self._store.operation(client_id, int(number))
+        if client is None or operation is None or operation.state != RUNNING:
+            return
+        with self._changing(client):
+            if cause is not None:
+                self._finish(client, operation, FAILED, error=failure(cause))
+            else:
+                result = wire.SampleResult.FromString(operation.result)
+                result.completions.extend(completions)
+                self._finish(client, operation, DONE, result=result.SerializeToString())
+            self._advance(client)
+
+    def tokens(self, name: str, completion: int, text: str) -> None:
+        """Pass on text that a sample has generated."""
+        change = wire.Change(tokens=wire.Tokens(operation_id=name, completion=completion, text=text))
+        self._publish(name.rpartition(".")[0], change)
+
+    def _opened(self, client: ClientRow, said: Opened) -> None:
+        # Another run than before only if that one was void: the watermarks would let it charge all steps again.
+        if client.run_id not in ("", said.run_id) and (client.charged or self._store.batches_from(client.client_id, 0)):
+            message = f"run {client.run_id} is gone, which steps or batches of this client belong to."
+            self._fail(client, cause_of("run_lost", message))
+            return
+        client.run_id, client.run_dir = said.run_id, str(said.run_dir)
+
+    def _ready(self, client: ClientRow, driver: DriverState, said: Ready) -> None:
+        client.facts = json.dumps({name: value for name, value in asdict(said).items() if name != "kind"})
+        client.private = int(said.private)
+        client.epsilon = max(client.epsilon, said.epsilon or 0.0)
+        if client.status == INITIALIZING:
+            client.status = LIVE
+        if client.status == TERMINATED:
+            self._tell(client.client_id, Close())
+            return
+        driver.is_ready, driver.phase = not driver.place.is_leaving, "training"
+        self._locked.pop(client.client_id, None)
+        self._catch_up(client, said.finished_steps)
+        for step in range(said.finished_steps, client.allowed_releases):
+            self._tell_batches(client, step)
+        for operation in self._store.open_operations(client.client_id, _AT_ONCE):
+            if operation.state == RUNNING:
+                self._command(client, operation)
+        driver.told = (-1, -1)
+
+    def _catch_up(self, client: ClientRow, finished_steps: int) -> None:
+        """Take note of steps that a driver finished while no service was there to be told."""
+        if finished_steps > client.finished:
+            recorded = self._recorded(client.run_dir)
+            for step in range(client.finished, finished_steps):
+                self._computed(client, Computed(step=step, epsilon=recorded[step].epsilon, loss=None))
+                self._released(client, recorded[step])
+
+    def _computed(self, client: ClientRow, said: Computed) -> None:
+        step, epsilon = said.step, said.epsilon
+        self._lost.pop(client.client_id, None)
+        client.charged = max(client.charged, step + 1)
+        client.epsilon = max(client.epsilon, epsilon or 0.0)
+        for operation in self._store.of_step(client.client_id, FORWARD_BACKWARD, step):
+            if operation.state == RUNNING:
+                self._finish_forward(client, operation, said.loss, said.tokens)
+        self._show(client.client_id, wire.Progress(step=step, epsilon=client.epsilon, phase="computed"))
+
+    def _released(self, client: ClientRow, said: Released) -> None:
+        found = self._store.of_step(client.client_id, OPTIM_STEP, said.step)
+        asked = next((each for each in found if each.state in (RUNNING, DONE)), None)
+        if asked is None:
+            self._fail(client, cause_of("released_unasked", f"step {said.step} was released and nobody had asked."))
+            return
+        if asked.state == DONE:
+            # Repeated by a driver that resumed from an earlier package.
+            if wire.OptimStepResult.FromString(asked.result).parameter_digest != said.digest:
+                self._fail(client, cause_of("not_exact", f"step {said.step} was repeated with another result."))
+            return
+        client.finished = max(client.finished, said.step + 1)
+        client.digest = said.digest
+        client.epsilon = max(client.epsilon, said.epsilon or 0.0)
+        result = wire.OptimStepResult(
+            step=said.step + 1,
+            parameter_digest=said.digest,
+            dp_metrics=dp_metrics(client),
+            loss=said.loss,
+            evaluation_accuracy=said.evaluation_accuracy,
+            evaluation_loss=said.evaluation_loss,
+            seconds=said.seconds,
+            grad_norm=said.grad_norm,
+        )
+        self._finish(client, asked, DONE, result=result.SerializeToString())
+        progress = wire.Progress(step=client.finished, epsilon=client.epsilon, phase="released")
+        self._show(client.client_id, progress)
+
+    def _saved(self, client: ClientRow, said: Saved) -> None:
+        operation = self._running(client, said.id)
+        if operation is None:
+            return
+        try:
+            size = self._package_bytes(said.package, bytes.fromhex(said.package_digest))
+        except RaycloakError as error:
+            self._retire(client, operation, FAILED, failure(cause_of(error.code, error.message, error.remedy)))
+            return
+        request = wire.SaveState.FromString(operation.payload)
+        row = ArtifactRow(
+            client_id=client.client_id,
+            number=operation.number,
+            step=said.step,
+            package=said.package,
+            package_digest=said.package_digest,
+            parameter_digest=said.parameter_digest,
+            metadata=json.dumps(dict(request.metadata), sort_keys=True),
+            created=self._clock(),
+            size=size,
+        )
+        self._store.add_artifact(row)
+        client.digest = row.parameter_digest
+        result = wire.SaveStateResult(artifact=artifact_to_wire(row))
+        self._finish(client, operation, DONE, result=result.SerializeToString())
+
+    def _loaded(self, client: ClientRow, said: Loaded) -> None:
+        operation = self._running(client, said.id)
+        if operation is None:
+            return
+        name = wire.LoadState.FromString(operation.payload).artifact_id
+        client.digest = said.parameter_digest
+        result = wire.LoadStateResult(artifact_id=name, step=said.step, parameter_digest=client.digest)
+        self._finish(client, operation, DONE, result=result.SerializeToString())
+
+    def _refused(self, client: ClientRow, said: Refused) -> None:
+        operation = self._running(client, said.id)
+        if operation is not None:
+            self._retire(client, operation, FAILED, failure(cause_of(said.code, said.message, said.remedy)))
+
+    def _run_ended(self, client: ClientRow, driver: DriverState, said: Ended) -> None:
+        driver.has_ended, driver.is_ready = True, False
+        if said.ending in _RESUMABLE or client.status == TERMINATED:
+            return
+        client.ending = said.ending
+        for operation in self._store.open_operations(client.client_id):
+            if operation.state == RUNNING and not (operation.kind == SAMPLE and operation.package):
+                self._fail_by_ending(client, operation)
+
+    def _run_failed(self, client: ClientRow, driver: DriverState, said: Failed) -> None:
+        driver.has_ended, driver.is_ready = True, False
+        client.epsilon = max(client.epsilon, said.epsilon or 0.0)
+        if said.code == _RUN_LOCKED:
+            now = self._monotonic()
+            first, _ = self._locked.get(client.client_id, (now, now))
+            self._locked[client.client_id] = (first, now + _LOCKED_RETRY_S)
+            if now - first < _LOCKED_DEADLINE_S:
+                return
+        if client.status != TERMINATED:
+            message, remedy = (_without_others(text, client.run_id) for text in (said.message, said.remedy))
+            self._fail(client, cause_of(said.code, message, remedy))
+
+    def _gone(self, client: ClientRow, driver: DriverState) -> None:
+        del self._drivers[client.client_id]
+        client.waits_since = self._clock()
+        if client.status == TERMINATED:
+            self._fail_open(client, closed())
+        elif not driver.has_ended and not driver.place.is_leaving:
+            self._lost[client.client_id] += 1
+            if self._lost[client.client_id] > _MOST_RESTARTS:
+                self._fail(client, cause_of("driver_lost", "the client's driver process was lost again and again."))
+
+    def _copied(self, client: ClientRow, said: Copied) -> None:
+        operation = self._running(client, said.id)
+        if operation is not None:
+            copy = self._copy(client.client_id, said.parameter_digest)
+            self._assign_package(client, operation, str(copy), said.parameter_digest)
+
+    def _find_operation(self, client: ClientRow, name: str) -> OperationRow:
+        number = number_of(client.client_id, name)
+        operation = self._store.operation(client.client_id, number) if number is not None else None
+        if operation is None:
+            raise not_found("future")
+        return operation
+
+    def _running(self, client: ClientRow, name: str) -> OperationRow | None:
+        """Return the running operation that a report names; None for one that is reported again."""
+        operation = self._find_operation(client, name)
+        return operation if operation.state == RUNNING else None
+
+    def _assign(self) -> None:
+        """Give free places to clients that wait, and have places given up for the others."""
+        if self._stopping:
+            return
+        now = self._monotonic()
+        waiting = [
+            each
+            for each in self._store.waiting_clients()
+            if each[0] not in self._drivers and self._locked.get(each[0], (0.0, 0.0))[1] <= now
+        ]
+        while waiting and len(self._drivers) < self._limits.active_clients:
+            chosen = next_client(waiting, [driver.place for driver in self._drivers.values()])
+            waiting.remove(chosen)
+            self._start(*chosen)
+        places = {client_id: driver.place for client_id, driver in self._drivers.items()}
+        for client_id in leaving(waiting, places, now, self._limits.idle_seconds, self._limits.turn_seconds):
+            driver = self._drivers[client_id]
+            driver.is_ready, driver.place.is_leaving = False, True
+            self._tell_stop(client_id)
+
+    def _start(self, client_id: str, tenant: str) -> None:
+        client = self._store.client(client_id)
+        assert client is not None, "a client that waits is in the store"
+        config = json.loads(client.run_config)
+        if "url" in self._settings.run.get("ledger", {}):
+            config["ledger"]["url"] = self._settings.run["ledger"]["url"]
+        begin = Begin(config=config, base=self._base, run_secret=None, run_id=client.run_id or None)
+        self._drivers[client_id] = DriverState(Place(tenant, self._monotonic()))
+        self._after.append(lambda: self._processes.start(client_id, begin))
+
+
+def closed() -> dict[str, str]:
+    return cause_of("client_closed", "the client was closed; what was charged stays charged.")
+
+
+def _without_others(text: str, run_id: str) -> str:
+    """Return an error's text without names of other runs, which may be another tenant's on a shared account."""
+    return _RUN.sub(lambda found: found[0] if found[1] == run_id else "another run", text)

@@ -1,0 +1,408 @@
+"""The order of each client's operations: which is handed to its driver, and how each one ends.
+
+Every change is made inside `OperationQueues.turn`, which makes it durable and only then tells drivers and watchers.
+What a future depends on is in the store alone. In memory is only which driver processes there are.
+
+An operation is *queued* until it is handed to the driver, and *running* from then on. Handed is one step at a time: a
+step that is cancelled while it is queued was never charged.
+"""
+
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final
+
+from raycloak.coordinator.client import service_pb2 as wire
+from raycloak.coordinator.service.operations import (
+    CAP,
+    FORWARD_BACKWARD,
+    LOAD_STATE,
+    OPTIM_STEP,
+    SAMPLE,
+    SAVE_STATE,
+    client_status,
+    dp_metrics,
+    failure,
+    operation_id,
+)
+from raycloak.coordinator.service.pipe import (
+    Allow,
+    Batches,
+    Command,
+    Copy,
+    Load,
+    Save,
+)
+from raycloak.coordinator.service.places import Place
+from raycloak.coordinator.service.ports import COPY_SUFFIX, DriverPort, Measured, Records, SamplerPort
+from raycloak.coordinator.service.settings import ServiceSettings
+from raycloak.coordinator.service.store import (
+    DONE,
+    ERROR,
+    FAILED,
+    LIVE,
+    QUEUED,
+    RUNNING,
+    ClientRow,
+    OperationRow,
+    Store,
+)
+
+_AT_ONCE: Final = 16  # operations that are looked at for one decision
+_MOST_SAMPLES: Final = 8  # samples of one client that are generated at once
+ENDINGS: Final = {
+    "early_stopped": "the run was stopped early: its result no longer got better.",
+    "complete": "the run is complete.",
+}
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class DriverState:
+    """The known facts of a driver process; it is lost with this process, as the driver is."""
+
+    place: Place
+    is_ready: bool = False
+    has_ended: bool = False
+    told: tuple[int, int] = (-1, -1)
+    phase: str = "waiting for the driver"
+
+
+class OperationQueues:
+    """The operations of all clients, in their order. For one thread at a time.
+
+    Args:
+        base: folder that relative paths of the settings start from.
+        folder: of the files that clients sent, and of copies of weights that samples need.
+        publish: told of every change of a client: of one that is in the store by None, else by the change itself.
+        measured: told of every operation that ended.
+        records: reads what runs have written.
+        recipient: public file of the service's key, to which every run's packages are sealed too.
+        clock, monotonic: Unix time, and seconds that never go back.
+    """
+
+    def __init__(
+        self,
+        settings: ServiceSettings,
+        base: Path,
+        store: Store,
+        drivers: DriverPort,
+        sampler: SamplerPort,
+        folder: Path,
+        publish: Callable[[str, wire.Change | None], None],
+        measured: Measured,
+        records: Records,
+        recipient: Path,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings
+        self._limits = settings.limits
+        self._base = base
+        self._store = store
+        self._processes = drivers
+        self._sampler = sampler
+        self._folder = folder
+        self._publish = publish
+        self._measured = measured
+        self._recorded, self._package_bytes = records.steps, records.package_bytes
+        self._recipient = recipient
+        self._clock = clock
+        self._monotonic = monotonic
+        self._drivers: dict[str, DriverState] = {}
+        self._after: list[Callable[[], None]] = []
+        self._stopping = False
+        # Of clients whose driver was lost: how often since a step, and when the run's lock was first taken.
+        self._lost: Counter[str] = Counter()
+        self._locked: dict[str, tuple[float, float]] = {}
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Make all of the block's changes durable, or none if it raises; then tell drivers and watchers."""
+        try:
+            with self._store.transaction():
+                yield
+        except BaseException:
+            self._after.clear()
+            raise
+        after, self._after = self._after, []
+        for act in after:
+            act()
+
+    @contextmanager
+    def part(self) -> Iterator[None]:
+        """Make a part of a turn, which is undone alone if it raises."""
+        mark = len(self._after)
+        try:
+            with self._store.part():
+                yield
+        except BaseException:
+            del self._after[mark:]
+            raise
+
+    @contextmanager
+    def _changing(self, client: ClientRow) -> Iterator[None]:
+        """Write what the block changes in ``client`` at its end, and tell watchers."""
+        before = {each.name: getattr(client, each.name) for each in fields(client)}
+        status = client_status(client)
+        yield
+        shown = ("finished", "charged", "epsilon", "facts", "error", "run_id", "digest", "ending")
+        if client_status(client) != status or any(getattr(client, name) != before[name] for name in shown):
+            client.revision += 1
+            client.changed = client.revision
+        changed = {name: getattr(client, name) for name, value in before.items() if getattr(client, name) != value}
+        if changed:
+            self._store.change_client(client, **changed)
+        if changed.keys() & {"digest", "status", "open"}:
+            self._tidy(client)
+        if "revision" in changed:
+            self._after.append(lambda: self._publish(client.client_id, None))
+        driver = self._drivers.get(client.client_id)
+        if driver is not None:
+            since = driver.place.idle_since
+            idle = driver.is_ready and not client.open
+            driver.place.idle_since = (self._monotonic() if since is None else since) if idle else None
+
+    def _enter(self, client: ClientRow, kind: str, key: str, mark: bytes, payload: bytes, package: str) -> OperationRow:
+        """Record a new operation at the end of the queue."""
+        now = self._clock()
+        client.revision += 1
+        operation = OperationRow(
+            client_id=client.client_id,
+            number=client.next_number,
+            idempotency_key=key,
+            fingerprint=mark,
+            kind=kind,
+            state=QUEUED,
+            revision=client.revision,
+            submitted=now,
+            payload=payload,
+            package=package,
+        )
+        self._store.add_operation(operation)
+        client.next_number += 1
+        client.open += 1
+        if client.open == 1 and client.client_id not in self._drivers:
+            client.waits_since = now
+        return operation
+
+    def _advance(self, client: ClientRow) -> None:
+        """Hand the next operations to the driver, in order, as far as they may run."""
+        if client.status == LIVE and client.open:
+            while self._advance_some(client):
+                pass
+        driver = self._drivers.get(client.client_id)
+        marks = (client.allowed_charges, client.allowed_releases)
+        if driver is not None and driver.is_ready and driver.told != marks:
+            driver.told = marks
+            self._tell(client.client_id, Allow(computed=marks[0], released=marks[1]))
+
+    def _advance_some(self, client: ClientRow) -> bool:
+        """Look at the first open operations; return whether there are more to look at."""
+        in_step, samples = False, 0
+        operations = self._store.open_operations(client.client_id, _AT_ONCE)
+        for operation in operations:
+            if operation.state == QUEUED:
+                if (in_step and operation.kind != OPTIM_STEP) or samples >= _MOST_SAMPLES:
+                    return False
+                if not self._hand(client, operation):
+                    return False
+            if operation.state == RUNNING:
+                if operation.kind == FORWARD_BACKWARD:
+                    in_step = True
+                elif operation.kind == SAMPLE and operation.package:
+                    samples += 1
+                else:
+                    return False
+        return len(operations) == _AT_ONCE and client.open > samples + in_step
+
+    def _hand(self, client: ClientRow, operation: OperationRow) -> bool:
+        """Let an operation run, or end it at once; False if it has to wait for the driver."""
+        operation.step = client.finished
+        if operation.kind == SAMPLE and self._sampled_at_once(client, operation):
+            return True
+        if client.ending:
+            self._fail_by_ending(client, operation)
+            return True
+        driver = self._drivers.get(client.client_id)
+        if driver is None or not driver.is_ready:
+            return False
+        if operation.kind in (FORWARD_BACKWARD, OPTIM_STEP):
+            if client.finished >= json.loads(client.facts)["steps"]:
+                self._retire(client, operation, FAILED, failure(steps_done()))
+                return True
+            client.allowed_charges = max(client.allowed_charges, client.finished + 1)
+        if operation.kind == FORWARD_BACKWARD and client.charged > client.finished:
+            # An earlier forward_backward of this step was cancelled when it was charged.
+            self._finish_forward(client, operation, None, None)
+            return True
+        if operation.kind == OPTIM_STEP:
+            client.allowed_releases = max(client.allowed_releases, client.finished + 1)
+            self._tell_batches(client, client.finished)
+        self._run(client, operation)
+        self._command(client, operation)
+        return True
+
+    def _run(self, client: ClientRow, operation: OperationRow) -> None:
+        client.revision += 1
+        self._store.change_operation(
+            operation, state=RUNNING, step=operation.step, handed=self._clock(), revision=client.revision
+        )
+
+    def _command(self, client: ClientRow, operation: OperationRow) -> None:
+        """Tell the driver of an operation that watermarks do not."""
+        name, after = operation_id(operation), operation.step
+        if operation.kind == LOAD_STATE:
+            self._tell(client.client_id, Load(id=name, after=after, package=operation.package))
+        elif operation.kind == SAVE_STATE:
+            self._tell(client.client_id, Save(id=name, after=after))
+        elif operation.kind == SAMPLE and not operation.package:
+            copy = self._copy(client.client_id, client.digest)
+            self._tell(client.client_id, Copy(id=name, after=after, path=copy))
+
+    def _sampled_at_once(self, client: ClientRow, operation: OperationRow) -> bool:
+        """Sample from the newest released weights, if an artifact has them or a copy that an earlier sample needed."""
+        if not client.digest:
+            return False
+        found = self._store.artifact_of(client.client_id, client.digest)
+        copy = self._copy(client.client_id, client.digest)
+        if found is None and not copy.exists():
+            return False
+        self._run(client, operation)
+        self._assign_package(client, operation, found.package if found is not None else str(copy), client.digest)
+        return True
+
+    def _copy(self, client_id: str, digest: str) -> Path:
+        return self._folder / "copies" / client_id / f"{digest}{COPY_SUFFIX}"
+
+    def _tidy(self, client: ClientRow) -> None:
+        """Have copies of a client's weights removed that no sample needs; the newest stays for the next sample."""
+        newest = self._copy(client.client_id, client.digest)
+        if not newest.parent.exists():
+            return
+        needed = {Path(each.package) for each in self._store.open_operations(client.client_id) if each.kind == SAMPLE}
+        if client.status == LIVE:
+            needed.add(newest)
+        self._after.append(lambda: remove_all_but(needed, newest.parent.glob(f"[!.]*{COPY_SUFFIX}")))
+
+    def _assign_package(self, client: ClientRow, operation: OperationRow, package: str, digest: str) -> None:
+        result = wire.SampleResult(step=operation.step, parameter_digest=digest)
+        self._store.change_operation(operation, package=package, result=result.SerializeToString())
+        self._generate(client, operation)
+
+    def _generate(self, client: ClientRow, operation: OperationRow) -> None:
+        name, package, run_dir = operation_id(operation), operation.package, client.run_dir
+        request = wire.Sample.FromString(operation.payload)
+        self._after.append(lambda: self._sampler.submit(name, package, run_dir, request))
+
+    def _tell_batches(self, client: ClientRow, step: int) -> None:
+        """Name the files of a step that the client sent, before its charge is allowed."""
+        if client.sent:
+            rows = [row for row in self._store.batches_from(client.client_id, step) if row.step == step]
+            self._tell(client.client_id, Batches(step=step, files=tuple(self._folder / row.file for row in rows)))
+
+    def _finish_forward(
+        self, client: ClientRow, operation: OperationRow, loss: float | None, tokens: int | None
+    ) -> None:
+        metrics = dp_metrics(client)
+        result = wire.ForwardBackwardResult(step=operation.step, loss=loss, tokens=tokens, dp_metrics=metrics)
+        self._finish(client, operation, DONE, result=result.SerializeToString())
+
+    def _finish(
+        self,
+        client: ClientRow,
+        operation: OperationRow,
+        state: str,
+        result: bytes = b"",
+        error: wire.ServiceErrorInfo | None = None,
+    ) -> None:
+        """End an operation."""
+        client.revision += 1
+        client.open -= 1
+        now = self._clock()
+        queued_s = (operation.handed or now) - operation.submitted
+        running_s = now - operation.handed if operation.handed else None
+        self._after.append(lambda: self._measured.operation_ended(operation.kind, state, queued_s, running_s))
+        self._store.change_operation(
+            operation,
+            state=state,
+            step=operation.step,
+            revision=client.revision,
+            ended=now,
+            result=result,
+            error=error.SerializeToString() if error is not None else b"",
+        )
+
+    def _retire(self, client: ClientRow, operation: OperationRow, state: str, error: wire.ServiceErrorInfo) -> None:
+        """End an operation without a result, and its part in the order of steps."""
+        if operation.kind == OPTIM_STEP:
+            client.submitted_steps -= 1
+        if client.pending == operation.number:
+            client.pending = -1
+        self._finish(client, operation, state, error=error)
+
+    def _fail_by_ending(self, client: ClientRow, operation: OperationRow) -> None:
+        if client.ending == CAP and operation.kind in (FORWARD_BACKWARD, OPTIM_STEP):
+            cause = self._out_of_budget(client)
+        else:
+            cause = cause_of("run_ended", ENDINGS.get(client.ending, "the run has ended."))
+        self._retire(client, operation, FAILED, failure(cause))
+
+    def _out_of_budget(self, client: ClientRow) -> dict[str, Any]:
+        return {
+            "code": CAP,
+            "message": "the account has no room for another step.",
+            "remedy": "What was released stays; raise the account's cap, or train with more noise.",
+            "epsilon": client.epsilon,
+            "epsilon_cap": json.loads(client.facts).get("epsilon_cap") if client.facts else None,
+        }
+
+    def _fail(self, client: ClientRow, cause: Mapping[str, Any]) -> None:
+        """End a client, and all its open operations, for one cause."""
+        kept = {name: cause.get(name) for name in ("code", "message", "remedy")}
+        kept["remedy"] = kept["remedy"] or ""
+        if cause["code"] == CAP:
+            kept = {**kept, "epsilon": client.epsilon, "epsilon_cap": self._out_of_budget(client)["epsilon_cap"]}
+        client.status, client.error = ERROR, json.dumps(kept)
+        _LOG.warning("client %s failed: %s", client.client_id, cause["code"])
+        self._fail_open(client, kept)
+        driver = self._drivers.get(client.client_id)
+        if driver is not None and not driver.has_ended:
+            self._tell_stop(client.client_id)
+
+    def _fail_open(self, client: ClientRow, cause: Mapping[str, Any]) -> None:
+        for operation in self._store.open_operations(client.client_id):
+            self._retire(client, operation, FAILED, failure(cause))
+
+    def _show(self, client_id: str, progress: wire.Progress) -> None:
+        """Tell watchers of progress, which is not durable."""
+        self._after.append(lambda: self._publish(client_id, wire.Change(progress=progress)))
+
+    def _tell(self, client_id: str, command: Command) -> None:
+        self._after.append(lambda: self._processes.send(client_id, command))
+
+    def _tell_stop(self, client_id: str) -> None:
+        self._after.append(lambda: self._processes.stop(client_id))
+
+
+def remove_all_but(known: set[Path], files: Iterable[Path]) -> None:
+    for file in files:
+        if file.is_file() and file not in known:
+            file.unlink()
+
+
+def steps_done() -> dict[str, str]:
+    return {
+        "code": "steps_done",
+        "message": "all planned steps are done.",
+        "remedy": "Save the state; a client with more steps is another client.",
+    }
+
+
+def cause_of(code: str, message: str, remedy: str = "") -> dict[str, str]:
+    return {"code": code, "message": message, "remedy": remedy}

@@ -1,0 +1,269 @@
+"""The operations of a client: their requests checked against bounds, and their rows as messages of the wire."""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+from raycloak.coordinator.client import service_pb2 as wire
+from raycloak.coordinator.client.error_wire import error_to_wire
+from raycloak.coordinator.service.store import (
+    CANCELLED,
+    DONE,
+    FAILED,
+    LIVE,
+    ArtifactRow,
+    ClientRow,
+    OperationRow,
+)
+from raycloak.metrics.service_errors import (
+    KINDS,
+    BudgetExceededError,
+    FutureCancelledError,
+    FutureFailedError,
+    ServiceError,
+    ServiceNotFoundError,
+    ServiceValidationError,
+)
+
+FORWARD_BACKWARD, OPTIM_STEP, SAVE_STATE, LOAD_STATE, SAMPLE = (
+    "forward_backward",
+    "optim_step",
+    "save_state",
+    "load_state",
+    "sample",
+)
+RESULTS: Final = {
+    FORWARD_BACKWARD: wire.ForwardBackwardResult,
+    OPTIM_STEP: wire.OptimStepResult,
+    SAVE_STATE: wire.SaveStateResult,
+    LOAD_STATE: wire.LoadStateResult,
+    SAMPLE: wire.SampleResult,
+}
+ID_BYTES: Final = 16
+"""Length of the keyed hash of an example's id."""
+CAP: Final = "cap_exceeded"
+"""The ending of a run whose account has no room for the next step; also the code of that refusal."""
+
+_MOST_KEY: Final = 128
+_MOST_PROMPTS: Final = 256
+_MOST_COMPLETIONS: Final = 64
+_MOST_TEXTS: Final = 1024  # prompts times completions
+_MOST_TOKENS: Final = 2**16
+_MOST_STOPS: Final = 16
+_MOST_STOP: Final = 256
+_MOST_METADATA: Final = 32
+_MOST_NAME, _MOST_NOTE = 64, 512
+
+
+def fingerprint(message: Any) -> bytes:
+    """Return a digest of what a request asks, without its idempotency key."""
+    copy = type(message)()
+    copy.CopyFrom(message)
+    copy.idempotency_key = ""
+    # Deterministic, because a map's order on the wire is not.
+    return hashlib.sha256(copy.SerializeToString(deterministic=True)).digest()
+
+
+def check_key(key: str) -> None:
+    """Refuse an idempotency key that is missing, too long or holds a null, which PostgreSQL takes in no text."""
+    if not key or len(key) > _MOST_KEY or "\0" in key:
+        raise invalid("idempotency_key", f"give 1 to {_MOST_KEY} characters, and no null")
+
+
+def check_metadata(metadata: Mapping[str, str]) -> None:
+    """Refuse notes that are no notes for a person."""
+    if len(metadata) > _MOST_METADATA:
+        raise invalid("metadata", f"give at most {_MOST_METADATA} entries")
+    if any(not name or len(name) > _MOST_NAME or len(note) > _MOST_NOTE for name, note in metadata.items()):
+        raise invalid("metadata", f"an entry has a name of 1 to {_MOST_NAME} characters and a note of {_MOST_NOTE}")
+
+
+def check_sample(sample: wire.Sample, run_config: str) -> None:
+    """Refuse what no sampler can do for this model."""
+    model = json.loads(run_config)["model"]
+    if not isinstance(model, dict) or model["task"] != "causal_lm":
+        raise invalid("model", "this client's model predicts no text; sample needs a causal_lm of Hugging Face")
+    bounds = {
+        "prompts": 1 <= len(sample.prompts) <= _MOST_PROMPTS and all(sample.prompts),
+        "max_tokens": 1 <= sample.max_tokens <= _MOST_TOKENS,
+        "temperature": math.isfinite(sample.temperature) and 0 <= sample.temperature <= 100,
+        "top_p": math.isfinite(sample.top_p) and 0 < sample.top_p <= 1,
+        "top_k": sample.top_k < 2**31,
+        "stop": len(sample.stop) <= _MOST_STOPS and all(0 < len(each) <= _MOST_STOP for each in sample.stop),
+        "completions": 1 <= sample.completions <= _MOST_COMPLETIONS
+        and sample.completions * len(sample.prompts) <= _MOST_TEXTS,
+    }
+    for field, holds in bounds.items():
+        if not holds:
+            raise invalid(field, "the value is missing or out of range")
+
+
+def check_batch(head: wire.BatchHead, client: ClientRow, largest: int) -> list[bytes]:
+    """Return the hashes of a batch's examples, if its head is one for this client."""
+    hashes = head.example_hashes
+    if len(hashes) != head.examples * ID_BYTES:
+        raise invalid("example_ids", f"there are {len(hashes)} bytes of hashes for {head.examples} examples")
+    if not 1 <= head.examples <= client.most_sent:
+        raise invalid("batch", f"a step takes 1 to {client.most_sent} examples")
+    if not 1 <= head.bytes <= largest:
+        raise invalid("batch", f"a batch has 1 to {largest} bytes of ciphertext")
+    if len(head.sha256) != hashlib.sha256().digest_size:
+        raise invalid("sha256", "it is no SHA-256")
+    return [hashes[start : start + ID_BYTES] for start in range(0, len(hashes), ID_BYTES)]
+
+
+def invalid(field: str, problem: str, code: str = "invalid") -> ServiceValidationError:
+    """Return the refusal of a field."""
+    return ServiceValidationError(code, f"{field}: {problem}.", field=field)
+
+
+def not_found(resource: str) -> ServiceNotFoundError:
+    return ServiceNotFoundError(
+        "not_found", f"this tenant has no such {resource}.", f"List the {resource}s it has.", resource=resource
+    )
+
+
+def operation_id(row: OperationRow) -> str:
+    """Return the name of an operation on the wire."""
+    return f"{row.client_id}.{row.number}"
+
+
+def artifact_id(row: ArtifactRow) -> str:
+    """Return the name of an artifact on the wire."""
+    return f"{row.client_id}.{row.number}"
+
+
+def number_of(client_id: str, name: str) -> int | None:
+    """Return the number in the name of a client's operation or artifact; None if it is no such name."""
+    owner, _, number = name.rpartition(".")
+    canonical = number.isascii() and number.isdigit() and len(number) < 16 and str(int(number)) == number
+    return int(number) if owner == client_id and canonical else None
+
+
+def operation_to_wire(row: OperationRow) -> wire.Operation:
+    """Return the message of an operation."""
+    message = wire.Operation(
+        operation_id=operation_id(row),
+        client_id=row.client_id,
+        kind=row.kind,
+        state=row.state,
+        number=row.number,
+        revision=row.revision,
+        submitted_unix_s=row.submitted,
+        idempotency_key=row.idempotency_key,
+    )
+    if row.state == DONE:
+        getattr(message, row.kind).MergeFromString(row.result)
+        # A result without any field that is set must be there too.
+        getattr(message, row.kind).SetInParent()
+    elif row.state in (FAILED, CANCELLED):
+        message.error.MergeFromString(row.error)
+    return message
+
+
+def artifact_to_wire(row: ArtifactRow) -> wire.Artifact:
+    """Return the message of an artifact."""
+    return wire.Artifact(
+        artifact_id=artifact_id(row),
+        client_id=row.client_id,
+        step=row.step,
+        package_digest=row.package_digest,
+        parameter_digest=row.parameter_digest,
+        metadata=json.loads(row.metadata),
+        created_unix_s=row.created,
+        bytes=row.size,
+    )
+
+
+def dp_metrics(row: ClientRow) -> wire.DpMetrics | None:
+    """Return the account and the plan of a client; None before its run was admitted."""
+    if not row.facts:
+        return None
+    facts = json.loads(row.facts)
+    return wire.DpMetrics(
+        epsilon_spent=row.epsilon,
+        epsilon_cap=_number(facts, "epsilon_cap"),
+        epsilon_planned=_number(facts, "epsilon_planned"),
+        delta=_number(facts, "delta"),
+        steps_charged=row.charged if row.private else 0,
+        steps_planned=int(facts["steps"]),
+        noise_multiplier=_number(facts, "noise_multiplier"),
+        sample_rate=_number(facts, "sample_rate"),
+        max_grad_norm=_number(facts, "max_grad_norm"),
+        accountant=facts.get("accountant") or "",
+        private=bool(row.private),
+    )
+
+
+def _number(facts: Mapping[str, Any], name: str) -> float:
+    """Return a number that is null where a run is not private."""
+    value = facts.get(name)
+    return 0.0 if value is None else float(value)
+
+
+def client_status(row: ClientRow) -> str:
+    """Return the status on the wire."""
+    if row.status == LIVE:
+        return "BUSY" if row.open else "READY"
+    return row.status
+
+
+def client_to_wire(row: ClientRow, phase: str) -> wire.Client:
+    """Return the message of a client."""
+    facts = json.loads(row.facts) if row.facts else {}
+    config = json.loads(row.config)
+    message = wire.Client(
+        client_id=row.client_id,
+        name=row.name,
+        status=client_status(row),
+        step=row.finished,
+        dp_metrics=dp_metrics(row),
+        run_id=row.run_id,
+        evidence_class=facts.get("evidence_class") or "",
+        account=facts.get("account") or "",
+        metadata=config.get("metadata", {}),
+        created_unix_s=row.created,
+        config_json=row.config,
+        phase=phase,
+        revision=row.changed,
+        parameter_digest=row.digest,
+        queued=row.open,
+        operations=row.next_number,
+        manifest_json=json.dumps(facts["manifest"]) if facts.get("manifest") else "",
+    )
+    if row.error:
+        message.error.MergeFrom(failure(json.loads(row.error)))
+    return message
+
+
+def failure(cause: Mapping[str, Any]) -> wire.ServiceErrorInfo:
+    """Return the error of an operation or a client that ended for ``cause``.
+
+    Args:
+        cause: code, message and remedy; of a run out of budget ``epsilon`` and ``epsilon_cap``; where the cause is an
+            error of the service, its ``kind`` and ``field``.
+    """
+    code, said, remedy = cause["code"], cause["message"], cause.get("remedy", "")
+    error: ServiceError = KINDS.get(cause.get("kind", ""), FutureFailedError)(
+        code, said, remedy, field=cause.get("field")
+    )
+    if code == CAP:
+        error = BudgetExceededError(
+            code, said, remedy, current_epsilon=cause.get("epsilon"), max_epsilon=cause.get("epsilon_cap")
+        )
+    return error_to_wire(error)
+
+
+def cancelled(charged: bool) -> wire.ServiceErrorInfo:
+    """Return what a cancelled operation tells of its charge."""
+    if charged:
+        error = FutureCancelledError(
+            "cancelled",
+            "the operation was cancelled while it ran; its step stays charged.",
+            "Submit forward_backward again: it gets the same step, which is not charged a second time.",
+        )
+    else:
+        error = FutureCancelledError("cancelled", "the operation was cancelled; nothing was charged for it.")
+    return error_to_wire(error)

@@ -1,0 +1,73 @@
+"""The desk's view of what is beside it: drivers, which train, samplers, which write text, and the records of runs."""
+
+from collections.abc import Callable, Mapping
+from typing import Final, Protocol
+
+from raycloak.coordinator.client import service_pb2 as wire
+from raycloak.coordinator.service.drivers import Exited
+from raycloak.coordinator.service.pipe import Begin, Command, Released, Report
+
+COPY_SUFFIX: Final = ".safetensors"
+"""Of a file with a copy of weights, whose name is their digest; no package ends so."""
+
+
+class DriverPort(Protocol):
+    """The driver processes, one for each client that has a place.
+
+    What a driver reports comes to `Desk.report`, in order; `raycloak.coordinator.service.drivers.Exited` comes last.
+    No method waits for a process.
+    """
+
+    def start(self, client_id: str, begin: Begin) -> None:
+        """Start the driver of a client that has none, and give it its first line."""
+        ...
+
+    def send(self, client_id: str, command: Command) -> None:
+        """Send a command; one to a driver that has ended is dropped."""
+        ...
+
+    def stop(self, client_id: str) -> None:
+        """End the driver after its step, so that another can resume its run."""
+        ...
+
+
+class Drivers(DriverPort, Protocol):
+    """A `DriverPort` with the function that its reports go to, from any thread: client and report."""
+
+    tell: Callable[[str, Report | Exited], None]
+
+
+class SamplerPort(Protocol):
+    """The sampler, whose outcomes come to `Desk.sampled`, and whose tokens to `Desk.tokens`."""
+
+    def submit(self, operation_id: str, package: str, run_dir: str, request: wire.Sample) -> None:
+        """Generate text from released weights of the run in ``run_dir``.
+
+        Args:
+            package: a package of the run, or a copy of weights, whose name ends with `COPY_SUFFIX`.
+        """
+        ...
+
+    def cancel(self, operation_id: str) -> None:
+        """End a sample early; what comes of it is of no interest any more."""
+        ...
+
+
+class Records(Protocol):
+    """The records that runs have written."""
+
+    def steps(self, run_dir: str) -> Mapping[int, Released]:
+        """Return the finished steps of a run, by their numbers from 0."""
+        ...
+
+    def package_bytes(self, location: str, package_digest: bytes) -> int:
+        """Return the size of a saved package as the one file that a client pulls; EvidenceError, ConfigError."""
+        ...
+
+
+class Measured(Protocol):
+    """The meter of operations; see `raycloak.metrics.training_service.ServiceMetrics`."""
+
+    def operation_ended(self, kind: str, outcome: str, queued_s: float, running_s: float | None) -> None:
+        """Count an operation that ended."""
+        ...

@@ -1,0 +1,545 @@
+"""The sampler: text from released weights, generated in child processes beside the training.
+
+    Sampler.submit ──► waiting, oldest first ──► one thread and one process per run ──► on_tokens, on_done
+
+A process holds the model of one run with one released set of weights at a time, takes one request after another, and
+ends when nobody asks for a while or another run waits for its place. It gets a run directory and a file of weights, and
+neither data nor keys. It computes on the CPU: the accelerators belong to the workers.
+"""
+
+import json
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from raycloak.metrics.service_errors import (
+    FutureCancelledError,
+    FutureFailedError,
+    ServiceError,
+    ServiceQueueFullError,
+    ServiceStateError,
+    ServiceValidationError,
+)
+
+_LOG = logging.getLogger(__name__)
+_MODULE = "raycloak.coordinator.service.sampler_process"
+# Longer than any line of a request within the default limits; a process that writes longer ones is broken.
+_LONGEST_LINE = 2**24
+# A process that does not notice the cancellation in this time, deep in one long prompt, is ended.
+_CANCEL_S = 20.0
+_COLDEST = 0.01
+"""The least temperature above 0: logits divided by less are beyond float32."""
+_MOST_TOP_K = 2**31 - 1
+_MOST_STOPS, _LONGEST_STOP = 16, 256
+# All that the libraries of a model look at. The service's environment may hold passwords, and user code runs here.
+_PASSED = ("PATH", "HOME", "LANG", "LC_", "TMPDIR", "PYTHON", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "OMP_", "MKL_", "XDG_")
+_PASSED_HUB = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSource:
+    """Released weights, and the run that says which model they are of.
+
+    Attributes:
+        run: the run directory.
+        parameters: safetensors file of the trained tensors, as a run directory has it and a package opens to.
+        parameter_digest: of the released weights, in hexadecimal digits; the file must have it.
+    """
+
+    run: Path
+    parameters: Path
+    parameter_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """A request for text.
+
+    Attributes:
+        temperature: 0 takes the most likely token each time.
+        top_p: tokens of this much probability are drawn from, in (0, 1]. top_k: so many tokens at most; 0: no limit.
+        stop: texts that end a completion and are not part of it.
+        completions: per prompt.
+    """
+
+    prompts: tuple[str, ...]
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+    completions: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A completion of a prompt.
+
+    Attributes:
+        prompt: number of the prompt in its request, from 0.
+        finish_reason: ``stop`` for a stop text or the model's own end, ``length`` for ``max_tokens``.
+        tokens: that were generated, the end's own included.
+    """
+
+    prompt: int
+    text: str
+    finish_reason: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerLimits:
+    """The bounds of a sampler.
+
+    Attributes:
+        processes: that live at once. threads: of each. memory_bytes: that each may allocate.
+        idle_s: seconds without a request after which a process ends. request_s: seconds that a request may take.
+        waiting: requests that wait for a process.
+        rows: prompts times completions of a request. prompt_bytes: of all its prompts. tokens: most ``max_tokens``.
+    """
+
+    processes: int = 1
+    threads: int = 2
+    memory_bytes: int = 16 * 2**30
+    idle_s: float = 300.0
+    request_s: float = 900.0
+    waiting: int = 64
+    rows: int = 64
+    prompt_bytes: int = 2**20
+    tokens: int = 4096
+
+
+def check_request(request: SampleRequest, limits: SamplerLimits) -> None:
+    """Refuse a request that no model could answer, or that is beyond the limits.
+
+    Raises:
+        ServiceValidationError: ``sample_request`` with the wrong field.
+    """
+    if not request.prompts:
+        raise _wrong("prompts", "there is no prompt")
+    if request.completions < 1 or len(request.prompts) * request.completions > limits.rows:
+        raise _wrong("completions", f"prompts times completions must be from 1 to {limits.rows}")
+    try:
+        size = sum(len(each.encode()) for each in (*request.prompts, *request.stop))
+    except UnicodeEncodeError:
+        raise _wrong("prompts", "a text holds half of a surrogate pair, which is no character") from None
+    if size > limits.prompt_bytes:
+        raise _wrong("prompts", f"the texts have more than {limits.prompt_bytes} bytes")
+    if not 1 <= request.max_tokens <= limits.tokens:
+        raise _wrong("max_tokens", f"it must be from 1 to {limits.tokens}")
+    if request.temperature != 0 and not _COLDEST <= request.temperature < math.inf:
+        raise _wrong("temperature", f"it must be 0 or at least {_COLDEST}")
+    if not 0 < request.top_p <= 1:
+        raise _wrong("top_p", "it must be above 0 and at most 1")
+    if not 0 <= request.top_k <= _MOST_TOP_K:
+        raise _wrong("top_k", f"it must be from 0 to {_MOST_TOP_K}")
+    if len(request.stop) > _MOST_STOPS or not all(0 < len(each) <= _LONGEST_STOP for each in request.stop):
+        raise _wrong("stop", f"at most {_MOST_STOPS} texts of 1 to {_LONGEST_STOP} characters may end a completion")
+    if not 0 <= request.seed < 2**64:
+        raise _wrong("seed", "it must be a whole number below 2^64")
+
+
+Outcome = tuple[Completion, ...] | ServiceError
+"""The end of a request: its completions, or why there are none."""
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A request and what is known of its end."""
+
+    source: SampleSource
+    request: SampleRequest
+    on_tokens: Callable[[int, str], None]
+    on_done: Callable[[Outcome], None]
+    number: int
+    cancelled: bool = False
+    process: "_Process | None" = None
+
+
+class SampleHandle:
+    """A request that was submitted."""
+
+    def __init__(self, cancel: Callable[[], None]) -> None:
+        self._cancel = cancel
+
+    def cancel(self) -> None:
+        """Cancel the request before its next token; do nothing if it has ended. ``on_done`` is told, not the caller."""
+        self._cancel()
+
+
+@dataclass(slots=True, eq=False)
+class _Host:
+    """The thread that serves one run."""
+
+    run: Path
+    thread: threading.Thread = field(init=False)
+
+
+class Sampler:
+    """A sampler of released models.
+
+    Guarantee: no process computes with weights that have another digest than the source states. One that crashes or
+    hangs fails the request that it had and no other. No process outlives this object or its process.
+
+    Args:
+        logs: folder, made here, for what the processes write beside their answers; one file per run.
+    """
+
+    def __init__(self, limits: SamplerLimits, logs: Path) -> None:
+        self._limits = limits
+        self._logs = logs
+        self._changed = threading.Condition()
+        self._waiting: list[_Job] = []
+        self._hosts: dict[Path, _Host] = {}
+        self._leaving: list[_Host] = []
+        self._running: set[_Job] = set()
+        self._numbers = count(1)
+        self._closed = False
+
+    def submit(
+        self,
+        source: SampleSource,
+        request: SampleRequest,
+        on_tokens: Callable[[int, str], None],
+        on_done: Callable[[Outcome], None],
+    ) -> SampleHandle:
+        """Queue a request and return at once.
+
+        Args:
+            on_tokens: gets the place of a completion in the result, and the next piece of its text. It is called from
+                a thread of the sampler, as ``on_done`` is, and should not wait.
+            on_done: is called once, after the last piece.
+
+        Raises:
+            ServiceValidationError: as :func:`check_request`.
+            ServiceQueueFullError: ``sampler_queue_full``. ServiceStateError: ``sampler_closed``.
+        """
+        check_request(request, self._limits)
+        job = _Job(source, request, on_tokens, on_done, next(self._numbers))
+        with self._changed:
+            if self._closed:
+                raise ServiceStateError("sampler_closed", "the service is ending.", "Ask again once it is back.")
+            if len(self._waiting) >= self._limits.waiting:
+                raise ServiceQueueFullError(
+                    "sampler_queue_full",
+                    f"{self._limits.waiting} requests for text wait already.",
+                    "Ask again later.",
+                    retry_after_s=1.0,
+                )
+            self._waiting.append(job)
+            self._start_hosts()
+            self._changed.notify_all()
+        return SampleHandle(lambda: self._cancel(job))
+
+    @property
+    def processes(self) -> int:
+        """The number of processes that live, or are about to."""
+        with self._changed:
+            return len(self._hosts) + len(self._leaving)
+
+    def close(self) -> None:
+        """Cancel all requests, end all processes, and wait for their threads."""
+        with self._changed:
+            self._closed = True
+            dropped, self._waiting = self._waiting, []
+            running = list(self._running)
+            hosts = [*self._hosts.values(), *self._leaving]
+            for job in running:
+                job.cancelled = True
+                if job.process is not None:
+                    job.process.kill()
+            self._changed.notify_all()
+        for job in dropped:
+            job.on_done(_cancelled())
+        for host in hosts:
+            if host.thread is not threading.current_thread():
+                host.thread.join()
+
+    def _cancel(self, job: _Job) -> None:
+        with self._changed:
+            if job.cancelled:
+                return
+            waits, process = job in self._waiting, job.process
+            if waits:
+                self._waiting.remove(job)
+            job.cancelled = True
+        if waits:
+            job.on_done(_cancelled())
+        if process is not None:
+            process.cancel(job.number)
+
+    def _start_hosts(self) -> None:
+        """Start a host for the runs that wait longest, as far as there are places; the lock is held."""
+        for job in self._waiting:
+            if len(self._hosts) + len(self._leaving) >= self._limits.processes:
+                return
+            if job.source.run not in self._hosts:
+                host = _Host(job.source.run)
+                host.thread = threading.Thread(target=self._serve, args=(host,), name="sampler", daemon=True)
+                self._hosts[job.source.run] = host
+                host.thread.start()
+
+    def _serve(self, host: _Host) -> None:
+        process: _Process | None = None
+        try:
+            while (job := self._next(host)) is not None:
+                try:
+                    if process is None or not process.alive:
+                        if process is not None:
+                            process.close()
+                        process = _Process(host.run, self._limits, self._logs)
+                    outcome: Outcome = self._answered(job, process)
+                except Exception as error:  # noqa: BLE001
+                    # The request was taken, so it ends here or never.
+                    _LOG.exception("a request for text failed")
+                    if process is not None:
+                        process.kill()
+                    why = f"the process that generates text cannot be started or heard ({type(error).__name__})."
+                    outcome = FutureFailedError("sampler_failed", why, _SEE_LOG)
+                finally:
+                    with self._changed:
+                        self._running.discard(job)
+                        job.process = None
+                job.on_done(outcome)
+        finally:
+            if process is not None:
+                process.close()
+            with self._changed:
+                if host in self._leaving:
+                    self._leaving.remove(host)
+                else:
+                    del self._hosts[host.run]
+                if not self._closed:
+                    self._start_hosts()
+
+    def _next(self, host: _Host) -> _Job | None:
+        """Return the next request of the host's run, once there is one; None if the host is to give its place up."""
+        until = time.monotonic() + self._limits.idle_s
+        with self._changed:
+            while not self._closed and (rest := until - time.monotonic()) > 0:
+                own = next((job for job in self._waiting if job.source.run == host.run), None)
+                # Who waited longest comes first. Each host that leaves makes room for one run.
+                homeless = list({job.source.run: job for job in reversed(self._waiting)}.values())[::-1]
+                homeless = [job for job in homeless if job.source.run not in self._hosts][len(self._leaving) :]
+                if homeless and (own is None or self._waiting.index(homeless[0]) < self._waiting.index(own)):
+                    break
+                if own is not None:
+                    self._waiting.remove(own)
+                    self._running.add(own)
+                    return own
+                self._changed.wait(rest)
+            # From here on a request of this run needs another host.
+            del self._hosts[host.run]
+            self._leaving.append(host)
+            return None
+
+    def _answered(self, job: _Job, process: "_Process") -> Outcome:
+        with self._changed:
+            # From here on a cancellation finds the process.
+            job.process = process
+            dropped = job.cancelled
+        try:
+            outcome: Outcome = _cancelled() if dropped else process.outcome(job)
+        except _BrokenAnswer:
+            process.kill()
+            outcome = FutureFailedError(
+                "sampler_failed", "the process that generates text gave an answer that cannot be read.", _SEE_LOG
+            )
+        return _cancelled() if job.cancelled and isinstance(outcome, ServiceError) else outcome
+
+
+class _BrokenAnswer(Exception):
+    """A line from a process that is none of its protocol."""
+
+
+class _Process:
+    """A child process that generates text; see `raycloak.coordinator.service.sampler_process`."""
+
+    def __init__(self, run: Path, limits: SamplerLimits, logs: Path) -> None:
+        logs.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._limits = limits
+        self._overdue = False
+        descriptor = os.open(
+            logs / f"sampler-{run.name}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600
+        )
+        try:
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", _MODULE, str(limits.threads), str(limits.memory_bytes)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=descriptor,
+                env=_environment(),
+                # A Ctrl-C at the service's terminal is the service's to handle.
+                start_new_session=True,
+            )
+        finally:
+            os.close(descriptor)
+        self._writing = threading.Lock()
+        self._ending = threading.Lock()
+        self._present: int | None = None
+        self._timers: list[threading.Timer] = []
+
+    @property
+    def alive(self) -> bool:
+        """Return whether the process can take a request."""
+        with self._ending:
+            return self._child.poll() is None
+
+    def outcome(self, job: _Job) -> Outcome:
+        """Send a request and read the answer to its end.
+
+        Raises:
+            _BrokenAnswer: the answer cannot be read, and nor can what follows it.
+        """
+        self._present = job.number
+        self._after(self._limits.request_s, job.number, overdue=True)
+        try:
+            if self._send(_line_of(job)):
+                for answer in self._answers():
+                    match answer:
+                        case {"kind": "tokens", "completion": int(place), "text": str(text)}:
+                            job.on_tokens(place, text)
+                        case {"kind": "done", "completions": list(found)}:
+                            return tuple(_completion(each) for each in found)
+                        case {"kind": "cancelled"}:
+                            return _cancelled()
+                        case {"kind": "failed", "code": str(code), "message": str(message), "remedy": str(remedy)}:
+                            return _failed(code, message, remedy, answer.get("field"))
+                        case _:
+                            raise _BrokenAnswer
+            return self._failure()
+        finally:
+            with self._ending:
+                self._present = None
+                for timer in self._timers:
+                    timer.cancel()
+                self._timers.clear()
+
+    def cancel(self, number: int) -> None:
+        """Ask the process to end that request before the next token; end the process if it does not."""
+        self._after(_CANCEL_S, number, overdue=False)
+        self._send({"kind": "cancel", "id": number})
+
+    def kill(self) -> None:
+        """End the process and all that it started; return when it is gone."""
+        with self._ending:
+            self._kill()
+
+    def close(self) -> None:
+        """End the process and close its pipes; only the thread that reads from it may call this."""
+        self.kill()
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        with self._writing, suppress(BrokenPipeError):
+            self._child.stdin.close()
+        self._child.stdout.close()
+
+    def _kill(self) -> None:
+        # Not if it was waited for: another group may have the number by now.
+        if self._child.poll() is None:
+            os.killpg(self._child.pid, signal.SIGKILL)
+            self._child.wait()
+
+    def _failure(self) -> ServiceError:
+        """Return why the process has ended."""
+        self.kill()
+        if self._overdue:
+            return FutureFailedError(
+                "sample_timeout",
+                f"the text was not there after {self._limits.request_s:g} s.",
+                "Ask for fewer tokens or completions.",
+            )
+        status = self._child.returncode
+        how = f"signal {-status}" if status < 0 else f"exit status {status}"
+        return FutureFailedError("sampler_failed", f"the process that generates text ended with {how}.", _SEE_LOG)
+
+    def _after(self, seconds: float, number: int, overdue: bool) -> None:
+        """End the process in so many seconds if it still has that request."""
+        timer = threading.Timer(seconds, self._expire, (number, overdue))
+        timer.daemon = True
+        with self._ending:
+            if self._present == number:
+                self._timers.append(timer)
+                timer.start()
+
+    def _expire(self, number: int, overdue: bool) -> None:
+        with self._ending:
+            if self._present == number:
+                self._overdue = overdue
+                self._kill()
+
+    def _send(self, message: dict[str, Any]) -> bool:
+        """Send one line; False if the process has ended."""
+        assert self._child.stdin is not None
+        with self._writing:
+            try:
+                self._child.stdin.write(json.dumps(message).encode() + b"\n")
+                self._child.stdin.flush()
+            except (OSError, ValueError):
+                return False
+        return True
+
+    def _answers(self) -> Iterator[dict[str, Any]]:
+        assert self._child.stdout is not None
+        while line := self._child.stdout.readline(_LONGEST_LINE):
+            try:
+                found = json.loads(line)
+            except ValueError:
+                raise _BrokenAnswer from None
+            if not isinstance(found, dict):
+                raise _BrokenAnswer
+            yield found
+
+
+_SEE_LOG = "The service's log folder has what it wrote. Ask again: another process is started."
+
+
+def _line_of(job: _Job) -> dict[str, Any]:
+    source = job.source
+    return {
+        "kind": "sample",
+        "id": job.number,
+        "run": str(source.run),
+        "parameters": str(source.parameters),
+        "parameter_digest": source.parameter_digest,
+        "request": asdict(job.request),
+    }
+
+
+def _failed(code: str, message: str, remedy: str, where: object) -> ServiceError:
+    if isinstance(where, str):
+        return ServiceValidationError(code, message, remedy, field=where)
+    return FutureFailedError(code, message, remedy)
+
+
+def _completion(found: object) -> Completion:
+    match found:
+        case [int(prompt), str(text), "stop" | "length" as reason, int(tokens)]:
+            return Completion(prompt, text, reason, tokens)
+    raise _BrokenAnswer
+
+
+def _environment() -> dict[str, str]:
+    passed = {name: value for name, value in os.environ.items() if name.startswith(_PASSED) or name in _PASSED_HUB}
+    # The run has fetched its model. No process here opens a connection, or takes an accelerator from a worker.
+    return {**passed, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def _cancelled() -> FutureCancelledError:
+    return FutureCancelledError("sample_cancelled", "the request for text was cancelled.", "It cost nothing.")
+
+
+def _wrong(where: str, why: str) -> ServiceValidationError:
+    return ServiceValidationError("sample_request", f"{where}: {why}.", "Correct the request.", field=where)

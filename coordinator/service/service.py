@@ -1,0 +1,254 @@
+"""A running training service: its store, desk, drivers, sampler, server and metrics, from start to end."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final, Self
+
+from raycloak.attestation.sealed.package_keys import SIGNER_PUBLIC_FILE, PackageSigner
+from raycloak.coordinator.client import service_pb2 as wire
+from raycloak.coordinator.config import home
+from raycloak.coordinator.evidence.sources import configured_policy
+from raycloak.coordinator.record.run_reader import EventTail
+from raycloak.coordinator.service.databases import OwnedFolder, open_database
+from raycloak.coordinator.service.desk import Desk
+from raycloak.coordinator.service.drivers import Driver, Exited
+from raycloak.coordinator.service.packages import Artifact
+from raycloak.coordinator.service.pipe import Allow, Batches, Begin, Close, Command, Copy, Load, Released, Report, Save
+from raycloak.coordinator.service.ports import Drivers
+from raycloak.coordinator.service.sampler import Sampler, SamplerLimits
+from raycloak.coordinator.service.samples import PackageSampler, service_recipient
+from raycloak.coordinator.service.server import Parts, TrainingServer
+from raycloak.coordinator.service.settings import ServiceSettings
+from raycloak.coordinator.service.store import ArtifactRow, Store
+from raycloak.coordinator.service.turns import Turns
+from raycloak.coordinator.service.watches import Watches
+from raycloak.metrics.exporter import Exporter
+from raycloak.metrics.server import MetricsServer
+from raycloak.metrics.service_errors import ServiceServerError
+from raycloak.metrics.training_service import ServiceMetrics, ServiceSnapshot
+
+STREAMS_GRACE_S: Final = 5.0
+"""For calls under way when the service ends; each takes milliseconds, but for uploads, which are sent again."""
+_LOOK_S: Final = 0.1
+_SNAPSHOT_S: Final = 5.0  # a scrape waits no longer for the desk
+
+
+class DriverProcesses:
+    """The driver processes by client; see `raycloak.coordinator.service.ports.DriverPort`. For the desk's thread.
+
+    Args:
+        logs: folder, made here, with a log for each client.
+    """
+
+    def __init__(self, logs: Path) -> None:
+        logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._logs = logs
+        self._drivers: dict[str, Driver] = {}
+        self.tell: Callable[[str, Report | Exited], None] = lambda client_id, said: None
+
+    def start(self, client_id: str, begin: Begin) -> None:
+        """See `DriverPort`."""
+        driver = Driver(self._logs / f"{client_id}.log", partial(self._told, client_id))
+        self._drivers[client_id] = driver
+        try:
+            driver.start(begin)
+        except OSError as error:
+            self._told(client_id, Exited(code=-1, last_words=f"no process can be started: {error.strerror}"))
+
+    def send(self, client_id: str, command: Command) -> None:
+        """See `DriverPort`."""
+        driver = self._drivers.get(client_id)
+        if driver is None:
+            return
+        match command:
+            case Allow():
+                driver.allow(command.computed, command.released)
+            case Batches():
+                driver.batches(command.step, command.files)
+            case Save():
+                driver.save(command.id, command.after)
+            case Copy():
+                driver.copy(command.id, command.after, command.path)
+            case Load():
+                driver.load(command.id, command.after, command.package)
+            case Close():
+                driver.close()
+            case Begin():
+                raise AssertionError("start gives the first line")
+
+    def stop(self, client_id: str) -> None:
+        """See `DriverPort`."""
+        driver = self._drivers.get(client_id)
+        if driver is not None:
+            driver.stop()
+
+    def _told(self, client_id: str, said: Report | Exited) -> None:
+        self.tell(client_id, said)
+
+
+class RunRecords:
+    """The records that runs have written; see `raycloak.coordinator.service.ports.Records`."""
+
+    def steps(self, run_dir: str) -> Mapping[int, Released]:
+        """See `Records`."""
+        return {
+            event["step"]: Released(
+                step=event["step"],
+                digest=event["parameter_digest"],
+                epsilon=event.get("epsilon"),
+                seconds=event["seconds"],
+                evaluation_accuracy=event.get("evaluation_accuracy"),
+                evaluation_loss=event.get("evaluation_loss"),
+                loss=None,
+            )
+            for event in EventTail(Path(run_dir)).read()
+            if event["event"] == "step"
+        }
+
+    def package_bytes(self, location: str, package_digest: bytes) -> int:
+        """See `Records`."""
+        return Artifact(location, package_digest).bytes
+
+
+def _pieces(row: ArtifactRow) -> Iterator[bytes]:
+    return Artifact(row.package, bytes.fromhex(row.package_digest)).pieces()
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceFacts:
+    """The facts that a started service says of itself.
+
+    Attributes:
+        address: ``host:port`` where it listens.
+        evidence: ``SIMULATED`` if the policy of its runs accepts simulated evidence, else ``hardware``.
+    """
+
+    address: str
+    metrics_url: str
+    evidence: str
+    tenants: int
+    store: str
+
+
+class TrainingService:
+    """A running service.
+
+    Args:
+        base: folder that relative paths and ``module:function`` names of the settings start from.
+        drivers: that train; a process for each client if absent.
+
+    Raises:
+        ConfigError: what the settings name cannot be used, or another service owns the store.
+    """
+
+    def __init__(self, settings: ServiceSettings, base: Path, drivers: Drivers | None = None) -> None:
+        policy = configured_policy(settings.run.get("policy"), settings.run.get("collateral"), base)
+        folder = home.training_service_folder()
+        with ExitStack() as stack:
+            # Also where the store is elsewhere: the files that clients send have one owner as well.
+            owned = OwnedFolder(folder)
+            stack.callback(owned.close)
+            database = open_database(settings.store or f"sqlite:///{folder / 'store' / 'service.sqlite'}")
+            stack.callback(database.close)
+            store = Store(database)
+            batches = folder / "batches"
+            batches.mkdir(mode=0o700, exist_ok=True)
+            # Made here if this is the site's first use of it, as the sampler looks for its public file.
+            PackageSigner.load_or_create(home.home() / "signer")
+            self._sampler = Sampler(SamplerLimits(), folder / "logs")
+            samples = PackageSampler(
+                self._sampler, folder, home.home() / "signer" / SIGNER_PUBLIC_FILE, self._tokens, self._sampled
+            )
+            self._samples = samples
+            self._processes: Drivers = drivers or DriverProcesses(folder / "logs")
+            self._metrics = ServiceMetrics(self._snapshot)
+
+            def make(watches: Watches) -> Parts:
+                self._desk = Desk(
+                    settings,
+                    base,
+                    store,
+                    self._processes,
+                    samples,
+                    batches,
+                    watches.publish,
+                    self._metrics,
+                    RunRecords(),
+                    service_recipient(folder),
+                )
+                self._turns = Turns(self._desk, settings.limits.waiting_calls)
+                self._processes.tell = self._reported
+                self._turns.start()
+                return Parts(self._desk, self._turns, batches, _pieces, self._metrics.call_refused)
+
+            self._server = TrainingServer.start(make, settings, base)
+            exporter = Exporter()
+            exporter.add(self._metrics)
+            self._page = MetricsServer(exporter.registry, settings.metrics.bind)
+            self._stack = stack.pop_all()
+        host = settings.bind.rpartition(":")[0]
+        self.facts = ServiceFacts(
+            address=f"{host}:{self._server.port}",
+            metrics_url=self._page.url,
+            evidence="SIMULATED" if policy is None or policy.accepts_simulated else "hardware",
+            tenants=len(settings.tenants),
+            store="PostgreSQL" if settings.store is not None and "postgres" in settings.store else "SQLite",
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error after which nothing can be recorded any more; None while the service works."""
+        return self._turns.failure
+
+    def stop(self) -> None:
+        """End streams, end each driver after its step, and give the store up."""
+        self._server.stop(STREAMS_GRACE_S)
+        # Where the store has failed, nothing can be recorded: drivers end when their input ends with this process.
+        with suppress(ServiceServerError):
+            self._turns.put(self._desk.stop).result()
+            while self._turns.put(lambda: self._desk.drivers).result():
+                time.sleep(_LOOK_S)
+        # Before the sampler: the samples that it drops are generated again when the service is back.
+        self._turns.close()
+        self._samples.close()
+        self._page.close()
+        self._stack.close()
+
+    def _reported(self, client_id: str, said: Report | Exited) -> None:
+        self._turns.tell(lambda: self._desk.report(client_id, said), lambda: self._desk.give_up(client_id))
+
+    def _tokens(self, operation_id: str, completion: int, text: str) -> None:
+        # Not through the desk's thread: text is not durable, and it decides nothing.
+        self._desk.tokens(operation_id, completion, text)
+
+    def _sampled(self, operation_id: str, completions: list[wire.Completion], cause: Mapping[str, str] | None) -> None:
+        client_id = operation_id.rpartition(".")[0]
+        self._turns.tell(
+            lambda: self._desk.sampled(operation_id, completions, cause), lambda: self._desk.give_up(client_id)
+        )
+
+    def _snapshot(self) -> ServiceSnapshot:
+        """Ask the desk for the figures of a scrape."""
+
+        def figures() -> ServiceSnapshot:
+            queued, oldest = self._desk.queued_by_kind()
+            return ServiceSnapshot(
+                clients=self._desk.clients_by_status(),
+                drivers=self._desk.drivers,
+                samplers=self._sampler.processes,
+                watch_streams=self._server.watches,
+                queued=queued,
+                oldest_unix_s=oldest,
+            )
+
+        return self._turns.put(figures).result(_SNAPSHOT_S)

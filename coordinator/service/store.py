@@ -1,0 +1,434 @@
+"""The store of the training service: clients, operations, sent batches, counted ids and artifacts, and no rules.
+
+It keeps no row in memory. Every change is made in a transaction; what is read next is what was written last.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any, Final, TypeVar
+
+from raycloak.coordinator.service.databases import Database
+from raycloak.metrics.errors import ConfigError
+
+APPLICATION: Final = "raycloak training service v1"
+
+R = TypeVar("R")
+
+QUEUED, RUNNING, DONE, FAILED, CANCELLED = "queued", "running", "done", "failed", "cancelled"
+"""The states of an operation; the last three never change again."""
+INITIALIZING, LIVE, ERROR, TERMINATED = "INITIALIZING", "LIVE", "ERROR", "TERMINATED"
+"""The states of a client. A live one is READY or BUSY, by whether operations are open."""
+
+
+@dataclass(slots=True)
+class ClientRow:
+    """A client: who owns it, what it trains, and how far it is.
+
+    Attributes:
+        fingerprint: of the request that made it.
+        config, run_config: the TrainingConfig, and the RunConfig that it became, as JSON.
+        sent: whether the client sends its data; most_sent and most_uses bound the examples of a step, and the uses of
+            one.
+        revision: number of the newest change of the client or of one of its operations; ``changed`` of the client.
+        next_number: of the next operation; ``open`` are queued or running.
+        submitted_steps: optimizer steps that were submitted and neither cancelled nor failed.
+        pending: number of the newest ``forward_backward`` that no ``optim_step`` follows yet; -1 if there is none.
+        sent_examples: of the step that the client sends examples for now.
+        allowed_charges, allowed_releases: the watermarks that the driver is told; they never fall.
+        charged, finished: steps that the driver reported as computed and as released.
+        facts: what the driver reported when it was ready, as JSON; empty before.
+        error: why the status is ERROR, as JSON.
+        ending: why no further step will be computed; empty while that is not so.
+        waits_since: Unix time since which it has waited for a place.
+    """
+
+    client_id: str
+    tenant: str
+    idempotency_key: str
+    fingerprint: bytes
+    name: str
+    config: str
+    run_config: str
+    sent: int
+    most_sent: int
+    most_uses: int
+    private: int
+    created: float
+    waits_since: float
+    status: str = INITIALIZING
+    revision: int = 1
+    changed: int = 1
+    next_number: int = 0
+    open: int = 0
+    submitted_steps: int = 0
+    pending: int = -1
+    sent_examples: int = 0
+    allowed_charges: int = 0
+    allowed_releases: int = 0
+    charged: int = 0
+    finished: int = 0
+    epsilon: float = 0.0
+    digest: str = ""
+    run_id: str = ""
+    run_dir: str = ""
+    facts: str = ""
+    error: str = ""
+    ending: str = ""
+
+
+@dataclass(slots=True)
+class OperationRow:
+    """An operation of a client.
+
+    Attributes:
+        number: place in the client's order.
+        step: the optimizer step that it belongs to; of a save, load or sample, the finished steps that it follows. It
+            is -1 until the operation is handed to the driver.
+        payload: the request's message, serialised; ``result`` the result's.
+        error: why it failed or was cancelled: a ServiceErrorInfo, serialised.
+        package: path of the package that it loads, or samples from.
+        handed: Unix time at which it began to run.
+    """
+
+    client_id: str
+    number: int
+    idempotency_key: str
+    fingerprint: bytes
+    kind: str
+    state: str
+    revision: int
+    submitted: float
+    payload: bytes
+    step: int = -1
+    ended: float = 0.0
+    result: bytes = b""
+    error: bytes = b""
+    package: str = ""
+    handed: float = 0.0
+
+
+@dataclass(slots=True)
+class ArtifactRow:
+    """An artifact, which the save with this number made."""
+
+    client_id: str
+    number: int
+    step: int
+    package: str
+    package_digest: str
+    parameter_digest: str
+    metadata: str
+    created: float
+    size: int
+
+
+@dataclass(slots=True)
+class BatchRow:
+    """A batch that a client sent for a step: the file of its ciphertext, below the service's folder."""
+
+    client_id: str
+    number: int
+    tenant: str
+    step: int
+    file: str
+    size: int
+    sha256: bytes
+    examples: int
+
+
+_TABLES: Final = {
+    "clients": (ClientRow, "PRIMARY KEY (client_id), UNIQUE (tenant, idempotency_key)"),
+    "operations": (OperationRow, "PRIMARY KEY (client_id, number), UNIQUE (client_id, idempotency_key)"),
+    "artifacts": (ArtifactRow, "PRIMARY KEY (client_id, number)"),
+    "batches": (BatchRow, "PRIMARY KEY (client_id, number)"),
+}
+# Found once, since each statement asks.
+_COLUMNS: Final = {table: tuple(each.name for each in fields(row)) for table, (row, _) in _TABLES.items()}
+_KINDS: Final[dict[type, str]] = {str: "TEXT", bytes: "BLOB", int: "INTEGER", float: "REAL"}
+_OTHERS: Final = (
+    "CREATE TABLE meta (name TEXT NOT NULL PRIMARY KEY, value TEXT NOT NULL)",
+    # One row for each example that a client ever sent: nobody but the data's owner knows which example it is.
+    "CREATE TABLE used_ids (client_id TEXT NOT NULL, id BLOB NOT NULL, count INTEGER NOT NULL, last_step INTEGER"
+    " NOT NULL, PRIMARY KEY (client_id, id))",
+    "CREATE INDEX operations_by_revision ON operations (client_id, revision)",
+    "CREATE INDEX open_operations ON operations (client_id, number) WHERE state IN ('queued', 'running')",
+    "CREATE INDEX operations_by_step ON operations (client_id, step)",
+    "CREATE INDEX batches_by_step ON batches (client_id, step)",
+    "CREATE INDEX batches_by_tenant ON batches (tenant)",
+)
+_COUNT_IDS: Final = (
+    "INSERT INTO used_ids (client_id, id, count, last_step) VALUES {rows} ON CONFLICT (client_id, id) DO UPDATE"
+    " SET count = used_ids.count + 1, last_step = excluded.last_step"
+    " WHERE used_ids.count < ? AND used_ids.last_step < excluded.last_step RETURNING id"
+)
+_IDS_AT_ONCE: Final = 500  # a statement has three values for each, and no database takes many more than 32,000
+_OPEN: Final = "client_id = ? AND state IN ('queued', 'running')"
+
+
+class Store:
+    """The tables, in a database that this process owns. For one thread at a time.
+
+    Raises:
+        ConfigError: ``store_foreign`` if the database holds something else.
+        RunFailedError: ``store_failed``, from any method, if the storage fails.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        with self.transaction():
+            tables = database.tables()
+            if not tables:
+                self._create()
+            found = database.run("SELECT value FROM meta WHERE name = 'application'") if "meta" in tables else []
+            if tables and found != [(APPLICATION,)]:
+                raise ConfigError(
+                    "store_foreign",
+                    f"the database is not the store of a '{APPLICATION}'.",
+                    "Give a path where there is no file yet, or an empty database.",
+                )
+
+    def _create(self) -> None:
+        for table, (row, keys) in _TABLES.items():
+            columns = ", ".join(f"{each.name} {_KINDS[each.type]} NOT NULL" for each in fields(row))  # type: ignore[index]
+            self._database.run(self._database.schema(f"CREATE TABLE {table} ({columns}, {keys})"))
+        for statement in _OTHERS:
+            self._database.run(self._database.schema(statement))
+        self._database.run("INSERT INTO meta (name, value) VALUES ('application', ?)", (APPLICATION,))
+
+    def close(self) -> None:
+        """Close the database and give its ownership up."""
+        self._database.close()
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Open a transaction.
+
+        Guarantee: when the block has ended without an error, its changes survive a crash of process and machine. If it
+        raises, none of them exists.
+        """
+        with self._block(self._database.begin, "COMMIT", ("ROLLBACK",)):
+            yield
+
+    @contextmanager
+    def part(self) -> Iterator[None]:
+        """Open a part of the transaction, which is undone alone if it raises."""
+        with self._block("SAVEPOINT part", "RELEASE SAVEPOINT part", ("ROLLBACK TO SAVEPOINT part", "RELEASE part")):
+            yield
+
+    @contextmanager
+    def _block(self, begin: str, end: str, undo: tuple[str, ...]) -> Iterator[None]:
+        self._database.run(begin)
+        try:
+            yield
+        except BaseException:
+            for statement in undo:
+                self._database.run(statement)
+            raise
+        # A COMMIT that fails is not undone here: whether it holds is unknown, and the service ends.
+        self._database.run(end)
+
+    # Clients
+
+    def add_client(self, row: ClientRow) -> None:
+        """Record a new client."""
+        self._insert("clients", row)
+
+    def client(self, client_id: str) -> ClientRow | None:
+        """Return a client."""
+        return self._one(ClientRow, "clients", "client_id = ?", client_id)
+
+    def client_of_key(self, tenant: str, key: str) -> ClientRow | None:
+        """Return the client that a tenant made with an idempotency key."""
+        return self._one(ClientRow, "clients", "tenant = ? AND idempotency_key = ?", tenant, key)
+
+    def clients_of(self, tenant: str, limit: int) -> list[ClientRow]:
+        """Return the newest clients of a tenant, oldest first."""
+        found = self._all(ClientRow, "clients", "tenant = ? ORDER BY created DESC, client_id LIMIT ?", tenant, limit)
+        return found[::-1]
+
+    def live_clients(self, tenant: str) -> int:
+        """Return how many clients of a tenant were not closed."""
+        return self._number("SELECT COUNT(*) FROM clients WHERE tenant = ? AND status <> 'TERMINATED'", tenant)
+
+    def clients_by_status(self) -> dict[str, int]:
+        """Return how many clients have each status, as the wire names it."""
+        rows = self._rows("SELECT status, open > 0, COUNT(*) FROM clients GROUP BY status, open > 0")
+        found: dict[str, int] = {}
+        for status, is_busy, count in rows:
+            name = ("BUSY" if is_busy else "READY") if status == LIVE else str(status)
+            found[name] = found.get(name, 0) + int(count)
+        return found
+
+    def waiting_clients(self) -> list[tuple[str, str]]:
+        """Return (client, tenant) of all clients that have work for a driver, first the longest wait."""
+        return [
+            (str(client), str(tenant))
+            for client, tenant in self._rows(
+                "SELECT client_id, tenant FROM clients WHERE ending = '' AND (status = 'INITIALIZING' OR"
+                " status = 'LIVE' AND open > 0 AND EXISTS (SELECT 1 FROM operations"
+                " WHERE operations.client_id = clients.client_id"
+                # A sample that has its package needs no driver.
+                " AND state IN ('queued', 'running') AND NOT (kind = 'sample' AND package <> '')))"
+                " ORDER BY waits_since, client_id"
+            )
+        ]
+
+    def left_open(self) -> list[ClientRow]:
+        """Return closed clients that have open operations, which no driver will ever do."""
+        return self._all(ClientRow, "clients", "open > 0 AND status = 'TERMINATED'")
+
+    def change_client(self, row: ClientRow, **values: Any) -> None:
+        """Change columns of a client, in the store and in ``row``."""
+        self._update("clients", values, {"client_id": row.client_id})
+        for name, value in values.items():
+            setattr(row, name, value)
+
+    def newest_evidence(self) -> str:
+        """Return the facts of the client that was admitted last; empty if none was."""
+        found = self._rows("SELECT facts FROM clients WHERE facts <> '' ORDER BY created DESC LIMIT 1")
+        return str(found[0][0]) if found else ""
+
+    # Operations
+
+    def add_operation(self, row: OperationRow) -> None:
+        """Record a new operation."""
+        self._insert("operations", row)
+
+    def operation(self, client_id: str, number: int) -> OperationRow | None:
+        """Return an operation."""
+        return self._one(OperationRow, "operations", "client_id = ? AND number = ?", client_id, number)
+
+    def operation_of_key(self, client_id: str, key: str) -> OperationRow | None:
+        """Return the operation that was submitted with an idempotency key."""
+        return self._one(OperationRow, "operations", "client_id = ? AND idempotency_key = ?", client_id, key)
+
+    def open_operations(self, client_id: str, limit: int = -1) -> list[OperationRow]:
+        """Return the first operations that are queued or running, in order; all of them by default."""
+        end = f" LIMIT {limit}" if limit >= 0 else ""
+        return self._all(OperationRow, "operations", f"{_OPEN} ORDER BY number{end}", client_id)
+
+    def of_step(self, client_id: str, kind: str, step: int) -> list[OperationRow]:
+        """Return the operations of one kind that belong to a step, in order."""
+        return self._all(
+            OperationRow, "operations", "client_id = ? AND step = ? AND kind = ? ORDER BY number", client_id, step, kind
+        )
+
+    def newest_forward(self, client_id: str, before: int) -> int:
+        """Return the number of the last ``forward_backward`` before an operation that was not undone; -1 if none."""
+        return self._number(
+            "SELECT COALESCE(MAX(number), -1) FROM operations WHERE client_id = ? AND number < ? AND"
+            " kind = 'forward_backward' AND state IN ('queued', 'running', 'done')",
+            client_id,
+            before,
+        )
+
+    def running_samples(self) -> list[OperationRow]:
+        """Return the samples of all clients that have their package and no result."""
+        return self._all(OperationRow, "operations", "state = 'running' AND kind = 'sample' AND package <> ''")
+
+    def changes(self, client_id: str, since: int, limit: int) -> list[OperationRow]:
+        """Return operations whose newest change has a revision above ``since``, in the order of the changes."""
+        where = "client_id = ? AND revision > ? ORDER BY revision LIMIT ?"
+        return self._all(OperationRow, "operations", where, client_id, since, limit)
+
+    def change_operation(self, row: OperationRow, **values: Any) -> None:
+        """Change columns of an operation, in the store and in ``row``."""
+        self._update("operations", values, {"client_id": row.client_id, "number": row.number})
+        for name, value in values.items():
+            setattr(row, name, value)
+
+    def queued_by_kind(self) -> dict[str, int]:
+        """Return how many operations wait for their turn, by kind."""
+        rows = self._rows("SELECT kind, COUNT(*) FROM operations WHERE state = 'queued' GROUP BY kind")
+        return {str(kind): int(count) for kind, count in rows}
+
+    def oldest_open(self) -> float | None:
+        """Return when the oldest open operation was submitted; None if none is open."""
+        ((oldest,),) = self._rows("SELECT MIN(submitted) FROM operations WHERE state IN ('queued', 'running')")
+        return None if oldest is None else float(oldest)
+
+    # Sent batches
+
+    def count_ids(self, client_id: str, step: int, ids: Sequence[bytes], most: int) -> bytes | None:
+        """Count a use of each id in a step; return an id that may not be used there, else None.
+
+        If it returns one, the transaction's part is to be undone.
+
+        Args:
+            ids: none twice.
+        """
+        for start in range(0, len(ids), _IDS_AT_ONCE):
+            some = ids[start : start + _IDS_AT_ONCE]
+            values = [value for each in some for value in (client_id, each, step)]
+            statement = _COUNT_IDS.format(rows=", ".join(["(?, ?, 1, ?)"] * len(some)))
+            counted = {bytes(found) for (found,) in self._rows(statement, *values, most)}
+            if len(counted) < len(some):
+                return next(each for each in some if each not in counted)
+        return None
+
+    def used_in_step(self, client_id: str, example: bytes) -> tuple[int, int]:
+        """Return how often an id was used, and in which step last; (0, -1) if never."""
+        found = self._rows("SELECT count, last_step FROM used_ids WHERE client_id = ? AND id = ?", client_id, example)
+        return (int(found[0][0]), int(found[0][1])) if found else (0, -1)
+
+    def add_batch(self, row: BatchRow) -> None:
+        """Record a batch whose file is on disk."""
+        self._insert("batches", row)
+
+    def batches_from(self, client_id: str, step: int) -> list[BatchRow]:
+        """Return the batches of a step and of all later steps, in the order they were sent."""
+        return self._all(BatchRow, "batches", "client_id = ? AND step >= ? ORDER BY number", client_id, step)
+
+    def batch_bytes(self, tenant: str) -> int:
+        """Return the bytes of all batches that a tenant's clients have sent."""
+        return self._number("SELECT COALESCE(SUM(size), 0) FROM batches WHERE tenant = ?", tenant)
+
+    def batch_files(self) -> set[str]:
+        """Return the files of all batches."""
+        return {str(file) for (file,) in self._rows("SELECT file FROM batches")}
+
+    # Artifacts
+
+    def add_artifact(self, row: ArtifactRow) -> None:
+        """Record an artifact."""
+        self._insert("artifacts", row)
+
+    def artifact(self, client_id: str, number: int) -> ArtifactRow | None:
+        """Return an artifact."""
+        return self._one(ArtifactRow, "artifacts", "client_id = ? AND number = ?", client_id, number)
+
+    def artifact_of(self, client_id: str, parameter_digest: str) -> ArtifactRow | None:
+        """Return the newest artifact of a client that has these parameters."""
+        where = "client_id = ? AND parameter_digest = ? ORDER BY number DESC LIMIT 1"
+        return self._one(ArtifactRow, "artifacts", where, client_id, parameter_digest)
+
+    def artifacts(self, client_id: str) -> list[ArtifactRow]:
+        """Return the artifacts of a client in the order they were made."""
+        return self._all(ArtifactRow, "artifacts", "client_id = ? ORDER BY number", client_id)
+
+    # Statements
+
+    def _insert(self, table: str, row: Any) -> None:
+        names = _COLUMNS[table]
+        places = ", ".join("?" for _ in names)
+        statement = f"INSERT INTO {table} ({', '.join(names)}) VALUES ({places})"
+        self._database.run(statement, [getattr(row, name) for name in names])
+
+    def _update(self, table: str, values: dict[str, Any], where: dict[str, Any]) -> None:
+        changes, place = ", ".join(f"{name} = ?" for name in values), " AND ".join(f"{name} = ?" for name in where)
+        self._database.run(f"UPDATE {table} SET {changes} WHERE {place}", [*values.values(), *where.values()])
+
+    def _all(self, row: type[R], table: str, where: str, *values: Any) -> list[R]:
+        names = ", ".join(_COLUMNS[table])
+        return [row(*found) for found in self._database.run(f"SELECT {names} FROM {table} WHERE {where}", values)]
+
+    def _one(self, row: type[R], table: str, where: str, *values: Any) -> R | None:
+        found = self._all(row, table, where, *values)
+        return found[0] if found else None
+
+    def _rows(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
+        return self._database.run(statement, values)
+
+    def _number(self, statement: str, *values: Any) -> int:
+        return int(self._rows(statement, *values)[0][0])

@@ -1,0 +1,97 @@
+"""The tenants: who calls, by a token of which only the hash is known or by a client certificate, and until when."""
+
+import hashlib
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+from cryptography import x509
+from cryptography.x509.oid import NameOID
+
+from raycloak.coordinator.service.settings import ServiceSettings
+from raycloak.metrics.service_errors import ServiceAuthenticationError
+
+_PREFIX: Final = "rct_"
+"""Begins every token, so that scanners of leaked secrets know one."""
+_TOKEN_BYTES: Final = 32  # so random that its plain hash tells nothing of it
+_LONGEST_TOKEN: Final = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The tenant that made a call; ``expires`` in Unix seconds is the end of its credentials, 0 if they have none."""
+
+    tenant: str
+    expires: float
+
+
+def new_token() -> tuple[str, str]:
+    """Return a new token and its SHA-256 in hexadecimal."""
+    token = f"{_PREFIX}{secrets.token_urlsafe(_TOKEN_BYTES)}"
+    return token, hashlib.sha256(token.encode()).hexdigest()
+
+
+class Tenants:
+    """The credentials of all tenants.
+
+    Args:
+        clock: Unix time.
+    """
+
+    def __init__(self, settings: ServiceSettings, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._tokens = {
+            token.sha256: Caller(name, token.expires.timestamp() if token.expires is not None else 0.0)
+            for name, tenant in settings.tenants.items()
+            for token in tenant.token_sha256
+        }
+        self._names = {name: tenant for tenant, each in settings.tenants.items() for name in each.certificates}
+
+    def caller(self, metadata: Mapping[str, str | bytes], certificate: bytes | None) -> Caller:
+        """Return who calls.
+
+        Args:
+            certificate: the peer's, in PEM, which TLS has verified; None if it has none.
+
+        Raises:
+            ServiceAuthenticationError: ``unauthenticated``, or ``expired``. Both tell nothing of what is known here.
+        """
+        found = [*self._by_certificate(certificate), *self._by_token(metadata.get("authorization"))]
+        if not found or len({each.tenant for each in found}) > 1 or not found[0].tenant:
+            raise ServiceAuthenticationError(
+                "unauthenticated",
+                "the credentials are missing or unknown.",
+                "Give the token, or the certificate, that the operator registered.",
+            )
+        ends = [each.expires for each in found if each.expires]
+        if ends and min(ends) <= self._clock():
+            raise ServiceAuthenticationError(
+                "expired", "the credentials have expired.", "Ask the operator for new ones."
+            )
+        return Caller(found[0].tenant, min(ends, default=0.0))
+
+    def _by_token(self, header: str | bytes | None) -> list[Caller]:
+        if not isinstance(header, str) or not header.startswith("Bearer ") or len(header) > _LONGEST_TOKEN:
+            return []
+        # A lookup by hash: its time tells of the hash alone, from which no token follows.
+        known = self._tokens.get(hashlib.sha256(header.removeprefix("Bearer ").encode()).hexdigest())
+        # A token that is given and wrong is refused, whatever the certificate says.
+        return [known if known is not None else Caller("", 0.0)]
+
+    def _by_certificate(self, certificate: bytes | None) -> list[Caller]:
+        if certificate is None:
+            return []
+        name, ends = _subject(certificate)
+        tenant = self._names.get(name)
+        return [Caller(tenant, ends)] if tenant is not None else []
+
+
+@lru_cache(maxsize=1024)  # each call of a channel asks it again
+def _subject(pem: bytes) -> tuple[str, float]:
+    """Return the common name of a certificate, and its end in Unix seconds."""
+    certificate = x509.load_pem_x509_certificate(pem)
+    names = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    return str(names[0].value) if names else "", certificate.not_valid_after_utc.timestamp()

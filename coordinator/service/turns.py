@@ -1,0 +1,159 @@
+"""The desk's thread: calls, reports and time come to the desk one after the other, and many share one transaction.
+
+Each call alone would wait for the disk. Calls that wait at the same time share that wait, and are answered when all of
+it is on disk.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from raycloak.coordinator.service.desk import RETRY_S, Desk
+from raycloak.metrics.errors import RaycloakError
+from raycloak.metrics.service_errors import ServiceQueueFullError, ServiceServerError
+
+T = TypeVar("T")
+
+_LOG = logging.getLogger(__name__)
+MOST_AT_ONCE: Final = 64  # calls in one transaction, so that none waits for many others
+_TICK_S: Final = 0.5
+"""How often the desk looks at the time; nothing that it decides by time is due to the second."""
+
+
+@dataclass(slots=True)
+class _Call:
+    call: Callable[[], Any]
+    done: "Future[Any] | None"
+    result: Any = None
+    error: BaseException | None = None
+    otherwise: Callable[[], Any] | None = None
+
+    def settle(self) -> None:
+        """Hand the outcome to the caller, if there is one that still waits."""
+        if self.done is None:
+            if self.error is not None:
+                _LOG.error("a report could not be taken", exc_info=self.error)
+        elif self.done.set_running_or_notify_cancel():
+            if self.error is None:
+                self.done.set_result(self.result)
+            else:
+                self.done.set_exception(self.error)
+
+
+class Turns:
+    """The one thread that asks the desk.
+
+    Guarantee: no answer leaves, and no driver is told, before the records that it rests on are on disk. If the store
+    fails, every call is refused from then on, as what it has is unknown: the service is to be started again.
+
+    Args:
+        most_waiting: calls that may wait; more are refused. Reports of drivers are never refused.
+    """
+
+    def __init__(self, desk: Desk, most_waiting: int) -> None:
+        self._desk = desk
+        self._most = most_waiting
+        self._waiting: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._on_failure: Callable[[], Any] = lambda: None
+        self.failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="desk", daemon=True)
+
+    def start(self) -> None:
+        """Begin to work; the desk goes on where it ended."""
+        self._waiting.put(_Call(self._desk.begin, None))
+        self._thread.start()
+
+    def when_failed(self, told: Callable[[], Any]) -> None:
+        """Call ``told`` once, from the desk's thread, when nothing can be recorded any more."""
+        self._on_failure = told
+
+    async def ask(self, call: Callable[[], T]) -> T:
+        """Make a call of the desk and return its answer.
+
+        Raises:
+            ServiceQueueFullError: ``busy``. ServiceServerError: ``store_failed``. Else as ``call`` raises.
+        """
+        if self._waiting.qsize() >= self._most:
+            raise ServiceQueueFullError("busy", "too many calls wait.", "Ask again later.", retry_after_s=RETRY_S)
+        return await asyncio.wrap_future(self.put(call))
+
+    def put(self, call: Callable[[], T]) -> "Future[T]":
+        """Queue a call; return its future answer. For any thread."""
+        done: Future[T] = Future()
+        self._waiting.put(_Call(call, done))
+        return done
+
+    def tell(self, call: Callable[[], Any], otherwise: Callable[[], Any]) -> None:
+        """Queue a call whose answer nobody waits for, such as a driver's report. For any thread.
+
+        Args:
+            otherwise: called in a later turn if ``call`` raises: what a report was to finish would wait for ever.
+        """
+        self._waiting.put(_Call(call, None, otherwise=otherwise))
+
+    def close(self) -> None:
+        """End the thread after the calls that wait."""
+        self._waiting.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        ends, ticked = False, time.monotonic()
+        while not ends:
+            batch: list[_Call] = []
+            try:
+                item = self._waiting.get(timeout=_TICK_S)
+                while item is not None and len(batch) < MOST_AT_ONCE:
+                    batch.append(item)
+                    item = self._waiting.get_nowait()
+                ends = item is None
+                if item is not None:
+                    batch.append(item)
+            except queue.Empty:
+                pass
+            # Also while calls never cease: clients wait for what is due by time alone.
+            if not batch or time.monotonic() - ticked >= _TICK_S:
+                batch.append(_Call(self._desk.tick, None))
+                ticked = time.monotonic()
+            self._make(batch)
+            for each in batch:
+                each.settle()
+                if each.error is not None and each.otherwise is not None and self.failure is None:
+                    self._waiting.put(_Call(each.otherwise, None))
+
+    def _make(self, batch: list[_Call]) -> None:
+        """Make calls in one transaction. An error of one belongs to it alone, and undoes what it did."""
+        if self.failure is None:
+            try:
+                with self._desk.turn():
+                    for each in batch:
+                        self._make_one(each)
+            # Whatever it is, drivers may not know what the store says, and a thread that died would answer nobody.
+            except Exception as error:  # noqa: BLE001
+                self._fail(error)
+        if self.failure is not None:
+            for each in batch:
+                each.error = ServiceServerError(
+                    "store_failed", "the service cannot write its record.", "The operator has to start it again."
+                )
+
+    def _make_one(self, each: _Call) -> None:
+        try:
+            # A tick decides nothing that could be refused.
+            with nullcontext() if each.call == self._desk.tick else self._desk.part():
+                each.result = each.call()
+        except Exception as error:
+            each.error = error
+            if isinstance(error, RaycloakError) and error.code == "store_failed":
+                raise
+
+    def _fail(self, error: BaseException) -> None:
+        _LOG.error("a turn could not be ended: the service ends", exc_info=error)
+        self.failure = error
+        self._on_failure()

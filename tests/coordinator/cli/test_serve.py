@@ -1,0 +1,80 @@
+"""``raycloak serve`` as a process: it says where it listens, owns its store, and ends with SIGTERM."""
+
+import hashlib
+import json
+import signal
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+import yaml
+
+from raycloak.coordinator.client.service_client import ServiceClient
+
+DEADLINE_S = 300
+
+
+@pytest.fixture
+def settings(tmp_path, raycloak_home):
+    """Return a file of settings for a tenant whose token is ``secret``."""
+    file = tmp_path / "service.yaml"
+    hashed = hashlib.sha256(b"secret").hexdigest()
+    raw = {
+        "bind": "127.0.0.1:0",
+        "metrics": {"bind": "127.0.0.1:0"},
+        "datasets": {"digits": {"dataset": {"kind": "digits"}}},
+        "tenants": {"ward": {"token_sha256": [{"sha256": hashed}], "datasets": ["digits"]}},
+    }
+    file.write_text(yaml.safe_dump(raw))
+    return file
+
+
+def serve(*arguments):
+    """Start the command."""
+    command = [sys.executable, "-m", "raycloak", "serve", *map(str, arguments), "--json"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_it_says_where_it_listens_owns_its_store_and_ends_with_sigterm(settings, raycloak_home):
+    with serve(settings) as service:
+        facts = json.loads(service.stdout.readline())
+        assert (facts["evidence"], facts["store"]) == ("SIMULATED", "SQLite")
+        with ServiceClient(facts["address"], "secret") as client:
+            assert client.capabilities().tenant == "ward"
+            assert client.list_clients() == []
+            page = urllib.request.urlopen(facts["metrics_url"], timeout=DEADLINE_S).read().decode()
+            assert "raycloak_training_service_up 1.0" in page
+            assert 'raycloak_training_service_clients{status="READY"} 0.0' in page
+            # A second one finds the folder taken, and leaves it as it is.
+            with serve(settings) as second:
+                assert second.wait(DEADLINE_S) == 2
+                assert json.load(second.stdout)["error"]["code"] == "store_taken"
+            # It ends although a tenant is still connected.
+            service.send_signal(signal.SIGTERM)
+            assert service.wait(DEADLINE_S) == 0, service.stderr.read()
+        assert service.stderr.read() == ""
+    files = [path for path in (raycloak_home / "training-service").rglob("*") if path.is_file()]
+    assert [path for path in files if path.stat().st_mode & 0o077 and path.suffix != ".pub"] == []
+
+
+def test_a_token_is_made_with_its_line():
+    with serve("--token") as made:
+        said = json.load(made.stdout)
+    assert made.returncode == 0
+    assert hashlib.sha256(said["token"].encode()).hexdigest() == said["sha256"]
+    assert len(said["token"]) > 40
+
+
+@pytest.mark.parametrize(("arguments", "code"), [((), "usage"), (("--token", "x.yaml"), "usage"), (("none.yaml",), "config")])  # fmt: skip # noqa: E501
+def test_a_wrong_call_is_refused(arguments, code):
+    with serve(*arguments) as refused:
+        assert json.load(refused.stdout)["error"]["code"] == code
+    assert refused.returncode == 2
+
+
+def test_a_service_needs_neither_torch_nor_ray():
+    """So that it starts at once and leaves the memory to its drivers."""
+    script = "import sys, raycloak.coordinator.service.service; print(sorted({'ray', 'torch'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr

@@ -1,0 +1,144 @@
+"""The service's side of driver processes: their reports in order, and their ends.
+
+Whole runs are in tests/ray/test_driver.py.
+"""
+
+import math
+import queue
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from raycloak.coordinator.service.driver import PacedRun, Reports
+from raycloak.coordinator.service.drivers import Driver, Exited
+from raycloak.coordinator.service.pipe import (
+    Allow,
+    Batches,
+    Begin,
+    Close,
+    Ended,
+    Failed,
+    Load,
+    Opened,
+    Save,
+    command_line,
+    parse_command,
+    parse_report,
+    report_line,
+)
+from raycloak.coordinator.training.reporting import StepReport
+from raycloak.coordinator.training.stop_signals import StopRequest
+from raycloak.workers.terms.public_sums import PublicSums
+
+DEADLINE_S = 600
+REFUSED = Begin(config={"stepz": 3}, base=Path("/nowhere"), run_secret=None, run_id=None)
+"""A run that is refused before a library is loaded for it."""
+
+
+@pytest.fixture
+def heard() -> queue.SimpleQueue:
+    """Return what a driver reports."""
+    return queue.SimpleQueue()
+
+
+@pytest.fixture
+def driver(tmp_path, heard):
+    found = Driver(tmp_path / "driver.log", heard.put)
+    yield found
+    found.kill()
+    if found._process is not None:
+        found._process.wait(DEADLINE_S)
+
+
+def last(heard: queue.SimpleQueue):
+    """Return the last report before `Exited`, and that."""
+    said = [None, heard.get(timeout=DEADLINE_S)]
+    while not isinstance(said[-1], Exited):
+        said.append(heard.get(timeout=DEADLINE_S))
+    return said[-2:]
+
+
+def test_a_refusal_is_the_last_report_before_the_exit(driver, heard, tmp_path):
+    assert not driver.alive
+    driver.start(REFUSED)
+    failed, exited = last(heard)
+    assert isinstance(failed, Failed)
+    assert (failed.code, failed.exit_code, failed.epsilon, failed.step) == ("config", 2, None, None)
+    assert "stepz: there is no such field" in failed.message
+    assert exited == Exited(code=2, last_words=(tmp_path / "driver.log").read_text().splitlines()[-1])
+    assert exited.last_words.startswith("error: config: ")
+    assert not driver.alive
+    for late in (driver.close, driver.stop, driver.kill, lambda: driver.allow(1, 1)):
+        late()
+
+
+def test_a_driver_that_is_killed_has_the_number_of_the_signal(driver, heard):
+    driver.start(REFUSED)
+    driver.kill()
+    _, exited = last(heard)
+    assert exited.code == -signal.SIGKILL
+
+
+def test_what_cannot_be_told_ends_the_process(tmp_path, monkeypatch):
+    """Its reports would be lost, as when the store has gone."""
+    raised: list[str] = []
+    monkeypatch.setattr(threading, "excepthook", lambda failure: raised.append(str(failure.exc_value)))
+    exits: queue.SimpleQueue = queue.SimpleQueue()
+
+    def told(report) -> None:
+        if isinstance(report, Exited):
+            exits.put(report)
+        else:
+            raise OSError("the store is gone")
+
+    driver = Driver(tmp_path / "driver.log", told)
+    driver.start(REFUSED)
+    assert exits.get(timeout=DEADLINE_S).code in (2, -signal.SIGKILL)
+    assert not driver.alive
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        REFUSED,
+        Allow(computed=2, released=1),
+        Batches(step=3, files=(Path("/a"), Path("/b"))),
+        Save(id="s", after=3),
+        Load(id="l", after=3, package="/packages/x"),
+        Close(),
+    ],
+    ids=lambda command: command.kind,
+)
+def test_a_command_arrives_as_it_was_sent(command):
+    line = command_line(command)
+    assert line.count(b"\n") == 1
+    assert parse_command(line) == command
+
+
+@pytest.mark.parametrize("line", [b"", b"null", b'{"kind": "bogus"}', b'{"kind": "allow", "computed": "x"}'])
+def test_a_line_that_is_no_command_is_refused(line):
+    with pytest.raises(ValueError, match="validation error"):
+        parse_command(line)
+
+
+def test_a_report_arrives_as_it_was_sent_and_what_json_cannot_say_as_null(tmp_path):
+    opened = Opened(run_id="ab", run_dir=tmp_path)
+    assert parse_report(report_line(opened)) == opened
+    ended = parse_report(report_line(Ended(ending="complete", metrics={"epsilon_cap": math.inf, "steps": 3})))
+    assert ended.metrics == {"epsilon_cap": None, "steps": 3}
+
+
+def test_a_driver_reports_what_was_counted_and_of_a_private_step_nothing(tmp_path):
+    stop = StopRequest()
+    with (tmp_path / "reports").open("wb") as file:
+        run = PacedRun(REFUSED, iter(()), Reports(file.fileno(), stop), stop)
+        run._computed(0, None, PublicSums(loss=6.0, examples=4, tokens=11))
+        run._stepped(StepReport(1, 2, None, None, None, 3, "ab", 0.5, grad_norm=0.75))
+        run._computed(1, 0.5, None)
+        run._stepped(StepReport(2, 2, 0.5, 2.0, None, 3, "cd", 0.5))
+    computed, released, private, done = map(parse_report, (tmp_path / "reports").read_bytes().splitlines())
+    assert (computed.loss, computed.tokens) == (1.5, 11)
+    assert (released.loss, released.grad_norm) == (1.5, 0.75)
+    assert (private.loss, private.tokens, done.loss, done.grad_norm) == (None,) * 4

@@ -1,0 +1,400 @@
+"""Text is generated from released weights, in a process of its own, and from no others."""
+
+import os
+import queue
+import select
+import shutil
+import signal
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+from raycloak.coordinator.record.folder import RunFolder
+from raycloak.coordinator.runs.released_model import model_at
+from raycloak.coordinator.service.generation import Generator
+from raycloak.coordinator.service.sampler import (
+    Completion,
+    Sampler,
+    SampleRequest,
+    SamplerLimits,
+    SampleSource,
+    check_request,
+)
+from raycloak.metrics.errors import ModelError, RefusedError
+from raycloak.metrics.service_errors import (
+    FutureCancelledError,
+    FutureFailedError,
+    ServiceQueueFullError,
+    ServiceStateError,
+    ServiceValidationError,
+)
+from tests.protocol import RENYI, trained
+from tests.tiny_text import write_bert, write_gpt2, write_reviews
+
+PROMPTS = ("the film is", "a", "good plot was very fine")
+GREEDY = SampleRequest(PROMPTS, max_tokens=6, temperature=0)
+DRAWN = SampleRequest(PROMPTS, max_tokens=8, temperature=0.9, top_p=0.95, top_k=8, seed=5, completions=2)
+DEADLINE_S = 300
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Return the run directory of a name; each is trained once."""
+    site, made = tmp_path_factory.mktemp("public"), {}
+    write_gpt2(site / "gpt2", n_layer=1)
+    write_bert(site / "bert", num_hidden_layers=1)
+    write_reviews(site / "train.tsv", 40)
+    (site / "plot.txt").write_text("the film was very fine a plot is dull\n" * 36)
+    blocks = {
+        "model": {"hf": str(site / "gpt2"), "task": "causal_lm"},
+        "dataset": {"kind": "text_blocks", "path": str(site / "plot.txt"), "max_length": 8},
+    }
+    settings = {
+        "plain": {"model": "tests.models:small_model"},
+        "bert": {
+            "model": {"hf": str(site / "bert"), "task": "sequence_classification", "classes": 2},
+            "dataset": {"kind": "text", "path": str(site / "train.tsv"), "max_length": 8},
+        },
+        "whole": blocks,
+        "lora": {**blocks, "model": {**blocks["model"], "lora": {"rank": 2}}},
+    }
+
+    def run(name):
+        if name not in made:
+            home = tmp_path_factory.mktemp("home")
+            found = trained(home, **{**settings[name], "steps": 1, "micro_batch_size": 8, "dp_config": RENYI})
+            folder = RunFolder.create(found.config, found.session.run_id, str(found.home), None)
+            for file in ("manifest.json", "parameters.safetensors"):
+                shutil.copy2(found.folder / file, folder.path)
+            folder.mark("done")
+            made[name] = source_of(folder.path.rename(home / name), found.digests[-1])
+        return made[name]
+
+    return run
+
+
+def source_of(run, parameter_digest):
+    return SampleSource(run, run / "parameters.safetensors", parameter_digest)
+
+
+def model_of(source):
+    return model_at(source.run, source.parameters, source.parameter_digest)
+
+
+@pytest.fixture(scope="module")
+def whole(runs):
+    return Generator(model_of(runs("whole")))
+
+
+def complete(generator, request, cancelled=lambda: False):
+    """Return the completions and the pieces of each."""
+    pieces: dict[int, str] = {}
+
+    def on_text(place, text):
+        pieces[place] = pieces.get(place, "") + text
+
+    return generator.complete(request, on_text, cancelled), pieces
+
+
+@pytest.mark.parametrize("name", ["whole", "lora"])
+def test_completions_of_a_batch_are_those_that_transformers_writes_for_each_prompt_alone(runs, name):
+    source = runs(name)
+    found, _ = complete(Generator(model_of(source)), GREEDY)
+    fresh = model_of(source)
+    tokenizer = Generator(fresh)._tokenizer
+    for number, prompt in enumerate(PROMPTS):
+        ids = torch.tensor([[2, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]])
+        written = fresh.module.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=6, pad_token_id=0
+        )[0, ids.shape[1] :].tolist()
+        ended = 3 in written
+        assert found[number] == Completion(
+            number,
+            "".join(f" {word}" for word in tokenizer.decode(written, skip_special_tokens=True).split()),
+            "stop" if ended else "length",
+            len(written),
+        )
+
+
+def test_guarantee_the_pieces_are_the_text_and_a_seed_gives_it_again(whole):
+    first, pieces = complete(whole, DRAWN)
+    assert [each.prompt for each in first] == [0, 0, 1, 1, 2, 2]
+    assert [pieces.get(place, "") for place in range(6)] == [each.text for each in first]
+    assert complete(whole, DRAWN)[0] == first
+    assert complete(whole, replace(DRAWN, seed=6))[0] != first
+
+
+def test_one_token_of_top_k_or_of_a_small_top_p_is_the_greedy_one(whole):
+    greedy = complete(whole, GREEDY)[0]
+    assert complete(whole, replace(GREEDY, temperature=1.0, top_k=1))[0] == greedy
+    assert complete(whole, replace(GREEDY, temperature=1.0, top_p=1e-6))[0] == greedy
+
+
+def test_a_stop_text_ends_a_completion_and_is_no_part_of_it(whole):
+    (before,), _ = complete(whole, replace(GREEDY, prompts=("the film is",), max_tokens=12))
+    words = before.text.split()
+    assert len(words) > 3
+    stop = f"{words[1][-1]} {words[2][:2]}"
+    (found,), pieces = complete(whole, replace(GREEDY, prompts=("the film is",), max_tokens=12, stop=("zz", stop)))
+    assert found.finish_reason == "stop"
+    assert found.text == before.text[: before.text.index(stop)]
+    assert pieces[0] == found.text
+    assert found.tokens <= 3
+
+
+def test_a_cancelled_request_ends_before_its_next_token(whole):
+    asked = iter([False, False, True])
+    found, pieces = complete(whole, replace(GREEDY, prompts=("the film is",)), lambda: next(asked))
+    assert found is None
+    assert len(pieces.get(0, "").split()) <= 3
+
+
+@pytest.mark.parametrize(("prompt", "code"), [("film " * 20, "prompt_too_long"), ("film " * 40, "prompt_too_long")])
+def test_a_prompt_beyond_the_context_is_refused(whole, prompt, code):
+    with pytest.raises(ServiceValidationError) as refusal:
+        complete(whole, replace(GREEDY, prompts=("a", prompt)))
+    assert (refusal.value.code, refusal.value.field) == (code, "prompts.1")
+
+
+def test_an_empty_prompt_begins_with_the_token_that_begins_a_text(whole):
+    assert complete(whole, replace(GREEDY, prompts=("",)))[0][0].tokens > 0
+
+
+def test_weights_that_have_diverged_say_so(runs):
+    model = model_of(runs("whole"))
+    generator = Generator(model)
+    with torch.no_grad():
+        next(model.module.parameters()).fill_(torch.nan)
+    for request in (GREEDY, DRAWN):
+        with pytest.raises(FutureFailedError) as failure:
+            complete(generator, request)
+        assert failure.value.code == "not_finite"
+
+
+@pytest.mark.parametrize("name", ["plain", "bert"])
+def test_a_model_that_writes_no_text_is_refused(runs, name):
+    with pytest.raises(FutureFailedError) as refusal:
+        Generator(model_of(runs(name)))
+    assert refusal.value.code == "cannot_generate"
+
+
+def test_a_file_of_other_weights_is_refused(runs, tmp_path):
+    source = runs("whole")
+    arrays = load_file(source.parameters)
+    next(iter(arrays.values())).reshape(-1)[0] += 1
+    save_file(arrays, tmp_path / "other", metadata={"parameter_digest": source.parameter_digest})
+    with pytest.raises(RefusedError) as refusal:
+        model_at(source.run, tmp_path / "other", source.parameter_digest)
+    assert refusal.value.code == "weights_changed"
+    with pytest.raises((ModelError, RefusedError)):
+        model_at(source.run, runs("plain").parameters, source.parameter_digest)
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("prompts", {"prompts": ()}),
+        ("prompts", {"prompts": ("\ud800",)}),
+        ("prompts", {"prompts": ("a" * 2**20 + "b",)}),
+        ("completions", {"completions": 0}),
+        ("completions", {"completions": 22}),
+        ("max_tokens", {"max_tokens": 0}),
+        ("max_tokens", {"max_tokens": 4097}),
+        ("temperature", {"temperature": -1.0}),
+        ("temperature", {"temperature": 1e-9}),
+        ("temperature", {"temperature": float("nan")}),
+        ("top_p", {"top_p": 0.0}),
+        ("top_p", {"top_p": 1.5}),
+        ("top_k", {"top_k": -1}),
+        ("stop", {"stop": ("",)}),
+        ("stop", {"stop": ("a",) * 17}),
+        ("seed", {"seed": 2**64}),
+    ],
+)
+def test_a_request_that_no_model_could_answer_names_its_field(field, changes):
+    check_request(DRAWN, SamplerLimits())
+    with pytest.raises(ServiceValidationError) as refusal:
+        check_request(replace(DRAWN, **changes), SamplerLimits())
+    assert refusal.value.field == field
+
+
+class Listener:
+    """What the sampler tells of one request."""
+
+    def __init__(self) -> None:
+        self.pieces: dict[int, str] = {}
+        self.begun = threading.Event()
+        self._ended = threading.Event()
+        self._outcome = None
+
+    def on_tokens(self, place, text):
+        self.pieces[place] = self.pieces.get(place, "") + text
+        self.begun.set()
+
+    def on_done(self, outcome):
+        assert not self._ended.is_set(), "a request ends once"
+        self._outcome = outcome
+        self._ended.set()
+
+    def outcome(self):
+        assert self._ended.wait(DEADLINE_S)
+        return self._outcome
+
+
+@pytest.fixture
+def sampler(tmp_path):
+    made = []
+
+    def make(**limits):
+        made.append(Sampler(SamplerLimits(**limits), tmp_path / "logs"))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def submit(sampler, source, request):
+    listener = Listener()
+    return listener, sampler.submit(source, request, listener.on_tokens, listener.on_done)
+
+
+def children():
+    """Return the processes that this one has started and that live."""
+    found = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    every = [int(each) for path in found for each in path.read_text().split()]
+    return [each for each in every if b"sampler_process" in Path(f"/proc/{each}/cmdline").read_bytes()]
+
+
+def test_text_comes_from_a_process_of_its_own_that_is_kept_for_the_next_weights_of_the_run(runs, whole, sampler):
+    source, service = runs("whole"), sampler()
+    first, _ = submit(service, source, DRAWN)
+    second, _ = submit(service, source, GREEDY)
+    assert first.outcome() == complete(whole, DRAWN)[0]
+    assert [first.pieces.get(place, "") for place in range(6)] == [each.text for each in first.outcome()]
+    assert second.outcome() == complete(whole, GREEDY)[0]
+    (process,) = children()
+
+    refused, _ = submit(service, replace(source, parameter_digest="00" * 32), GREEDY)
+    assert isinstance(refused.outcome(), FutureFailedError)
+    assert refused.outcome().code == "weights_changed"
+
+    arrays = {name: -array for name, array in load_file(source.parameters).items()}
+    other = changed(runs("whole"), arrays)
+    third, _ = submit(service, other, GREEDY)
+    assert third.outcome() == complete(Generator(model_of(other)), GREEDY)[0]
+    long, _ = submit(service, source, replace(GREEDY, prompts=("film " * 30,)))
+    assert isinstance(long.outcome(), ServiceValidationError)
+    assert (long.outcome().code, long.outcome().field) == ("prompt_too_long", "prompts.0")
+    assert children() == [process], "it was kept all the time"
+
+    os.kill(process, signal.SIGKILL)
+    again, _ = submit(service, source, GREEDY)
+    assert isinstance(again.outcome(), tuple | FutureFailedError)
+    if isinstance(again.outcome(), FutureFailedError):
+        assert again.outcome().code == "sampler_failed"
+    last, _ = submit(service, source, GREEDY)
+    assert last.outcome() == second.outcome()
+
+
+def changed(source, arrays):
+    """Return a source of other weights of the same run, as a later release has them."""
+    from raycloak.coordinator.runs.released_model import _digest
+
+    path = source.run / "later.safetensors"
+    save_file(arrays, path)
+    manifest = RunFolder.open(source.run).manifest()
+    return SampleSource(source.run, path, _digest(manifest, arrays).hex())
+
+
+def test_guarantee_requests_end_once_and_no_process_outlives_the_sampler(runs, sampler):
+    service = sampler(processes=1)
+    first, loading = submit(service, runs("whole"), GREEDY)
+    other, waiting = submit(service, runs("lora"), GREEDY)
+    second, _ = submit(service, runs("whole"), GREEDY)
+    waiting.cancel()
+    assert isinstance(other.outcome(), FutureCancelledError)
+    loading.cancel()
+    loading.cancel()
+    assert isinstance(first.outcome(), FutureCancelledError)
+    assert len(second.outcome()) == len(PROMPTS)
+    (process,) = children()
+    # Another run gets the one place at once, long before the first process has been idle for long.
+    third, _ = submit(service, runs("lora"), GREEDY)
+    assert len(third.outcome()) == len(PROMPTS)
+    assert process not in children()
+    running, _ = submit(service, runs("whole"), GREEDY)
+    queued, _ = submit(service, runs("lora"), GREEDY)
+    service.close()
+    assert isinstance(running.outcome(), FutureCancelledError)
+    assert isinstance(queued.outcome(), FutureCancelledError)
+    assert children() == []
+    with pytest.raises(ServiceStateError):
+        submit(service, runs("whole"), GREEDY)
+
+
+def test_what_takes_too_long_or_too_much_memory_fails_by_name(runs, sampler):
+    slow, _ = submit(sampler(request_s=0.2), runs("whole"), GREEDY)
+    assert slow.outcome().code == "sample_timeout"
+    large, _ = submit(sampler(memory_bytes=2**27), runs("whole"), GREEDY)
+    assert large.outcome().code in ("sample_memory", "sampler_failed")
+
+
+def test_no_more_requests_wait_than_may(runs, sampler):
+    with pytest.raises(ServiceQueueFullError) as refusal:
+        submit(sampler(waiting=0), runs("whole"), GREEDY)
+    assert refusal.value.retry_after_s > 0
+
+
+def test_a_request_ends_where_no_process_can_be_started(tmp_path):
+    """And the next one is tried again."""
+    (tmp_path / "logs").write_text("no folder")
+    sampler, told = Sampler(SamplerLimits(), tmp_path / "logs"), queue.SimpleQueue()
+    try:
+        for _ in range(2):
+            source = SampleSource(tmp_path, tmp_path / "parameters", "00" * 32)
+            sampler.submit(source, GREEDY, lambda place, text: None, told.put)
+            outcome = told.get(timeout=20)
+            assert (type(outcome), outcome.code) == (FutureFailedError, "sampler_failed")
+    finally:
+        sampler.close()
+
+
+def test_an_idle_process_ends(sampler, tmp_path):
+    found, _ = submit(sampler(idle_s=0.1), source_of(tmp_path, "00" * 32), GREEDY)
+    assert found.outcome().code == "not_a_run"
+    for thread in threading.enumerate():
+        if thread.name == "sampler":
+            thread.join(DEADLINE_S)
+            assert not thread.is_alive()
+    assert children() == []
+
+
+def test_a_process_ends_with_a_service_that_is_killed(run_python_in, tmp_path):
+    code = f"""
+import os, signal, threading
+from pathlib import Path
+from raycloak.coordinator.service.sampler import *
+sampler = Sampler(SamplerLimits(), Path({str(tmp_path)!r}))
+source = SampleSource(Path({str(tmp_path)!r}), Path("parameters"), "00" * 32)
+told = threading.Event()
+sampler.submit(source, SampleRequest(("a",), 3), lambda *_: None, lambda _: told.set())
+told.wait()
+(thread,) = [each for each in Path("/proc/self/task").glob("*/children") if each.read_text()]
+print(thread.read_text().split()[0], flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = run_python_in(tmp_path)("-c", code, deadline_s=DEADLINE_S)
+    assert done.code == -signal.SIGKILL, done.stderr
+    try:
+        handle = os.pidfd_open(int(done.stdout))
+    except ProcessLookupError:
+        return
+    try:
+        assert select.select([handle], [], [], DEADLINE_S)[0], "it ended by itself"
+    finally:
+        os.close(handle)

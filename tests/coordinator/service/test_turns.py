@@ -1,0 +1,68 @@
+"""The desk's thread: time comes to the desk however busy it is, and no failure leaves a caller waiting."""
+
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from raycloak.coordinator.service.turns import Turns
+from raycloak.metrics.service_errors import ServiceServerError
+
+DEADLINE_S = 20
+
+
+class Clerk:
+    """A desk without a store, which counts its ticks."""
+
+    def __init__(self):
+        self.ticked = threading.Event()
+        self.acts = []
+
+    def begin(self):
+        pass
+
+    def tick(self):
+        self.ticked.set()
+
+    @contextmanager
+    def turn(self):
+        yield
+        acts, self.acts = self.acts, []
+        for act in acts:
+            act()
+
+    @contextmanager
+    def part(self):
+        yield
+
+
+@pytest.fixture
+def clerk():
+    return Clerk()
+
+
+@pytest.fixture
+def turns(clerk):
+    turns = Turns(clerk, 64)
+    turns.start()
+    yield turns
+    turns.close()
+
+
+def test_calls_that_never_cease_do_not_keep_time_from_the_desk(clerk, turns):
+    deadline = time.monotonic() + DEADLINE_S
+    while not clerk.ticked.wait(0.02) and time.monotonic() < deadline:
+        turns.put(lambda: None).result(DEADLINE_S)
+    assert clerk.ticked.is_set()
+
+
+def test_a_defect_after_a_turn_refuses_calls_instead_of_leaving_them(clerk, turns, caplog):
+    told = threading.Event()
+    turns.when_failed(told.set)
+    clerk.acts.append(lambda: 1 / 0)
+    for _ in range(2):
+        with pytest.raises(ServiceServerError, match="store_failed"):
+            turns.put(lambda: None).result(DEADLINE_S)
+    assert told.wait(DEADLINE_S)
+    assert isinstance(turns.failure, ZeroDivisionError)

@@ -1,0 +1,146 @@
+"""A driver process, driven over its pipes: the bytes of ``raycloak run``, though it is killed."""
+
+import queue
+from pathlib import Path
+
+import pytest
+
+from raycloak.coordinator.config.home import ledger_url
+from raycloak.coordinator.config.run import parse_config
+from raycloak.coordinator.ledger.entries import StepCharged, VectorsBound
+from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.runs.demo import demo_config
+from raycloak.coordinator.runs.trainer import Trainer
+from raycloak.coordinator.service.drivers import Driver, Exited
+from raycloak.coordinator.service.pipe import (
+    Begin,
+    Computed,
+    Copied,
+    Ended,
+    Failed,
+    Opened,
+    Ready,
+    Refused,
+    Released,
+    Saved,
+)
+from tests.protocol import RENYI, settle
+
+DEADLINE_S = 600
+STEPS = 3
+CONFIG = demo_config() | {
+    "num_workers": 1,
+    "secure_aggregation": False,
+    "steps": STEPS,
+    "expected_batch_size": 64,
+    "evaluation": None,
+    "dp_config": RENYI,
+    "checkpoint": {"checkpoint_frequency": 0},
+}
+
+
+class Watched(Driver):
+    """A driver whose reports a test waits for, in their order."""
+
+    def __init__(self, log: Path) -> None:
+        self.reports: queue.SimpleQueue = queue.SimpleQueue()
+        self.log = log
+        super().__init__(log, self.reports.put)
+
+    def until(self, kind: type, **fields):
+        """Return the next report of a kind, which must have these fields; fail on an end that comes before."""
+        while not isinstance(report := self.reports.get(timeout=DEADLINE_S), kind):
+            assert not isinstance(report, Failed | Exited), f"{report}\n{self.log.read_text()}"
+        assert {name: getattr(report, name) for name in fields} == fields
+        return report
+
+
+@pytest.fixture
+def started(tmp_path, ray_cluster, monkeypatch):
+    """Start a driver on the cluster of the session; end it with the test."""
+    monkeypatch.setenv("RAY_ADDRESS", ray_cluster.address)
+    drivers = []
+
+    def start(run_id: str | None = None) -> Watched:
+        driver = Watched(tmp_path / f"driver-{len(drivers)}.log")
+        drivers.append(driver)
+        secret = tmp_path / "secret"
+        secret.write_text("5e" * 32)
+        secret.chmod(0o600)
+        driver.start(Begin(config=CONFIG, base=tmp_path, run_secret=secret, run_id=run_id))
+        return driver
+
+    yield start
+    for driver in drivers:
+        if driver.alive:
+            driver.kill()
+        if driver.pid is not None:
+            driver._process.wait(DEADLINE_S)
+
+
+def test_a_driver_that_is_killed_and_resumed_gives_the_bytes_of_a_run_without_one(
+    started, tmp_path, raycloak_home, monkeypatch
+):
+    settle(raycloak_home)
+    idle = started()
+    void = idle.until(Opened)
+    idle.stop()
+    idle.until(Ended, ending="stopped", metrics=None)
+    assert idle.until(Exited, code=0)
+
+    first = started(void.run_id)
+    run = first.until(Opened)
+    # Its secret is the user's own, so it is the same run; but nothing was charged, so there is nothing to resume.
+    assert run.run_id == void.run_id
+    assert run.run_dir != void.run_dir
+    ready = first.until(Ready, finished_steps=0, steps=STEPS, evidence_class="simulated", epsilon=0.0)
+    assert ready.manifest["run_id"] == run.run_id
+    first.allow(2, 1)
+    begun = first.until(Computed, step=0, loss=None)
+    assert 0 < begun.epsilon <= ready.epsilon_cap
+    released = first.until(Released, step=0)
+    assert first.until(Computed, step=1).epsilon > begun.epsilon
+    first.kill()
+    assert first.until(Exited, code=-9).last_words
+
+    second = started(run.run_id)
+    assert second.until(Opened).run_id == run.run_id
+    second.until(Ready, finished_steps=0)
+    second.save("too early", 0)
+    second.save("kept", STEPS)
+    second.allow(STEPS, STEPS)
+    second.until(Refused, id="too early", code="no_state")
+    digests = [second.until(Released).digest for _ in range(STEPS)]
+    assert digests[0] == released.digest
+    saved = second.until(Saved, id="kept", parameter_digest=digests[-1], step=STEPS)
+    assert Path(saved.package).exists()
+    copy = tmp_path / "copies" / "weights.safetensors"
+    second.copy("sampled", STEPS, copy)
+    second.until(Copied, id="sampled", parameter_digest=digests[-1])
+    assert copy.exists()
+    second.close()
+    ended = second.until(Ended, ending="complete")
+    assert ended.metrics["parameter_digest"] == digests[-1]
+    assert second.until(Exited, code=0)
+
+    third = started(run.run_id)
+    assert third.until(Ended, ending="complete").metrics == ended.metrics, "it was complete before"
+
+    ledger = PrivacyLedger(ledger_url(), create=False)
+    ledger.verify()
+    events = [entry.event for entry in ledger.history()]
+    ledger.close()
+    for kind in (StepCharged, VectorsBound):
+        assert [event.step for event in events if isinstance(event, kind)] == [0, 1, 2]
+
+    monkeypatch.setenv("RAYCLOAK_HOME", str(tmp_path / "other"))
+    settle(tmp_path / "other")
+    seen = []
+    Trainer(
+        parse_config(CONFIG),
+        config_dir=tmp_path,
+        run_secret=tmp_path / "secret",
+        progress=lambda report: seen.append(report.parameter_digest),
+        notice=lambda line: None,
+    ).train()
+    assert digests == seen
