@@ -1,0 +1,273 @@
+"""An encoder whose adapter is elsewhere: forward passes ask its worker for each adapted projection, encrypted.
+
+The client runs the public base model. It sends encrypted inputs of the adapted layers, and adds the decrypted deltas.
+"""
+
+import inspect
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import nn
+
+from raycloak.attestation.core.evidence import CollateralBundle
+from raycloak.attestation.core.keys import IdentityKey
+from raycloak.attestation.keys.run_secret import load_secret
+from raycloak.attestation.policy.policy import Policy, load_policy, simulated_policy
+from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
+from raycloak.coordinator.adapter.connection import AdapterAddress
+from raycloak.coordinator.adapter.session import AdapterSession, Traffic
+from raycloak.coordinator.config import home
+from raycloak.coordinator.evidence.sources import collateral_of
+from raycloak.metrics.errors import ModelError, ProtocolError
+
+Progress = Callable[[int, int], None]
+"""Called with the finished blocks and all blocks of a forward pass."""
+
+
+class EncryptedAdapter:
+    """A Hugging Face encoder with an adapter that stays at its server; experimental, ``pip install 'raycloak[he]'``.
+
+    It hides the client's hidden states from the server, even from one whose enclave is broken. It does not hide the
+    adapter from the client, and nothing proves that the deltas are right. See docs/encrypted-adapters.md.
+
+    Args:
+        base_model: the public encoder that the adapter was trained on, at this client. Its dropout must be off.
+        address: printed by ``raycloak adapter serve``: ``KEY@host:port``.
+        policy: file or `Policy` that the worker's evidence must meet; None accepts SIMULATED evidence of this home.
+        collateral: file to judge it by, where the policy names no collateral service.
+        progress: called as a forward pass proceeds.
+
+    Raises:
+        ConfigError: ``adapter_address``, ``encryption_missing``, or a policy or collateral that cannot be used.
+        ModelError: ``adapter_base`` if the model lacks a projection, or has it in another shape.
+        EvidenceError: why the worker is refused. ProtocolError, RefusedError: why the server refuses.
+
+    Attributes:
+        simulated: whether the worker's evidence is SIMULATED, which proves nothing about a machine.
+    """
+
+    def __init__(
+        self,
+        base_model: nn.Module,
+        address: str,
+        *,
+        policy: Policy | str | Path | None = None,
+        collateral: str | Path | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        # Every refused handshake would be a line.
+        os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+        known, judged_by = _terms(policy, collateral)
+        identity = IdentityKey.from_seed(load_secret(home.adapter_identity_file()))
+        self._model = base_model
+        self._progress = progress
+        self._inputs: dict[str, int] | None = None
+        self._session = AdapterSession(
+            AdapterAddress.parse(address), identity, home.adapters_folder() / "sessions", known, judged_by
+        )
+        try:
+            self._layers = _layers(base_model, self._session)
+            self._shared = _shared(base_model, self._session.shared)
+        except BaseException:
+            self._session.close()
+            raise
+        self.simulated = self._session.evidence_class == "simulated"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the adapted model returns, without gradients.
+
+        Tokens that a two-dimensional ``attention_mask`` hides are not sent: nothing reads their deltas.
+
+        Raises:
+            BudgetError: ``tokens_spent``. The server's other refusals.
+        """
+        bound = inspect.signature(self._model.forward).bind_partial(*args, **kwargs).arguments
+        mask = bound.get("attention_mask")
+        with torch.no_grad():
+            if self._inputs is None:
+                self._inputs = self._shared_inputs(args, kwargs)
+            call = _Pass(self._session, self._inputs, mask, self._progress)
+            with _hooked(self._layers, call.add):
+                return torch.func.functional_call(self._model, self._shared, args, kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: ModelError ``generation_refused``."""
+        raise ModelError(
+            "generation_refused",
+            "each generated token would take one round trip a layer, some eight seconds for a model of 32 layers.",
+            "Use an encoder, or TLS into an attested enclave, where generation is fast.",
+        )
+
+    @property
+    def tokens_left(self) -> int:
+        """The tokens that the projection with the least left will still answer, when the server last said so."""
+        return self._session.tokens_left
+
+    @property
+    def traffic(self) -> Traffic:
+        """The blocks, bytes and seconds of this session so far."""
+        return self._session.traffic
+
+    def close(self) -> None:
+        """End the session; the worker drops the keys."""
+        self._session.close()
+
+    def _shared_inputs(self, args: Any, kwargs: Any) -> dict[str, int]:
+        """Return which layers read one and the same tensor: names to the number of that tensor, by a bare pass.
+
+        Only a pass can tell: two layers of one block may share an input, as query and value do, or not. It costs the
+        base model's forward pass, and nothing is sent.
+        """
+        seen: list[torch.Tensor] = []
+        inputs: dict[str, int] = {}
+
+        def note(name: str, given: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+            # Kept in a list, so that no later tensor takes the place of one in memory.
+            inputs[name] = next((index for index, each in enumerate(seen) if each is given), len(seen))
+            if inputs[name] == len(seen):
+                seen.append(given)
+            return output
+
+        with _hooked(self._layers, note):
+            self._model(*args, **kwargs)
+        return inputs
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """The deltas that came with another layer's, and the tensor that they are of."""
+
+    given: torch.Tensor
+    delta: torch.Tensor
+
+
+class _Pass:
+    """One forward pass: asks once for all layers that read one tensor."""
+
+    def __init__(
+        self,
+        session: AdapterSession,
+        inputs: dict[str, int],
+        mask: torch.Tensor | None,
+        progress: Progress | None,
+    ) -> None:
+        self._session, self._inputs, self._mask, self._progress = session, inputs, mask, progress
+        self._pending: dict[str, _Pending] = {}
+        self._done = 0
+
+    def add(self, name: str, given: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        """Return a layer's output with its delta."""
+        waiting = self._pending.pop(name, None)
+        if waiting is None or waiting.given is not given:
+            waiting = self._asked(name, given)
+        return output + waiting.delta.to(output)
+
+    def _asked(self, name: str, given: torch.Tensor) -> _Pending:
+        width = self._session.projections[name].width_in
+        mine = self._inputs.get(name)
+        names = [
+            each
+            for each, number in self._inputs.items()
+            if number == mine and self._session.projections[each].width_in == width
+        ] or [name]
+        rows = self._rows(given)
+        sent = given.reshape(-1, width)[rows].cpu().double().numpy()
+        parts = []
+        for part in self._session.deltas(sent, names):
+            parts.append(part)
+            self._done += 1
+            if self._progress is not None:
+                self._progress(self._done, self._session.blocks(len(sent)) * len(set(self._inputs.values())))
+        for each in names:
+            found = np.concatenate([part[each] for part in parts]) if parts else np.zeros((0, 1))
+            delta = torch.zeros(rows.numel(), self._session.projections[each].width_out, dtype=torch.float64)
+            if parts:
+                delta[rows] = torch.from_numpy(found)
+            self._pending[each] = _Pending(given, delta.reshape(*given.shape[:-1], -1))
+        return self._pending.pop(name)
+
+    def _rows(self, given: torch.Tensor) -> torch.Tensor:
+        """Return which tokens of a layer's input to send, bool of shape [tokens]."""
+        shape = given.shape[:-1]
+        if self._mask is not None and self._mask.shape == shape:
+            return self._mask.reshape(-1).bool().cpu()
+        return torch.ones(shape.numel(), dtype=torch.bool)
+
+
+@contextmanager
+def _hooked(
+    layers: dict[str, nn.Module], function: Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]
+) -> Iterator[None]:
+    """Pass the name, input and output of each layer to ``function`` inside the block; its result is the output."""
+    handles = [
+        layer.register_forward_hook(lambda _, args, output, name=name: function(name, args[0], output))
+        for name, layer in layers.items()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _layers(model: nn.Module, session: AdapterSession) -> dict[str, nn.Module]:
+    found = dict(model.named_modules())
+    layers: dict[str, nn.Module] = {}
+    for name, described in session.projections.items():
+        layer = found.get(name)
+        shape = (described.width_out, described.width_in)
+        if not isinstance(layer, nn.Linear) or tuple(layer.weight.shape) != shape:
+            raise ModelError(
+                "adapter_base",
+                f"the model has no linear layer '{name}' of shape {list(shape)}, which the adapter adapts.",
+                "Load the base model that the adapter was trained on, of the same class.",
+            )
+        layers[name] = layer
+    if model.training:
+        raise ModelError(
+            "adapter_base", "the model is in training mode, where dropout changes it.", "Call model.eval() first."
+        )
+    return layers
+
+
+def _shared(model: nn.Module, content: bytes) -> dict[str, torch.Tensor]:
+    """Return the parts that take the place of the model's own; ModelError ``adapter_base`` if it has none such."""
+    if not content:
+        return {}
+    try:
+        found = load(content)
+    except SafetensorError:
+        raise ProtocolError("malformed", "the server's shared parts are no safetensors file.") from None
+    own = dict(model.named_parameters())
+    for name, each in found.items():
+        if name not in own or own[name].shape != each.shape:
+            raise ModelError(
+                "adapter_base",
+                f"the model has no parameter '{name}' of shape {list(each.shape)}, which the adapter's owner shares.",
+                "Load the base model that the adapter was trained on, of the same class.",
+            )
+    return {name: each.to(own[name]) for name, each in found.items()}
+
+
+def _terms(policy: Policy | str | Path | None, collateral: str | Path | None) -> tuple[Policy, CollateralBundle]:
+    known = load_policy(Path(policy)) if isinstance(policy, str | Path) else policy
+    current = collateral_of(known, str(collateral) if collateral else None, Path())
+    if current is not None and known is not None:
+        return known, current()
+    vendor = SimulatedVendor.load_or_create(home.simulator_folder())
+    return known or simulated_policy(vendor, code_measurement()), vendor.collateral(int(time.time()))

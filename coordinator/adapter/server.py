@@ -1,0 +1,308 @@
+"""The gRPC server of one adapter, under limits on everything that a client can fill.
+
+The channel is mutual TLS on identity keys: the server's is the worker's attested key, the client's is one that the
+settings name. `docs/encrypted-adapters.md` has the limits.
+"""
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias, TypeVar
+
+import grpc
+from google.protobuf.message_factory import GetMessageClass
+
+from raycloak.attestation.core.messages import Envelope
+from raycloak.attestation.keys.release import KeyRelease
+from raycloak.attestation.service.grpc_status import status_of, trailing
+from raycloak.attestation.trust.channel import ChannelEnd, is_channel_of, read_leaf, server_credentials
+from raycloak.coordinator.adapter import adapter_pb2 as wire
+from raycloak.coordinator.adapter.desk import AdapterDesk
+from raycloak.coordinator.adapter.introduction import PIECE_BYTES, introduction_digest
+from raycloak.metrics.adapter_collector import AdapterFigures
+from raycloak.metrics.errors import ConfigError, EvidenceError, ProtocolError, RaycloakError, RefusedError
+from raycloak.metrics.registry import ANSWERED
+from raycloak.workers.encrypted.parameters import SET_F
+from raycloak.workers.encrypted.seal_objects import require_size
+
+Context: TypeAlias = Any
+"""A `grpc.ServicerContext`; gRPC ships no types."""
+
+# Requests at once, over all clients, each with a thread; more are refused before they are read.
+_CALLS: Final = 16
+# gRPC reads one message of every call ahead, whatever the number of calls.
+_MESSAGE_BYTES: Final = 2 * PIECE_BYTES
+_CALL_S: Final = 120.0
+_CALLS_OF_CLIENT: Final = 4
+_CONNECTIONS: Final = 128
+_IDLE_MS: Final = 120_000
+# Keys outlive their session's last second by at most this.
+_SWEEP_S: Final = 10.0
+
+
+R = TypeVar("R")
+
+
+class _Servicer:
+    """The methods of the service, each of which reads its request itself: see `_handlers`."""
+
+    def __init__(self, desk: AdapterDesk) -> None:
+        self._desk = desk
+        self._lock = threading.Lock()
+        self._open: Counter[str] = Counter()
+        self._answered: Counter[tuple[str, str]] = Counter()
+
+    def answered(self) -> dict[tuple[str, str], int]:
+        """Return how many calls were answered, by method and code."""
+        with self._lock:
+            return dict(self._answered)
+
+    def open_calls(self, client: str) -> int:
+        """Return how many calls of a client are open."""
+        with self._lock:
+            return self._open[client]
+
+    def Describe(  # noqa: N802
+        self, requests: Iterator[wire.DescribeRequest], context: Context
+    ) -> wire.DescribeReply:
+        def answer(client: str) -> wire.DescribeReply:
+            _first(requests)
+            facts = self._desk.facts
+            return wire.DescribeReply(
+                adapter_digest=facts.adapter_digest,
+                parameter_set=SET_F.digest(),
+                tokens=facts.shape.tokens,
+                rank=facts.shape.rank,
+                projections=[
+                    wire.Projection(name=each.name, width_in=each.width_in, width_out=each.width_out, gain=each.gain)
+                    for each in facts.projections
+                ],
+                tokens_left=self._desk.tokens_left(client),
+                shared=facts.shared,
+            )
+
+        return self._answer("Describe", context, answer)
+
+    def Begin(  # noqa: N802
+        self, requests: Iterator[wire.BeginRequest], context: Context
+    ) -> wire.BeginReply:
+        def answer(client: str) -> wire.BeginReply:
+            request = _first(requests)
+            session, presented = self._desk.begin(client, request.contract, request.policy, request.challenge)
+            signed = wire.SignedMessage(body=presented.body, signature=presented.signature)
+            return wire.BeginReply(session=session, presentation=signed)
+
+        return self._answer("Begin", context, answer)
+
+    def Register(  # noqa: N802
+        self, requests: Iterator[wire.RegisterRequest], context: Context
+    ) -> wire.RegisterReply:
+        def answer(client: str) -> wire.RegisterReply:
+            first = _first(requests)
+            sealed = _joined(first.sealed_keys, (each.sealed_keys for each in requests), self._desk.sealed_bytes)
+            package = Envelope(first.package.body, first.package.signature)
+            release = KeyRelease(package, first.proof, extends=tuple(first.extends))
+            self._desk.register(client, first.session, release, first.fingerprint, sealed)
+            return wire.RegisterReply()
+
+        return self._answer("Register", context, answer)
+
+    def Apply(self, requests: Iterator[wire.ApplyRequest], context: Context) -> wire.ApplyReply:  # noqa: N802
+        def answer(client: str) -> wire.ApplyReply:
+            first = _first(requests)
+            names = list(first.projections)
+            batch = _joined(first.batch, (each.batch for each in requests), self._desk.batch_bytes(names))
+            answers, left = self._desk.apply(client, first.session, first.sequence, first.fingerprint, batch, names)
+            return wire.ApplyReply(answers=answers, tokens_left=left)
+
+        return self._answer("Apply", context, answer)
+
+    def Close(  # noqa: N802
+        self, requests: Iterator[wire.CloseRequest], context: Context
+    ) -> wire.CloseReply:
+        def answer(client: str) -> wire.CloseReply:
+            request = _first(requests)
+            self._desk.close(client, request.session)
+            return wire.CloseReply()
+
+        return self._answer("Close", context, answer)
+
+    def _answer(self, method: str, context: Context, call: Callable[[str], R]) -> R:
+        refusal: RaycloakError
+        try:
+            client = self._client(context)
+            self._count(client, context)
+            # A stream that its client does not go on with ends, and gives its thread back.
+            timer = threading.Timer(_CALL_S, context.cancel)
+            timer.daemon = True
+            timer.start()
+            context.add_callback(timer.cancel)
+            answer = call(client)
+            self._note(method, ANSWERED)
+            return answer
+        except RaycloakError as error:
+            refusal = error
+        except grpc.RpcError:
+            # The client left, or took too long, in the middle of its request.
+            refusal = _cut_short()
+        except Exception:
+            # gRPC would tell the peer the text of the exception.
+            logging.getLogger(__name__).exception("a call of the adapter's server failed")
+            refusal = RefusedError("adapter_failed", "the server failed at this call.", "See the log of the server.")
+        self._note(method, refusal.code)
+        context.set_trailing_metadata(trailing(refusal))
+        context.abort(status_of(refusal), refusal.code)
+        raise AssertionError("unreachable: abort raises")
+
+    def _note(self, method: str, code: str) -> None:
+        with self._lock:
+            self._answered[method, code] += 1
+
+    def _client(self, context: Context) -> str:
+        """Return the client whose key certified the peer's end; EvidenceError ``peer_not_bound`` for anybody else."""
+        leaf = read_leaf(next(iter(context.auth_context().get("x509_pem_cert", ())), b""))
+        for key, name in self._desk.clients.items():
+            if is_channel_of(leaf, key):
+                return name
+        raise EvidenceError(
+            "peer_not_bound", "this client's key is not one that the adapter serves.", "Give it to the adapter's owner."
+        )
+
+    def _count(self, client: str, context: Context) -> None:
+        """Count a call until its answer has left or its client has gone; RefusedError ``busy`` if there are too many.
+
+        So a client that does not read its answers holds four of them, and no memory beyond.
+        """
+        with self._lock:
+            if self._open[client] >= _CALLS_OF_CLIENT:
+                raise RefusedError("busy", "this client has answers to read first.", "Read them, or ask later.")
+            self._open[client] += 1
+
+        def left() -> None:
+            with self._lock:
+                self._open[client] -= 1
+
+        if not context.add_callback(left):
+            left()
+
+
+def _handlers(servicer: _Servicer) -> grpc.GenericRpcHandler:
+    """Return the service with all requests as streams, which are the same on the wire.
+
+    gRPC waits for a single request in a thread of the pool, without end, before it asks who is there. So strangers
+    who open calls and send nothing would take all threads.
+    """
+    service = wire.DESCRIPTOR.services_by_name["Adapter"]
+    handlers = {
+        method.name: grpc.stream_unary_rpc_method_handler(
+            getattr(servicer, method.name),
+            GetMessageClass(method.input_type).FromString,
+            GetMessageClass(method.output_type).SerializeToString,
+        )
+        for method in service.methods
+    }
+    return grpc.method_handlers_generic_handler(service.full_name, handlers)
+
+
+def _first(requests: Iterator[R]) -> R:
+    """Return the first message of a call; ProtocolError ``malformed`` if there is none."""
+    for request in requests:
+        return request
+    raise _cut_short()
+
+
+def _cut_short() -> ProtocolError:
+    return ProtocolError("malformed", "the request ended before it was whole.", "Send all messages of a request.")
+
+
+def _joined(first: bytes, rest: Iterable[bytes], expected: int) -> bytes:
+    """Join the pieces of a stream; ProtocolError ``ciphertext_size`` as soon as they are too many."""
+    joined = bytearray(first)
+    for piece in rest:
+        joined += piece
+        if len(joined) > expected:
+            break
+    require_size(joined, expected)
+    return bytes(joined)
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A running server.
+
+    Attributes:
+        port: TCP port that it listens on.
+        open_calls: returns how many calls of a client are open, those with an answer that it did not read among them.
+        figures: returns what a scrape shows.
+    """
+
+    port: int
+    open_calls: Callable[[str], int]
+    figures: Callable[[], AdapterFigures]
+
+
+@contextmanager
+def _idle_sessions_end(desk: AdapterDesk) -> Iterator[None]:
+    """End idle sessions inside the block, also where no client asks for anything any more."""
+    stopped = threading.Event()
+
+    def watch() -> None:
+        while not stopped.wait(min(desk.idle_s / 2, _SWEEP_S)):
+            # A worker that has gone has no keys; the next call of a client says so.
+            with suppress(RaycloakError):
+                desk.drop_idle()
+
+    thread = threading.Thread(target=watch, name="idle adapter sessions", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join()
+
+
+@contextmanager
+def serving(desk: AdapterDesk, end: ChannelEnd, bind: str) -> Iterator[Serving]:
+    """Serve ``desk`` inside the block.
+
+    Args:
+        end: the worker's end of channels.
+        bind: ``host:port``; port 0 takes a free one.
+
+    Raises:
+        ConfigError: ``bind`` if the address cannot be listened on.
+    """
+    options = (
+        ("grpc.max_receive_message_length", _MESSAGE_BYTES),
+        ("grpc.max_concurrent_streams", _CALLS_OF_CLIENT),
+        ("grpc.max_allowed_incoming_connections", _CONNECTIONS),
+        ("grpc.max_connection_idle_ms", _IDLE_MS),
+        # A window of one piece: otherwise it grows with the speed of the network, for each connection.
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", PIECE_BYTES),
+        ("grpc.max_metadata_size", 8192),
+        ("grpc.server_handshake_timeout_ms", 10_000),
+        ("grpc.keepalive_time_ms", 60_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        # With reuse, a second server could take the same port, and a part of the calls.
+        ("grpc.so_reuseport", 0),
+    )
+    servicer = _Servicer(desk)
+    server = grpc.server(ThreadPoolExecutor(_CALLS), options=options, maximum_concurrent_rpcs=_CALLS)
+    server.add_generic_rpc_handlers((_handlers(servicer),))
+    credentials = server_credentials(end, introduction_digest(desk.facts.identity_key))
+    try:
+        port = server.add_secure_port(bind, credentials)
+    # gRPC's only sign that it could not listen there.
+    except RuntimeError:
+        raise ConfigError("bind", f"cannot listen on '{bind}'.", "Give host:port of this machine.") from None
+    server.start()
+    try:
+        with _idle_sessions_end(desk):
+            yield Serving(port, servicer.open_calls, lambda: desk.figures(servicer.answered()))
+    finally:
+        server.stop(1.0).wait()

@@ -1,0 +1,70 @@
+"""The commands ``raycloak adapter``: serve an adapter over encrypted activations, and show a client's key."""
+
+import os
+import signal
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from raycloak.coordinator.cli.options import AsJson, Debug, execute
+from raycloak.coordinator.console.output import Output
+
+adapter = typer.Typer(help="Adapters over encrypted activations (experimental, extra 'he').")
+
+
+@adapter.command("serve")
+def serve_command(
+    path: Annotated[str, typer.Argument(metavar="RUN_DIR|PACKAGE", help="Trained adapter.", show_default=False)],
+    settings: Annotated[Path, typer.Argument(metavar="SETTINGS", help="YAML file of the server.", show_default=False)],
+    config: Annotated[Path | None, typer.Option(help="Configuration that names a package's model.")] = None,
+    trust: Annotated[Path | None, typer.Option(help="Trust store of a package's reader.")] = None,
+    key: Annotated[Path | None, typer.Option(help="Private key of one of a package's recipients.")] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Answer encrypted batches until SIGTERM or Ctrl-C; first prints the address for clients.
+
+    It hides clients' hidden states from the server. It does not hide the adapter from clients: see
+    docs/encrypted-adapters.md.
+    """
+    execute(as_json, debug, lambda output: _serve(output, path, settings, config, trust, key))
+
+
+@adapter.command("identity")
+def identity_command(as_json: AsJson = False, debug: Debug = False) -> None:
+    """Print the key that an adapter's owner names this client by; made at the first call."""
+    execute(as_json, debug, _identity)
+
+
+def _serve(output: Output, path: str, settings: Path, config: Path | None, trust: Path | None, key: Path | None) -> int:
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # every refused handshake would be a line
+    from raycloak.coordinator.adapter.serve import served_adapter
+    from raycloak.coordinator.adapter.settings import load_settings
+    from raycloak.coordinator.console.tables import fields_table, value_text
+    from raycloak.coordinator.runs.released_model import Keys
+
+    ended = threading.Event()
+    former = {each: signal.signal(each, lambda *_: ended.set()) for each in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with served_adapter(path, load_settings(settings), Keys.of(trust, key), config) as facts:
+            rows = [(name.replace("_", " "), value_text(value)) for name, value in asdict(facts).items()]
+            output.result(asdict(facts), fields_table(f"Encrypted adapter ({facts.evidence} evidence)", rows))
+            ended.wait()
+    finally:
+        for each, handler in former.items():
+            signal.signal(each, handler)
+    return 0
+
+
+def _identity(output: Output) -> int:
+    from raycloak.attestation.core.keys import IdentityKey
+    from raycloak.attestation.keys.run_secret import load_secret
+    from raycloak.coordinator.config.home import adapter_identity_file
+    from raycloak.coordinator.console.tables import fields_table
+
+    key = IdentityKey.from_seed(load_secret(adapter_identity_file())).public.hex()
+    output.result({"identity_key": key}, fields_table("Client of encrypted adapters", [("identity key", key)]))
+    return 0

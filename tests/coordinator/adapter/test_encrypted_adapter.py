@@ -1,0 +1,126 @@
+"""A client's encoder with the adapter at its server: over real channels, under simulated evidence."""
+
+import json
+
+import pytest
+import torch
+
+from raycloak.attestation.policy.policy import simulated_policy
+from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
+from raycloak.coordinator.adapter.encrypted_adapter import EncryptedAdapter
+from raycloak.coordinator.config import home
+from raycloak.metrics.errors import BudgetError, ConfigError, EvidenceError, ModelError, RefusedError
+from raycloak.workers.encrypted.parameters import SET_F
+from tests.coordinator.adapter.conftest import TOKENS
+
+
+def states(batch=3, length=50):
+    return torch.randn(batch, length, 16, generator=torch.Generator().manual_seed(batch))
+
+
+def test_the_encoder_computes_what_the_adapted_one_does(site, encoder, adapted):
+    seen = []
+    given = states()
+    with site() as served, EncryptedAdapter(encoder, served.address, progress=lambda *each: seen.append(each)) as model:
+        found = model(given)
+        assert model.simulated
+        # 150 tokens are two blocks; query and value of the first layer share theirs.
+        assert model.traffic.blocks == 4
+        assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    expected = adapted(given)
+    assert (found - expected).abs().max() < 1e-2 * (expected - encoder(given)).abs().max()
+    assert not found.requires_grad
+    assert torch.equal(encoder(given), encoder(given)), "a hook was left behind"
+
+
+def test_tokens_behind_the_mask_are_not_sent(site, encoder, adapted):
+    given, mask = states(), torch.ones(3, 50)
+    mask[:, 20:] = 0
+    with site() as served, EncryptedAdapter(encoder, served.address) as model:
+        found = model(given, attention_mask=mask)
+        assert model.traffic.blocks == 2
+        assert model.traffic.tokens == 120
+    assert (found - adapted(given, mask)).abs().max() < 2e-2 * adapted(given, mask).abs().max()
+
+
+def test_the_clients_log_has_fingerprint_parameters_and_release_and_the_secret_is_gone(site, encoder):
+    with site() as served:
+        with EncryptedAdapter(encoder, served.address) as model:
+            fingerprint = model._session._keys.fingerprint.hex()
+            assert len(served.worker._sessions) == 1
+        assert not served.worker._sessions, "the worker kept the keys of a session that ended"
+    folder = home.adapters_folder() / "sessions"
+    (log,) = folder.glob("*/evidence.jsonl")
+    kinds = {}
+    for line in log.read_text().splitlines():
+        entry = json.loads(line)
+        kinds[entry.get("kind")] = entry.get("body")
+    assert list(kinds)[:5] == ["session", "admitted", "adapter_keys", "released", "finished"]
+    assert kinds["adapter_keys"]["fingerprint"] == fingerprint
+    assert kinds["adapter_keys"]["parameters"] == SET_F.digest().hex()
+    assert not list(folder.glob("*.secret"))
+
+
+def test_keys_stay_here_if_the_clients_policy_refuses_the_worker(site, encoder):
+    vendor = SimulatedVendor.load_or_create(home.simulator_folder())
+    strict = simulated_policy(vendor, bytes(len(code_measurement())))
+    with site() as served:
+        with pytest.raises(EvidenceError) as refusal:
+            EncryptedAdapter(encoder, served.address, policy=strict)
+        assert refusal.value.code == "measurement_unknown"
+        assert all(each.keys is None for each in served.worker._sessions.values())
+
+
+def test_a_server_with_another_key_is_refused(site, encoder):
+    with site() as served:
+        other = "ab" * 32 + served.address[64:]
+        with pytest.raises(RefusedError) as refusal:
+            EncryptedAdapter(encoder, other)
+    assert refusal.value.code == "adapter_unreachable"
+
+
+def test_a_client_that_the_settings_do_not_name_is_refused(site, encoder, monkeypatch, tmp_path):
+    with site() as served:
+        monkeypatch.setenv("RAYCLOAK_HOME", str(tmp_path / "stranger"))
+        with pytest.raises(EvidenceError) as refusal:
+            EncryptedAdapter(encoder, served.address)
+    assert refusal.value.code == "peer_not_bound"
+
+
+def test_a_spent_budget_is_refused_for_ever(site, encoder):
+    with site(of_client=TOKENS) as served, EncryptedAdapter(encoder, served.address) as model:
+        model(states(1))
+        assert model.tokens_left == 0
+        with pytest.raises(BudgetError) as refusal:
+            model(states(1))
+        assert refusal.value.code == "tokens_spent"
+    with site(of_client=TOKENS) as served, EncryptedAdapter(encoder, served.address) as again:
+        assert again.tokens_left == 0
+        with pytest.raises(BudgetError):
+            again(states(1))
+
+
+def test_generation_is_refused_with_the_reason(site, encoder):
+    with site() as served, EncryptedAdapter(encoder, served.address) as model:
+        with pytest.raises(ModelError, match="round trip") as refusal:
+            model.generate()
+        assert refusal.value.code == "generation_refused"
+
+
+def test_another_base_model_is_refused(site, encoder):
+    encoder.layers[1]["query"] = torch.nn.Linear(16, 8)
+    with site() as served, pytest.raises(ModelError) as refusal:
+        EncryptedAdapter(encoder, served.address)
+    assert refusal.value.code == "adapter_base"
+
+
+def test_a_model_in_training_mode_is_refused(site, encoder):
+    with site() as served, pytest.raises(ModelError, match="training mode"):
+        EncryptedAdapter(encoder.train(), served.address)
+
+
+@pytest.mark.parametrize("text", ["", "127.0.0.1:1", "ab@127.0.0.1:1", "zz" * 32 + "@127.0.0.1:1", "ab" * 32 + "@"])
+def test_an_address_without_the_workers_key_is_refused(encoder, text):
+    with pytest.raises(ConfigError) as refusal:
+        EncryptedAdapter(encoder, text)
+    assert refusal.value.code == "adapter_address"

@@ -1,0 +1,50 @@
+"""The commands of encrypted adapters, and what a plan says of an adapter."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from raycloak.attestation.core.keys import IdentityKey
+from raycloak.attestation.keys.run_secret import load_secret
+from raycloak.coordinator.cli.app import app
+from raycloak.coordinator.cli.tables import adapter_cover, adapter_rows
+from raycloak.coordinator.config import home
+from raycloak.coordinator.config.run import parse_config
+from raycloak.coordinator.runs.demo import demo_config
+
+
+def test_a_client_is_told_the_key_that_it_is_known_by(capfd):
+    said = []
+    for _ in range(2):
+        CliRunner().invoke(app, ["adapter", "identity", "--json"])
+        said.append(json.loads(capfd.readouterr().out))
+    first, again = said
+    key = IdentityKey.from_seed(load_secret(home.adapter_identity_file()))
+    assert first == again == {"identity_key": key.public.hex()}
+
+
+@pytest.mark.parametrize(
+    "text", ["bind: 127.0.0.1:0\n", "clients: {}\n", "clients: {a: zz}\n", "clients: [\n", "unknown: 1\n"]
+)
+def test_settings_that_cannot_be_used_are_refused_before_anything_starts(tmp_path, capfd, text):
+    file = tmp_path / "adapter.yaml"
+    file.write_text(text)
+    done = CliRunner().invoke(app, ["adapter", "serve", str(tmp_path), str(file), "--json"])
+    assert done.exit_code == 2
+    assert json.loads(capfd.readouterr().out)["error"]["code"] == "config"
+
+
+def test_a_plan_says_what_covers_an_adapter_that_leaks():
+    plan = SimpleNamespace(epsilon_outsiders=3.0, delta=1e-5)
+    lora = {"hf": "bert", "task": "sequence_classification", "classes": 2, "lora": {"rank": 8}}
+    text = {"kind": "text", "path": "train.tsv", "max_length": 8}
+    config = parse_config({**demo_config(), "model": lora, "dataset": text})
+    ((label, said),) = adapter_rows(config, plan)
+    assert label == "adapter"
+    assert said.startswith("ε 3")
+    assert "clients can reconstruct it" in said
+    assert adapter_rows(parse_config(demo_config()), plan) == []
+    assert adapter_cover(config, plan) == {"epsilon": 3.0, "delta": 1e-5}
+    assert adapter_cover(parse_config(demo_config()), plan) == {}
