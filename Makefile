@@ -48,9 +48,11 @@ format: $(INSTALLED)
 reference: $(INSTALLED)
 	$(BIN)/python -m tests.reference
 
-# The stubs of the evidence service; a test compares them with what this makes.
+# The stubs of the two services; a test compares them with what this makes.
 proto: $(INSTALLED)
-	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. raycloak/attestation/service/evidence.proto
+	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. \
+		raycloak/attestation/service/evidence.proto raycloak/coordinator/client/service.proto \
+		raycloak/coordinator/adapter/adapter.proto
 
 # Seeds and findings go to FUZZ_DIR; INDEX=path/to/INDEX.json adds recorded evidence to the seeds.
 FUZZ_DIR ?= build/fuzz

@@ -48,6 +48,7 @@ from raycloak.coordinator.record.outcome import Finished
 from raycloak.coordinator.runs.local_session import LocalPlatform, local_session
 from raycloak.coordinator.training.assignment import Assignment, NewRun, Order, Session
 from raycloak.coordinator.training.coordinator import Coordinator
+from raycloak.coordinator.training.pace import OPEN, Pace
 from raycloak.coordinator.training.public_evaluation import public_evaluator
 from raycloak.coordinator.training.reporting import Reporting, StepReport
 from raycloak.metrics.collectors import RunFacts, RunMetrics
@@ -678,6 +679,8 @@ def whole_run(
     clock: Callable[[], float] | None = None,
     assignment: Assignment | None = None,
     traces: Traces = OFF,
+    pace: Pace = OPEN,
+    folder: Path | None = None,
     **fields: Any,
 ) -> WholeRun:
     """Return a run that is ready to be trained; with one ``home`` and ``secret``, a repeat of the same run.
@@ -689,6 +692,8 @@ def whole_run(
         clock: of orchestrator and workers; a `Clock` is the time of the stage, too.
         assignment: what the execution is to do; the whole of a new run by default.
         traces: where its spans go.
+        pace: when steps may be charged and released, and what a client sent for them.
+        folder: the directory of an earlier execution of the run; a new one by default.
     """
     settings = config(overrides, **fields)
     path = secret_file(home, secret) if secret else None
@@ -703,7 +708,7 @@ def whole_run(
         stage.disturb = disturb
     control = replace(session.control, backend=stage, max_restarts=settings.failure.max_failures)
     session = replace(session, backend=stage, control=control)
-    folder = Path(tempfile.mkdtemp(dir=home))
+    folder = folder or Path(tempfile.mkdtemp(dir=home))
     record = RunRecord(
         run_id=session.run_id,
         name="run",
@@ -731,6 +736,7 @@ def whole_run(
         reporting,
         RunFolder(folder, record),
         assignment or NewRun(),
+        pace=pace,
     )
     coordinator = Coordinator(order, Timer(now=stage.time, sleep=stage.time.sleep))
     run = WholeRun(home, settings, session, stage, folder, coordinator, events)

@@ -3,8 +3,8 @@
 The ``python`` blocks of one document run in order as one program, so a later block may use the names of an earlier one;
 tracebacks carry the document's line numbers. A document that uses Ray has a process of its own, which joins the
 session's cluster by a plain ``ray.init()``. A ``yaml`` block is a file of another program (only parsed), an evidence
-policy, an evidence service, a whole configuration, or a part of one, which is checked laid over the demo's. Every
-``raycloak`` command line in a ``console`` or ``sh`` block names commands and options that exist.
+policy, an evidence service, a training service, a whole configuration, or a part of one, which is checked laid over
+the demo's. Every ``raycloak`` command line in a ``console`` or ``sh`` block names commands and options that exist.
 """
 
 import re
@@ -18,10 +18,12 @@ import typer.main
 import yaml
 
 from raycloak.attestation.policy.policy import load_policy
+from raycloak.coordinator.adapter.settings import AdapterSettings
 from raycloak.coordinator.cli.app import app
 from raycloak.coordinator.config.run import parse_config, validated
 from raycloak.coordinator.evidence.standalone_service import ServiceConfig
 from raycloak.coordinator.runs.demo import demo_config
+from raycloak.coordinator.service.settings import ServiceSettings
 from raycloak.metrics.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -73,8 +75,9 @@ def as_program(blocks):
     return "\n".join(rows) + "\n"
 
 
-# A pipeline and a search, whose own tests run them as they are there: test_pipelines.py and test_tune.py.
-RUN_ELSEWHERE = {"docs/data.md", "docs/tune.md"}
+# A pipeline, a search and a client, whose own tests run them as they are there: test_pipelines.py, test_tune.py and
+# test_serve.py.
+RUN_ELSEWHERE = {"docs/data.md", "docs/encrypted-adapters.md", "docs/tune.md"}
 
 
 @pytest.mark.parametrize("document", sorted({block.document for block in _in("python")} - RUN_ELSEWHERE))
@@ -107,8 +110,14 @@ def check_yaml(body, folder):
         policy.write_text(body)
         load_policy(policy)
         return
+    if "tenants" in raw:
+        validated(ServiceSettings, raw)
+        return
     if "hosting" in raw:
         validated(ServiceConfig, raw)
+        return
+    if "tokens_of_client" in raw:
+        validated(AdapterSettings, raw)
         return
     if "dp_config" in raw:
         parse_config(raw)

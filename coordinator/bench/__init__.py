@@ -1,6 +1,6 @@
-"""Benchmarks of one machine: masking, noise, gradients, a start, the phases of a step, and attestations per second.
+"""Benchmarks of one machine: masking, noise, gradients, a start, a step, attestations and operations per second.
 
-Doors: attest, calibration, gradient, gradient_cases, mask, noise, start, step.
+Doors: adapter, attest, calibration, gradient, gradient_cases, mask, noise, service, start, step.
 
-May import: `runs` and the rooms below; `workers`, `attestation`, `metrics`.
+May import: `service` and the rooms below; `workers`, `attestation`, `metrics`.
 """

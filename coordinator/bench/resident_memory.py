@@ -25,6 +25,11 @@ def growth(act: Callable[[], object]) -> int:
     return _status("VmHWM") - before
 
 
+def resident() -> int:
+    """Return the resident memory of this process, in bytes."""
+    return _status("VmRSS")
+
+
 def _status(field: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line for line in lines if line.startswith(f"{field}:")).split()[1])

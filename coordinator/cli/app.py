@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 from typer.exceptions import Abort, TyperException
 
+from raycloak.coordinator.cli.adapter import adapter
 from raycloak.coordinator.cli.attest import attest
 from raycloak.coordinator.cli.audit import audit_command
 from raycloak.coordinator.cli.bench import bench
@@ -27,6 +28,7 @@ from raycloak.coordinator.cli.package import package
 from raycloak.coordinator.cli.progress import EVERY_S, ProgressDisplay
 from raycloak.coordinator.cli.report import report_command
 from raycloak.coordinator.cli.runs import runs
+from raycloak.coordinator.cli.serve import serve_command
 from raycloak.coordinator.cli.top import top_command
 from raycloak.coordinator.cli.verify import bundle_command, trust_command, verify_command
 from raycloak.coordinator.config.run import RunConfig, load_config, parse_config
@@ -52,6 +54,7 @@ app.add_typer(attest, name="attest")
 app.add_typer(data, name="data")
 app.add_typer(model, name="model")
 app.add_typer(runs, name="runs")
+app.add_typer(adapter, name="adapter")
 
 
 def _say_version(asked: bool) -> None:
@@ -106,6 +109,7 @@ def run(
 
 
 app.command("init")(init_command)
+app.command("serve")(serve_command)
 
 
 @app.command()
@@ -353,7 +357,7 @@ def _plan(output: Output, path: Path | None, overrides: list[str] | None, trials
     config, config_dir = load_config(path, overrides), path.parent
     # Before the libraries of a plan, which take seconds to import.
     first_look(config, config_dir)
-    from raycloak.coordinator.cli.tables import evidence_text, plan_table, search_rows
+    from raycloak.coordinator.cli.tables import adapter_cover, adapter_rows, evidence_text, plan_table, search_rows
     from raycloak.coordinator.evidence.sources import configured_policy
     from raycloak.coordinator.planning.dry_run import plan_of
     from raycloak.coordinator.planning.search_cost import search_of
@@ -368,7 +372,9 @@ def _plan(output: Output, path: Path | None, overrides: list[str] | None, trials
         plan = plan_of(config, config_dir)
     search = search_of(plan, trials) if trials is not None else None
     fields = plan.as_json() | {"evidence_classes": classes} | ({"search": search.as_json()} if search else {})
-    rows = [("evidence", evidence_text(classes)), *(search_rows(search) if search else [])]
+    if cover := adapter_cover(config, plan):
+        fields["adapter_leak"] = cover
+    rows = [("evidence", evidence_text(classes)), *adapter_rows(config, plan), *(search_rows(search) if search else [])]
     output.result(fields, plan_table(plan, rows))
     return 0
 

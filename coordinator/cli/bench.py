@@ -63,6 +63,30 @@ def _bench_noise(output: Output, draws: int, sigma: float, bits: Literal[32, 64]
     return _measured(output, "bench noise", bench_noise(draws, sigma, bits))
 
 
+@bench.command("adapter")
+def adapter_command(as_json: AsJson = False, debug: Debug = False) -> None:
+    """Answer one encrypted block for widths 384, 768 and 4096, beside the clear adapter and TenSEAL's own product."""
+    execute(as_json, debug, _bench_adapter)
+
+
+def _bench_adapter(output: Output) -> int:
+    from rich.table import Table
+
+    from raycloak.coordinator.bench.adapter import bench_adapter
+    from raycloak.coordinator.console.tables import value_text
+
+    result = asdict(bench_adapter())
+    table = Table(
+        title=f"bench adapter (median of {result['runs']}, processor time)", title_justify="left", title_style="bold"
+    )
+    for header in ("", *(str(each["width"]) for each in result["widths"])):
+        table.add_column(header)
+    for name in list(result["widths"][0])[1:]:
+        table.add_row(name.replace("_", " "), *(value_text(each[name]) for each in result["widths"]))
+    output.result(result, table)
+    return 0
+
+
 @bench.command("step")
 def step_command(
     config: ConfigFile,
@@ -223,6 +247,22 @@ def _bench_attest(output: Output, connections: int, concurrency: int, held: int)
     from raycloak.coordinator.bench.attest import bench_attest
 
     return _measured(output, "bench attest (SIMULATED)", bench_attest(connections, concurrency, held))
+
+
+@bench.command("service")
+def service_command(
+    clients: Annotated[int, typer.Option(help="Clients that call at the same time.")] = 16,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Time operations through a training service whose drivers train nothing, beside Ray actors and bare gRPC."""
+    execute(as_json, debug, lambda output: _bench_service(output, clients))
+
+
+def _bench_service(output: Output, clients: int) -> int:
+    from raycloak.coordinator.bench.service import bench_service
+
+    return _measured(output, "bench service", bench_service(clients))
 
 
 def _ring_bits(bits: int) -> Literal[32, 64]:

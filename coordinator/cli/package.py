@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 package = typer.Typer(help="Sealed packages: recipients, trusted signers, verification.")
 
 PackagePath = Annotated[
-    str, typer.Argument(metavar="PATH", help="Folder or s3:// URL of one package.", show_default=False)
+    str, typer.Argument(metavar="PATH", help="Folder, file or s3:// URL of one package.", show_default=False)
 ]
 OfRun = Annotated[str | None, typer.Option("--run", metavar="ID", help="Refuse a package of another run.")]
 OfStep = Annotated[int | None, typer.Option("--step", metavar="N", help="Refuse a package of another step.")]

@@ -198,6 +198,7 @@ _MECHANISM_ROWS = (
     "max_grad_norm",
     "sample_rate",
     "num_examples",
+    "max_participations",
     "steps",
     "virtual_workers",
     "dimension",

@@ -14,14 +14,16 @@ from rich.text import Text
 from raycloak.coordinator.console.tables import epsilon_text, fields_table, size_text
 from raycloak.coordinator.report.words import (
     accountant_rows,
-    check_text,
+    check_row,
     data_rows,
     evaluation_text,
     keys_rows,
+    participation_rows,
     sealed_text,
 )
 
 if TYPE_CHECKING:
+    from raycloak.coordinator.config.run import RunConfig
     from raycloak.coordinator.ledger.entries import LedgerEntry
     from raycloak.coordinator.ledger.leases import Lease
     from raycloak.coordinator.ledger.view import AccountView
@@ -36,12 +38,27 @@ def plan_table(plan: "Plan", more: Iterable[tuple[str, str]] = ()) -> Table:
     return fields_table("Plan (nothing is charged yet)", [*plan_rows(plan), *more])
 
 
+def adapter_cover(config: "RunConfig", plan: "Plan") -> dict[str, float]:
+    """Return the ε and δ that cover each example where a LoRA adapter's weights leak; nothing of other models."""
+    if config.model is None or isinstance(config.model, str) or config.model.lora is None:
+        return {}
+    return {"epsilon": plan.epsilon_outsiders, "delta": plan.delta}
+
+
+def adapter_rows(config: "RunConfig", plan: "Plan") -> list[tuple[str, str]]:
+    """Return what a plan says of a LoRA adapter whose weights leak, as a served one's do; nothing of other models."""
+    if not (cover := adapter_cover(config, plan)):
+        return []
+    covered = f"ε {epsilon_text(cover['epsilon'])} at δ = {cover['delta']:g} covers each example if its weights leak"
+    return [("adapter", f"{covered}; served over ciphertexts, clients can reconstruct it")]
+
+
 def plan_rows(plan: "Plan") -> list[tuple[str, str]]:
     """Return label and text of each line of a plan, in order."""
     mechanism = plan.mechanism
     return [
         ("noise multiplier", f"{mechanism.noise_multiplier:.4g}, clipping norm {mechanism.max_grad_norm:g}"),
-        ("sample rate", f"{mechanism.sample_rate:.4g} of {mechanism.num_examples:,} examples, {_epochs_text(plan)}"),
+        *_use_rows(plan),
         *_mechanism_rows(plan),
         ("steps", f"{_steps_that_fit(plan)} of {mechanism.steps} fit the cap {plan.epsilon_cap:g}"),
         *_account_rows(plan),
@@ -58,8 +75,8 @@ def plan_rows(plan: "Plan") -> list[tuple[str, str]]:
         ("ring", _ring_text(plan)),
         ("masked bytes", f"{size_text(plan.bytes_per_step)} per step"),
         *([("masks", plan.masks.text)] if plan.masks else []),
-        ("data", sealed_text(plan.data_sealed)),
-        ("data check", check_text(plan.data_check)),
+        ("data", sealed_text(plan.data_sealed, mechanism.max_participations is not None)),
+        *check_row(plan.data_check, mechanism.max_participations is not None),
         *([("evaluation data", evaluation_text(plan.evaluation_data))] if plan.evaluation_data else []),
         *keys_rows(plan.key_service),
         ("object store", f"{size_text(plan.object_store_bytes)} at most"),
@@ -73,6 +90,16 @@ def _ring_text(plan: "Plan") -> str:
         return f"{plan.mechanism.ring_bits} bits, {rounded}"
     draws = f"{plan.base_draws} base draws of noise a coordinate"
     return f"{plan.mechanism.ring_bits} bits, {draws}, {rounded}, which takes {100 * plan.rounding_cost:.2g} % of ε"
+
+
+def _use_rows(plan: "Plan") -> list[tuple[str, str]]:
+    """Return how many examples a step uses, and how they come to be used."""
+    mechanism = plan.mechanism
+    if mechanism.max_participations is not None:
+        most = f"{mechanism.num_examples:,} at most in a step, {mechanism.expected_batch_size:g} expected"
+        return [("examples", most), *participation_rows(mechanism.max_participations, mechanism.steps)]
+    text = f"{mechanism.sample_rate:.4g} of {mechanism.num_examples:,} examples, {_epochs_text(plan)}"
+    return [("sample rate", text)]
 
 
 def _epochs_text(plan: "Plan") -> str:
@@ -107,7 +134,8 @@ def _batch_text(plan: "Plan") -> str:
 def _slack_rows(plan: "Plan") -> list[tuple[str, str]]:
     """Return the part of delta that slack takes, term by term; cut batches are named even where epsilon pays."""
     terms = plan.delta_terms
-    paid = f"{terms.batch_overflow:.2g}" if plan.mechanism.overflow_probability else "0 (ε pays)"
+    unpaid = "0 (ε pays)" if plan.mechanism.max_participations is None else "0 (more are refused)"
+    paid = f"{terms.batch_overflow:.2g}" if plan.mechanism.overflow_probability else unpaid
     others = f"sampler {terms.sampler:.2g}, rounding {terms.rounding:.2g}, ring wrap {terms.ring_wrap:.2g}"
     return [("δ slack", f"{terms.total:.2g} of δ: cut batches {paid}, {others}")]
 
