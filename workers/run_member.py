@@ -6,7 +6,7 @@ Assumes: its caller, `raycloak.workers.train_worker.TrainWorker`, lets no text o
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -47,13 +47,20 @@ class RunMember:
         peers: has appraised the orchestrator of ``admission``.
         halves: its side of the key service that the manifest may name.
         admission: the first one; :meth:`renew` takes the next.
+        is_cancelled: returns whether the call under way is cancelled; it is asked before every micro-batch.
 
     Attributes:
         evaluator: answers orders to evaluate; None if the run has no sealed split.
     """
 
     def __init__(
-        self, attester: Attester, planned: PlannedWorkload, peers: Peers, halves: SecondHalves, admission: Admission
+        self,
+        attester: Attester,
+        planned: PlannedWorkload,
+        peers: Peers,
+        halves: SecondHalves,
+        admission: Admission,
+        is_cancelled: Callable[[], bool],
     ) -> None:
         split = planned.workload.split
         self.planned = planned
@@ -61,6 +68,7 @@ class RunMember:
         self.manifest_digest = admission.manifest.digest()
         self._attester, self._peers, self._halves = attester, peers, halves
         self._admission = admission
+        self._is_cancelled = is_cancelled
         self._watch = LogWatch()
         self._keys: dict[tuple[int, int], VirtualWorkerKeys] = {}
         # Kept until another step or model is asked for: a new attempt masks it again without computing it.
@@ -266,9 +274,10 @@ class RunMember:
         computer = self.planned.computers[roster.query]
         for v in self._hosted.missing(hosted, (roster.query, roster.step, inputs, root)):
             keys = self._key(roster, v)
-            rows = () if sent is None else (sent.rows(v, keys),)
+            rows = None if sent is None else sent.rows(v, keys)
+            of_step = roster.step, inputs, root, flat
             # Given away at once: a name would keep a vector in memory while the next one is computed.
-            self._hosted.add(v, computer.vector(v, keys, roster.step, inputs, root, flat, *rows))
+            self._hosted.add(v, computer.vector(v, keys, *of_step, rows, self._is_cancelled))
 
     def _counted(self, mechanism: Mechanism, roster: Roster) -> tuple[PublicSums, ...] | None:
         """Return the exact sums of each hosted virtual worker, in order; None where there are none.

@@ -102,7 +102,8 @@ class TrainWorker:
         if isinstance(member, RunMember):
             member.renew(admission)
         else:
-            self._stage = RunMember(self._attester, planned, self._peers, self._halves, admission)
+            of_worker = self._attester, planned, self._peers, self._halves
+            self._stage = RunMember(*of_worker, admission, self.is_cancelled)
         return self._attester.present(challenge, manifest.digest(), planned.known_answer)
 
     @guarded
@@ -130,7 +131,8 @@ class TrainWorker:
 
         Guarantee: nothing is computed before a receipt and a roster for exactly these parameters and batches were
         verified; one masked vector leaves per (run, query, step, attempt), and a repeat gets the same bytes or a
-        refusal. Every failure is answered by a code.
+        refusal. Every failure is answered by a code. A call that is cancelled ends between two micro-batches; its
+        attempt is over, and a later one computes the step.
 
         Args:
             receipt: the ledger's, for the step; see `raycloak.workers.terms.receipt`.
@@ -162,6 +164,10 @@ class TrainWorker:
         except Exception as error:  # noqa: BLE001 - only a code may leave
             return EvaluationReply(self._attester.member_id, answer_code(error))
         return EvaluationReply(self._attester.member_id, "ok", signed)
+
+    def is_cancelled(self) -> bool:
+        """Return whether the call under way was cancelled; only an actor's can be."""
+        return False
 
     @guarded
     def _step(

@@ -4,7 +4,7 @@ Host, attempt, roster and arrival order do not enter, so a vector recomputed els
 recovery safe: two attempts of a step decode to one value.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from raycloak.attestation.core.keys import Purpose, derive
 from raycloak.attestation.keys.release import VirtualWorkerKeys
+from raycloak.metrics.errors import ProtocolError
 from raycloak.workers.gradients.clipping import MicroBatch, micro_batches
 from raycloak.workers.gradients.sum_engines import SumEngine
 from raycloak.workers.inputs.datasets import Dataset, slice_digest, slice_ids
@@ -88,6 +89,7 @@ class VirtualWorkerComputer:
         data_root: bytes,
         parameters: np.ndarray,
         sent: SentRows | None = None,
+        is_cancelled: Callable[[], bool] = lambda: False,
     ) -> EncodedVector:
         """Sample, clip, encode and noise virtual worker ``v``'s contribution to ``step``.
 
@@ -101,13 +103,18 @@ class VirtualWorkerComputer:
             parameters: float32[d], whose digest is in ``step_input``.
             sent: the examples that a client sent this virtual worker for the step, all of which are used; None exactly
                 where the run's data is registered.
+            is_cancelled: is asked before every micro-batch.
 
         Returns:
             uint32[d] or uint64[d] in the ring, owned by the caller.
+
+        Raises:
+            ProtocolError: ``cancelled``, and no further micro-batch is computed.
         """
         mechanism, data = self._mechanism, self.slice(v)
         context = (mechanism.query, step, step_input, data.digest, data_root)
         batches = self._sent(data, sent) if sent is not None else self._drawn(data, keys, context)
+        batches = _until_cancelled(batches, is_cancelled)
         clipped_sum, words = self._engine.clipped_sum(parameters, batches), ring_dtype(mechanism.ring_bits)
         # In the sum's own memory where the words fit it: of a large model, both would be most of what a worker takes.
         in_place = words.itemsize == clipped_sum.itemsize
@@ -145,3 +152,10 @@ class VirtualWorkerComputer:
     @cached_property
     def _ring(self) -> RingSpec:
         return RingSpec(self._mechanism.ring_bits, self._mechanism.gamma_log2, self._mechanism.clamp)
+
+
+def _until_cancelled(batches: Iterable[MicroBatch], is_cancelled: Callable[[], bool]) -> Iterator[MicroBatch]:
+    for batch in batches:
+        if is_cancelled():
+            raise ProtocolError("cancelled", "the attempt was cancelled")
+        yield batch

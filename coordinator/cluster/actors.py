@@ -30,6 +30,7 @@ from ray.exceptions import (
     RayActorError,
     RayError,
     RayTaskError,
+    TaskCancelledError,
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -259,12 +260,22 @@ def wait(references: Sequence[Reference[T]], deadline_s: float, *, fetch_local: 
     return ready
 
 
+def cancel(references: Iterable[Reference[object]]) -> None:
+    """Have actors see that the calls behind ``references`` are cancelled; a call that waits is not begun.
+
+    Assumes: all that a call was given is ready. Ray numbers the calls of an actor when they are made. One that is
+    cancelled while it waits for an argument is never sent, and the actor waits half a minute for its number.
+    """
+    for reference in references:
+        ray.cancel(cast("ray.ObjectRef[Any]", reference), recursive=False)
+
+
 def fetch(reference: Reference[T], deadline_s: float) -> T:
     """Return an answer, as ``ray.get`` with a deadline and raycloak's errors.
 
     Raises:
         ActorLost: the actor died, cannot be reached, did not answer in time, or lacks an object that was lost with its
-            node.
+            node; or the call was cancelled.
         RaycloakError: what the actor raised.
         RunFailedError: ``actor_error`` if the actor raised anything else.
     """
@@ -277,6 +288,8 @@ def fetch(reference: Reference[T], deadline_s: float) -> T:
         raise ActorLost("out_of_memory") from None
     except ObjectLostError:
         raise ActorLost("object_lost") from None
+    except TaskCancelledError:
+        raise ActorLost("cancelled") from None
     # A subclass of RayActorError, so it has to be caught first.
     except ActorUnavailableError:
         raise ActorLost("unreachable") from None

@@ -20,8 +20,9 @@ class ActorLost(Exception):
     """An actor cannot answer any more.
 
     Args:
-        cause: ``died``, ``unreachable``, ``deadline``, ``out_of_memory``, ``unplaceable`` or ``object_lost``. With the
-            last, the actor may be well, but an object that it was to be given is gone.
+        cause: ``died``, ``unreachable``, ``deadline``, ``out_of_memory``, ``unplaceable``, ``object_lost`` or
+            ``cancelled``. With the last two, the actor may be well: an object that it was to be given is gone, or
+            the call was cancelled.
     """
 
     def __init__(self, cause: str) -> None:
@@ -50,6 +51,13 @@ class Backend(Protocol):
         Raises:
             ActorLost: the actor cannot answer, or not within the deadline.
             RaycloakError: what the actor raised.
+        """
+        ...
+
+    def cancel(self, references: Sequence[Reference[object]]) -> None:
+        """Ask actors to end the calls that are to give ``references``; one that has ended keeps its answer.
+
+        All that a call was given must be ready. For any thread.
         """
         ...
 
@@ -132,6 +140,9 @@ class LocalBackend:
             raise settled.error
         value: T = settled.value
         return value
+
+    def cancel(self, references: Sequence[Reference[object]]) -> None:
+        """Do nothing: every call has ended when its reference is there."""
 
     def put(self, value: T) -> Reference[T]:
         return _Settled(value=_read_only(value))

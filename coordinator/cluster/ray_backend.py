@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar, cast
 import ray
 
 from raycloak.attestation.attester.attester import EvidenceSource, GpuSource
-from raycloak.coordinator.cluster.actors import actor, ask, ask_node, fetch, kill_all, off_this_node, wait
+from raycloak.coordinator.cluster.actors import actor, ask, ask_node, cancel, fetch, kill_all, off_this_node, wait
 from raycloak.coordinator.cluster.aggregator_actor import MaskedAggregatorActor
 from raycloak.coordinator.cluster.backend import ActorLost
 from raycloak.coordinator.cluster.placement import Placement
@@ -153,6 +153,9 @@ class RayBackend:
 
     def fetch(self, reference: Reference[T], deadline_s: float) -> T:
         return fetch(reference, deadline_s)
+
+    def cancel(self, references: Sequence[Reference[object]]) -> None:
+        cancel(references)
 
     def put(self, value: T) -> Reference[T]:
         reference: Any = ray.put(value)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import FrameType
 
 import numpy as np
+import ray
 
 from raycloak.coordinator.cluster.processes import forbid_core_dump
 from raycloak.coordinator.quick_imports import quickly
@@ -22,7 +23,7 @@ class TrainWorkerActor(TrainWorker):
     """A TrainWorker that leaves when its process is asked to end.
 
     Guarantee: after SIGTERM the task under way finishes, and the next `StepReply` says ``leaving``. A second SIGTERM
-    ends the process at once.
+    ends the process at once. A call that its caller cancels ends between two micro-batches.
     """
 
     def __init__(
@@ -37,6 +38,9 @@ class TrainWorkerActor(TrainWorker):
     def _asked_to_end(self, _: int, __: FrameType | None) -> None:
         self._leaving = True
         signal.signal(signal.SIGTERM, self._before)
+
+    def is_cancelled(self) -> bool:
+        return bool(ray.get_runtime_context().is_canceled())
 
     def step(
         self, receipt: Envelope, request: StepRequest, *given: np.ndarray

@@ -203,7 +203,7 @@ class Desk(DriverDesk):
 
     def _checked(self, client: ClientRow, kind: str, payload: Any) -> str:
         """Refuse an operation that does not fit; return the package that it loads."""
-        in_step = client.pending >= 0 or client.allowed_charges > client.submitted_steps
+        in_step = not client.ending and (client.pending >= 0 or client.allowed_charges > client.submitted_steps)
         match kind:
             case "forward_backward":
                 if client.sent:
@@ -227,11 +227,11 @@ class Desk(DriverDesk):
                     self._require_steps(client)
             case "save_state" | "load_state" | "sample":
                 # The driver would be inside a step, where no state is between two steps.
-                if in_step and not client.sent:
+                if in_step and (not client.sent or client.held):
                     raise ServiceStateError(
                         "step_pending",
                         "a step is charged that was not released, so the run is not between two steps.",
-                        "Submit optim_step first; if its forward_backward was cancelled, submit that again before.",
+                        "Submit optim_step first; if the step was cancelled, submit it again.",
                     )
                 if kind == SAVE_STATE:
                     check_metadata(payload.metadata)
@@ -346,8 +346,9 @@ class Desk(DriverDesk):
         """Cancel an operation, and those that depend on it, if that is still possible; return it as it is then.
 
         A queued one is cancelled: a ``forward_backward`` with its ``optim_step``, an ``optim_step`` with all later
-        ones. A ``forward_backward`` that runs is cancelled and stays charged, unless its ``optim_step`` runs too. Any
-        other one that runs goes on, except a sample.
+        ones. A step that runs, by its ``forward_backward`` or by the ``optim_step`` of sent data, is cancelled when its
+        driver says that nobody computes it: it stays charged. If it is computed by then, it goes on. Any other one that
+        runs goes on, except a sample.
 
         Raises:
             ServiceStateError: ``batch_follows`` for an ``optim_step`` after which more batches were sent.
@@ -359,9 +360,11 @@ class Desk(DriverDesk):
         later = [each for each in self._store.open_operations(client_id) if each.number > operation.number]
         with self._changing(client):
             match operation.kind:
+                case "forward_backward" if operation.state == RUNNING:
+                    client.held = 1
                 case "forward_backward":
                     self._cancel_forward(client, operation, later)
-                case "optim_step" if operation.state == QUEUED:
+                case "optim_step" if operation.state == QUEUED or client.sent:
                     self._cancel_optim(client, operation, later)
                 case _ if operation.state == QUEUED or (operation.kind == SAMPLE and operation.package):
                     if operation.state == RUNNING:
@@ -371,27 +374,24 @@ class Desk(DriverDesk):
         return self._operation(client_id, operation.number)
 
     def _cancel_forward(self, client: ClientRow, operation: OperationRow, later: list[OperationRow]) -> None:
+        self._retire(client, operation, CANCELLED, cancelled(charged=False))
         its = next((each for each in later if each.kind == OPTIM_STEP), None)
-        if its is not None and its.state == RUNNING:
-            return  # the driver may have released the step already
-        self._retire(client, operation, CANCELLED, cancelled(charged=operation.state == RUNNING))
         if its is not None:
             self._retire(client, its, CANCELLED, cancelled(charged=False))
 
     def _cancel_optim(self, client: ClientRow, operation: OperationRow, later: list[OperationRow]) -> None:
         # Whether or not their own optim_step was submitted: they were sealed for a step that would be another one.
-        if client.sent and self._store.newest_forward(client.client_id, client.next_number) > operation.number:
+        if self._is_followed(client, operation):
             raise ServiceStateError(
                 "batch_follows", "batches of the next step were sent after this optim_step.", "Let it run."
             )
+        if operation.state == RUNNING:
+            client.held = 1
+            return
         for each in (operation, *later):
             if each.state == QUEUED:
                 self._retire(client, each, CANCELLED, cancelled(charged=False))
-        # Its forward_backward waits for an optim_step again.
-        client.pending = self._store.newest_forward(client.client_id, operation.number)
-        if client.sent:
-            batches = self._store.batches_from(client.client_id, client.submitted_steps)
-            client.sent_examples = sum(batch.examples for batch in batches)
+        self._reopen_step(client, operation)
 
     def changes(self, tenant: str, client_id: str, since: int) -> list[wire.Change]:
         """Return the next changes after revision ``since``, at most `PAGE` and one, in their order; empty if none."""

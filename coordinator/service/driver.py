@@ -36,6 +36,7 @@ from raycloak.coordinator.service.pipe import (
     Copy,
     Ended,
     Failed,
+    Held,
     Load,
     Loaded,
     Notice,
@@ -99,7 +100,7 @@ class PacedRun:
         self._begin = begin
         self._tell = reports.tell
         self._stop = stop
-        self._pace: GatedPace[Save | Copy | Load] = GatedPace(stop, self._computed, self._between)
+        self._pace: GatedPace[Save | Copy | Load] = GatedPace(stop, self._computed, self._held, self._between)
         self._losses: dict[int, float] = {}
         # A daemon: the service may keep its end open for longer than this process lives.
         threading.Thread(target=self._listen, args=(commands,), name="commands", daemon=True).start()
@@ -221,7 +222,7 @@ class PacedRun:
     def _take(self, command: Command) -> None:
         match command:
             case Allow():
-                self._pace.allow(command.computed, command.released)
+                self._pace.allow(command.computed, command.released, command.held)
             case Batches():
                 self._pace.send(command.step, command.files)
             case Save() | Copy() | Load():
@@ -294,6 +295,9 @@ class PacedRun:
             self._losses[step] = counted.mean_loss
         tokens = None if counted is None else counted.tokens
         self._tell(Computed(step=step, epsilon=epsilon, loss=self._losses.get(step), tokens=tokens))
+
+    def _held(self, step: int, epsilon: float | None) -> None:
+        self._tell(Held(step=step, epsilon=epsilon))
 
     def _stepped(self, report: "StepReport") -> None:
         step = report.step - 1

@@ -34,6 +34,7 @@ from raycloak.coordinator.service.pipe import (
     Copied,
     Ended,
     Failed,
+    Held,
     Loaded,
     Notice,
     Opened,
@@ -108,6 +109,8 @@ class DriverDesk(OperationQueues):
                     self._ready(client, driver, said)
                 case Computed():
                     self._computed(client, said)
+                case Held():
+                    self._held(client, driver, said)
                 case Released():
                     self._released(client, said)
                 case Saved():
@@ -184,7 +187,7 @@ class DriverDesk(OperationQueues):
         for operation in self._store.open_operations(client.client_id, _AT_ONCE):
             if operation.state == RUNNING:
                 self._command(client, operation)
-        driver.told = (-1, -1)
+        driver.told = None
 
     def _catch_up(self, client: ClientRow, finished_steps: int) -> None:
         """Take note of steps that a driver finished while no service was there to be told."""
@@ -199,10 +202,26 @@ class DriverDesk(OperationQueues):
         self._lost.pop(client.client_id, None)
         client.charged = max(client.charged, step + 1)
         client.epsilon = max(client.epsilon, epsilon or 0.0)
+        client.held = 0  # a cancellation came too late
         for operation in self._store.of_step(client.client_id, FORWARD_BACKWARD, step):
             if operation.state == RUNNING:
                 self._finish_forward(client, operation, said.loss, said.tokens)
         self._show(client.client_id, wire.Progress(step=step, epsilon=client.epsilon, phase="computed"))
+
+    def _held(self, client: ClientRow, driver: DriverState, said: Held) -> None:
+        if said.epsilon is not None:
+            client.charged = max(client.charged, said.step + 1)
+            client.epsilon = max(client.epsilon, said.epsilon)
+        running = self._store.of_step(client.client_id, OPTIM_STEP, said.step)
+        if any(each.state == RUNNING and self._is_followed(client, each) for each in running):
+            client.held = 0  # its examples are needed as they were sealed
+        if client.held:
+            client.allowed_releases = min(client.allowed_releases, said.step)
+            self._cancel_step(client)
+        else:
+            # It came to its end, or goes on. The driver has taken the release back, and is told of it again.
+            driver.told = None
+        self._show(client.client_id, wire.Progress(step=said.step, epsilon=client.epsilon, phase="cancelled"))
 
     def _released(self, client: ClientRow, said: Released) -> None:
         found = self._store.of_step(client.client_id, OPTIM_STEP, said.step)

@@ -87,9 +87,9 @@ class Driver:
         self._send(begin)
         threading.Thread(target=self._listen, name=f"driver {self._process.pid}", daemon=True).start()
 
-    def allow(self, computed: int, released: int) -> None:
-        """Let steps below ``computed`` be charged, and those below ``released`` be reduced; neither ever falls."""
-        self._send(Allow(computed=computed, released=released))
+    def allow(self, computed: int, released: int, held: bool = False) -> None:
+        """Let steps be charged and reduced, or held; see `Allow`."""
+        self._send(Allow(computed=computed, released=released, held=held))
 
     def batches(self, step: int, files: Sequence[Path]) -> None:
         """Name the files of a step's sent examples, before the step is allowed."""

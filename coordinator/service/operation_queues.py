@@ -4,7 +4,8 @@ Every change is made inside `OperationQueues.turn`, which makes it durable and o
 What a future depends on is in the store alone. In memory is only which driver processes there are.
 
 An operation is *queued* until it is handed to the driver, and *running* from then on. Handed is one step at a time: a
-step that is cancelled while it is queued was never charged.
+step that is cancelled while it is queued was never charged. A running step is cancelled when the driver says that
+nobody computes it; until then it may still come to its end.
 """
 
 import json
@@ -25,6 +26,7 @@ from raycloak.coordinator.service.operations import (
     OPTIM_STEP,
     SAMPLE,
     SAVE_STATE,
+    cancelled,
     client_status,
     dp_metrics,
     failure,
@@ -42,6 +44,7 @@ from raycloak.coordinator.service.places import Place
 from raycloak.coordinator.service.ports import COPY_SUFFIX, DriverPort, Measured, Records, SamplerPort
 from raycloak.coordinator.service.settings import ServiceSettings
 from raycloak.coordinator.service.store import (
+    CANCELLED,
     DONE,
     ERROR,
     FAILED,
@@ -69,7 +72,7 @@ class DriverState:
     place: Place
     is_ready: bool = False
     has_ended: bool = False
-    told: tuple[int, int] = (-1, -1)
+    told: Allow | None = None
     phase: str = "waiting for the driver"
 
 
@@ -197,10 +200,10 @@ class OperationQueues:
             while self._advance_some(client):
                 pass
         driver = self._drivers.get(client.client_id)
-        marks = (client.allowed_charges, client.allowed_releases)
-        if driver is not None and driver.is_ready and driver.told != marks:
-            driver.told = marks
-            self._tell(client.client_id, Allow(computed=marks[0], released=marks[1]))
+        allowed = Allow(computed=client.allowed_charges, released=client.allowed_releases, held=bool(client.held))
+        if driver is not None and driver.is_ready and driver.told != allowed:
+            driver.told = allowed
+            self._tell(client.client_id, allowed)
 
     def _advance_some(self, client: ClientRow) -> bool:
         """Look at the first open operations; return whether there are more to look at."""
@@ -214,6 +217,9 @@ class OperationQueues:
                     return False
             if operation.state == RUNNING:
                 if operation.kind == FORWARD_BACKWARD:
+                    # It is to be cancelled: what comes after it waits for the driver's word.
+                    if client.held:
+                        return False
                     in_step = True
                 elif operation.kind == SAMPLE and operation.package:
                     samples += 1
@@ -237,10 +243,7 @@ class OperationQueues:
                 self._retire(client, operation, FAILED, failure(steps_done()))
                 return True
             client.allowed_charges = max(client.allowed_charges, client.finished + 1)
-        if operation.kind == FORWARD_BACKWARD and client.charged > client.finished:
-            # An earlier forward_backward of this step was cancelled when it was charged.
-            self._finish_forward(client, operation, None, None)
-            return True
+            client.held = 0
         if operation.kind == OPTIM_STEP:
             client.allowed_releases = max(client.allowed_releases, client.finished + 1)
             self._tell_batches(client, client.finished)
@@ -345,6 +348,29 @@ class OperationQueues:
         if client.pending == operation.number:
             client.pending = -1
         self._finish(client, operation, state, error=error)
+
+    def _cancel_step(self, client: ClientRow) -> None:
+        """Cancel the running step and what waits behind it for the same place between two steps."""
+        for operation in self._store.open_operations(client.client_id):
+            if operation.state == RUNNING and operation.kind in (FORWARD_BACKWARD, OPTIM_STEP):
+                self._retire(client, operation, CANCELLED, cancelled(charged=True))
+                if client.sent:
+                    self._reopen_step(client, operation)
+            elif operation.state == QUEUED:
+                if operation.kind == FORWARD_BACKWARD:
+                    break
+                self._retire(client, operation, CANCELLED, cancelled(charged=False))
+
+    def _is_followed(self, client: ClientRow, optim: OperationRow) -> bool:
+        """Return whether batches were sent, and so sealed, for a step after that of an ``optim_step``."""
+        return bool(client.sent) and self._store.newest_forward(client.client_id, client.next_number) > optim.number
+
+    def _reopen_step(self, client: ClientRow, optim: OperationRow) -> None:
+        """Have the ``forward_backward`` of a cancelled ``optim_step`` wait for another one."""
+        client.pending = self._store.newest_forward(client.client_id, optim.number)
+        if client.sent:
+            batches = self._store.batches_from(client.client_id, client.submitted_steps)
+            client.sent_examples = sum(batch.examples for batch in batches)
 
     def _fail_by_ending(self, client: ClientRow, operation: OperationRow) -> None:
         if client.ending == CAP and operation.kind in (FORWARD_BACKWARD, OPTIM_STEP):

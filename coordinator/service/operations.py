@@ -262,7 +262,7 @@ def cancelled(charged: bool) -> wire.ServiceErrorInfo:
         error = FutureCancelledError(
             "cancelled",
             "the operation was cancelled while it ran; its step stays charged.",
-            "Submit forward_backward again: it gets the same step, which is not charged a second time.",
+            "Submit the step again: it is not charged a second time.",
         )
     else:
         error = FutureCancelledError("cancelled", "the operation was cancelled; nothing was charged for it.")

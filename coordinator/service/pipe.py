@@ -32,10 +32,17 @@ class Begin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allow:
-    """Watermarks: steps below ``computed`` may be charged, and those below ``released`` reduced. They only rise."""
+    """Watermarks: steps below ``computed`` may be charged, and those below ``released`` reduced.
+
+    They only rise; but ``released`` falls back to a step that was reported as held.
+
+    Attributes:
+        held: whether the next step to be computed is to wait; workers that compute it now leave it.
+    """
 
     computed: int
     released: int
+    held: bool = False
     kind: Literal["allow"] = "allow"
 
 
@@ -158,6 +165,20 @@ class Computed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A report that step ``step``, from 0, is held: nobody computes it, and it is not released unless allowed anew.
+
+    Attributes:
+        epsilon: of the account, as the receipt of the step has it; None if the run is not private, or the step may not
+            be charged.
+    """
+
+    step: int
+    epsilon: float | None
+    kind: Literal["held"] = "held"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Released:
     """A report that step ``step``, from 0, is finished; see `StepReport` and :class:`Computed`.
 
@@ -260,7 +281,7 @@ class Failed:
 
 Command = Begin | Allow | Batches | Save | Copy | Load | Close
 Report = (
-    Phase | Notice | Opened | Ready | Computed | Released | Saved | Copied | Loaded | Refused | Ended | Failed
+    Phase | Notice | Opened | Ready | Computed | Held | Released | Saved | Copied | Loaded | Refused | Ended | Failed
 )  # fmt: skip
 
 _COMMANDS: Final[TypeAdapter[Command]] = TypeAdapter(Annotated[Command, Field(discriminator="kind")])

@@ -35,7 +35,9 @@ class ClientRow:
         submitted_steps: optimizer steps that were submitted and neither cancelled nor failed.
         pending: number of the newest ``forward_backward`` that no ``optim_step`` follows yet; -1 if there is none.
         sent_examples: of the step that the client sends examples for now.
-        allowed_charges, allowed_releases: the watermarks that the driver is told; they never fall.
+        allowed_charges, allowed_releases: the watermarks that the driver is told; the second falls where a step that
+            ran is cancelled.
+        held: whether the driver is told to leave the step that it computes, and not to compute it before it is told.
         charged, finished: steps that the driver reported as computed and as released.
         facts: what the driver reported when it was ready, as JSON; empty before.
         error: why the status is ERROR, as JSON.
@@ -66,6 +68,7 @@ class ClientRow:
     sent_examples: int = 0
     allowed_charges: int = 0
     allowed_releases: int = 0
+    held: int = 0
     charged: int = 0
     finished: int = 0
     epsilon: float = 0.0

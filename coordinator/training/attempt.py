@@ -195,14 +195,28 @@ class AttemptRunner:
         near = {own: (own, *(each.member_id for each in graph.neighbours(own))) for own in members.workers}
         return {own: (*always, *(shown[each] for each in ids)) for own, ids in near.items()}
 
-    def collect(self, task: Task, model: Model, asked: Asked, began_ns: int = 0) -> Answers | None:
+    def collect(
+        self, task: Task, model: Model, asked: Asked, pace: Pace = OPEN, began_ns: int = 0
+    ) -> Answers | None:
         """Wait for every worker's answer; if any fails, take the failed workers off the run and return None.
+
+        If ``pace`` holds the step meanwhile, workers end between two micro-batches, stay in the run, and None returns.
 
         Args:
             began_ns: when the workers were asked, for their spans; see `raycloak.metrics.traces.Span`.
         """
-        answers = asked.answers
-        ready = set(self.backend.wait([part for answer in answers.values() for part in answer.parts], self.deadline_s))
+        answers, is_cancelled = asked.answers, False
+
+        def cancel() -> None:
+            nonlocal is_cancelled
+            # Before the call: an answer that comes back as cancelled must find it set.
+            is_cancelled = True
+            # They were given a receipt, which is ready since the charge was awaited, and the model of a finished step.
+            self.backend.cancel([answer.reply for answer in answers.values()])
+
+        with pace.computing(task.step, cancel):
+            parts = [part for answer in answers.values() for part in answer.parts]
+            ready = set(self.backend.wait(parts, self.deadline_s))
         replies: dict[str, StepReply] = {}
         failures: dict[str, str] = {}
         for member_id, answer in answers.items():
@@ -228,6 +242,8 @@ class AttemptRunner:
         if failures:
             # A worker appraised, and kept, the members of this attempt alone: what it still has is not known here.
             self._seen = {}
+            if is_cancelled:
+                failures = {each: code for each, code in failures.items() if code != "cancelled"}
             self._failures.require_model(model, failures.values(), task.name, task.step)
             self._failures.take(failures, task.name, task.step, everybody=len(failures) == len(answers))
             return None
@@ -347,14 +363,29 @@ class AttemptRunner:
                 raise
             raise RunFailedError(refusal.code, refusal.message, refusal.remedy, task.step) from None
 
+    def await_wanted(self, task: Task, pace: Pace, epsilon: float | None) -> None:
+        """Wait while ``pace`` holds the step, which another attempt then computes, of members as they are by then.
+
+        Args:
+            epsilon: as of :meth:`reduce`.
+
+        Raises:
+            StepLeft: a stop came first.
+        """
+        if pace.is_held(task.step):
+            self._await_owner("held", lambda: pace.resume(task.step, epsilon))
+
     def _await_release(self, task: Task, pace: Pace) -> bool:
         """Wait for the step's release; returns whether members have changed by then, so that its roster is an old one.
 
         Guarantee: a member that was revoked while the step waited is sent nothing of it.
         """
+        return self._await_owner("release", lambda: pace.release(task.step))
+
+    def _await_owner(self, name: str, wait: Callable[[], None]) -> bool:
         began = time.perf_counter()
-        with self.traces.span("release"):
-            pace.release(task.step)
+        with self.traces.span(name):
+            wait()
         self.waited_s += time.perf_counter() - began
         before = dict(self.membership.members.presentations)
         # The wait may have been as long as a night.

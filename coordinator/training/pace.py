@@ -1,16 +1,19 @@
-"""The pace of a step loop: who decides when a step may be charged, and when its sum may be decoded.
+"""The pace of a step loop: who decides when a step may be charged and computed, and when its sum may be decoded.
 
 `OPEN` is that of a run whose loop is its own. `GatedPace` is that of a run whose loop a user owns: two gates in each
 step, and saves and loads between two steps.
 
     admit      the step may be charged      <- watermark ``computed``; until then, what is due between two steps
-    charge, compute, mask, bind
+    charge
+    computing  unless the step is held      <- ``held``
+    mask, bind
     release    the aggregators may reduce   <- watermark ``released``
 """
 
 import queue
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class StepLeft(Exception):
-    """A stop while a step waited to be released: it stays charged and bound, and a resume repeats it."""
+    """A stop while a step was held or waited to be released: it stays charged, and a resume repeats it."""
 
 
 class Pace(Protocol):
@@ -39,6 +42,25 @@ class Pace(Protocol):
 
     def batches(self, step: int) -> tuple[Path, ...]:
         """Return the files with the sent examples of an admitted step; none where the run samples registered data."""
+        ...
+
+    def computing(self, step: int, cancel: Callable[[], None]) -> AbstractContextManager[None]:
+        """Return a block during which ``cancel`` is called, perhaps twice and by any thread, if the step is held."""
+        ...
+
+    def is_held(self, step: int) -> bool:
+        """Return whether a charged step is not to be computed now."""
+        ...
+
+    def resume(self, step: int, epsilon: float | None) -> None:
+        """Return when a charged step is to be computed after all.
+
+        Args:
+            epsilon: as of :meth:`computed`.
+
+        Raises:
+            StepLeft: a stop came first.
+        """
         ...
 
     def is_released(self, step: int) -> bool:
@@ -72,6 +94,15 @@ class _OpenPace:
     def batches(self, step: int) -> tuple[Path, ...]:
         return ()
 
+    def computing(self, step: int, cancel: Callable[[], None]) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def is_held(self, step: int) -> bool:
+        return False
+
+    def resume(self, step: int, epsilon: float | None) -> None:
+        pass
+
     def is_released(self, step: int) -> bool:
         return True
 
@@ -102,6 +133,7 @@ R = TypeVar("R", bound=Request)
 class _Allow:
     computed: int
     released: int
+    held: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +159,13 @@ class GatedPace(Generic[R]):
     """A pace that another thread sets: ``allow``, ``batches``, ``ask`` and ``close`` are for any thread.
 
     Guarantee: before a step is admitted nothing of it is charged, and before it is released no aggregator is asked.
+    A step that was told as held is neither computed nor released before it is allowed again.
 
     Args:
         stop: ends every wait.
         computed: told of each step that waits for its release, once; called in the loop's thread.
+        held: told of each step that is held and that nobody computes any more, once for each time; with the epsilon of
+            the account if the step is known to be charged. Called in the loop's thread.
         between: does a request between two steps; called in the loop's thread, in the order they were asked.
     """
 
@@ -138,10 +173,12 @@ class GatedPace(Generic[R]):
         self,
         stop: StopRequest,
         computed: Callable[[int, float | None, PublicSums | None], None],
+        held: Callable[[int, float | None], None],
         between: Callable[[R, "Training"], None],
     ) -> None:
         self._stop = stop
         self._computed = computed
+        self._tell_held = held
         self._between = between
         # The one thing that threads share. It is reentrant, as a stop is made in a signal handler: a lock could be
         # held by the very thread that the signal interrupts.
@@ -151,11 +188,24 @@ class GatedPace(Generic[R]):
         self._due: deque[R] = deque()
         self._closed = False
         self._told = -1
+        self._held = self._held_told = False
+        # Set by the loop's thread and called by others.
+        self._cancel: Callable[[], None] | None = None
         stop.then(lambda: self._inbox.put(_Wake()))
 
-    def allow(self, computed: int, released: int) -> None:
-        """Let steps below ``computed`` be charged, and those below ``released`` be reduced; neither ever falls."""
-        self._inbox.put(_Allow(computed, released))
+    def allow(self, computed: int, released: int, held: bool = False) -> None:
+        """Let steps below ``computed`` be charged, and those below ``released`` be reduced; neither ever falls.
+
+        But a step that is told as held is released no more until it is allowed anew.
+
+        Args:
+            held: whether the next step to be computed is to wait; workers that compute it now leave it.
+        """
+        self._inbox.put(_Allow(computed, released, held))
+        # After the put, as `computing` looks into the inbox after it has set this: one of the two finds the other.
+        cancel = self._cancel
+        if held and cancel is not None:
+            cancel()
 
     def send(self, step: int, files: tuple[Path, ...]) -> None:
         """Name the files of a step's sent examples, before the step is allowed."""
@@ -179,13 +229,44 @@ class GatedPace(Generic[R]):
             elif self._closed:
                 return is_over
             elif finished_steps < self._charged_below and not is_over:
-                return True
+                if not self._held:
+                    return True
+                self._leave(finished_steps, None)
+                self._take(self._inbox.get())
             else:
                 self._take(self._inbox.get())
         return False
 
     def batches(self, step: int) -> tuple[Path, ...]:
         return self._files.get(step, ())
+
+    @contextmanager
+    def computing(self, step: int, cancel: Callable[[], None]) -> Iterator[None]:
+        self._cancel = cancel
+        try:
+            if self.is_held(step):
+                cancel()
+            yield
+        finally:
+            self._cancel = None
+
+    def is_held(self, step: int) -> bool:
+        self._take_all()
+        return self._held
+
+    def resume(self, step: int, epsilon: float | None) -> None:
+        while self.is_held(step):
+            if self._stop.made or self._closed:
+                raise StepLeft
+            self._leave(step, epsilon)
+            self._take(self._inbox.get())
+
+    def _leave(self, step: int, epsilon: float | None) -> None:
+        """Take a held step's release back, and tell that nobody computes it."""
+        if not self._held_told:
+            self._held_told = True
+            self._released_below = min(self._released_below, step)
+            self._tell_held(step, epsilon)
 
     def is_released(self, step: int) -> bool:
         self._take_all()
@@ -209,9 +290,11 @@ class GatedPace(Generic[R]):
 
     def _take(self, said: _Allow | _Batches | _Due[R] | _Close | _Wake) -> None:
         match said:
-            case _Allow(computed, released):
+            case _Allow(computed, released, held):
                 self._charged_below = max(self._charged_below, computed)
                 self._released_below = max(self._released_below, released)
+                self._held = held
+                self._held_told = self._held_told and held
             case _Batches(step, files):
                 self._files[step] = files
             case _Due(request):

@@ -221,6 +221,7 @@ class StepRunner:
         self._prepare_next(task)
         attempts, begun = 1, charged
         while (finished := self._attempt(task, model, asked, begun, attempts)) is None:
+            self._attempting.await_wanted(task, self._pace_of(task), self._stated_epsilon)
             roster = self._roster_again(task)
             # Another attempt keeps the receipt: a step is charged once.
             attempts, begun = attempts + 1, time.perf_counter()
@@ -303,18 +304,15 @@ class StepRunner:
         """Make one attempt; returns also when its answers were complete, or None if another attempt is needed."""
         self.metrics.attempt_started()
         with self.traces.span("attempt", attempt=number, workers=len(asked.answers)) as attempt:
-            answers = self._collect(task, model, asked)
+            answers = self._collect(task, model, asked, self._pace_of(task))
             computed = time.perf_counter()
             self.metrics.phase_finished("compute", computed - begun, self.traces.trace_id)
             reduced = None
             if answers is not None:
                 waited = self._attempting.waited_s
-                # A measurement is due between two steps, so its owner has nothing to release.
-                pace = self.pace if task.query == "gradient" else OPEN
-                private = self.manifest.computation.mechanism.private
                 with self.traces.span("reduce"):
                     reduced = self._attempting.reduce(
-                        task, model, answers, pace, self.charged_epsilon if private else None
+                        task, model, answers, self._pace_of(task), self._stated_epsilon
                     )
                 took = time.perf_counter() - computed - (self._attempting.waited_s - waited)
                 self.metrics.phase_finished("reduce", took, self.traces.trace_id)
@@ -324,9 +322,18 @@ class StepRunner:
                 return None
         return answers, reduced, computed
 
-    def _collect(self, task: Task, model: Model, asked: Asked) -> Answers | None:
+    def _collect(self, task: Task, model: Model, asked: Asked, pace: Pace = OPEN) -> Answers | None:
         with self.traces.span("compute") as compute:
-            return self._attempting.collect(task, model, asked, compute.began_ns)
+            return self._attempting.collect(task, model, asked, pace, compute.began_ns)
+
+    def _pace_of(self, task: Task) -> Pace:
+        # A measurement is due between two steps, so its owner has nothing to hold or to release.
+        return self.pace if task.query == "gradient" else OPEN
+
+    @property
+    def _stated_epsilon(self) -> float | None:
+        """The account's epsilon by the newest receipt; None if the run is not private."""
+        return self.charged_epsilon if self.manifest.computation.mechanism.private else None
 
     def place(self, epoch: int) -> None:
         """Move the virtual workers of members that left to members that stay, and some to newcomers."""

@@ -22,6 +22,7 @@ from raycloak.coordinator.service.pipe import (
     Copy,
     Ended,
     Failed,
+    Held,
     Load,
     Loaded,
     Opened,
@@ -162,6 +163,7 @@ class ScriptedDriver:
         # A resume starts from the newest package, and repeats steps after it.
         self.position = finished - finished % package_every
         self.marks, self.due, self.files = (0, 0), [], {}
+        self.held = self.held_told = False
         self.opened = self.told = self.ended = self.closed = self.stopped = False
         self.computed = -1
 
@@ -171,7 +173,8 @@ class ScriptedDriver:
             case Allow():
                 assert command.computed >= self.marks[0]
                 assert command.released >= self.marks[1]
-                self.marks = command.computed, command.released
+                self.marks, self.held = (command.computed, command.released), command.held
+                self.held_told = self.held_told and self.held
             case Batches():
                 self.files[command.step] = command.files
             case Save() | Copy() | Load():
@@ -197,7 +200,17 @@ class ScriptedDriver:
                 yield self.between(self.due.pop(0))
             elif self.position < min(self.marks[0], self.steps):
                 if self.computed < self.position:
-                    yield self.charge()
+                    if not self.held and (paid := self.charge()) is not None:
+                        # A cancellation may come while it computes.
+                        yield paid
+                    if self.ended:
+                        break
+                    if not self.held:
+                        yield self.compute()
+                    elif self.held_told:
+                        break
+                    else:
+                        yield self.hold()
                 elif self.position < self.marks[1]:
                     yield self.release()
                 else:
@@ -231,7 +244,7 @@ class ScriptedDriver:
         )
 
     def charge(self):
-        """Charge and compute the next step."""
+        """Charge the next step, if it is not charged."""
         step = self.position
         charged = [each for (each,) in self.world.facts(self.run_id, "charge")]
         if step not in charged:
@@ -240,7 +253,19 @@ class ScriptedDriver:
                 return Ended(ending="cap_exceeded", metrics=None)
             assert charged == list(range(step)), "a step is charged in its order"
             self.world.note(self.run_id, "charge", step)
-        self.computed = step
+            return Phase(words="computing")
+        return None
+
+    def hold(self):
+        """Leave the step that is held."""
+        self.held_told = True
+        self.marks = self.marks[0], min(self.marks[1], self.position)
+        charged = [self.position] in [list(each) for each in self.world.facts(self.run_id, "charge")]
+        return Held(step=self.position, epsilon=0.1 * (self.position + 1) if charged and self.is_private else None)
+
+    def compute(self):
+        """Compute the step."""
+        step = self.computed = self.position
         if self.is_private:
             return Computed(step=step, epsilon=0.1 * (step + 1), loss=None)
         return Computed(step=step, epsilon=None, loss=0.25, tokens=12)

@@ -6,7 +6,7 @@ import pytest
 
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.service.drivers import Exited
-from raycloak.coordinator.service.pipe import Failed, Opened, Released
+from raycloak.coordinator.service.pipe import Failed, Held, Opened, Released
 from raycloak.metrics.service_errors import (
     BudgetExceededError,
     ServiceError,
@@ -274,11 +274,18 @@ def test_a_running_forward_backward_is_cancelled_stays_charged_and_its_step_is_u
     client = site.create()
     site.run()
     forward = site.submit(client, FB)
-    cancelled = site.cancel(forward)
+    reports = site.drivers.of[client].pump()
+    site.tell(client, next(reports))
+    assert site.world.facts("run0", "charge") == [[0]]
+    assert site.cancel(forward).state == "running", "only the driver knows whether it is computed"
+    behind = [site.submit(client, OPT), site.submit(client, SAVE)]
+    for report in reports:
+        site.tell(client, report)
+    cancelled = site.get(forward)
     assert (cancelled.state, cancelled.error.kind) == ("cancelled", "cancelled")
     assert "stays charged" in cancelled.error.message
-    site.run()
-    assert site.world.facts("run0", "charge") == [[0]]
+    assert ["nothing was charged" in site.get(each).error.message for each in behind] == [True, True]
+    assert site.client(client).dp_metrics.epsilon_spent == pytest.approx(0.1)
     assert site.client(client).dp_metrics.steps_charged == 1
     # The driver is inside the step: nothing can be saved before it is released.
     with pytest.raises(ServiceStateError, match="step_pending"):
@@ -286,20 +293,80 @@ def test_a_running_forward_backward_is_cancelled_stays_charged_and_its_step_is_u
     with pytest.raises(ServiceStateError, match="no_gradient"):
         site.submit(client, OPT)
     again = site.submit(client, FB)
-    assert again.state == "done"
     optim, save = site.submit(client, OPT), site.submit(client, SAVE)
     site.run()
     assert (site.get(optim).state, site.get(save).state) == ("done", "done")
     assert site.world.facts("run0", "charge") == [[0]]
 
 
-def test_what_may_be_released_already_is_not_cancelled(site):
+def test_a_step_is_cancelled_while_it_computes_although_its_release_was_asked_for(site):
+    client = site.create()
+    site.run()
+    first, second = steps(site, client, 2)
+    reports = site.drivers.of[client].pump()
+    site.tell(client, next(reports))
+    assert site.cancel(first[0]).state == "running"
+    for report in reports:
+        site.tell(client, report)
+    assert [site.get(each).state for each in first] == ["cancelled", "cancelled"]
+    site.run()
+    # The next one takes the step, which is charged once.
+    assert site.get(second[1]).optim_step.parameter_digest == digest(1)
+    assert site.world.facts("run0", "charge") == site.world.facts("run0", "release") == [[0]]
+    assert site.client(client).dp_metrics.steps_charged == 1
+
+
+def test_a_step_that_is_computed_when_its_driver_hears_of_the_cancellation_goes_on(site):
     client = site.create()
     site.run()
     ((forward, optim),) = steps(site, client, 1)
-    assert [site.cancel(each).state for each in (forward, optim)] == ["running", "running"]
+    # What runs by sent data alone is cancelled by its optim_step.
+    assert site.cancel(optim).state == "running"
+    charged, computed, *later = list(site.drivers.of[client].pump())
+    site.tell(client, charged)
+    assert site.cancel(forward).state == "running"
+    site.tell(client, computed)
+    assert site.drivers.of[client].held is False
+    for report in later:
+        site.tell(client, report)
     site.run()
+    assert [site.get(each).state for each in (forward, optim)] == ["done", "done"]
     assert [site.cancel(each).state for each in (forward, optim)] == ["done", "done"]
+
+
+def test_a_report_of_a_held_step_that_goes_on_takes_nothing_from_it(site):
+    """The driver had heard of the cancellation, and has to be told of the release again."""
+    client = site.create()
+    site.run()
+    ((forward, optim),) = steps(site, client, 1)
+    driver = site.drivers.of[client]
+    reports = driver.pump()
+    site.tell(client, next(reports))
+    late = Held(step=0, epsilon=0.1)
+    driver.marks = (1, 0)
+    site.tell(client, late)
+    assert driver.marks == (1, 1)
+    for report in reports:
+        site.tell(client, report)
+    assert [site.get(each).state for each in (forward, optim)] == ["done", "done"]
+
+
+def test_a_cancellation_survives_the_service_and_the_driver(make_site):
+    site = make_site()
+    client = site.create()
+    site.run()
+    ((forward, optim),) = steps(site, client, 1)
+    site.tell(client, next(site.drivers.of[client].pump()))
+    site.cancel(forward)
+    again = make_site(world=site.world)
+    again.run()
+    assert [again.get(each).state for each in (forward, optim)] == ["cancelled", "cancelled"]
+    assert again.world.facts("run0", "release") == []
+    again.submit(client, FB, key="again")
+    optim = again.submit(client, OPT, key="released")
+    again.run()
+    assert again.get(optim).optim_step.parameter_digest == digest(1)
+    assert again.world.facts("run0", "charge") == [[0]]
 
 
 def test_a_state_is_saved_listed_and_loaded(site):
@@ -753,6 +820,41 @@ def test_an_optim_step_on_sent_data_is_cancelled_unless_more_was_sent(site):
     assert [len(files) for files in site.drivers.of[client].files.values()] == [1, 2]
 
 
+def test_an_optim_step_on_sent_data_is_cancelled_while_its_step_computes_and_keeps_its_batches(site):
+    client = site.create(config=SENT)
+    site.run()
+    site.send(client, "a", "b")
+    optim, behind = site.submit(client, OPT), site.submit(client, SAVE)
+    reports = site.drivers.of[client].pump()
+    site.tell(client, next(reports))
+    assert site.cancel(optim).state == "running"
+    for report in reports:
+        site.tell(client, report)
+    assert [site.get(each).state for each in (optim, behind)] == ["cancelled", "cancelled"]
+    with pytest.raises(ServiceStateError, match="step_pending"):
+        site.submit(client, SAVE)
+    optim = site.submit(client, OPT)
+    site.run()
+    assert site.get(optim).optim_step.step == 1
+    assert site.world.facts("run0", "charge") == [[0]]
+    assert len(site.drivers.of[client].files[0]) == 1
+
+
+def test_an_optim_step_whose_batches_are_followed_while_its_driver_is_asked_goes_on(site):
+    client = site.create(config=SENT)
+    site.run()
+    site.send(client, "a")
+    optim = site.submit(client, OPT)
+    reports = site.drivers.of[client].pump()
+    site.tell(client, next(reports))
+    site.cancel(optim)
+    site.send(client, "b")
+    for report in reports:
+        site.tell(client, report)
+    site.run()
+    assert site.get(optim).state == "done"
+
+
 def test_an_optim_step_is_not_cancelled_once_batches_of_a_later_one_were_sealed(site):
     """They were sealed for their step, so none of them could move to the step before."""
     client = site.create(config=SENT)
@@ -829,10 +931,10 @@ def test_another_process_goes_on_from_the_store_alone(make_site, package_every):
     sample = site.submit(client, SAMPLE, **TEXTS)
     driver = site.drivers.of[client]
     reports = driver.pump()
-    for _ in range(5):  # up to the first release
+    for _ in range(6):  # up to the first release
         site.tell(client, next(reports))
     # The driver does its next step, of which nobody is told.
-    next(reports), next(reports)
+    next(reports), next(reports), next(reports)
     site = make_site(world=site.world, package_every=package_every)
     site.run()
     assert all(site.get(each).state == "done" for pair in (*pairs, *load_later) for each in pair)

@@ -2,6 +2,7 @@
 
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from raycloak.coordinator.training.pace import GatedPace, StepLeft
 from raycloak.coordinator.training.stop_signals import StopRequest, stop_on_signals
 from raycloak.metrics.errors import RunFailedError
 from raycloak.workers.terms.manifest import Manifest
+from raycloak.workers.train_worker import TrainWorker
 from tests.protocol import NOW, Clock, WholeRun, on, whole_run
 
 RUN_ID = "the one of SECRET"
@@ -39,6 +41,7 @@ class Owner:
     """The owner of a run's loop: by default it allows each step when it is asked for, and releases it at once.
 
     Attributes:
+        leaving: called with the step that is held.
         waiting: called with the step that waits for its release, before it is released.
         between: called with each request, when it is due.
         releases: whether it releases what waits.
@@ -48,8 +51,10 @@ class Owner:
     def __init__(self, run: WholeRun) -> None:
         self.run = run
         self.stop = run.coordinator.order.assignment.stop
-        self.pace = GatedPace(self.stop, self._computed, self._between)
+        self.pace = GatedPace(self.stop, self._computed, self._held, self._between)
         self.computed: list[tuple[int, float | None]] = []
+        self.held: list[tuple[int, float | None]] = []
+        self.leaving: Callable[[int], None] = lambda step: None
         self.told: list[tuple[int, Look]] = []
         self.waiting: Callable[[int], None] = lambda step: None
         self.between: Callable[[Look], None] = lambda request: None
@@ -62,6 +67,10 @@ class Owner:
         self.waiting(step)
         if self.releases:
             self.pace.allow(step + 2, step + 1)
+
+    def _held(self, step: int, epsilon: float | None) -> None:
+        self.held.append((step, epsilon))
+        self.leaving(step)
 
     def _between(self, request: Look, training) -> None:
         self.told.append((training.finished_steps, request))
@@ -161,10 +170,99 @@ def test_an_open_gate_overlaps_binding_and_reduction_as_a_run_without_gates(tmp_
 
 
 def test_watermarks_only_rise(tmp_path):
-    pace = GatedPace(StopRequest(), lambda step, epsilon: None, lambda request, training: None)
+    pace = GatedPace(StopRequest(), *[lambda *_: None] * 3)
     pace.allow(5, 3)
     pace.allow(2, 1)
     assert [pace.is_released(step) for step in (2, 3)] == [True, False]
+
+
+# --- held steps
+
+
+def held(home: Path, *, everywhere: bool, **fields) -> Owner:
+    """Return an owner who holds the second step when a worker computes its third micro-batch.
+
+    That worker is cancelled then, and the others too if ``everywhere``.
+    """
+    asked = Counter()
+
+    def tamper(worker: TrainWorker, member_id: str) -> None:
+        def is_cancelled() -> bool:
+            step = len(owner.run.digests)
+            if step != 1 or owner.held or not (everywhere or member_id == "worker-1"):
+                return False
+            asked[member_id] += 1
+            if asked[member_id] == 3:
+                owner.pace.allow(2, 2, held=True)
+            return asked[member_id] >= 3
+
+        worker.is_cancelled = is_cancelled
+
+    owner = owned(home, tamper=tamper, **fields)
+    return owner
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_a_held_step_is_left_between_two_micro_batches_and_its_repetition_has_the_same_bytes(
+    tmp_path, undisturbed, everywhere
+):
+    owner = held(tmp_path, everywhere=everywhere)
+
+    def leave(step: int) -> None:
+        assert entries(tmp_path, StepCharged) == [0, 1]
+        assert entries(tmp_path, VectorsBound) == [0]
+        assert not owner.pace.is_released(step), "its release was allowed before it was held"
+        owner.pace.allow(2, 1)
+
+    owner.leaving = leave
+    run = owner.train()
+    assert run.digests == undisturbed
+    assert run.left == [], "a cancelled worker has not failed"
+    assert [outcome.commit.attempts for outcome in run.finished.outcomes] == [1, 2, 1]
+    assert owner.held == [(1, run.reports[1].epsilon)]
+    assert entries(tmp_path, StepCharged) == entries(tmp_path, VectorsBound) == [0, 1, 2]
+
+
+def test_a_worker_that_says_cancelled_and_was_not_is_taken_off_the_run(tmp_path, undisturbed):
+    def tamper(worker: TrainWorker, member_id: str) -> None:
+        if member_id == "worker-1":
+            worker.is_cancelled = lambda: len(run.digests) == 1
+
+    run = whole_run(tmp_path, tamper=tamper)
+    run.train()
+    assert run.digests == undisturbed
+    assert run.left == [("worker-1", "cancelled")]
+
+
+def test_guarantee_a_held_step_is_not_charged_before_it_is_allowed_again(tmp_path, undisturbed):
+    owner = owned(tmp_path)
+
+    def leave(step: int) -> None:
+        assert entries(tmp_path, StepCharged) == []
+        owner.pace.allow(1, 0, held=False)
+
+    owner.leaving = leave
+    owner.pace.allow(1, 1, held=True)
+    owner.pace.ask(Look(STEPS, "the end"))
+    owner.between = lambda request: owner.pace.close()
+    owner.run.train()
+    assert owner.run.digests == undisturbed
+    assert owner.held == [(0, None)]
+
+
+@pytest.mark.parametrize("how", ["stop", "close"])
+def test_a_stop_leaves_a_held_step_and_a_resume_repeats_it(tmp_path, undisturbed, how):
+    owner = held(tmp_path, everywhere=True, assignment=NewRun(archive(tmp_path)))
+    owner.leaving = lambda step: (owner.stop.make if how == "stop" else owner.pace.close)()
+    owner.pace.allow(1, 0)
+    owner.run.train()
+    assert owner.run.finished.ending is Ending.STOPPED
+    assert owner.run.digests == undisturbed[:1]
+    recorded = Manifest.model_validate_json((owner.run.folder / "manifest.json").read_bytes())
+    again = owned(tmp_path, assignment=ResumedRun(recorded, archive(tmp_path)))
+    again.pace.allow(STEPS, 0)
+    assert again.train().digests == undisturbed[1:]
+    assert entries(tmp_path, StepCharged) == [0, 1, 2]
 
 
 # --- stops
@@ -230,7 +328,7 @@ def test_a_run_whose_steps_are_finished_waits_for_its_owner_and_a_stop_keeps_it_
 def test_a_signal_ends_a_wait(tmp_path):
     """The handler runs in the thread that waits."""
     stop = StopRequest()
-    pace = GatedPace(stop, lambda step, epsilon: None, lambda request, training: None)
+    pace = GatedPace(stop, *[lambda *_: None] * 3)
     with stop_on_signals(stop, lambda line: None):
         threading.Thread(target=signal.pthread_kill, args=(threading.get_ident(), signal.SIGTERM)).start()
         with pytest.raises(StepLeft):
