@@ -75,9 +75,10 @@ class ServiceFuture(Generic[T]):
     def cancel(self) -> bool:
         """Ask the service to cancel the operation; return False if it had ended before.
 
-        An operation that waits is cancelled at once, with those that depend on it. So is a ``forward_backward`` that
-        runs: its workers finish, its step stays charged, and the `FutureCancelledError` says so. A release that runs is
-        not stopped, and True is returned all the same: the future has its result.
+        An operation that waits is cancelled at once, with those that depend on it. A step that runs is left between two
+        micro-batches, with the ``optim_step`` behind it. It stays charged, and the `FutureCancelledError` says so. A
+        step that is computed by then goes on, and True is returned all the same: the future has its result. On data
+        that is sent, ``optim_step`` is what runs.
 
         Raises:
             ServiceConnectionError: the service does not answer; it may have cancelled the operation.

@@ -1,6 +1,7 @@
 """A driver process, driven over its pipes: the bytes of ``raycloak run``, though it is killed."""
 
 import queue
+import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from raycloak.coordinator.service.pipe import (
     Copied,
     Ended,
     Failed,
+    Held,
     Opened,
     Ready,
     Refused,
@@ -61,13 +63,13 @@ def started(tmp_path, ray_cluster, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", ray_cluster.address)
     drivers = []
 
-    def start(run_id: str | None = None) -> Watched:
+    def start(run_id: str | None = None, **fields) -> Watched:
         driver = Watched(tmp_path / f"driver-{len(drivers)}.log")
         drivers.append(driver)
         secret = tmp_path / "secret"
         secret.write_text("5e" * 32)
         secret.chmod(0o600)
-        driver.start(Begin(config=CONFIG, base=tmp_path, run_secret=secret, run_id=run_id))
+        driver.start(Begin(config=CONFIG | fields, base=tmp_path, run_secret=secret, run_id=run_id))
         return driver
 
     yield start
@@ -144,3 +146,71 @@ def test_a_driver_that_is_killed_and_resumed_gives_the_bytes_of_a_run_without_on
         notice=lambda line: None,
     ).train()
     assert digests == seen
+
+
+SLOW = """
+import time
+from pathlib import Path
+
+from torch import nn
+
+from raycloak.coordinator.runs.demo import digits_model
+
+FOLDER = Path({folder!r})
+
+
+class Slow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = digits_model()
+
+    def forward(self, images):
+        if (FOLDER / "armed").exists():
+            with (FOLDER / "passes").open("a") as file:
+                file.write("x")
+            time.sleep(0.5)
+        return self.layers(images)
+
+
+def build():
+    return Slow()
+"""
+"""A model whose passes a test counts, and has last long enough for a cancellation to arrive between two of them."""
+
+
+def test_a_step_that_is_held_is_left_between_two_micro_batches(started, tmp_path, raycloak_home):
+    settle(raycloak_home)
+    (tmp_path / "slow.py").write_text(SLOW.format(folder=str(tmp_path)))
+    passes = tmp_path / "passes"
+    driver = started(model="slow:build", virtual_workers=2, micro_batch_size=16)
+    driver.until(Ready)
+    driver.allow(1, 1)
+    driver.until(Released, step=0)
+    (tmp_path / "armed").touch()
+    driver.allow(2, 2)
+    end = time.monotonic() + DEADLINE_S
+    while not passes.exists():
+        assert time.monotonic() < end, "no micro-batch is computed"
+        time.sleep(0.02)
+    driver.allow(2, 2, held=True)
+    held = driver.until(Held, step=1)
+    left = len(passes.read_text())
+    passes.unlink()
+    driver.allow(2, 2)
+    assert driver.until(Computed, step=1).epsilon == held.epsilon, "it was charged once"
+    again = len(passes.read_text())
+    driver.until(Released, step=1)
+    passes.unlink()
+    driver.allow(STEPS, STEPS)
+    driver.until(Released, step=2)
+    whole = len(passes.read_text())
+    driver.close()
+    driver.until(Ended, ending="complete")
+    assert driver.until(Exited, code=0)
+    ledger = PrivacyLedger(ledger_url(), create=False)
+    ledger.verify()
+    assert [each.event.step for each in ledger.history() if isinstance(each.event, StepCharged)] == [0, 1, 2]
+    ledger.close()
+    # The repetition computes every virtual worker that the first attempt had not finished.
+    assert 0 < left < whole
+    assert whole - left <= again <= whole
