@@ -195,9 +195,7 @@ class AttemptRunner:
         near = {own: (own, *(each.member_id for each in graph.neighbours(own))) for own in members.workers}
         return {own: (*always, *(shown[each] for each in ids)) for own, ids in near.items()}
 
-    def collect(
-        self, task: Task, model: Model, asked: Asked, pace: Pace = OPEN, began_ns: int = 0
-    ) -> Answers | None:
+    def collect(self, task: Task, model: Model, asked: Asked, pace: Pace = OPEN, began_ns: int = 0) -> Answers | None:
         """Wait for every worker's answer; if any fails, take the failed workers off the run and return None.
 
         If ``pace`` holds the step meanwhile, workers end between two micro-batches, stay in the run, and None returns.

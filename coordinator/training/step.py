@@ -311,9 +311,7 @@ class StepRunner:
             if answers is not None:
                 waited = self._attempting.waited_s
                 with self.traces.span("reduce"):
-                    reduced = self._attempting.reduce(
-                        task, model, answers, self._pace_of(task), self._stated_epsilon
-                    )
+                    reduced = self._attempting.reduce(task, model, answers, self._pace_of(task), self._stated_epsilon)
                 took = time.perf_counter() - computed - (self._attempting.waited_s - waited)
                 self.metrics.phase_finished("reduce", took, self.traces.trace_id)
             if answers is None or reduced is None:

@@ -292,7 +292,7 @@ def test_a_running_forward_backward_is_cancelled_stays_charged_and_its_step_is_u
         site.submit(client, SAVE)
     with pytest.raises(ServiceStateError, match="no_gradient"):
         site.submit(client, OPT)
-    again = site.submit(client, FB)
+    site.submit(client, FB)
     optim, save = site.submit(client, OPT), site.submit(client, SAVE)
     site.run()
     assert (site.get(optim).state, site.get(save).state) == ("done", "done")
