@@ -191,6 +191,25 @@ def test_an_aggregator_that_cannot_be_started_ends_the_run_by_name(tmp_path):
     assert run.stage.calls("charge") == []
 
 
+def dies_with(*successors: str):
+    """Return what becomes of calls where the first aggregator dies in a step and these successors when they begin."""
+    dying = {("reduce", "aggregator-0-0"), *(("present", each) for each in successors)}
+    return lambda call: "dies" if (call.method, call.member_id) in dying else None
+
+
+def test_a_successor_that_dies_with_its_predecessors_node_is_replaced_once_more(tmp_path, undisturbed):
+    run = trained(tmp_path, disturb=dies_with("aggregator-0-1"))
+    assert run.digests == undisturbed
+    assert run.left == [("aggregator-0-0", "died")]
+    assert [each.aggregators[0].member_id for each in run.stage.rosters][-1] == "aggregator-0-2"
+
+
+def test_an_aggregator_without_a_successor_ends_the_run_by_name(tmp_path):
+    error, _ = failure(RunFailedError, tmp_path, disturb=dies_with("aggregator-0-1", "aggregator-0-2"))
+    assert error.code == "unreachable"
+    assert "aggregator-0-2" in error.message
+
+
 # --- placing
 
 
