@@ -314,10 +314,10 @@ def test_packages_that_cannot_be_served_are_refused_by_name(sealed, tmp_path, co
     assert refusal.value.code == code
 
 
-def stranger(trust):
-    """Return a trust store without signers."""
-    TrustStore().save(trust)
-    return trust
+def stranger(keys):
+    """Return a reader's files with a trust store that knows no signer."""
+    TrustStore().save(keys.trust)
+    return keys
 
 
 def damaged(package):
