@@ -289,10 +289,7 @@ def test_the_command_refuses_a_package_for_the_wrong_recipient_and_leaves_no_pro
     [
         ("package_keys", lambda given: {**given, "keys": None}),
         ("model_needed", lambda given: {**given, "config": None}),
-        (
-            "package_unknown_signer",
-            lambda given: {**given, "keys": Keys(stranger(given["keys"].trust), given["keys"].key)},
-        ),
+        ("package_unknown_signer", lambda given: {**given, "keys": stranger(given["keys"])}),
         ("package_file_changed", lambda given: {**given, "path": damaged(Path(given["path"]))}),
         ("model_mismatch", lambda given: {**given, "config": given["config"].with_name("whole.yaml")}),
         ("adapter_kind", lambda given: {**given, "shared": ()}),
