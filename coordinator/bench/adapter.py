@@ -26,9 +26,11 @@ class AdapterFigures:
     Attributes:
         keys_bytes: released once a session.
         up_bytes_per_token, down_bytes_per_token: of a full block.
+        clear_bytes_per_token: each way, in float32.
         encrypt_ms, apply_ms, hide_ms, decrypt_ms: of a block; the server applies and hides.
         server_ms_per_token, clear_ms_per_token: the worker's work, and that of the clear adapter in float64.
         tenseal_mm_ms_per_token: both matrices by TenSEAL's `CKKSVector.mm`, a token a ciphertext; it hides nothing.
+        tenseal_mm_up_bytes_per_token, tenseal_mm_down_bytes_per_token: of its ciphertexts as TenSEAL writes them.
         largest_error: of the largest delta.
     """
 
@@ -38,6 +40,9 @@ class AdapterFigures:
     keys_bytes: int
     up_bytes_per_token: float
     down_bytes_per_token: float
+    clear_bytes_per_token: int
+    tenseal_mm_up_bytes_per_token: int
+    tenseal_mm_down_bytes_per_token: int
     keygen_ms: float
     encrypt_ms: float
     apply_ms: float
@@ -88,6 +93,7 @@ def _figures(width: int, rank: int, tokens: int) -> AdapterFigures:
     exact = states @ down.T @ up.T
     found = keys.decrypt(answer, width, factors, projection.gain)
     apply_ms = _ms(lambda: projection.apply(worker.read_batch(batch, width), worker))
+    mm = _tenseal_mm(states[0], down, up)
     # What it hides does not change what that takes.
     hide_ms = _ms(lambda: rerandomiser.answer(request, "q", [None] * len(deltas)))
     return AdapterFigures(
@@ -97,6 +103,9 @@ def _figures(width: int, rank: int, tokens: int) -> AdapterFigures:
         keys_bytes=len(keys.released),
         up_bytes_per_token=len(batch) / tokens,
         down_bytes_per_token=len(answer) / tokens,
+        clear_bytes_per_token=4 * width,
+        tenseal_mm_up_bytes_per_token=mm.up_bytes,
+        tenseal_mm_down_bytes_per_token=mm.down_bytes,
         keygen_ms=keygen_ms,
         encrypt_ms=_ms(lambda: keys.encrypt(states)),
         apply_ms=apply_ms,
@@ -104,13 +113,20 @@ def _figures(width: int, rank: int, tokens: int) -> AdapterFigures:
         decrypt_ms=_ms(lambda: keys.decrypt(answer, width, factors, projection.gain)),
         server_ms_per_token=(apply_ms + hide_ms) / tokens,
         clear_ms_per_token=_ms(lambda: states @ down.T @ up.T) / tokens,
-        tenseal_mm_ms_per_token=_tenseal_ms(states[0], down, up),
+        tenseal_mm_ms_per_token=mm.ms,
         largest_error=float(np.abs(found - exact).max() / np.abs(exact).max()),
     )
 
 
-def _tenseal_ms(token: np.ndarray, down: np.ndarray, up: np.ndarray) -> float:
-    """Return the milliseconds of one token, once: it takes seconds."""
+@dataclass(frozen=True)
+class _TensealToken:
+    ms: float
+    up_bytes: int
+    down_bytes: int
+
+
+def _tenseal_mm(token: np.ndarray, down: np.ndarray, up: np.ndarray) -> _TensealToken:
+    """Measure one token, once: it takes seconds."""
     import tenseal
 
     context = tenseal.context(tenseal.SCHEME_TYPE.CKKS, 8192, coeff_mod_bit_sizes=_BITS_OF_MM)
@@ -118,8 +134,9 @@ def _tenseal_ms(token: np.ndarray, down: np.ndarray, up: np.ndarray) -> float:
     context.generate_galois_keys()
     encrypted = tenseal.ckks_vector(context, token.tolist())
     began = time.process_time()
-    encrypted.mm(down.T.tolist()).mm(up.T.tolist())
-    return (time.process_time() - began) * 1000
+    answer = encrypted.mm(down.T.tolist()).mm(up.T.tolist())
+    taken_ms = (time.process_time() - began) * 1000
+    return _TensealToken(taken_ms, len(encrypted.serialize()), len(answer.serialize()))
 
 
 def _ms(work: Callable[[], object]) -> float:

@@ -106,6 +106,12 @@ def operations(minutes, done, failed):
     }
 
 
+def adapter_calls(minutes, **each):
+    """Return so many calls of an adapter's server a minute, by code."""
+    total = 'raycloak_adapter_calls_total{{instance="i",method="Apply",code="{}"}}'
+    return {total.format(code): [n * minute for minute in range(minutes + 1)] for code, n in each.items()}
+
+
 CASES = {
     # (series, minute of the look, alerts that fire there)
     "a plan that uses its whole cap, at its very end": (steps(199), 198, ()),
@@ -344,6 +350,44 @@ CASES = {
             + [1] * 10
         },
         8,
+        (),
+    ),
+    "an adapter's tokens end within a day": (
+        {'raycloak_adapter_tokens_left{instance="i"}': range(1000, 700, -1)},
+        60,
+        ("AdapterTokensEndSoon",),
+    ),
+    "an adapter's tokens are spent": (
+        constant(20, **{'raycloak_adapter_tokens_left{instance="i"}': 0}),
+        15,
+        ("AdapterTokensEndSoon",),
+    ),
+    "an adapter's tokens last for a week": (
+        {'raycloak_adapter_tokens_left{instance="i"}': range(10_000, 9_700, -1)},
+        60,
+        (),
+    ),
+    "an adapter that nobody asks": (constant(20, **{'raycloak_adapter_tokens_left{instance="i"}': 64}), 15, ()),
+    "a client is refused at every second call": (adapter_calls(20, ok=1, replayed=1), 18, ("AdapterRefusing",)),
+    "one call of an adapter in ten is refused": (adapter_calls(20, ok=9, busy=1), 18, ()),
+    "three calls of an adapter were refused": (
+        {'raycloak_adapter_calls_total{instance="i",method="Begin",code="busy"}': [0, 0] + [3] * 18},
+        10,
+        (),
+    ),
+    "the worker of an adapter died": (
+        {'raycloak_adapter_calls_total{instance="i",method="Apply",code="worker_gone"}': ["_", "_", *[1] * 8]},
+        6,
+        ("AdapterDown",),
+    ),
+    "the server of an adapter is gone": (
+        {'raycloak_adapter_sessions{instance="i"}': [1, 1, "stale", "_", "_", "_"]},
+        5,
+        ("AdapterDown",),
+    ),
+    "the server of an adapter missed a scrape": (
+        {'raycloak_adapter_sessions{instance="i"}': [1, 1, "stale", 1, 1]},
+        4,
         (),
     ),
     "a GPU loses memory": (

@@ -17,8 +17,12 @@ from raycloak.workers.encrypted.parameters import MAX_WIDTH, SET_F, BlockShape, 
 
 
 def padded_rank(rank: int) -> int:
-    """Return the power of two at or above a rank."""
-    return 1 << (rank - 1).bit_length()
+    """Return the power of two at or above a rank, and at least 2.
+
+    At rank 1 the first sum over columns comes before any other rotation. A false key would keep its two terms apart,
+    and a block would tell twice what it is charged (tests/workers/encrypted/test_false_rotations.py does that).
+    """
+    return max(2, 1 << (rank - 1).bit_length())
 
 
 class PackedProjection:

