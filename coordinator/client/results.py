@@ -142,7 +142,16 @@ class SampleResult:
 
 @dataclass(frozen=True)
 class Progress:
-    """A report of a long operation while it runs; ``tokens_per_second`` is None: no phase is measured by it yet."""
+    """A report of a long operation while it runs.
+
+    Attributes:
+        operation_id: of the sample in phase ``sampling``, else empty.
+        step: finished steps; of the weights in phase ``sampling``.
+        tokens_per_second: in phase ``sampling``, the tokens that this sample has generated over the time that they
+            took. In phase ``released``, the drawn tokens of the step over its ``seconds``, if the run is not private
+            and examples are rows of tokens. Else None.
+        phase: words for a person.
+    """
 
     operation_id: str
     step: int

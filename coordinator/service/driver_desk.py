@@ -107,9 +107,10 @@ class DriverDesk(OperationQueues):
                 case Ready():
                     self._ready(client, driver, said)
                 case Computed():
+                    driver.tokens = said.tokens
                     self._computed(client, said)
                 case Released():
-                    self._released(client, said)
+                    self._released(client, said, driver.tokens)
                 case Saved():
                     self._saved(client, said)
                 case Copied():
@@ -153,6 +154,20 @@ class DriverDesk(OperationQueues):
                 result.completions.extend(completions)
                 self._finish(client, operation, DONE, result=result.SerializeToString())
             self._advance(client)
+
+    def sampling(self, name: str, tokens_per_second: float) -> None:
+        """Tell watchers how fast a sample is generated, while it is."""
+        client_id, _, number = name.rpartition(".")
+        client, operation = self._store.client(client_id), self._store.operation(client_id, int(number))
+        if client is not None and operation is not None and operation.state == RUNNING:
+            progress = wire.Progress(
+                operation_id=name,
+                step=operation.step,
+                epsilon=client.epsilon,
+                tokens_per_second=tokens_per_second,
+                phase="sampling",
+            )
+            self._show(client_id, progress)
 
     def tokens(self, name: str, completion: int, text: str) -> None:
         """Pass on text that a sample has generated."""
@@ -204,7 +219,12 @@ class DriverDesk(OperationQueues):
                 self._finish_forward(client, operation, said.loss, said.tokens)
         self._show(client.client_id, wire.Progress(step=step, epsilon=client.epsilon, phase="computed"))
 
-    def _released(self, client: ClientRow, said: Released) -> None:
+    def _released(self, client: ClientRow, said: Released, tokens: int | None = None) -> None:
+        """Finish a step.
+
+        Args:
+            tokens: that `Computed` of this step stated; None of a private step, and of one found finished.
+        """
         found = self._store.of_step(client.client_id, OPTIM_STEP, said.step)
         asked = next((each for each in found if each.state in (RUNNING, DONE)), None)
         if asked is None:
@@ -229,7 +249,8 @@ class DriverDesk(OperationQueues):
             grad_norm=said.grad_norm,
         )
         self._finish(client, asked, DONE, result=result.SerializeToString())
-        progress = wire.Progress(step=client.finished, epsilon=client.epsilon, phase="released")
+        rate = None if tokens is None else tokens / said.seconds
+        progress = wire.Progress(step=client.finished, epsilon=client.epsilon, tokens_per_second=rate, phase="released")
         self._show(client.client_id, progress)
 
     def _saved(self, client: ClientRow, said: Saved) -> None:

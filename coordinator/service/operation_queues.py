@@ -70,6 +70,7 @@ class DriverState:
     is_ready: bool = False
     has_ended: bool = False
     told: tuple[int, int] = (-1, -1)
+    tokens: int | None = None  # of the step that it computed last
     phase: str = "waiting for the driver"
 
 

@@ -1,6 +1,6 @@
 """The sampler: text from released weights, generated in child processes beside the training.
 
-    Sampler.submit ──► waiting, oldest first ──► one thread and one process per run ──► on_tokens, on_done
+    Sampler.submit ──► waiting, oldest first ──► one thread and one process per run ──► on_tokens, on_rate, on_done
 
 A process holds the model of one run with one released set of weights at a time, takes one request after another, and
 ends when nobody asks for a while or another run waits for its place. It gets a run directory and a file of weights, and
@@ -162,6 +162,7 @@ class _Job:
     source: SampleSource
     request: SampleRequest
     on_tokens: Callable[[int, str], None]
+    on_rate: Callable[[float], None]
     on_done: Callable[[Outcome], None]
     number: int
     cancelled: bool = False
@@ -213,13 +214,15 @@ class Sampler:
         source: SampleSource,
         request: SampleRequest,
         on_tokens: Callable[[int, str], None],
+        on_rate: Callable[[float], None],
         on_done: Callable[[Outcome], None],
     ) -> SampleHandle:
         """Queue a request and return at once.
 
         Args:
             on_tokens: gets the place of a completion in the result, and the next piece of its text. It is called from
-                a thread of the sampler, as ``on_done`` is, and should not wait.
+                a thread of the sampler, as the others are, and should not wait.
+            on_rate: gets the tokens per second by now, a few times a second; the last time, those of the whole request.
             on_done: is called once, after the last piece.
 
         Raises:
@@ -227,7 +230,7 @@ class Sampler:
             ServiceQueueFullError: ``sampler_queue_full``. ServiceStateError: ``sampler_closed``.
         """
         check_request(request, self._limits)
-        job = _Job(source, request, on_tokens, on_done, next(self._numbers))
+        job = _Job(source, request, on_tokens, on_rate, on_done, next(self._numbers))
         with self._changed:
             if self._closed:
                 raise ServiceStateError("sampler_closed", "the service is ending.", "Ask again once it is back.")
@@ -411,6 +414,8 @@ class _Process:
                     match answer:
                         case {"kind": "tokens", "completion": int(place), "text": str(text)}:
                             job.on_tokens(place, text)
+                        case {"kind": "rate", "tokens_per_second": float(rate)}:
+                            job.on_rate(rate)
                         case {"kind": "done", "completions": list(found)}:
                             return tuple(_completion(each) for each in found)
                         case {"kind": "cancelled"}:

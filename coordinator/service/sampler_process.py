@@ -2,7 +2,7 @@
 
 Lines of JSON come on its standard input: ``{"kind": "sample", "id": …, "run": …, "parameters": …,
 "parameter_digest": …, "request": {…}}`` and ``{"kind": "cancel", "id": …}``. Its answers go to a copy of its standard
-output: ``tokens`` any number of times, then one of ``done``, ``cancelled`` and ``failed``. All else that is written in
+output: ``tokens`` and ``rate`` any number of times, then one of ``done``, ``cancelled`` and ``failed``. All else that is written in
 here goes to its standard error. It ends with its input.
 """
 
@@ -50,7 +50,11 @@ class _Service:
         self._loaded: tuple[str, Any, Any] | None = None
 
     def complete(
-        self, message: dict[str, Any], on_text: Callable[[int, str], None], cancelled: Callable[[], bool]
+        self,
+        message: dict[str, Any],
+        on_text: Callable[[int, str], None],
+        on_rate: Callable[[float], None],
+        cancelled: Callable[[], bool],
     ) -> tuple[Completion, ...] | None:
         """Return the completions of a request; None if it was cancelled. Errors as `Generator`."""
         fields = message["request"]
@@ -58,7 +62,7 @@ class _Service:
         generator = self._generator(message["run"], Path(message["parameters"]), message["parameter_digest"])
         if cancelled():
             return None
-        found: tuple[Completion, ...] | None = generator.complete(request, on_text, cancelled)
+        found: tuple[Completion, ...] | None = generator.complete(request, on_text, on_rate, cancelled)
         return found
 
     def _generator(self, run: str, parameters: Path, parameter_digest: str) -> Any:
@@ -85,8 +89,11 @@ def _answer(
     def on_text(completion: int, text: str) -> None:
         write({"kind": "tokens", "completion": completion, "text": text})
 
+    def on_rate(tokens_per_second: float) -> None:
+        write({"kind": "rate", "tokens_per_second": tokens_per_second})
+
     try:
-        found = service.complete(message, on_text, lambda: message["id"] in cancelled)
+        found = service.complete(message, on_text, on_rate, lambda: message["id"] in cancelled)
     except RaycloakError as error:
         # Released weights, public code and the tenant's own prompts: nothing in here knows an example.
         details = getattr(error, "details", {})

@@ -161,7 +161,12 @@ class TrainingService:
             PackageSigner.load_or_create(home.home() / "signer")
             self._sampler = Sampler(SamplerLimits(), folder / "logs")
             samples = PackageSampler(
-                self._sampler, folder, home.home() / "signer" / SIGNER_PUBLIC_FILE, self._tokens, self._sampled
+                self._sampler,
+                folder,
+                home.home() / "signer" / SIGNER_PUBLIC_FILE,
+                self._tokens,
+                self._rate,
+                self._sampled,
             )
             self._samples = samples
             self._processes: Drivers = drivers or DriverProcesses(folder / "logs")
@@ -230,6 +235,10 @@ class TrainingService:
     def _tokens(self, operation_id: str, completion: int, text: str) -> None:
         # Not through the desk's thread: text is not durable, and it decides nothing.
         self._desk.tokens(operation_id, completion, text)
+
+    def _rate(self, operation_id: str, tokens_per_second: float) -> None:
+        # Through the desk's thread, which knows the sample's step. A rate that is lost is followed by the next.
+        self._turns.tell(lambda: self._desk.sampling(operation_id, tokens_per_second), lambda: None)
 
     def _sampled(self, operation_id: str, completions: list[wire.Completion], cause: Mapping[str, str] | None) -> None:
         client_id = operation_id.rpartition(".")[0]

@@ -131,6 +131,13 @@ def test_public_data_may_go_without_noise(site):
     counted = site.get(forward).forward_backward
     assert (counted.loss, counted.tokens) == (0.25, 12)
     assert (site.get(optim).optim_step.loss, site.get(optim).optim_step.grad_norm) == (0.25, 1.5)
+    assert rates(site) == [12 / 0.5]
+
+
+def rates(site):
+    """Return the tokens per second of all steps that were told of as released; None where none are told."""
+    told = [each.progress for _, each in site.published if each is not None and each.progress.phase == "released"]
+    return [each.tokens_per_second if each.HasField("tokens_per_second") else None for each in told]
 
 
 def test_a_private_step_has_no_facts_of_its_examples(site):
@@ -140,6 +147,7 @@ def test_a_private_step_has_no_facts_of_its_examples(site):
     counted, stepped = site.get(forward).forward_backward, site.get(optim).optim_step
     assert not any(counted.HasField(name) for name in ("loss", "grad_norm", "tokens"))
     assert not any(stepped.HasField(name) for name in ("loss", "grad_norm"))
+    assert rates(site) == [None]
 
 
 def test_a_repeated_key_gives_the_same_operation_and_another_request_under_it_is_refused(site):
@@ -345,10 +353,22 @@ def test_text_is_sampled_from_a_copy_of_the_newest_step_beside_the_next(site):
     assert site.ask(site.desk.artifacts, "north", client) == []
     site.desk.tokens(sample.operation_id, 0, "he")
     assert site.published[-1][1].tokens.text == "he"
+    site.ask(site.desk.sampling, sample.operation_id, 7.5)
+    told = site.published[-1][1].progress
+    assert (told.operation_id, told.phase, told.step, told.tokens_per_second) == (
+        sample.operation_id,
+        "sampling",
+        1,
+        7.5,
+    )
+    assert told.epsilon == pytest.approx(0.2)
     completion = wire.Completion(prompt=0, text="hello", finish_reason="stop", tokens=2)
     site.ask(site.desk.sampled, sample.operation_id, [completion])
     result = site.get(sample).sample
     assert (list(result.completions), result.step, result.parameter_digest) == ([completion], 1, digest(1))
+    told = len(site.published)
+    site.ask(site.desk.sampling, sample.operation_id, 8.0)
+    assert len(site.published) == told, "it has ended"
     assert not copy.exists(), "there are newer weights, which the next sample needs"
 
 

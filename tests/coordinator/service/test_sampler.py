@@ -6,6 +6,7 @@ import select
 import shutil
 import signal
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -90,14 +91,14 @@ def whole(runs):
     return Generator(model_of(runs("whole")))
 
 
-def complete(generator, request, cancelled=lambda: False):
+def complete(generator, request, cancelled=lambda: False, on_rate=lambda rate: None):
     """Return the completions and the pieces of each."""
     pieces: dict[int, str] = {}
 
     def on_text(place, text):
         pieces[place] = pieces.get(place, "") + text
 
-    return generator.complete(request, on_text, cancelled), pieces
+    return generator.complete(request, on_text, on_rate, cancelled), pieces
 
 
 @pytest.mark.parametrize("name", ["whole", "lora"])
@@ -126,6 +127,28 @@ def test_guarantee_the_pieces_are_the_text_and_a_seed_gives_it_again(whole):
     assert [pieces.get(place, "") for place in range(6)] == [each.text for each in first]
     assert complete(whole, DRAWN)[0] == first
     assert complete(whole, replace(DRAWN, seed=6))[0] != first
+
+
+def test_guarantee_a_rate_is_the_tokens_so_far_over_the_time_that_they_took(runs):
+    now, rates = [0.0], []
+    generator = Generator(model_of(runs("whole")), lambda: now[0])
+
+    def cancelled():
+        now[0] += 0.125  # after each token of every row
+        return False
+
+    found, _ = complete(generator, replace(DRAWN, max_tokens=12), cancelled, rates.append)
+    counts = [each.tokens for each in found]
+    assert len(set(counts)) > 1, "a completion that has ended generates no tokens"
+    longest, told = max(counts), range(3, max(counts) + 1, 2)
+    expected = [sum(min(count, tokens) for count in counts) / (0.125 * (tokens - 1)) for tokens in told]
+    assert rates == [*expected, sum(counts) / (0.125 * longest)]
+
+
+def test_a_cancelled_request_tells_no_rate_of_its_end(whole):
+    rates = []
+    assert complete(whole, GREEDY, lambda: True, rates.append)[0] is None
+    assert len(rates) <= 1
 
 
 def test_one_token_of_top_k_or_of_a_small_top_p_is_the_greedy_one(whole):
@@ -227,6 +250,7 @@ class Listener:
 
     def __init__(self) -> None:
         self.pieces: dict[int, str] = {}
+        self.rates: list[float] = []
         self.begun = threading.Event()
         self._ended = threading.Event()
         self._outcome = None
@@ -260,7 +284,7 @@ def sampler(tmp_path):
 
 def submit(sampler, source, request):
     listener = Listener()
-    return listener, sampler.submit(source, request, listener.on_tokens, listener.on_done)
+    return listener, sampler.submit(source, request, listener.on_tokens, listener.rates.append, listener.on_done)
 
 
 def children():
@@ -271,10 +295,11 @@ def children():
 
 
 def test_text_comes_from_a_process_of_its_own_that_is_kept_for_the_next_weights_of_the_run(runs, whole, sampler):
-    source, service = runs("whole"), sampler()
+    source, service, begun = runs("whole"), sampler(), time.monotonic()
     first, _ = submit(service, source, DRAWN)
     second, _ = submit(service, source, GREEDY)
     assert first.outcome() == complete(whole, DRAWN)[0]
+    assert 0 < sum(each.tokens for each in first.outcome()) / first.rates[-1] <= time.monotonic() - begun
     assert [first.pieces.get(place, "") for place in range(6)] == [each.text for each in first.outcome()]
     assert second.outcome() == complete(whole, GREEDY)[0]
     (process,) = children()
@@ -357,7 +382,7 @@ def test_a_request_ends_where_no_process_can_be_started(tmp_path):
     try:
         for _ in range(2):
             source = SampleSource(tmp_path, tmp_path / "parameters", "00" * 32)
-            sampler.submit(source, GREEDY, lambda place, text: None, told.put)
+            sampler.submit(source, GREEDY, lambda place, text: None, lambda rate: None, told.put)
             outcome = told.get(timeout=20)
             assert (type(outcome), outcome.code) == (FutureFailedError, "sampler_failed")
     finally:
@@ -382,7 +407,7 @@ from raycloak.coordinator.service.sampler import *
 sampler = Sampler(SamplerLimits(), Path({str(tmp_path)!r}))
 source = SampleSource(Path({str(tmp_path)!r}), Path("parameters"), "00" * 32)
 told = threading.Event()
-sampler.submit(source, SampleRequest(("a",), 3), lambda *_: None, lambda _: told.set())
+sampler.submit(source, SampleRequest(("a",), 3), lambda *_: None, lambda _: None, lambda _: told.set())
 told.wait()
 (thread,) = [each for each in Path("/proc/self/task").glob("*/children") if each.read_text()]
 print(thread.read_text().split()[0], flush=True)
