@@ -38,7 +38,7 @@ class Drivers(DriverPort, Protocol):
 
 
 class SamplerPort(Protocol):
-    """The sampler, whose outcomes come to `Desk.sampled`, its tokens to `Desk.tokens`, and its rates to `Desk.sampling`."""
+    """The sampler: outcomes come to `Desk.sampled`, text to `Desk.tokens`, and tokens per second to `Desk.sampling`."""
 
     def submit(self, operation_id: str, package: str, run_dir: str, request: wire.Sample) -> None:
         """Generate text from released weights of the run in ``run_dir``.

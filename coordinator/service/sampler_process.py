@@ -2,8 +2,8 @@
 
 Lines of JSON come on its standard input: ``{"kind": "sample", "id": …, "run": …, "parameters": …,
 "parameter_digest": …, "request": {…}}`` and ``{"kind": "cancel", "id": …}``. Its answers go to a copy of its standard
-output: ``tokens`` and ``rate`` any number of times, then one of ``done``, ``cancelled`` and ``failed``. All else that is written in
-here goes to its standard error. It ends with its input.
+output: ``tokens`` and ``rate`` any number of times, then one of ``done``, ``cancelled`` and ``failed``. All else that
+is written in here goes to its standard error. It ends with its input.
 """
 
 import json
@@ -16,7 +16,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TextIO
 
-from raycloak.coordinator.service.sampler import Completion, SampleRequest
+from raycloak.coordinator.service.sample_requests import SampleRequest
+from raycloak.coordinator.service.sampler import Completion
 from raycloak.metrics.errors import RaycloakError, is_out_of_memory
 
 # Steps of the training come first where both want the processor.

@@ -18,7 +18,8 @@ from raycloak.coordinator.checkpoints.storage import STORAGE_ERRORS, PackageStor
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.record.folder import RunFolder
 from raycloak.coordinator.service.ports import COPY_SUFFIX
-from raycloak.coordinator.service.sampler import Outcome, Sampler, SampleRequest, SampleSource
+from raycloak.coordinator.service.sample_requests import SampleRequest, request_of
+from raycloak.coordinator.service.sampler import Outcome, Sampler, SampleSource
 from raycloak.metrics.errors import ConfigError, RaycloakError
 from raycloak.metrics.service_errors import FutureCancelledError, ServiceError
 
@@ -105,16 +106,7 @@ class PackageSampler:
             operation_id,
             package,
             Path(run_dir),
-            SampleRequest(
-                prompts=tuple(request.prompts),
-                max_tokens=request.max_tokens,
-                temperature=request.temperature,
-                top_p=request.top_p,
-                top_k=request.top_k,
-                stop=tuple(request.stop),
-                seed=request.seed,
-                completions=request.completions or 1,
-            ),
+            request_of(request),
         )
         with self._lock:
             self._samples[operation_id] = sample

@@ -7,6 +7,7 @@ import pytest
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.service.drivers import Exited
 from raycloak.coordinator.service.pipe import Failed, Opened, Released
+from raycloak.coordinator.service.sample_requests import request_of, wrong_field
 from raycloak.metrics.service_errors import (
     BudgetExceededError,
     ServiceError,
@@ -105,20 +106,42 @@ def test_a_call_that_does_not_fit_is_refused_and_the_client_goes_on(site, case):
     [
         ("prompts", []),
         ("prompts", [""]),
+        ("prompts", ["a" * 2**19, "b" * (2**19 + 1)]),
         ("max_tokens", 0),
+        ("max_tokens", 4097),
         ("temperature", -1.0),
+        ("temperature", 0.009),
+        ("temperature", 101.0),
         ("temperature", float("nan")),
         ("top_p", 0.0),
         ("top_p", 1.5),
+        ("top_p", float("nan")),
+        ("top_k", 2**31),
         ("stop", ["x"] * 17),
-        ("completions", 1000),
+        ("stop", [""]),
+        ("stop", ["x" * 257]),
+        ("completions", 0),
+        ("completions", 65),
     ],
 )
-def test_a_sample_out_of_range_names_its_field(site, field, value):
+def test_a_sample_out_of_range_names_its_field_and_is_not_queued(site, field, value):
     client = site.create(config=TEXT)
     with pytest.raises(ServiceValidationError) as refusal:
         site.submit(client, SAMPLE, **{**TEXTS, field: value})
-    assert refusal.value.field == field
+    assert (refusal.value.code, refusal.value.field) == ("invalid", field)
+    assert site.client(client).queued == 0
+
+
+def test_a_sample_at_all_its_bounds_is_taken_by_desk_and_sampler(site):
+    client = site.create(config=TEXT)
+    most = {"max_tokens": 4096, "temperature": 100.0, "top_p": 1.0, "top_k": 2**31 - 1, "seed": 2**64 - 1}
+    stops = ["x" * 256] * 16
+    for fields in (
+        {**most, "prompts": ["a"] * 32, "stop": stops, "completions": 2},
+        {**TEXTS, "prompts": ["a" * 2**20], "temperature": 0.01, "top_p": 1e-9, "completions": 64},
+    ):
+        site.submit(client, SAMPLE, **fields)
+        assert wrong_field(request_of(wire.Sample(**fields))) is None
 
 
 def test_public_data_may_go_without_noise(site):
