@@ -124,7 +124,7 @@ class DriverDesk(OperationQueues):
                 case Failed():
                     self._run_failed(client, driver, said)
                 case Exited():
-                    self._gone(client, driver)
+                    self._gone(client, driver, said)
             self._advance(client)
         if isinstance(said, Exited):
             self._assign()
@@ -315,12 +315,14 @@ class DriverDesk(OperationQueues):
             message, remedy = (_without_others(text, client.run_id) for text in (said.message, said.remedy))
             self._fail(client, cause_of(said.code, message, remedy))
 
-    def _gone(self, client: ClientRow, driver: DriverState) -> None:
+    def _gone(self, client: ClientRow, driver: DriverState, said: Exited) -> None:
         del self._drivers[client.client_id]
         client.waits_since = self._clock()
         if client.status == TERMINATED:
             self._fail_open(client, closed())
         elif not driver.has_ended and not driver.place.is_leaving:
+            # In the operator's log alone: a log's line may be about what is no tenant's business.
+            _LOG.warning("client %s: its driver ended (%d): %s", client.client_id, said.code, said.last_words)
             self._lost[client.client_id] += 1
             if self._lost[client.client_id] > _MOST_RESTARTS:
                 self._fail(client, cause_of("driver_lost", "the client's driver process was lost again and again."))

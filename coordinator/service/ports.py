@@ -36,6 +36,10 @@ class Drivers(DriverPort, Protocol):
 
     tell: Callable[[str, Report | Exited], None]
 
+    def kill(self) -> list[str]:
+        """End all drivers at once, and return their clients. From any thread."""
+        ...
+
 
 class SamplerPort(Protocol):
     """The sampler: outcomes come to `Desk.sampled`, text to `Desk.tokens`, and tokens per second to `Desk.sampling`."""

@@ -1,5 +1,6 @@
 """A running training service: its store, desk, drivers, sampler, server and metrics, from start to end."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
@@ -33,7 +34,12 @@ from raycloak.metrics.training_service import ServiceMetrics, ServiceSnapshot
 
 STREAMS_GRACE_S: Final = 5.0
 """For calls under way when the service ends; each takes milliseconds, but for uploads, which are sent again."""
+DRIVERS_GRACE_S: Final = 600.0
+"""For the step that each driver finishes when the service ends: for so long the next service would wait for it too. A
+step that was killed is charged already, and a resume repeats it without a second charge."""
+_KILLED_S: Final = 30.0  # for the kernel to end a process and give its memory back
 _LOOK_S: Final = 0.1
+_LOG = logging.getLogger(__name__)
 _SNAPSHOT_S: Final = 5.0  # a scrape waits no longer for the desk
 
 
@@ -86,7 +92,17 @@ class DriverProcesses:
         if driver is not None:
             driver.stop()
 
+    def kill(self) -> list[str]:
+        """See `Drivers`."""
+        left = dict(self._drivers)
+        for driver in left.values():
+            driver.kill()
+        return list(left)
+
     def _told(self, client_id: str, said: Report | Exited) -> None:
+        if isinstance(said, Exited):
+            # Before it is told: the client's next driver is started after that.
+            del self._drivers[client_id]
         self.tell(client_id, said)
 
 
@@ -216,18 +232,29 @@ class TrainingService:
         return self._turns.failure
 
     def stop(self) -> None:
-        """End streams, end each driver after its step, and give the store up."""
+        """End streams, end each driver after its step or after `DRIVERS_GRACE_S`, and give the store up."""
         self._server.stop(STREAMS_GRACE_S)
         # Where the store has failed, nothing can be recorded: drivers end when their input ends with this process.
         with suppress(ServiceServerError):
             self._turns.put(self._desk.stop).result()
-            while self._turns.put(lambda: self._desk.drivers).result():
-                time.sleep(_LOOK_S)
+            if not self._drivers_end(DRIVERS_GRACE_S):
+                for client_id in self._processes.kill():
+                    _LOG.warning("client %s: its driver did not end its step in time and was killed", client_id)
+                self._drivers_end(_KILLED_S)
         # Before the sampler: the samples that it drops are generated again when the service is back.
         self._turns.close()
         self._samples.close()
         self._page.close()
         self._stack.close()
+
+    def _drivers_end(self, seconds: float) -> bool:
+        """Wait, at most so long, until all drivers have ended; return whether they have."""
+        until = time.monotonic() + seconds
+        while self._turns.put(lambda: self._desk.drivers).result():
+            if time.monotonic() >= until:
+                return False
+            time.sleep(_LOOK_S)
+        return True
 
     def _reported(self, client_id: str, said: Report | Exited) -> None:
         self._turns.tell(lambda: self._desk.report(client_id, said), lambda: self._desk.give_up(client_id))

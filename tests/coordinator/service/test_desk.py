@@ -487,12 +487,15 @@ def test_a_failed_driver_fails_the_client_and_all_that_waits(site):
     assert site.drivers.of == {}
 
 
-def test_a_lost_driver_is_started_again_but_not_for_ever(site):
+def test_a_lost_driver_is_started_again_but_not_for_ever(site, caplog):
     client = site.create()
     pairs = steps(site, client, 1)
-    for _ in range(3):
-        site.tell(client, Exited(code=-9, last_words=""))
+    for number in range(3):
+        site.tell(client, Exited(code=-9, last_words="its last line"))
         assert client in site.drivers.of
+        assert [f"client {client}: its driver ended (-9): its last line"] * (number + 1) == caplog.messages
+    # The operator's log has it, and no tenant.
+    assert "its last line" not in f"{site.client(client)} {site.get(pairs[0][0])} {site.published}"
     site.tell(client, Exited(code=-9, last_words=""))
     assert site.drivers.of == {}
     assert site.get(pairs[0][0]).error.code == "driver_lost"
