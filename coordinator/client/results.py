@@ -193,7 +193,8 @@ class Capabilities:
     Attributes:
         version: of the service.
         datasets, models: registered names that the tenant may use.
-        evidence_class: ``simulated`` or a class of hardware; empty until a run of the service was admitted.
+        evidence_class: ``hardware``, or ``simulated`` if the policy of the service's runs accepts simulated evidence.
+            `ClientSummary` has the class that a run's members presented.
         largest_batch_bytes: of the ciphertext of one ``forward_backward(batch)``.
         most_queued: operations of one client that may wait.
         expires_unix_s: when these credentials end, in seconds since 1970; 0 if they do not.

@@ -163,6 +163,8 @@ class TrainingService:
 
     def __init__(self, settings: ServiceSettings, base: Path, drivers: Drivers | None = None) -> None:
         policy = configured_policy(settings.run.get("policy"), settings.run.get("collateral"), base)
+        # Of the policy and not of a run: a run's own evidence is its tenant's business.
+        evidence = "simulated" if policy is None or policy.accepts_simulated else "hardware"
         folder = home.training_service_folder()
         with ExitStack() as stack:
             # Also where the store is elsewhere: the files that clients send have one owner as well.
@@ -204,7 +206,7 @@ class TrainingService:
                 self._turns = Turns(self._desk, settings.limits.waiting_calls)
                 self._processes.tell = self._reported
                 self._turns.start()
-                return Parts(self._desk, self._turns, batches, _pieces, self._metrics.call_refused)
+                return Parts(self._desk, self._turns, batches, _pieces, self._metrics.call_refused, evidence)
 
             self._server = TrainingServer.start(make, settings, base)
             exporter = Exporter()
@@ -215,7 +217,7 @@ class TrainingService:
         self.facts = ServiceFacts(
             address=f"{host}:{self._server.port}",
             metrics_url=self._page.url,
-            evidence="SIMULATED" if policy is None or policy.accepts_simulated else "hardware",
+            evidence=evidence.replace("simulated", "SIMULATED"),
             tenants=len(settings.tenants),
             store="PostgreSQL" if settings.store is not None and "postgres" in settings.store else "SQLite",
         )

@@ -1,5 +1,6 @@
 """A whole service in this process: what it says of itself, and its end. Its runs are in tests/ray/test_service.py."""
 
+import json
 import logging
 import time
 
@@ -54,8 +55,8 @@ class Drivers:
 def serve(tmp_path, raycloak_home):
     """Return a maker of services, which a test ends."""
 
-    def make(drivers):
-        return TrainingService(settings(metrics={"bind": "127.0.0.1:0"}), tmp_path, drivers)
+    def make(drivers, **fields):
+        return TrainingService(settings(metrics={"bind": "127.0.0.1:0"}, **fields), tmp_path, drivers)
 
     return make
 
@@ -93,3 +94,22 @@ def test_a_driver_that_does_not_end_with_the_service_is_killed_and_its_run_goes_
         while client_id not in drivers.of and time.monotonic() < until:
             time.sleep(0.01)
         assert drivers.of[client_id].begin.run_id == client.summary.run_id
+
+
+@pytest.mark.parametrize("evidence", ["simulated", "hardware"])
+def test_a_tenant_is_told_the_evidence_that_the_policy_asks_for_and_nothing_of_anothers_run(serve, tmp_path, evidence):
+    policy = {"accepted_classes": ["amd_sev_snp"], "anchors": ["amd_sev_snp"], "sev_snp": {"measurements": []}}
+    (tmp_path / "policy.yaml").write_text(json.dumps(policy))
+    (tmp_path / "collateral.yaml").write_text("snp_vcek_crls: []")
+    run = {"policy": "policy.yaml", "collateral": "collateral.yaml"} if evidence == "hardware" else {}
+    with (
+        serve(Drivers(tmp_path, obey=True), run=run) as service,
+        ServiceClient(service.facts.address, "south") as south,
+    ):
+        assert south.capabilities().evidence_class == evidence
+        # Its scripted driver says that its members presented simulated evidence.
+        client_id = admitted(service)
+        assert south.capabilities().evidence_class == evidence
+        with ServiceClient(service.facts.address, "north") as north:
+            assert north.get_client(client_id).summary.evidence_class == "simulated"
+            assert north.capabilities().evidence_class == evidence
