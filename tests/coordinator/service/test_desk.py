@@ -933,5 +933,4 @@ def test_the_figures_name_what_waits(site):
     assert site.ask(site.desk.clients_by_status) == {"INITIALIZING": 1}
     site.run()
     assert site.ask(site.desk.clients_by_status) == {"READY": 1}
-    assert site.ask(site.desk.evidence_class) == "simulated"
     assert GIVEN["dataset"] == "digits"
