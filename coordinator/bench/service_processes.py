@@ -91,6 +91,10 @@ class _NoOpDrivers:
         self.tell(client_id, Ended(ending="stopped", metrics=None))
         self.tell(client_id, Exited(code=0, last_words=""))
 
+    def kill(self) -> list[str]:
+        """See `Drivers`: each has ended when it was stopped."""
+        return []
+
     def hold(self) -> None:
         """Report nothing any more."""
         with self._lock:

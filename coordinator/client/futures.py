@@ -43,6 +43,7 @@ class ServiceFuture(Generic[T]):
         "_lock",
         "_resolver",
         "_result",
+        "_seen",
         "idempotency_key",
         "kind",
         "operation_id",
@@ -55,7 +56,7 @@ class ServiceFuture(Generic[T]):
         self._canceller = canceller
         self._lock = lock  # one for all futures of a client
         self._resolver = resolver
-        self._ended = False
+        self._ended = self._seen = False
         self._result: T | None = None
         self._error: ServiceError | None = None
         self._callbacks: list[Callable[[ServiceFuture[T]], object]] | None = None
@@ -105,6 +106,7 @@ class ServiceFuture(Generic[T]):
         """Wait for the outcome and return the error, or None after a success; errors of the wait as `result`."""
         if not self._ended:
             self._wait(timeout)
+        self._seen = True
         return self._error
 
     def add_done_callback(self, callback: Callable[["ServiceFuture[T]"], object]) -> None:
@@ -190,6 +192,11 @@ def call_safely(callback: Callable[..., object], *arguments: Any) -> None:
 def _set(waiter: "asyncio.Future[None]") -> None:
     if not waiter.done():
         waiter.set_result(None)
+
+
+def is_seen(future: ServiceFuture[Any]) -> bool:
+    """Return whether a caller has got the outcome."""
+    return future._seen
 
 
 class Resolver:

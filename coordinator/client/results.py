@@ -142,7 +142,16 @@ class SampleResult:
 
 @dataclass(frozen=True)
 class Progress:
-    """A report of a long operation while it runs; ``tokens_per_second`` is None: no phase is measured by it yet."""
+    """A report of a long operation while it runs.
+
+    Attributes:
+        operation_id: of the sample in phase ``sampling``, else empty.
+        step: finished steps; of the weights in phase ``sampling``.
+        tokens_per_second: in phase ``sampling``, the tokens that this sample has generated over the time that they
+            took. In phase ``released``, the drawn tokens of the step over its ``seconds``, if the run is not private
+            and examples are rows of tokens. Else None.
+        phase: words for a person.
+    """
 
     operation_id: str
     step: int
@@ -184,7 +193,8 @@ class Capabilities:
     Attributes:
         version: of the service.
         datasets, models: registered names that the tenant may use.
-        evidence_class: ``simulated`` or a class of hardware; empty until a run of the service was admitted.
+        evidence_class: ``hardware``, or ``simulated`` if the policy of the service's runs accepts simulated evidence.
+            `ClientSummary` has the class that a run's members presented.
         largest_batch_bytes: of the ciphertext of one ``forward_backward(batch)``.
         most_queued: operations of one client that may wait.
         expires_unix_s: when these credentials end, in seconds since 1970; 0 if they do not.

@@ -175,10 +175,13 @@ class TrainingClient:
             )
         # As it is now: the caller may fill the same arrays again before they are sent.
         key, rows = uuid4().hex, copy.deepcopy(batch)
-        return self._put("forward_backward", key, lambda: self._sealed(keys, dataset, key, rows))
+        return self._put("forward_backward", key, lambda: self._sealed(keys, dataset, key, rows), is_batch=True)
 
     def optim_step(self, apply_dp_noise: bool = True) -> ServiceFuture[OptimStepResult]:
         """Reduce and release the step that was computed.
+
+        On data that the client sends, the future raises FutureFailedError if a batch of the step was not taken and the
+        caller had not seen that; nothing was charged.
 
         Args:
             apply_dp_noise: False is refused on private data, by a ServiceValidationError of the future.
@@ -312,12 +315,14 @@ class TrainingClient:
         request = wire.SubmitRequest(client_id=self.client_id, idempotency_key=key, **operation)
         return self._put(kind, key, lambda: ("Submit", request), on_token)
 
-    def _put(self, kind: str, key: str, call: MakeCall, on_token: OnToken | None = None) -> ServiceFuture[Any]:
+    def _put(
+        self, kind: str, key: str, call: MakeCall, on_token: OnToken | None = None, is_batch: bool = False
+    ) -> ServiceFuture[Any]:
         if on_token is not None:
             self._tokens.expect(key, on_token)
         future = self._resolver.make(kind, key)
         self._changes.start()
-        self._submissions.put(future, call)
+        self._submissions.put(future, call, is_batch=is_batch)
         return future
 
     def _operations(self) -> Iterable[wire.Operation]:

@@ -413,11 +413,6 @@ class Desk(DriverDesk):
         """Return an artifact; ServiceNotFoundError if the tenant's client has no such one."""
         return self._artifact(self._find(tenant, client_id), name)
 
-    def evidence_class(self) -> str:
-        """Return the evidence class of the run that was admitted last; empty if none was."""
-        facts = self._store.newest_evidence()
-        return json.loads(facts).get("evidence_class") or "" if facts else ""
-
     def clients_by_status(self) -> Mapping[str, int]:
         """Return how many clients have each status, of all tenants together."""
         return self._store.clients_by_status()

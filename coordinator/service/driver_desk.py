@@ -108,11 +108,12 @@ class DriverDesk(OperationQueues):
                 case Ready():
                     self._ready(client, driver, said)
                 case Computed():
+                    driver.tokens = said.tokens
                     self._computed(client, said)
                 case Held():
                     self._held(client, driver, said)
                 case Released():
-                    self._released(client, said)
+                    self._released(client, said, driver.tokens)
                 case Saved():
                     self._saved(client, said)
                 case Copied():
@@ -126,7 +127,7 @@ class DriverDesk(OperationQueues):
                 case Failed():
                     self._run_failed(client, driver, said)
                 case Exited():
-                    self._gone(client, driver)
+                    self._gone(client, driver, said)
             self._advance(client)
         if isinstance(said, Exited):
             self._assign()
@@ -156,6 +157,20 @@ class DriverDesk(OperationQueues):
                 result.completions.extend(completions)
                 self._finish(client, operation, DONE, result=result.SerializeToString())
             self._advance(client)
+
+    def sampling(self, name: str, tokens_per_second: float) -> None:
+        """Tell watchers how fast a sample is generated, while it is."""
+        client_id, _, number = name.rpartition(".")
+        client, operation = self._store.client(client_id), self._store.operation(client_id, int(number))
+        if client is not None and operation is not None and operation.state == RUNNING:
+            progress = wire.Progress(
+                operation_id=name,
+                step=operation.step,
+                epsilon=client.epsilon,
+                tokens_per_second=tokens_per_second,
+                phase="sampling",
+            )
+            self._show(client_id, progress)
 
     def tokens(self, name: str, completion: int, text: str) -> None:
         """Pass on text that a sample has generated."""
@@ -223,7 +238,12 @@ class DriverDesk(OperationQueues):
             driver.told = None
         self._show(client.client_id, wire.Progress(step=said.step, epsilon=client.epsilon, phase="cancelled"))
 
-    def _released(self, client: ClientRow, said: Released) -> None:
+    def _released(self, client: ClientRow, said: Released, tokens: int | None = None) -> None:
+        """Finish a step.
+
+        Args:
+            tokens: that `Computed` of this step stated; None of a private step, and of one found finished.
+        """
         found = self._store.of_step(client.client_id, OPTIM_STEP, said.step)
         asked = next((each for each in found if each.state in (RUNNING, DONE)), None)
         if asked is None:
@@ -248,7 +268,8 @@ class DriverDesk(OperationQueues):
             grad_norm=said.grad_norm,
         )
         self._finish(client, asked, DONE, result=result.SerializeToString())
-        progress = wire.Progress(step=client.finished, epsilon=client.epsilon, phase="released")
+        rate = None if tokens is None else tokens / said.seconds
+        progress = wire.Progress(step=client.finished, epsilon=client.epsilon, tokens_per_second=rate, phase="released")
         self._show(client.client_id, progress)
 
     def _saved(self, client: ClientRow, said: Saved) -> None:
@@ -313,12 +334,14 @@ class DriverDesk(OperationQueues):
             message, remedy = (_without_others(text, client.run_id) for text in (said.message, said.remedy))
             self._fail(client, cause_of(said.code, message, remedy))
 
-    def _gone(self, client: ClientRow, driver: DriverState) -> None:
+    def _gone(self, client: ClientRow, driver: DriverState, said: Exited) -> None:
         del self._drivers[client.client_id]
         client.waits_since = self._clock()
         if client.status == TERMINATED:
             self._fail_open(client, closed())
         elif not driver.has_ended and not driver.place.is_leaving:
+            # In the operator's log alone: a log's line may be about what is no tenant's business.
+            _LOG.warning("client %s: its driver ended (%d): %s", client.client_id, said.code, said.last_words)
             self._lost[client.client_id] += 1
             if self._lost[client.client_id] > _MOST_RESTARTS:
                 self._fail(client, cause_of("driver_lost", "the client's driver process was lost again and again."))

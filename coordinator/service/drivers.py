@@ -39,7 +39,7 @@ class Exited:
 
     Attributes:
         code: its exit code; negative for the number of the signal that ended it.
-        last_words: the last line of its log; empty if it said nothing.
+        last_words: the last line of its log, for the operator; empty if it said nothing.
     """
 
     code: int

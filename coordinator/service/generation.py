@@ -3,20 +3,24 @@
 It is `generate` of `transformers`, over all rows of a request at once. A row is one completion of one prompt.
 """
 
+import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from raycloak.coordinator.runs.released_model import ReleasedModel
-from raycloak.coordinator.service.sampler import Completion, SampleRequest
+from raycloak.coordinator.service.sample_requests import SampleRequest
+from raycloak.coordinator.service.sampler import Completion
 from raycloak.metrics.errors import ConfigError
 from raycloak.metrics.service_errors import FutureFailedError, ServiceValidationError
 from raycloak.workers.inputs.hub_files import library, quiet
 from raycloak.workers.inputs.text_data import Tokenizer
 from raycloak.workers.inputs.text_model import is_peft, is_transformer
 
+_RATE_EVERY_S: Final = 0.25
+"""Between two rates: often enough for a person who watches, and few beside the pieces of text."""
 # Tokens of the prompt that are decoded with the first generated one: they decide whether a space comes between.
 _BEFORE = 5
 _UNFINISHED = "�"  # what a tokenizer writes for bytes that are not a whole character yet
@@ -27,13 +31,15 @@ class Generator:
 
     Args:
         model: a causal model of `transformers`, bare or with an adapter of PEFT, that a run released.
+        clock: seconds that never go back.
 
     Raises:
         FutureFailedError: ``cannot_generate`` if it is no such model or has no tokenizer.
         ConfigError: as `raycloak.workers.inputs.text_data.Tokenizer.load`.
     """
 
-    def __init__(self, model: ReleasedModel) -> None:
+    def __init__(self, model: ReleasedModel, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self._module: Any = model.module
         inner = _causal(model.module)
         self._tokenizer = _tokenizer(model).inner
@@ -54,7 +60,11 @@ class Generator:
         )
 
     def complete(
-        self, request: SampleRequest, on_text: Callable[[int, str], None], cancelled: Callable[[], bool]
+        self,
+        request: SampleRequest,
+        on_text: Callable[[int, str], None],
+        on_rate: Callable[[float], None],
+        cancelled: Callable[[], bool],
     ) -> tuple[Completion, ...] | None:
         """Return the completions of a request, a prompt's side by side; None if it was cancelled.
 
@@ -63,6 +73,8 @@ class Generator:
 
         Args:
             on_text: gets the place of a completion in the result, and the next piece of its text.
+            on_rate: gets the tokens per second by now, four times a second and at the end: the tokens of all
+                completions over the time since the model began to read the prompts.
             cancelled: is asked before every token.
 
         Raises:
@@ -79,7 +91,7 @@ class Generator:
         longest = max(map(len, prompts))
         padded = [[self._padding] * (longest - len(row.prompt)) + row.prompt for row in rows]
         seen = [[0] * (longest - len(row.prompt)) + [1] * len(row.prompt) for row in rows]
-        watch = _Watch(rows, cancelled)
+        watch = _Watch(rows, on_rate, self._clock, cancelled)
         with quiet(), torch.no_grad():
             torch.manual_seed(request.seed)
             self._module.generate(
@@ -95,7 +107,10 @@ class Generator:
                 logits_processor=library("transformers").LogitsProcessorList([_finite]),
                 stopping_criteria=library("transformers").StoppingCriteriaList([watch]),
             )
-        return None if watch.was_cancelled else tuple(row.completion() for row in rows)
+        if watch.was_cancelled:
+            return None
+        watch.tell_rate()
+        return tuple(row.completion() for row in rows)
 
     def _ids_of(self, number: int, prompt: str, max_tokens: int) -> list[int]:
         """Return the ids of a prompt; the tokenizer's special tokens stand before it, and none behind it."""
@@ -123,6 +138,7 @@ class _Row:
 
     Attributes:
         prompt: its token ids.
+        tokens: how many were generated and count.
         finished: whether no further token counts.
     """
 
@@ -140,14 +156,15 @@ class _Row:
         self.finished = False
         self._tokenizer, self._ends, self._stop = tokenizer, ends, stop
         self._number, self._on_text, self._place = number, on_text, place
-        self._tokens, self._text, self._held, self._reason = 0, "", "", "length"
+        self.tokens = 0
+        self._text, self._held, self._reason = "", "", "length"
         self._window, self._read = self.prompt[-_BEFORE:], len(self.prompt[-_BEFORE:])
 
     def take(self, token: int) -> None:
         """Take the next token, unless the row is finished."""
         if self.finished:
             return
-        self._tokens += 1
+        self.tokens += 1
         if token in self._ends:
             self._finish("stop")
             return
@@ -162,7 +179,7 @@ class _Row:
         """Return the completion; a row that is not finished ends here."""
         if not self.finished:
             self._finish("length")
-        return Completion(self._number, self._text, self._reason, self._tokens)
+        return Completion(self._number, self._text, self._reason, self.tokens)
 
     def _finish(self, reason: str) -> None:
         self._reason = reason
@@ -195,17 +212,34 @@ class _Row:
 
 
 class _Watch:
-    """A criterion of `generate`: gives every row its token, and ends the rows that are finished, or all of them."""
+    """A criterion of `generate`: gives every row its token, and ends the rows that are finished, or all of them.
 
-    def __init__(self, rows: Sequence[_Row], cancelled: Callable[[], bool]) -> None:
-        self._rows, self._cancelled = rows, cancelled
+    Its time begins when it is made.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[_Row],
+        on_rate: Callable[[float], None],
+        clock: Callable[[], float],
+        cancelled: Callable[[], bool],
+    ) -> None:
+        self._rows, self._on_rate, self._clock, self._cancelled = rows, on_rate, clock, cancelled
+        self._begun = self._told = clock()
         self.was_cancelled = False
 
     def __call__(self, input_ids: Tensor, scores: object, **_: object) -> Tensor:
         for row, token in zip(self._rows, input_ids[:, -1].tolist(), strict=True):
             row.take(token)
+        if self._clock() - self._told >= _RATE_EVERY_S:
+            self.tell_rate()
         self.was_cancelled = self._cancelled()
         return torch.tensor([row.finished or self.was_cancelled for row in self._rows])
+
+    def tell_rate(self) -> None:
+        """Tell the tokens of all rows over the time that they took."""
+        self._told = self._clock()
+        self._on_rate(sum(row.tokens for row in self._rows) / (self._told - self._begun))
 
 
 def _finite(_ids: Tensor, scores: Tensor) -> Tensor:

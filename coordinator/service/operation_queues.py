@@ -73,6 +73,7 @@ class DriverState:
     is_ready: bool = False
     has_ended: bool = False
     told: Allow | None = None
+    tokens: int | None = None  # of the step that it computed last
     phase: str = "waiting for the driver"
 
 

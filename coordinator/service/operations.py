@@ -2,12 +2,12 @@
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from typing import Any, Final
 
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.client.error_wire import error_to_wire
+from raycloak.coordinator.service.sample_requests import request_of, wrong_field
 from raycloak.coordinator.service.store import (
     CANCELLED,
     DONE,
@@ -47,12 +47,6 @@ CAP: Final = "cap_exceeded"
 """The ending of a run whose account has no room for the next step; also the code of that refusal."""
 
 _MOST_KEY: Final = 128
-_MOST_PROMPTS: Final = 256
-_MOST_COMPLETIONS: Final = 64
-_MOST_TEXTS: Final = 1024  # prompts times completions
-_MOST_TOKENS: Final = 2**16
-_MOST_STOPS: Final = 16
-_MOST_STOP: Final = 256
 _MOST_METADATA: Final = 32
 _MOST_NAME, _MOST_NOTE = 64, 512
 
@@ -85,19 +79,9 @@ def check_sample(sample: wire.Sample, run_config: str) -> None:
     model = json.loads(run_config)["model"]
     if not isinstance(model, dict) or model["task"] != "causal_lm":
         raise invalid("model", "this client's model predicts no text; sample needs a causal_lm of Hugging Face")
-    bounds = {
-        "prompts": 1 <= len(sample.prompts) <= _MOST_PROMPTS and all(sample.prompts),
-        "max_tokens": 1 <= sample.max_tokens <= _MOST_TOKENS,
-        "temperature": math.isfinite(sample.temperature) and 0 <= sample.temperature <= 100,
-        "top_p": math.isfinite(sample.top_p) and 0 < sample.top_p <= 1,
-        "top_k": sample.top_k < 2**31,
-        "stop": len(sample.stop) <= _MOST_STOPS and all(0 < len(each) <= _MOST_STOP for each in sample.stop),
-        "completions": 1 <= sample.completions <= _MOST_COMPLETIONS
-        and sample.completions * len(sample.prompts) <= _MOST_TEXTS,
-    }
-    for field, holds in bounds.items():
-        if not holds:
-            raise invalid(field, "the value is missing or out of range")
+    wrong = wrong_field(request_of(sample))
+    if wrong is not None:
+        raise invalid(*wrong)
 
 
 def check_batch(head: wire.BatchHead, client: ClientRow, largest: int) -> list[bytes]:

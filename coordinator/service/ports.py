@@ -36,9 +36,13 @@ class Drivers(DriverPort, Protocol):
 
     tell: Callable[[str, Report | Exited], None]
 
+    def kill(self) -> list[str]:
+        """End all drivers at once, and return their clients. From any thread."""
+        ...
+
 
 class SamplerPort(Protocol):
-    """The sampler, whose outcomes come to `Desk.sampled`, and whose tokens to `Desk.tokens`."""
+    """The sampler: outcomes come to `Desk.sampled`, text to `Desk.tokens`, and tokens per second to `Desk.sampling`."""
 
     def submit(self, operation_id: str, package: str, run_dir: str, request: wire.Sample) -> None:
         """Generate text from released weights of the run in ``run_dir``.

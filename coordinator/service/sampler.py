@@ -1,6 +1,6 @@
 """The sampler: text from released weights, generated in child processes beside the training.
 
-    Sampler.submit ──► waiting, oldest first ──► one thread and one process per run ──► on_tokens, on_done
+    Sampler.submit ──► waiting, oldest first ──► one thread and one process per run ──► on_tokens, on_rate, on_done
 
 A process holds the model of one run with one released set of weights at a time, takes one request after another, and
 ends when nobody asks for a while or another run waits for its place. It gets a run directory and a file of weights, and
@@ -9,7 +9,6 @@ neither data nor keys. It computes on the CPU: the accelerators belong to the wo
 
 import json
 import logging
-import math
 import os
 import signal
 import subprocess
@@ -23,6 +22,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from raycloak.coordinator.service.sample_requests import SampleRequest, wrong_field
 from raycloak.metrics.service_errors import (
     FutureCancelledError,
     FutureFailedError,
@@ -34,14 +34,10 @@ from raycloak.metrics.service_errors import (
 
 _LOG = logging.getLogger(__name__)
 _MODULE = "raycloak.coordinator.service.sampler_process"
-# Longer than any line of a request within the default limits; a process that writes longer ones is broken.
+# Longer than any line of a request within its bounds; a process that writes longer ones is broken.
 _LONGEST_LINE = 2**24
 # A process that does not notice the cancellation in this time, deep in one long prompt, is ended.
 _CANCEL_S = 20.0
-_COLDEST = 0.01
-"""The least temperature above 0: logits divided by less are beyond float32."""
-_MOST_TOP_K = 2**31 - 1
-_MOST_STOPS, _LONGEST_STOP = 16, 256
 # All that the libraries of a model look at. The service's environment may hold passwords, and user code runs here.
 _PASSED = ("PATH", "HOME", "LANG", "LC_", "TMPDIR", "PYTHON", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "OMP_", "MKL_", "XDG_")
 _PASSED_HUB = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
@@ -60,27 +56,6 @@ class SampleSource:
     run: Path
     parameters: Path
     parameter_digest: str
-
-
-@dataclass(frozen=True, slots=True)
-class SampleRequest:
-    """A request for text.
-
-    Attributes:
-        temperature: 0 takes the most likely token each time.
-        top_p: tokens of this much probability are drawn from, in (0, 1]. top_k: so many tokens at most; 0: no limit.
-        stop: texts that end a completion and are not part of it.
-        completions: per prompt.
-    """
-
-    prompts: tuple[str, ...]
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    stop: tuple[str, ...] = ()
-    seed: int = 0
-    completions: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +82,6 @@ class SamplerLimits:
         processes: that live at once. threads: of each. memory_bytes: that each may allocate.
         idle_s: seconds without a request after which a process ends. request_s: seconds that a request may take.
         waiting: requests that wait for a process.
-        rows: prompts times completions of a request. prompt_bytes: of all its prompts. tokens: most ``max_tokens``.
     """
 
     processes: int = 1
@@ -116,39 +90,6 @@ class SamplerLimits:
     idle_s: float = 300.0
     request_s: float = 900.0
     waiting: int = 64
-    rows: int = 64
-    prompt_bytes: int = 2**20
-    tokens: int = 4096
-
-
-def check_request(request: SampleRequest, limits: SamplerLimits) -> None:
-    """Refuse a request that no model could answer, or that is beyond the limits.
-
-    Raises:
-        ServiceValidationError: ``sample_request`` with the wrong field.
-    """
-    if not request.prompts:
-        raise _wrong("prompts", "there is no prompt")
-    if request.completions < 1 or len(request.prompts) * request.completions > limits.rows:
-        raise _wrong("completions", f"prompts times completions must be from 1 to {limits.rows}")
-    try:
-        size = sum(len(each.encode()) for each in (*request.prompts, *request.stop))
-    except UnicodeEncodeError:
-        raise _wrong("prompts", "a text holds half of a surrogate pair, which is no character") from None
-    if size > limits.prompt_bytes:
-        raise _wrong("prompts", f"the texts have more than {limits.prompt_bytes} bytes")
-    if not 1 <= request.max_tokens <= limits.tokens:
-        raise _wrong("max_tokens", f"it must be from 1 to {limits.tokens}")
-    if request.temperature != 0 and not _COLDEST <= request.temperature < math.inf:
-        raise _wrong("temperature", f"it must be 0 or at least {_COLDEST}")
-    if not 0 < request.top_p <= 1:
-        raise _wrong("top_p", "it must be above 0 and at most 1")
-    if not 0 <= request.top_k <= _MOST_TOP_K:
-        raise _wrong("top_k", f"it must be from 0 to {_MOST_TOP_K}")
-    if len(request.stop) > _MOST_STOPS or not all(0 < len(each) <= _LONGEST_STOP for each in request.stop):
-        raise _wrong("stop", f"at most {_MOST_STOPS} texts of 1 to {_LONGEST_STOP} characters may end a completion")
-    if not 0 <= request.seed < 2**64:
-        raise _wrong("seed", "it must be a whole number below 2^64")
 
 
 Outcome = tuple[Completion, ...] | ServiceError
@@ -162,6 +103,7 @@ class _Job:
     source: SampleSource
     request: SampleRequest
     on_tokens: Callable[[int, str], None]
+    on_rate: Callable[[float], None]
     on_done: Callable[[Outcome], None]
     number: int
     cancelled: bool = False
@@ -213,21 +155,22 @@ class Sampler:
         source: SampleSource,
         request: SampleRequest,
         on_tokens: Callable[[int, str], None],
+        on_rate: Callable[[float], None],
         on_done: Callable[[Outcome], None],
     ) -> SampleHandle:
         """Queue a request and return at once.
 
         Args:
             on_tokens: gets the place of a completion in the result, and the next piece of its text. It is called from
-                a thread of the sampler, as ``on_done`` is, and should not wait.
+                a thread of the sampler, as the others are, and should not wait.
+            on_rate: gets the tokens per second by now, a few times a second; the last time, those of the whole request.
             on_done: is called once, after the last piece.
 
         Raises:
-            ServiceValidationError: as :func:`check_request`.
             ServiceQueueFullError: ``sampler_queue_full``. ServiceStateError: ``sampler_closed``.
         """
-        check_request(request, self._limits)
-        job = _Job(source, request, on_tokens, on_done, next(self._numbers))
+        assert wrong_field(request) is None, "the desk has checked it"
+        job = _Job(source, request, on_tokens, on_rate, on_done, next(self._numbers))
         with self._changed:
             if self._closed:
                 raise ServiceStateError("sampler_closed", "the service is ending.", "Ask again once it is back.")
@@ -411,6 +354,8 @@ class _Process:
                     match answer:
                         case {"kind": "tokens", "completion": int(place), "text": str(text)}:
                             job.on_tokens(place, text)
+                        case {"kind": "rate", "tokens_per_second": float(rate)}:
+                            job.on_rate(rate)
                         case {"kind": "done", "completions": list(found)}:
                             return tuple(_completion(each) for each in found)
                         case {"kind": "cancelled"}:
@@ -539,7 +484,3 @@ def _environment() -> dict[str, str]:
 
 def _cancelled() -> FutureCancelledError:
     return FutureCancelledError("sample_cancelled", "the request for text was cancelled.", "It cost nothing.")
-
-
-def _wrong(where: str, why: str) -> ServiceValidationError:
-    return ServiceValidationError("sample_request", f"{where}: {why}.", "Correct the request.", field=where)

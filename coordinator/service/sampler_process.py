@@ -2,8 +2,8 @@
 
 Lines of JSON come on its standard input: ``{"kind": "sample", "id": …, "run": …, "parameters": …,
 "parameter_digest": …, "request": {…}}`` and ``{"kind": "cancel", "id": …}``. Its answers go to a copy of its standard
-output: ``tokens`` any number of times, then one of ``done``, ``cancelled`` and ``failed``. All else that is written in
-here goes to its standard error. It ends with its input.
+output: ``tokens`` and ``rate`` any number of times, then one of ``done``, ``cancelled`` and ``failed``. All else that
+is written in here goes to its standard error. It ends with its input.
 """
 
 import json
@@ -16,7 +16,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TextIO
 
-from raycloak.coordinator.service.sampler import Completion, SampleRequest
+from raycloak.coordinator.service.sample_requests import SampleRequest
+from raycloak.coordinator.service.sampler import Completion
 from raycloak.metrics.errors import RaycloakError, is_out_of_memory
 
 # Steps of the training come first where both want the processor.
@@ -50,7 +51,11 @@ class _Service:
         self._loaded: tuple[str, Any, Any] | None = None
 
     def complete(
-        self, message: dict[str, Any], on_text: Callable[[int, str], None], cancelled: Callable[[], bool]
+        self,
+        message: dict[str, Any],
+        on_text: Callable[[int, str], None],
+        on_rate: Callable[[float], None],
+        cancelled: Callable[[], bool],
     ) -> tuple[Completion, ...] | None:
         """Return the completions of a request; None if it was cancelled. Errors as `Generator`."""
         fields = message["request"]
@@ -58,7 +63,7 @@ class _Service:
         generator = self._generator(message["run"], Path(message["parameters"]), message["parameter_digest"])
         if cancelled():
             return None
-        found: tuple[Completion, ...] | None = generator.complete(request, on_text, cancelled)
+        found: tuple[Completion, ...] | None = generator.complete(request, on_text, on_rate, cancelled)
         return found
 
     def _generator(self, run: str, parameters: Path, parameter_digest: str) -> Any:
@@ -85,8 +90,11 @@ def _answer(
     def on_text(completion: int, text: str) -> None:
         write({"kind": "tokens", "completion": completion, "text": text})
 
+    def on_rate(tokens_per_second: float) -> None:
+        write({"kind": "rate", "tokens_per_second": tokens_per_second})
+
     try:
-        found = service.complete(message, on_text, lambda: message["id"] in cancelled)
+        found = service.complete(message, on_text, on_rate, lambda: message["id"] in cancelled)
     except RaycloakError as error:
         # Released weights, public code and the tenant's own prompts: nothing in here knows an example.
         details = getattr(error, "details", {})

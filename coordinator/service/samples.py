@@ -18,7 +18,8 @@ from raycloak.coordinator.checkpoints.storage import STORAGE_ERRORS, PackageStor
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.record.folder import RunFolder
 from raycloak.coordinator.service.ports import COPY_SUFFIX
-from raycloak.coordinator.service.sampler import Outcome, Sampler, SampleRequest, SampleSource
+from raycloak.coordinator.service.sample_requests import SampleRequest, request_of
+from raycloak.coordinator.service.sampler import Outcome, Sampler, SampleSource
 from raycloak.metrics.errors import ConfigError, RaycloakError
 from raycloak.metrics.service_errors import FutureCancelledError, ServiceError
 
@@ -70,8 +71,9 @@ class PackageSampler:
         folder: of the service's key, and of the opened weights, which are removed when this object is made.
         signer: public file of the site's signer of packages; it is read when the first package is opened.
         on_tokens: called with an operation, the place of a completion in it, and a piece of its text.
+        on_rate: called with an operation and its tokens per second by now, a few times a second.
         on_done: called once with an operation, and its completions or else the cause for which there are none: code,
-            message, remedy, the kind of the error and its field. Both are called from threads of this object.
+            message, remedy, the kind of the error and its field. All are called from threads of this object.
     """
 
     def __init__(
@@ -80,13 +82,14 @@ class PackageSampler:
         folder: Path,
         signer: Path,
         on_tokens: Callable[[str, int, str], None],
+        on_rate: Callable[[str, float], None],
         on_done: Callable[[str, list[wire.Completion], Mapping[str, str] | None], None],
     ) -> None:
         self._sampler = sampler
         self._key = folder / _KEY
         self._signer = signer
         self._folder = folder / "sampled"
-        self._on_tokens, self._on_done = on_tokens, on_done
+        self._on_tokens, self._on_rate, self._on_done = on_tokens, on_rate, on_done
         self._lock = Lock()
         self._samples: dict[str, _Sample] = {}
         self._opened: dict[Path, _Opened] = {}
@@ -103,16 +106,7 @@ class PackageSampler:
             operation_id,
             package,
             Path(run_dir),
-            SampleRequest(
-                prompts=tuple(request.prompts),
-                max_tokens=request.max_tokens,
-                temperature=request.temperature,
-                top_p=request.top_p,
-                top_k=request.top_k,
-                stop=tuple(request.stop),
-                seed=request.seed,
-                completions=request.completions or 1,
-            ),
+            request_of(request),
         )
         with self._lock:
             self._samples[operation_id] = sample
@@ -150,6 +144,7 @@ class PackageSampler:
                 source,
                 sample.request,
                 lambda place, text: self._on_tokens(sample.operation_id, place, text),
+                lambda rate: self._on_rate(sample.operation_id, rate),
                 lambda outcome: self._end(sample, used, outcome),
             )
         except RaycloakError as error:

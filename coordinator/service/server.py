@@ -88,6 +88,7 @@ class _Servicer(TrainingServicer):
         self._folder = parts.folder
         self._pieces = parts.pieces
         self._refused = parts.refused
+        self._evidence = parts.evidence
         self._settings = settings
         self._limits = settings.limits
         self._tenants = Tenants(settings)
@@ -110,7 +111,7 @@ class _Servicer(TrainingServicer):
                 tenant=caller.tenant,
                 datasets=rights.datasets,
                 models=rights.models,
-                evidence_class=await self._turns.ask(self._desk.evidence_class),
+                evidence_class=self._evidence,
                 largest_batch_bytes=self._limits.batch_bytes,
                 most_queued=self._limits.queued_operations,
                 expires_unix_s=caller.expires,
@@ -324,6 +325,7 @@ class Parts:
     Attributes:
         folder: of the files that clients send.
         refused: told of the kind of error with which a call was refused.
+        evidence: class that the policy of all runs asks for; see `raycloak.coordinator.client.results.Capabilities`.
     """
 
     desk: Desk
@@ -331,6 +333,7 @@ class Parts:
     folder: Path
     pieces: Pieces
     refused: Callable[[str], None]
+    evidence: str
 
 
 @dataclass(slots=True)

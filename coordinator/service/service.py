@@ -1,5 +1,6 @@
 """A running training service: its store, desk, drivers, sampler, server and metrics, from start to end."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
@@ -33,7 +34,12 @@ from raycloak.metrics.training_service import ServiceMetrics, ServiceSnapshot
 
 STREAMS_GRACE_S: Final = 5.0
 """For calls under way when the service ends; each takes milliseconds, but for uploads, which are sent again."""
+DRIVERS_GRACE_S: Final = 600.0
+"""For the step that each driver finishes when the service ends: for so long the next service would wait for it too. A
+step that was killed is charged already, and a resume repeats it without a second charge."""
+_KILLED_S: Final = 30.0  # for the kernel to end a process and give its memory back
 _LOOK_S: Final = 0.1
+_LOG = logging.getLogger(__name__)
 _SNAPSHOT_S: Final = 5.0  # a scrape waits no longer for the desk
 
 
@@ -86,7 +92,17 @@ class DriverProcesses:
         if driver is not None:
             driver.stop()
 
+    def kill(self) -> list[str]:
+        """See `Drivers`."""
+        left = dict(self._drivers)
+        for driver in left.values():
+            driver.kill()
+        return list(left)
+
     def _told(self, client_id: str, said: Report | Exited) -> None:
+        if isinstance(said, Exited):
+            # Before it is told: the client's next driver is started after that.
+            del self._drivers[client_id]
         self.tell(client_id, said)
 
 
@@ -147,6 +163,8 @@ class TrainingService:
 
     def __init__(self, settings: ServiceSettings, base: Path, drivers: Drivers | None = None) -> None:
         policy = configured_policy(settings.run.get("policy"), settings.run.get("collateral"), base)
+        # Of the policy and not of a run: a run's own evidence is its tenant's business.
+        evidence = "simulated" if policy is None or policy.accepts_simulated else "hardware"
         folder = home.training_service_folder()
         with ExitStack() as stack:
             # Also where the store is elsewhere: the files that clients send have one owner as well.
@@ -161,7 +179,12 @@ class TrainingService:
             PackageSigner.load_or_create(home.home() / "signer")
             self._sampler = Sampler(SamplerLimits(), folder / "logs")
             samples = PackageSampler(
-                self._sampler, folder, home.home() / "signer" / SIGNER_PUBLIC_FILE, self._tokens, self._sampled
+                self._sampler,
+                folder,
+                home.home() / "signer" / SIGNER_PUBLIC_FILE,
+                self._tokens,
+                self._rate,
+                self._sampled,
             )
             self._samples = samples
             self._processes: Drivers = drivers or DriverProcesses(folder / "logs")
@@ -183,7 +206,7 @@ class TrainingService:
                 self._turns = Turns(self._desk, settings.limits.waiting_calls)
                 self._processes.tell = self._reported
                 self._turns.start()
-                return Parts(self._desk, self._turns, batches, _pieces, self._metrics.call_refused)
+                return Parts(self._desk, self._turns, batches, _pieces, self._metrics.call_refused, evidence)
 
             self._server = TrainingServer.start(make, settings, base)
             exporter = Exporter()
@@ -194,7 +217,7 @@ class TrainingService:
         self.facts = ServiceFacts(
             address=f"{host}:{self._server.port}",
             metrics_url=self._page.url,
-            evidence="SIMULATED" if policy is None or policy.accepts_simulated else "hardware",
+            evidence=evidence.replace("simulated", "SIMULATED"),
             tenants=len(settings.tenants),
             store="PostgreSQL" if settings.store is not None and "postgres" in settings.store else "SQLite",
         )
@@ -211,18 +234,29 @@ class TrainingService:
         return self._turns.failure
 
     def stop(self) -> None:
-        """End streams, end each driver after its step, and give the store up."""
+        """End streams, end each driver after its step or after `DRIVERS_GRACE_S`, and give the store up."""
         self._server.stop(STREAMS_GRACE_S)
         # Where the store has failed, nothing can be recorded: drivers end when their input ends with this process.
         with suppress(ServiceServerError):
             self._turns.put(self._desk.stop).result()
-            while self._turns.put(lambda: self._desk.drivers).result():
-                time.sleep(_LOOK_S)
+            if not self._drivers_end(DRIVERS_GRACE_S):
+                for client_id in self._processes.kill():
+                    _LOG.warning("client %s: its driver did not end its step in time and was killed", client_id)
+                self._drivers_end(_KILLED_S)
         # Before the sampler: the samples that it drops are generated again when the service is back.
         self._turns.close()
         self._samples.close()
         self._page.close()
         self._stack.close()
+
+    def _drivers_end(self, seconds: float) -> bool:
+        """Wait, at most so long, until all drivers have ended; return whether they have."""
+        until = time.monotonic() + seconds
+        while self._turns.put(lambda: self._desk.drivers).result():
+            if time.monotonic() >= until:
+                return False
+            time.sleep(_LOOK_S)
+        return True
 
     def _reported(self, client_id: str, said: Report | Exited) -> None:
         self._turns.tell(lambda: self._desk.report(client_id, said), lambda: self._desk.give_up(client_id))
@@ -230,6 +264,10 @@ class TrainingService:
     def _tokens(self, operation_id: str, completion: int, text: str) -> None:
         # Not through the desk's thread: text is not durable, and it decides nothing.
         self._desk.tokens(operation_id, completion, text)
+
+    def _rate(self, operation_id: str, tokens_per_second: float) -> None:
+        # Through the desk's thread, which knows the sample's step. A rate that is lost is followed by the next.
+        self._turns.tell(lambda: self._desk.sampling(operation_id, tokens_per_second), lambda: None)
 
     def _sampled(self, operation_id: str, completions: list[wire.Completion], cause: Mapping[str, str] | None) -> None:
         client_id = operation_id.rpartition(".")[0]

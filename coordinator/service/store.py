@@ -287,11 +287,6 @@ class Store:
         for name, value in values.items():
             setattr(row, name, value)
 
-    def newest_evidence(self) -> str:
-        """Return the facts of the client that was admitted last; empty if none was."""
-        found = self._rows("SELECT facts FROM clients WHERE facts <> '' ORDER BY created DESC LIMIT 1")
-        return str(found[0][0]) if found else ""
-
     # Operations
 
     def add_operation(self, row: OperationRow) -> None:

@@ -159,6 +159,91 @@ def test_a_refused_batch_takes_no_place(memory_service, sending, keys):
     assert keys.places == [(0, 0, 0), (0, 0, 0)]
 
 
+LATER = raycloak.ServiceRateLimitedError("rate_limited", "too many calls.", retry_after_s=0.05)
+NEVER = raycloak.ServiceRateLimitedError("rate_limited", "too many calls.", retry_after_s=3600.0)
+REFUSAL = raycloak.ServiceValidationError("participations_exceeded", "an id was used.", field="batch.example_ids")
+
+
+def test_a_batch_that_came_too_early_is_sent_again_and_is_in_its_step(memory_service, sending, keys):
+    memory_service.failures["SendBatch"] = [LATER, LATER]
+    futures = [sending.forward_backward(batch(3)), sending.forward_backward(batch(1)), sending.optim_step()]
+    assert [future.result(SOON).step for future in futures] == [0, 0, 1]
+    first, second, step = (future.idempotency_key for future in futures)
+    assert memory_service.submitted == [first, first, first, second, step]
+    assert keys.places == [(0, 0, 0), (0, 1, 3)], "it is sealed once"
+
+
+def waits(memory_service, future):
+    """Wait until the service has refused an attempt of a submission."""
+    while future.idempotency_key not in memory_service.submitted:
+        threading.Event().wait(0.01)
+
+
+@pytest.mark.parametrize("how", ["cancel", "close"])
+def test_a_batch_that_waits_for_its_time_can_be_cancelled(memory_service, service, keys, how):
+    # Longer than the test waits, and shorter than the client's patience.
+    later = raycloak.ServiceRateLimitedError("rate_limited", "too many calls.", retry_after_s=600.0)
+    memory_service.failures["SendBatch"] = [later]
+    with raycloak.ServiceClient(memory_service.address, patience_s=3600) as service:
+        sending = service.create_training_client(SENT, data_keys=keys)
+        admit(memory_service)
+        future = sending.forward_backward(batch(3))
+        waits(memory_service, future)
+        assert not future.done()
+        if how == "cancel":
+            assert future.cancel()
+        else:
+            sending.close()
+        assert isinstance(future.exception(SOON), raycloak.FutureCancelledError)
+        assert memory_service.batches == []
+        if how == "cancel":
+            # The caller knows what is not in the step.
+            assert sending.forward_backward(batch(1)).result(SOON).step == 0
+            assert sending.optim_step().result(SOON).step == 1
+
+
+@pytest.mark.parametrize("refusal", [REFUSAL, NEVER])
+def test_guarantee_no_step_is_charged_without_a_batch_that_its_caller_believes_to_be_in_it(
+    memory_service, sending, refusal
+):
+    taken = sending.forward_backward(batch(1)).result(SOON)
+    memory_service.failures["SendBatch"] = [refusal]
+    lost, step = sending.forward_backward(batch(3)), sending.optim_step()
+    # All of the next step, which would else be added to the rest of this one.
+    behind = [sending.forward_backward(batch(2)), sending.save_state(), sending.optim_step()]
+    for future in (step, *behind):
+        error = future.exception(SOON)
+        assert (type(error), error.code) == (raycloak.FutureFailedError, refusal.code)
+        assert error.__cause__.message == refusal.message
+        assert not future.operation_id
+    assert taken.examples_sent == 1
+    assert [each.kind for each in memory_service.operations["c0"]] == ["forward_backward"]
+    # Now the caller knows, and one batch more makes the step what it was to be.
+    assert sending.forward_backward(batch(3)).result(SOON).step == 0
+    assert sending.optim_step().result(SOON).step == 1
+    assert type(lost.exception(SOON)) is type(refusal)
+
+
+def test_an_optim_step_is_not_sent_though_its_batch_had_failed_before_it_was_submitted(memory_service, sending):
+    sending.forward_backward(batch(1)).result(SOON)
+    memory_service.failures["SendBatch"] = [REFUSAL, REFUSAL]
+    lost, second = sending.forward_backward(batch(3)), sending.forward_backward(batch(2))
+    while not (lost.done() and second.done()):
+        threading.Event().wait(0.01)
+    # The caller has seen the end of one batch and not of the other.
+    assert lost.exception(SOON).code == "participations_exceeded"
+    assert sending.optim_step().exception(SOON).code == "participations_exceeded"
+    # A caller who has seen it may mean the step to be what was taken.
+    assert sending.optim_step().result(SOON).step == 1
+
+
+def test_a_caller_who_has_seen_that_a_batch_was_not_taken_may_step_without_it(memory_service, sending):
+    sending.forward_backward(batch(1)).result(SOON)
+    memory_service.failures["SendBatch"] = [REFUSAL]
+    assert sending.forward_backward(batch(3)).exception(SOON).code == "participations_exceeded"
+    assert sending.optim_step().result(SOON).step == 1
+
+
 def test_a_batch_without_keys_or_for_registered_data_is_refused_at_once(memory_service, service, training, keys):
     with pytest.raises(raycloak.ServiceValidationError, match="give no batch"):
         training.forward_backward(batch(1))

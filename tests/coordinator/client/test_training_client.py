@@ -339,10 +339,19 @@ def test_every_error_of_an_operation_is_raised_with_what_it_carries(memory_servi
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - {"timeout", "connection"}))
 def test_every_refusal_of_a_submission_reaches_its_future(memory_service, training, kind):
-    memory_service.failures["Submit"] = [KINDS[kind]("a_code", "a sentence.")]
+    # A refusal that would pass sooner is waited for.
+    memory_service.failures["Submit"] = [KINDS[kind]("a_code", "a sentence.", retry_after_s=3600.0)]
     error = training.forward_backward().exception(SOON)
     assert (type(error), error.code) == (KINDS[kind], "a_code")
     assert error.request_id in {each["raycloak-request-id"] for _, each in memory_service.calls}
+
+
+def test_a_submission_that_came_too_early_is_sent_again_before_those_behind_it(memory_service, training):
+    memory_service.failures["Submit"] = [KINDS["rate_limited"]("a_code", "a sentence.", retry_after_s=0.05)] * 3
+    futures = [training.forward_backward(), training.optim_step()]
+    assert [future.result(SOON).step for future in futures] == [0, 1]
+    keys = [future.idempotency_key for future in futures]
+    assert memory_service.submitted == [*[keys[0]] * 4, keys[1]]
 
 
 def test_a_field_that_cannot_be_sent_is_named(training):

@@ -72,7 +72,9 @@ class Served:
             self.desk, self.turns = desk, Turns(desk, self.settings.limits.waiting_calls)
             self.turns.desk_of, drivers.turns = desk, self.turns
             self.turns.start()
-            return Parts(desk, self.turns, self.folder, lambda row: iter([b"one", b"two"]), self.refused.append)
+            return Parts(
+                desk, self.turns, self.folder, lambda row: iter([b"one", b"two"]), self.refused.append, "simulated"
+            )
 
         self.server = TrainingServer.start(make, self.settings, folder)
         self.address = f"localhost:{self.server.port}"

@@ -7,6 +7,7 @@ import pytest
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.service.drivers import Exited
 from raycloak.coordinator.service.pipe import Failed, Held, Opened, Released
+from raycloak.coordinator.service.sample_requests import request_of, wrong_field
 from raycloak.metrics.service_errors import (
     BudgetExceededError,
     ServiceError,
@@ -105,20 +106,42 @@ def test_a_call_that_does_not_fit_is_refused_and_the_client_goes_on(site, case):
     [
         ("prompts", []),
         ("prompts", [""]),
+        ("prompts", ["a" * 2**19, "b" * (2**19 + 1)]),
         ("max_tokens", 0),
+        ("max_tokens", 4097),
         ("temperature", -1.0),
+        ("temperature", 0.009),
+        ("temperature", 101.0),
         ("temperature", float("nan")),
         ("top_p", 0.0),
         ("top_p", 1.5),
+        ("top_p", float("nan")),
+        ("top_k", 2**31),
         ("stop", ["x"] * 17),
-        ("completions", 1000),
+        ("stop", [""]),
+        ("stop", ["x" * 257]),
+        ("completions", 0),
+        ("completions", 65),
     ],
 )
-def test_a_sample_out_of_range_names_its_field(site, field, value):
+def test_a_sample_out_of_range_names_its_field_and_is_not_queued(site, field, value):
     client = site.create(config=TEXT)
     with pytest.raises(ServiceValidationError) as refusal:
         site.submit(client, SAMPLE, **{**TEXTS, field: value})
-    assert refusal.value.field == field
+    assert (refusal.value.code, refusal.value.field) == ("invalid", field)
+    assert site.client(client).queued == 0
+
+
+def test_a_sample_at_all_its_bounds_is_taken_by_desk_and_sampler(site):
+    client = site.create(config=TEXT)
+    most = {"max_tokens": 4096, "temperature": 100.0, "top_p": 1.0, "top_k": 2**31 - 1, "seed": 2**64 - 1}
+    stops = ["x" * 256] * 16
+    for fields in (
+        {**most, "prompts": ["a"] * 32, "stop": stops, "completions": 2},
+        {**TEXTS, "prompts": ["a" * 2**20], "temperature": 0.01, "top_p": 1e-9, "completions": 64},
+    ):
+        site.submit(client, SAMPLE, **fields)
+        assert wrong_field(request_of(wire.Sample(**fields))) is None
 
 
 def test_public_data_may_go_without_noise(site):
@@ -131,6 +154,13 @@ def test_public_data_may_go_without_noise(site):
     counted = site.get(forward).forward_backward
     assert (counted.loss, counted.tokens) == (0.25, 12)
     assert (site.get(optim).optim_step.loss, site.get(optim).optim_step.grad_norm) == (0.25, 1.5)
+    assert rates(site) == [12 / 0.5]
+
+
+def rates(site):
+    """Return the tokens per second of all steps that were told of as released; None where none are told."""
+    told = [each.progress for _, each in site.published if each is not None and each.progress.phase == "released"]
+    return [each.tokens_per_second if each.HasField("tokens_per_second") else None for each in told]
 
 
 def test_a_private_step_has_no_facts_of_its_examples(site):
@@ -140,6 +170,7 @@ def test_a_private_step_has_no_facts_of_its_examples(site):
     counted, stepped = site.get(forward).forward_backward, site.get(optim).optim_step
     assert not any(counted.HasField(name) for name in ("loss", "grad_norm", "tokens"))
     assert not any(stepped.HasField(name) for name in ("loss", "grad_norm"))
+    assert rates(site) == [None]
 
 
 def test_a_repeated_key_gives_the_same_operation_and_another_request_under_it_is_refused(site):
@@ -412,10 +443,22 @@ def test_text_is_sampled_from_a_copy_of_the_newest_step_beside_the_next(site):
     assert site.ask(site.desk.artifacts, "north", client) == []
     site.desk.tokens(sample.operation_id, 0, "he")
     assert site.published[-1][1].tokens.text == "he"
+    site.ask(site.desk.sampling, sample.operation_id, 7.5)
+    told = site.published[-1][1].progress
+    assert (told.operation_id, told.phase, told.step, told.tokens_per_second) == (
+        sample.operation_id,
+        "sampling",
+        1,
+        7.5,
+    )
+    assert told.epsilon == pytest.approx(0.2)
     completion = wire.Completion(prompt=0, text="hello", finish_reason="stop", tokens=2)
     site.ask(site.desk.sampled, sample.operation_id, [completion])
     result = site.get(sample).sample
     assert (list(result.completions), result.step, result.parameter_digest) == ([completion], 1, digest(1))
+    told = len(site.published)
+    site.ask(site.desk.sampling, sample.operation_id, 8.0)
+    assert len(site.published) == told, "it has ended"
     assert not copy.exists(), "there are newer weights, which the next sample needs"
 
 
@@ -511,12 +554,15 @@ def test_a_failed_driver_fails_the_client_and_all_that_waits(site):
     assert site.drivers.of == {}
 
 
-def test_a_lost_driver_is_started_again_but_not_for_ever(site):
+def test_a_lost_driver_is_started_again_but_not_for_ever(site, caplog):
     client = site.create()
     pairs = steps(site, client, 1)
-    for _ in range(3):
-        site.tell(client, Exited(code=-9, last_words=""))
+    for number in range(3):
+        site.tell(client, Exited(code=-9, last_words="its last line"))
         assert client in site.drivers.of
+        assert [f"client {client}: its driver ended (-9): its last line"] * (number + 1) == caplog.messages
+    # The operator's log has it, and no tenant.
+    assert "its last line" not in f"{site.client(client)} {site.get(pairs[0][0])} {site.published}"
     site.tell(client, Exited(code=-9, last_words=""))
     assert site.drivers.of == {}
     assert site.get(pairs[0][0]).error.code == "driver_lost"
@@ -989,5 +1035,4 @@ def test_the_figures_name_what_waits(site):
     assert site.ask(site.desk.clients_by_status) == {"INITIALIZING": 1}
     site.run()
     assert site.ask(site.desk.clients_by_status) == {"READY": 1}
-    assert site.ask(site.desk.evidence_class) == "simulated"
     assert GIVEN["dataset"] == "digits"

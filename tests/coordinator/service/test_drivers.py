@@ -4,6 +4,7 @@ Whole runs are in tests/ray/test_driver.py.
 """
 
 import math
+import os
 import queue
 import signal
 import threading
@@ -28,6 +29,7 @@ from raycloak.coordinator.service.pipe import (
     parse_report,
     report_line,
 )
+from raycloak.coordinator.service.service import DriverProcesses
 from raycloak.coordinator.training.reporting import StepReport
 from raycloak.coordinator.training.stop_signals import StopRequest
 from raycloak.workers.terms.public_sums import PublicSums
@@ -79,6 +81,27 @@ def test_a_driver_that_is_killed_has_the_number_of_the_signal(driver, heard):
     driver.kill()
     _, exited = last(heard)
     assert exited.code == -signal.SIGKILL
+
+
+def test_drivers_that_have_ended_are_forgotten_and_those_that_live_can_be_killed(tmp_path, heard):
+    drivers = DriverProcesses(tmp_path / "logs")
+    drivers.tell = lambda client_id, said: heard.put((client_id, said, list(drivers._drivers)))
+    drivers.start("a", REFUSED)
+    drivers.start("b", REFUSED)
+    # One that hangs.
+    os.kill(drivers._drivers["b"].pid, signal.SIGSTOP)
+    try:
+        said = heard.get(timeout=DEADLINE_S)
+        while not isinstance(said[1], Exited):
+            said = heard.get(timeout=DEADLINE_S)
+        assert (said[0], said[2]) == ("a", ["b"]), "the next driver of the client may start by now"
+        drivers.stop("a")
+        drivers.send("a", Close())
+    finally:
+        assert drivers.kill() == ["b"]
+    client_id, exited, left = heard.get(timeout=DEADLINE_S)
+    assert (client_id, exited.code, left) == ("b", -signal.SIGKILL, [])
+    assert drivers.kill() == []
 
 
 def test_what_cannot_be_told_ends_the_process(tmp_path, monkeypatch):

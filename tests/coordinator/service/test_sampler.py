@@ -6,6 +6,7 @@ import select
 import shutil
 import signal
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,13 +17,12 @@ from safetensors.numpy import load_file, save_file
 from raycloak.coordinator.record.folder import RunFolder
 from raycloak.coordinator.runs.released_model import model_at
 from raycloak.coordinator.service.generation import Generator
+from raycloak.coordinator.service.sample_requests import SampleRequest
 from raycloak.coordinator.service.sampler import (
     Completion,
     Sampler,
-    SampleRequest,
     SamplerLimits,
     SampleSource,
-    check_request,
 )
 from raycloak.metrics.errors import ModelError, RefusedError
 from raycloak.metrics.service_errors import (
@@ -90,14 +90,14 @@ def whole(runs):
     return Generator(model_of(runs("whole")))
 
 
-def complete(generator, request, cancelled=lambda: False):
+def complete(generator, request, cancelled=lambda: False, on_rate=lambda rate: None):
     """Return the completions and the pieces of each."""
     pieces: dict[int, str] = {}
 
     def on_text(place, text):
         pieces[place] = pieces.get(place, "") + text
 
-    return generator.complete(request, on_text, cancelled), pieces
+    return generator.complete(request, on_text, on_rate, cancelled), pieces
 
 
 @pytest.mark.parametrize("name", ["whole", "lora"])
@@ -126,6 +126,28 @@ def test_guarantee_the_pieces_are_the_text_and_a_seed_gives_it_again(whole):
     assert [pieces.get(place, "") for place in range(6)] == [each.text for each in first]
     assert complete(whole, DRAWN)[0] == first
     assert complete(whole, replace(DRAWN, seed=6))[0] != first
+
+
+def test_guarantee_a_rate_is_the_tokens_so_far_over_the_time_that_they_took(runs):
+    now, rates = [0.0], []
+    generator = Generator(model_of(runs("whole")), lambda: now[0])
+
+    def cancelled():
+        now[0] += 0.125  # after each token of every row
+        return False
+
+    found, _ = complete(generator, replace(DRAWN, max_tokens=12), cancelled, rates.append)
+    counts = [each.tokens for each in found]
+    assert len(set(counts)) > 1, "a completion that has ended generates no tokens"
+    longest, told = max(counts), range(3, max(counts) + 1, 2)
+    expected = [sum(min(count, tokens) for count in counts) / (0.125 * (tokens - 1)) for tokens in told]
+    assert rates == [*expected, sum(counts) / (0.125 * longest)]
+
+
+def test_a_cancelled_request_tells_no_rate_of_its_end(whole):
+    rates = []
+    assert complete(whole, GREEDY, lambda: True, rates.append)[0] is None
+    assert len(rates) <= 1
 
 
 def test_one_token_of_top_k_or_of_a_small_top_p_is_the_greedy_one(whole):
@@ -194,32 +216,9 @@ def test_a_file_of_other_weights_is_refused(runs, tmp_path):
         model_at(source.run, runs("plain").parameters, source.parameter_digest)
 
 
-@pytest.mark.parametrize(
-    ("field", "changes"),
-    [
-        ("prompts", {"prompts": ()}),
-        ("prompts", {"prompts": ("\ud800",)}),
-        ("prompts", {"prompts": ("a" * 2**20 + "b",)}),
-        ("completions", {"completions": 0}),
-        ("completions", {"completions": 22}),
-        ("max_tokens", {"max_tokens": 0}),
-        ("max_tokens", {"max_tokens": 4097}),
-        ("temperature", {"temperature": -1.0}),
-        ("temperature", {"temperature": 1e-9}),
-        ("temperature", {"temperature": float("nan")}),
-        ("top_p", {"top_p": 0.0}),
-        ("top_p", {"top_p": 1.5}),
-        ("top_k", {"top_k": -1}),
-        ("stop", {"stop": ("",)}),
-        ("stop", {"stop": ("a",) * 17}),
-        ("seed", {"seed": 2**64}),
-    ],
-)
-def test_a_request_that_no_model_could_answer_names_its_field(field, changes):
-    check_request(DRAWN, SamplerLimits())
-    with pytest.raises(ServiceValidationError) as refusal:
-        check_request(replace(DRAWN, **changes), SamplerLimits())
-    assert refusal.value.field == field
+def test_a_request_that_the_desk_would_refuse_is_a_defect_of_the_caller(tmp_path, sampler):
+    with pytest.raises(AssertionError, match="the desk has checked it"):
+        submit(sampler(), source_of(tmp_path, "00" * 32), replace(DRAWN, completions=22))
 
 
 class Listener:
@@ -227,6 +226,7 @@ class Listener:
 
     def __init__(self) -> None:
         self.pieces: dict[int, str] = {}
+        self.rates: list[float] = []
         self.begun = threading.Event()
         self._ended = threading.Event()
         self._outcome = None
@@ -260,7 +260,7 @@ def sampler(tmp_path):
 
 def submit(sampler, source, request):
     listener = Listener()
-    return listener, sampler.submit(source, request, listener.on_tokens, listener.on_done)
+    return listener, sampler.submit(source, request, listener.on_tokens, listener.rates.append, listener.on_done)
 
 
 def children():
@@ -271,10 +271,11 @@ def children():
 
 
 def test_text_comes_from_a_process_of_its_own_that_is_kept_for_the_next_weights_of_the_run(runs, whole, sampler):
-    source, service = runs("whole"), sampler()
+    source, service, begun = runs("whole"), sampler(), time.monotonic()
     first, _ = submit(service, source, DRAWN)
     second, _ = submit(service, source, GREEDY)
     assert first.outcome() == complete(whole, DRAWN)[0]
+    assert 0 < sum(each.tokens for each in first.outcome()) / first.rates[-1] <= time.monotonic() - begun
     assert [first.pieces.get(place, "") for place in range(6)] == [each.text for each in first.outcome()]
     assert second.outcome() == complete(whole, GREEDY)[0]
     (process,) = children()
@@ -357,7 +358,7 @@ def test_a_request_ends_where_no_process_can_be_started(tmp_path):
     try:
         for _ in range(2):
             source = SampleSource(tmp_path, tmp_path / "parameters", "00" * 32)
-            sampler.submit(source, GREEDY, lambda place, text: None, told.put)
+            sampler.submit(source, GREEDY, lambda place, text: None, lambda rate: None, told.put)
             outcome = told.get(timeout=20)
             assert (type(outcome), outcome.code) == (FutureFailedError, "sampler_failed")
     finally:
@@ -379,10 +380,11 @@ def test_a_process_ends_with_a_service_that_is_killed(run_python_in, tmp_path):
 import os, signal, threading
 from pathlib import Path
 from raycloak.coordinator.service.sampler import *
+from raycloak.coordinator.service.sample_requests import SampleRequest
 sampler = Sampler(SamplerLimits(), Path({str(tmp_path)!r}))
 source = SampleSource(Path({str(tmp_path)!r}), Path("parameters"), "00" * 32)
 told = threading.Event()
-sampler.submit(source, SampleRequest(("a",), 3), lambda *_: None, lambda _: told.set())
+sampler.submit(source, SampleRequest(("a",), 3), lambda *_: None, lambda _: None, lambda _: told.set())
 told.wait()
 (thread,) = [each for each in Path("/proc/self/task").glob("*/children") if each.read_text()]
 print(thread.read_text().split()[0], flush=True)

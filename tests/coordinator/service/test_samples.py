@@ -49,10 +49,14 @@ class Told:
     def __init__(self) -> None:
         self.outcomes = queue.Queue()
         self.text = {}
+        self.rates = []
 
     def on_tokens(self, name, completion, text):
         key = name, completion
         self.text[key] = self.text.get(key, "") + text
+
+    def on_rate(self, name, tokens_per_second):
+        self.rates.append((name, tokens_per_second))
 
     def on_done(self, name, completions, cause):
         self.outcomes.put((name, completions, cause))
@@ -66,7 +70,7 @@ def samples(site, tmp_path):
 
     def make(signer=site[0] / "signer" / "signer.pub.json"):
         sampler = Sampler(SamplerLimits(), tmp_path / "logs")
-        made.append(PackageSampler(sampler, folder, signer, told.on_tokens, told.on_done))
+        made.append(PackageSampler(sampler, folder, signer, told.on_tokens, told.on_rate, told.on_done))
         return made[-1]
 
     yield make, told, folder
@@ -89,6 +93,8 @@ def test_the_packages_of_a_run_are_sampled_one_after_the_other(site, samples):
         assert (operation, cause) == (f"c.{name}", None)
         assert [each.prompt for each in completions] == [0, 0, 1, 1]
         assert [told.text.get((operation, place), "") for place in range(4)] == [each.text for each in completions]
+    assert [name for name, _ in told.rates] == sorted(name for name, _ in told.rates)
+    assert {name for name, rate in told.rates if rate > 0} == {"c.0", "c.1"}
     # The newest weights stay open for the next sample; nobody else can read them.
     (left,) = (folder / "sampled").iterdir()
     assert left.stat().st_mode & 0o777 == 0o600

@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import queue
 import threading
 import time
+from contextlib import suppress
 
 import grpc
 import pytest
@@ -14,6 +16,7 @@ from raycloak.attestation.core.keys import Secret
 from raycloak.attestation.sealed.sent_batch import seal_sent
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.client.error_wire import TRAILER, error_from_wire
+from raycloak.coordinator.client.results import Progress
 from raycloak.coordinator.client.service_client import ServiceClient, ServiceCredentials
 from raycloak.coordinator.service import watches as watches_module
 from raycloak.metrics.errors import ConfigError
@@ -27,7 +30,7 @@ from raycloak.metrics.service_errors import (
     ServiceServerError,
     ServiceValidationError,
 )
-from tests.coordinator.service.scripted import GIVEN, HASH, SENT, digest, sealed_head
+from tests.coordinator.service.scripted import GIVEN, HASH, SENT, TEXT, digest, sealed_head
 from tests.coordinator.service.serving import Authority, Served, metadata, stub
 
 DEADLINE_S = 120
@@ -242,6 +245,27 @@ def test_a_watch_goes_on_after_any_revision(serve):
         assert isinstance(fails(lambda: next(iter(api.Watch(wire.WatchRequest(client_id=client), metadata=metadata("south"), timeout=DEADLINE_S)))), ServiceNotFoundError)  # fmt: skip # noqa: E501
 
 
+def test_a_watcher_of_a_client_sees_how_fast_a_sample_is_generated(serve):
+    served, told = serve(), queue.SimpleQueue()
+    with ServiceClient(served.address, "north") as service, service.create_training_client(TEXT) as training:
+        training.forward_backward()
+        training.optim_step().result(DEADLINE_S)
+        sample = training.sample(["a"])
+        training.add_progress_callback(told.put)
+        until = time.monotonic() + DEADLINE_S
+        while not served.sampler.asked and time.monotonic() < until:
+            time.sleep(0.01)
+        seen = None
+        # The first ones may come before the stream of changes is open.
+        while seen is None and time.monotonic() < until:
+            served.turns.put(lambda: served.desk.sampling(sample.operation_id, 12.5)).result(DEADLINE_S)
+            with suppress(queue.Empty):
+                seen = told.get(timeout=0.1)
+        while seen.phase != "sampling":
+            seen = told.get(timeout=DEADLINE_S)
+        assert seen == Progress(sample.operation_id, 1, pytest.approx(0.1), 12.5, "sampling")
+
+
 def test_streams_are_bounded_for_each_tenant(serve):
     served = serve(limits={"watches_per_tenant": 1})
     with stub(served.address) as api:
@@ -382,10 +406,10 @@ def test_an_operation_whose_outcome_cannot_be_recorded_fails_and_no_future_waits
         lost, well = service.create_training_client(GIVEN), service.create_training_client(GIVEN)
         taken = served.desk._released
 
-        def released(client, said):
+        def released(client, *said):
             if client.client_id == lost.client_id:
                 raise KeyError("a record that is not there")
-            taken(client, said)
+            taken(client, *said)
 
         monkeypatch.setattr(served.desk, "_released", released)
         for each in (lost, well):

@@ -1,0 +1,83 @@
+"""Requests for text, and the one set of their bounds: the desk refuses what is beyond it, before anything is queued."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from raycloak.coordinator.client import service_pb2 as wire
+
+MOST_ROWS: Final = 64
+"""Prompts times completions: rows of one batch, whose memory grows with each."""
+MOST_TOKENS: Final = 4096
+"""Of a completion; 64 such rows keep a sampler for minutes on a small model."""
+MOST_TEXT_BYTES: Final = 2**20
+"""Of all prompts and stop texts, beyond any model's context; each text is tokenized as a whole."""
+COLDEST: Final = 0.01
+"""The least temperature above 0: logits divided by less are beyond float32."""
+HOTTEST: Final = 100.0
+"""A higher temperature would draw from all tokens alike just as this one does."""
+MOST_TOP_K: Final = 2**31 - 1
+MOST_STOPS: Final = 16
+LONGEST_STOP: Final = 256
+"""Characters, since the text after each token is searched for every stop text."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """A request for text.
+
+    Attributes:
+        temperature: 0 takes the most likely token each time.
+        top_p: tokens of this much probability are drawn from, in (0, 1]. top_k: so many tokens at most; 0: no limit.
+        stop: texts that end a completion and are not part of it.
+        completions: per prompt.
+    """
+
+    prompts: tuple[str, ...]
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+    completions: int = 1
+
+
+def request_of(sample: wire.Sample) -> SampleRequest:
+    """Return the request that a message carries."""
+    return SampleRequest(
+        prompts=tuple(sample.prompts),
+        max_tokens=sample.max_tokens,
+        temperature=sample.temperature,
+        top_p=sample.top_p,
+        top_k=sample.top_k,
+        stop=tuple(sample.stop),
+        seed=sample.seed,
+        completions=sample.completions,
+    )
+
+
+def wrong_field(request: SampleRequest) -> tuple[str, str] | None:
+    """Return the first field that is out of bounds, and what it must be; None if all are within."""
+    size = sum(len(each.encode()) for each in (*request.prompts, *request.stop))
+    bounds = {
+        "prompts": (
+            bool(request.prompts) and all(request.prompts) and size <= MOST_TEXT_BYTES,
+            f"give texts that are not empty, with the stop texts of at most {MOST_TEXT_BYTES} bytes",
+        ),
+        "completions": (
+            request.completions >= 1 and len(request.prompts) * request.completions <= MOST_ROWS,
+            f"prompts times completions must be from 1 to {MOST_ROWS}",
+        ),
+        "max_tokens": (1 <= request.max_tokens <= MOST_TOKENS, f"it must be from 1 to {MOST_TOKENS}"),
+        "temperature": (
+            request.temperature == 0 or COLDEST <= request.temperature <= HOTTEST,
+            f"it must be 0, or from {COLDEST} to {HOTTEST:g}",
+        ),
+        "top_p": (0 < request.top_p <= 1, "it must be above 0 and at most 1"),
+        "top_k": (request.top_k <= MOST_TOP_K, f"it must be from 0 to {MOST_TOP_K}"),
+        "stop": (
+            len(request.stop) <= MOST_STOPS and all(0 < len(each) <= LONGEST_STOP for each in request.stop),
+            f"at most {MOST_STOPS} texts of 1 to {LONGEST_STOP} characters may end a completion",
+        ),
+    }
+    return next(((field, rule) for field, (holds, rule) in bounds.items() if not holds), None)
