@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,7 +40,7 @@ from raycloak.coordinator.service.pipe import (
     Save,
 )
 from raycloak.coordinator.service.places import Place
-from raycloak.coordinator.service.ports import COPY_SUFFIX, DriverPort, Measured, Records, SamplerPort
+from raycloak.coordinator.service.ports import COPY_SUFFIX, DriverPort, Measured, Records, SamplerPort, Stored
 from raycloak.coordinator.service.settings import ServiceSettings
 from raycloak.coordinator.service.store import (
     DONE,
@@ -60,6 +61,11 @@ ENDINGS: Final = {
     "complete": "the run is complete.",
 }
 _LOG = logging.getLogger(__name__)
+# Made once, since each call reads all of a client twice.
+_NAMES: Final = tuple(each.name for each in fields(ClientRow))
+_values: Final[Callable[[ClientRow], tuple[Any, ...]]] = attrgetter(*_NAMES)
+_SHOWN: Final = {"finished", "charged", "epsilon", "facts", "error", "run_id", "digest", "ending"}
+"""Columns of a client whose change watchers are told, besides its status on the wire."""
 
 
 @dataclass(slots=True)
@@ -79,7 +85,7 @@ class OperationQueues:
     Args:
         base: folder that relative paths of the settings start from.
         folder: of the files that clients sent, and of copies of weights that samples need.
-        publish: told of every change of a client: of one that is in the store by None, else by the change itself.
+        publish: told of every change of a client: of those that are in the store, or of one that is kept nowhere.
         measured: told of every operation that ended.
         records: reads what runs have written.
         recipient: public file of the service's key, to which every run's packages are sealed too.
@@ -94,7 +100,7 @@ class OperationQueues:
         drivers: DriverPort,
         sampler: SamplerPort,
         folder: Path,
-        publish: Callable[[str, wire.Change | None], None],
+        publish: Callable[[str, wire.Change | Stored], None],
         measured: Measured,
         records: Records,
         recipient: Path,
@@ -116,6 +122,7 @@ class OperationQueues:
         self._monotonic = monotonic
         self._drivers: dict[str, DriverState] = {}
         self._after: list[Callable[[], None]] = []
+        self._changed: dict[int, OperationRow] = {}  # operations with a new revision, of one `_changing`
         self._stopping = False
         # Of clients whose driver was lost: how often since a step, and when the run's lock was first taken.
         self._lost: Counter[str] = Counter()
@@ -148,20 +155,21 @@ class OperationQueues:
     @contextmanager
     def _changing(self, client: ClientRow) -> Iterator[None]:
         """Write what the block changes in ``client`` at its end, and tell watchers."""
-        before = {each.name: getattr(client, each.name) for each in fields(client)}
-        status = client_status(client)
+        before, status = _values(client), client_status(client)
+        self._changed = {}
         yield
-        shown = ("finished", "charged", "epsilon", "facts", "error", "run_id", "digest", "ending")
-        if client_status(client) != status or any(getattr(client, name) != before[name] for name in shown):
+        changed = {name: now for name, now, then in zip(_NAMES, _values(client), before, strict=True) if now != then}
+        if client_status(client) != status or changed.keys() & _SHOWN:
             client.revision += 1
             client.changed = client.revision
-        changed = {name: getattr(client, name) for name, value in before.items() if getattr(client, name) != value}
+            changed |= {"revision": client.revision, "changed": client.changed}
         if changed:
             self._store.change_client(client, **changed)
         if changed.keys() & {"digest", "status", "open"}:
             self._tidy(client)
         if "revision" in changed:
-            self._after.append(lambda: self._publish(client.client_id, None))
+            client_id, stored = client.client_id, Stored(tuple(self._changed.values()), client.changed)
+            self._after.append(lambda: self._publish(client_id, stored))
         driver = self._drivers.get(client.client_id)
         if driver is not None:
             since = driver.place.idle_since
@@ -185,6 +193,7 @@ class OperationQueues:
             package=package,
         )
         self._store.add_operation(operation)
+        self._changed[operation.number] = operation
         client.next_number += 1
         client.open += 1
         if client.open == 1 and client.client_id not in self._drivers:
@@ -253,6 +262,7 @@ class OperationQueues:
         self._store.change_operation(
             operation, state=RUNNING, step=operation.step, handed=self._clock(), revision=client.revision
         )
+        self._changed[operation.number] = operation
 
     def _command(self, client: ClientRow, operation: OperationRow) -> None:
         """Tell the driver of an operation that watermarks do not."""
@@ -337,6 +347,7 @@ class OperationQueues:
             result=result,
             error=error.SerializeToString() if error is not None else b"",
         )
+        self._changed[operation.number] = operation
 
     def _retire(self, client: ClientRow, operation: OperationRow, state: str, error: wire.ServiceErrorInfo) -> None:
         """End an operation without a result, and its part in the order of steps."""
