@@ -9,6 +9,7 @@ step that is cancelled while it is queued was never charged.
 
 import json
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -55,6 +56,8 @@ from raycloak.coordinator.service.store import (
 )
 
 _AT_ONCE: Final = 16  # operations that are looked at for one decision
+_COPIES: Final = "copies"
+"""Folder of the copies of weights, with one folder for each client that sampled."""
 _MOST_SAMPLES: Final = 8  # samples of one client that are generated at once
 ENDINGS: Final = {
     "early_stopped": "the run was stopped early: its result no longer got better.",
@@ -288,14 +291,15 @@ class OperationQueues:
         return True
 
     def _copy(self, client_id: str, digest: str) -> Path:
-        return self._folder / "copies" / client_id / f"{digest}{COPY_SUFFIX}"
+        return self._folder / _COPIES / client_id / f"{digest}{COPY_SUFFIX}"
 
     def _tidy(self, client: ClientRow) -> None:
         """Have copies of a client's weights removed that no sample needs; the newest stays for the next sample."""
-        newest = self._copy(client.client_id, client.digest)
-        if not newest.parent.exists():
+        # Asked at the end of each operation, and most clients never sample: paths of parts cost more than the rest.
+        if not os.access(f"{self._folder}/{_COPIES}/{client.client_id}", os.F_OK):
             return
-        needed = {Path(each.package) for each in self._store.open_operations(client.client_id) if each.kind == SAMPLE}
+        newest = self._copy(client.client_id, client.digest)
+        needed = {Path(each.package) for each in self._store.open_samples(client.client_id)}
         if client.status == LIVE:
             needed.add(newest)
         self._after.append(lambda: remove_all_but(needed, newest.parent.glob(f"[!.]*{COPY_SUFFIX}")))
