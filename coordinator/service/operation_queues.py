@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from operator import attrgetter
@@ -31,6 +31,7 @@ from raycloak.coordinator.service.operations import (
     dp_metrics,
     failure,
     operation_id,
+    plan_of,
 )
 from raycloak.coordinator.service.pipe import (
     Allow,
@@ -41,7 +42,7 @@ from raycloak.coordinator.service.pipe import (
     Save,
 )
 from raycloak.coordinator.service.places import Place
-from raycloak.coordinator.service.ports import COPY_SUFFIX, DriverPort, Measured, Records, SamplerPort, Stored
+from raycloak.coordinator.service.ports import COPY_SUFFIX, DriverPort, Measured, News, Records, SamplerPort, Stored
 from raycloak.coordinator.service.settings import ServiceSettings
 from raycloak.coordinator.service.store import (
     DONE,
@@ -88,7 +89,7 @@ class OperationQueues:
     Args:
         base: folder that relative paths of the settings start from.
         folder: of the files that clients sent, and of copies of weights that samples need.
-        publish: told of every change of a client: of those that are in the store, or of one that is kept nowhere.
+        publish: told of all changes of clients, of one turn at once: each costs a turn of another thread.
         measured: told of every operation that ended.
         records: reads what runs have written.
         recipient: public file of the service's key, to which every run's packages are sealed too.
@@ -103,7 +104,7 @@ class OperationQueues:
         drivers: DriverPort,
         sampler: SamplerPort,
         folder: Path,
-        publish: Callable[[str, wire.Change | Stored], None],
+        publish: Callable[[Sequence[News]], None],
         measured: Measured,
         records: Records,
         recipient: Path,
@@ -125,6 +126,7 @@ class OperationQueues:
         self._monotonic = monotonic
         self._drivers: dict[str, DriverState] = {}
         self._after: list[Callable[[], None]] = []
+        self._news: list[News] = []
         self._changed: dict[int, OperationRow] = {}  # operations with a new revision, of one `_changing`
         self._stopping = False
         # Of clients whose driver was lost: how often since a step, and when the run's lock was first taken.
@@ -143,6 +145,9 @@ class OperationQueues:
         after, self._after = self._after, []
         for act in after:
             act()
+        news, self._news = self._news, []
+        if news:
+            self._publish(news)
 
     @contextmanager
     def part(self) -> Iterator[None]:
@@ -171,8 +176,8 @@ class OperationQueues:
         if changed.keys() & {"digest", "status", "open"}:
             self._tidy(client)
         if "revision" in changed:
-            client_id, stored = client.client_id, Stored(tuple(self._changed.values()), client.changed)
-            self._after.append(lambda: self._publish(client_id, stored))
+            stored = Stored(tuple(self._changed.values()), client.changed)
+            self._after.append(lambda: self._news.append((client.client_id, stored)))
         driver = self._drivers.get(client.client_id)
         if driver is not None:
             since = driver.place.idle_since
@@ -245,7 +250,7 @@ class OperationQueues:
         if driver is None or not driver.is_ready:
             return False
         if operation.kind in (FORWARD_BACKWARD, OPTIM_STEP):
-            if client.finished >= json.loads(client.facts)["steps"]:
+            if client.finished >= plan_of(client.facts)["steps"]:
                 self._retire(client, operation, FAILED, failure(steps_done()))
                 return True
             client.allowed_charges = max(client.allowed_charges, client.finished + 1)
@@ -374,7 +379,7 @@ class OperationQueues:
             "message": "the account has no room for another step.",
             "remedy": "What was released stays; raise the account's cap, or train with more noise.",
             "epsilon": client.epsilon,
-            "epsilon_cap": json.loads(client.facts).get("epsilon_cap") if client.facts else None,
+            "epsilon_cap": plan_of(client.facts).get("epsilon_cap") if client.facts else None,
         }
 
     def _fail(self, client: ClientRow, cause: Mapping[str, Any]) -> None:
@@ -396,7 +401,7 @@ class OperationQueues:
 
     def _show(self, client_id: str, progress: wire.Progress) -> None:
         """Tell watchers of progress, which is not durable."""
-        self._after.append(lambda: self._publish(client_id, wire.Change(progress=progress)))
+        self._after.append(lambda: self._news.append((client_id, wire.Change(progress=progress))))
 
     def _tell(self, client_id: str, command: Command) -> None:
         self._after.append(lambda: self._processes.send(client_id, command))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeAlias
 
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.service.drivers import Exited
@@ -24,6 +24,10 @@ class Stored:
 
     operations: tuple[OperationRow, ...]
     client_changed: int
+
+
+News: TypeAlias = tuple[str, wire.Change | Stored]
+"""A client, and what its watchers are told: of what is in the store, or a change that is kept nowhere."""
 
 
 class DriverPort(Protocol):

@@ -6,11 +6,12 @@ tokens are kept for a while, and a watcher that falls behind with them is cut.
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from typing import Final
 
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.service.operations import operation_to_wire
-from raycloak.coordinator.service.ports import Stored
+from raycloak.coordinator.service.ports import News, Stored
 from raycloak.coordinator.service.store import CANCELLED, DONE, FAILED, OperationRow
 
 MOST_KEPT: Final = 1024
@@ -73,6 +74,9 @@ class Watch:
 
     async def wait(self, timeout: float | None) -> bool:
         """Wait until there is something; False if there is nothing in time."""
+        if self._told.is_set():
+            self._told.clear()
+            return True
         try:
             # Not `asyncio.wait_for`: before Python 3.12 it may swallow a cancellation, and who left would stay.
             async with asyncio.timeout(timeout):
@@ -147,11 +151,12 @@ class Watches:
         """The number of watchers."""
         return sum(len(each) for each in list(self._of.values()))
 
-    def publish(self, client_id: str, change: wire.Change | Stored) -> None:
-        """Tell a client's watchers of changes."""
-        if client_id in self._of:
-            self._loop.call_soon_threadsafe(self._tell, client_id, change)
+    def publish(self, news: Sequence[News]) -> None:
+        """Tell watchers the news of their clients."""
+        if any(client_id in self._of for client_id, _ in news):
+            self._loop.call_soon_threadsafe(self._tell, news)
 
-    def _tell(self, client_id: str, change: wire.Change | Stored) -> None:
-        for watch in self._of.get(client_id, ()):
-            watch.tell(change)
+    def _tell(self, news: Sequence[News]) -> None:
+        for client_id, change in news:
+            for watch in self._of.get(client_id, ()):
+                watch.tell(change)
