@@ -889,3 +889,42 @@ def test_the_figures_name_what_waits(site):
     assert site.ask(site.desk.clients_by_status) == {"READY": 1}
     assert site.ask(site.desk.evidence_class) == "simulated"
     assert GIVEN["dataset"] == "digits"
+
+
+def test_an_operation_costs_the_store_no_more_after_many_others(make_site):
+    site = make_site(limits={"queued_operations": 1000})
+    site.database.run("PRAGMA synchronous = OFF")
+    client = site.create(config=TEXT, steps=10**6)
+    site.run()
+    ticks = [0]
+
+    def count():
+        ticks[0] += 1
+
+    # SQLite calls it for every 20 instructions of its machine.
+    site.database._connection.set_progress_handler(count, 20)
+
+    def cost():
+        """Return the work of a step, a sample and a tick, which end while others wait."""
+        ticks[0] = 0
+        site.run()
+        sample = site.submit(client, SAMPLE, **TEXTS)
+        site.run()
+        site.ask(site.desk.sampled, sample.operation_id, [])
+        site.ask(site.desk.tick)
+        site.ask(site.desk.queued_by_kind)
+        return ticks[0]
+
+    def step():
+        site.submit(client, FB)
+        site.submit(client, OPT)
+
+    step()
+    cost()
+    step()
+    first = cost()
+    for _ in range(100):
+        step()
+        site.run()
+    step()
+    assert cost() < 1.5 * first

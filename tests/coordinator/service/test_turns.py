@@ -1,5 +1,6 @@
 """The desk's thread: time comes to the desk however busy it is, and no failure leaves a caller waiting."""
 
+import asyncio
 import threading
 import time
 from contextlib import contextmanager
@@ -66,3 +67,24 @@ def test_a_defect_after_a_turn_refuses_calls_instead_of_leaving_them(clerk, turn
             turns.put(lambda: None).result(DEADLINE_S)
     assert told.wait(DEADLINE_S)
     assert isinstance(turns.failure, ZeroDivisionError)
+
+
+def test_callers_that_left_and_loops_that_ended_leave_the_desk_at_work(clerk, turns):
+    held, goes_on = threading.Event(), threading.Event()
+    turns.tell(lambda: (held.set(), goes_on.wait(DEADLINE_S)), lambda: None)
+    assert held.wait(DEADLINE_S)
+
+    async def leave():
+        asking = asyncio.ensure_future(turns.ask(lambda: 1))
+        await asyncio.sleep(0)
+        asking.cancel()
+
+    async def is_refused():
+        with pytest.raises(KeyError):
+            await turns.ask(lambda: {}[0])
+        return await turns.ask(lambda: 2)
+
+    asyncio.run(leave())
+    goes_on.set()
+    assert asyncio.run(is_refused()) == 2
+    assert turns.failure is None
