@@ -21,15 +21,22 @@ class Follower:
     """A watcher that takes what it is told now and then, and the store's pages where it must."""
 
     def __init__(self, site, client, watches, choose):
-        self.site, self.client, self.choose = site, client, choose
+        self.site, self.client, self.choose, self.underway = site, client, choose, []
         self.watches, self.watch = watches, watches.open(client)
         self.since, self.told, self.reads, self.taken = 0, {}, 0, 0
 
-    def hear(self, news):
-        """Hear the news of a turn, and look at them or not."""
-        self.watches._tell(news)
+    def publish(self, news):
+        """Send the news of a turn on their way, on which the store may overtake them."""
+        self.underway.append(news)
         if self.choose.random() < 0.5:
+            self.hear(self.choose.randrange(len(self.underway) + 1))
             self.take()
+
+    def hear(self, count):
+        """Hear the next news."""
+        for _ in range(count):
+            self.watches._tell(self.underway.pop(0))
+            assert len(self.watch._rows) <= module._MOST_ROWS
 
     def take(self):
         """Take what is there."""
@@ -82,12 +89,12 @@ def test_guarantee_changes_are_told_in_their_order_and_none_is_left_out(make_sit
         site.database.run("PRAGMA synchronous = OFF")
         client = site.create(config=TEXT, steps=10**6)
         follower = Follower(site, client, Watches(asyncio.get_running_loop()), choose)
-        site.desk._publish = follower.hear
+        site.desk._publish = follower.publish
         for _ in range(60):
             act(site, client, choose)
-            # Turns of others go on between the news and the look at them.
             if choose.random() < 0.3:
                 follower.take()
+        follower.hear(len(follower.underway))
         follower.watch.look()
         follower.take()
         newest = site.store.client(client)
