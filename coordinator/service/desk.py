@@ -38,6 +38,7 @@ from raycloak.coordinator.service.operations import (
     not_found,
     number_of,
     operation_to_wire,
+    plan_of,
 )
 from raycloak.coordinator.service.pipe import (
     Close,
@@ -254,7 +255,7 @@ class Desk(DriverDesk):
             )
         if client.ending:
             raise ServiceStateError("run_ended", ENDINGS.get(client.ending, "the run has ended."))
-        if client.facts and client.submitted_steps >= json.loads(client.facts)["steps"]:
+        if client.facts and client.submitted_steps >= plan_of(client.facts)["steps"]:
             raise ServiceStateError(**steps_done())
 
     def announce_batch(self, tenant: str, head: wire.BatchHead) -> wire.Operation | None:

@@ -175,7 +175,7 @@ class DriverDesk(OperationQueues):
     def tokens(self, name: str, completion: int, text: str) -> None:
         """Pass on text that a sample has generated."""
         change = wire.Change(tokens=wire.Tokens(operation_id=name, completion=completion, text=text))
-        self._publish(name.rpartition(".")[0], change)
+        self._publish([(name.rpartition(".")[0], change)])
 
     def _opened(self, client: ClientRow, said: Opened) -> None:
         # Another run than before only if that one was void: the watermarks would let it charge all steps again.

@@ -10,11 +10,13 @@ nobody computes it; until then it may still come to its end.
 
 import json
 import logging
+import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,6 +33,7 @@ from raycloak.coordinator.service.operations import (
     dp_metrics,
     failure,
     operation_id,
+    plan_of,
 )
 from raycloak.coordinator.service.pipe import (
     Allow,
@@ -41,7 +44,7 @@ from raycloak.coordinator.service.pipe import (
     Save,
 )
 from raycloak.coordinator.service.places import Place
-from raycloak.coordinator.service.ports import COPY_SUFFIX, DriverPort, Measured, Records, SamplerPort
+from raycloak.coordinator.service.ports import COPY_SUFFIX, DriverPort, Measured, News, Records, SamplerPort, Stored
 from raycloak.coordinator.service.settings import ServiceSettings
 from raycloak.coordinator.service.store import (
     CANCELLED,
@@ -57,12 +60,19 @@ from raycloak.coordinator.service.store import (
 )
 
 _AT_ONCE: Final = 16  # operations that are looked at for one decision
+_COPIES: Final = "copies"
+"""Folder of the copies of weights, with one folder for each client that sampled."""
 _MOST_SAMPLES: Final = 8  # samples of one client that are generated at once
 ENDINGS: Final = {
     "early_stopped": "the run was stopped early: its result no longer got better.",
     "complete": "the run is complete.",
 }
 _LOG = logging.getLogger(__name__)
+# Made once, since each call reads all of a client twice.
+_NAMES: Final = tuple(each.name for each in fields(ClientRow))
+_values: Final[Callable[[ClientRow], tuple[Any, ...]]] = attrgetter(*_NAMES)
+_SHOWN: Final = {"finished", "charged", "epsilon", "facts", "error", "run_id", "digest", "ending"}
+"""Columns of a client whose change watchers are told, besides its status on the wire."""
 
 
 @dataclass(slots=True)
@@ -83,7 +93,7 @@ class OperationQueues:
     Args:
         base: folder that relative paths of the settings start from.
         folder: of the files that clients sent, and of copies of weights that samples need.
-        publish: told of every change of a client: of one that is in the store by None, else by the change itself.
+        publish: told of all changes of clients, of one turn at once: each costs a turn of another thread.
         measured: told of every operation that ended.
         records: reads what runs have written.
         recipient: public file of the service's key, to which every run's packages are sealed too.
@@ -98,7 +108,7 @@ class OperationQueues:
         drivers: DriverPort,
         sampler: SamplerPort,
         folder: Path,
-        publish: Callable[[str, wire.Change | None], None],
+        publish: Callable[[Sequence[News]], None],
         measured: Measured,
         records: Records,
         recipient: Path,
@@ -120,6 +130,8 @@ class OperationQueues:
         self._monotonic = monotonic
         self._drivers: dict[str, DriverState] = {}
         self._after: list[Callable[[], None]] = []
+        self._news: list[News] = []
+        self._changed: dict[int, OperationRow] = {}  # operations with a new revision, of one `_changing`
         self._stopping = False
         # Of clients whose driver was lost: how often since a step, and when the run's lock was first taken.
         self._lost: Counter[str] = Counter()
@@ -137,6 +149,9 @@ class OperationQueues:
         after, self._after = self._after, []
         for act in after:
             act()
+        news, self._news = self._news, []
+        if news:
+            self._publish(news)
 
     @contextmanager
     def part(self) -> Iterator[None]:
@@ -152,20 +167,21 @@ class OperationQueues:
     @contextmanager
     def _changing(self, client: ClientRow) -> Iterator[None]:
         """Write what the block changes in ``client`` at its end, and tell watchers."""
-        before = {each.name: getattr(client, each.name) for each in fields(client)}
-        status = client_status(client)
+        before, status = _values(client), client_status(client)
+        self._changed = {}
         yield
-        shown = ("finished", "charged", "epsilon", "facts", "error", "run_id", "digest", "ending")
-        if client_status(client) != status or any(getattr(client, name) != before[name] for name in shown):
+        changed = {name: now for name, now, then in zip(_NAMES, _values(client), before, strict=True) if now != then}
+        if client_status(client) != status or changed.keys() & _SHOWN:
             client.revision += 1
             client.changed = client.revision
-        changed = {name: getattr(client, name) for name, value in before.items() if getattr(client, name) != value}
+            changed |= {"revision": client.revision, "changed": client.changed}
         if changed:
             self._store.change_client(client, **changed)
         if changed.keys() & {"digest", "status", "open"}:
             self._tidy(client)
         if "revision" in changed:
-            self._after.append(lambda: self._publish(client.client_id, None))
+            stored = Stored(tuple(self._changed.values()), client.changed)
+            self._after.append(lambda: self._news.append((client.client_id, stored)))
         driver = self._drivers.get(client.client_id)
         if driver is not None:
             since = driver.place.idle_since
@@ -189,6 +205,7 @@ class OperationQueues:
             package=package,
         )
         self._store.add_operation(operation)
+        self._changed[operation.number] = operation
         client.next_number += 1
         client.open += 1
         if client.open == 1 and client.client_id not in self._drivers:
@@ -240,7 +257,7 @@ class OperationQueues:
         if driver is None or not driver.is_ready:
             return False
         if operation.kind in (FORWARD_BACKWARD, OPTIM_STEP):
-            if client.finished >= json.loads(client.facts)["steps"]:
+            if client.finished >= plan_of(client.facts)["steps"]:
                 self._retire(client, operation, FAILED, failure(steps_done()))
                 return True
             client.allowed_charges = max(client.allowed_charges, client.finished + 1)
@@ -257,6 +274,7 @@ class OperationQueues:
         self._store.change_operation(
             operation, state=RUNNING, step=operation.step, handed=self._clock(), revision=client.revision
         )
+        self._changed[operation.number] = operation
 
     def _command(self, client: ClientRow, operation: OperationRow) -> None:
         """Tell the driver of an operation that watermarks do not."""
@@ -282,14 +300,15 @@ class OperationQueues:
         return True
 
     def _copy(self, client_id: str, digest: str) -> Path:
-        return self._folder / "copies" / client_id / f"{digest}{COPY_SUFFIX}"
+        return self._folder / _COPIES / client_id / f"{digest}{COPY_SUFFIX}"
 
     def _tidy(self, client: ClientRow) -> None:
         """Have copies of a client's weights removed that no sample needs; the newest stays for the next sample."""
-        newest = self._copy(client.client_id, client.digest)
-        if not newest.parent.exists():
+        # Asked at the end of each operation, and most clients never sample: paths of parts cost more than the rest.
+        if not os.access(f"{self._folder}/{_COPIES}/{client.client_id}", os.F_OK):
             return
-        needed = {Path(each.package) for each in self._store.open_operations(client.client_id) if each.kind == SAMPLE}
+        newest = self._copy(client.client_id, client.digest)
+        needed = {Path(each.package) for each in self._store.open_samples(client.client_id)}
         if client.status == LIVE:
             needed.add(newest)
         self._after.append(lambda: remove_all_but(needed, newest.parent.glob(f"[!.]*{COPY_SUFFIX}")))
@@ -341,6 +360,7 @@ class OperationQueues:
             result=result,
             error=error.SerializeToString() if error is not None else b"",
         )
+        self._changed[operation.number] = operation
 
     def _retire(self, client: ClientRow, operation: OperationRow, state: str, error: wire.ServiceErrorInfo) -> None:
         """End an operation without a result, and its part in the order of steps."""
@@ -386,7 +406,7 @@ class OperationQueues:
             "message": "the account has no room for another step.",
             "remedy": "What was released stays; raise the account's cap, or train with more noise.",
             "epsilon": client.epsilon,
-            "epsilon_cap": json.loads(client.facts).get("epsilon_cap") if client.facts else None,
+            "epsilon_cap": plan_of(client.facts).get("epsilon_cap") if client.facts else None,
         }
 
     def _fail(self, client: ClientRow, cause: Mapping[str, Any]) -> None:
@@ -408,7 +428,7 @@ class OperationQueues:
 
     def _show(self, client_id: str, progress: wire.Progress) -> None:
         """Tell watchers of progress, which is not durable."""
-        self._after.append(lambda: self._publish(client_id, wire.Change(progress=progress)))
+        self._after.append(lambda: self._news.append((client_id, wire.Change(progress=progress))))
 
     def _tell(self, client_id: str, command: Command) -> None:
         self._after.append(lambda: self._processes.send(client_id, command))

@@ -1,14 +1,33 @@
 """The desk's view of what is beside it: drivers, which train, samplers, which write text, and the records of runs."""
 
 from collections.abc import Callable, Mapping
-from typing import Final, Protocol
+from dataclasses import dataclass
+from typing import Final, Protocol, TypeAlias
 
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.service.drivers import Exited
 from raycloak.coordinator.service.pipe import Begin, Command, Released, Report
+from raycloak.coordinator.service.store import OperationRow
 
 COPY_SUFFIX: Final = ".safetensors"
 """Of a file with a copy of weights, whose name is their digest; no package ends so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The changes of a client that one call of the desk has stored.
+
+    Attributes:
+        operations: that changed, as they are now. Nobody changes these rows any more.
+        client_changed: revision of the newest change of the client itself, of this call or an earlier one.
+    """
+
+    operations: tuple[OperationRow, ...]
+    client_changed: int
+
+
+News: TypeAlias = tuple[str, wire.Change | Stored]
+"""A client, and what its watchers are told: of what is in the store, or a change that is kept nowhere."""
 
 
 class DriverPort(Protocol):

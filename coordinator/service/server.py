@@ -202,7 +202,12 @@ class _Servicer(TrainingServicer):
                         )  # fmt: skip
                     for change in watch.passing():
                         await self._write(context, change)
-                    since = await self._write_durable(context, caller.tenant, client_id, since)
+                    stored = watch.stored(since)
+                    if stored is None:
+                        since = await self._write_durable(context, caller.tenant, client_id, since)
+                    for change in stored or ():
+                        await self._write(context, change)
+                        since = change.operation.revision
             finally:
                 self._watches.close(client_id, watch)
 

@@ -148,6 +148,11 @@ _TABLES: Final = {
 }
 # Found once, since each statement asks.
 _COLUMNS: Final = {table: tuple(each.name for each in fields(row)) for table, (row, _) in _TABLES.items()}
+_SELECT: Final = {table: f"SELECT {', '.join(names)} FROM {table} WHERE" for table, names in _COLUMNS.items()}
+_INSERT: Final = {
+    table: f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
+    for table, names in _COLUMNS.items()
+}
 _KINDS: Final[dict[type, str]] = {str: "TEXT", bytes: "BLOB", int: "INTEGER", float: "REAL"}
 _OTHERS: Final = (
     "CREATE TABLE meta (name TEXT NOT NULL PRIMARY KEY, value TEXT NOT NULL)",
@@ -156,7 +161,12 @@ _OTHERS: Final = (
     " NOT NULL, PRIMARY KEY (client_id, id))",
     "CREATE INDEX operations_by_revision ON operations (client_id, revision)",
     "CREATE INDEX open_operations ON operations (client_id, number) WHERE state IN ('queued', 'running')",
-    "CREATE INDEX operations_by_step ON operations (client_id, step)",
+    "CREATE INDEX open_samples ON operations (client_id, number)"
+    " WHERE state IN ('queued', 'running') AND kind = 'sample'",
+    "CREATE INDEX clients_by_wait ON clients (waits_since, client_id)"
+    " WHERE ending = '' AND status IN ('INITIALIZING', 'LIVE')",
+    # With the number, by which the result is sorted: else SQLite reads all of a client's operations in that order.
+    "CREATE INDEX operations_by_step ON operations (client_id, step, number)",
     "CREATE INDEX batches_by_step ON batches (client_id, step)",
     "CREATE INDEX batches_by_tenant ON batches (tenant)",
 )
@@ -268,9 +278,10 @@ class Store:
         return [
             (str(client), str(tenant))
             for client, tenant in self._rows(
-                "SELECT client_id, tenant FROM clients WHERE ending = '' AND (status = 'INITIALIZING' OR"
-                " status = 'LIVE' AND open > 0 AND EXISTS (SELECT 1 FROM operations"
-                " WHERE operations.client_id = clients.client_id"
+                "SELECT client_id, tenant FROM clients WHERE ending = '' AND status IN ('INITIALIZING', 'LIVE')"
+                " AND (status = 'INITIALIZING' OR open > 0 AND EXISTS (SELECT 1 FROM operations"
+                # All numbers are: it has SQLite choose the index of open operations, not one of all that ever were.
+                " WHERE operations.client_id = clients.client_id AND number >= 0"
                 # A sample that has its package needs no driver.
                 " AND state IN ('queued', 'running') AND NOT (kind = 'sample' AND package <> '')))"
                 " ORDER BY waits_since, client_id"
@@ -306,6 +317,10 @@ class Store:
         end = f" LIMIT {limit}" if limit >= 0 else ""
         return self._all(OperationRow, "operations", f"{_OPEN} ORDER BY number{end}", client_id)
 
+    def open_samples(self, client_id: str) -> list[OperationRow]:
+        """Return the samples that are queued or running, in order."""
+        return self._all(OperationRow, "operations", f"{_OPEN} AND kind = 'sample' ORDER BY number", client_id)
+
     def of_step(self, client_id: str, kind: str, step: int) -> list[OperationRow]:
         """Return the operations of one kind that belong to a step, in order."""
         return self._all(
@@ -323,7 +338,8 @@ class Store:
 
     def running_samples(self) -> list[OperationRow]:
         """Return the samples of all clients that have their package and no result."""
-        return self._all(OperationRow, "operations", "state = 'running' AND kind = 'sample' AND package <> ''")
+        where = "state IN ('queued', 'running') AND kind = 'sample' AND state = 'running' AND package <> ''"
+        return self._all(OperationRow, "operations", where)
 
     def changes(self, client_id: str, since: int, limit: int) -> list[OperationRow]:
         """Return operations whose newest change has a revision above ``since``, in the order of the changes."""
@@ -338,7 +354,9 @@ class Store:
 
     def queued_by_kind(self) -> dict[str, int]:
         """Return how many operations wait for their turn, by kind."""
-        rows = self._rows("SELECT kind, COUNT(*) FROM operations WHERE state = 'queued' GROUP BY kind")
+        # Both terms, since the first has an index.
+        where = "state IN ('queued', 'running') AND state = 'queued'"
+        rows = self._rows(f"SELECT kind, COUNT(*) FROM operations WHERE {where} GROUP BY kind")
         return {str(kind): int(count) for kind, count in rows}
 
     def oldest_open(self) -> float | None:
@@ -408,18 +426,14 @@ class Store:
     # Statements
 
     def _insert(self, table: str, row: Any) -> None:
-        names = _COLUMNS[table]
-        places = ", ".join("?" for _ in names)
-        statement = f"INSERT INTO {table} ({', '.join(names)}) VALUES ({places})"
-        self._database.run(statement, [getattr(row, name) for name in names])
+        self._database.run(_INSERT[table], [getattr(row, name) for name in _COLUMNS[table]])
 
     def _update(self, table: str, values: dict[str, Any], where: dict[str, Any]) -> None:
         changes, place = ", ".join(f"{name} = ?" for name in values), " AND ".join(f"{name} = ?" for name in where)
         self._database.run(f"UPDATE {table} SET {changes} WHERE {place}", [*values.values(), *where.values()])
 
     def _all(self, row: type[R], table: str, where: str, *values: Any) -> list[R]:
-        names = ", ".join(_COLUMNS[table])
-        return [row(*found) for found in self._database.run(f"SELECT {names} FROM {table} WHERE {where}", values)]
+        return [row(*found) for found in self._database.run(f"{_SELECT[table]} {where}", values)]
 
     def _one(self, row: type[R], table: str, where: str, *values: Any) -> R | None:
         found = self._all(row, table, where, *values)

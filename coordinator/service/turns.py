@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -30,21 +30,25 @@ _TICK_S: Final = 0.5
 @dataclass(slots=True)
 class _Call:
     call: Callable[[], Any]
-    done: "Future[Any] | None"
+    done: "asyncio.Future[Any] | Future[Any] | None"
     result: Any = None
     error: BaseException | None = None
     otherwise: Callable[[], Any] | None = None
 
     def settle(self) -> None:
-        """Hand the outcome to the caller, if there is one that still waits."""
+        """Hand the outcome to the caller, if there is one that still waits; for the thread of the caller's loop."""
         if self.done is None:
             if self.error is not None:
                 _LOG.error("a report could not be taken", exc_info=self.error)
-        elif self.done.set_running_or_notify_cancel():
-            if self.error is None:
-                self.done.set_result(self.result)
-            else:
-                self.done.set_exception(self.error)
+            return
+        if isinstance(self.done, asyncio.Future):
+            waits = not self.done.done()
+        else:
+            waits = self.done.set_running_or_notify_cancel()
+        if waits and self.error is None:
+            self.done.set_result(self.result)
+        elif waits and self.error is not None:
+            self.done.set_exception(self.error)
 
 
 class Turns:
@@ -82,7 +86,9 @@ class Turns:
         """
         if self._waiting.qsize() >= self._most:
             raise ServiceQueueFullError("busy", "too many calls wait.", "Ask again later.", retry_after_s=RETRY_S)
-        return await asyncio.wrap_future(self.put(call))
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._waiting.put(_Call(call, done))
+        return await done
 
     def put(self, call: Callable[[], T]) -> "Future[T]":
         """Queue a call; return its future answer. For any thread."""
@@ -122,8 +128,8 @@ class Turns:
                 batch.append(_Call(self._desk.tick, None))
                 ticked = time.monotonic()
             self._make(batch)
+            _settle(batch)
             for each in batch:
-                each.settle()
                 if each.error is not None and each.otherwise is not None and self.failure is None:
                     self._waiting.put(_Call(each.otherwise, None))
 
@@ -157,3 +163,21 @@ class Turns:
         _LOG.error("a turn could not be ended: the service ends", exc_info=error)
         self.failure = error
         self._on_failure()
+
+
+def _settle(batch: list[_Call]) -> None:
+    """Hand out the outcomes of a turn. An event loop is woken once for all of its callers: each time costs a turn."""
+    replies: dict[asyncio.AbstractEventLoop, list[_Call]] = {}
+    for each in batch:
+        if isinstance(each.done, asyncio.Future):
+            replies.setdefault(each.done.get_loop(), []).append(each)
+        else:
+            each.settle()
+    for loop, calls in replies.items():
+        with suppress(RuntimeError):  # a loop that was closed: nobody waits there
+            loop.call_soon_threadsafe(_settle_here, calls)
+
+
+def _settle_here(calls: list[_Call]) -> None:
+    for each in calls:
+        each.settle()

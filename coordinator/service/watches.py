@@ -1,39 +1,82 @@
 """The watchers of clients: who is to be told that a client has changed, with bounded memory for each.
 
-What is in the store is not kept here: a watcher is told that there is something, and reads it from the store. Progress
-and tokens are kept for a while, and a watcher that falls behind is cut.
+What is in the store is not lost here: a watcher that was told too much at once reads it from the store. Progress and
+tokens are kept for a while, and a watcher that falls behind with them is cut.
 """
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from typing import Final
 
 from raycloak.coordinator.client import service_pb2 as wire
+from raycloak.coordinator.service.operations import operation_to_wire
+from raycloak.coordinator.service.ports import News, Stored
+from raycloak.coordinator.service.store import CANCELLED, DONE, FAILED, OperationRow
 
 MOST_KEPT: Final = 1024
 """Pieces of progress and text that wait for one watcher."""
+_MOST_ROWS: Final = 64
+"""Operations that wait for one watcher; more are read from the store, since a row may have a long text."""
+_LATER_S: Final = 0.1
+"""A change that ends no operation is told within this time: no future waits for it, and most are soon outdated."""
+_ENDED: Final = (DONE, FAILED, CANCELLED)
 
 
 class Watch:
-    """A watcher of one client. For the event loop's thread."""
+    """A watcher of one client. For the event loop's thread.
 
-    def __init__(self) -> None:
+    It is told of every change from the moment that it is open. So what it read from the store then, and what it was
+    told, is together everything.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
         self._told = asyncio.Event()
-        self._told.set()  # what is in the store already is to be read first
         self._passing: deque[wire.Change] = deque()
         self.is_behind = False
+        # Of what is in the store: what was told and is not written, and whether the store is to be read instead.
+        self._rows: dict[int, OperationRow] = {}
+        self._client_changed = 0
+        self._newest_end = 0
+        self._must_read = False
+        self._timer: asyncio.TimerHandle | None = None
+        self.look()  # what is in the store already is to be read first
 
-    def tell(self, change: wire.Change | None) -> None:
-        """Take a change that is not durable, or the word that there is a durable one."""
-        if change is not None:
-            if len(self._passing) >= MOST_KEPT:
-                self.is_behind = True
-            else:
-                self._passing.append(change)
+    def tell(self, change: wire.Change | Stored) -> None:
+        """Take changes that are in the store, or one that is not."""
+        if isinstance(change, Stored):
+            self._keep(change)
+            return
+        if len(self._passing) >= MOST_KEPT:
+            self.is_behind = True
+        else:
+            self._passing.append(change)
+        self._told.set()
+
+    def _keep(self, stored: Stored) -> None:
+        self._client_changed = stored.client_changed
+        for row in stored.operations:
+            self._rows[row.number] = row
+            if row.state in _ENDED:
+                self._newest_end = max(self._newest_end, row.revision)
+                self._told.set()
+        if len(self._rows) > _MOST_ROWS:
+            self._rows.clear()
+            self.look()
+        elif self._timer is None:
+            self._timer = self._loop.call_later(_LATER_S, self.look)
+
+    def look(self) -> None:
+        """Have the store read."""
+        self._must_read = True
         self._told.set()
 
     async def wait(self, timeout: float | None) -> bool:
         """Wait until there is something; False if there is nothing in time."""
+        if self._told.is_set():
+            self._told.clear()
+            return True
         try:
             # Not `asyncio.wait_for`: before Python 3.12 it may swallow a cancellation, and who left would stay.
             async with asyncio.timeout(timeout):
@@ -49,6 +92,30 @@ class Watch:
         self._passing.clear()
         return taken
 
+    def stored(self, since: int) -> list[wire.Change] | None:
+        """Take the changes above revision ``since`` up to the newest end of an operation; None to read the store.
+
+        Guarantee: changes are told in their order, and none is left out between two that are told.
+        """
+        until, self._newest_end = self._newest_end, 0
+        # The client itself is in the store alone.
+        if self._must_read or since < self._client_changed < until:
+            self._must_read = False
+            self._rows.clear()
+            self.end()
+            return None
+        ready = [row for row in self._rows.values() if row.revision <= until]
+        for row in ready:
+            del self._rows[row.number]
+        ready.sort(key=lambda row: row.revision)
+        return [wire.Change(operation=operation_to_wire(row)) for row in ready if row.revision > since]
+
+    def end(self) -> None:
+        """Wait for nothing more that is due later."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
 
 class Watches:
     """All watchers. `publish` is for any thread, everything else for the event loop's."""
@@ -59,13 +126,14 @@ class Watches:
 
     def open(self, client_id: str) -> Watch:
         """Return a new watcher of a client."""
-        watch = Watch()
+        watch = Watch(self._loop)
         # A new list, as `publish` may look at the old one in another thread.
         self._of[client_id] = [*self._of.get(client_id, ()), watch]
         return watch
 
     def close(self, client_id: str, watch: Watch) -> None:
         """Forget a watcher."""
+        watch.end()
         left = [each for each in self._of[client_id] if each is not watch]
         if left:
             self._of[client_id] = left
@@ -74,19 +142,21 @@ class Watches:
 
     def wake(self) -> None:
         """Have all watchers look around."""
-        for client_id in list(self._of):
-            self._tell(client_id, None)
+        for watches in self._of.values():
+            for watch in watches:
+                watch.look()
 
     @property
     def number(self) -> int:
         """The number of watchers."""
         return sum(len(each) for each in list(self._of.values()))
 
-    def publish(self, client_id: str, change: wire.Change | None) -> None:
-        """Tell a client's watchers of a change; None stands for one that is in the store."""
-        if client_id in self._of:
-            self._loop.call_soon_threadsafe(self._tell, client_id, change)
+    def publish(self, news: Sequence[News]) -> None:
+        """Tell watchers the news of their clients."""
+        if any(client_id in self._of for client_id, _ in news):
+            self._loop.call_soon_threadsafe(self._tell, news)
 
-    def _tell(self, client_id: str, change: wire.Change | None) -> None:
-        for watch in self._of.get(client_id, ()):
-            watch.tell(change)
+    def _tell(self, news: Sequence[News]) -> None:
+        for client_id, change in news:
+            for watch in self._of.get(client_id, ()):
+                watch.tell(change)

@@ -374,7 +374,7 @@ class Site:
             self.drivers,
             self.sampler,
             self.batches,
-            lambda client_id, change: self.published.append((client_id, change)),
+            self.published.extend,
             self.ended,
             self.world,
             folder / "key.pub",

@@ -1036,3 +1036,44 @@ def test_the_figures_name_what_waits(site):
     site.run()
     assert site.ask(site.desk.clients_by_status) == {"READY": 1}
     assert GIVEN["dataset"] == "digits"
+
+
+def test_an_operation_costs_the_store_no_more_after_many_others(make_site):
+    site = make_site(limits={"queued_operations": 1000})
+    site.database.run("PRAGMA synchronous = OFF")
+    client = site.create(config=TEXT, steps=10**6)
+    site.run()
+    done = [0]
+
+    def count():
+        done[0] += 1
+
+    # SQLite calls it for every instruction of its machine.
+    site.database._connection.set_progress_handler(count, 1)
+
+    def cost(act, *arguments):
+        before = done[0]
+        act(*arguments)
+        return done[0] - before
+
+    def step():
+        site.submit(client, FB)
+        site.submit(client, OPT)
+
+    def sample():
+        operation = site.submit(client, SAMPLE, **TEXTS)
+        site.run()
+        site.ask(site.desk.sampled, operation.operation_id, [])
+
+    def costs():
+        found = {"submit": cost(step), "tick": cost(site.ask, site.desk.tick), "run": cost(site.run)}
+        figures = cost(site.ask, site.desk.queued_by_kind)
+        return {**found, "figures": figures, "sample": cost(sample)}
+
+    costs()
+    first = costs()
+    for _ in range(60):
+        step()
+        site.run()
+    later = costs()
+    assert all(later[name] < 1.5 * first[name] for name in first), (first, later)

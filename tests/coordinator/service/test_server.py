@@ -295,7 +295,7 @@ def test_a_watcher_that_does_not_read_is_cut_and_comes_back(serve, monkeypatch):
             change = wire.Change(tokens=wire.Tokens(operation_id="o", text=text))
             until = time.monotonic() + DEADLINE_S
             while served.watches.number and time.monotonic() < until:
-                served.watches.publish(client, change)
+                served.watches.publish([(client, change)])
 
         thread = threading.Thread(target=flood)
         thread.start()

@@ -1,5 +1,6 @@
 """The desk's thread: time comes to the desk however busy it is, and no failure leaves a caller waiting."""
 
+import asyncio
 import threading
 import time
 from contextlib import contextmanager
@@ -66,3 +67,29 @@ def test_a_defect_after_a_turn_refuses_calls_instead_of_leaving_them(clerk, turn
             turns.put(lambda: None).result(DEADLINE_S)
     assert told.wait(DEADLINE_S)
     assert isinstance(turns.failure, ZeroDivisionError)
+
+
+def test_callers_that_left_and_loops_that_ended_leave_the_desk_at_work(clerk, turns):
+    held, goes_on = threading.Event(), threading.Event()
+    turns.tell(lambda: (held.set(), goes_on.wait(DEADLINE_S)), lambda: None)
+    assert held.wait(DEADLINE_S)
+
+    async def leave():
+        asking = asyncio.ensure_future(turns.ask(lambda: 1))
+        await asyncio.sleep(0)
+        asking.cancel()
+
+    async def stay():
+        gone = asyncio.ensure_future(turns.ask(lambda: 1))
+        failing, last = (asyncio.ensure_future(turns.ask(each)) for each in (lambda: {}[0], lambda: 2))
+        await asyncio.sleep(0)
+        gone.cancel()
+        goes_on.set()
+        async with asyncio.timeout(DEADLINE_S):
+            with pytest.raises(KeyError):
+                await failing
+            return await last
+
+    asyncio.run(leave())
+    assert asyncio.run(stay()) == 2
+    assert turns.failure is None

@@ -1,0 +1,149 @@
+"""The watchers: every change in its order, at once where a future waits for it, and little memory for each."""
+
+import asyncio
+import random
+from dataclasses import replace
+
+import pytest
+
+from raycloak.coordinator.service import watches as module
+from raycloak.coordinator.service.ports import Stored
+from raycloak.coordinator.service.store import DONE, RUNNING, OperationRow
+from raycloak.coordinator.service.watches import Watches
+from raycloak.metrics.service_errors import ServiceError
+from tests.coordinator.service.scripted import TEXT
+
+DEADLINE_S = 20
+TEXTS = {"prompts": ["a"], "max_tokens": 3, "top_p": 1.0, "completions": 1}
+
+
+class Follower:
+    """A watcher that takes what it is told now and then, and the store's pages where it must."""
+
+    def __init__(self, site, client, watches, choose):
+        self.site, self.client, self.choose, self.underway = site, client, choose, []
+        self.watches, self.watch = watches, watches.open(client)
+        self.since, self.told, self.reads, self.taken = 0, {}, 0, 0
+
+    def publish(self, news):
+        """Send the news of a turn on their way, on which the store may overtake them."""
+        self.underway.append(news)
+        if self.choose.random() < 0.5:
+            self.hear(self.choose.randrange(len(self.underway) + 1))
+            self.take()
+
+    def hear(self, count):
+        """Hear the next news."""
+        for _ in range(count):
+            self.watches._tell(self.underway.pop(0))
+            assert len(self.watch._rows) <= module._MOST_ROWS
+
+    def take(self):
+        """Take what is there."""
+        changes = self.watch.stored(self.since)
+        if changes is None:
+            self.reads += 1
+            changes = self.site.desk.changes("north", self.client, self.since)
+        else:
+            self.taken += len(changes)
+        for change in changes:
+            what = getattr(change, change.WhichOneof("what"))
+            assert what.revision > self.since, "changes come in their order, and none twice"
+            self.since = what.revision
+            self.told[getattr(what, "number", -1)] = what
+        self.check()
+
+    def check(self):
+        """Assert that nothing below the newest revision was left out."""
+        for row in self.site.store.changes(self.client, 0, 10**6):
+            if row.revision <= self.since:
+                assert self.told[row.number].revision == row.revision
+                assert self.told[row.number].state == row.state
+        changed = self.site.store.client(self.client).changed
+        if changed <= self.since:
+            assert self.told[-1].revision == changed
+
+
+def act(site, client, choose):
+    """Do something with a client, or have its driver do something."""
+    kind = choose.choice(["forward_backward", "optim_step", "optim_step", "sample", "save_state", "cancel", "run"])
+    try:
+        if kind == "run":
+            site.run()
+        elif kind == "cancel":
+            number = choose.randrange(site.store.client(client).next_number or 1)
+            site.ask(site.desk.cancel, "north", client, f"{client}.{number}")
+        else:
+            site.submit(client, kind, **(TEXTS if kind == "sample" else {}))
+    except ServiceError:
+        pass
+
+
+@pytest.mark.parametrize("most", [1, 3, module._MOST_ROWS])
+def test_guarantee_changes_are_told_in_their_order_and_none_is_left_out(make_site, monkeypatch, most):
+    monkeypatch.setattr(module, "_MOST_ROWS", most)
+
+    async def follow(seed):
+        choose = random.Random(seed)
+        site = make_site()
+        site.database.run("PRAGMA synchronous = OFF")
+        client = site.create(config=TEXT, steps=10**6)
+        follower = Follower(site, client, Watches(asyncio.get_running_loop()), choose)
+        site.desk._publish = follower.publish
+        for _ in range(60):
+            act(site, client, choose)
+            if choose.random() < 0.3:
+                follower.take()
+        follower.hear(len(follower.underway))
+        follower.watch.look()
+        follower.take()
+        newest = site.store.client(client)
+        assert follower.since == newest.revision
+        assert set(follower.told) == {-1, *range(newest.next_number)}
+        follower.watches.close(client, follower.watch)
+        return follower
+
+    followers = [asyncio.run(follow(seed)) for seed in range(4)]
+    assert sum(each.reads for each in followers) > 4
+    assert most == 1 or sum(each.taken for each in followers) > 5
+
+
+def row(number, revision, state):
+    """Return an operation's row."""
+    return OperationRow("c1", number, f"k{number}", b"", "forward_backward", state, revision, 0.0, b"")
+
+
+def test_an_end_is_told_at_once_without_a_look_at_the_store_and_the_rest_soon_after():
+    async def watch():
+        watches = Watches(asyncio.get_running_loop())
+        watch = watches.open("c1")
+        assert await watch.wait(0)
+        assert watch.stored(0) is None, "the store is read first"
+        running, other = row(0, 3, RUNNING), row(1, 4, RUNNING)
+        watches.publish([("c1", Stored((running,), 2)), ("c1", Stored((other,), 2))])
+        assert not await watch.wait(module._LATER_S / 10), "nothing has ended"
+        watches.publish([("c1", Stored((replace(running, state=DONE, revision=5),), 6))])
+        assert await watch.wait(DEADLINE_S)
+        told = watch.stored(2)
+        assert [(each.operation.number, each.operation.state) for each in told] == [(1, RUNNING), (0, DONE)]
+        assert watch.stored(5) == []
+        # The client's own change.
+        assert await watch.wait(DEADLINE_S)
+        assert watch.stored(5) is None
+        watches.close("c1", watch)
+        assert watches.number == 0
+
+    asyncio.run(watch())
+
+
+def test_an_end_behind_a_change_of_the_client_is_told_from_the_store():
+    async def watch():
+        watches = Watches(asyncio.get_running_loop())
+        watch = watches.open("c1")
+        assert watch.stored(0) is None
+        watch.tell(Stored((), 3))
+        watch.tell(Stored((row(0, 4, DONE),), 3))
+        assert watch.stored(2) is None
+        watches.close("c1", watch)
+
+    asyncio.run(watch())
