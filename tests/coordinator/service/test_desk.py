@@ -159,7 +159,8 @@ def test_public_data_may_go_without_noise(site):
 
 def rates(site):
     """Return the tokens per second of all steps that were told of as released; None where none are told."""
-    told = [each.progress for _, each in site.published if each is not None and each.progress.phase == "released"]
+    changes = [each for _, each in site.published if isinstance(each, wire.Change)]
+    told = [each.progress for each in changes if each.progress.phase == "released"]
     return [each.tokens_per_second if each.HasField("tokens_per_second") else None for each in told]
 
 
