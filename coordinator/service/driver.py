@@ -219,7 +219,8 @@ class PacedRun:
                     break
                 self._take(command)
         finally:
-            # Whatever ended this thread, nobody listens to the service any more.
+            # Also where a command could not be done, such as a cancellation that Ray refused: who waits for the next
+            # command would wait for ever.
             self._stop.make()
 
     def _take(self, command: Command) -> None:
