@@ -37,7 +37,7 @@ def test_settings_that_cannot_be_used_are_refused_before_anything_starts(tmp_pat
 
 
 def test_a_plan_says_what_covers_an_adapter_that_leaks():
-    plan = SimpleNamespace(epsilon_outsiders=3.0, delta=1e-5)
+    plan = SimpleNamespace(epsilon_outsiders=3.0, delta=1e-5, mechanism=SimpleNamespace(private=True))
     lora = {"hf": "bert", "task": "sequence_classification", "classes": 2, "lora": {"rank": 8}}
     text = {"kind": "text", "path": "train.tsv", "max_length": 8}
     config = parse_config({**demo_config(), "model": lora, "dataset": text})
@@ -48,3 +48,8 @@ def test_a_plan_says_what_covers_an_adapter_that_leaks():
     assert adapter_rows(parse_config(demo_config()), plan) == []
     assert adapter_cover(config, plan) == {"epsilon": 3.0, "delta": 1e-5}
     assert adapter_cover(parse_config(demo_config()), plan) == {}
+    # Nothing is charged without noise: that ε of 0 covers nobody.
+    plan.epsilon_outsiders, plan.mechanism.private = 0.0, False
+    ((_, said),) = adapter_rows(config, plan)
+    assert said.startswith("NO ε covers an example")
+    assert adapter_cover(config, plan) == {"epsilon": None, "delta": 1e-5}
