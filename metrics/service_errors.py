@@ -28,7 +28,8 @@ class ServiceError(RaycloakError):
 
     Args:
         code, message, remedy: see `RaycloakError`.
-        request_id: of the call, as the service's log has it; empty if the call never reached it.
+        request_id: of the refused call, as the service's log has it for a `ServiceServerError`; empty if the call never
+            reached it, or if the operation was taken and failed later.
         details: fields of its own that the class names, by name.
     """
 

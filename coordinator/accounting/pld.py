@@ -89,8 +89,9 @@ def curve(points: tuple[Releases, ...], delta: float) -> tuple[float, ...]:
     Guarantee: never below the tight values, and never decreasing. The last is as good as :func:`epsilon`; the
     others are at most 5 % too large, for a quarter of the time.
     """
-    if not points:
-        return ()
+    # The compositions grow: where the last has no release, none has.
+    if not points or not points[-1]:
+        return (0.0,) * len(points)
     interval, last = _settled(merged(points[-1]), delta)
     before = itertools.accumulate((_on_grid(merged(point), delta, 4 * interval) for point in points[:-1]), max)
     return (*(min(value, last) for value in before), last)

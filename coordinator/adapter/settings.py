@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from raycloak.attestation.files.yaml_reader import read_yaml
 from raycloak.coordinator.config.run import validated
@@ -15,7 +15,8 @@ class AdapterSettings(Section):
 
     Attributes:
         bind: ``host:port`` to listen on.
-        clients: the clients' identity keys by name, 64 hexadecimal digits each. Nobody else is answered.
+        clients: the clients' identity keys by name, 64 hexadecimal digits each. Nobody else is answered. A budget
+            belongs to the name, so a new key under an old name gives nothing back.
         tokens_of_adapter: tokens that each projection ever answers, for all clients together.
         tokens_of_client: tokens that each projection ever answers for one client.
         evidence: of the worker: ``guest`` for a trusted execution environment, ``simulated`` for none.
@@ -37,6 +38,14 @@ class AdapterSettings(Section):
     sessions: int = Field(default=16, gt=0, le=256)
     idle_s: float = Field(default=600.0, gt=0)
     metrics: MetricsConfig = MetricsConfig()
+
+    @field_validator("clients")
+    @classmethod
+    def _one_name_for_a_key(cls, clients: dict[str, str]) -> dict[str, str]:
+        # Each name has a budget, so two names of one key would be two budgets of one client.
+        if len(set(clients.values())) < len(clients):
+            raise ValueError("two clients have one key; name each key once")
+        return clients
 
 
 def load_settings(path: Path) -> AdapterSettings:

@@ -38,11 +38,14 @@ def plan_table(plan: "Plan", more: Iterable[tuple[str, str]] = ()) -> Table:
     return fields_table("Plan (nothing is charged yet)", [*plan_rows(plan), *more])
 
 
-def adapter_cover(config: "RunConfig", plan: "Plan") -> dict[str, float]:
-    """Return the ε and δ that cover each example where a LoRA adapter's weights leak; nothing of other models."""
+def adapter_cover(config: "RunConfig", plan: "Plan") -> dict[str, float | None]:
+    """Return the ε and δ that cover each example where a LoRA adapter's weights leak; nothing of other models.
+
+    ε is None where the run adds no noise, so that nothing covers them.
+    """
     if config.model is None or isinstance(config.model, str) or config.model.lora is None:
         return {}
-    return {"epsilon": plan.epsilon_outsiders, "delta": plan.delta}
+    return {"epsilon": plan.epsilon_outsiders if plan.mechanism.private else None, "delta": plan.delta}
 
 
 def adapter_rows(config: "RunConfig", plan: "Plan") -> list[tuple[str, str]]:
@@ -50,6 +53,8 @@ def adapter_rows(config: "RunConfig", plan: "Plan") -> list[tuple[str, str]]:
     if not (cover := adapter_cover(config, plan)):
         return []
     covered = f"ε {epsilon_text(cover['epsilon'])} at δ = {cover['delta']:g} covers each example if its weights leak"
+    if cover["epsilon"] is None:
+        covered = "NO ε covers an example if its weights leak: the run adds no noise"
     return [("adapter", f"{covered}; served over ciphertexts, clients can reconstruct it")]
 
 
@@ -62,14 +67,7 @@ def plan_rows(plan: "Plan") -> list[tuple[str, str]]:
         *_mechanism_rows(plan),
         ("steps", f"{_steps_that_fit(plan)} of {mechanism.steps} fit the cap {plan.epsilon_cap:g}"),
         *_account_rows(plan),
-        ("ε charged", f"{epsilon_text(plan.epsilon)} at δ = {plan.delta:g} ({mechanism.accountant} accountant)"),
-        *accountant_rows(plan.epsilon_by_accountant, plan.accountants_not_computed),
-        ("ε", f"{epsilon_text(plan.epsilon_outsiders)}, against outsiders and the aggregator, however the run ends"),
-        (
-            "ε with one worker",
-            f"{epsilon_text(plan.epsilon_one_worker)}, if it helps the aggregator (one a machine)",
-        ),
-        ("ε by step", ", ".join(f"{step}: {epsilon_text(value)}" for step, value in _some(plan.epsilon_curve))),
+        *_epsilon_rows(plan),
         ("batch", _batch_text(plan)),
         *_slack_rows(plan),
         ("ring", _ring_text(plan)),
@@ -90,6 +88,23 @@ def _ring_text(plan: "Plan") -> str:
         return f"{plan.mechanism.ring_bits} bits, {rounded}"
     draws = f"{plan.base_draws} base draws of noise a coordinate"
     return f"{plan.mechanism.ring_bits} bits, {draws}, {rounded}, which takes {100 * plan.rounding_cost:.2g} % of ε"
+
+
+def _epsilon_rows(plan: "Plan") -> list[tuple[str, str]]:
+    """Return the ε that is charged, and how it is bounded; of a run without noise, that nothing bounds it."""
+    if not plan.mechanism.private:
+        return [("ε", "unbounded: the run adds no noise, and nothing is charged")]
+    accountant = plan.mechanism.accountant
+    return [
+        ("ε charged", f"{epsilon_text(plan.epsilon)} at δ = {plan.delta:g} ({accountant} accountant)"),
+        *accountant_rows(plan.epsilon_by_accountant, plan.accountants_not_computed),
+        ("ε", f"{epsilon_text(plan.epsilon_outsiders)}, against outsiders and the aggregator, however the run ends"),
+        (
+            "ε with one worker",
+            f"{epsilon_text(plan.epsilon_one_worker)}, if it helps the aggregator (one a machine)",
+        ),
+        ("ε by step", ", ".join(f"{step}: {epsilon_text(value)}" for step, value in _some(plan.epsilon_curve))),
+    ]
 
 
 def _use_rows(plan: "Plan") -> list[tuple[str, str]]:

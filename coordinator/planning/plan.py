@@ -154,7 +154,9 @@ class Plan:
     @property
     def epsilon_curve(self) -> tuple[tuple[int, float], ...]:
         """Up to `CURVE_POINTS` pairs of steps done and epsilon, measurements included; the last at
-        ``steps_within_cap``. Computed for its reader: a run needs none and would wait for it."""
+        ``steps_within_cap``; none where nothing is private. Computed for its reader: a run would wait for it."""
+        if not self.mechanism.private:
+            return ()
         run, steps = Schedule(self.mechanism, self.measurements), self.steps_within_cap
         points = sorted({max(1, round(steps * point / CURVE_POINTS)) for point in range(1, CURVE_POINTS + 1)})
         releases = [run.releases(step, min(step, self.measured_within_cap)) for step in points]

@@ -97,6 +97,7 @@ def test_a_delta_at_which_rounding_errors_matter_is_refused():
 def test_nothing_released_costs_nothing():
     assert pld.epsilon((), DELTA) == 0.0
     assert pld.curve((), DELTA) == ()
+    assert pld.curve(((), ()), DELTA) == (0.0, 0.0)
     assert merged(()) == ()
 
 

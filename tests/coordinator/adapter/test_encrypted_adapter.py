@@ -33,6 +33,24 @@ def test_the_encoder_computes_what_the_adapted_one_does(site, encoder, adapted):
     assert torch.equal(encoder(given), encoder(given)), "a hook was left behind"
 
 
+def test_a_block_is_encrypted_while_the_server_computes_the_one_before_it(site, encoder):
+    """So the client's work hides behind the server's: it waits for an answer with the next block encrypted."""
+    order = []
+    with site() as served, EncryptedAdapter(encoder, served.address) as model:
+        sent, finished = model._session._sent, model._session._finished
+
+        def noted(name, call):
+            return lambda *given: (order.append(name), call(*given))[1]
+
+        model._session._finished = noted("answer", finished)
+        model._session._keys.encrypt = noted("encrypt", model._session._keys.encrypt)
+        model._session._sent = noted("send", sent)
+        names = ["layers.0.query", "layers.0.value"]
+        blocks = list(model._session.deltas(states(3, TOKENS).reshape(-1, 16).numpy(), names))
+    assert len(blocks) == 3
+    assert order == ["encrypt", "send", "encrypt", "answer", "send", "encrypt", "answer", "send", "answer"]
+
+
 def test_tokens_behind_the_mask_are_not_sent(site, encoder, adapted):
     given, mask = states(), torch.ones(3, 50)
     mask[:, 20:] = 0

@@ -8,11 +8,13 @@ from typer.testing import CliRunner
 
 from raycloak.attestation.core.keys import IdentityKey
 from raycloak.attestation.keys.run_secret import load_secret
+from raycloak.coordinator.adapter.settings import AdapterSettings
 from raycloak.coordinator.cli.app import app
 from raycloak.coordinator.cli.tables import adapter_cover, adapter_rows
 from raycloak.coordinator.config import home
-from raycloak.coordinator.config.run import parse_config
+from raycloak.coordinator.config.run import parse_config, validated
 from raycloak.coordinator.runs.demo import demo_config
+from raycloak.metrics.errors import ConfigError
 
 
 def test_a_client_is_told_the_key_that_it_is_known_by(capfd):
@@ -36,8 +38,20 @@ def test_settings_that_cannot_be_used_are_refused_before_anything_starts(tmp_pat
     assert json.loads(capfd.readouterr().out)["error"]["code"] == "config"
 
 
+def test_a_key_has_one_name_and_so_one_budget():
+    key = "ab" * 32
+    terms = {"tokens_of_adapter": 300, "tokens_of_client": 300, "evidence": "simulated"}
+    with pytest.raises(ConfigError, match="two clients have one key"):
+        validated(AdapterSettings, {**terms, "clients": {"one": key, "other": key}})
+    assert validated(AdapterSettings, {**terms, "clients": {"one": key}}).clients == {"one": key}
+    for missing in ("tokens_of_adapter", "tokens_of_client"):
+        unbounded = {name: value for name, value in terms.items() if name != missing}
+        with pytest.raises(ConfigError, match=missing):
+            validated(AdapterSettings, {**unbounded, "clients": {"one": key}})
+
+
 def test_a_plan_says_what_covers_an_adapter_that_leaks():
-    plan = SimpleNamespace(epsilon_outsiders=3.0, delta=1e-5)
+    plan = SimpleNamespace(epsilon_outsiders=3.0, delta=1e-5, mechanism=SimpleNamespace(private=True))
     lora = {"hf": "bert", "task": "sequence_classification", "classes": 2, "lora": {"rank": 8}}
     text = {"kind": "text", "path": "train.tsv", "max_length": 8}
     config = parse_config({**demo_config(), "model": lora, "dataset": text})
@@ -48,3 +62,8 @@ def test_a_plan_says_what_covers_an_adapter_that_leaks():
     assert adapter_rows(parse_config(demo_config()), plan) == []
     assert adapter_cover(config, plan) == {"epsilon": 3.0, "delta": 1e-5}
     assert adapter_cover(parse_config(demo_config()), plan) == {}
+    # Nothing is charged without noise: that ε of 0 covers nobody.
+    plan.epsilon_outsiders, plan.mechanism.private = 0.0, False
+    ((_, said),) = adapter_rows(config, plan)
+    assert said.startswith("NO ε covers an example")
+    assert adapter_cover(config, plan) == {"epsilon": None, "delta": 1e-5}

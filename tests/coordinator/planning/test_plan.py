@@ -486,3 +486,13 @@ def test_a_checked_plan_says_what_four_accountants_say_in_json_and_table() -> No
     assert "opacus prv" in dict(plan_rows(plan))["ε by accountant"]
     open_data = config(dp_config={"enabled": False}, dataset=DIGITS | {"public": True})
     assert checked(make_plan(open_data, 1437, 10)).epsilon_by_accountant == {}
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+def test_the_plan_of_a_run_without_noise_can_be_read_and_claims_no_epsilon(accountant) -> None:
+    terms = {"enabled": False, "accountant": accountant}
+    plan = make_plan(config(dp_config=terms, dataset=DIGITS | {"public": True}), 1437, 4810)
+    assert plan.as_json()["epsilon_curve"] == ()
+    said = dict(plan_rows(plan))
+    assert {label for label in said if label.startswith("ε")} == {"ε"}
+    assert said["ε"].startswith("unbounded")

@@ -1,0 +1,147 @@
+"""The service at the edges of its settings: who pays, uploads at once, credentials that end, its own defects."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import grpc
+import pytest
+
+from raycloak.coordinator.client import service_pb2 as wire
+from raycloak.coordinator.config.run import validated
+from raycloak.coordinator.service import server as server_module
+from raycloak.coordinator.service.driver import PacedRun, Reports
+from raycloak.coordinator.service.pipe import parse_report
+from raycloak.coordinator.service.settings import ServiceSettings
+from raycloak.coordinator.training.reporting import StepReport
+from raycloak.coordinator.training.stop_signals import StopRequest
+from raycloak.metrics.errors import ConfigError
+from raycloak.metrics.service_errors import ServiceAuthenticationError, ServiceQueueFullError, ServiceServerError
+from raycloak.workers.terms.measurement import Released as Measured
+from tests.coordinator.service.scripted import HASH, SENT, settings
+from tests.coordinator.service.serving import Served, metadata, stub
+from tests.coordinator.service.test_drivers import REFUSED
+from tests.coordinator.service.test_server import DEADLINE_S, created, fails, head_of
+
+
+@pytest.fixture
+def serve(tmp_path):
+    """Return a maker of services in one folder, which are stopped at the end."""
+    made = []
+
+    def make(**fields):
+        made.append(Served(tmp_path, **fields))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.stop()
+
+
+def test_off_loopback_private_data_needs_an_account_that_its_operator_has_opened():
+    """The first client would else choose the cap of the data."""
+    raw = settings().model_dump(mode="json", exclude_unset=True)
+    away = {**raw, "bind": "0.0.0.0:1", "tls": {"certificate": "c", "key": "k"}}
+    with pytest.raises(ConfigError, match=r"datasets\.digits\.account"):
+        validated(ServiceSettings, away)
+    away["datasets"]["digits"]["account"] = "ward"
+    assert validated(ServiceSettings, away).datasets["open"].account is None
+
+
+def test_a_client_is_busy_while_an_operation_has_not_ended(site):
+    client = site.create()
+    site.run()
+    assert site.client(client).status == "READY"
+    site.submit(client, "forward_backward")
+    assert site.client(client).status == "BUSY"
+    assert site.ask(site.desk.clients_by_status) == {"BUSY": 1}
+    site.run()
+    assert site.client(client).status == "READY"
+    assert site.ask(site.desk.clients_by_status) == {"READY": 1}
+
+
+def test_a_client_with_work_gives_its_place_up_after_its_turn_and_not_before(make_site):
+    site = make_site(limits={"active_clients": 1, "idle_seconds": 0, "turn_seconds": 60})
+    first = site.create()
+    site.run()
+    for kind in ("forward_backward", "optim_step", "forward_backward", "optim_step"):
+        site.submit(first, kind)
+    site.create()
+    site.now = 59
+    site.ask(site.desk.tick)
+    assert not site.drivers.of[first].stopped
+    site.now = 61
+    site.ask(site.desk.tick)
+    assert site.drivers.of[first].stopped
+
+
+def test_uploads_at_once_are_bounded_for_each_tenant(serve):
+    served = serve(limits={"sends_per_tenant": 1})
+    with stub(served.address) as api:
+        client = created(api, config=SENT)
+        over = threading.Event()
+
+        def slow():
+            yield wire.BatchPiece(head=head_of(client, b"12345"))
+            over.wait(DEADLINE_S)
+
+        first = api.SendBatch.future(slow(), metadata=metadata(), timeout=DEADLINE_S)
+        until = time.monotonic() + DEADLINE_S
+        while True:
+            # Until the first has arrived, another is refused for its content.
+            error = fails(lambda: api.SendBatch(iter(()), metadata=metadata(), timeout=DEADLINE_S))
+            if isinstance(error, ServiceQueueFullError):
+                break
+            assert time.monotonic() < until
+        assert error.code == "streams_full"
+        theirs = fails(lambda: api.SendBatch(iter(()), metadata=metadata("south"), timeout=DEADLINE_S))
+        assert theirs.kind == "validation"
+        first.cancel()
+        over.set()
+
+
+def test_a_stream_of_changes_ends_with_the_credentials_it_was_opened_with(serve, monkeypatch):
+    hashed = HASH(b"north").hexdigest()
+    tenant = {"token_sha256": [{"sha256": hashed, "expires": "2999-01-01"}], "datasets": ["digits"], "code": ["m:f"]}
+    served = serve(tenants={"north": tenant})
+    with stub(served.address) as api:
+        client = created(api)
+        call = api.Watch(wire.WatchRequest(client_id=client), metadata=metadata(), timeout=DEADLINE_S)
+        next(call)
+        monkeypatch.setattr(server_module, "time", SimpleNamespace(time=lambda: 40_000_000_000.0))
+        error = fails(lambda: list(call))
+        assert isinstance(error, ServiceAuthenticationError)
+        assert error.code == "expired"
+
+
+def test_a_defect_is_in_the_log_by_request_id_and_its_text_reaches_nobody(serve, monkeypatch, caplog):
+    served = serve()
+
+    def broken(*_):
+        raise KeyError("patient-7")
+
+    monkeypatch.setattr(served.desk, "clients", broken)
+    with stub(served.address) as api:
+        given = metadata(request_id="mine-8")
+        with pytest.raises(grpc.RpcError) as failure:
+            api.ListClients(wire.ListClientsRequest(), metadata=given, timeout=DEADLINE_S)
+        error = fails(lambda: api.ListClients(wire.ListClientsRequest(), metadata=given, timeout=DEADLINE_S))
+        assert isinstance(error, ServiceServerError)
+        assert error.request_id == "mine-8"
+        assert "patient-7" not in f"{failure.value.details()} {error.message} {error.remedy}"
+        assert any("mine-8" in record.getMessage() for record in caplog.records)
+
+
+def test_a_loss_that_was_bought_for_a_model_is_that_of_the_step_from_this_model(tmp_path):
+    """And of no other: a step whose model nobody measured has none."""
+    stop = StopRequest()
+    with (tmp_path / "reports").open("wb") as file:
+        run = PacedRun(REFUSED, iter(()), Reports(file.fileno(), stop), stop)
+        run._measured(
+            Measured(query="evaluation", number=0, after=1, values={"loss": 0.25, "accuracy": 0.5}, deviation={})
+        )
+        for step in (0, 1):
+            run._computed(step, 0.5, None)
+            run._stepped(StepReport(step + 1, 2, 0.5, 2.0, None, 3, "cd", 0.5))
+    reports = map(parse_report, (tmp_path / "reports").read_bytes().splitlines())
+    assert [each.loss for each in reports] == [None, None, 0.25, 0.25]
