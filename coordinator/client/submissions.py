@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -47,10 +47,11 @@ class _Submission:
 
 @dataclass(slots=True)
 class _Fault:
-    """A batch that was not taken.
+    """A batch that was not taken, or may not have been.
 
     Attributes:
-        futures: of the batch and of all that was not sent for it; who has seen the end of one knows of the fault.
+        futures: of the batch, and of all that was not sent with it or for it; who has seen the end of one knows of the
+            fault.
         has_step: whether one of them is an ``optim_step``; what follows would come into its step.
         known_from: place of the first submission that was made in that knowledge; None if none was.
     """
@@ -143,6 +144,7 @@ class Submissions:
         with self._changed:
             waiting = list(self._waiting)
             self._waiting.clear()
+            self._note_lost(waiting, error)
         for each in waiting:
             self._resolver.end(each.future.idempotency_key, error=error)
 
@@ -177,17 +179,26 @@ class Submissions:
             if fault is not None:
                 self._resolver.end(future.idempotency_key, error=_behind(future.kind, fault.error))
                 continue
-            error = self._send(submission)
+            error, lost = self._send(submission), [submission]
             with self._changed:
                 self._sending = None
                 to_cancel = self._to_cancel and error is None
+                if error is not None and _leaves_open(error):
+                    lost += self._waiting
+                    self._waiting.clear()
                 # Before the caller hears of it. One that the caller cancelled is meant to be left out.
-                if submission.is_batch and error is not None and not isinstance(error, FutureCancelledError):
-                    self._faults.append(_Fault(error, [future]))
+                if error is not None and not isinstance(error, FutureCancelledError):
+                    self._note_lost(lost, error)
             if error is not None:
-                self._refused(future, error)
+                self._refused(lost, error)
             if to_cancel:
                 self._cancel_quietly(future)
+
+    def _note_lost(self, lost: Sequence[_Submission], error: ServiceError) -> None:
+        """Note a fault if a batch is among submissions that end with ``error``; the lock is held."""
+        if any(each.is_batch for each in lost):
+            has_step = any(each.future.kind == "optim_step" for each in lost)
+            self._faults.append(_Fault(error, [each.future for each in lost], has_step))
 
     def _fault_before(self, submission: _Submission) -> _Fault | None:
         """Return the fault for which a submission is not sent, if there is one; the lock is held."""
@@ -233,24 +244,29 @@ class Submissions:
                 if self._changed.wait_for(lambda: self._to_cancel or self._drops, pause):
                     raise not_sent(submission.future.kind)
 
-    def _refused(self, future: ServiceFuture[Any], error: ServiceError) -> None:
-        # Before the caller hears of the first: what it submits then is a new beginning.
-        if is_no_answer(error) or isinstance(error, ServiceServerError):
-            self.fail_waiting(
-                ServiceConnectionError(
-                    "not_sent",
-                    "the operation was not sent: whether an earlier one was taken is not known.",
-                    "Look at TrainingClient.futures() for what the service took, and submit the rest again.",
-                    error.request_id,
-                )
+    def _refused(self, lost: Sequence[_Submission], error: ServiceError) -> None:
+        """End the first of ``lost`` with ``error``, after those that were not sent for it."""
+        first, *others = lost
+        for each in others:
+            not_known = ServiceConnectionError(
+                "not_sent",
+                "the operation was not sent: whether an earlier one was taken is not known.",
+                "Look at TrainingClient.futures() for what the service took, and submit the rest again.",
+                error.request_id,
             )
-        self._resolver.end(future.idempotency_key, error=error)
+            self._resolver.end(each.future.idempotency_key, error=not_known)
+        self._resolver.end(first.future.idempotency_key, error=error)
 
     def _cancel_quietly(self, future: ServiceFuture[Any]) -> None:
         try:
             self._cancel(future)
         except ServiceError as error:
             _LOGGER.warning("%s was taken and could not be cancelled: %s", future.operation_id, error)
+
+
+def _leaves_open(error: ServiceError) -> bool:
+    """Return whether an operation that ended so may have been taken; those behind it might arrive without it."""
+    return is_no_answer(error) or isinstance(error, ServiceServerError)
 
 
 def not_sent(kind: str) -> FutureCancelledError:

@@ -328,6 +328,13 @@ class Desk(DriverDesk):
         if len(set(ids)) < len(ids):
             raise _repeated()
         self._require_steps(client)
+        # Its charge names its batches. One more would be counted, and be computed by no worker.
+        if client.allowed_charges > client.submitted_steps:
+            raise ServiceStateError(
+                "step_charged",
+                "the step that comes next is charged with the batches that it has.",
+                "Submit optim_step first; this batch is for the step after it.",
+            )
         if client.sent_examples + len(ids) > client.most_sent:
             raise invalid("batch", f"the step would have more than {client.most_sent} examples")
         if self._store.batch_bytes(client.tenant) + head.bytes > self._limits.stored_batch_bytes:
@@ -362,7 +369,7 @@ class Desk(DriverDesk):
         with self._changing(client):
             match operation.kind:
                 case "forward_backward" if operation.state == RUNNING:
-                    client.held = 1
+                    self._hold(client, operation)
                 case "forward_backward":
                     self._cancel_forward(client, operation, later)
                 case "optim_step" if operation.state == QUEUED or client.sent:
@@ -387,7 +394,7 @@ class Desk(DriverDesk):
                 "batch_follows", "batches of the next step were sent after this optim_step.", "Let it run."
             )
         if operation.state == RUNNING:
-            client.held = 1
+            self._hold(client, operation)
             return
         for each in (operation, *later):
             if each.state == QUEUED:

@@ -209,15 +209,19 @@ class PacedRun:
             self._tell(Ended(ending=outcome.ending, metrics=outcome.result()["metrics"]))
 
     def _listen(self, commands: Iterator[bytes]) -> None:
-        for line in commands:
-            try:
-                command = parse_command(line)
-            except ValueError:
-                # From a service of another version: what it means by it is not known, so nothing goes on.
-                self._tell(Notice(line="a command of the service cannot be read; the run stops"))
-                break
-            self._take(command)
-        self._stop.make()
+        try:
+            for line in commands:
+                try:
+                    command = parse_command(line)
+                except ValueError:
+                    # From a service of another version: what it means by it is not known, so nothing goes on.
+                    self._tell(Notice(line="a command of the service cannot be read; the run stops"))
+                    break
+                self._take(command)
+        finally:
+            # Also where a command could not be done, such as a cancellation that Ray refused: who waits for the next
+            # command would wait for ever.
+            self._stop.make()
 
     def _take(self, command: Command) -> None:
         match command:

@@ -108,7 +108,7 @@ class DriverDesk(OperationQueues):
                 case Ready():
                     self._ready(client, driver, said)
                 case Computed():
-                    driver.tokens = said.tokens
+                    driver.computed, driver.tokens = said.step, said.tokens
                     self._computed(client, said)
                 case Held():
                     self._held(client, driver, said)
@@ -217,7 +217,9 @@ class DriverDesk(OperationQueues):
         self._lost.pop(client.client_id, None)
         client.charged = max(client.charged, step + 1)
         client.epsilon = max(client.epsilon, epsilon or 0.0)
-        client.held = 0  # a cancellation came too late
+        # A driver that resumed from an earlier package has not reached the step that is to be cancelled.
+        if step >= client.finished:
+            client.held = 0  # the cancellation came too late
         for operation in self._store.of_step(client.client_id, FORWARD_BACKWARD, step):
             if operation.state == RUNNING:
                 self._finish_forward(client, operation, said.loss, said.tokens)
@@ -227,16 +229,18 @@ class DriverDesk(OperationQueues):
         if said.epsilon is not None:
             client.charged = max(client.charged, said.step + 1)
             client.epsilon = max(client.epsilon, said.epsilon)
-        running = self._store.of_step(client.client_id, OPTIM_STEP, said.step)
+        # A driver that resumed from an earlier package may be held before it has reached the step that is cancelled.
+        step = max(said.step, client.finished)
+        running = self._store.of_step(client.client_id, OPTIM_STEP, step)
         if any(each.state == RUNNING and self._is_followed(client, each) for each in running):
             client.held = 0  # its examples are needed as they were sealed
         if client.held:
-            client.allowed_releases = min(client.allowed_releases, said.step)
+            client.allowed_releases = min(client.allowed_releases, step)
             self._cancel_step(client)
+            self._show(client.client_id, wire.Progress(step=step, epsilon=client.epsilon, phase="cancelled"))
         else:
             # It came to its end, or goes on. The driver has taken the release back, and is told of it again.
             driver.told = None
-        self._show(client.client_id, wire.Progress(step=said.step, epsilon=client.epsilon, phase="cancelled"))
 
     def _released(self, client: ClientRow, said: Released, tokens: int | None = None) -> None:
         """Finish a step.

@@ -83,7 +83,8 @@ class DriverState:
     is_ready: bool = False
     has_ended: bool = False
     told: Allow | None = None
-    tokens: int | None = None  # of the step that it computed last
+    computed: int = -1  # the step that it computed last, and its tokens
+    tokens: int | None = None
     phase: str = "waiting for the driver"
 
 
@@ -381,6 +382,13 @@ class OperationQueues:
                 if operation.kind == FORWARD_BACKWARD:
                     break
                 self._retire(client, operation, CANCELLED, cancelled(charged=False))
+
+    def _hold(self, client: ClientRow, operation: OperationRow) -> None:
+        """Have the driver leave the running step of an operation, unless it has computed it."""
+        driver = self._drivers.get(client.client_id)
+        # Asked later, the driver could answer with a report that it sent before, while it goes on.
+        if driver is None or driver.computed < operation.step:
+            client.held = 1
 
     def _is_followed(self, client: ClientRow, optim: OperationRow) -> bool:
         """Return whether batches were sent, and so sealed, for a step after that of an ``optim_step``."""

@@ -170,6 +170,8 @@ class Training:
         self._measure()
         # What was measured may end the run, and then the step must not be charged.
         if not self._over:
+            # Its owner may have cancelled the step while the measurement was made.
+            self.pace.resume(self.finished_steps, None)
             self._step()
 
     @property

@@ -237,6 +237,33 @@ def test_an_optim_step_is_not_sent_though_its_batch_had_failed_before_it_was_sub
     assert sending.optim_step().result(SOON).step == 1
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_what_was_not_sent_behind_an_operation_that_may_have_arrived_is_no_part_of_a_later_step(
+    memory_service, sending, keys, place
+):
+    """The caller has seen no end yet, so its next step is not the one that is open."""
+    unknown = raycloak.ServiceServerError("internal", "it broke.")
+    memory_service.failures[("SendBatch", "Submit")[place]] = [unknown]
+    may_go, seal = threading.Event(), keys.seal_batch
+
+    def seal_later(rows, **at):
+        assert may_go.wait(SOON)
+        return seal(rows, **at)
+
+    keys.seal_batch = seal_later
+    first = [sending.forward_backward(batch(1)), sending.optim_step(), sending.forward_backward(batch(2))]
+    may_go.set()
+    while not all(future.done() for future in first):
+        threading.Event().wait(0.01)
+    assert [len(memory_service.batches), first[place].kind] == [place, ("forward_backward", "optim_step")[place]]
+    later = [sending.forward_backward(batch(3)), sending.optim_step()]
+    assert [future.exception(SOON).code for future in later] == ["internal", "internal"]
+    assert len(memory_service.batches) == place
+    # Whichever end it sees, the caller knows.
+    assert sending.forward_backward(batch(4)).result(SOON).step == 0
+    assert sending.optim_step().result(SOON).step == 1
+
+
 def test_a_caller_who_has_seen_that_a_batch_was_not_taken_may_step_without_it(memory_service, sending):
     sending.forward_backward(batch(1)).result(SOON)
     memory_service.failures["SendBatch"] = [REFUSAL]

@@ -1,12 +1,13 @@
 """The desk's decisions, with drivers that follow its commands: order, refusals, cancellation, loss, places."""
 
 import json
+from hashlib import sha256
 
 import pytest
 
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.service.drivers import Exited
-from raycloak.coordinator.service.pipe import Failed, Held, Opened, Released
+from raycloak.coordinator.service.pipe import Computed, Failed, Held, Opened, Released
 from raycloak.coordinator.service.sample_requests import request_of, wrong_field
 from raycloak.metrics.service_errors import (
     BudgetExceededError,
@@ -378,9 +379,58 @@ def test_a_report_of_a_held_step_that_goes_on_takes_nothing_from_it(site):
     driver.marks = (1, 0)
     site.tell(client, late)
     assert driver.marks == (1, 1)
+    assert "cancelled" not in [each.progress.phase for _, each in site.published if isinstance(each, wire.Change)]
     for report in reports:
         site.tell(client, report)
     assert [site.get(each).state for each in (forward, optim)] == ["done", "done"]
+
+
+def lose(site, client):
+    """Have a client's driver end without a word, as one that is killed."""
+    site.tell(client, Exited(code=-9, last_words=""))
+
+
+def fourth_step_of_four(make_site):
+    """Return a site, a client and the operations of its fourth step, which runs.
+
+    A driver that resumes begins with the third step, as packages are sealed after every second one.
+    """
+    site = make_site(package_every=2)
+    client = site.create()
+    site.run()
+    steps(site, client, 3)
+    site.run()
+    ((forward, optim),) = steps(site, client, 1)
+    site.tell(client, next(site.drivers.of[client].pump()))
+    return site, client, forward, optim
+
+
+def test_a_held_step_that_a_resumed_driver_has_not_reached_takes_no_release_of_an_earlier_one_back(make_site):
+    site, client, forward, _ = fourth_step_of_four(make_site)
+    site.cancel(forward)
+    lose(site, client)
+    site.run()
+    assert site.get(forward).state == "cancelled"
+    assert site.drivers.of[client].position == 2, "one step before the one that was cancelled"
+    again = site.submit(client, FB)
+    site.run()
+    assert site.get(again).state == "done"
+
+
+def test_a_step_that_is_repeated_takes_no_cancellation_of_a_later_one_away(make_site):
+    site, client, forward, optim = fourth_step_of_four(make_site)
+    lose(site, client)
+    reports = site.drivers.of[client].pump()
+    for report in reports:
+        if isinstance(report, Computed):
+            break
+        site.tell(client, report)
+    assert report.step == 2
+    site.cancel(forward)
+    site.tell(client, report)
+    for report in reports:
+        site.tell(client, report)
+    assert [site.get(each).state for each in (forward, optim)] == ["cancelled", "cancelled"]
 
 
 def test_a_cancellation_survives_the_service_and_the_driver(make_site):
@@ -898,6 +948,69 @@ def test_an_optim_step_whose_batches_are_followed_while_its_driver_is_asked_goes
     site.send(client, "b")
     for report in reports:
         site.tell(client, report)
+    site.run()
+    assert site.get(optim).state == "done"
+
+
+def test_a_step_that_was_charged_with_its_batches_takes_no_other_one(site):
+    """Its charge names them, so the other one would be counted and would never be computed."""
+    client = site.create(config=SENT)
+    site.run()
+    site.send(client, "a")
+    optim = site.submit(client, OPT)
+    reports = site.drivers.of[client].pump()
+    site.tell(client, next(reports))
+    site.cancel(optim)
+    for report in reports:
+        site.tell(client, report)
+    with pytest.raises(ServiceStateError, match="step_charged"):
+        site.send(client, "b")
+    assert site.store.used_in_step(client, sha256(b"b").digest()[:16]) == (0, -1)
+    site.submit(client, OPT)
+    site.send(client, "b")
+    optim = site.submit(client, OPT)
+    site.run()
+    assert site.get(optim).state == "done"
+    assert [len(files) for files in site.drivers.of[client].files.values()] == [1, 1]
+
+
+def test_a_computed_step_of_sent_data_is_not_cancelled_by_an_older_report_of_its_driver(site):
+    """An aggregator was lost after the step was computed, and the driver heard of the first cancellation alone."""
+    client = site.create(config=SENT)
+    site.run()
+    site.send(client, "a")
+    optim = site.submit(client, OPT)
+    reports = site.drivers.of[client].pump()
+    site.tell(client, next(reports))
+    computed = Computed(step=0, epsilon=0.1, loss=None)
+    site.cancel(optim)
+    site.tell(client, computed)
+    site.cancel(optim)
+    assert site.drivers.of[client].held is False
+    site.tell(client, Held(step=0, epsilon=0.1))
+    assert site.get(optim).state == "running"
+    for report in reports:
+        site.tell(client, report)
+    assert site.get(optim).state == "done"
+    # Nothing is held any more: a state is saved between two steps, whatever was sent for the next one.
+    site.send(client, "b")
+    site.submit(client, SAVE)
+
+
+def test_batches_that_follow_a_step_keep_it_although_its_driver_resumes_from_an_earlier_one(make_site):
+    site = make_site(package_every=2)
+    client = site.create(config=SENT, steps=6)
+    site.run()
+    for example in ("a", "b", "c"):
+        site.send(client, example)
+        site.submit(client, OPT)
+    site.run()
+    site.send(client, "d")
+    optim = site.submit(client, OPT)
+    site.tell(client, next(site.drivers.of[client].pump()))
+    site.cancel(optim)
+    site.send(client, "e")
+    lose(site, client)
     site.run()
     assert site.get(optim).state == "done"
 

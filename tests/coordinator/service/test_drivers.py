@@ -30,6 +30,7 @@ from raycloak.coordinator.service.pipe import (
     report_line,
 )
 from raycloak.coordinator.service.service import DriverProcesses
+from raycloak.coordinator.training.pace import GatedPace
 from raycloak.coordinator.training.reporting import StepReport
 from raycloak.coordinator.training.stop_signals import StopRequest
 from raycloak.workers.terms.public_sums import PublicSums
@@ -165,3 +166,20 @@ def test_a_driver_reports_what_was_counted_and_of_a_private_step_nothing(tmp_pat
     assert (computed.loss, computed.tokens) == (1.5, 11)
     assert (released.loss, released.grad_norm) == (1.5, 0.75)
     assert (private.loss, private.tokens, done.loss, done.grad_norm) == (None,) * 4
+
+
+def test_a_driver_that_cannot_do_a_command_stops(tmp_path, monkeypatch):
+    """It takes no further one, so that its step would wait for ever."""
+
+    def refuse(*_):
+        raise RuntimeError("nothing can be cancelled")
+
+    monkeypatch.setattr(GatedPace, "allow", refuse)
+    command = command_line(Allow(computed=1, released=0, held=True))
+    stop, ended = StopRequest(), threading.Event()
+    monkeypatch.setattr(threading, "excepthook", lambda _: ended.set())
+
+    with (tmp_path / "reports").open("wb") as file:
+        PacedRun(REFUSED, iter([command]), Reports(file.fileno(), stop), stop)
+        assert ended.wait(DEADLINE_S)
+    assert stop.made

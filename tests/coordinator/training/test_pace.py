@@ -23,7 +23,7 @@ from raycloak.coordinator.training.stop_signals import StopRequest, stop_on_sign
 from raycloak.metrics.errors import RunFailedError
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.train_worker import TrainWorker
-from tests.protocol import NOW, Clock, WholeRun, on, whole_run
+from tests.protocol import NOW, Call, Clock, Fate, WholeRun, on, whole_run
 
 RUN_ID = "the one of SECRET"
 STEPS = 3
@@ -248,6 +248,31 @@ def test_guarantee_a_held_step_is_not_charged_before_it_is_allowed_again(tmp_pat
     owner.run.train()
     assert owner.run.digests == undisturbed
     assert owner.held == [(0, None)]
+
+
+def test_a_step_that_is_held_while_the_measurement_before_it_is_made_is_not_charged(tmp_path):
+    fields = {
+        "measurements": {"evaluation": {"every": 2, "noise_multiplier": 2.0, "loss_bound": 4.0}},
+        "dp_config": {"noise_multiplier": 2.0, "epsilon_cap": 40.0},
+    }
+    plain = whole_run(tmp_path / "plain", **fields)
+    plain.train()
+    seen = []
+
+    def disturb(call: Call) -> Fate:
+        if call.method == "measure" and call.index == 0:
+            owner.pace.allow(3, 2, held=True)
+        return None
+
+    def leave(step: int) -> None:
+        seen.append((step, len(owner.run.stage.calls("charge"))))
+        owner.pace.allow(3, 2)
+
+    owner = owned(tmp_path / "owned", disturb=disturb, **fields)
+    owner.leaving = leave
+    assert owner.train().digests == plain.digests
+    assert seen == [(2, 3)], "two steps and the measurement were charged"
+    assert owner.held == [(2, None)]
 
 
 @pytest.mark.parametrize("how", ["stop", "close"])
