@@ -13,8 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tests.memory_folder import memory_folder
+
 _START_DEADLINE_S = 300.0
-_ROOM = 2**30
 
 
 def binaries() -> Path | None:
@@ -37,7 +38,7 @@ class PostgresServer:
         self._binaries, self._settings = folder, dict(settings or {})
         self._numbers = itertools.count()
         # Short, because of the socket in it, and reachable for the user that the server runs as.
-        self._folder = Path(tempfile.mkdtemp(prefix="rcpg", dir=_base()))
+        self._folder = Path(tempfile.mkdtemp(prefix="rcpg", dir=memory_folder()))
         self._user = _unprivileged()
         if "user" in self._user:
             os.chown(self._folder, self._user["user"], self._user["group"])
@@ -134,12 +135,6 @@ def _is_running(process: str) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state not in "ZX"
-
-
-def _base() -> str:
-    """Return a folder in memory, where a commit waits for no disk; `/tmp` where there is too little memory."""
-    memory = Path("/dev/shm")
-    return str(memory if memory.is_dir() and shutil.disk_usage(memory).free > _ROOM else "/tmp")
 
 
 def _unprivileged() -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """A data owner's client as the pace of a run, as tests of whole runs on sent data need it."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,6 +80,15 @@ class Client:
                 paths[-1].write_bytes(sealed.content)
             self.files[step] = tuple(paths)
         return self.files.get(step, ())
+
+    def computing(self, step: int, cancel: Callable[[], None]) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def is_held(self, step: int) -> bool:
+        return False
+
+    def resume(self, step: int, epsilon: float | None) -> None:
+        pass
 
     def is_released(self, step: int) -> bool:
         return True

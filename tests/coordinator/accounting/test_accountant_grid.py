@@ -1,7 +1,7 @@
 """Four accountants on a grid of sampling rates, noise multipliers and steps.
 
 RDP and PLD are computed at every point except the slowest. PRV takes a second a point: it is compared at the eight
-corners and at six points drawn with a fixed seed. A grid with twice as many rates and five levels of noise was compared
+corners and at three points drawn with a fixed seed. A grid with twice as many rates and five levels of noise was compared
 once, point by point, without a disagreement; where epsilon is above about 700, PRV overflows and says so.
 """
 
@@ -28,7 +28,7 @@ STEPS = (1, 100, 10_000)
 SLOWEST = {(1e-4, 1.0, 1)}
 GRID = [point for point in itertools.product(RATES, NOISES, STEPS) if point not in SLOWEST]
 CORNERS = list(itertools.product((1e-4, 1.0), (0.5, 5.0), (1, 10_000)))
-DRAWN = random.Random(4).sample([point for point in GRID if point not in CORNERS and point[0] < 1], 6)
+DRAWN = random.Random(4).sample([point for point in GRID if point not in CORNERS and point[0] < 1], 3)
 
 
 @cache

@@ -20,6 +20,7 @@ import pytest
 import torch
 import transformers
 import yaml
+from typer.testing import CliRunner
 
 import raycloak
 from raycloak.attestation.core.keys import IdentityKey
@@ -30,6 +31,7 @@ from raycloak.coordinator.adapter import adapter_pb2 as wire
 from raycloak.coordinator.adapter.connection import AdapterAddress, AdapterConnection
 from raycloak.coordinator.adapter.serve import load_adapter
 from raycloak.coordinator.checkpoints.archive import Archive
+from raycloak.coordinator.cli.app import app
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.sections import CheckpointConfig
 from raycloak.coordinator.runs.released_model import Keys
@@ -80,8 +82,8 @@ def started(shared_home, *command):
     return subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True, env=environment)
 
 
-def serve(shared_home, target, folder, *options):
-    """Start the command that serves an adapter."""
+def settings_of(shared_home, folder):
+    """Write the settings of a server for this home's client and the hostile ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAYCLOAK_HOME", shared_home)
         me = identity().public.hex()
@@ -95,6 +97,12 @@ def serve(shared_home, target, folder, *options):
     }
     file = folder / "adapter.yaml"
     file.write_text(yaml.safe_dump(settings))
+    return file
+
+
+def serve(shared_home, target, folder, *options):
+    """Start the command that serves an adapter."""
+    file = settings_of(shared_home, folder)
     return started(shared_home, "-m", "raycloak", "adapter", "serve", str(target), str(file), "--json", *options)
 
 
@@ -260,13 +268,23 @@ def options_of(folder, key="auditor.key", config="config.yaml"):
     return ("--trust", str(folder / "trust.json"), "--key", str(folder / key), "--config", str(folder / config))
 
 
-def test_a_sealed_package_is_served_as_its_run_is(shared_home, run, sealed, tmp_path):
+def test_a_sealed_package_is_served_as_its_run_is_and_a_worker_that_is_killed_is_named(
+    shared_home, run, sealed, tmp_path
+):
+    """Every later call is refused, and the server still ends as it should."""
     folder, package, directory = sealed
     base = base_model(run[0])
-    with command(shared_home, package, tmp_path, *options_of(folder)) as (facts, _), torch.no_grad():
+    with command(shared_home, package, tmp_path, *options_of(folder)) as (facts, process), torch.no_grad():
         assert facts["projections"] == 4
         with raycloak.EncryptedAdapter(base, facts["address"]) as model:
             found = model(input_ids=TEXTS, attention_mask=MASK).logits
+            os.kill(child_processes(process.pid)[-1], signal.SIGKILL)
+            for call in (model, model):
+                with pytest.raises(RaycloakError) as refusal:
+                    call(input_ids=TEXTS, attention_mask=MASK)
+                assert refusal.value.code == "worker_gone"
+        with urllib.request.urlopen(facts["metrics"], timeout=60) as page:
+            assert 'raycloak_adapter_calls_total{code="worker_gone",method="Apply"} 2.0' in page.read().decode()
         (log,) = logs_of(facts["adapter"])
         assert log["released"]
         expected = raycloak.load(directory)(input_ids=TEXTS, attention_mask=MASK).logits
@@ -275,13 +293,23 @@ def test_a_sealed_package_is_served_as_its_run_is(shared_home, run, sealed, tmp_
     assert not torch.allclose(bare, expected, atol=1e-2 * expected.abs().max())
 
 
-def test_the_command_refuses_a_package_for_the_wrong_recipient_and_leaves_no_process(shared_home, sealed, tmp_path):
+def test_the_command_refuses_a_package_for_the_wrong_recipient_and_leaves_no_process(
+    shared_home, sealed, tmp_path, capfd
+):
+    """The command in this process, which has imported what its worker's process must."""
     folder, package, _ = sealed
     create_recipient(folder / "eve.key")
-    process = serve(shared_home, package, tmp_path, *options_of(folder, "eve.key"))
-    said, _ = process.communicate(timeout=300)
-    assert json.loads(said)["error"]["code"] == "not_a_recipient"
-    assert process.returncode == 3
+    settings = settings_of(shared_home, tmp_path)
+    before = child_processes(os.getpid())
+    command = ["adapter", "serve", str(package), str(settings), "--json", *options_of(folder, "eve.key")]
+    assert CliRunner().invoke(app, command).exit_code == 3
+    assert json.loads(capfd.readouterr().out)["error"]["code"] == "not_a_recipient"
+    assert [each for each in child_processes(os.getpid()) if each not in before and not is_helper(each)] == []
+
+
+def is_helper(pid):
+    """Say whether a child is multiprocessing's own, which ends with this process."""
+    return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -344,29 +372,6 @@ def resident_bytes(pid):
     """Return the largest resident memory of a process so far."""
     (line,) = (each for each in Path(f"/proc/{pid}/status").read_text().splitlines() if each.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
-
-
-def test_a_worker_that_is_killed_is_named_in_every_later_refusal(shared_home, run, tmp_path):
-    folder, directory = run
-    process = serve(shared_home, directory, tmp_path)
-    try:
-        facts = json.loads(process.stdout.readline())
-        with raycloak.EncryptedAdapter(base_model(folder), facts["address"]) as model:
-            os.kill(child_processes(process.pid)[-1], signal.SIGKILL)
-            for call in (model, model):
-                with pytest.raises(RaycloakError) as refusal:
-                    call(input_ids=TEXTS, attention_mask=MASK)
-                assert refusal.value.code == "worker_gone"
-        with urllib.request.urlopen(facts["metrics"], timeout=60) as page:
-            assert 'raycloak_adapter_calls_total{code="worker_gone",method="Apply"} 2.0' in page.read().decode()
-        children = child_processes(process.pid)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
-        await_end(children)
-    finally:
-        process.kill()
-        process.wait(60)
-        process.stdout.close()
 
 
 def test_memory_is_bounded_under_100_hostile_clients(run, server):

@@ -10,6 +10,7 @@ import urllib.request
 import pytest
 import yaml
 
+from raycloak.coordinator.cli import app
 from raycloak.coordinator.client.service_client import ServiceClient
 
 DEADLINE_S = 300
@@ -58,19 +59,30 @@ def test_it_says_where_it_listens_owns_its_store_and_ends_with_sigterm(settings,
     assert [path for path in files if path.stat().st_mode & 0o077 and path.suffix != ".pub"] == []
 
 
-def test_a_token_is_made_with_its_line():
-    with serve("--token") as made:
-        said = json.load(made.stdout)
-    assert made.returncode == 0
-    assert hashlib.sha256(said["token"].encode()).hexdigest() == said["sha256"]
-    assert len(said["token"]) > 40
+@pytest.fixture
+def said(capfd, monkeypatch):
+    """Run the command in this process, which it leaves at once; returns the object that it prints, and its exit code."""
+    monkeypatch.setattr(app, "leave_stdout", lambda: None)
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            app.main(["serve", *arguments, "--json"])
+        return json.loads(capfd.readouterr().out), ended.value.code
+
+    return run
+
+
+def test_a_token_is_made_with_its_line(said):
+    made, code = said("--token")
+    assert code == 0
+    assert hashlib.sha256(made["token"].encode()).hexdigest() == made["sha256"]
+    assert len(made["token"]) > 40
 
 
 @pytest.mark.parametrize(("arguments", "code"), [((), "usage"), (("--token", "x.yaml"), "usage"), (("none.yaml",), "config")])  # fmt: skip # noqa: E501
-def test_a_wrong_call_is_refused(arguments, code):
-    with serve(*arguments) as refused:
-        assert json.load(refused.stdout)["error"]["code"] == code
-    assert refused.returncode == 2
+def test_a_wrong_call_is_refused(said, arguments, code):
+    refused, exit_code = said(*arguments)
+    assert (refused["error"]["code"], exit_code) == (code, 2)
 
 
 def test_a_service_needs_neither_torch_nor_ray():

@@ -74,11 +74,11 @@ TASKS: dict[str, Callable[[Path], dict[str, object]]] = {
 COUNTS = {
     "cnn": [1, 2, 3, 5, 8],
     "transformer": [2, 5],
-    "bert lora": [1, 2, 3, 5],
-    "gpt2 lora": [1, 2, 3, 5],
+    "bert lora": [1, 3],
+    "gpt2 lora": [5, 2],
     "gpt2 whole": [3, 2],
 }
-"""Workers of the executions of one run, each of which the next resumes."""
+"""Workers of the executions of one run, each of which the next resumes; the first task has all numbers."""
 
 
 @pytest.fixture(scope="module")

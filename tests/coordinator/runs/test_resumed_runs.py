@@ -266,8 +266,8 @@ def test_vectors_that_do_not_come_out_the_same_are_never_summed(tmp_path, monkey
     first = begun(tmp_path, killed_at("reduce", index), assignment=NewRun())
     genuine = VirtualWorkerComputer.vector
 
-    def other_bits(self, v, keys, step, model, root, parameters):
-        result = genuine(self, v, keys, step, model, root, parameters)
+    def other_bits(self, v, keys, step, model, root, parameters, *rest):
+        result = genuine(self, v, keys, step, model, root, parameters, *rest)
         return replace(result, tag=bytes(a ^ 1 for a in result.tag)) if (step, v) == (2, 5) else result
 
     monkeypatch.setattr(VirtualWorkerComputer, "vector", other_bits)

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,6 +47,15 @@ class Script:
 
     def batches(self, step: int) -> tuple[Path, ...]:
         return ()
+
+    def computing(self, step: int, cancel: Callable[[], None]) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def is_held(self, step: int) -> bool:
+        return False
+
+    def resume(self, step: int, epsilon: float | None) -> None:
+        pass
 
     def is_released(self, step: int) -> bool:
         return True

@@ -54,10 +54,10 @@ def computed(monkeypatch) -> list[tuple[int, int]]:
     seen: list[tuple[int, int]] = []
     genuine = VirtualWorkerComputer.vector
 
-    def spy(self, v, keys, step, model, root, parameters):
+    def spy(self, v, keys, step, model, root, parameters, *rest):
         if model != bytes(32):
             seen.append((step, v))
-        return genuine(self, v, keys, step, model, root, parameters)
+        return genuine(self, v, keys, step, model, root, parameters, *rest)
 
     monkeypatch.setattr(VirtualWorkerComputer, "vector", spy)
     return seen
@@ -244,8 +244,8 @@ def perturb_recomputation(monkeypatch) -> None:
     genuine = VirtualWorkerComputer.vector
     seen = set()
 
-    def second_differs(self, v, keys, step, model, root, parameters):
-        result = genuine(self, v, keys, step, model, root, parameters)
+    def second_differs(self, v, keys, step, model, root, parameters, *rest):
+        result = genuine(self, v, keys, step, model, root, parameters, *rest)
         if model != bytes(32) and (v, step) in seen:
             changed = result.values.copy()
             changed[0] ^= 1
