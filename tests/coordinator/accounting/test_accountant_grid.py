@@ -1,8 +1,8 @@
 """Four accountants on a grid of sampling rates, noise multipliers and steps.
 
 RDP and PLD are computed at every point except the slowest. PRV takes a second a point: it is compared at the eight
-corners and at three points drawn with a fixed seed. A grid with twice as many rates and five levels of noise was compared
-once, point by point, without a disagreement; where epsilon is above about 700, PRV overflows and says so.
+corners and at three points drawn with a fixed seed. A grid with twice as many rates and five levels of noise was
+compared once, point by point, without a disagreement; where epsilon is above about 700, PRV overflows and says so.
 """
 
 import itertools

@@ -61,7 +61,7 @@ def test_it_says_where_it_listens_owns_its_store_and_ends_with_sigterm(settings,
 
 @pytest.fixture
 def said(capfd, monkeypatch):
-    """Run the command in this process, which it leaves at once; returns the object that it prints, and its exit code."""
+    """Run a command that ends at once in this process; returns the object that it prints, and its exit code."""
     monkeypatch.setattr(app, "leave_stdout", lambda: None)
 
     def run(*arguments):
