@@ -5,7 +5,7 @@ import json
 CODE = """
 from raycloak.coordinator.bench import service
 service._ROUNDS, service._ALONE, service._EACH, service._IDLE_CLIENTS = 2, 6, 4, 3
-service._PENDING, service._STEPS = 40, 4
+service._PENDING, service._STEPS = 40, 12
 from raycloak.coordinator.cli.app import main
 main(["bench", "service", "--clients", "2", "--json"])
 """
