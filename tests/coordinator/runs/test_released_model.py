@@ -82,7 +82,10 @@ def runs(site, tmp_path_factory):
 
 def directory_of(run):
     """Return the run's directory as a command leaves it."""
-    folder = RunFolder.create(run.config, run.session.run_id, str(run.home), None)
+    # A fixture that more than one test shares has no home of its own.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAYCLOAK_HOME", str(run.home))
+        folder = RunFolder.create(run.config, run.session.run_id, str(run.home), None)
     for name in ("manifest.json", "parameters.safetensors"):
         shutil.copy2(run.folder / name, folder.path)
     folder.mark("done")
