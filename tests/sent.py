@@ -1,7 +1,5 @@
 """A data owner's client as the pace of a run, as tests of whole runs on sent data need it."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from raycloak.attestation.policy.policy import simulated_policy
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
 from raycloak.coordinator.client.sent_batches import DataKeys, DataTerms, SentRun
 from raycloak.coordinator.config import home
+from raycloak.coordinator.training.pace import OpenPace
 from tests.owner import Owner
 from tests.protocol import config
 
@@ -53,7 +52,7 @@ def data_keys(owner: Owner, ledger_key: bytes, account: str, folder: Path, **ter
 
 
 @dataclass
-class Client:
+class Client(OpenPace):
     """The owner's client as a pace: it seals a step's batches when the run asks for them, in files that stay."""
 
     owner: Owner
@@ -80,21 +79,3 @@ class Client:
                 paths[-1].write_bytes(sealed.content)
             self.files[step] = tuple(paths)
         return self.files.get(step, ())
-
-    def computing(self, step: int, cancel: Callable[[], None]) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def is_held(self, step: int) -> bool:
-        return False
-
-    def resume(self, step: int, epsilon: float | None) -> None:
-        pass
-
-    def is_released(self, step: int) -> bool:
-        return True
-
-    def computed(self, step: int, epsilon: float | None, counted: object) -> None:
-        pass
-
-    def release(self, step: int) -> None:
-        pass

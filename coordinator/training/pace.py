@@ -85,7 +85,7 @@ class Pace(Protocol):
         ...
 
 
-class _OpenPace:
+class OpenPace:
     """A pace that never waits."""
 
     def admit(self, finished_steps: int, training: "Training") -> bool:
@@ -113,7 +113,7 @@ class _OpenPace:
         pass
 
 
-OPEN: Final[Pace] = _OpenPace()
+OPEN: Final[Pace] = OpenPace()
 """The pace of ``raycloak run``."""
 
 

@@ -1,8 +1,9 @@
-"""A site of the desk, and stores on each kind of database."""
+"""A site of the desk, whole services, and stores on each kind of database."""
 
 import pytest
 
 from tests.coordinator.service.scripted import Site
+from tests.coordinator.service.serving import Served
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.server)])
@@ -33,3 +34,17 @@ def make_site(tmp_path):
 def site(make_site):
     """Return a site with the usual limits."""
     return make_site()
+
+
+@pytest.fixture
+def serve(tmp_path):
+    """Return a maker of services in one folder, which are stopped at the end."""
+    made = []
+
+    def make(**fields):
+        made.append(Served(tmp_path, **fields))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.stop()

@@ -19,23 +19,9 @@ from raycloak.metrics.errors import ConfigError
 from raycloak.metrics.service_errors import ServiceAuthenticationError, ServiceQueueFullError, ServiceServerError
 from raycloak.workers.terms.measurement import Released as Measured
 from tests.coordinator.service.scripted import HASH, SENT, settings
-from tests.coordinator.service.serving import Served, metadata, stub
+from tests.coordinator.service.serving import metadata, stub
 from tests.coordinator.service.test_drivers import REFUSED
 from tests.coordinator.service.test_server import DEADLINE_S, created, fails, head_of
-
-
-@pytest.fixture
-def serve(tmp_path):
-    """Return a maker of services in one folder, which are stopped at the end."""
-    made = []
-
-    def make(**fields):
-        made.append(Served(tmp_path, **fields))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.stop()
 
 
 def test_off_loopback_private_data_needs_an_account_that_its_operator_has_opened():

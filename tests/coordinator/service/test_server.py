@@ -36,20 +36,6 @@ from tests.coordinator.service.serving import Authority, Served, metadata, stub
 DEADLINE_S = 120
 
 
-@pytest.fixture
-def serve(tmp_path):
-    """Return a maker of services in one folder, which are stopped at the end."""
-    made = []
-
-    def make(**fields):
-        made.append(Served(tmp_path, **fields))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.stop()
-
-
 def fails(call):
     """Return the error that a call of a stub ends with, as a client gets it."""
     with pytest.raises(grpc.RpcError) as failure:

@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from raycloak.coordinator.config.sections import CheckpointConfig
 from raycloak.coordinator.ledger.entries import StepCharged
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.training.assignment import NewRun, ReplayedRun, ResumedRun
+from raycloak.coordinator.training.pace import OpenPace
 from raycloak.coordinator.training.state_requests import CopyRequest, LoadRequest, SaveRequest
 from raycloak.coordinator.training.steps import Training
 from raycloak.metrics.errors import EvidenceError, ProtocolError, RefusedError
@@ -33,7 +33,7 @@ class Killed(BaseException):
     """An error that stands for a driver that ends without any of its handlers."""
 
 
-class Script:
+class Script(OpenPace):
     """A pace that never waits, and does what a test wants after so many steps, once."""
 
     def __init__(self, acts: Mapping[int, Act]) -> None:
@@ -44,25 +44,6 @@ class Script:
         if act is not None:
             act(training)
         return True
-
-    def batches(self, step: int) -> tuple[Path, ...]:
-        return ()
-
-    def computing(self, step: int, cancel: Callable[[], None]) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def is_held(self, step: int) -> bool:
-        return False
-
-    def resume(self, step: int, epsilon: float | None) -> None:
-        pass
-
-    def is_released(self, step: int) -> bool:
-        return True
-
-    def computed(self, step: int, epsilon: float | None, counted: object) -> None: ...
-
-    def release(self, step: int) -> None: ...
 
 
 def archive(home: Path, run_id: str = RUN_ID, keep: int = 1, every: int = 0) -> Archive:
