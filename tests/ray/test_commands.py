@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -177,26 +178,32 @@ def _wait_until_served(url, process):
     raise AssertionError(f"{url} did not come up")
 
 
-def test_a_ray_job_ends_with_the_same_verdict_as_a_local_run(head, ray_cluster, tmp_path, raycloak_home, monkeypatch):
+def submitted(head, checkout, raycloak_home, *command):
+    """Return the output of a command that ran as a job of the cluster, with a copy of the product as its folder."""
     address, environment = head
-    checkout = tmp_path / "checkout"
-    checkout.mkdir()
     for name in (*PACKAGES, "raycloak", "examples"):
         shutil.copytree(ROOT / name, checkout / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    (checkout / "secret.hex").write_text("7a" * 32)
-    settle(raycloak_home)
-    settle(tmp_path / "other")
-    submit = [
-        str(Path(sys.executable).parent / "ray"), "job", "submit", "--address", address, "--working-dir", ".", "--",
-        "python", "-m", "raycloak", "run", "examples/digits.yaml", "--json", "--set", "steps=5",
-        "--set", "num_workers=2", "--set", RDP, "--run-secret", "secret.hex",
-    ]  # fmt: skip
+    ray = str(Path(sys.executable).parent / "ray")
+    submit = [ray, "job", "submit", "--address", address, "--working-dir", ".", "--", "python", *command]
     done = subprocess.run(
         submit, cwd=checkout, env=environment | {"RAYCLOAK_HOME": str(raycloak_home)}, capture_output=True, text=True,
         timeout=DEADLINE_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith('{"') and "parameter_digest" in line)
+    return done.stdout
+
+
+def test_a_ray_job_ends_with_the_same_verdict_as_a_local_run(head, ray_cluster, tmp_path, raycloak_home, monkeypatch):
+    checkout = tmp_path / "checkout"
+    checkout.mkdir()
+    (checkout / "secret.hex").write_text("7a" * 32)
+    settle(raycloak_home)
+    settle(tmp_path / "other")
+    output = submitted(
+        head, checkout, raycloak_home, "-m", "raycloak", "run", "examples/digits.yaml", "--json", "--set", "steps=5",
+        "--set", "num_workers=2", "--set", RDP, "--run-secret", "secret.hex",
+    )  # fmt: skip
+    (line,) = (line for line in output.splitlines() if line.startswith('{"') and "parameter_digest" in line)
     job = json.loads(line)
     monkeypatch.setenv("RAYCLOAK_HOME", str(tmp_path / "other"))
     examples, secret = checkout / "examples", checkout / "secret.hex"
@@ -204,6 +211,15 @@ def test_a_ray_job_ends_with_the_same_verdict_as_a_local_run(head, ray_cluster, 
     local = Trainer(config, config_dir=examples, run_secret=secret, notice=lambda line: None).train()["metrics"]
     same = ("steps", "privacy_epsilon", "evaluation_accuracy", "evidence_class", "parameter_digest", "epsilon_cap")
     assert {key: job[key] for key in same} == {key: local[key] for key in same}
+
+
+def test_a_service_in_a_ray_job_serves_a_loop(head, tmp_path, raycloak_home):
+    """The example's service joins the cluster of the job, and so do its drivers."""
+    checkout = tmp_path / "checkout"
+    checkout.mkdir()
+    output = submitted(head, checkout, raycloak_home, "examples/service_loop.py", "2")
+    assert re.findall(r"step (\d+): ε \d", output) == ["1", "2"]
+    assert re.search(r"released model [0-9a-f]{64}", output)
 
 
 def test_the_loop_by_hand_runs_as_written(ray_cluster, capfd):
