@@ -6,9 +6,13 @@ The client runs the public base model. It sends encrypted inputs of the adapted 
 import inspect
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
+from inspect import BoundArguments
+from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -24,6 +28,7 @@ from raycloak.attestation.keys.run_secret import load_secret
 from raycloak.attestation.policy.policy import Policy, load_policy, simulated_policy
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
 from raycloak.coordinator.adapter.connection import AdapterAddress
+from raycloak.coordinator.adapter.sequences import Reading, joined, planned, sent_rows
 from raycloak.coordinator.adapter.session import AdapterSession, Traffic
 from raycloak.coordinator.config import home
 from raycloak.coordinator.evidence.sources import collateral_of
@@ -45,6 +50,10 @@ class EncryptedAdapter:
         policy: file or `Policy` that the worker's evidence must meet; None accepts SIMULATED evidence of this home.
         collateral: file to judge it by, where the policy names no collateral service.
         progress: called as a forward pass proceeds.
+
+    A batch is cut into two parts of whole sequences, if that takes no more blocks: while the server works for one part,
+    the client computes the other. Parts take turns in the caller's thread. A call is not cut if it has other arguments
+    than those of sequences, or if a result is of the whole batch.
 
     Raises:
         ConfigError: ``adapter_address``, ``encryption_missing``, or a policy or collateral that cannot be used.
@@ -70,7 +79,6 @@ class EncryptedAdapter:
         identity = IdentityKey.from_seed(load_secret(home.adapter_identity_file()))
         self._model = base_model
         self._progress = progress
-        self._inputs: dict[str, int] | None = None
         self._session = AdapterSession(
             AdapterAddress.parse(address), identity, home.adapters_folder() / "sessions", known, judged_by
         )
@@ -96,14 +104,22 @@ class EncryptedAdapter:
         Raises:
             BudgetError: ``tokens_spent``. The server's other refusals.
         """
-        bound = inspect.signature(self._model.forward).bind_partial(*args, **kwargs).arguments
-        mask = bound.get("attention_mask")
-        with torch.no_grad():
-            if self._inputs is None:
-                self._inputs = self._shared_inputs(args, kwargs)
-            call = _Pass(self._session, self._inputs, mask, self._progress)
-            with _hooked(self._layers, call.add):
-                return torch.func.functional_call(self._model, self._shared, args, kwargs)
+        call = inspect.signature(self._model.forward).bind_partial(*args, **kwargs)
+        with torch.no_grad(), _replaced(self._model, self._shared):
+            plan = planned(call, self._read, self._session.block_tokens)
+            done = count(1)
+
+            def tell() -> None:
+                if self._progress is not None:
+                    self._progress(next(done), plan.blocks)
+
+            def forward(part: BoundArguments) -> Any:
+                # Each task has context variables of its own.
+                _PASS.set(_Pass(self._session, plan.inputs, part.arguments.get("attention_mask"), tell))
+                return self._model(*part.args, **part.kwargs)
+
+            with _hooked(self._layers, lambda *each: _PASS.get().add(*each)):
+                return joined(self._session.in_turns([partial(forward, part) for part in plan.parts]))
 
     def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: ModelError ``generation_refused``."""
@@ -127,8 +143,8 @@ class EncryptedAdapter:
         """End the session; the worker drops the keys."""
         self._session.close()
 
-    def _shared_inputs(self, args: Any, kwargs: Any) -> dict[str, int]:
-        """Return which layers read one and the same tensor: names to the number of that tensor, by a bare pass.
+    def _read(self, call: BoundArguments) -> Reading:
+        """Return which layers read one and the same tensor, by a bare pass.
 
         Only a pass can tell: two layers of one block may share an input, as query and value do, or not. It costs the
         base model's forward pass, and nothing is sent.
@@ -144,8 +160,8 @@ class EncryptedAdapter:
             return output
 
         with _hooked(self._layers, note):
-            self._model(*args, **kwargs)
-        return inputs
+            result = self._model(*call.args, **call.kwargs)
+        return Reading(inputs, [each.shape[:-1] for each in seen], result)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,18 +173,17 @@ class _Pending:
 
 
 class _Pass:
-    """One forward pass: asks once for all layers that read one tensor."""
+    """A forward pass: asks once for all layers that read one tensor, and tells each block that is done."""
 
     def __init__(
         self,
         session: AdapterSession,
-        inputs: dict[str, int],
+        inputs: Mapping[str, int],
         mask: torch.Tensor | None,
-        progress: Progress | None,
+        tell: Callable[[], None],
     ) -> None:
-        self._session, self._inputs, self._mask, self._progress = session, inputs, mask, progress
+        self._session, self._inputs, self._mask, self._tell = session, inputs, mask, tell
         self._pending: dict[str, _Pending] = {}
-        self._done = 0
 
     def add(self, name: str, given: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         """Return a layer's output with its delta."""
@@ -185,14 +200,12 @@ class _Pass:
             for each, number in self._inputs.items()
             if number == mine and self._session.projections[each].width_in == width
         ] or [name]
-        rows = self._rows(given)
+        rows = sent_rows(given.shape[:-1], self._mask)
         sent = given.reshape(-1, width)[rows].cpu().double().numpy()
         parts = []
         for part in self._session.deltas(sent, names):
             parts.append(part)
-            self._done += 1
-            if self._progress is not None:
-                self._progress(self._done, self._session.blocks(len(sent)) * len(set(self._inputs.values())))
+            self._tell()
         for each in names:
             found = np.concatenate([part[each] for part in parts]) if parts else np.zeros((0, 1))
             delta = torch.zeros(rows.numel(), self._session.projections[each].width_out, dtype=torch.float64)
@@ -201,12 +214,9 @@ class _Pass:
             self._pending[each] = _Pending(given, delta.reshape(*given.shape[:-1], -1))
         return self._pending.pop(name)
 
-    def _rows(self, given: torch.Tensor) -> torch.Tensor:
-        """Return which tokens of a layer's input to send, bool of shape [tokens]."""
-        shape = given.shape[:-1]
-        if self._mask is not None and self._mask.shape == shape:
-            return self._mask.reshape(-1).bool().cpu()
-        return torch.ones(shape.numel(), dtype=torch.bool)
+
+# The pass that a task of the thread is in: the tasks share the model, and so its hooks.
+_PASS: ContextVar[_Pass] = ContextVar("_PASS")
 
 
 @contextmanager
@@ -223,6 +233,20 @@ def _hooked(
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def _replaced(model: nn.Module, parts: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Give parameters of the model other values inside the block."""
+    own = dict(model.named_parameters())
+    kept = {name: own[name].data for name in parts}
+    try:
+        for name, each in parts.items():
+            own[name].data = each
+        yield
+    finally:
+        for name, each in kept.items():
+            own[name].data = each
 
 
 def _layers(model: nn.Module, session: AdapterSession) -> dict[str, nn.Module]:

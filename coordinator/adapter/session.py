@@ -1,12 +1,14 @@
 """One client session: keys, the worker's evidence under the client's policy, and encrypted blocks one after another."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +21,15 @@ from raycloak.coordinator.adapter import adapter_pb2 as wire
 from raycloak.coordinator.adapter.connection import AdapterAddress, AdapterConnection
 from raycloak.coordinator.adapter.introduction import PIECE_BYTES
 from raycloak.coordinator.adapter.registration import ClientOrchestrator
+from raycloak.coordinator.adapter.turns import Turns
 from raycloak.metrics.errors import ProtocolError, RefusedError
 from raycloak.workers.encrypted.client_keys import ClientKeys
 from raycloak.workers.encrypted.parameters import MAX_WIDTH, BlockShape, require_allowed
+
+R = TypeVar("R")
+
+# Blocks of one task under way: the server computes one while the next is encrypted. More would only take memory.
+_AHEAD: Final = 2
 
 
 @dataclass(slots=True)
@@ -74,6 +82,8 @@ class AdapterSession:
         self.traffic = Traffic()
         self._connection = AdapterConnection(address, identity)
         self._sequence = 0
+        self._turns = Turns()
+        self._line: _Line | None = None
         self._name = ""
         self._orchestrator: ClientOrchestrator | None = None
         try:
@@ -115,10 +125,16 @@ class AdapterSession:
         pieces = (wire.RegisterRequest(sealed_keys=piece) for piece in _pieces(given.sealed))
         self._connection.call("Register", chain([registration], pieces))
 
-    def deltas(self, tokens: NDArray[Any], names: Sequence[str]) -> Iterator[dict[str, NDArray[np.float64]]]:
-        """Yield the deltas of hidden states, block by block, for projections that share them.
+    def in_turns(self, tasks: Sequence[Callable[[], R]]) -> list[R]:
+        """Return the results of tasks that ask for `deltas`; one computes while the server works for another.
 
-        The next block is encrypted while the server computes one.
+        The first error ends them all, and nothing more is sent.
+        """
+        with _Line() as self._line:
+            return self._turns.run(tasks)
+
+    def deltas(self, tokens: NDArray[Any], names: Sequence[str]) -> Iterator[dict[str, NDArray[np.float64]]]:
+        """Yield the deltas of hidden states, block by block, for projections that share them; in a task of `in_turns`.
 
         Args:
             tokens: shape [n, width].
@@ -127,21 +143,19 @@ class AdapterSession:
         Raises:
             BudgetError: ``tokens_spent``. The server's other refusals.
         """
-        size = self._keys.shape.tokens
-        pending = None
+        size = self.block_tokens
+        asked: deque[_Asked] = deque()
         for start in range(0, len(tokens), size):
-            began = time.perf_counter()
-            batch, factors = self._keys.encrypt(tokens[start : start + size])
-            self.traffic.encrypt_s += time.perf_counter() - began
-            if pending is not None:
-                yield self._finished(*pending, names)
-            pending = (self._sent(batch, names), factors)
-        if pending is not None:
-            yield self._finished(*pending, names)
+            if len(asked) == _AHEAD:
+                yield self._finished(asked.popleft(), names)
+            asked.append(self._asked(tokens[start : start + size], names))
+        while asked:
+            yield self._finished(asked.popleft(), names)
 
-    def blocks(self, count: int) -> int:
-        """Return how many blocks ``count`` tokens take."""
-        return -(-count // self._keys.shape.tokens)
+    @property
+    def block_tokens(self) -> int:
+        """The tokens of a block, which is charged as a whole."""
+        return self._keys.shape.tokens
 
     def close(self) -> None:
         """End the session: the worker drops the keys, and the log is complete on disk."""
@@ -157,7 +171,15 @@ class AdapterSession:
                 own, self._orchestrator = self._orchestrator, None
                 own.finish()
 
-    def _sent(self, batch: bytes, names: Sequence[str]) -> Any:
+    def _asked(self, tokens: NDArray[Any], names: Sequence[str]) -> "_Asked":
+        began = time.perf_counter()
+        batch, factors = self._keys.encrypt(tokens)
+        self.traffic.encrypt_s += time.perf_counter() - began
+        assert self._line is not None, "only a task of `in_turns` may ask"
+        return _Asked(self._line.ask(lambda: self._answer(batch, names)), factors)
+
+    def _answer(self, batch: bytes, names: Sequence[str]) -> wire.ApplyReply:
+        """Return the server's answer to a block; in the line's thread, so that requests have the order of numbers."""
         self._sequence += 1
         request = wire.ApplyRequest(
             session=self._name,
@@ -168,13 +190,18 @@ class AdapterSession:
         pieces = (wire.ApplyRequest(batch=piece) for piece in _pieces(batch))
         self.traffic.blocks += 1
         self.traffic.sent_bytes += len(batch)
-        return self._connection.start("Apply", chain([request], pieces))
+        try:
+            answer: wire.ApplyReply = self._connection.call("Apply", chain([request], pieces))
+        except RefusedError as refusal:
+            # Refused before it was read, so its number is still due.
+            if refusal.code == "busy":
+                self._sequence -= 1
+            raise
+        return answer
 
-    def _finished(
-        self, reply: Any, factors: NDArray[np.float64], names: Sequence[str]
-    ) -> dict[str, NDArray[np.float64]]:
-        began = time.perf_counter()
-        answer = reply()
+    def _finished(self, asked: "_Asked", names: Sequence[str]) -> dict[str, NDArray[np.float64]]:
+        answer = self._turns.result(asked.answer)
+        self.traffic.wait_s = self._turns.idle_s
         answered = time.perf_counter()
         if len(answer.answers) != len(names):
             raise ProtocolError("malformed", "the server answered for another number of projections.")
@@ -182,12 +209,50 @@ class AdapterSession:
         found = {}
         for name, each in zip(names, answer.answers, strict=True):
             described = self.projections[name]
-            found[name] = self._keys.decrypt(each, described.width_out, factors, described.gain)
+            found[name] = self._keys.decrypt(each, described.width_out, asked.factors, described.gain)
             self.traffic.received_bytes += len(each)
-        self.traffic.tokens += len(factors)
-        self.traffic.wait_s += answered - began
+        self.traffic.tokens += len(asked.factors)
         self.traffic.decrypt_s += time.perf_counter() - answered
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A block under way, and what its answer's numbers are to be multiplied by."""
+
+    answer: "Future[wire.ApplyReply]"
+    factors: NDArray[np.float64]
+
+
+class _Line:
+    """Calls in a thread of their own, one at a time and in order; after one that failed, none is made.
+
+    At the end of its block, the call under way is awaited and those behind it are dropped.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "adapter calls")
+        self._failure: BaseException | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def ask(self, call: Callable[[], R]) -> "Future[R]":
+        """Return a call's result as a future; behind a call that failed, that call's error."""
+        return self._thread.submit(self._made, call)
+
+    def _made(self, call: Callable[[], R]) -> R:
+        # A server charges for each block that it answers, and nobody would read this answer.
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return call()
+        except BaseException as failure:
+            self._failure = failure
+            raise
 
 
 def _pieces(content: bytes) -> Iterator[bytes]:

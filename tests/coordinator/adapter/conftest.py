@@ -41,7 +41,8 @@ class Encoder(torch.nn.Module):
         pairs = ({"query": torch.nn.Linear(WIDTH, WIDTH), "value": torch.nn.Linear(WIDTH, WIDTH)} for _ in range(2))
         self.layers = torch.nn.ModuleList(torch.nn.ModuleDict(pair) for pair in pairs)
 
-    def forward(self, states, attention_mask=None):
+    def forward(self, inputs_embeds, attention_mask=None):
+        states = inputs_embeds
         for layer in self.layers:
             states = torch.tanh(layer["query"](states)) + layer["value"](states)
         return states if attention_mask is None else states * attention_mask[..., None]

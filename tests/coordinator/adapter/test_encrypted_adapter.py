@@ -1,17 +1,20 @@
 """A client's encoder with the adapter at its server: over real channels, under simulated evidence."""
 
 import json
+import threading
+import time
 
 import pytest
 import torch
 
 from raycloak.attestation.policy.policy import simulated_policy
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
+from raycloak.coordinator.adapter.connection import AdapterAddress, AdapterConnection
 from raycloak.coordinator.adapter.encrypted_adapter import EncryptedAdapter
 from raycloak.coordinator.config import home
-from raycloak.metrics.errors import BudgetError, ConfigError, EvidenceError, ModelError, RefusedError
+from raycloak.metrics.errors import BudgetError, ConfigError, EvidenceError, ModelError, ProtocolError, RefusedError
 from raycloak.workers.encrypted.parameters import SET_F
-from tests.coordinator.adapter.conftest import TOKENS
+from tests.coordinator.adapter.conftest import TOKENS, identity
 
 
 def states(batch=3, length=50):
@@ -33,22 +36,95 @@ def test_the_encoder_computes_what_the_adapted_one_does(site, encoder, adapted):
     assert torch.equal(encoder(given), encoder(given)), "a hook was left behind"
 
 
-def test_a_block_is_encrypted_while_the_server_computes_the_one_before_it(site, encoder):
-    """So the client's work hides behind the server's: it waits for an answer with the next block encrypted."""
-    order = []
+class Slow:
+    """A session whose answer to a block comes only once the next block was encrypted; None for the last."""
+
+    def __init__(self, session, blocks):
+        self.sent, self._encrypted = [], 0
+        self._changed = threading.Condition()
+        self._blocks, self._encrypt, self._answer = blocks, session._keys.encrypt, session._answer
+        session._keys.encrypt, session._answer = self.encrypt, self.answer
+
+    def encrypt(self, tokens):
+        batch = self._encrypt(tokens)
+        with self._changed:
+            self._encrypted += 1
+            self._changed.notify()
+        return batch
+
+    def answer(self, batch, names):
+        self.sent.append(tuple(names))
+        due = min(self._blocks, len(self.sent) + 1)
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._encrypted >= due, 60), "the server waits for the client"
+        return self._answer(batch, names)
+
+
+@pytest.mark.parametrize(("batch", "length"), [(1, 3 * TOKENS), (2, TOKENS), (4, TOKENS - 10)])
+def test_the_client_encrypts_the_next_block_while_the_server_computes_one(site, encoder, adapted, batch, length):
+    """Of one long sequence, only blocks of a layer can overlap; of two, one computes the next layer meanwhile."""
+    given, blocks = states(batch, length), -(-batch * length // TOKENS)
     with site() as served, EncryptedAdapter(encoder, served.address) as model:
-        sent, finished = model._session._sent, model._session._finished
+        slow = Slow(model._session, blocks if batch == 1 else 2 * blocks)
+        if batch == 1:
+            names = ["layers.0.query", "layers.0.value"]
+            session = model._session
+            session.in_turns([lambda: list(session.deltas(given.reshape(-1, 16).numpy(), names))])
+        else:
+            found = model(given)
+            expected = adapted(given)
+            assert (found - expected).abs().max() < 1e-2 * (expected - encoder(given)).abs().max()
+            first = blocks // 2
+            assert slow.sent[: first + 1] == [("layers.0.query", "layers.0.value")] * (first + 1)
+        assert model.traffic.blocks == len(slow.sent) == (blocks if batch == 1 else 2 * blocks)
 
-        def noted(name, call):
-            return lambda *given: (order.append(name), call(*given))[1]
 
-        model._session._finished = noted("answer", finished)
-        model._session._keys.encrypt = noted("encrypt", model._session._keys.encrypt)
-        model._session._sent = noted("send", sent)
-        names = ["layers.0.query", "layers.0.value"]
-        blocks = list(model._session.deltas(states(3, TOKENS).reshape(-1, 16).numpy(), names))
-    assert len(blocks) == 3
-    assert order == ["encrypt", "send", "encrypt", "answer", "send", "encrypt", "answer", "send", "answer"]
+@pytest.mark.parametrize("failing", range(1, 5))
+def test_nothing_is_sent_behind_a_refusal(site, encoder, failing):
+    """Other blocks of the pass are encrypted and wait by then; the server would charge for them."""
+    with site() as served, EncryptedAdapter(encoder, served.address) as model:
+        slow = Slow(model._session, 4)
+        answer, error = model._session._answer, RefusedError("adapter_failed", "as a test wants it.", "Nothing.")
+
+        def refused(batch, names):
+            given = answer(batch, names)
+            if len(slow.sent) == failing:
+                raise error
+            return given
+
+        model._session._answer = refused
+        with pytest.raises(RefusedError) as refusal:
+            model(states(2, TOKENS))
+        assert refusal.value is error
+        assert len(slow.sent) == failing
+        assert served.desk.tokens_left("me") == 10**6 - TOKENS * min(failing, 2)
+        model._session._answer = slow._answer
+        assert model(states(1)).shape == (1, 50, 16)
+
+
+def test_a_refusal_of_a_call_that_was_not_read_leaves_its_number_due(site, encoder):
+    with site() as served, EncryptedAdapter(encoder, served.address) as model:
+        other = AdapterConnection(AdapterAddress.parse(served.address), identity())
+        held = [threading.Event() for _ in range(4)]
+        calls = [other.start("Apply", _late(event)) for event in held]
+        while served.server.open_calls("me") < 4:
+            time.sleep(0.01)
+        with pytest.raises(RefusedError) as refusal:
+            model(states(1))
+        assert refusal.value.code == "busy"
+        for event, call in zip(held, calls, strict=True):
+            event.set()
+            with pytest.raises(ProtocolError):
+                call()
+        other.close()
+        while served.server.open_calls("me"):
+            time.sleep(0.01)
+        assert model(states(1)).shape == (1, 50, 16)
+
+
+def _late(event):
+    event.wait(60)
+    yield from ()
 
 
 def test_tokens_behind_the_mask_are_not_sent(site, encoder, adapted):

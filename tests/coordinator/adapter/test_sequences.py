@@ -1,0 +1,156 @@
+"""A call is cut into two parts of whole sequences where that changes no result and takes no further block."""
+
+import inspect
+from collections import namedtuple
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raycloak.coordinator.adapter.sequences import Reading, joined, planned, sent_rows
+
+BLOCK = 8
+WIDTH = 3
+
+
+class Model:
+    """Reads one tensor in its layer `layer`; ``result`` makes the result of the tensor."""
+
+    def __init__(self, result=lambda states: states):
+        self.result = result
+
+    def forward(self, inputs_embeds, attention_mask=None, position_ids=None, labels=None, output_hidden_states=None):
+        self.states = inputs_embeds if position_ids is None else inputs_embeds + position_ids[..., None]
+        return self.result(self.states)
+
+    def read(self, call):
+        result = self.forward(*call.args, **call.kwargs)
+        return Reading({"layer": 0}, [self.states.shape[:-1]], result)
+
+    def planned(self, *args, **kwargs):
+        return planned(inspect.signature(self.forward).bind_partial(*args, **kwargs), self.read, BLOCK)
+
+    def computed(self, plan):
+        return joined([self.forward(*part.args, **part.kwargs) for part in plan.parts])
+
+
+def states(count, length):
+    return torch.randn(count, length, WIDTH, generator=torch.Generator().manual_seed(count * length))
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=9), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_guarantee_parts_take_the_blocks_of_the_whole_and_hold_each_sequence_once(lengths, is_padded):
+    count, longest = len(lengths), max([1, *lengths])
+    given = states(count, longest)
+    mask = (torch.arange(longest) < torch.tensor(lengths)[:, None]).long() if is_padded else None
+    plan = Model().planned(given, attention_mask=mask)
+    sent = [int(sent_rows(part.args[0].shape[:-1], part.arguments.get("attention_mask")).sum()) for part in plan.parts]
+    assert sum(sent) == (sum(lengths) if is_padded else count * longest)
+    assert plan.blocks == sum(-(-each // BLOCK) for each in sent) == -(-sum(sent) // BLOCK)
+    assert torch.equal(torch.cat([part.args[0] for part in plan.parts]), given)
+    if mask is not None:
+        assert torch.equal(torch.cat([part.arguments["attention_mask"] for part in plan.parts]), mask)
+
+
+def test_parts_are_as_even_as_whole_blocks_allow():
+    plan = Model().planned(states(8, BLOCK))
+    assert [len(part.args[0]) for part in plan.parts] == [4, 4]
+    assert plan.blocks == 8
+
+
+@pytest.mark.parametrize(("count", "length", "blocks"), [(1, 5 * BLOCK, 5), (3, 2, 1), (3, 5, 2), (2, BLOCK + 1, 3)])
+def test_a_call_is_not_cut_where_two_parts_would_take_more_blocks(count, length, blocks):
+    plan = Model().planned(states(count, length))
+    assert (len(plan.parts), plan.blocks) == (1, blocks)
+
+
+Pair = namedtuple("Pair", "first second")
+
+
+class Result(dict):
+    """A dictionary that is made of keyword arguments, as those of Hugging Face."""
+
+    def __init__(self, **parts):
+        super().__init__(parts)
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        lambda each: each,
+        lambda each: (each, None, (2 * each, [each[:, 0]])),
+        lambda each: Pair(each, each.argmax(-1)),
+        lambda each: Result(logits=each, hidden_states=(each, each + 1)),
+    ],
+)
+def test_results_are_joined_in_their_own_kinds(result):
+    model = Model(result)
+    given = states(4, BLOCK)
+    plan = model.planned(given)
+    assert len(plan.parts) == 2
+    found, expected = model.computed(plan), result(given)
+    assert type(found) is type(expected)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        lambda each: each.mean(),
+        lambda each: (each, each.mean()),
+        lambda each: {"logits": each, "loss": each.mean()},
+        lambda each: each - each.mean(0),
+        lambda each: each.mean(0, keepdim=True).expand_as(each),
+        lambda each: (each, torch.ones(2)),
+        lambda each: (each, len(each)),
+        lambda each: [part[None] for part in each],
+        lambda each: {str(len(each)): each},
+        lambda each: each.sum(0),
+    ],
+)
+def test_a_call_whose_result_is_of_the_whole_batch_is_not_cut(result):
+    model, given = Model(result), states(4, BLOCK)
+    plan = model.planned(given)
+    assert (len(plan.parts), plan.blocks) == (1, 4)
+    torch.testing.assert_close(model.computed(plan), result(given), rtol=0, atol=0)
+
+
+def test_a_call_whose_layer_mixes_sequences_is_not_cut():
+    model = Model()
+    apart = model.read
+
+    def mixed(call):
+        reading = apart(call)
+        return Reading(reading.inputs, [torch.Size((reading.shapes[0].numel(),))], reading.result)
+
+    model.read = mixed
+    plan = model.planned(states(4, BLOCK))
+    assert (len(plan.parts), plan.blocks) == (1, 4)
+
+
+@pytest.mark.parametrize("argument", [{"labels": torch.zeros(4)}, {"output_hidden_states": (torch.zeros(4),)}])
+def test_a_call_with_other_arguments_than_those_of_sequences_is_not_cut(argument):
+    assert len(Model().planned(states(4, BLOCK), **argument).parts) == 1
+
+
+def test_what_has_one_row_is_of_all_sequences_and_plain_values_are_of_all_parts():
+    model, given = Model(), states(4, BLOCK)
+    positions = torch.arange(BLOCK)[None]
+    plan = model.planned(given, position_ids=positions, output_hidden_states=True)
+    assert len(plan.parts) == 2
+    assert all(part.arguments["output_hidden_states"] is True for part in plan.parts)
+    torch.testing.assert_close(model.computed(plan), given + positions[..., None])
+
+
+def test_a_batch_that_does_not_fit_the_models_own_arguments_is_not_cut():
+    with pytest.raises(RuntimeError):
+        Model().planned(states(4, BLOCK), position_ids=torch.zeros(3, BLOCK))
+
+
+def test_the_order_of_sequences_is_kept():
+    plan = Model().planned(torch.arange(6.0)[:, None, None].expand(6, BLOCK, WIDTH))
+    order = torch.cat([part.args[0][:, 0, 0] for part in plan.parts]).tolist()
+    assert all(before < behind for before, behind in pairwise(order))
