@@ -44,16 +44,16 @@ class EncryptedAdapter:
     It hides the client's hidden states from the server, even from one whose enclave is broken. It does not hide the
     adapter from the client, and nothing proves that the deltas are right. See docs/encrypted-adapters.md.
 
+    A batch is cut into two parts of whole sequences, if that takes no more blocks. While the server works for one part,
+    the client computes the other. Both parts run in the caller's thread. A call is not cut if it has other arguments
+    than a sequence has, such as labels, or if one of its results is of the whole batch.
+
     Args:
         base_model: the public encoder that the adapter was trained on, at this client. Its dropout must be off.
         address: printed by ``raycloak adapter serve``: ``KEY@host:port``.
         policy: file or `Policy` that the worker's evidence must meet; None accepts SIMULATED evidence of this home.
         collateral: file to judge it by, where the policy names no collateral service.
         progress: called as a forward pass proceeds.
-
-    A batch is cut into two parts of whole sequences, if that takes no more blocks: while the server works for one part,
-    the client computes the other. Parts take turns in the caller's thread. A call is not cut if it has other arguments
-    than those of sequences, or if a result is of the whole batch.
 
     Raises:
         ConfigError: ``adapter_address``, ``encryption_missing``, or a policy or collateral that cannot be used.

@@ -81,12 +81,21 @@ def sent_rows(shape: torch.Size, mask: Tensor | None) -> Tensor:
 def _sequences_of(call: BoundArguments) -> int:
     """Return how many sequences a call has; 1 for a call that cannot be cut."""
     tensors = {name: each for name, each in call.arguments.items() if isinstance(each, Tensor)}
-    others = (each for name, each in call.arguments.items() if name not in tensors)
-    if not tensors.keys() <= _ROWS or not all(each is None or isinstance(each, bool | int | float) for each in others):
+    others = [each for name, each in call.arguments.items() if name not in tensors]
+    if not tensors.keys() <= _ROWS or not _is_plain(others):
         return 1
     # One row of positions, say, is of all sequences.
     counts = {len(each) if each.ndim else 0 for each in tensors.values()} - {1}
     return counts.pop() if len(counts) == 1 else 1
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is a setting, or a collection of settings: no tensor is in it."""
+    if isinstance(value, Mapping):
+        return _is_plain(list(value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _cut(call: BoundArguments, rows: slice) -> BoundArguments:

@@ -21,7 +21,7 @@ class Model:
     def __init__(self, result=lambda states: states):
         self.result = result
 
-    def forward(self, inputs_embeds, attention_mask=None, position_ids=None, labels=None, output_hidden_states=None):
+    def forward(self, inputs_embeds, attention_mask=None, position_ids=None, labels=None, **settings):
         self.states = inputs_embeds if position_ids is None else inputs_embeds + position_ids[..., None]
         return self.result(self.states)
 
@@ -131,7 +131,7 @@ def test_a_call_whose_layer_mixes_sequences_is_not_cut():
     assert (len(plan.parts), plan.blocks) == (1, 4)
 
 
-@pytest.mark.parametrize("argument", [{"labels": torch.zeros(4)}, {"output_hidden_states": (torch.zeros(4),)}])
+@pytest.mark.parametrize("argument", [{"labels": torch.zeros(4)}, {"past_key_values": (torch.zeros(4),)}])
 def test_a_call_with_other_arguments_than_those_of_sequences_is_not_cut(argument):
     assert len(Model().planned(states(4, BLOCK), **argument).parts) == 1
 
@@ -141,7 +141,7 @@ def test_what_has_one_row_is_of_all_sequences_and_plain_values_are_of_all_parts(
     positions = torch.arange(BLOCK)[None]
     plan = model.planned(given, position_ids=positions, output_hidden_states=True)
     assert len(plan.parts) == 2
-    assert all(part.arguments["output_hidden_states"] is True for part in plan.parts)
+    assert all(part.kwargs["output_hidden_states"] is True for part in plan.parts)
     torch.testing.assert_close(model.computed(plan), given + positions[..., None])
 
 
