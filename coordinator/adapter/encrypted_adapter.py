@@ -3,7 +3,6 @@
 The client runs the public base model. It sends encrypted inputs of the adapted layers, and adds the decrypted deltas.
 """
 
-import inspect
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +10,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from inspect import BoundArguments
 from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -28,7 +26,7 @@ from raycloak.attestation.keys.run_secret import load_secret
 from raycloak.attestation.policy.policy import Policy, load_policy, simulated_policy
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
 from raycloak.coordinator.adapter.connection import AdapterAddress
-from raycloak.coordinator.adapter.sequences import Reading, joined, planned, sent_rows
+from raycloak.coordinator.adapter.sequences import Call, Planner, Reading, joined, sent_rows
 from raycloak.coordinator.adapter.session import AdapterSession, Traffic
 from raycloak.coordinator.config import home
 from raycloak.coordinator.evidence.sources import collateral_of
@@ -46,7 +44,7 @@ class EncryptedAdapter:
 
     A batch is cut into two parts of whole sequences, if that takes no more blocks. While the server works for one part,
     the client computes the other. Both parts run in the caller's thread. A call is not cut if it has other arguments
-    than a sequence has, such as labels, or if one of its results is of the whole batch.
+    than a sequence has, such as labels, or if bare passes of its parts do not give the result of the whole.
 
     Args:
         base_model: the public encoder that the adapter was trained on, at this client. Its dropout must be off.
@@ -85,6 +83,7 @@ class EncryptedAdapter:
         try:
             self._layers = _layers(base_model, self._session)
             self._shared = _shared(base_model, self._session.shared)
+            self._planner = Planner(self._read, self._session.block_tokens)
         except BaseException:
             self._session.close()
             raise
@@ -104,18 +103,18 @@ class EncryptedAdapter:
         Raises:
             BudgetError: ``tokens_spent``. The server's other refusals.
         """
-        call = inspect.signature(self._model.forward).bind_partial(*args, **kwargs)
+        call = Call.of(self._model.forward, args, kwargs)
         with torch.no_grad(), _replaced(self._model, self._shared):
-            plan = planned(call, self._read, self._session.block_tokens)
+            plan = self._planner.plan(call)
             done = count(1)
 
             def tell() -> None:
                 if self._progress is not None:
                     self._progress(next(done), plan.blocks)
 
-            def forward(part: BoundArguments) -> Any:
+            def forward(part: Call) -> Any:
                 # Each task has context variables of its own.
-                _PASS.set(_Pass(self._session, plan.inputs, part.arguments.get("attention_mask"), tell))
+                _PASS.set(_Pass(self._session, plan.inputs, part.mask, tell))
                 return self._model(*part.args, **part.kwargs)
 
             with _hooked(self._layers, lambda *each: _PASS.get().add(*each)):
@@ -143,16 +142,19 @@ class EncryptedAdapter:
         """End the session; the worker drops the keys."""
         self._session.close()
 
-    def _read(self, call: BoundArguments) -> Reading:
-        """Return which layers read one and the same tensor, by a bare pass.
+    def _read(self, call: Call) -> Reading:
+        """Return which layers read one and the same tensor, and more, by a bare pass.
 
         Only a pass can tell: two layers of one block may share an input, as query and value do, or not. It costs the
         base model's forward pass, and nothing is sent.
         """
         seen: list[torch.Tensor] = []
         inputs: dict[str, int] = {}
+        own, is_steady = _settings(self._model), not _is_compiled(self._model)
 
         def note(name: str, given: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+            nonlocal is_steady
+            is_steady = is_steady and _settings(self._model) == own
             # Kept in a list, so that no later tensor takes the place of one in memory.
             inputs[name] = next((index for index, each in enumerate(seen) if each is given), len(seen))
             if inputs[name] == len(seen):
@@ -161,7 +163,7 @@ class EncryptedAdapter:
 
         with _hooked(self._layers, note):
             result = self._model(*call.args, **call.kwargs)
-        return Reading(inputs, [each.shape[:-1] for each in seen], result)
+        return Reading(inputs, [each.shape[:-1] for each in seen], result, is_steady)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,17 +238,43 @@ def _hooked(
 
 
 @contextmanager
-def _replaced(model: nn.Module, parts: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Give parameters of the model other values inside the block."""
-    own = dict(model.named_parameters())
-    kept = {name: own[name].data for name in parts}
+def _replaced(model: nn.Module, parts: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    """Put other parameters into the model inside the block, wherever it has them."""
+    taken = {id(own): parts[name] for name, own in model.named_parameters() if name in parts}
+    places = [
+        (module, name, own)
+        for module in model.modules()
+        for name, own in module.named_parameters(recurse=False, remove_duplicate=False)
+        if id(own) in taken
+    ]
     try:
-        for name, each in parts.items():
-            own[name].data = each
+        for module, name, own in places:
+            # Not its values alone: autocast remembers the values of a parameter that it has cast.
+            module.register_parameter(name, taken[id(own)])
         yield
     finally:
-        for name, each in kept.items():
-            own[name].data = each
+        for module, name, own in places:
+            module.register_parameter(name, own)
+
+
+def _settings(model: nn.Module) -> tuple[Any, ...]:
+    """Return what a model could change around a layer, and change back: settings of PyTorch, and the model's own."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        [(torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in ("cpu", "cuda")],
+        torch.is_autocast_cache_enabled(),
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.get_float32_matmul_precision(),
+        [getattr(torch.backends.cuda, f"{each}_sdp_enabled")() for each in ("flash", "mem_efficient", "math", "cudnn")],
+        dict(vars(model.config)) if hasattr(model, "config") else {},
+    )
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """Return whether a module is compiled: its calls then change how PyTorch runs the caller's thread."""
+    return any(getattr(each, "_compiled_call_impl", None) is not None for each in model.modules())
 
 
 def _layers(model: nn.Module, session: AdapterSession) -> dict[str, nn.Module]:
@@ -269,7 +297,7 @@ def _layers(model: nn.Module, session: AdapterSession) -> dict[str, nn.Module]:
     return layers
 
 
-def _shared(model: nn.Module, content: bytes) -> dict[str, torch.Tensor]:
+def _shared(model: nn.Module, content: bytes) -> dict[str, nn.Parameter]:
     """Return the parts that take the place of the model's own; ModelError ``adapter_base`` if it has none such."""
     if not content:
         return {}
@@ -285,7 +313,7 @@ def _shared(model: nn.Module, content: bytes) -> dict[str, torch.Tensor]:
                 f"the model has no parameter '{name}' of shape {list(each.shape)}, which the adapter's owner shares.",
                 "Load the base model that the adapter was trained on, of the same class.",
             )
-    return {name: each.to(own[name]) for name, each in found.items()}
+    return {name: nn.Parameter(each.to(own[name]), requires_grad=False) for name, each in found.items()}
 
 
 def _terms(policy: Policy | str | Path | None, collateral: str | Path | None) -> tuple[Policy, CollateralBundle]:

@@ -128,7 +128,8 @@ class AdapterSession:
     def in_turns(self, tasks: Sequence[Callable[[], R]]) -> list[R]:
         """Return the results of tasks that ask for `deltas`; one computes while the server works for another.
 
-        The first error ends them all, and nothing more is sent.
+        The first error ends them all. Behind a call that failed nothing is sent. A block that is under way when a task
+        fails for another reason is awaited, and it is charged.
         """
         with _Line() as self._line:
             return self._turns.run(tasks)

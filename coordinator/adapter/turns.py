@@ -1,12 +1,13 @@
 """Tasks that take turns in one thread: while one of them awaits an answer, another computes.
 
-They are greenlets and no threads, since PyTorch keeps autocast, gradient mode and device for each thread. So a model
-runs in the settings of its caller.
+They are greenlets and no threads: PyTorch keeps autocast, gradient mode and device for each thread, so a task has those
+of its caller. A task must not change such a setting and await before it changes it back, since the others would see it.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -53,7 +54,9 @@ class Turns:
         finally:
             self._waiting.clear()
             for each in begun:
-                each.throw()
+                # An error of a task that is told to end must not take the place of the first.
+                with suppress(Exception):
+                    each.throw()
         return [results[each] for each in begun]
 
     def result(self, future: Future[R]) -> R:

@@ -218,9 +218,10 @@ def library() -> Any:
     Raises:
         ConfigError: ``encryption_missing`` where the extra is not installed.
     """
-    if find_spec("tenseal") is None:
+    # Both ends ask for both packages of the extra, so that a client learns of the second before its first call.
+    if find_spec("tenseal") is None or find_spec("greenlet") is None:
         raise ConfigError(
-            "encryption_missing", "encrypted adapters need tenseal.", "Install it: pip install 'raycloak[he]'."
+            "encryption_missing", "encrypted adapters need tenseal and greenlet.", "pip install 'raycloak[he]'."
         )
     import tenseal.sealapi
 

@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+import types
 
 import pytest
 import torch
@@ -10,11 +11,11 @@ import torch
 from raycloak.attestation.policy.policy import simulated_policy
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
 from raycloak.coordinator.adapter.connection import AdapterAddress, AdapterConnection
-from raycloak.coordinator.adapter.encrypted_adapter import EncryptedAdapter
+from raycloak.coordinator.adapter.encrypted_adapter import EncryptedAdapter, _replaced
 from raycloak.coordinator.config import home
 from raycloak.metrics.errors import BudgetError, ConfigError, EvidenceError, ModelError, ProtocolError, RefusedError
 from raycloak.workers.encrypted.parameters import SET_F
-from tests.coordinator.adapter.conftest import TOKENS, identity
+from tests.coordinator.adapter.conftest import TOKENS, Encoder, identity
 
 
 def states(batch=3, length=50):
@@ -100,6 +101,71 @@ def test_nothing_is_sent_behind_a_refusal(site, encoder, failing):
         assert served.desk.tokens_left("me") == 10**6 - TOKENS * min(failing, 2)
         model._session._answer = slow._answer
         assert model(states(1)).shape == (1, 50, 16)
+
+
+def test_an_error_of_the_clients_own_costs_at_most_the_block_under_way(site, encoder):
+    told = []
+
+    def tell(*done):
+        told.append(done)
+        if len(told) == 1:
+            raise KeyError("the client's own")
+
+    with site() as served, EncryptedAdapter(encoder, served.address, progress=tell) as model:
+        with pytest.raises(KeyError, match="the client's own"):
+            model(states(4, TOKENS))
+        assert 1 <= model.traffic.blocks <= 3
+        assert model(states(1)).shape == (1, 50, 16)
+
+
+class InferenceMode(Encoder):
+    def forward(self, inputs_embeds):
+        states = inputs_embeds
+        for layer in self.layers:
+            with torch.inference_mode():
+                states = torch.tanh(layer["query"](states)) + layer["value"](states)
+        return states
+
+
+class OwnSetting(Encoder):
+    """Hugging Face's models do so with what a call gives beside its tensors."""
+
+    def forward(self, inputs_embeds, scale=1.0):
+        self.config.scale, kept = scale, self.config.scale
+        try:
+            return super().forward(inputs_embeds) * self.config.scale
+        finally:
+            self.config.scale = kept
+
+
+@pytest.mark.parametrize(("kind", "settings"), [(InferenceMode, {}), (OwnSetting, {"scale": 2.0})])
+def test_a_model_that_changes_settings_around_a_layer_leaves_them_as_they_were(site, kind, settings):
+    model = kind().eval()
+    model.config = types.SimpleNamespace(scale=1.0)
+    given = states(2, TOKENS)
+    with site() as served, EncryptedAdapter(model, served.address) as elsewhere:
+        elsewhere(given, **settings)
+        assert elsewhere.traffic.blocks == 4
+    assert model.config.scale == 1.0
+    assert not torch.is_inference_mode_enabled()
+
+
+def test_a_base_and_its_adapted_model_in_one_autocast_have_their_own_parameters(encoder):
+    """Autocast keeps the casts of a parameter's values by the parameter."""
+    own = encoder.layers[0]["query"].weight
+    replaced = torch.nn.Parameter(own.detach() + 1, requires_grad=False)
+    given = states(1)
+    encoder.layers[1]["value"].weight = own
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        before = encoder(given)
+        with _replaced(encoder, {"layers.0.query.weight": replaced}):
+            found = encoder(given)
+            assert encoder.layers[1]["value"].weight is replaced
+        assert torch.equal(encoder(given), before)
+    assert encoder.layers[0]["query"].weight is own
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        encoder.layers[0]["query"].weight = encoder.layers[1]["value"].weight = replaced
+        assert torch.equal(found, encoder(given))
 
 
 def test_a_refusal_of_a_call_that_was_not_read_leaves_its_number_due(site, encoder):

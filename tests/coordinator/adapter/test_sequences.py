@@ -1,6 +1,5 @@
 """A call is cut into two parts of whole sequences where that changes no result and takes no further block."""
 
-import inspect
 from collections import namedtuple
 from itertools import pairwise
 
@@ -9,28 +8,37 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raycloak.coordinator.adapter.sequences import Reading, joined, planned, sent_rows
+from raycloak.coordinator.adapter.sequences import Call, Planner, Reading, joined, sent_rows
 
 BLOCK = 8
 WIDTH = 3
 
 
 class Model:
-    """Reads one tensor in its layer `layer`; ``result`` makes the result of the tensor."""
+    """Reads one tensor in its layer `layer`; ``result`` makes the result of the tensor.
+
+    Attributes:
+        passes: how many sequences each bare pass had.
+    """
 
     def __init__(self, result=lambda states: states):
-        self.result = result
+        self.result, self.is_steady, self.passes = result, True, []
+        self._planner = Planner(self.read, BLOCK)
 
     def forward(self, inputs_embeds, attention_mask=None, position_ids=None, labels=None, **settings):
         self.states = inputs_embeds if position_ids is None else inputs_embeds + position_ids[..., None]
         return self.result(self.states)
 
+    def shape(self):
+        return self.states.shape[:-1]
+
     def read(self, call):
+        self.passes.append(len(call.arguments["inputs_embeds"]))
         result = self.forward(*call.args, **call.kwargs)
-        return Reading({"layer": 0}, [self.states.shape[:-1]], result)
+        return Reading({"layer": 0}, [self.shape()], result, self.is_steady)
 
     def planned(self, *args, **kwargs):
-        return planned(inspect.signature(self.forward).bind_partial(*args, **kwargs), self.read, BLOCK)
+        return self._planner.plan(Call.of(self.forward, args, kwargs))
 
     def computed(self, plan):
         return joined([self.forward(*part.args, **part.kwargs) for part in plan.parts])
@@ -47,12 +55,12 @@ def test_guarantee_parts_take_the_blocks_of_the_whole_and_hold_each_sequence_onc
     given = states(count, longest)
     mask = (torch.arange(longest) < torch.tensor(lengths)[:, None]).long() if is_padded else None
     plan = Model().planned(given, attention_mask=mask)
-    sent = [int(sent_rows(part.args[0].shape[:-1], part.arguments.get("attention_mask")).sum()) for part in plan.parts]
+    sent = [int(sent_rows(part.args[0].shape[:-1], part.mask).sum()) for part in plan.parts]
     assert sum(sent) == (sum(lengths) if is_padded else count * longest)
     assert plan.blocks == sum(-(-each // BLOCK) for each in sent) == -(-sum(sent) // BLOCK)
     assert torch.equal(torch.cat([part.args[0] for part in plan.parts]), given)
     if mask is not None:
-        assert torch.equal(torch.cat([part.arguments["attention_mask"] for part in plan.parts]), mask)
+        assert torch.equal(torch.cat([part.mask for part in plan.parts]), mask)
 
 
 def test_parts_are_as_even_as_whole_blocks_allow():
@@ -109,6 +117,10 @@ def test_results_are_joined_in_their_own_kinds(result):
         lambda each: [part[None] for part in each],
         lambda each: {str(len(each)): each},
         lambda each: each.sum(0),
+        lambda each: each.cumsum(0),
+        lambda each: {1: each},
+        lambda each: torch.where(each > 2, -torch.inf, each - each.mean(0)),
+        lambda each: (each, (each > each.mean(0)).long()),
     ],
 )
 def test_a_call_whose_result_is_of_the_whole_batch_is_not_cut(result):
@@ -120,15 +132,47 @@ def test_a_call_whose_result_is_of_the_whole_batch_is_not_cut(result):
 
 def test_a_call_whose_layer_mixes_sequences_is_not_cut():
     model = Model()
-    apart = model.read
-
-    def mixed(call):
-        reading = apart(call)
-        return Reading(reading.inputs, [torch.Size((reading.shapes[0].numel(),))], reading.result)
-
-    model.read = mixed
+    model.shape = lambda: torch.Size((model.states[..., 0].numel(),))
     plan = model.planned(states(4, BLOCK))
     assert (len(plan.parts), plan.blocks) == (1, 4)
+
+
+def test_a_model_that_changes_settings_around_a_layer_is_not_cut():
+    model = Model()
+    model.is_steady = False
+    assert len(model.planned(states(4, BLOCK)).parts) == 1
+
+
+def test_a_model_that_fails_on_few_sequences_is_not_cut():
+    def result(given):
+        if len(given) < 4:
+            raise IndexError("too few")
+        return given
+
+    assert len(Model(result).planned(states(4, BLOCK)).parts) == 1
+
+
+def test_a_kind_of_call_takes_bare_passes_once():
+    model, given = Model(), states(4, BLOCK)
+    for _ in range(3):
+        assert len(model.planned(given).parts) == 2
+    assert model.passes == [4, 2, 2]
+    assert len(model.planned(given[:3], return_dict=True).parts) == 2
+    assert len(model.planned(given[:3], return_dict=False).parts) == 2
+    assert model.passes[3:] == [3, 1, 2] * 2
+
+
+def test_a_kind_of_call_that_was_not_cut_for_its_mask_is_cut_for_another():
+    model, given = Model(), states(2, BLOCK)
+    short, full = torch.zeros(2, BLOCK), torch.ones(2, BLOCK)
+    short[:, 0] = 1
+    assert [len(model.planned(given, mask).parts) for mask in (short, full, short)] == [1, 2, 1]
+    assert model.passes == [2, 2, 1, 1]
+
+
+def test_arguments_stay_positional_or_by_name_as_the_caller_gave_them():
+    plan = Model().planned(states(4, BLOCK), attention_mask=torch.ones(4, BLOCK), return_dict=False)
+    assert [(len(part.args), list(part.kwargs)) for part in plan.parts] == [(1, ["attention_mask", "return_dict"])] * 2
 
 
 @pytest.mark.parametrize("argument", [{"labels": torch.zeros(4)}, {"past_key_values": (torch.zeros(4),)}])
@@ -145,9 +189,20 @@ def test_what_has_one_row_is_of_all_sequences_and_plain_values_are_of_all_parts(
     torch.testing.assert_close(model.computed(plan), given + positions[..., None])
 
 
-def test_a_batch_that_does_not_fit_the_models_own_arguments_is_not_cut():
+@pytest.mark.parametrize("positions", [torch.arange(BLOCK), torch.zeros(BLOCK, BLOCK, dtype=int)[:4]])
+def test_a_tensor_without_rows_is_of_all_sequences(positions):
+    """A batch as long as its sequences: a tensor of one dimension looks as if it had a row for each."""
+    model, given = Model(), states(len(positions), BLOCK)
+    plan = model.planned(given, position_ids=positions)
+    assert len(plan.parts) == (1 if positions.ndim == 1 else 2)
+    torch.testing.assert_close(model.computed(plan), given + positions[..., None])
+
+
+def test_a_call_that_the_model_refuses_is_refused_as_a_whole():
+    model = Model()
     with pytest.raises(RuntimeError):
-        Model().planned(states(4, BLOCK), position_ids=torch.zeros(3, BLOCK))
+        model.planned(states(4, BLOCK), position_ids=torch.zeros(3, BLOCK))
+    assert model.passes == [4]
 
 
 def test_the_order_of_sequences_is_kept():

@@ -73,11 +73,32 @@ def test_the_first_error_ends_the_others_where_they_wait(awaits):
         finally:
             said.append("ended")
 
-    with pytest.raises(KeyError, match="first"):
+    # The error is kept, and with it its frames: nothing is ended by being forgotten.
+    with pytest.raises(KeyError, match="first") as error:
         turns.run([waits, fails, waits])
+    assert error.value.args == ("first",)
     # One that did not begin has nothing to end.
     assert said == (["ended", "ended"] if awaits else ["ended"])
     assert turns.run([lambda: turns.result(done("again"))]) == ["again"]
+
+
+def test_the_first_error_stays_though_another_task_makes_an_error_of_its_end():
+    turns, said = Turns(), []
+
+    def fails():
+        turns.result(done())
+        raise KeyError("first")
+
+    def stubborn():
+        try:
+            turns.result(Future())
+        except BaseException as error:
+            said.append(1)
+            raise RuntimeError("the model failed") from error
+
+    with pytest.raises(KeyError, match="first"):
+        turns.run([stubborn, fails, stubborn])
+    assert said == [1, 1]
 
 
 def test_the_error_of_an_answer_is_raised_where_it_is_awaited():
