@@ -150,7 +150,7 @@ class EncryptedAdapter:
         """
         seen: list[torch.Tensor] = []
         inputs: dict[str, int] = {}
-        own, is_steady = _settings(self._model), not _is_compiled(self._model)
+        bare, own, is_steady = call.copied(), _settings(self._model), not _is_compiled(self._model)
 
         def note(name: str, given: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
             nonlocal is_steady
@@ -162,7 +162,7 @@ class EncryptedAdapter:
             return output
 
         with _hooked(self._layers, note):
-            result = self._model(*call.args, **call.kwargs)
+            result = self._model(*bare.args, **bare.kwargs)
         return Reading(inputs, [each.shape[:-1] for each in seen], result, is_steady)
 
 
@@ -259,6 +259,11 @@ def _replaced(model: nn.Module, parts: Mapping[str, nn.Parameter]) -> Iterator[N
 
 def _settings(model: nn.Module) -> tuple[Any, ...]:
     """Return what a model could change around a layer, and change back: settings of PyTorch, and the model's own."""
+    cuda, backends = torch.cuda, torch.backends
+    attention = [
+        getattr(backends.cuda, f"{each}_sdp_enabled")() for each in ("flash", "mem_efficient", "math", "cudnn")
+    ]
+    configs = {id(each.config): each.config for each in model.modules() if hasattr(each, "config")}
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -267,14 +272,20 @@ def _settings(model: nn.Module) -> tuple[Any, ...]:
         torch.get_default_dtype(),
         torch.get_default_device(),
         torch.get_float32_matmul_precision(),
-        [getattr(torch.backends.cuda, f"{each}_sdp_enabled")() for each in ("flash", "mem_efficient", "math", "cudnn")],
-        dict(vars(model.config)) if hasattr(model, "config") else {},
+        attention,
+        [getattr(backends.cudnn, each) for each in ("enabled", "benchmark", "deterministic", "allow_tf32")],
+        backends.mkldnn.enabled,
+        (cuda.current_device(), cuda.current_stream()) if cuda.is_initialized() else None,  # type: ignore[no-untyped-call]
+        [dict(vars(each)) for each in configs.values() if hasattr(each, "__dict__")],
     )
 
 
 def _is_compiled(model: nn.Module) -> bool:
     """Return whether a module is compiled: its calls then change how PyTorch runs the caller's thread."""
-    return any(getattr(each, "_compiled_call_impl", None) is not None for each in model.modules())
+    return any(
+        getattr(each, "_compiled_call_impl", None) is not None or hasattr(each.forward, "_torchdynamo_orig_callable")
+        for each in model.modules()
+    )
 
 
 def _layers(model: nn.Module, session: AdapterSession) -> dict[str, nn.Module]:

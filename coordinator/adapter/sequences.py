@@ -1,8 +1,12 @@
 """How a call of an encoder is cut into two calls on fewer sequences each, and how their results are joined."""
 
 import inspect
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass, is_dataclass
+from itertools import chain
 from typing import Any, Final, Self
 
 import torch
@@ -22,8 +26,9 @@ _ROWS: Final = frozenset(
         "token_type_ids",
     }
 )
-# Of the largest value: results of a part and of the whole differ by rounding, also in bfloat16.
+# Of the largest value that differs: results of a part and of the whole differ by rounding. The first is for bfloat16.
 _ROUNDING: Final = 0.02
+_ROUNDING_32: Final = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,14 @@ class Call:
         """The arguments by name."""
         return {**dict(zip(self.names, self.args, strict=True)), **self.kwargs}
 
+    def copied(self) -> Self:
+        """Return the call with copies of what a model could change: a cache, say."""
+
+        def copy(value: Any) -> Any:
+            return value if isinstance(value, Tensor) or _is_plain(value) else deepcopy(value)
+
+        return self._mapped(copy)
+
     @property
     def mask(self) -> Tensor | None:
         """The attention mask, if there is one."""
@@ -58,9 +71,7 @@ class Call:
         def part(value: Any) -> Any:
             return value[rows] if isinstance(value, Tensor) and len(value) == count else value
 
-        return type(self)(
-            self.names, [part(each) for each in self.args], {name: part(each) for name, each in self.kwargs.items()}
-        )
+        return self._mapped(part)
 
     def sequences(self) -> int:
         """Return how many sequences the call has; 1 for a call that cannot be cut."""
@@ -76,11 +87,15 @@ class Call:
         return counts.pop() if len(counts) == 1 else 1
 
     def kind(self) -> Hashable:
-        """Return what calls have in common that one bare pass can tell of: shapes, types and settings."""
+        """Return what calls have in common whose layers read the same tensors: shapes, types and settings."""
         return tuple(
             (name, tuple(each.shape), each.dtype) if isinstance(each, Tensor) else (name, _setting(each))
             for name, each in self.arguments.items()
         )
+
+    def _mapped(self, change: Callable[[Any], Any]) -> Self:
+        args = [change(each) for each in self.args]
+        return type(self)(self.names, args, {name: change(each) for name, each in self.kwargs.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,38 +125,34 @@ class Plan:
     blocks: int
 
 
-@dataclass(slots=True)
-class _Kind:
-    """What is known of calls of a kind; ``is_apart`` is None until a call of it could have been cut."""
-
-    inputs: Mapping[str, int]
-    shapes: Sequence[torch.Size]
-    is_apart: bool | None = None
-
-
 class Planner:
     """Plans the calls of one model: two parts if that changes no result and takes no more blocks, or else one.
 
     Args:
-        read: makes a bare pass of a call, which sends nothing. A kind of call takes two or three passes, once.
+        read: makes a bare pass of a call, which sends nothing.
         block: tokens of a block.
     """
 
     def __init__(self, read: Callable[[Call], Reading], block: int) -> None:
         self._read, self._block = read, block
-        self._kinds: dict[Hashable, _Kind] = {}
+        self._known: dict[Hashable, tuple[Mapping[str, int], Sequence[torch.Size]]] = {}
 
     def plan(self, call: Call) -> Plan:
-        """Return the plan of a call."""
-        kind, whole = self._kinds.get(call.kind()), None
-        if kind is None:
+        """Return the plan of a call.
+
+        A call that could be cut takes a bare pass, and one of its parts. Another kind of call takes one, once.
+        """
+        whole = None
+        if call.kind() not in self._known:
             whole = self._read(call)
-            kind = self._kinds[call.kind()] = _Kind(whole.inputs, whole.shapes)
-        tokens = _tokens(call, kind.shapes)
+            self._known[call.kind()] = whole.inputs, whole.shapes
+        inputs, shapes = self._known[call.kind()]
+        tokens = _tokens(call, shapes)
         parts = self._parts(call, tokens)
-        if len(parts) > 1 and kind.is_apart is None:
-            kind.is_apart = self._is_apart(whole or self._read(call), parts)
-        return Plan(kind.inputs, parts if kind.is_apart else [call], _blocks(tokens, self._block))
+        # Each time: the values decide too, where a model pads, trims or scales by the longest sequence of a batch.
+        if len(parts) > 1 and not self._is_apart(whole or self._read(call), parts):
+            parts = [call]
+        return Plan(inputs, parts, _blocks(tokens, self._block))
 
     def _parts(self, call: Call, tokens: Sequence[Sequence[int]]) -> list[Call]:
         """Return the parts that take the blocks of the whole and are the most even; the whole if there are none.
@@ -160,12 +171,13 @@ class Planner:
 
     def _is_apart(self, whole: Reading, parts: Sequence[Call]) -> bool:
         """Return whether bare passes of the parts give the result of the whole."""
-        try:
+        # The whole could be computed, and will be: some models fail on a single sequence.
+        with suppress(Exception):
             found = [self._read(part) for part in parts]
-        except (IndexError, RuntimeError, TypeError, ValueError):
-            # The whole can be computed, and will be: some models fail on a single sequence.
-            return False
-        return all(each.is_steady for each in (whole, *found)) and _agree(whole.result, [each.result for each in found])
+            return all(each.is_steady for each in (whole, *found)) and _agree(
+                whole.result, [each.result for each in found]
+            )
+        return False
 
 
 def sent_rows(shape: torch.Size, mask: Tensor | None) -> Tensor:
@@ -182,8 +194,7 @@ def joined(results: Sequence[Any]) -> Any:
         return first
     if isinstance(first, Tensor):
         return torch.cat(list(results))
-    if isinstance(first, Mapping):
-        # Hugging Face's results are dictionaries and data classes; both take their parts by name.
+    if isinstance(first, dict):
         return type(first)(**{each: joined([result[each] for result in results]) for each in first})
     parts = [joined(each) for each in zip(*results, strict=True)]
     return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
@@ -210,21 +221,30 @@ def _agree(whole: Any, parts: Sequence[Any]) -> bool:
         return False
     if isinstance(whole, Tensor):
         has_rows = whole.ndim > 0 and all(each.shape[1:] == whole.shape[1:] for each in parts)
-        return has_rows and sum(map(len, parts)) == len(whole) and _is_close(torch.cat(list(parts)), whole)
-    if isinstance(whole, Mapping):
+        return has_rows and sum(map(len, parts)) == len(whole) and _is_close(chain(*parts), whole)
+    # Kinds that `joined` can make: Hugging Face's results are dictionaries and data classes.
+    if type(whole) is dict or (isinstance(whole, dict) and is_dataclass(whole)):
         is_named = all(isinstance(each, str) for each in whole) and all(each.keys() == whole.keys() for each in parts)
         return is_named and all(_agree(whole[name], [each[name] for each in parts]) for name in whole)
-    if isinstance(whole, tuple | list):
+    if type(whole) in (tuple, list) or (isinstance(whole, tuple) and hasattr(whole, "_fields")):
         return all(len(each) == len(whole) for each in parts) and all(map(_agree, whole, zip(*parts, strict=True)))
     return whole is None
 
 
-def _is_close(found: Tensor, expected: Tensor) -> bool:
-    if not expected.is_floating_point():
-        return torch.equal(found, expected)
-    finite = expected[expected.isfinite()].abs()
-    largest = float(finite.max()) if finite.numel() else 0.0
-    return torch.allclose(found, expected, rtol=0, atol=_ROUNDING * largest, equal_nan=True)
+def _is_close(found: Iterable[Tensor], expected: Tensor) -> bool:
+    """Return whether rows are those of a tensor but for rounding; one by one, since results can be large."""
+    error = scale = 0.0
+    for mine, own in zip(found, expected, strict=True):
+        differ = (mine != own) & ~(mine.isnan() & own.isnan())
+        if not differ.any():
+            continue
+        if not own.is_floating_point():
+            return False
+        # Of what differs alone: the large constants of a mask would make any difference small.
+        left, right = mine[differ], own[differ]
+        error = max(error, float((left - right).abs().nan_to_num(nan=math.inf).max()))
+        scale = max(scale, float(right.abs().max()))
+    return error <= (_ROUNDING if expected.dtype.itemsize < 4 else _ROUNDING_32) * scale and math.isfinite(error)
 
 
 def _is_plain(value: Any) -> bool:

@@ -138,7 +138,13 @@ class OwnSetting(Encoder):
             self.config.scale = kept
 
 
-@pytest.mark.parametrize(("kind", "settings"), [(InferenceMode, {}), (OwnSetting, {"scale": 2.0})])
+class Backend(Encoder):
+    def forward(self, inputs_embeds):
+        with torch.backends.cudnn.flags(enabled=False):
+            return super().forward(inputs_embeds)
+
+
+@pytest.mark.parametrize(("kind", "settings"), [(InferenceMode, {}), (OwnSetting, {"scale": 2.0}), (Backend, {})])
 def test_a_model_that_changes_settings_around_a_layer_leaves_them_as_they_were(site, kind, settings):
     model = kind().eval()
     model.config = types.SimpleNamespace(scale=1.0)
@@ -148,6 +154,7 @@ def test_a_model_that_changes_settings_around_a_layer_leaves_them_as_they_were(s
         assert elsewhere.traffic.blocks == 4
     assert model.config.scale == 1.0
     assert not torch.is_inference_mode_enabled()
+    assert torch.backends.cudnn.enabled
 
 
 def test_a_base_and_its_adapted_model_in_one_autocast_have_their_own_parameters(encoder):

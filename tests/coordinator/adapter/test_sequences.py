@@ -1,6 +1,7 @@
 """A call is cut into two parts of whole sequences where that changes no result and takes no further block."""
 
-from collections import namedtuple
+from collections import OrderedDict, UserDict, namedtuple
+from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
@@ -78,11 +79,15 @@ def test_a_call_is_not_cut_where_two_parts_would_take_more_blocks(count, length,
 Pair = namedtuple("Pair", "first second")
 
 
-class Result(dict):
-    """A dictionary that is made of keyword arguments, as those of Hugging Face."""
+@dataclass
+class Result(OrderedDict):
+    """A dictionary and a data class, as Hugging Face's results are."""
 
-    def __init__(self, **parts):
-        super().__init__(parts)
+    logits: torch.Tensor
+    hidden_states: tuple | None = None
+
+    def __post_init__(self):
+        self.update(logits=self.logits, hidden_states=self.hidden_states)
 
 
 @pytest.mark.parametrize(
@@ -119,6 +124,9 @@ def test_results_are_joined_in_their_own_kinds(result):
         lambda each: each.sum(0),
         lambda each: each.cumsum(0),
         lambda each: {1: each},
+        lambda each: UserDict(logits=each),
+        lambda each: each.max(1),
+        lambda each: torch.cat([(each - each.mean(0))[..., 1:], torch.full_like(each[..., :1], -1e4)], -1),
         lambda each: torch.where(each > 2, -torch.inf, each - each.mean(0)),
         lambda each: (each, (each > each.mean(0)).long()),
     ],
@@ -145,29 +153,42 @@ def test_a_model_that_changes_settings_around_a_layer_is_not_cut():
 
 def test_a_model_that_fails_on_few_sequences_is_not_cut():
     def result(given):
-        if len(given) < 4:
-            raise IndexError("too few")
+        assert len(given) == 4, "too few"
         return given
 
     assert len(Model(result).planned(states(4, BLOCK)).parts) == 1
 
 
-def test_a_kind_of_call_takes_bare_passes_once():
+def test_each_call_that_could_be_cut_is_tried_and_another_kind_is_read_once():
     model, given = Model(), states(4, BLOCK)
-    for _ in range(3):
+    for _ in range(2):
         assert len(model.planned(given).parts) == 2
-    assert model.passes == [4, 2, 2]
-    assert len(model.planned(given[:3], return_dict=True).parts) == 2
-    assert len(model.planned(given[:3], return_dict=False).parts) == 2
-    assert model.passes[3:] == [3, 1, 2] * 2
+    assert model.passes == [4, 2, 2] * 2
+    for _ in range(2):
+        assert len(model.planned(given, labels=torch.ones(4)).parts) == 1
+    assert model.passes[6:] == [4]
 
 
-def test_a_kind_of_call_that_was_not_cut_for_its_mask_is_cut_for_another():
+def test_a_call_whose_values_mix_sequences_is_not_cut_behind_one_whose_values_do_not():
+    model, given = Model(lambda each: each / each[:, 0, :1].amax()), states(4, BLOCK)
+    alike = given.clone()
+    alike[:, 0] = 1
+    assert [len(model.planned(each).parts) for each in (alike, given, alike)] == [2, 1, 2]
+
+
+def test_a_call_that_was_not_cut_for_its_mask_is_cut_for_another():
     model, given = Model(), states(2, BLOCK)
     short, full = torch.zeros(2, BLOCK), torch.ones(2, BLOCK)
     short[:, 0] = 1
     assert [len(model.planned(given, mask).parts) for mask in (short, full, short)] == [1, 2, 1]
-    assert model.passes == [2, 2, 1, 1]
+
+
+def test_a_bare_pass_changes_no_argument():
+    call = Call.of(Model().forward, (states(1, 2),), {"cache": [1], "scale": 2.0})
+    copied = call.copied()
+    copied.kwargs["cache"].append(2)
+    assert call.kwargs["cache"] == [1]
+    assert copied.args[0] is call.args[0]
 
 
 def test_arguments_stay_positional_or_by_name_as_the_caller_gave_them():
