@@ -100,7 +100,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a bare pass shows of a call.
+    """The findings of a bare pass of a call.
 
     Attributes:
         inputs: number of the tensor that each layer reads, by the layer's name.
@@ -118,7 +118,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a call is made: in which parts, and with how many blocks in all; ``inputs`` as in `Reading`."""
+    """A plan of a call: its parts, and its blocks in all; ``inputs`` as in `Reading`."""
 
     inputs: Mapping[str, int]
     parts: Sequence[Call]
