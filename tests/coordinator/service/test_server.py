@@ -236,20 +236,22 @@ def test_a_watcher_of_a_client_sees_how_fast_a_sample_is_generated(serve):
     with ServiceClient(served.address, "north") as service, service.create_training_client(TEXT) as training:
         training.forward_backward()
         training.optim_step().result(DEADLINE_S)
-        sample = training.sample(["a"])
+        training.sample(["a"])
         training.add_progress_callback(told.put)
         until = time.monotonic() + DEADLINE_S
         while not served.sampler.asked and time.monotonic() < until:
             time.sleep(0.01)
+        # The sampler may be asked before the client has the service's answer, and with it the name.
+        (name,) = served.sampler.asked
         seen = None
         # The first ones may come before the stream of changes is open.
         while seen is None and time.monotonic() < until:
-            served.turns.put(lambda: served.desk.sampling(sample.operation_id, 12.5)).result(DEADLINE_S)
+            served.turns.put(lambda: served.desk.sampling(name, 12.5)).result(DEADLINE_S)
             with suppress(queue.Empty):
                 seen = told.get(timeout=0.1)
         while seen.phase != "sampling":
             seen = told.get(timeout=DEADLINE_S)
-        assert seen == Progress(sample.operation_id, 1, pytest.approx(0.1), 12.5, "sampling")
+        assert seen == Progress(name, 1, pytest.approx(0.1), 12.5, "sampling")
 
 
 def test_streams_are_bounded_for_each_tenant(serve):
