@@ -5,29 +5,17 @@ Hides processes, pipes and threads. The reports of a driver arrive in their orde
 """
 
 import os
+import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from raycloak.coordinator.service.pipe import (
-    Allow,
-    Batches,
-    Begin,
-    Close,
-    Command,
-    Copy,
-    Load,
-    Report,
-    Save,
-    command_line,
-    lines_of,
-    parse_report,
-)
+from raycloak.coordinator.service.pipe import Begin, Command, Report, command_line, lines_of, parse_report
 
 _LAST_BYTES: Final = 4096
 """Of a log, where its last line is looked for."""
@@ -59,8 +47,8 @@ class Driver:
         self._log = log
         self._told = told
         self._process: subprocess.Popen[bytes] | None = None
-        # A command is one line, and lines of two threads must not mix.
-        self._lock = threading.Lock()
+        # Written by a thread: a pipe that is full would hold the caller up. None closes the pipe.
+        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
 
     @property
     def pid(self) -> int | None:
@@ -84,63 +72,33 @@ class Driver:
                 # A signal from the service's terminal is for the service, which ends its drivers as it means to.
                 start_new_session=True,
             )
-        self._send(begin)
-        threading.Thread(target=self._listen, name=f"driver {self._process.pid}", daemon=True).start()
+        self.send(begin)
+        name, process = f"driver {self._process.pid}", (self._process,)
+        for work in (self._write, self._listen):
+            threading.Thread(target=work, args=process, name=name, daemon=True).start()
 
-    def allow(self, computed: int, released: int, held: bool = False) -> None:
-        """Let steps be charged and reduced, or held; see `Allow`."""
-        self._send(Allow(computed=computed, released=released, held=held))
-
-    def batches(self, step: int, files: Sequence[Path]) -> None:
-        """Name the files of a step's sent examples, before the step is allowed."""
-        self._send(Batches(step=step, files=tuple(files)))
-
-    def save(self, request: str, after: int) -> None:
-        """Have the state saved after so many finished steps, before the next step is allowed."""
-        self._send(Save(id=request, after=after))
-
-    def copy(self, request: str, after: int, path: Path) -> None:
-        """Have the weights written to a file after so many finished steps, before the next step is allowed."""
-        self._send(Copy(id=request, after=after, path=path))
-
-    def load(self, request: str, after: int, package: str) -> None:
-        """Have the run go on from a package after so many finished steps, before the next step is allowed."""
-        self._send(Load(id=request, after=after, package=package))
-
-    def close(self) -> None:
-        """End the run: complete if all steps are finished, else stopped and resumable."""
-        self._send(Close())
+    def send(self, command: Command) -> None:
+        """Send a command; it arrives behind those that were sent before."""
+        self._commands.put(command)
 
     def stop(self) -> None:
         """End the execution after the step that computes; a step that waits for its release is left. Resumable."""
-        with self._lock:
-            self._hang_up()
+        self._commands.put(None)
 
     def kill(self) -> None:
         """End the process at once; a resume repeats what was not sealed."""
         if self._process is not None:
             self._process.kill()
 
-    def _send(self, command: Command) -> None:
-        with self._lock:
-            if self._process is None or self._process.stdin is None or self._process.stdin.closed:
-                return
-            try:
-                self._process.stdin.write(command_line(command))
-                self._process.stdin.flush()
-            # It has ended, and `Exited` says so.
-            except BrokenPipeError:
-                self._hang_up()
+    def _write(self, process: "subprocess.Popen[bytes]") -> None:
+        assert process.stdin is not None, "it is a pipe"
+        # An end that comes first is told by `Exited`, and what could not be written is for nobody.
+        with suppress(BrokenPipeError), process.stdin:
+            while (command := self._commands.get()) is not None:
+                process.stdin.write(command_line(command))
+                process.stdin.flush()
 
-    def _hang_up(self) -> None:
-        if self._process is not None and self._process.stdin is not None:
-            # What could not be written is for nobody.
-            with suppress(BrokenPipeError):
-                self._process.stdin.close()
-
-    def _listen(self) -> None:
-        process = self._process
-        assert process is not None, "it was started"
+    def _listen(self, process: "subprocess.Popen[bytes]") -> None:
         assert process.stdout is not None, "it is a pipe"
         try:
             for line in lines_of(process.stdout.fileno()):

@@ -18,7 +18,7 @@ from raycloak.coordinator.service.databases import OwnedFolder, open_database
 from raycloak.coordinator.service.desk import Desk
 from raycloak.coordinator.service.drivers import Driver, Exited
 from raycloak.coordinator.service.packages import Artifact
-from raycloak.coordinator.service.pipe import Allow, Batches, Begin, Close, Command, Copy, Load, Released, Report, Save
+from raycloak.coordinator.service.pipe import Begin, Command, Released, Report
 from raycloak.coordinator.service.ports import Drivers
 from raycloak.coordinator.service.sampler import Sampler, SamplerLimits
 from raycloak.coordinator.service.samples import PackageSampler, service_recipient
@@ -68,23 +68,8 @@ class DriverProcesses:
     def send(self, client_id: str, command: Command) -> None:
         """See `DriverPort`."""
         driver = self._drivers.get(client_id)
-        if driver is None:
-            return
-        match command:
-            case Allow():
-                driver.allow(command.computed, command.released)
-            case Batches():
-                driver.batches(command.step, command.files)
-            case Save():
-                driver.save(command.id, command.after)
-            case Copy():
-                driver.copy(command.id, command.after, command.path)
-            case Load():
-                driver.load(command.id, command.after, command.package)
-            case Close():
-                driver.close()
-            case Begin():
-                raise AssertionError("start gives the first line")
+        if driver is not None:
+            driver.send(command)
 
     def stop(self, client_id: str) -> None:
         """See `DriverPort`."""

@@ -14,9 +14,12 @@ from raycloak.coordinator.runs.demo import demo_config
 from raycloak.coordinator.runs.trainer import Trainer
 from raycloak.coordinator.service.drivers import Driver, Exited
 from raycloak.coordinator.service.pipe import (
+    Allow,
     Begin,
+    Close,
     Computed,
     Copied,
+    Copy,
     Ended,
     Failed,
     Held,
@@ -24,6 +27,7 @@ from raycloak.coordinator.service.pipe import (
     Ready,
     Refused,
     Released,
+    Save,
     Saved,
 )
 from tests.protocol import RENYI, settle
@@ -97,7 +101,7 @@ def test_a_driver_that_is_killed_and_resumed_gives_the_bytes_of_a_run_without_on
     assert run.run_dir != void.run_dir
     ready = first.until(Ready, finished_steps=0, steps=STEPS, evidence_class="simulated", epsilon=0.0)
     assert ready.manifest["run_id"] == run.run_id
-    first.allow(2, 1)
+    first.send(Allow(computed=2, released=1))
     begun = first.until(Computed, step=0, loss=None)
     assert 0 < begun.epsilon <= ready.epsilon_cap
     released = first.until(Released, step=0)
@@ -108,19 +112,19 @@ def test_a_driver_that_is_killed_and_resumed_gives_the_bytes_of_a_run_without_on
     second = started(run.run_id)
     assert second.until(Opened).run_id == run.run_id
     second.until(Ready, finished_steps=0)
-    second.save("too early", 0)
-    second.save("kept", STEPS)
-    second.allow(STEPS, STEPS)
+    second.send(Save(id="too early", after=0))
+    second.send(Save(id="kept", after=STEPS))
+    second.send(Allow(computed=STEPS, released=STEPS))
     second.until(Refused, id="too early", code="no_state")
     digests = [second.until(Released).digest for _ in range(STEPS)]
     assert digests[0] == released.digest
     saved = second.until(Saved, id="kept", parameter_digest=digests[-1], step=STEPS)
     assert Path(saved.package).exists()
     copy = tmp_path / "copies" / "weights.safetensors"
-    second.copy("sampled", STEPS, copy)
+    second.send(Copy(id="sampled", after=STEPS, path=copy))
     second.until(Copied, id="sampled", parameter_digest=digests[-1])
     assert copy.exists()
-    second.close()
+    second.send(Close())
     ended = second.until(Ended, ending="complete")
     assert ended.metrics["parameter_digest"] == digests[-1]
     assert second.until(Exited, code=0)
@@ -184,27 +188,27 @@ def test_a_step_that_is_held_is_left_between_two_micro_batches(started, tmp_path
     passes = tmp_path / "passes"
     driver = started(model="slow:build", virtual_workers=2, micro_batch_size=16)
     driver.until(Ready)
-    driver.allow(1, 1)
+    driver.send(Allow(computed=1, released=1))
     driver.until(Released, step=0)
     (tmp_path / "armed").touch()
-    driver.allow(2, 2)
+    driver.send(Allow(computed=2, released=2))
     end = time.monotonic() + DEADLINE_S
     while not passes.exists():
         assert time.monotonic() < end, "no micro-batch is computed"
         time.sleep(0.02)
-    driver.allow(2, 2, held=True)
+    driver.send(Allow(computed=2, released=2, held=True))
     held = driver.until(Held, step=1)
     left = len(passes.read_text())
     passes.unlink()
-    driver.allow(2, 2)
+    driver.send(Allow(computed=2, released=2))
     assert driver.until(Computed, step=1).epsilon == held.epsilon, "it was charged once"
     again = len(passes.read_text())
     driver.until(Released, step=1)
     passes.unlink()
-    driver.allow(STEPS, STEPS)
+    driver.send(Allow(computed=STEPS, released=STEPS))
     driver.until(Released, step=2)
     whole = len(passes.read_text())
-    driver.close()
+    driver.send(Close())
     driver.until(Ended, ending="complete")
     assert driver.until(Exited, code=0)
     ledger = PrivacyLedger(ledger_url(), create=False)

@@ -7,7 +7,9 @@ import math
 import os
 import queue
 import signal
+import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from raycloak.coordinator.service.pipe import (
     Batches,
     Begin,
     Close,
+    Copy,
     Ended,
     Failed,
     Load,
@@ -73,7 +76,7 @@ def test_a_refusal_is_the_last_report_before_the_exit(driver, heard, tmp_path):
     assert exited == Exited(code=2, last_words=(tmp_path / "driver.log").read_text().splitlines()[-1])
     assert exited.last_words.startswith("error: config: ")
     assert not driver.alive
-    for late in (driver.close, driver.stop, driver.kill, lambda: driver.allow(1, 1)):
+    for late in (lambda: driver.send(Close()), driver.stop, driver.kill):
         late()
 
 
@@ -105,6 +108,64 @@ def test_drivers_that_have_ended_are_forgotten_and_those_that_live_can_be_killed
     assert drivers.kill() == []
 
 
+COMMANDS = [
+    Allow(computed=2, released=1),
+    Allow(computed=2, released=2, held=True),
+    Batches(step=3, files=(Path("/a"), Path("/b"))),
+    Save(id="s", after=3),
+    Copy(id="c", after=3, path=Path("/copies/x")),
+    Load(id="l", after=3, package="/packages/x"),
+    Close(),
+]
+
+
+@pytest.fixture
+def in_place(tmp_path, monkeypatch):
+    """Return a function that has a shell script run in the place of the driver's program."""
+
+    def use(script: str) -> None:
+        program = tmp_path / "program"
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o700)
+        monkeypatch.setattr(sys, "executable", str(program))
+
+    return use
+
+
+def test_every_command_of_the_desk_arrives_whole_and_in_order(tmp_path, heard, in_place):
+    in_place(f"exec cat > {tmp_path / 'commands'}")
+    drivers = DriverProcesses(tmp_path / "logs")
+    drivers.tell = lambda client_id, said: heard.put(said)
+    drivers.start("a", REFUSED)
+    for command in COMMANDS:
+        drivers.send("a", command)
+    drivers.stop("a")
+    assert heard.get(timeout=DEADLINE_S).code == 0
+    lines = (tmp_path / "commands").read_bytes().splitlines()
+    assert [parse_command(line) for line in lines] == [REFUSED, *COMMANDS]
+
+
+def test_guarantee_a_driver_that_reads_nothing_holds_nobody_up(tmp_path, heard, in_place):
+    """A pipe takes 64 KiB, and a tenant's configuration may be larger: the desk would wait for the process."""
+    in_place("exec sleep 1000")
+    drivers = DriverProcesses(tmp_path / "logs")
+    drivers.tell = lambda client_id, said: heard.put(said)
+    large = replace(REFUSED, config={"name": "x" * 2**20})
+
+    def tell() -> None:
+        drivers.start("a", large)
+        drivers.send("a", Batches(step=0, files=(Path("/" + "f" * 2**20),)))
+        drivers.stop("a")
+
+    desk = threading.Thread(target=tell, daemon=True)
+    desk.start()
+    desk.join(30)
+    waits = desk.is_alive()
+    assert drivers.kill() == ["a"]
+    assert heard.get(timeout=DEADLINE_S).code == -signal.SIGKILL
+    assert not waits
+
+
 def test_what_cannot_be_told_ends_the_process(tmp_path, monkeypatch):
     """Its reports would be lost, as when the store has gone."""
     raised: list[str] = []
@@ -125,14 +186,7 @@ def test_what_cannot_be_told_ends_the_process(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "command",
-    [
-        REFUSED,
-        Allow(computed=2, released=1),
-        Batches(step=3, files=(Path("/a"), Path("/b"))),
-        Save(id="s", after=3),
-        Load(id="l", after=3, package="/packages/x"),
-        Close(),
-    ],
+    [REFUSED, *COMMANDS],
     ids=lambda command: command.kind,
 )
 def test_a_command_arrives_as_it_was_sent(command):
