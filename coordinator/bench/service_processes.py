@@ -118,6 +118,7 @@ class _NoOpDrivers:
 _READY: Final = Ready(
     finished_steps=0,
     steps=CONFIG["steps"],
+    charged_steps=0,
     delta=None,
     epsilon_cap=None,
     epsilon_planned=None,

@@ -231,7 +231,7 @@ class Desk(DriverDesk):
                 if in_step and (not client.sent or client.held):
                     raise ServiceStateError(
                         "step_pending",
-                        "a step is charged that was not released, so the run is not between two steps.",
+                        "a step has begun that was not released, so the run is not between two steps.",
                         "Submit optim_step first; if the step was cancelled, submit it again.",
                     )
                 if kind == SAVE_STATE:
@@ -332,7 +332,7 @@ class Desk(DriverDesk):
         if client.allowed_charges > client.submitted_steps:
             raise ServiceStateError(
                 "step_charged",
-                "the step that comes next is charged with the batches that it has.",
+                "the step that comes next has begun with the batches that it has.",
                 "Submit optim_step first; this batch is for the step after it.",
             )
         if client.sent_examples + len(ids) > client.most_sent:

@@ -274,6 +274,7 @@ class PacedRun:
             Ready(
                 finished_steps=outset.finished_steps,
                 steps=mechanism.steps,
+                charged_steps=outset.charged_steps,
                 delta=plan.delta if private else None,
                 epsilon_cap=plan.epsilon_cap if private else None,
                 epsilon_planned=plan.epsilon if private else None,

@@ -188,6 +188,8 @@ class DriverDesk(OperationQueues):
     def _ready(self, client: ClientRow, driver: DriverState, said: Ready) -> None:
         client.facts = json.dumps({name: value for name, value in asdict(said).items() if name != "kind"})
         client.private = int(said.private)
+        # The driver before this one may have been lost between a charge and its report.
+        client.charged = max(client.charged, said.charged_steps)
         client.epsilon = max(client.epsilon, said.epsilon or 0.0)
         if client.status == INITIALIZING:
             client.status = LIVE

@@ -375,7 +375,8 @@ class OperationQueues:
         """Cancel the running step and what waits behind it for the same place between two steps."""
         for operation in self._store.open_operations(client.client_id):
             if operation.state == RUNNING and operation.kind in (FORWARD_BACKWARD, OPTIM_STEP):
-                self._retire(client, operation, CANCELLED, cancelled(charged=True))
+                is_charged = bool(client.private) and client.charged > operation.step
+                self._retire(client, operation, CANCELLED, cancelled(charged=is_charged))
                 if client.sent:
                     self._reopen_step(client, operation)
             elif operation.state == QUEUED:

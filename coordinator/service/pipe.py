@@ -123,6 +123,7 @@ class Ready:
     Attributes:
         finished_steps: steps behind the model that this execution starts from; steps that an earlier driver finished
             and sealed are not reported again.
+        charged_steps: that the ledger has charged to this run.
         epsilon: of the account by now. It, ``epsilon_cap``, ``epsilon_planned``, ``delta`` and ``noise_multiplier`` are
             None if the run is not private.
         manifest: the run's public contract.
@@ -130,6 +131,7 @@ class Ready:
 
     finished_steps: int
     steps: int
+    charged_steps: int
     delta: float | None
     epsilon_cap: float | None
     epsilon_planned: float | None

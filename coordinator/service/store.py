@@ -38,7 +38,7 @@ class ClientRow:
         allowed_charges, allowed_releases: the watermarks that the driver is told; the second falls where a step that
             ran is cancelled.
         held: whether the driver is told to leave the step that it computes, and not to compute it before it is told.
-        charged, finished: steps that the driver reported as computed and as released.
+        charged, finished: steps that the driver reported as charged and as released.
         facts: what the driver reported when it was ready, as JSON; empty before.
         error: why the status is ERROR, as JSON.
         ending: why no further step will be computed; empty while that is not so.

@@ -70,10 +70,12 @@ class Conclusion:
             return None
         return self._result(ending, self.training.parameters(), self.training.evaluate)
 
-    def charged_epsilon(self) -> float:
-        """Return what all runs of the account have been charged by now, by the ledger's record."""
+    def charged(self) -> tuple[int, float]:
+        """Return the run's charged steps, and the epsilon of all runs of its account, by the ledger's record."""
         accounts = self.order.session.control.ledger.view().accounts
-        return next(each.spent_epsilon for each in accounts if each.name == self.admitted.account)
+        account = next(each for each in accounts if each.name == self.admitted.account)
+        (run,) = (run for run in account.runs if run.run_id == self.order.session.run_id)
+        return run.charged_steps, account.spent_epsilon
 
     def _result(
         self, ending: Ending | None, parameters: np.ndarray, evaluate: Callable[[], Evaluation | None]

@@ -98,13 +98,15 @@ class Coordinator:
             with traces.span("train"):
                 training = set_out(order, admitted, self._reporter, self._evaluator)
                 self._conclusion = Conclusion(order, admitted, training)
+                charged_steps, charged_epsilon = self._conclusion.charged()
                 order.reporting.begun(
                     Outset(
                         manifest=admitted.manifest,
                         plan=admitted.plan,
                         evidence_class=admitted.evidence_class,
                         finished_steps=training.finished_steps,
-                        charged_epsilon=self._conclusion.charged_epsilon(),
+                        charged_steps=charged_steps,
+                        charged_epsilon=charged_epsilon,
                     )
                 )
                 ending = training.run()

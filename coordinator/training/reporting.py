@@ -78,6 +78,7 @@ class Outset:
 
     Attributes:
         finished_steps: steps that earlier executions finished.
+        charged_steps: of the run by now, by the ledger's record.
         charged_epsilon: of the account by now, by the ledger's record.
     """
 
@@ -85,6 +86,7 @@ class Outset:
     plan: Plan
     evidence_class: str
     finished_steps: int
+    charged_steps: int
     charged_epsilon: float
 
 

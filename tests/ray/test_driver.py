@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from raycloak.coordinator.client.service_client import ServiceClient
 from raycloak.coordinator.config.home import ledger_url
 from raycloak.coordinator.config.run import parse_config
 from raycloak.coordinator.ledger.entries import StepCharged, VectorsBound
@@ -30,6 +31,7 @@ from raycloak.coordinator.service.pipe import (
     Save,
     Saved,
 )
+from raycloak.metrics.service_errors import FutureCancelledError
 from tests.protocol import RENYI, settle
 
 DEADLINE_S = 600
@@ -111,7 +113,7 @@ def test_a_driver_that_is_killed_and_resumed_gives_the_bytes_of_a_run_without_on
 
     second = started(run.run_id)
     assert second.until(Opened).run_id == run.run_id
-    second.until(Ready, finished_steps=0)
+    second.until(Ready, finished_steps=0, charged_steps=2)
     second.send(Save(id="too early", after=0))
     second.send(Save(id="kept", after=STEPS))
     second.send(Allow(computed=STEPS, released=STEPS))
@@ -182,6 +184,14 @@ def build():
 """A model whose passes a test counts, and has last long enough for a cancellation to arrive between two of them."""
 
 
+def until_computing(passes: Path) -> None:
+    """Return when an armed model has computed a micro-batch."""
+    end = time.monotonic() + DEADLINE_S
+    while not passes.exists():
+        assert time.monotonic() < end, "no micro-batch is computed"
+        time.sleep(0.02)
+
+
 def test_a_step_that_is_held_is_left_between_two_micro_batches(started, tmp_path, raycloak_home):
     settle(raycloak_home)
     (tmp_path / "slow.py").write_text(SLOW.format(folder=str(tmp_path)))
@@ -192,10 +202,7 @@ def test_a_step_that_is_held_is_left_between_two_micro_batches(started, tmp_path
     driver.until(Released, step=0)
     (tmp_path / "armed").touch()
     driver.send(Allow(computed=2, released=2))
-    end = time.monotonic() + DEADLINE_S
-    while not passes.exists():
-        assert time.monotonic() < end, "no micro-batch is computed"
-        time.sleep(0.02)
+    until_computing(passes)
     driver.send(Allow(computed=2, released=2, held=True))
     held = driver.until(Held, step=1)
     left = len(passes.read_text())
@@ -218,3 +225,44 @@ def test_a_step_that_is_held_is_left_between_two_micro_batches(started, tmp_path
     # The repetition computes every virtual worker that the first attempt had not finished.
     assert 0 < left < whole
     assert whole - left <= again <= whole
+
+
+def test_a_caller_cancels_a_step_between_two_micro_batches_through_a_whole_service(
+    tmp_path, ray_cluster, raycloak_home, monkeypatch
+):
+    monkeypatch.setenv("RAY_ADDRESS", ray_cluster.address)
+    settle(raycloak_home)
+    (tmp_path / "slow.py").write_text(SLOW.format(folder=str(tmp_path)))
+    passes = tmp_path / "passes"
+    given = {name: CONFIG[name] for name in ("steps", "expected_batch_size", "dp_config")}
+    run = {"num_workers": 1, "virtual_workers": 2, "secure_aggregation": False, "metrics": {"bind": "127.0.0.1:0"}}
+    with (
+        ServiceClient.local(
+            datasets={"digits": {"dataset": {"kind": "digits", "public": True}}},
+            code=["slow:build"],
+            run=run,
+            base=tmp_path,
+        ) as service,
+        service.create_training_client(
+            {**given, "model": "slow:build", "dataset": "digits", "micro_batch_size": 16}
+        ) as client,
+    ):
+        client.forward_backward()
+        client.optim_step().result(DEADLINE_S)
+        (tmp_path / "armed").touch()
+        forward, optim = client.forward_backward(), client.optim_step()
+        until_computing(passes)
+        assert forward.cancel()
+        with pytest.raises(FutureCancelledError, match="stays charged"):
+            forward.result(DEADLINE_S)
+        assert optim.exception(DEADLINE_S).code == "cancelled"
+        left = len(passes.read_text())
+        assert client.refresh().step == 1
+        assert client.dp_metrics.steps_charged == 2
+        passes.unlink()
+        client.forward_backward()
+        assert client.optim_step().result(DEADLINE_S).dp_metrics.steps_charged == 2
+        passes.unlink()
+        client.forward_backward()
+        client.optim_step().result(DEADLINE_S)
+        assert 0 < left < len(passes.read_text())

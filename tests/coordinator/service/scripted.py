@@ -228,6 +228,7 @@ class ScriptedDriver:
         return Ready(
             finished_steps=self.position,
             steps=self.steps,
+            charged_steps=len(self.world.facts(self.run_id, "charge")),
             delta=1e-5,
             epsilon_cap=3.0,
             epsilon_planned=2.0,

@@ -451,6 +451,48 @@ def test_a_cancellation_survives_the_service_and_the_driver(make_site):
     assert again.world.facts("run0", "charge") == [[0]]
 
 
+@pytest.mark.parametrize("charged", [True, False])
+@pytest.mark.parametrize("package_every", [1, 2])
+@pytest.mark.parametrize("config", [GIVEN, SENT], ids=["registered", "sent"])
+def test_a_cancellation_tells_whether_a_driver_that_was_lost_had_charged_the_step(
+    make_site, config, package_every, charged
+):
+    site = make_site(package_every=package_every)
+    client = site.create(config=config)
+    site.run()
+    for number in range(2):
+        forward = site.submit(client, FB) if config is GIVEN else site.send(client, f"x{number}")
+        optim = site.submit(client, OPT)
+        if number == 0:
+            site.run()
+    if charged:
+        next(site.drivers.of[client].pump())  # and it is lost before it can report anything
+    lose(site, client)
+    running = forward if config is GIVEN else optim
+    site.cancel(running)
+    site.run()
+    found = site.get(running)
+    assert found.state == "cancelled"
+    assert ("stays charged" in found.error.message, "nothing was charged" in found.error.message) == (
+        charged,
+        not charged,
+    )
+    assert site.client(client).dp_metrics.steps_charged == 1 + charged
+    assert len(site.world.facts("run0", "charge")) == 1 + charged
+
+
+def test_nothing_is_told_as_charged_where_nothing_is_private(site):
+    client = site.create(dataset="open", dp_config={"enabled": False})
+    site.run()
+    forward = site.submit(client, FB)
+    reports = site.drivers.of[client].pump()
+    site.tell(client, next(reports))
+    site.cancel(forward)
+    for report in reports:
+        site.tell(client, report)
+    assert (site.get(forward).state, "nothing was charged" in site.get(forward).error.message) == ("cancelled", True)
+
+
 def test_a_state_is_saved_listed_and_loaded(site):
     client = site.create()
     steps(site, client, 1)

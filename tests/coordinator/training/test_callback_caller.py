@@ -43,7 +43,7 @@ def outset() -> Outset:
     computation = SimpleNamespace(mechanism=mechanism, exact=True)
     manifest: Any = SimpleNamespace(run_id="ab12", account="by-hand", computation=computation)
     plan: Any = SimpleNamespace(epsilon=1.75, epsilon_cap=2.0, delta=1e-5)
-    return Outset(manifest, plan, "simulated", finished_steps=0, charged_epsilon=0.0)
+    return Outset(manifest, plan, "simulated", finished_steps=0, charged_steps=0, charged_epsilon=0.0)
 
 
 def begin(caller: CallbackCaller) -> None:
