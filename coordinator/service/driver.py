@@ -41,6 +41,7 @@ from raycloak.coordinator.service.pipe import (
     Loaded,
     Notice,
     Opened,
+    Over,
     Phase,
     Ready,
     Refused,
@@ -100,7 +101,9 @@ class PacedRun:
         self._begin = begin
         self._tell = reports.tell
         self._stop = stop
-        self._pace: GatedPace[Save | Copy | Load] = GatedPace(stop, self._computed, self._held, self._between)
+        self._pace: GatedPace[Save | Copy | Load] = GatedPace(
+            stop, self._computed, self._held, self._between, lambda ending: self._tell(Over(ending=ending))
+        )
         self._losses: dict[int, float] = {}
         # A daemon: the service may keep its end open for longer than this process lives.
         threading.Thread(target=self._listen, args=(commands,), name="commands", daemon=True).start()

@@ -38,6 +38,7 @@ from raycloak.coordinator.service.pipe import (
     Loaded,
     Notice,
     Opened,
+    Over,
     Phase,
     Ready,
     Refused,
@@ -122,6 +123,8 @@ class DriverDesk(OperationQueues):
                     self._loaded(client, said)
                 case Refused():
                     self._refused(client, said)
+                case Over():
+                    self._over(client, said)
                 case Ended():
                     self._run_ended(client, driver, said)
                 case Failed():
@@ -318,13 +321,21 @@ class DriverDesk(OperationQueues):
         if operation is not None:
             self._retire(client, operation, FAILED, failure(cause_of(said.code, said.message, said.remedy)))
 
+    def _over(self, client: ClientRow, said: Over) -> None:
+        client.ending = said.ending
+        # A driver that resumes the run is not to try again a step that nobody waits for.
+        client.allowed_charges = client.allowed_releases = client.finished
+        for operation in self._store.open_operations(client.client_id):
+            if operation.state == RUNNING and operation.kind in (FORWARD_BACKWARD, OPTIM_STEP):
+                self._fail_by_ending(client, operation)
+
     def _run_ended(self, client: ClientRow, driver: DriverState, said: Ended) -> None:
         driver.has_ended, driver.is_ready = True, False
         if said.ending in _RESUMABLE or client.status == TERMINATED:
             return
         client.ending = said.ending
         for operation in self._store.open_operations(client.client_id):
-            if operation.state == RUNNING and not (operation.kind == SAMPLE and operation.package):
+            if not (operation.kind == SAMPLE and operation.package):
                 self._fail_by_ending(client, operation)
 
     def _run_failed(self, client: ClientRow, driver: DriverState, said: Failed) -> None:

@@ -251,7 +251,7 @@ class OperationQueues:
         operation.step = client.finished
         if operation.kind == SAMPLE and self._sampled_at_once(client, operation):
             return True
-        if client.ending:
+        if client.ending and operation.kind in (FORWARD_BACKWARD, OPTIM_STEP):
             self._fail_by_ending(client, operation)
             return True
         driver = self._drivers.get(client.client_id)
@@ -413,7 +413,7 @@ class OperationQueues:
         return {
             "code": CAP,
             "message": "the account has no room for another step.",
-            "remedy": "What was released stays; raise the account's cap, or train with more noise.",
+            "remedy": "What was released can still be saved. A client with more noise, or with a higher cap, is another client.",
             "epsilon": client.epsilon,
             "epsilon_cap": plan_of(client.facts).get("epsilon_cap") if client.facts else None,
         }

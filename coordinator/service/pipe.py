@@ -34,7 +34,8 @@ class Begin:
 class Allow:
     """Watermarks: steps below ``computed`` may be charged, and those below ``released`` reduced.
 
-    They only rise; but ``released`` falls back to a step that was reported as held.
+    They only rise; but ``released`` falls back to a step that was reported as held, and both to the finished steps of a
+    run that is over.
 
     Attributes:
         held: whether the next step to be computed is to wait; workers that compute it now leave it.
@@ -249,6 +250,18 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Over:
+    """A report that no further step is computed. The driver goes on: what was released can be saved, copied and loaded.
+
+    Attributes:
+        ending: ``cap_exceeded`` or ``early_stopped``.
+    """
+
+    ending: str
+    kind: Literal["over"] = "over"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
     """The last report of an execution that did not fail.
 
@@ -283,7 +296,8 @@ class Failed:
 
 Command = Begin | Allow | Batches | Save | Copy | Load | Close
 Report = (
-    Phase | Notice | Opened | Ready | Computed | Held | Released | Saved | Copied | Loaded | Refused | Ended | Failed
+    Phase | Notice | Opened | Ready | Computed | Held | Released | Saved | Copied | Loaded | Refused
+    | Over | Ended | Failed
 )  # fmt: skip
 
 _COMMANDS: Final[TypeAdapter[Command]] = TypeAdapter(Annotated[Command, Field(discriminator="kind")])

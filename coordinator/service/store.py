@@ -163,8 +163,7 @@ _OTHERS: Final = (
     "CREATE INDEX open_operations ON operations (client_id, number) WHERE state IN ('queued', 'running')",
     "CREATE INDEX open_samples ON operations (client_id, number)"
     " WHERE state IN ('queued', 'running') AND kind = 'sample'",
-    "CREATE INDEX clients_by_wait ON clients (waits_since, client_id)"
-    " WHERE ending = '' AND status IN ('INITIALIZING', 'LIVE')",
+    "CREATE INDEX clients_by_wait ON clients (waits_since, client_id) WHERE status IN ('INITIALIZING', 'LIVE')",
     # With the number, by which the result is sorted: else SQLite reads all of a client's operations in that order.
     "CREATE INDEX operations_by_step ON operations (client_id, step, number)",
     "CREATE INDEX batches_by_step ON batches (client_id, step)",
@@ -278,8 +277,8 @@ class Store:
         return [
             (str(client), str(tenant))
             for client, tenant in self._rows(
-                "SELECT client_id, tenant FROM clients WHERE ending = '' AND status IN ('INITIALIZING', 'LIVE')"
-                " AND (status = 'INITIALIZING' OR open > 0 AND EXISTS (SELECT 1 FROM operations"
+                "SELECT client_id, tenant FROM clients WHERE status IN ('INITIALIZING', 'LIVE')"
+                " AND (status = 'INITIALIZING' AND ending = '' OR open > 0 AND EXISTS (SELECT 1 FROM operations"
                 # All numbers are: it has SQLite choose the index of open operations, not one of all that ever were.
                 " WHERE operations.client_id = clients.client_id AND number >= 0"
                 # A sample that has its package needs no driver.

@@ -40,6 +40,14 @@ class Pace(Protocol):
         """
         ...
 
+    def ends(self, finished_steps: int, training: "Training", ending: str) -> bool:
+        """Return when a run whose account has no room, or that stops early, may end; until then, do what is due.
+
+        Returns:
+            False if the execution is to end as a stop.
+        """
+        ...
+
     def batches(self, step: int) -> tuple[Path, ...]:
         """Return the files with the sent examples of an admitted step; none where the run samples registered data."""
         ...
@@ -89,6 +97,9 @@ class OpenPace:
     """A pace that never waits."""
 
     def admit(self, finished_steps: int, training: "Training") -> bool:
+        return True
+
+    def ends(self, finished_steps: int, training: "Training", ending: str) -> bool:
         return True
 
     def batches(self, step: int) -> tuple[Path, ...]:
@@ -167,6 +178,7 @@ class GatedPace(Generic[R]):
         held: told of each step that is held and that nobody computes any more, once for each time; with the epsilon of
             the account if the step is known to be charged. Called in the loop's thread.
         between: does a request between two steps; called in the loop's thread, in the order they were asked.
+        over: told why no step will follow, before the run ends for it; called in the loop's thread.
     """
 
     def __init__(
@@ -175,11 +187,13 @@ class GatedPace(Generic[R]):
         computed: Callable[[int, float | None, PublicSums | None], None],
         held: Callable[[int, float | None], None],
         between: Callable[[R, "Training"], None],
+        over: Callable[[str], None],
     ) -> None:
         self._stop = stop
         self._computed = computed
         self._tell_held = held
         self._between = between
+        self._tell_over = over
         # The one thing that threads share. It is reentrant, as a stop is made in a signal handler: a lock could be
         # held by the very thread that the signal interrupts.
         self._inbox: queue.SimpleQueue[_Allow | _Batches | _Due[R] | _Close | _Wake] = queue.SimpleQueue()
@@ -220,7 +234,13 @@ class GatedPace(Generic[R]):
         self._inbox.put(_Close())
 
     def admit(self, finished_steps: int, training: "Training") -> bool:
-        is_over = finished_steps == training.course.last_step
+        return self._admit(finished_steps, training, finished_steps == training.course.last_step)
+
+    def ends(self, finished_steps: int, training: "Training", ending: str) -> bool:
+        self._tell_over(ending)
+        return self._admit(finished_steps, training, True)
+
+    def _admit(self, finished_steps: int, training: "Training", is_over: bool) -> bool:
         self._take_all()
         while not self._stop.made:
             if self._due and self._due[0].after <= finished_steps:

@@ -128,7 +128,7 @@ class Training:
                 self._follow_load()
             # First, since it has an end of its own, also if somebody asks for a stop meanwhile.
             if self._over:
-                return Ending.EARLY
+                return self._ended(Ending.EARLY)
             # Between two steps only: a step that is charged is finished.
             if self.stop.made or not self.pace.admit(self.finished_steps, self):
                 return Ending.STOPPED
@@ -137,7 +137,7 @@ class Training:
                 self.renew()
             try:
                 if self._cap_reached(self._next):
-                    return Ending.CAP
+                    return self._ended(Ending.CAP)
             # The charge and the binding are the ledger's; a resume repeats the step with the same receipt.
             except StepLeft:
                 return Ending.STOPPED
@@ -146,6 +146,10 @@ class Training:
             return Ending.STOPPED
         is_over = self.finished_steps == self.plan.mechanism.steps
         return Ending.CAP if is_over and self._cap_reached(self._measure) else Ending.COMPLETE
+
+    def _ended(self, ending: Ending) -> Ending:
+        """Return how a run ends that takes no further step, once its owner has saved what it wants of it."""
+        return ending if self.pace.ends(self.finished_steps, self, ending.value) else Ending.STOPPED
 
     def _cap_reached(self, act: Callable[[], None]) -> bool:
         """Call ``act``; returns whether the cap left no room for it."""

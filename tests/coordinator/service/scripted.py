@@ -26,6 +26,7 @@ from raycloak.coordinator.service.pipe import (
     Load,
     Loaded,
     Opened,
+    Over,
     Phase,
     Ready,
     Refused,
@@ -90,14 +91,16 @@ class World:
     """The charges and releases of all runs, in files of one folder.
 
     Attributes:
-        room: steps that an account has room for.
+        room: steps that an account has room for, or after which a run is stopped early.
+        ending: of a run that has taken them.
         manifest: of every run, but for its id; empty unless a test has a real one.
         load_refusal: code with which a load of a package is refused; none if empty.
     """
 
-    def __init__(self, folder: Path, room: int = 10**6) -> None:
+    def __init__(self, folder: Path, room: int = 10**6, ending: str = "cap_exceeded") -> None:
         self._folder = folder
         self.room = room
+        self.ending = ending
         self.manifest = {}
         self.load_refusal = ""
         folder.mkdir(exist_ok=True)
@@ -164,15 +167,15 @@ class ScriptedDriver:
         self.position = finished - finished % package_every
         self.marks, self.due, self.files = (0, 0), [], {}
         self.held = self.held_told = False
-        self.opened = self.told = self.ended = self.closed = self.stopped = False
+        self.opened = self.told = self.over = self.ended = self.closed = self.stopped = False
         self.computed = -1
 
     def take(self, command):
         """Take a command."""
         match command:
             case Allow():
-                assert command.computed >= self.marks[0]
-                assert command.released >= self.marks[1]
+                assert self.over or command.computed >= self.marks[0]
+                assert self.over or command.released >= self.marks[1]
                 self.marks, self.held = (command.computed, command.released), command.held
                 self.held_told = self.held_told and self.held
             case Batches():
@@ -198,13 +201,13 @@ class ScriptedDriver:
         while not (self.ended or self.stopped):
             if self.due and self.due[0].after <= self.position:
                 yield self.between(self.due.pop(0))
-            elif self.position < min(self.marks[0], self.steps):
+            elif not self.over and self.position < min(self.marks[0], self.steps):
                 if self.computed < self.position:
                     if not self.held and (paid := self.charge()) is not None:
                         # A cancellation may come while it computes.
                         yield paid
-                    if self.ended:
-                        break
+                    if self.over:
+                        continue
                     if not self.held:
                         yield self.compute()
                     elif self.held_told:
@@ -250,8 +253,8 @@ class ScriptedDriver:
         charged = [each for (each,) in self.world.facts(self.run_id, "charge")]
         if step not in charged:
             if len(charged) >= self.world.room:
-                self.ended = True
-                return Ended(ending="cap_exceeded", metrics=None)
+                self.over = True
+                return Over(ending=self.world.ending)
             assert charged == list(range(step)), "a step is charged in its order"
             self.world.note(self.run_id, "charge", step)
             return Phase(words="computing")

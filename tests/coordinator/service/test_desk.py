@@ -7,7 +7,7 @@ import pytest
 
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.service.drivers import Exited
-from raycloak.coordinator.service.pipe import Computed, Failed, Held, Opened, Released
+from raycloak.coordinator.service.pipe import Computed, Ended, Failed, Held, Opened, Released
 from raycloak.coordinator.service.sample_requests import request_of, wrong_field
 from raycloak.metrics.service_errors import (
     BudgetExceededError,
@@ -616,6 +616,25 @@ def test_a_sample_of_a_saved_state_needs_no_driver_and_can_be_cancelled(site):
     assert (site.get(first).state, site.get(second).error.code) == ("cancelled", "oom")
 
 
+@pytest.mark.parametrize("how", ["closed", "failed"])
+def test_no_text_is_written_for_a_client_that_has_ended(site, how):
+    """A sampler writes for all tenants, and who closes a client gets room for another one."""
+    client = site.create(config=TEXT)
+    steps(site, client, 1)
+    site.submit(client, SAVE)
+    site.run()
+    sample = site.submit(client, SAMPLE, **TEXTS)
+    if how == "closed":
+        site.ask(site.desk.close_client, "north", client)
+        site.run()
+    else:
+        site.fail(client)
+    assert site.get(sample).state == "failed"
+    assert site.sampler.cancelled == [sample.operation_id]
+    site.ask(site.desk.sampled, sample.operation_id, [])
+    assert site.get(sample).state == "failed"
+
+
 def test_an_account_without_room_fails_the_step_by_name_and_refuses_later_ones(make_site, tmp_path):
     site = make_site(world=World(tmp_path / "poor", room=1))
     client = site.create()
@@ -629,6 +648,44 @@ def test_an_account_without_room_fails_the_step_by_name_and_refuses_later_ones(m
         site.submit(client, FB)
     assert (refusal.value.current_epsilon, refusal.value.max_epsilon) == (pytest.approx(0.1), 3.0)
     assert site.client(client).status == "READY"
+
+
+@pytest.mark.parametrize("ending", ["cap_exceeded", "early_stopped"])
+@pytest.mark.parametrize("lost", [False, True])
+def test_what_was_released_is_saved_loaded_and_sampled_although_no_step_will_follow(make_site, tmp_path, ending, lost):
+    site = make_site(world=World(tmp_path / "poor", room=1, ending=ending))
+    client = site.create(config=TEXT)
+    first, second = steps(site, client, 2)
+    early = site.submit(client, SAVE)
+    site.run()
+    assert [site.get(each).state for each in (*first, *second, early)] == ["done"] * 2 + ["failed"] * 2 + ["done"]
+    site.world.room += 1  # its cap is raised; but no step comes that nobody asked for
+    if lost:
+        lose(site, client)
+    save, sample = site.submit(client, SAVE), site.submit(client, SAMPLE, **TEXTS)
+    load = site.submit(client, LOAD, artifact_id=site.get(early).save_state.artifact.artifact_id)
+    site.run()
+    assert site.get(save).save_state.artifact.parameter_digest == digest(1)
+    assert (site.get(sample).state, site.get(load).state) == ("running", "done")
+    assert site.world.facts("run0", "charge") == site.world.facts("run0", "release") == [[0]]
+    with pytest.raises((BudgetExceededError, ServiceStateError)) as refusal:
+        site.submit(client, FB)
+    assert refusal.value.code == ("cap_exceeded" if ending == "cap_exceeded" else "run_ended")
+    assert site.client(client).status == "BUSY"
+    site.ask(site.desk.close_client, "north", client)
+    site.run()
+    assert site.drivers.of == {}
+
+
+def test_a_save_of_a_run_that_was_ended_elsewhere_fails_by_its_ending(site):
+    client = site.create()
+    steps(site, client, 1)
+    site.run()
+    site.tell(client, Ended(ending="complete", metrics=None))
+    site.tell(client, Exited(code=0, last_words=""))
+    save = site.submit(client, SAVE)
+    site.tell(client, Ended(ending="complete", metrics=None))
+    assert (site.get(save).state, site.get(save).error.code) == ("failed", "run_ended")
 
 
 def test_a_failed_driver_fails_the_client_and_all_that_waits(site):

@@ -19,6 +19,7 @@ from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.record.outcome import Ending
 from raycloak.coordinator.training.assignment import NewRun, ResumedRun
 from raycloak.coordinator.training.pace import GatedPace, StepLeft
+from raycloak.coordinator.training.state_requests import SaveRequest
 from raycloak.coordinator.training.stop_signals import StopRequest, stop_on_signals
 from raycloak.metrics.errors import RunFailedError
 from raycloak.workers.terms.manifest import Manifest
@@ -44,14 +45,17 @@ class Owner:
         leaving: called with the step that is held.
         waiting: called with the step that waits for its release, before it is released.
         between: called with each request, when it is due.
+        at_end: called when no step will follow, before the run ends; over has why.
         releases: whether it releases what waits.
         told: (finished steps, request) of each request that was done.
     """
 
     def __init__(self, run: WholeRun) -> None:
         self.run = run
+        self.over: list[str] = []
+        self.at_end: Callable[[], object] = lambda: None
         self.stop = run.coordinator.order.assignment.stop
-        self.pace = GatedPace(self.stop, self._computed, self._held, self._between)
+        self.pace = GatedPace(self.stop, self._computed, self._held, self._between, self._over)
         self.computed: list[tuple[int, float | None]] = []
         self.held: list[tuple[int, float | None]] = []
         self.leaving: Callable[[int], None] = lambda step: None
@@ -71,6 +75,10 @@ class Owner:
     def _held(self, step: int, epsilon: float | None) -> None:
         self.held.append((step, epsilon))
         self.leaving(step)
+
+    def _over(self, ending: str) -> None:
+        self.over.append(ending)
+        self.at_end()
 
     def _between(self, request: Look, training) -> None:
         self.told.append((training.finished_steps, request))
@@ -170,7 +178,7 @@ def test_an_open_gate_overlaps_binding_and_reduction_as_a_run_without_gates(tmp_
 
 
 def test_watermarks_only_rise(tmp_path):
-    pace = GatedPace(StopRequest(), *[lambda *_: None] * 3)
+    pace = GatedPace(StopRequest(), *[lambda *_: None] * 4)
     pace.allow(5, 3)
     pace.allow(2, 1)
     assert [pace.is_released(step) for step in (2, 3)] == [True, False]
@@ -350,10 +358,46 @@ def test_a_run_whose_steps_are_finished_waits_for_its_owner_and_a_stop_keeps_it_
     assert again.run.digests == []
 
 
+CAPPED = {"steps": 6, "overrides": ["dp_config.epsilon_cap=3.0"]}
+FIT = 5
+"""The steps that this cap has room for."""
+
+
+@pytest.mark.parametrize("how", ["stop", "close"])
+def test_a_run_at_its_cap_is_saved_before_it_ends_and_a_stop_keeps_it_resumable(tmp_path, how):
+    owner = owned(tmp_path, assignment=NewRun(archive(tmp_path)), **CAPPED)
+    saved = []
+
+    def save(request: Look) -> None:
+        saved.append(owner.run.coordinator._conclusion.training.save(SaveRequest("s", request.after)))
+        owner.stop.make() if how == "stop" else owner.pace.close()
+
+    owner.between = save
+    owner.pace.allow(FIT + 1, FIT + 1)
+    # It is due after the step that has no room; as a caller asks, who is told so.
+    owner.at_end = lambda: owner.pace.ask(Look(FIT))
+    owner.run.train()
+    assert owner.over == ["cap_exceeded"]
+    (state,) = saved
+    assert (state.step, state.parameter_digest.hex()) == (FIT, owner.run.digests[-1])
+    finished = owner.run.finished
+    assert (finished.steps, finished.ending) == (FIT, Ending.STOPPED if how == "stop" else Ending.CAP)
+    assert entries(tmp_path, StepCharged) == list(range(FIT))
+    if how == "stop":
+        recorded = Manifest.model_validate_json((owner.run.folder / "manifest.json").read_bytes())
+        again = owned(tmp_path, assignment=ResumedRun(recorded, archive(tmp_path)), **CAPPED)
+        again.pace.allow(FIT, FIT)
+        again.pace.ask(Look(FIT))
+        again.between = lambda request: again.pace.close()
+        again.run.train()
+        assert (again.over, again.run.digests, again.run.finished.steps) == ([], [], FIT)
+        assert entries(tmp_path, StepCharged) == list(range(FIT)), "no step comes that is not asked for"
+
+
 def test_a_signal_ends_a_wait(tmp_path):
     """The handler runs in the thread that waits."""
     stop = StopRequest()
-    pace = GatedPace(stop, *[lambda *_: None] * 3)
+    pace = GatedPace(stop, *[lambda *_: None] * 4)
     with stop_on_signals(stop, lambda line: None):
         threading.Thread(target=signal.pthread_kill, args=(threading.get_ident(), signal.SIGTERM)).start()
         with pytest.raises(StepLeft):
