@@ -375,8 +375,6 @@ class Desk(DriverDesk):
                 case "optim_step" if operation.state == QUEUED or client.sent:
                     self._cancel_optim(client, operation, later)
                 case _ if operation.state == QUEUED or (operation.kind == SAMPLE and operation.package):
-                    if operation.state == RUNNING:
-                        self._after.append(lambda: self._sampler.cancel(name))
                     self._retire(client, operation, CANCELLED, cancelled(charged=False))
             self._advance(client)
         return self._operation(client_id, operation.number)

@@ -369,6 +369,10 @@ class OperationQueues:
             client.submitted_steps -= 1
         if client.pending == operation.number:
             client.pending = -1
+        if operation.kind == SAMPLE and operation.package:
+            # It is nobody's any more, and others wait for the sampler.
+            name = operation_id(operation)
+            self._after.append(lambda: self._sampler.cancel(name))
         self._finish(client, operation, state, error=error)
 
     def _cancel_step(self, client: ClientRow) -> None:
