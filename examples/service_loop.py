@@ -25,7 +25,7 @@ with (
         fb = tc.forward_backward()  # charges, computes and masks
         opt = tc.optim_step()  # submitted before fb is awaited: they overlap
         print(f"step {opt.result().step}: ε {opt.result().dp_metrics.epsilon_spent:.3f}")
-    artifact = tc.save_state(metadata={"epoch": "1"}).result()
+    artifact = tc.save_state(metadata={"epoch": 1}).result()
     service.save_artifact(artifact.artifact_id, "model.tssp")
     tc.load_state(artifact.artifact_id).result()
 print("released model", artifact.parameter_digest)

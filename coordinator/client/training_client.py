@@ -186,23 +186,28 @@ class TrainingClient:
         Args:
             apply_dp_noise: False is refused on private data, by a ServiceValidationError of the future.
         """
-        return self._submit("optim_step", optim_step=wire.OptimStep(apply_dp_noise=apply_dp_noise))
+        with _fields("apply_dp_noise"):
+            request = wire.OptimStep(apply_dp_noise=apply_dp_noise)
+        return self._submit("optim_step", optim_step=request)
 
-    def save_state(self, metadata: Mapping[str, str] | None = None) -> ServiceFuture[Artifact]:
+    def save_state(self, metadata: Mapping[str, str | int | float] | None = None) -> ServiceFuture[Artifact]:
         """Seal the released model as a package that the service keeps.
 
         Args:
-            metadata: notes for yourself; at most 32 entries, of 64 characters for 512.
+            metadata: notes for yourself; at most 32 entries, of 64 characters for 512. Numbers are kept as text.
         """
         try:
-            notes = _METADATA.validate_python(dict(metadata or {}), strict=True)
+            given = dict(metadata) if isinstance(metadata, Mapping) else metadata
+            notes = _METADATA.validate_python({} if given is None else given, strict=True)
         except ValidationError as error:
             raise ServiceValidationError("metadata", f"{error.errors()[0]['msg']}.", field="metadata") from None
         return self._submit("save_state", save_state=wire.SaveState(metadata=notes))
 
     def load_state(self, artifact_id: str) -> ServiceFuture[LoadStateResult]:
         """Go on from a package of this run. What was spent stays spent."""
-        return self._submit("load_state", load_state=wire.LoadState(artifact_id=artifact_id))
+        with _fields("artifact_id"):
+            request = wire.LoadState(artifact_id=artifact_id)
+        return self._submit("load_state", load_state=request)
 
     def sample(
         self,

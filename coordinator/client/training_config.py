@@ -7,7 +7,7 @@ completes the configuration to a run's.
 
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 
 from raycloak.coordinator.config.run import ModelField, RunConfig
 from raycloak.coordinator.config.sections import (
@@ -28,7 +28,9 @@ from raycloak.metrics.service_errors import ServiceValidationError
 MOST_METADATA: Final = 32
 """Entries of metadata. They are for a person who looks for a client or an artifact, so a page of them is enough."""
 Name = Annotated[str, Field(min_length=1, max_length=64)]
-Note = Annotated[str, Field(max_length=512)]
+Note = Annotated[
+    str, Field(max_length=512), BeforeValidator(lambda note: str(note) if isinstance(note, int | float) else note)
+]
 Metadata = Annotated[dict[Name, Note], Field(max_length=MOST_METADATA)]
 
 

@@ -417,7 +417,7 @@ class OperationQueues:
         return {
             "code": CAP,
             "message": "the account has no room for another step.",
-            "remedy": "What was released can still be saved. A client with more noise, or with a higher cap, is another client.",
+            "remedy": "Save what was released; train on with another client, with more noise or under a higher cap.",
             "epsilon": client.epsilon,
             "epsilon_cap": plan_of(client.facts).get("epsilon_cap") if client.facts else None,
         }

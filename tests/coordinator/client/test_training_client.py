@@ -51,7 +51,7 @@ def test_the_loop_of_the_issue(service, training):
         assert released.result(SOON).step == step + 1
         assert released.result().dp_metrics.epsilon_spent == 0.5 * (step + 1)
         assert (computed.result(SOON).step, computed.result().loss) == (step, None)
-    artifact = training.save_state(metadata={"epoch": "1"}).result(SOON)
+    artifact = training.save_state(metadata={"epoch": 1}).result(SOON)
     assert service.pull_artifact(artifact.artifact_id) == bytes(range(256)) * 20
     assert training.load_state(artifact.artifact_id).result(SOON).step == 3
     sampled = training.sample(["Once upon"], max_tokens=4, temperature=0.7, top_p=0.9, top_k=50, stop=["\n"])
@@ -368,7 +368,13 @@ def test_a_field_that_cannot_be_sent_is_named(training):
     with pytest.raises(raycloak.ServiceValidationError) as caught:
         training.sample("a text")
     assert caught.value.field == "prompts"
-    for metadata in ({"epoch": 1}, {"": "x"}, {"x": "y" * 513}, {str(number): "" for number in range(33)}):
+    for metadata in (
+        {"epoch": None},
+        {"epoch": "\ud800"},
+        {"": "x"},
+        {"x": "y" * 513},
+        {str(number): "" for number in range(33)},
+    ):
         with pytest.raises(raycloak.ServiceValidationError) as caught:
             training.save_state(metadata)
         assert caught.value.field == "metadata"
