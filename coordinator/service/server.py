@@ -163,10 +163,12 @@ class _Servicer(TrainingServicer):
             return await self._accepted(tenant, head, upload, sealed)
 
     async def _accepted(self, tenant: str, head: wire.BatchHead, upload: Upload, sealed: SentHead) -> wire.Operation:
-        """Record a batch. Its file is dropped unless the store names it, also where the caller has left."""
+        """Record a batch. Its file is dropped unless the store may name it, also where the caller has left."""
 
         def outcome(done: "Future[tuple[wire.Operation, bool]]") -> None:
-            if done.cancelled() or done.exception() is not None or not done.result()[1]:
+            error = done.exception()
+            # Whether a store that failed has the batch is not known. If not, the desk drops its file when it begins.
+            if not isinstance(error, ServiceServerError) and (error is not None or not done.result()[1]):
                 upload.drop()
 
         def accept() -> tuple[wire.Operation, bool]:

@@ -315,6 +315,16 @@ def head_of(client, content, key="b", **fields):
     )
 
 
+def sealed(api, client):
+    """Return a batch that is sealed for a client, once its run is admitted."""
+    until = time.monotonic() + DEADLINE_S
+    request = wire.ClientRequest(client_id=client)
+    while not (run_id := api.GetClient(request, metadata=metadata(), timeout=DEADLINE_S).run_id):
+        assert time.monotonic() < until
+    head = sealed_head(client, run_id, row_bytes=10_000)
+    return seal_sent(head, [b"0123456789" * 1000], lambda v: Secret(b"k" * 32))
+
+
 def test_a_batch_arrives_whole_or_not_at_all(serve):
     served = serve(limits={"batch_bytes": 100_000})
     with stub(served.address) as api:
@@ -323,12 +333,7 @@ def test_a_batch_arrives_whole_or_not_at_all(serve):
         def send(*messages):
             return api.SendBatch(iter(messages), metadata=metadata(), timeout=DEADLINE_S)
 
-        until = time.monotonic() + DEADLINE_S
-        request = wire.ClientRequest(client_id=client)
-        while not (run_id := api.GetClient(request, metadata=metadata(), timeout=DEADLINE_S).run_id):
-            assert time.monotonic() < until
-        head = sealed_head(client, run_id, row_bytes=10_000)
-        content = seal_sent(head, [b"0123456789" * 1000], lambda v: Secret(b"k" * 32))
+        content = sealed(api, client)
         good = head_of(client, content)
         for messages, field in (
             ([], "head"),
@@ -352,6 +357,26 @@ def test_a_batch_arrives_whole_or_not_at_all(serve):
         assert file.stat().st_mode & 0o777 == 0o600
         assert isinstance(fails(lambda: send(*pieces(head_of(client, content, key="c"), content))), ServiceValidationError)  # fmt: skip # noqa: E501
         assert [path for path in served.folder.rglob("*") if path.is_file()] == [file]
+
+
+def test_guarantee_a_batch_that_the_store_may_name_keeps_its_file(serve, tmp_path, monkeypatch):
+    """The service fails after its commit and before its answer: the next one goes on with the batch."""
+    served = Served(tmp_path)
+    with stub(served.address) as api:
+        client = created(api, config=SENT)
+        content = sealed(api, client)
+        good = head_of(client, content)
+        monkeypatch.setattr(served.desk, "_publish", lambda news: 1 / 0)
+        assert isinstance(
+            fails(lambda: api.SendBatch(pieces(good, content), metadata=metadata(), timeout=DEADLINE_S)),
+            ServiceServerError,
+        )
+    served.stop()
+    again = serve()
+    with stub(again.address) as api:
+        assert api.SendBatch(pieces(good, content), metadata=metadata(), timeout=DEADLINE_S).state == "done"
+        (file,) = again.store.batch_files()
+        assert (again.folder / file).read_bytes() == content
 
 
 def test_an_upload_that_stalls_is_cut(serve):
