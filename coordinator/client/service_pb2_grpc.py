@@ -118,7 +118,8 @@ class TrainingServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListClients(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The newest of the tenant, each without config_json and manifest_json.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

@@ -35,6 +35,7 @@ from raycloak.coordinator.service.operations import (
     dp_metrics,
     fingerprint,
     invalid,
+    listed_client,
     not_found,
     number_of,
     operation_to_wire,
@@ -148,8 +149,9 @@ class Desk(DriverDesk):
         return self._shown(self._find(tenant, client_id))
 
     def clients(self, tenant: str) -> list[wire.Client]:
-        """Return the newest clients of a tenant, oldest first."""
-        return [self._shown(each) for each in self._store.clients_of(tenant, MOST_LISTED)]
+        """Return the newest clients of a tenant, oldest first, each without its configuration and its manifest."""
+        rows = map(self._store.client, self._store.clients_of(tenant, MOST_LISTED))
+        return [listed_client(row, self._phase_of(row)) for row in rows if row is not None]
 
     def close_client(self, tenant: str, client_id: str) -> wire.Client:
         """Cancel queued operations and end the client; the driver finishes what it does."""
@@ -466,12 +468,13 @@ class Desk(DriverDesk):
             )
 
     def _shown(self, client: ClientRow) -> wire.Client:
+        return client_to_wire(client, self._phase_of(client))
+
+    def _phase_of(self, client: ClientRow) -> str:
         driver = self._drivers.get(client.client_id)
         if driver is not None:
-            phase = driver.phase
-        else:
-            phase = "waiting for a place" if client.open or client.status == INITIALIZING else ""
-        return client_to_wire(client, phase)
+            return driver.phase
+        return "waiting for a place" if client.open or client.status == INITIALIZING else ""
 
 
 def _require_same(known: bytes, mark: bytes) -> None:

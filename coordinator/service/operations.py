@@ -202,8 +202,17 @@ def client_status(row: ClientRow) -> str:
 
 
 def client_to_wire(row: ClientRow, phase: str) -> wire.Client:
-    """Return the message of a client."""
-    facts = json.loads(row.facts) if row.facts else {}
+    """Return the whole message of a client."""
+    message = listed_client(row, phase)
+    message.config_json = row.config
+    manifest = json.loads(row.facts)["manifest"] if row.facts else None
+    message.manifest_json = json.dumps(manifest) if manifest else ""
+    return message
+
+
+def listed_client(row: ClientRow, phase: str) -> wire.Client:
+    """Return the message of a client without configuration and manifest, whose size a tenant decides."""
+    facts = plan_of(row.facts) if row.facts else {}
     config = json.loads(row.config)
     message = wire.Client(
         client_id=row.client_id,
@@ -216,13 +225,11 @@ def client_to_wire(row: ClientRow, phase: str) -> wire.Client:
         account=facts.get("account") or "",
         metadata=config.get("metadata", {}),
         created_unix_s=row.created,
-        config_json=row.config,
         phase=phase,
         revision=row.changed,
         parameter_digest=row.digest,
         queued=row.open,
         operations=row.next_number,
-        manifest_json=json.dumps(facts["manifest"]) if facts.get("manifest") else "",
     )
     if row.error:
         message.error.MergeFrom(failure(json.loads(row.error)))

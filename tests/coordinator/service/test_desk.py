@@ -225,6 +225,20 @@ def test_another_tenants_things_are_answered_as_what_does_not_exist(site):
     assert [each.client_id for each in site.ask(desk.clients, "south")] == [own]
 
 
+def test_a_list_of_clients_is_small_however_much_they_were_given(site):
+    """A tenant whose list is larger than a message could not list its clients any more."""
+    large = {**SENT, "key_service": SENT["key_service"] | {"contract": json.dumps({"x": "y" * 2**19})}}
+    clients = [site.create(config=large, metadata={"number": str(number)}) for number in range(3)]
+    site.run()
+    found = site.ask(site.desk.clients, "north")
+    whole = [site.client(client) for client in clients]
+    for each in whole:
+        assert len(each.config_json) > 2**19
+        each.config_json = each.manifest_json = ""
+    assert sorted(found, key=lambda each: each.metadata["number"]) == whole
+    assert wire.ListClientsReply(clients=found).ByteSize() < 4096
+
+
 @pytest.mark.parametrize(
     ("fields", "error", "detail"),
     [
