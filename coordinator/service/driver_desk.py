@@ -77,8 +77,11 @@ class DriverDesk(OperationQueues):
     """The reports of drivers and samplers, and the places of drivers."""
 
     def tick(self) -> None:
-        """Do what is due by time alone: places of idle clients, and drivers that are to be tried again."""
+        """Do what is due by time alone: places of idle clients, drivers to be tried again, samples that have room."""
         self._assign()
+        for client in self._store.clients_with_samples():
+            with self._changing(client):
+                self._advance(client)
 
     @property
     def drivers(self) -> int:

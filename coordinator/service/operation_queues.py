@@ -62,7 +62,8 @@ from raycloak.coordinator.service.store import (
 _AT_ONCE: Final = 16  # operations that are looked at for one decision
 _COPIES: Final = "copies"
 """Folder of the copies of weights, with one folder for each client that sampled."""
-_MOST_SAMPLES: Final = 8  # samples of one client that are generated at once
+MOST_SAMPLES: Final = 8
+"""Samples of one tenant that the sampler has at once, so that it has room for those of the others."""
 ENDINGS: Final = {
     "early_stopped": "the run was stopped early: its result no longer got better.",
     "complete": "the run is complete.",
@@ -230,7 +231,9 @@ class OperationQueues:
         operations = self._store.open_operations(client.client_id, _AT_ONCE)
         for operation in operations:
             if operation.state == QUEUED:
-                if (in_step and operation.kind != OPTIM_STEP) or samples >= _MOST_SAMPLES:
+                if in_step and operation.kind != OPTIM_STEP:
+                    return False
+                if operation.kind == SAMPLE and self._store.samples_under_way(client.tenant) >= MOST_SAMPLES:
                     return False
                 if not self._hand(client, operation):
                     return False

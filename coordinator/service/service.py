@@ -17,6 +17,7 @@ from raycloak.coordinator.record.run_reader import EventTail
 from raycloak.coordinator.service.databases import OwnedFolder, open_database
 from raycloak.coordinator.service.desk import Desk
 from raycloak.coordinator.service.drivers import Driver, Exited
+from raycloak.coordinator.service.operation_queues import MOST_SAMPLES
 from raycloak.coordinator.service.packages import Artifact
 from raycloak.coordinator.service.pipe import Begin, Command, Released, Report
 from raycloak.coordinator.service.ports import Drivers
@@ -162,7 +163,7 @@ class TrainingService:
             batches.mkdir(mode=0o700, exist_ok=True)
             # Made here if this is the site's first use of it, as the sampler looks for its public file.
             PackageSigner.load_or_create(home.home() / "signer")
-            self._sampler = Sampler(SamplerLimits(), folder / "logs")
+            self._sampler = Sampler(SamplerLimits(waiting=MOST_SAMPLES * len(settings.tenants)), folder / "logs")
             samples = PackageSampler(
                 self._sampler,
                 folder,

@@ -335,6 +335,25 @@ class Store:
             before,
         )
 
+    def samples_under_way(self, tenant: str) -> int:
+        """Return how many samples of all clients of a tenant are running."""
+        return self._number(
+            "SELECT COUNT(*) FROM operations WHERE state IN ('queued', 'running') AND kind = 'sample'"
+            # Not a join, for which SQLite reads all operations that the tenant ever had.
+            " AND state = 'running'"
+            " AND (SELECT tenant FROM clients WHERE clients.client_id = operations.client_id) = ?",
+            tenant,
+        )
+
+    def clients_with_samples(self) -> list[ClientRow]:
+        """Return the clients with samples that wait, first the longest wait."""
+        rows = self._rows(
+            "SELECT client_id FROM operations WHERE state IN ('queued', 'running') AND kind = 'sample'"
+            " AND state = 'queued' GROUP BY client_id ORDER BY MIN(submitted)"
+        )
+        found = [self.client(str(client)) for (client,) in rows]
+        return [each for each in found if each is not None]
+
     def running_samples(self) -> list[OperationRow]:
         """Return the samples of all clients that have their package and no result."""
         where = "state IN ('queued', 'running') AND kind = 'sample' AND state = 'running' AND package <> ''"

@@ -7,6 +7,7 @@ import pytest
 
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.service.drivers import Exited
+from raycloak.coordinator.service.operation_queues import MOST_SAMPLES
 from raycloak.coordinator.service.pipe import Computed, Ended, Failed, Held, Opened, Released
 from raycloak.coordinator.service.sample_requests import request_of, wrong_field
 from raycloak.metrics.service_errors import (
@@ -628,6 +629,34 @@ def test_a_sample_of_a_saved_state_needs_no_driver_and_can_be_cancelled(site):
     site.ask(site.desk.sampled, first.operation_id, [])
     site.ask(site.desk.sampled, second.operation_id, [], {"code": "oom", "message": "no memory.", "remedy": ""})
     assert (site.get(first).state, site.get(second).error.code) == ("cancelled", "oom")
+
+
+def test_guarantee_a_tenant_with_many_clients_leaves_the_sampler_to_others_too(site):
+    """The sampler refuses more than it has room for, and it writes for who came first."""
+    clients = [site.create(config=TEXT) for _ in range(3)]
+    for client in clients:
+        steps(site, client, 1)
+        site.submit(client, SAVE)
+    site.run()
+    asked = [site.submit(client, SAMPLE, **TEXTS).operation_id for client in clients for _ in range(MOST_SAMPLES)]
+    site.run()
+    assert list(site.sampler.asked) == asked[:MOST_SAMPLES]
+    other = site.create("south", config=TEXT)
+    for kind in (FB, OPT, SAVE):
+        site.submit(other, kind, tenant="south")
+    site.run()
+    theirs = site.submit(other, SAMPLE, tenant="south", **TEXTS)
+    assert theirs.operation_id in site.sampler.asked
+    # The others follow as these end, in whatever way.
+    site.cancel(site.get(site.ask(site.desk.operation, "north", clients[0], asked[0])))
+    site.ask(site.desk.tick)
+    under_way = list(site.sampler.asked)
+    for name in under_way:
+        assert site.store.samples_under_way("north") <= MOST_SAMPLES
+        site.ask(site.desk.sampled, name, [])
+        site.ask(site.desk.tick)
+        under_way += [each for each in site.sampler.asked if each not in under_way]
+    assert sum(site.client(client).queued for client in clients) == 0
 
 
 @pytest.mark.parametrize("how", ["closed", "failed"])
