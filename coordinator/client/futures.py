@@ -199,6 +199,11 @@ def is_seen(future: ServiceFuture[Any]) -> bool:
     return future._seen
 
 
+def failure_of(future: ServiceFuture[Any]) -> ServiceError | None:
+    """Return the error that a future has ended with, if it has; its caller has not got it by that."""
+    return future._error
+
+
 class Resolver:
     """The pending futures of a client, by key and by operation.
 

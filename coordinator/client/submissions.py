@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.client.connection import Connection, growing_pauses, is_no_answer
-from raycloak.coordinator.client.futures import Resolver, ServiceFuture, is_seen
+from raycloak.coordinator.client.futures import Resolver, ServiceFuture, failure_of, is_seen
 from raycloak.metrics.errors import RaycloakError
 from raycloak.metrics.service_errors import (
     FutureCancelledError,
@@ -174,6 +174,10 @@ class Submissions:
                     return
                 submission = self._waiting.popleft()
                 future = submission.future
+                if (failure := failure_of(future)) is not None:
+                    # With all that were pending, before it was here: it is not sent, as its caller was told.
+                    self._note_lost([submission], failure)
+                    continue
                 fault = self._fault_before(submission)
                 self._sending, self._to_cancel = (future if fault is None else None), False
             if fault is not None:

@@ -264,6 +264,23 @@ def test_what_was_not_sent_behind_an_operation_that_may_have_arrived_is_no_part_
     assert sending.optim_step().result(SOON).step == 1
 
 
+def test_no_step_is_sent_without_a_batch_that_failed_before_it_could_be_sent(memory_service, sending, monkeypatch):
+    """The stream of changes is lost between the making of its future and its submission."""
+    sending.forward_backward(batch(3)).result(SOON)
+    start = sending._changes.start
+
+    def lose():
+        monkeypatch.setattr(sending._changes, "start", start)
+        sending._lost(raycloak.ServiceAuthenticationError("expired", "the credentials have expired."))
+
+    monkeypatch.setattr(sending._changes, "start", lose)
+    lost, optim = sending.forward_backward(batch(2)), sending.optim_step()
+    assert optim.exception(SOON).code == "expired"
+    assert [each.kind for each in memory_service.operations[sending.client_id]] == ["forward_backward"]
+    assert lost.exception(SOON).code == "expired"
+    assert sending.optim_step().result(SOON).step == 1
+
+
 def test_a_caller_who_has_seen_that_a_batch_was_not_taken_may_step_without_it(memory_service, sending):
     sending.forward_backward(batch(1)).result(SOON)
     memory_service.failures["SendBatch"] = [REFUSAL]

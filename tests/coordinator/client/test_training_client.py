@@ -208,6 +208,26 @@ def test_pending_futures_fail_when_the_service_stays_away():
         assert future.exception(SOON).code == "unreachable"
 
 
+@pytest.mark.parametrize("sends", [False, True])
+def test_what_has_failed_before_it_could_be_sent_is_not_sent(memory_service, training, monkeypatch, sends):
+    """The stream of changes is lost between the making of a future and its submission."""
+    start = training._changes.start
+
+    def lose():
+        monkeypatch.setattr(training._changes, "start", start)
+        training._lost(raycloak.ServiceAuthenticationError("expired", "the credentials have expired."))
+
+    monkeypatch.setattr(training._changes, "start", lose)
+    lost = training.forward_backward()
+    assert lost.exception(SOON).code == "expired"
+    if sends:
+        training.forward_backward().result(SOON)
+    training.detach()
+    taken = [each.idempotency_key for each in memory_service.operations[training.client_id]]
+    assert lost.idempotency_key not in taken
+    assert len(taken) == sends
+
+
 def test_a_caller_attaches_again_and_finds_its_futures(held, holding):
     holding.forward_backward()
     holding.optim_step()
