@@ -79,8 +79,8 @@ class TrainingConfig(Section):
     early_stopping: EarlyStoppingConfig | None = None
     expected_batch_size: float = Field(gt=0)
     micro_batch_size: int | None = Field(default=None, gt=0)
-    steps: int | None = Field(default=None, gt=0)
-    epochs: float | None = Field(default=None, gt=0)
+    steps: int | None = Field(default=None, gt=0, le=2**31)
+    epochs: float | None = Field(default=None, gt=0, le=2**20)
     seed: int = Field(default=0, ge=0, lt=2**63)
     precision: Literal["float32", "bf16"] = "float32"
     gradient_checkpointing: bool = False

@@ -108,8 +108,8 @@ class RunConfig(Section):
     batch_size_per_worker: int | None = Field(default=None, gt=0)
     expected_batch_size: float | None = Field(default=None, gt=0)
     micro_batch_size: int | None = Field(default=None, gt=0)
-    steps: int | None = Field(default=None, gt=0)
-    epochs: float | None = Field(default=None, gt=0)
+    steps: int | None = Field(default=None, gt=0, le=2**31)
+    epochs: float | None = Field(default=None, gt=0, le=2**20)
     model: ModelField = None
     loss: str = "cross_entropy"
     seed: int = Field(default=0, ge=0, lt=2**63)

@@ -349,6 +349,8 @@ CASES: dict[str, Case] = {
     # Configurations
     "an unknown field": refused_config("stepz", stepz=3),
     "no steps": refused_config("steps", steps=0),
+    "more steps than there are numbers": refused_config("steps", steps=2**64),
+    "more passes than there are numbers": refused_config("epochs", steps=None, epochs=1e20),
     "what the service decides": refused_config("num_workers", num_workers=5),
     "a path of the service": refused_config("dataset", dataset={"kind": "npz", "path": "/etc"}),
     "no noise": refused_config("dp_config.noise_multiplier", dp_config={"noise_multiplier": 0.0, "epsilon_cap": 1.0}),
