@@ -66,7 +66,7 @@ class DataTerms:
             raise ConfigError(
                 "data_terms",
                 "data terms need an account, a ledger key of 32 bytes, and at least one participation.",
-                "raycloak budget show prints account and key of a ledger.",
+                "raycloak budget show lists the accounts of a ledger, raycloak budget key its key.",
             )
 
 
