@@ -31,7 +31,7 @@ from raycloak.coordinator.service.pipe import (
     Save,
     Saved,
 )
-from raycloak.metrics.service_errors import FutureCancelledError
+from raycloak.metrics.service_errors import BudgetExceededError, FutureCancelledError
 from tests.protocol import RENYI, settle
 
 DEADLINE_S = 600
@@ -227,14 +227,18 @@ def test_a_step_that_is_held_is_left_between_two_micro_batches(started, tmp_path
     assert whole - left <= again <= whole
 
 
-def test_a_caller_cancels_a_step_between_two_micro_batches_through_a_whole_service(
+SMALL = {"accountant": "rdp", "noise_multiplier": 0.8, "epsilon_cap": 3.0}
+"""An account with room for some of eight steps."""
+
+
+def test_a_caller_of_a_whole_service_cancels_a_step_between_two_micro_batches_and_saves_what_the_cap_leaves(
     tmp_path, ray_cluster, raycloak_home, monkeypatch
 ):
     monkeypatch.setenv("RAY_ADDRESS", ray_cluster.address)
     settle(raycloak_home)
     (tmp_path / "slow.py").write_text(SLOW.format(folder=str(tmp_path)))
     passes = tmp_path / "passes"
-    given = {name: CONFIG[name] for name in ("steps", "expected_batch_size", "dp_config")}
+    given = {"steps": 8, "expected_batch_size": CONFIG["expected_batch_size"], "dp_config": SMALL}
     run = {"num_workers": 1, "virtual_workers": 2, "secure_aggregation": False, "metrics": {"bind": "127.0.0.1:0"}}
     with (
         ServiceClient.local(
@@ -266,3 +270,19 @@ def test_a_caller_cancels_a_step_between_two_micro_batches_through_a_whole_servi
         client.forward_backward()
         client.optim_step().result(DEADLINE_S)
         assert 0 < left < len(passes.read_text())
+        (tmp_path / "armed").unlink()
+        while (refused := client.forward_backward().exception(DEADLINE_S)) is None:
+            last = client.optim_step().result(DEADLINE_S)
+        assert isinstance(refused, BudgetExceededError)
+        assert 0 < refused.current_epsilon <= refused.max_epsilon == 3.0
+        saved = client.save_state(metadata={"step": last.step}).result(DEADLINE_S)
+        assert (saved.step, saved.parameter_digest) == (last.step, last.parameter_digest)
+        assert len(service.pull_artifact(saved.artifact_id)) == saved.bytes
+        assert client.load_state(saved.artifact_id).result(DEADLINE_S).step == last.step
+        assert isinstance(client.forward_backward().exception(DEADLINE_S), BudgetExceededError)
+        assert client.refresh().status == "READY"
+    ledger = PrivacyLedger(ledger_url(), create=False)
+    ledger.verify()
+    steps = [each.event.step for each in ledger.history() if isinstance(each.event, StepCharged)]
+    ledger.close()
+    assert steps == list(range(last.step))
