@@ -317,7 +317,7 @@ class Desk(DriverDesk):
         """Refuse a batch that its step could not be computed with, or whose examples would be counted as others."""
         if sealed.hashes != head.example_hashes:
             raise invalid("example_ids", "the batch was sealed for other examples", "batch_foreign")
-        earlier = len(self._store.batches_from(client.client_id, client.submitted_steps))
+        earlier = self._store.number_of_batches(client.client_id, client.submitted_steps)
         place = (client.run_id, client.client_id, client.submitted_steps, earlier, client.sent_examples)
         if (sealed.run_id, sealed.client_id, sealed.step, sealed.number, sealed.first) != place:
             raise invalid("batch", "it was sealed for another run, client, step or place in the step", "batch_foreign")

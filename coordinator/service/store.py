@@ -414,6 +414,10 @@ class Store:
         """Return the batches of a step and of all later steps, in the order they were sent."""
         return self._all(BatchRow, "batches", "client_id = ? AND step >= ? ORDER BY number", client_id, step)
 
+    def number_of_batches(self, client_id: str, step: int) -> int:
+        """Return how many batches were sent for a step."""
+        return self._number("SELECT COUNT(*) FROM batches WHERE client_id = ? AND step = ?", client_id, step)
+
     def batch_bytes(self, tenant: str) -> int:
         """Return the bytes of all batches that a tenant's clients have sent."""
         return self._number("SELECT COALESCE(SUM(size), 0) FROM batches WHERE tenant = ?", tenant)

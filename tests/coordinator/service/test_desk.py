@@ -1333,3 +1333,24 @@ def test_an_operation_costs_the_store_no_more_after_many_others(make_site):
         site.run()
     later = costs()
     assert all(later[name] < 1.5 * first[name] for name in first), (first, later)
+
+
+def test_a_batch_reads_no_row_of_those_before_it_in_its_step(site, monkeypatch):
+    """A step may have as many batches as examples, and the desk is everybody's."""
+    client = site.create(config={**SENT, "dataset": SENT["dataset"] | {"max_examples_per_step": 50}})
+    site.run()
+    for number in range(20):
+        site.send(client, f"x{number}")
+    head, file = site.batch(client, "y")
+    sealed = site.sealed(head)
+    read = [0]
+    run = site.database.run
+
+    def counted(*statement):
+        found = run(*statement)
+        read[0] += len(found)
+        return found
+
+    monkeypatch.setattr(site.database, "run", counted)
+    assert site.ask(site.desk.accept_batch, "north", head, file, sealed).state == "done"
+    assert read[0] < 20
