@@ -148,10 +148,11 @@ def test_a_driver_that_is_killed_and_resumed_gives_the_bytes_of_a_run_without_on
     assert digests == seen
 
 
-SLOW = """
+STUCK = """
 import time
 from pathlib import Path
 
+import ray
 from torch import nn
 
 from raycloak.coordinator.runs.demo import digits_model
@@ -159,7 +160,7 @@ from raycloak.coordinator.runs.demo import digits_model
 FOLDER = Path({folder!r})
 
 
-class Slow(nn.Module):
+class Stuck(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = digits_model()
@@ -168,25 +169,27 @@ class Slow(nn.Module):
         if (FOLDER / "armed").exists():
             with (FOLDER / "passes").open("a") as file:
                 file.write("x")
-            time.sleep(0.5)
+        while (FOLDER / "stuck").exists() and not ray.get_runtime_context().is_canceled():
+            time.sleep(0.02)
         return self.layers(images)
 
 
 def build():
-    return Slow()
+    return Stuck()
 """
-"""A model whose passes a test counts, and has last long enough for a cancellation to arrive between two of them."""
+"""A model whose passes a test counts, and has last until a cancellation has arrived."""
 
 
 def test_a_step_that_is_held_is_left_between_two_micro_batches(started, tmp_path, raycloak_home):
     settle(raycloak_home)
-    (tmp_path / "slow.py").write_text(SLOW.format(folder=str(tmp_path)))
-    passes = tmp_path / "passes"
-    driver = started(model="slow:build", virtual_workers=2, micro_batch_size=16)
+    (tmp_path / "stuck_model.py").write_text(STUCK.format(folder=str(tmp_path)))
+    passes, stuck = tmp_path / "passes", tmp_path / "stuck"
+    driver = started(model="stuck_model:build", virtual_workers=2, micro_batch_size=16)
     driver.until(Ready)
     driver.allow(1, 1)
     driver.until(Released, step=0)
     (tmp_path / "armed").touch()
+    stuck.touch()
     driver.allow(2, 2)
     end = time.monotonic() + DEADLINE_S
     while not passes.exists():
@@ -196,6 +199,7 @@ def test_a_step_that_is_held_is_left_between_two_micro_batches(started, tmp_path
     held = driver.until(Held, step=1)
     left = len(passes.read_text())
     passes.unlink()
+    stuck.unlink()
     driver.allow(2, 2)
     assert driver.until(Computed, step=1).epsilon == held.epsilon, "it was charged once"
     again = len(passes.read_text())
