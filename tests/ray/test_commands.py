@@ -257,5 +257,6 @@ def test_rates_of_this_machine_predict_a_step_beyond_them(ray_cluster, monkeypat
     checked = calibration.check(rates)
     assert (checked.workers, checked.parameters) == (2, 2**14 // 20 * 20)
     assert checked.ratio == checked.predicted_seconds / checked.measured_seconds > 0
-    assert min(rates.words[32].mask, rates.words[64].averaged.each, rates.ledger_wall, rates.imports) > 0
+    # Not what one vector more costs: at this size, noise makes it zero in one of a hundred measurements.
+    assert min(rates.words[32].mask, rates.words[64].averaged.at(8), rates.ledger_wall, rates.imports) > 0
     assert all(isinstance(size, Scale) for size in simulate(ScaleConfig(workers=[8], parameters=[10**7]), rates))
