@@ -7,7 +7,7 @@ import termios
 import time
 import tty
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,12 +50,16 @@ def _live(console: "Console", watch: "Watch", snapshot: "Snapshot") -> "Snapshot
     def picture(of: "Snapshot") -> TopView:
         return TopView(of, "q ends")
 
+    live = Live(picture(snapshot), console=console, screen=True, auto_refresh=False)
     with (
         # The run goes on without its watcher, so Ctrl-C is no failure of anything.
         suppress(KeyboardInterrupt),
         _keys() as pressed,
-        Live(picture(snapshot), console=console, screen=True, auto_refresh=False) as live,
+        ExitStack() as stack,
     ):
+        # First: Live itself gives no screen back if Ctrl-C comes while it shows its first picture.
+        stack.callback(live.stop)
+        live.start(refresh=True)
         while snapshot.is_live and not pressed(EVERY_S):
             snapshot = watch.look()
             live.update(picture(snapshot), refresh=True)

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import random
 import re
 import runpy
 import shutil
@@ -14,6 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -133,13 +135,17 @@ def test_bad_input_is_one_line_with_exit_code_2(run_python):
 
 
 def _free_ports(count):
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+    """Return ports that are free, and that nobody gets by chance until Ray binds them seconds later.
+
+    Linux gives connections and listeners that name no port one above 32767. Ray's workers have those from 10002 to
+    19999.
+    """
+    ports = []
+    for port in random.sample(range(20_000, 32_768), 200):
+        with socket.socket() as tried, suppress(OSError):
+            tried.bind(("127.0.0.1", port))
+            ports.append(port)
+    return ports[:count]
 
 
 @pytest.fixture
@@ -158,6 +164,8 @@ def head(ray_environment, tmp_path):
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
     try:
         _wait_until_served(f"http://127.0.0.1:{dashboard}/api/version", process)
+        # The dashboard refuses a job whose agent is not there within ten seconds, and starts long before it.
+        _wait_until_served(f"http://127.0.0.1:{agent}/api/healthz", process)
         yield f"http://127.0.0.1:{dashboard}", environment
     finally:
         process.send_signal(signal.SIGTERM)
@@ -249,5 +257,6 @@ def test_rates_of_this_machine_predict_a_step_beyond_them(ray_cluster, monkeypat
     checked = calibration.check(rates)
     assert (checked.workers, checked.parameters) == (2, 2**14 // 20 * 20)
     assert checked.ratio == checked.predicted_seconds / checked.measured_seconds > 0
-    assert min(rates.words[32].mask, rates.words[64].averaged.each, rates.ledger_wall, rates.imports) > 0
+    # Not what one vector more costs: at this size, noise makes it zero in one of a hundred measurements.
+    assert min(rates.words[32].mask, rates.words[64].averaged.at(8), rates.ledger_wall, rates.imports) > 0
     assert all(isinstance(size, Scale) for size in simulate(ScaleConfig(workers=[8], parameters=[10**7]), rates))

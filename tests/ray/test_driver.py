@@ -154,10 +154,11 @@ def test_a_driver_that_is_killed_and_resumed_gives_the_bytes_of_a_run_without_on
     assert digests == seen
 
 
-SLOW = """
+STUCK = """
 import time
 from pathlib import Path
 
+import ray
 from torch import nn
 
 from raycloak.coordinator.runs.demo import digits_model
@@ -165,7 +166,7 @@ from raycloak.coordinator.runs.demo import digits_model
 FOLDER = Path({folder!r})
 
 
-class Slow(nn.Module):
+class Stuck(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = digits_model()
@@ -174,14 +175,15 @@ class Slow(nn.Module):
         if (FOLDER / "armed").exists():
             with (FOLDER / "passes").open("a") as file:
                 file.write("x")
-            time.sleep(0.5)
+        while (FOLDER / "stuck").exists() and not ray.get_runtime_context().is_canceled():
+            time.sleep(0.02)
         return self.layers(images)
 
 
 def build():
-    return Slow()
+    return Stuck()
 """
-"""A model whose passes a test counts, and has last long enough for a cancellation to arrive between two of them."""
+"""A model whose passes a test counts, and has last until a cancellation has arrived."""
 
 
 def until_computing(passes: Path) -> None:
@@ -194,19 +196,21 @@ def until_computing(passes: Path) -> None:
 
 def test_a_step_that_is_held_is_left_between_two_micro_batches(started, tmp_path, raycloak_home):
     settle(raycloak_home)
-    (tmp_path / "slow.py").write_text(SLOW.format(folder=str(tmp_path)))
-    passes = tmp_path / "passes"
-    driver = started(model="slow:build", virtual_workers=2, micro_batch_size=16)
+    (tmp_path / "stuck_model.py").write_text(STUCK.format(folder=str(tmp_path)))
+    passes, stuck = tmp_path / "passes", tmp_path / "stuck"
+    driver = started(model="stuck_model:build", virtual_workers=2, micro_batch_size=16)
     driver.until(Ready)
     driver.send(Allow(computed=1, released=1))
     driver.until(Released, step=0)
     (tmp_path / "armed").touch()
+    stuck.touch()
     driver.send(Allow(computed=2, released=2))
     until_computing(passes)
     driver.send(Allow(computed=2, released=2, held=True))
     held = driver.until(Held, step=1)
     left = len(passes.read_text())
     passes.unlink()
+    stuck.unlink()
     driver.send(Allow(computed=2, released=2))
     assert driver.until(Computed, step=1).epsilon == held.epsilon, "it was charged once"
     again = len(passes.read_text())
@@ -236,24 +240,25 @@ def test_a_caller_of_a_whole_service_cancels_a_step_between_two_micro_batches_an
 ):
     monkeypatch.setenv("RAY_ADDRESS", ray_cluster.address)
     settle(raycloak_home)
-    (tmp_path / "slow.py").write_text(SLOW.format(folder=str(tmp_path)))
-    passes = tmp_path / "passes"
+    (tmp_path / "stuck_model.py").write_text(STUCK.format(folder=str(tmp_path)))
+    passes, stuck = tmp_path / "passes", tmp_path / "stuck"
     given = {"steps": 8, "expected_batch_size": CONFIG["expected_batch_size"], "dp_config": SMALL}
     run = {"num_workers": 1, "virtual_workers": 2, "secure_aggregation": False, "metrics": {"bind": "127.0.0.1:0"}}
     with (
         ServiceClient.local(
             datasets={"digits": {"dataset": {"kind": "digits", "public": True}}},
-            code=["slow:build"],
+            code=["stuck_model:build"],
             run=run,
             base=tmp_path,
         ) as service,
         service.create_training_client(
-            {**given, "model": "slow:build", "dataset": "digits", "micro_batch_size": 16}
+            {**given, "model": "stuck_model:build", "dataset": "digits", "micro_batch_size": 16}
         ) as client,
     ):
         client.forward_backward()
         client.optim_step().result(DEADLINE_S)
         (tmp_path / "armed").touch()
+        stuck.touch()
         forward, optim = client.forward_backward(), client.optim_step()
         until_computing(passes)
         assert forward.cancel()
@@ -264,6 +269,7 @@ def test_a_caller_of_a_whole_service_cancels_a_step_between_two_micro_batches_an
         assert client.refresh().step == 1
         assert client.dp_metrics.steps_charged == 2
         passes.unlink()
+        stuck.unlink()
         client.forward_backward()
         assert client.optim_step().result(DEADLINE_S).dp_metrics.steps_charged == 2
         passes.unlink()

@@ -16,6 +16,7 @@ from raycloak.coordinator.service.settings import ServiceSettings
 from raycloak.coordinator.service.tenants import new_token
 from tests.layout import ROOT
 from tests.owner import key_service
+from tests.ray.leaks import files_below
 from tests.sent import MARK, Client, data_keys, examples, fields
 
 STEPS = 2
@@ -42,10 +43,9 @@ def test_a_run_on_sent_data_trains_on_ray_and_leaves_no_clear_example(ray_cluste
     assert [len(BatchFiles(outcome.folder.path).sets(step)) for step in range(STEPS)] == [1] * STEPS
     secrets = MARK.tobytes(), b"patient-"
     folders = raycloak_home, tmp_path, Path(ray_cluster.environment["RAY_TMPDIR"])
-    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    files = dict(files_below(*folders))
     assert len(files) > 20
-    for path in files:
-        content = path.read_bytes()
+    for path, content in files.items():
         assert not any(secret in content for secret in secrets), path
 
 
@@ -104,8 +104,7 @@ def test_a_client_trains_through_the_service_on_what_it_sends(ray_cluster, raycl
             run_id = client.summary.run_id
             client.close()
     secrets = MARK.tobytes(), b"patient-"
-    files = [path for path in raycloak_home.rglob("*") if path.is_file()]
-    assert any(run_id in str(path) for path in files)
-    for path in files:
-        content = path.read_bytes()
+    files = dict(files_below(raycloak_home))
+    assert any(run_id in path for path in files)
+    for path, content in files.items():
         assert not any(secret in content for secret in secrets), path

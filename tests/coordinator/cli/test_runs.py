@@ -1,5 +1,6 @@
 """`raycloak runs` and `raycloak top`: lists, one run, comparisons and the live picture, from run directories alone."""
 
+import io
 import json
 import os
 import pty
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 
 import pytest
 from rich.console import Console
+from rich.live import Live
 
 from raycloak.coordinator.cli import top
 from raycloak.coordinator.cli.runs_tables import WIDE, RunsTable, age_text
@@ -310,6 +312,23 @@ def test_q_ends_the_picture_and_leaves_the_terminal_as_it_was(terminal, monkeypa
     assert termios.tcgetattr(terminal.slave) == before
 
 
+def test_ctrl_c_while_the_first_picture_is_shown_gives_the_screen_back(monkeypatch):
+    run, refresh = begun(), Live.refresh
+
+    def interrupted(live):
+        refresh(live)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Live, "refresh", interrupted)
+    stream = io.StringIO()
+    console, watch = Console(file=stream, force_terminal=True, width=100, height=30), top.Watch(run.path)
+    with run_lock(run.folder.record.run_id):
+        assert top._live(console, watch, watch.look()).course.steps == 30
+    picture, given_back, _ = stream.getvalue().partition("\x1b[?1049l")
+    assert "30 of 100" in picture
+    assert given_back
+
+
 def test_the_command_on_a_terminal_ends_with_ctrl_c_and_keeps_the_last_picture(terminal):
     run = begun()
     with run_lock(run.folder.record.run_id):
@@ -327,7 +346,8 @@ def test_the_command_on_a_terminal_ends_with_ctrl_c_and_keeps_the_last_picture(t
         while command.poll() is None:
             assert time.monotonic() < deadline
             terminal.read(0.05)
-        terminal.read(0.05)
+        # After the screen was given back; a read gives some of it alone.
+        while "30 of 100" not in terminal._text.partition("\x1b[?1049l")[2]:
+            assert time.monotonic() < deadline, terminal.text
+            terminal.read(0.05)
     assert (command.returncode, "error" in terminal.text) == (0, False)
-    # After the screen was given back.
-    assert "30 of 100" in terminal._text.rpartition("\x1b[?1049l")[2]

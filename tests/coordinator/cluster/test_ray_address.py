@@ -50,7 +50,7 @@ def test_a_server_that_speaks_grpc_passes():
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
-        check_address(f"127.0.0.1:{port}")
+        check_address(f"127.0.0.1:{port}", deadline_s=60)
     finally:
         server.stop(None).wait()
 

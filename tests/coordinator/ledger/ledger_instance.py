@@ -1,13 +1,16 @@
 """Child process of `test_leases.py`: one live instance of the ledger at a URL, told what to do line by line.
 
-``register RUN``, ``charge RUN STEP`` and ``stop RUN``, which stops this process by SIGSTOP inside a transaction that
-takes the run. Each is answered by one line of JSON: the code of the refusal, or what the charge returned.
+``register RUN``, ``charge RUN STEP`` and ``stop RUN SECONDS``, which stops this process by SIGSTOP inside a transaction
+that takes the run, and that a server rolls back after as many seconds. Each is answered by one line of JSON: the code
+of the refusal, or what the charge returned.
 """
 
 import json
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from raycloak.coordinator.ledger import engine
@@ -28,21 +31,31 @@ def main(url: str, deadline_s: float) -> None:
             say({"refused": refusal.code})
 
 
-def obey(ledger: PrivacyLedger, action: str, run_id: str, step: str = "0") -> dict[str, Any]:
+def obey(ledger: PrivacyLedger, action: str, run_id: str, number: str = "0") -> dict[str, Any]:
     """Do one thing; a charge gives its envelope."""
     if action == "register":
         ledger.register_run(run_id, "patients", (mechanism(),), MANIFEST)
         ledger.bind_data(run_id, MANIFEST, DATA)
     elif action == "charge":
-        envelope = ledger.charge(run_id, int(step), PARAMETERS, MANIFEST)
+        envelope = ledger.charge(run_id, int(number), PARAMETERS, MANIFEST)
         return {"body": envelope.body.hex(), "signature": envelope.signature.hex()}
     else:
         assert action == "stop"
-        with ledger._store.write() as rows:
+        with deadline(float(number)), ledger._store.write() as rows:
             rows.own_run(run_id, ledger.fencing)
             os.kill(os.getpid(), signal.SIGSTOP)
             rows.renew_lease(ledger.fencing)
     return {}
+
+
+@contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    """Give the transactions that begin in this block another deadline."""
+    kept, engine.LOCK_DEADLINE_S = engine.LOCK_DEADLINE_S, seconds
+    try:
+        yield
+    finally:
+        engine.LOCK_DEADLINE_S = kept
 
 
 def say(answer: dict[str, Any]) -> None:

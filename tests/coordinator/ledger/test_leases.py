@@ -180,10 +180,10 @@ def test_an_instance_that_is_paused_inside_its_transaction_leaves_no_half(
     instance: Callable[..., Instance], reader: PrivacyLedger, ledger_url: str
 ):
     """A server takes the lock from who does nothing. A file's lock ends with its holder, who first finishes."""
-    paused = instance(deadline_s=2.0)
+    paused = instance()
     other = instance(deadline_s=0.5 if ledger_url.startswith("sqlite") else 30.0)
     paused.ask("register run-a")
-    paused.tell("stop run-a")
+    paused.tell("stop run-a 2")
     paused.await_stop()
     if ledger_url.startswith("sqlite"):
         assert other.ask("charge run-a 0") == {"refused": "ledger_unavailable"}
@@ -203,7 +203,7 @@ def test_an_instance_that_is_paused_inside_its_transaction_leaves_no_half(
 def test_a_lock_whose_holder_was_killed_is_free(instance: Callable[..., Instance], reader: PrivacyLedger):
     paused = instance()
     paused.ask("register run-a")
-    paused.tell("stop run-a")
+    paused.tell("stop run-a 2")
     paused.await_stop()
     paused.end()
     other = instance()

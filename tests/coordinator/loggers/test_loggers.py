@@ -151,7 +151,7 @@ def test_wandb_has_one_run_with_numbers_and_nothing_of_the_machine(run_dir, monk
     play(make, run_dir, (2, 3, 4), "complete")
     from tests.coordinator.loggers.wandb_file import finished, items
 
-    first, second = (finished(path) for path in sorted((run_dir / "wandb").glob("offline-run-*/*.wandb"), key=_made))
+    first, second = (finished(path) for path in sorted((run_dir / "wandb").glob("offline-run-*/*.wandb")))
     (run,), (resumed,) = ([each.run for each in found if each.HasField("run")] for found in (first, second))
     assert (run.run_id, run.project, run.display_name, list(run.tags)) == (
         "ab12cd34",
@@ -186,10 +186,6 @@ def test_wandb_has_one_run_with_numbers_and_nothing_of_the_machine(run_dir, monk
     assert not kinds & {"stats", "output", "output_raw"}
     assert not list((run_dir / "wandb").rglob("requirements.txt"))
     assert not list((run_dir / "wandb").rglob("wandb-metadata.json"))
-
-
-def _made(path: Path) -> float:
-    return path.stat().st_mtime
 
 
 @pytest.mark.parametrize("named", [False, True])

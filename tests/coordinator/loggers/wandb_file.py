@@ -34,7 +34,7 @@ def records(path: Path) -> Iterator[Any]:
 def finished(path: Path, deadline_s: float = 60.0) -> list[Any]:
     """Return every record of a file, once its writer, which is another process, has come to the end."""
     deadline = time.monotonic() + deadline_s
-    while not (found := list(records(path)))[-1].HasField("exit"):
+    while not ((found := list(records(path))) and found[-1].HasField("exit")):
         assert time.monotonic() < deadline, f"{path} has no end"
         time.sleep(0.02)
     return found

@@ -138,6 +138,8 @@ def test_guarantee_a_callback_that_hangs_is_named_once_and_holds_up_neither_run_
     begin(caller)
     caller.stepped(step(1))
     assert blocked.is_in.wait(DEADLINE_S)
+    # Else it is named too, where its thread is as late.
+    assert caller._threads[1].settle(DEADLINE_S)
     clock.now = 61.0
     for number in (2, 3):
         caller.stepped(step(number))
