@@ -11,6 +11,9 @@ from raycloak.metrics.errors import ConfigError
 from raycloak.metrics.exporter import Exporter
 from raycloak.metrics.server import MetricsServer, parse_bind
 
+SOON_S = 15.0
+"""Less than a page waits for a reader whose interval it does not know, and more than a busy machine takes."""
+
 
 def get(url, **headers):
     with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=60) as response:
@@ -110,7 +113,7 @@ def test_guarantee_a_page_that_no_prometheus_reads_waits_for_nobody(exporter):
         get(server.url)
         began = time.monotonic()
         server.await_reader()
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < SOON_S
 
 
 def test_guarantee_a_prometheus_that_is_overdue_is_not_waited_for(exporter):
@@ -119,4 +122,4 @@ def test_guarantee_a_prometheus_that_is_overdue_is_not_waited_for(exporter):
         scrape(server)  # a few milliseconds later, which is its interval then
         began = time.monotonic()
         server.await_reader()
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < SOON_S
