@@ -1,6 +1,7 @@
 """The future by itself: its outcome, waiting, callbacks."""
 
 import threading
+import time
 
 import pytest
 
@@ -28,8 +29,9 @@ def test_a_result_is_waited_for_and_stays(resolver):
     assert not future.done()
 
     def end():
-        while future._callbacks is None:  # until it is waited for
-            pass
+        until = time.monotonic() + SOON
+        while future._callbacks is None and time.monotonic() < until:  # until it is waited for
+            time.sleep(0.001)
         resolver.end("k", 5)
 
     thread = threading.Thread(target=end)

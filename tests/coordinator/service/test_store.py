@@ -18,9 +18,10 @@ def refused(monkeypatch):
     """Return what tells the code with which an owner is refused that does not wait for another to leave."""
 
     def refused(own, *place):
-        with monkeypatch.context() as patch, pytest.raises(ConfigError) as refusal:
+        with monkeypatch.context() as patch:
             patch.setattr(databases, "OWNER_DEADLINE_S", 0.0)
-            own(*place)
+            with pytest.raises(ConfigError) as refusal:
+                own(*place)
         return refusal.value.code
 
     return refused
