@@ -207,6 +207,7 @@ def test_guarantee_a_collector_that_does_not_answer_keeps_no_run(monkeypatch):
 def test_spans_arrive_at_a_collector(monkeypatch):
     with collector() as (received, address):
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", address)
+        monkeypatch.setattr(traces, "CLOSE_S", 120.0)
         with tracing() as made, made.span("run", execution="new") as run:
             with made.span("step", run="ab12", step=4):
                 pass

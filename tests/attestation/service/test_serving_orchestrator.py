@@ -258,7 +258,7 @@ def test_calls_of_the_run_and_of_its_observers_never_meet_inside(run):
         eventually(lambda: len(seen) >= 3 or any(each.done() for each in observers))
         done.set()
         for each in observers:
-            each.result(30)
+            each.result(120)
     assert all(entries == length for entries, length in seen)
     assert run.kinds.count("roster") == 40
 
@@ -275,7 +275,7 @@ def test_every_public_method_takes_its_turn_but_those_that_are_asked_beside_othe
             eventually(lambda: len(run.orchestrator._turn._waiting) == 1)
             run.orchestrator.view()
             run.orchestrator.service_figures()
-        assert asked.result(30).length == 1
+        assert asked.result(120).length == 1
     assert run.orchestrator._server._queue._turn is run.orchestrator._turn
 
 

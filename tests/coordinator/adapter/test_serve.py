@@ -129,7 +129,7 @@ def server(shared_home, run, tmp_path_factory):
         yield served
 
 
-def await_end(processes, deadline_s=30.0):
+def await_end(processes, deadline_s=120.0):
     """Wait until none of the processes is there; multiprocessing's own helper ends a little after its parent."""
     end = time.monotonic() + deadline_s
     while left := [each for each in processes if Path(f"/proc/{each}").exists()]:

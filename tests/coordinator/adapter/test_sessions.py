@@ -187,8 +187,11 @@ def test_a_client_has_a_bounded_number_of_sessions_and_idle_ones_end(site, encod
 
 
 def test_idle_keys_are_dropped_though_nobody_asks_for_anything(site, encoder):
-    with site(idle_s=0.3) as served:
+    now = [0.0]
+    with site(idle_s=0.3, clock=lambda: now[0]) as served:
         left = EncryptedAdapter(encoder, served.address)
+        assert served.worker._sessions
+        now[0] = 1.0
         deadline = time.monotonic() + 60
         while served.worker._sessions:
             assert time.monotonic() < deadline, "the keys outlived their session"
@@ -198,7 +201,15 @@ def test_idle_keys_are_dropped_though_nobody_asks_for_anything(site, encoder):
 
 def test_a_client_that_reads_nothing_is_cut_off_and_others_are_answered(site, encoder, monkeypatch):
     """Its connection takes what it sends, and gives nothing back: the answer cannot leave the server."""
-    monkeypatch.setattr(server, "_CALL_S", 3.0)
+    newest = []
+
+    class ByHand(threading.Timer):
+        """A timer whose time is over when the test says so. The newest alone is kept: it holds its call's memory."""
+
+        def start(self):
+            newest[:] = [self]
+
+    monkeypatch.setattr(threading, "Timer", ByHand)
     # Half an answer is in the client's window, which it does not move on.
     narrow = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536))
     channel = grpc.secure_channel
@@ -219,9 +230,13 @@ def test_a_client_that_reads_nothing_is_cut_off_and_others_are_answered(site, en
             assert time.monotonic() < deadline, "the request was not answered"
             time.sleep(0.02)
         assert served.server.open_calls("me") == 1
+        (timer,) = newest
         other = AdapterConnection(AdapterAddress.parse(served.address), OTHER)
         assert other.call("Describe", wire.DescribeRequest()).projections
         other.close()
+        assert served.server.open_calls("me") == 1
+        assert (timer.interval, timer.finished.is_set()) == (server._CALL_S, False)
+        timer.function()
         while served.server.open_calls("me"):
             assert time.monotonic() < deadline, "the answer waits for ever"
             time.sleep(0.02)

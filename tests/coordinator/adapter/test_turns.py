@@ -3,10 +3,12 @@
 import threading
 from concurrent.futures import Future
 from contextvars import ContextVar
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from raycloak.coordinator.adapter import turns as turns_module
 from raycloak.coordinator.adapter.turns import Turns
 
 pytest.importorskip("greenlet", reason="needs greenlet (pip install 'raycloak[he]')")
@@ -38,13 +40,22 @@ def test_a_task_computes_while_another_awaits():
     assert turns.idle_s == 0
 
 
-def test_time_in_which_every_task_awaits_is_idle():
-    turns, late = Turns(), Future()
-    timer = threading.Timer(0.2, late.set_result, ["late"])
-    timer.start()
-    assert turns.run([lambda: turns.result(late), lambda: turns.result(done(2))]) == ["late", 2]
-    timer.join()
-    assert turns.idle_s > 0.05
+def test_time_in_which_every_task_awaits_is_idle(monkeypatch):
+    turns, late, now = Turns(), Future(), [0.0]
+
+    def computes():
+        now[0] += 2.0
+        return turns.result(done(2))
+
+    def wait(futures, return_when):
+        assert futures == [late]
+        now[0] += 5.0
+        late.set_result("late")
+
+    monkeypatch.setattr(turns_module, "wait", wait)
+    monkeypatch.setattr(turns_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    assert turns.run([lambda: turns.result(late), computes]) == ["late", 2]
+    assert turns.idle_s == 5.0
 
 
 def test_a_task_whose_answers_are_there_leaves_the_others_their_turns():

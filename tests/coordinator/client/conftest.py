@@ -24,7 +24,7 @@ def memory_service():
 @pytest.fixture
 def service(memory_service):
     """A connection to it."""
-    with raycloak.ServiceClient(memory_service.address, patience_s=20) as service:
+    with raycloak.ServiceClient(memory_service.address, patience_s=120) as service:
         yield service
 
 

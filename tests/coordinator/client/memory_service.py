@@ -44,6 +44,9 @@ class MemoryService(TrainingServicer):
         """Idempotency keys, once for each attempt."""
         self.failures: dict[str, list[ServiceError | grpc.StatusCode]] = {}
         """Of the next calls of a method; they fail before anything happens."""
+        self.may_answer = threading.Event()
+        """Cleared while submissions are to get no answer, of whatever kind."""
+        self.may_answer.set()
         self.lost_replies = 0
         """How many submissions are taken from here on, without an answer."""
         self.outcomes: dict[str, ServiceError] = {}
@@ -145,6 +148,7 @@ class MemoryService(TrainingServicer):
 
     def Submit(self, request, context):  # noqa: N802
         self.submitted.append(request.idempotency_key)
+        assert self.may_answer.wait(STREAM_ENDS_S)
         self._enter("Submit", context)
         kind = request.WhichOneof("kind")
         return self._take(request.client_id, request.idempotency_key, kind, request, context)
@@ -273,7 +277,10 @@ class MemoryService(TrainingServicer):
             if self.lost_replies:
                 self.lost_replies -= 1
                 context.abort(grpc.StatusCode.UNAVAILABLE, "the reply is lost")
-            return known
+            # As it is now: it may be finished before the reply is on its way.
+            reply = wire.Operation()
+            reply.CopyFrom(known)
+            return reply
 
     def _run(self, operation):
         client = self.clients[operation.client_id]

@@ -18,6 +18,8 @@ from raycloak.coordinator.client.connection import Connection, _is_loopback
 from tests.coordinator.client.conftest import CONFIG
 from tests.coordinator.client.memory_service import MemoryService
 
+SOON = 120.0
+
 
 def certificate(folder: Path, name: str, issuer=None):
     """Write NAME.pem and NAME.key: an authority, or a certificate of one."""
@@ -72,7 +74,7 @@ def test_mutual_tls_and_a_token(keys, tls_service):
     assert "t0ken" not in repr(credentials)
     with raycloak.ServiceClient(tls_service.address, credentials) as service:
         assert service.capabilities().tenant == "hospital"
-        assert service.create_training_client(CONFIG).forward_backward().result(20).step == 0
+        assert service.create_training_client(CONFIG).forward_backward().result(SOON).step == 0
 
 
 @pytest.mark.parametrize("made", [("hospital", "other.pem"), ("other", "ca.pem")])
@@ -158,7 +160,7 @@ def test_a_server_of_another_protocol():
         with pytest.raises(raycloak.ServiceConnectionError, match="other_service"):
             raycloak.ServiceClient(f"127.0.0.1:{port}")
     finally:
-        server.stop(0).wait(20)
+        server.stop(0).wait(SOON)
 
 
 def test_a_failure_without_a_reason_is_the_servers(memory_service, service):
@@ -196,7 +198,7 @@ def test_closing_ends_a_call_that_is_being_repeated(memory_service):
     thread = threading.Thread(target=ask)
     thread.start()
     connection.close()
-    thread.join(20)
+    thread.join(SOON)
     assert errors == ["closed"]
 
 

@@ -1,6 +1,7 @@
 """The future by itself: its outcome, waiting, callbacks."""
 
 import threading
+import time
 
 import pytest
 
@@ -8,6 +9,7 @@ import raycloak
 from raycloak.coordinator.client.futures import Resolver
 
 ERROR = raycloak.FutureFailedError("broken", "it broke.")
+SOON = 120.0
 
 
 class Refuses:
@@ -24,9 +26,18 @@ def resolver():
 
 def test_a_result_is_waited_for_and_stays(resolver):
     future = resolver.make("optim_step", "k")
-    threading.Timer(0.05, lambda: resolver.end("k", 5)).start()
     assert not future.done()
-    assert future.result(20) == 5
+
+    def end():
+        until = time.monotonic() + SOON
+        while future._callbacks is None and time.monotonic() < until:  # until it is waited for
+            time.sleep(0.001)
+        resolver.end("k", 5)
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    assert future.result(SOON) == 5
+    thread.join()
     assert (future.done(), future.result(0), future.exception(), future.cancelled()) == (True, 5, None, False)
     assert resolver.pending() == []
 
@@ -82,7 +93,7 @@ def test_a_callback_that_waits_is_told_instead_of_waiting_for_itself(resolver):
 
     def wait(_):
         try:
-            other.result(20)
+            other.result(SOON)
         except raycloak.ServiceStateError as error:
             errors.append(error.code)
 
@@ -94,7 +105,7 @@ def test_a_callback_that_waits_is_told_instead_of_waiting_for_itself(resolver):
 
     thread = threading.Thread(target=serve)
     thread.start()
-    thread.join(20)
+    thread.join(SOON)
     assert errors == ["would_deadlock"]
 
 

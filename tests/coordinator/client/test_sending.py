@@ -10,7 +10,7 @@ import raycloak
 from raycloak.coordinator.client.sent_batches import SealedBatch
 from tests.coordinator.client.conftest import CONFIG
 
-SOON = 20.0
+SOON = 120.0
 SENT = {
     **CONFIG,
     "key_service": {"address": "localhost:7443", "contract": "{}"},
@@ -89,6 +89,7 @@ def test_a_batch_waits_until_the_run_is_admitted(memory_service, service, keys):
         future.result(0.2)
     admit(memory_service)
     assert future.result(SOON).step == 0
+    assert keys.accepted == ["{}"]
 
 
 def test_a_batch_of_a_run_that_failed_is_told_why(memory_service, service, keys):
@@ -100,8 +101,10 @@ def test_a_batch_of_a_run_that_failed_is_told_why(memory_service, service, keys)
 
 def test_the_rows_are_those_of_the_call(memory_service, service, keys):
     training = service.create_training_client(SENT, data_keys=keys)
+    # Until the run is admitted, nothing is sealed.
+    memory_service.clients["c0"].status = "INITIALIZING"
     rows = batch(1, 0.25)
-    future = training.forward_backward(rows)
+    future = training.refresh().forward_backward(rows)
     rows["features"][:] = 0.75
     admit(memory_service)
     future.result(SOON)

@@ -168,8 +168,8 @@ def test_guarantee_a_driver_that_reads_nothing_holds_nobody_up(tmp_path, heard, 
 
 def test_what_cannot_be_told_ends_the_process(tmp_path, monkeypatch):
     """Its reports would be lost, as when the store has gone."""
-    raised: list[str] = []
-    monkeypatch.setattr(threading, "excepthook", lambda failure: raised.append(str(failure.exc_value)))
+    raised: queue.SimpleQueue = queue.SimpleQueue()
+    monkeypatch.setattr(threading, "excepthook", lambda failure: raised.put(str(failure.exc_value)))
     exits: queue.SimpleQueue = queue.SimpleQueue()
 
     def told(report) -> None:
@@ -182,6 +182,8 @@ def test_what_cannot_be_told_ends_the_process(tmp_path, monkeypatch):
     driver.start(REFUSED)
     assert exits.get(timeout=DEADLINE_S).code in (2, -signal.SIGKILL)
     assert not driver.alive
+    # The thread raises after its last word, while this hook is still there.
+    assert raised.get(timeout=DEADLINE_S) == "the store is gone"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import shutil
 import signal
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,7 +68,10 @@ def runs(tmp_path_factory):
         if name not in made:
             home = tmp_path_factory.mktemp("home")
             found = trained(home, **{**settings[name], "steps": 1, "micro_batch_size": 8, "dp_config": RENYI})
-            folder = RunFolder.create(found.config, found.session.run_id, str(found.home), None)
+            # The first to ask may be a fixture, which is made before its test has a state folder.
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("RAYCLOAK_HOME", str(home))
+                folder = RunFolder.create(found.config, found.session.run_id, str(found.home), None)
             for file in ("manifest.json", "parameters.safetensors"):
                 shutil.copy2(found.folder / file, folder.path)
             folder.mark("done")
@@ -270,9 +274,12 @@ def submit(sampler, source, request):
 
 def children():
     """Return the processes that this one has started and that live."""
-    found = Path(f"/proc/{os.getpid()}/task").glob("*/children")
-    every = [int(each) for path in found for each in path.read_text().split()]
-    return [each for each in every if b"sampler_process" in Path(f"/proc/{each}/cmdline").read_bytes()]
+    every = []
+    for path in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
+        # A thread that has ended since it was found, such as a timer, has none. A thread that waits for one lives.
+        with suppress(OSError):
+            every += path.read_text().split()
+    return [int(each) for each in every if b"sampler_process" in Path(f"/proc/{each}/cmdline").read_bytes()]
 
 
 def test_text_comes_from_a_process_of_its_own_that_is_kept_for_the_next_weights_of_the_run(runs, whole, sampler):
@@ -318,10 +325,10 @@ def changed(source, arrays):
 
 
 def test_guarantee_requests_end_once_and_no_process_outlives_the_sampler(runs, sampler):
-    service = sampler(processes=1)
-    first, loading = submit(service, runs("whole"), GREEDY)
-    other, waiting = submit(service, runs("lora"), GREEDY)
-    second, _ = submit(service, runs("whole"), GREEDY)
+    service, whole, lora = sampler(processes=1), runs("whole"), runs("lora")
+    first, loading = submit(service, whole, GREEDY)
+    other, waiting = submit(service, lora, GREEDY)
+    second, _ = submit(service, whole, GREEDY)
     waiting.cancel()
     assert isinstance(other.outcome(), FutureCancelledError)
     loading.cancel()
@@ -330,17 +337,17 @@ def test_guarantee_requests_end_once_and_no_process_outlives_the_sampler(runs, s
     assert len(second.outcome()) == len(PROMPTS)
     (process,) = children()
     # Another run gets the one place at once, long before the first process has been idle for long.
-    third, _ = submit(service, runs("lora"), GREEDY)
+    third, _ = submit(service, lora, GREEDY)
     assert len(third.outcome()) == len(PROMPTS)
     assert process not in children()
-    running, _ = submit(service, runs("whole"), GREEDY)
-    queued, _ = submit(service, runs("lora"), GREEDY)
+    running, _ = submit(service, whole, GREEDY)
+    queued, _ = submit(service, lora, GREEDY)
     service.close()
     assert isinstance(running.outcome(), FutureCancelledError)
     assert isinstance(queued.outcome(), FutureCancelledError)
     assert children() == []
     with pytest.raises(ServiceStateError):
-        submit(service, runs("whole"), GREEDY)
+        submit(service, whole, GREEDY)
 
 
 def test_what_takes_too_long_or_too_much_memory_fails_by_name(runs, sampler):
@@ -364,7 +371,7 @@ def test_a_request_ends_where_no_process_can_be_started(tmp_path):
         for _ in range(2):
             source = SampleSource(tmp_path, tmp_path / "parameters", "00" * 32)
             sampler.submit(source, GREEDY, lambda place, text: None, lambda rate: None, told.put)
-            outcome = told.get(timeout=20)
+            outcome = told.get(timeout=DEADLINE_S)
             assert (type(outcome), outcome.code) == (FutureFailedError, "sampler_failed")
     finally:
         sampler.close()
@@ -383,6 +390,7 @@ def test_an_idle_process_ends(sampler, tmp_path):
 def test_a_process_ends_with_a_service_that_is_killed(run_python_in, tmp_path):
     code = f"""
 import os, signal, threading
+from contextlib import suppress
 from pathlib import Path
 from raycloak.coordinator.service.sampler import *
 from raycloak.coordinator.service.sample_requests import SampleRequest
@@ -391,8 +399,12 @@ source = SampleSource(Path({str(tmp_path)!r}), Path("parameters"), "00" * 32)
 told = threading.Event()
 sampler.submit(source, SampleRequest(("a",), 3), lambda *_: None, lambda _: None, lambda _: told.set())
 told.wait()
-(thread,) = [each for each in Path("/proc/self/task").glob("*/children") if each.read_text()]
-print(thread.read_text().split()[0], flush=True)
+children = []
+for each in Path("/proc/self/task").glob("*/children"):
+    with suppress(OSError):  # a timer that has ended
+        children += each.read_text().split()
+(child,) = children
+print(child, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     done = run_python_in(tmp_path)("-c", code, deadline_s=DEADLINE_S)

@@ -38,7 +38,10 @@ def site(tmp_path_factory):
         dp_config=RENYI,
         assignment=NewRun(Archive(settings, "0" * 16, home, lambda line: None)),
     )
-    folder = RunFolder.create(run.config, run.session.run_id, str(run.home), None)
+    # No test has a state folder yet.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAYCLOAK_HOME", str(home))
+        folder = RunFolder.create(run.config, run.session.run_id, str(run.home), None)
     shutil.copy2(run.folder / "manifest.json", folder.path)
     return home, folder.path, sorted((home / "packages").rglob("*.tssp"))
 

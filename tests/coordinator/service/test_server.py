@@ -145,7 +145,8 @@ def test_a_request_beyond_the_limit_is_refused_and_the_service_goes_on(serve):
 
 
 def test_a_tenant_that_calls_too_often_is_told_when_to_come_back_and_others_are_served(serve):
-    served = serve(limits={"calls_per_second": 0.5, "burst": 2})
+    # So rarely that no call becomes due while the test waits for its turn.
+    served = serve(limits={"calls_per_second": 0.01, "burst": 2})
     with stub(served.address) as api:
 
         def ask(tenant):
@@ -155,7 +156,7 @@ def test_a_tenant_that_calls_too_often_is_told_when_to_come_back_and_others_are_
             ask("north")
         error = fails(lambda: ask("north"))
         assert isinstance(error, ServiceRateLimitedError)
-        assert 0 < error.retry_after_s <= 2
+        assert 0 < error.retry_after_s <= 100
         assert ask("south").tenant == "south"
 
 

@@ -10,7 +10,7 @@ import pytest
 from raycloak.coordinator.service.turns import Turns
 from raycloak.metrics.service_errors import ServiceServerError
 
-DEADLINE_S = 20
+DEADLINE_S = 120
 
 
 class Clerk:

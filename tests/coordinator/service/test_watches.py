@@ -13,7 +13,7 @@ from raycloak.coordinator.service.watches import Watches
 from raycloak.metrics.service_errors import ServiceError
 from tests.coordinator.service.scripted import TEXT
 
-DEADLINE_S = 20
+DEADLINE_S = 120
 TEXTS = {"prompts": ["a"], "max_tokens": 3, "top_p": 1.0, "completions": 1}
 
 
@@ -113,7 +113,10 @@ def row(number, revision, state):
     return OperationRow("c1", number, f"k{number}", b"", "forward_backward", state, revision, 0.0, b"")
 
 
-def test_an_end_is_told_at_once_without_a_look_at_the_store_and_the_rest_soon_after():
+def test_an_end_is_told_at_once_without_a_look_at_the_store(monkeypatch):
+    # Whatever is told in time is told at once, also where this thread has to wait for its turn.
+    monkeypatch.setattr(module, "_LATER_S", 10 * DEADLINE_S)
+
     async def watch():
         watches = Watches(asyncio.get_running_loop())
         watch = watches.open("c1")
@@ -121,17 +124,30 @@ def test_an_end_is_told_at_once_without_a_look_at_the_store_and_the_rest_soon_af
         assert watch.stored(0) is None, "the store is read first"
         running, other = row(0, 3, RUNNING), row(1, 4, RUNNING)
         watches.publish([("c1", Stored((running,), 2)), ("c1", Stored((other,), 2))])
-        assert not await watch.wait(module._LATER_S / 10), "nothing has ended"
+        assert not await watch.wait(0.01), "nothing has ended"
         watches.publish([("c1", Stored((replace(running, state=DONE, revision=5),), 6))])
         assert await watch.wait(DEADLINE_S)
         told = watch.stored(2)
         assert [(each.operation.number, each.operation.state) for each in told] == [(1, RUNNING), (0, DONE)]
         assert watch.stored(5) == []
-        # The client's own change.
-        assert await watch.wait(DEADLINE_S)
-        assert watch.stored(5) is None
         watches.close("c1", watch)
         assert watches.number == 0
+
+    asyncio.run(watch())
+
+
+def test_what_ends_nothing_is_told_soon_after_from_the_store():
+    async def watch():
+        watches = Watches(asyncio.get_running_loop())
+        watch = watches.open("c1")
+        assert await watch.wait(0)
+        assert watch.stored(0) is None
+        # An operation that runs, and the client's own change.
+        for stored, since in ((Stored((row(0, 3, RUNNING),), 2), 2), (Stored((), 4), 3)):
+            watches.publish([("c1", stored)])
+            assert await watch.wait(DEADLINE_S)
+            assert watch.stored(since) is None
+        watches.close("c1", watch)
 
     asyncio.run(watch())
 
