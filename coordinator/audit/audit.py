@@ -141,6 +141,8 @@ def audit(
         task = CanaryTask.of(config, base, coins.tolist())
         task.write(folder)
         examples = dataset_form(descriptor(task.dataset).open(base)).num_examples
+        # Epochs are counted over the configuration's own examples: more examples make no other number of steps.
+        config = config.sized(examples)
         planned = plan_mechanism(config, examples, parameter_count(task.make_model()) - canaries)
         audited = _audited(config, planned, canaries)
         paid = None if _is_free(config) else config.ledger

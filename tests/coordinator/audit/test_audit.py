@@ -18,6 +18,7 @@ from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.planning.dry_run import plan_of
 from raycloak.coordinator.planning.references import descriptor
 from raycloak.coordinator.record.folder import RunFolder
+from raycloak.coordinator.training.reporting import StepReport
 from raycloak.metrics.errors import BudgetError, ConfigError, ModelError, RunFailedError
 from raycloak.workers.gradients.gradient_parts import PerExampleGradients
 from raycloak.workers.inputs.canaries import CanaryDataset
@@ -110,10 +111,15 @@ def test_every_example_in_every_batch_accounted_at_a_tenth_is_flagged(tmp_path, 
 # --- what is audited, and what it costs
 
 
-def test_the_audited_mechanism_is_that_of_the_configuration(home):
+@pytest.mark.parametrize("length", [{"steps": 4}, {"steps": None, "epochs": 2.0}], ids=lambda length: str(list(length)))
+def test_the_audited_mechanism_is_that_of_the_configuration(home, length):
     config = small_config()
     plan = plan_of(config, home)
-    result = audit(config, home, canaries=100)
+    audited_as = parse_config({**config.model_dump(mode="json"), **length})
+    reports: list[StepReport] = []
+    result = audit(audited_as, home, canaries=100, progress=reports.append)
+    # The cap may end a longer plan at the same step.
+    assert {report.steps for report in reports} == {config.steps}
     assert result.sample_rate == pytest.approx(plan.mechanism.sample_rate, rel=1e-12)
     assert result.noise_multiplier == plan.mechanism.noise_multiplier
     assert (result.steps, result.delta) == (config.steps, config.dp_config.target_delta)
