@@ -223,6 +223,8 @@ class Desk(DriverDesk):
                 if payload.HasField("apply_dp_noise") and not payload.apply_dp_noise and client.private:
                     raise invalid("apply_dp_noise", "the data is private, and a step without noise would release it")
                 if client.pending < 0:
+                    # Its forward_backward was refused for this reason, which a caller may not have looked at.
+                    self._require_steps(client)
                     raise ServiceStateError(
                         "no_gradient", "no forward_backward waits for an optim_step.", "Submit forward_backward first."
                     )

@@ -77,6 +77,7 @@ REFUSED = {
     "a second forward_backward": ([FB], FB, {}, ServiceStateError, "step_pending"),
     "optim_step without one": ([], OPT, {}, ServiceStateError, "no_gradient"),
     "a second optim_step": ([FB, OPT], OPT, {}, ServiceStateError, "no_gradient"),
+    "an optim_step after the last": ([FB, OPT] * 4, OPT, {}, ServiceStateError, "steps_done"),
     "a step without noise": ([FB], OPT, {"apply_dp_noise": False}, ServiceValidationError, "invalid"),
     "a save inside a step": ([FB], SAVE, {}, ServiceStateError, "step_pending"),
     "a load inside a step": ([FB], LOAD, {"artifact_id": "x"}, ServiceStateError, "step_pending"),
@@ -687,9 +688,10 @@ def test_an_account_without_room_fails_the_step_by_name_and_refuses_later_ones(m
     for each in second:
         error = site.get(each).error
         assert (error.kind, error.current_epsilon, error.max_epsilon) == ("budget_exceeded", pytest.approx(0.1), 3.0)
-    with pytest.raises(BudgetExceededError) as refusal:
-        site.submit(client, FB)
-    assert (refusal.value.current_epsilon, refusal.value.max_epsilon) == (pytest.approx(0.1), 3.0)
+    for kind in (FB, OPT):
+        with pytest.raises(BudgetExceededError) as refusal:
+            site.submit(client, kind)
+        assert (refusal.value.current_epsilon, refusal.value.max_epsilon) == (pytest.approx(0.1), 3.0)
     assert site.client(client).status == "READY"
 
 
