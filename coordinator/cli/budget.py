@@ -54,7 +54,11 @@ def _show(output: Output, name: str | None, url: str | None) -> int:
         view = ledger.view()
     accounts = [account for account in view.accounts if name in (None, account.name)]
     if name is not None and not accounts:
-        raise BudgetError("account_unknown", f"there is no account '{name}'.", f"Open it: raycloak budget open {name}")
+        raise BudgetError(
+            "account_unknown",
+            f"there is no account '{name}'.",
+            f"Open it: raycloak budget open {name} --epsilon-cap E",
+        )
     output.result({**asdict(view), "accounts": [asdict(account) for account in accounts]}, accounts_view(accounts))
     return 0
 

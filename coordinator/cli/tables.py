@@ -95,8 +95,10 @@ def _epsilon_rows(plan: "Plan") -> list[tuple[str, str]]:
     if not plan.mechanism.private:
         return [("ε", "unbounded: the run adds no noise, and nothing is charged")]
     accountant = plan.mechanism.accountant
+    is_alone = plan.account is None or plan.account.is_new or not plan.account.spent_epsilon
+    beside = "" if is_alone else ", if the account had paid for nothing else"
     return [
-        ("ε charged", f"{epsilon_text(plan.epsilon)} at δ = {plan.delta:g} ({accountant} accountant)"),
+        ("ε charged", f"{epsilon_text(plan.epsilon)} at δ = {plan.delta:g} ({accountant} accountant){beside}"),
         *accountant_rows(plan.epsilon_by_accountant, plan.accountants_not_computed),
         ("ε", f"{epsilon_text(plan.epsilon_outsiders)}, against outsiders and the aggregator, however the run ends"),
         (
@@ -221,7 +223,10 @@ def search_rows(cost: "SearchCost") -> list[tuple[str, str]]:
         else f"no noise multiplier lets all fit the cap {cost.epsilon_cap:g}"
     )
     return [
-        ("search", f"{cost.trials} trials cost ε {epsilon_text(cost.epsilon)} together, one {cost.epsilon_one:.3f}"),
+        (
+            "search",
+            f"{cost.trials} trials cost ε {epsilon_text(cost.epsilon)} together, one {epsilon_text(cost.epsilon_one)}",
+        ),
         ("ε of the search", f"{cost.epsilon_cap:g}, the account's cap, whichever trials are run, stopped or kept"),
         (
             "trials that fit",

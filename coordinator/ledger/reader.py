@@ -229,7 +229,9 @@ class Book:
         account = self.account(rows, name)
         if account is None:
             raise BudgetError(
-                "account_unknown", f"there is no account '{name}'.", f"Open it: raycloak budget open {name}"
+                "account_unknown",
+                f"there is no account '{name}'.",
+                f"Open it: raycloak budget open {name} --epsilon-cap E",
             )
         return account
 

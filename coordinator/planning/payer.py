@@ -146,7 +146,11 @@ def paying_account(view: LedgerView, config: RunConfig, run_id: str = "", name: 
     name, delta = name or config.ledger.account, config.dp_config.target_delta
     account = next((account for account in view.accounts if account.name == name), None)
     if account is None:
-        raise BudgetError("account_unknown", f"there is no account '{name}'.", f"Open it: raycloak budget open {name}")
+        raise BudgetError(
+            "account_unknown",
+            f"there is no account '{name}'.",
+            f"Open it: raycloak budget open {name} --epsilon-cap E --delta {delta:g}",
+        )
     if account.delta != delta:
         raise BudgetError(
             "account_mismatch",
@@ -171,8 +175,8 @@ def paying_account(view: LedgerView, config: RunConfig, run_id: str = "", name: 
             "account_not_shared",
             f"account '{name}' is held with {account.accountant}, for the plan of run {earlier[0].run_id} alone, which "
             f"has charged epsilon {account.spent_epsilon:.4g} of {account.epsilon_cap:g}.",
-            "Resume that run; or open one more budget for the people in this data, raycloak budget open NAME, and name "
-            "it in ledger.account.",
+            "Resume that run if it has not ended; or open one more budget for the people in this data, raycloak budget "
+            f"open NAME --epsilon-cap E --delta {delta:g}, and name it in ledger.account.",
         )
     cap = account.epsilon_cap if planned is None else planned
     return PayingAccount(cap, account.accountant, account.orders, account.orders_fixed)

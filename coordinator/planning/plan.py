@@ -534,10 +534,13 @@ def _warnings(config: RunConfig, mechanism: Mechanism, steps: int) -> tuple[str,
         )
     if (computed := rows_per_expected_row(mechanism)) > PADDING_WARNING:
         sent = mechanism.max_participations is not None
-        remedy = "dataset.max_examples_per_step" if sent else "virtual_workers"
+        lower = ", or lower dataset.max_examples_per_step" if sent else ""
+        # There are never fewer virtual workers than workers.
+        if not sent and mechanism.virtual_workers > config.most_workers:
+            lower = ", or lower virtual_workers"
         warnings.append(
             f"a step computes {computed:.3g} rows for each that it expects{'' if sent else ' to draw'}. Raise "
-            f"expected_batch_size, or lower {remedy}."
+            f"expected_batch_size{lower}."
         )
     if config.allow_nondeterministic:
         warnings.append("NOT EXACT: operations without a deterministic kernel are allowed; a repeat may differ.")

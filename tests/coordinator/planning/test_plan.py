@@ -277,6 +277,14 @@ def test_padding_above_a_half_is_warned_of():
     assert usual.as_json()["rows_per_expected_row"] == usual.rows_per_expected_row
 
 
+@pytest.mark.parametrize(("virtual_workers", "remedy"), [(3, "size."), (4, "size, or lower virtual_workers.")])
+def test_the_warning_of_padding_advises_nothing_that_is_refused(virtual_workers, remedy):
+    """Fewer virtual workers than the three workers are."""
+    plan = make_plan(config(expected_batch_size=16.0, virtual_workers=virtual_workers), 60_000, 1000)
+    (warning,) = (warning for warning in plan.warnings if "rows for each" in warning)
+    assert warning.endswith(f"Raise expected_batch_{remedy}")
+
+
 def test_the_quick_start_computes_less_than_half_a_row_beside_each_that_it_expects():
     """The snippet of README.md."""
     snippet = README.read_text()
@@ -371,7 +379,7 @@ def test_a_plan_says_in_text_and_json_that_a_run_is_not_exact() -> None:
 def test_a_shared_account_must_exist_and_state_the_same_delta() -> None:
     account = AccountView("patients", 3.0, 1e-7, "rdp", 0.0, 0.0, 0.0, ())
     view = LedgerView(bytes(32), 1, Head(), (account,))
-    with pytest.raises(BudgetError, match="account_unknown"):
+    with pytest.raises(BudgetError, match="account_unknown.*open .* --epsilon-cap E --delta 1e-05"):
         paying_account(view, config(ledger={"account": "others"}))
     with pytest.raises(BudgetError, match="account_mismatch"):
         paying_account(view, config(ledger={"account": "patients"}))
@@ -454,6 +462,8 @@ def test_guarantee_a_plan_says_which_steps_a_shared_account_has_left_and_refuses
         assert seen.account is not None
         assert (seen.account.steps, seen.account.data.runs) == (left, 1)
         assert seen.account.epsilon_after == ledger.view().accounts[0].spent_epsilon
+        # It is not what the account will have spent, and the row says so.
+        assert dict(plan_rows(seen))["ε charged"].endswith("if the account had paid for nothing else")
         assert seen.account.spent_epsilon + seen.account.epsilon_left == pytest.approx(1.0)
         assert entries == 3 + total - left, "an outlook writes nothing"
     rows = dict(plan_rows(seen))
