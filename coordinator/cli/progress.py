@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from raycloak.coordinator.console.tables import epsilon_text
+
 # A start that waits for libraries shows that it does, so nothing heavy is imported before it.
 if TYPE_CHECKING:
     from raycloak.coordinator.training.reporting import StepReport
@@ -28,11 +30,11 @@ _RATED = 20
 
 def status_line(report: "StepReport") -> str:
     """Return budget, accuracy and workers in one line."""
-    parts = ["NOT PRIVATE" if report.epsilon is None else f"ε {report.epsilon:.3f}"]
+    parts = ["NOT PRIVATE" if report.epsilon is None else f"ε {epsilon_text(report.epsilon)}"]
     if report.epsilon is not None and report.epsilon_cap is not None:
         parts[0] += f" of {report.epsilon_cap:g} charged"
     if report.epsilon is not None and report.epsilon_planned is not None:
-        parts[0] += f" (plan {report.epsilon_planned:.3f})"
+        parts[0] += f" (plan {epsilon_text(report.epsilon_planned)})"
     if not report.exact:
         parts.append("NOT EXACT")
     if report.evaluation_accuracy is not None:

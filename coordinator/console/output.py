@@ -21,6 +21,7 @@ from typing import Any, TextIO, cast
 from rich.console import Console, RenderableType
 
 from raycloak.coordinator.console.streams import Outlet
+from raycloak.coordinator.console.tables import epsilon_text
 from raycloak.metrics.errors import RaycloakError, RunFailedError
 
 PLAIN_WIDTH = 120
@@ -263,7 +264,9 @@ def _describe(error: RaycloakError) -> dict[str, Any]:
 def _spent(error: RaycloakError) -> str:
     if error.step is None:
         return ""
-    spent = "" if error.spent_epsilon is None else f", with ε {error.spent_epsilon:.3f} charged to the account"
+    spent = (
+        "" if error.spent_epsilon is None else f", with ε {epsilon_text(error.spent_epsilon)} charged to the account"
+    )
     return f"It ended in step {error.step}{spent}. "
 
 

@@ -58,7 +58,7 @@ class Verdict:
         parameter_digest: hexadecimal digest of the final parameters.
         num_workers, virtual_workers: hosts and V.
         masked_bytes: bytes of masked vectors that reached the aggregators.
-        wall_seconds: from the start of the run to its verdict.
+        wall_seconds: from the start of the workers to the verdict, of the last execution.
         rollback_witness: whether a witness on other storage would notice an older ledger file put back.
         data_sealed: whether the examples were encrypted for the run's policy.
         data_check: digest of the owner's check that the data passed before; None if none is recorded.

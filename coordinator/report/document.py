@@ -169,7 +169,9 @@ def _tiles(verdict: Verdict) -> list[_Tile]:
         if verdict.simulated
         else _Tile("evidence", verdict.evidence_class, f"of {verdict.num_workers} workers", word=True)
     )
-    steps = _Tile("steps", f"{verdict.steps} / {verdict.planned_steps}", f"in {verdict.wall_seconds:,.0f} s")
+    steps = _Tile(
+        "steps", f"{verdict.steps} / {verdict.planned_steps}", f"{verdict.wall_seconds:,.0f} s with the start"
+    )
     return [privacy, _quality_tile(verdict), steps, evidence]
 
 

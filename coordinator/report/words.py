@@ -39,7 +39,7 @@ def verdict_rows(verdict: Verdict) -> list[tuple[str, str]]:
 
 
 def _steps(verdict: Verdict) -> str:
-    text = f"{verdict.steps} of {verdict.planned_steps} in {verdict.wall_seconds:.1f} s"
+    text = f"{verdict.steps} of {verdict.planned_steps}, {verdict.wall_seconds:.1f} s with the start of the workers"
     match verdict.ending:
         case "complete":
             return text

@@ -211,7 +211,7 @@ def test_a_run_that_fails_late_shows_what_it_came_to(raycloak, trainer, config_f
     monkeypatch.setattr(trainer, "outcome", failure)
     code, out, err = raycloak("run", str(config_file))
     assert code == 3
-    assert "2 of 2 in 1.5 s: ended by too_few_workers" in out
+    assert "2 of 2, 1.5 s with the start of the workers: ended by too_few_workers" in out
     assert err.splitlines()[-1] == (
         "error: too_few_workers: 1 worker is left. It ended in step 2, with ε 7.500 charged to the account. "
         "Go on with --resume."

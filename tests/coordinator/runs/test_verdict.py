@@ -51,7 +51,7 @@ def test_every_claim_stands_with_its_limit():
     assert row(VERDICT, "masked").startswith("11.5 MB reached the aggregator")
     assert row(VERDICT, "ledger rollback").startswith("not covered")
     assert row(VERDICT, "parameters") == "ab" * 32
-    assert "200 in 21.5 s" in text
+    assert "200, 21.5 s with the start of the workers" in text
     assert "raycloak.load(RUN_DIR)" in row(VERDICT, "its model")
 
 
@@ -186,10 +186,10 @@ def test_sizes_have_decimal_units(count, text):
 @pytest.mark.parametrize(
     ("ending", "named"),
     [
-        ("complete", "120 of 200 in 21.5 s"),
-        ("cap_exceeded", "120 of 200 in 21.5 s: the cap is reached"),
-        ("stopped", "120 of 200 in 21.5 s: stopped, resume with --resume"),
-        ("too_few_workers", "120 of 200 in 21.5 s: ended by too_few_workers"),
+        ("complete", "120 of 200, 21.5 s with the start of the workers"),
+        ("cap_exceeded", "120 of 200, 21.5 s with the start of the workers: the cap is reached"),
+        ("stopped", "120 of 200, 21.5 s with the start of the workers: stopped, resume with --resume"),
+        ("too_few_workers", "120 of 200, 21.5 s with the start of the workers: ended by too_few_workers"),
     ],
 )
 def test_how_the_run_ended_stands_beside_its_steps(ending, named):
