@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from raycloak.attestation.core.canonical import digest
 from raycloak.attestation.core.keys import Purpose, Secret, derive
 from raycloak.attestation.keys.release import VirtualWorkerKeys
-from raycloak.metrics.errors import is_out_of_memory
+from raycloak.metrics.errors import ConfigError, is_out_of_memory
 from raycloak.workers.gradients.gradient_parts import named_operations
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.sum_engines import SumEngine
 from raycloak.workers.inputs.datasets import Dataset
+from raycloak.workers.inputs.models import BUILT_IN_LOSSES
+from raycloak.workers.inputs.text_model import LOSSES_OF_CLASSES
 from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.vectors.streams import KeyStream
 from raycloak.workers.virtual_worker import VirtualWorkerComputer
@@ -84,6 +86,40 @@ def found_classes(
             # User code may raise anything at a label that is none for it.
             return 2
     return classes
+
+
+def check_classes(
+    module: nn.Module,
+    loss: str,
+    dataset: Dataset,
+    classes: int | None,
+    vocabulary: int | None = None,
+    deterministic: bool = True,
+) -> None:
+    """Refuse data of more declared classes than the model has outputs; a function of public facts only.
+
+    The labels beyond them would give no gradient, in silence, and each step would be charged. What a label of a loss of
+    the user's own means is not known here.
+
+    Args:
+        loss: name of the run's loss.
+        dataset, vocabulary, deterministic: see :func:`found_classes`.
+        classes: number of classes that the data is declared to have.
+
+    Raises:
+        ConfigError: ``labels_beyond_head``.
+        ModelError: ``nondeterministic_op``.
+    """
+    _, labels = dataset.batch(np.empty(0, np.int64))
+    if classes is None or loss not in LOSSES_OF_CLASSES or np.issubdtype(labels.dtype, np.floating):
+        return
+    outputs = found_classes(module, RowLoss(BUILT_IN_LOSSES[loss]), dataset, vocabulary, deterministic)
+    if classes > outputs:
+        raise ConfigError(
+            "labels_beyond_head",
+            f"the data has {classes} classes, and the model outputs for {outputs}.",
+            "Give the model one output for each class of dataset.classes.",
+        )
 
 
 def _without(shape: list[int], axis: int) -> list[int]:

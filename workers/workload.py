@@ -35,7 +35,7 @@ from raycloak.workers.inputs.sealed import ClearSlices, SliceLocks
 from raycloak.workers.inputs.sent_rows import SentForm
 from raycloak.workers.inputs.sent_slots import SentSlots
 from raycloak.workers.inputs.text_model import check_text, libraries
-from raycloak.workers.known_answer import found_classes, known_answer
+from raycloak.workers.known_answer import check_classes, found_classes, known_answer
 from raycloak.workers.messages import WorkerFacts, WorkerSetup
 from raycloak.workers.terms.manifest import Manifest, NumericsClass
 from raycloak.workers.terms.measurement import Measurement
@@ -100,6 +100,8 @@ class Workload:
         padded = setup.model.hub is not None
         self.sent_form = SentForm(self.form, self.vocabulary, setup.dataset.classes, padded) if is_sent else None
         check_trainable(self.module, self.form, loss_fn, deterministic, self.vocabulary)
+        classes = setup.dataset.classes
+        check_classes(self.module, setup.loss, self.dataset, classes, self.vocabulary, deterministic)
         # Before the parameters are copied: it takes as much memory as a step.
         rows = largest_rows(self.module, self.form, loss_fn, deterministic, self.vocabulary, setup.device)
         self.facts = WorkerFacts(

@@ -33,7 +33,7 @@ from raycloak.workers.inputs.inspection import cut_examples, undecodable_images
 from raycloak.workers.inputs.models import build_model, loss_function
 from raycloak.workers.inputs.sealed import SealedDataset
 from raycloak.workers.inputs.text_model import check_text
-from raycloak.workers.known_answer import found_classes
+from raycloak.workers.known_answer import check_classes, found_classes
 
 # Rows read at once: bounds the memory, and changes no finding.
 _CHUNK = 1024
@@ -226,6 +226,7 @@ def _limits(config: RunConfig, base: Path, opened: OpenedDataset) -> tuple[int |
         return (declared if form.label_dtype == "int64" else None), vocabulary
     module = build_model(model_source(config.model), base, config.seed)
     vocabulary = check_text(module, form, config.loss, vocabulary, declared)
+    check_classes(module, config.loss, opened.examples, declared, vocabulary, deterministic=False)
     loss = RowLoss(loss_function(config.loss, base)[0])
     shown = found_classes(module, loss, opened.examples, vocabulary, deterministic=False)
     return declared or shown, vocabulary

@@ -33,6 +33,7 @@ from raycloak.workers.inputs.datasets import dataset_form
 from raycloak.workers.inputs.fingerprint import dataset_fingerprint
 from raycloak.workers.inputs.models import build_model, build_noted, loss_function, parameter_count, trainable_tensors
 from raycloak.workers.inputs.text_model import check_text
+from raycloak.workers.known_answer import check_classes
 from raycloak.workers.terms.mechanism import Mechanism
 
 
@@ -70,6 +71,7 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
         split.check(model, config.loss)
         _try_metrics(config, config_dir, split)
     check_trainable(model, form, loss, deterministic, vocabulary)
+    check_classes(model, config.loss, opened.examples, data.classes, vocabulary, deterministic)
     sealed = sealed_terms(config, config_dir, "evaluation")
     if sealed is not None:
         check_evaluation_form(evaluation_form(sealed), form)

@@ -1,15 +1,19 @@
 """The known answer: equal on machines of one numerics class, different as soon as one encoded bit is."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from raycloak.coordinator.planning.dry_run import plan_of
+from raycloak.metrics.errors import ConfigError
 from raycloak.workers.gradients.clipping import GradientEngine
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.inputs.datasets import ArrayDataset
 from raycloak.workers.inputs.models import ModelSource, build_model, cross_entropy, mse, read_flat
-from raycloak.workers.known_answer import found_classes, known_answer
+from raycloak.workers.known_answer import check_classes, found_classes, known_answer
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.workload import PlannedWorkload, Workload
 from tests.protocol import Arrays, config, examples, initial_parameters, mechanism, worker_setup
@@ -138,6 +142,32 @@ VALUES, IDS = np.zeros((9, 6), np.float32), np.zeros((9, 6), np.int64)
 )  # fmt: skip
 def test_the_classes_are_those_of_the_model_s_output(module, loss, data, classes: int):
     assert found_classes(module, RowLoss(loss), ArrayDataset(*data), 20) == classes
+
+
+@pytest.mark.parametrize(
+    ("loss", "labels", "classes", "is_refused"),
+    [
+        ("cross_entropy", IDS[:, 0], 6, True),
+        ("cross_entropy", IDS[:, 0], 5, False),
+        ("cross_entropy", IDS[:, 0], None, False),
+        ("cross_entropy", VALUES[:, :5], 6, False),
+        ("models:own", IDS[:, 0], 6, False),
+    ],
+)
+def test_more_declared_classes_than_the_model_has_outputs_are_refused(loss, labels, classes, is_refused):
+    """Labels beyond them would give no gradient in any step."""
+    told = pytest.raises(ConfigError, match="labels_beyond_head: the data has 6 classes, and the model outputs for 5")
+    with told if is_refused else nullcontext():
+        check_classes(nn.Linear(6, 5), loss, ArrayDataset(VALUES, labels), classes)
+
+
+def test_a_worker_and_a_plan_refuse_them(tmp_path):
+    np.savez(tmp_path / "examples.npz", features=examples()[0], labels=examples()[1])
+    four = config(dataset={"kind": "npz", "path": "examples.npz", "features": "features", "classes": 4})
+    with pytest.raises(ConfigError, match="labels_beyond_head"):
+        Workload(worker_setup(four, tmp_path))
+    with pytest.raises(ConfigError, match="labels_beyond_head"):
+        plan_of(four, tmp_path)
 
 
 def test_classes_that_a_run_declares_come_before_those_that_are_found(tmp_path, monkeypatch):

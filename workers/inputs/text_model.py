@@ -31,7 +31,7 @@ _SHOWN = 3
 # Public examples that are looked at together.
 _CHECKED = 4096
 _LOSSES_OF_TOKENS = ("token_cross_entropy", "next_token_cross_entropy")
-_LOSSES_OF_CLASSES = ("cross_entropy", *_LOSSES_OF_TOKENS)
+LOSSES_OF_CLASSES = ("cross_entropy", *_LOSSES_OF_TOKENS)
 
 
 class TextModel(nn.Module):
@@ -180,7 +180,7 @@ class TextModel(nn.Module):
         Raises:
             ConfigError: ``tokens_beyond_vocabulary`` or ``labels_beyond_head``.
         """
-        most = None if loss not in _LOSSES_OF_CLASSES else self.classes or self.vocabulary
+        most = None if loss not in LOSSES_OF_CLASSES else self.classes or self.vocabulary
         for start in range(0, len(examples), _CHECKED):
             ids, labels = examples.batch(np.arange(start, min(start + _CHECKED, len(examples)), dtype=np.int64))
             if ids.max() >= self.vocabulary:

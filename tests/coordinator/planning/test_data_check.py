@@ -37,7 +37,10 @@ CLEAN = {
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    (tmp_path / "models.py").write_text("from torch import nn\n\ndef linear():\n    return nn.Linear(4, 3)\n")
+    (tmp_path / "models.py").write_text(
+        "from torch import nn\n\ndef linear():\n    return nn.Linear(4, 3)\n\n"
+        "def loss(out, labels):\n    return (out.sum(1) - labels) ** 2\n"
+    )
     (tmp_path / "data.key").touch(mode=0o600)
     (tmp_path / "data.key").write_text("0f" * 32)
     return tmp_path
@@ -87,8 +90,13 @@ def test_labels_outside_the_models_outputs_or_the_declared_classes_are_counted(b
     assert (found.labels_outside, found.label_range) == (2, (-1, 3))
     assert "with a label outside 0 .. 2: 2." in found.problems[0]
     labels[50] = 2
-    dataset = {"kind": "npz", "path": "data.npz", "classes": 4}
-    assert report(base, features, labels, dataset=dataset).labels_outside == 0
+    dataset = {"kind": "npz", "path": "data.npz", "classes": 2}
+    assert report(base, features, labels, dataset=dataset).labels_outside == 21
+    with pytest.raises(ConfigError, match="labels_beyond_head: the data has 4 classes, and the model outputs for 3"):
+        report(base, features, labels, dataset={**dataset, "classes": 4})
+    # What a loss of the user's own takes for a class is not known.
+    own = {"loss": "models:loss", "dataset": {**dataset, "classes": 4}}
+    assert report(base, features, labels, **own).labels_outside == 0
     # Without a model nobody knows how many there are.
     assert report(base, features, labels, model=None).classes is None
 
