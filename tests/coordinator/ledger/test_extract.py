@@ -107,5 +107,5 @@ def test_an_older_statement_does_not_cover_later_entries_nor_one_of_another_acco
 
 def test_an_extract_of_another_ledger_is_refused(ledger):
     broken(ledger.extract("patients"), IdentityKey.generate().public)
-    with pytest.raises(BudgetError, match="account_unknown.*open nobody --epsilon-cap E"):
+    with pytest.raises(BudgetError, match=r"account_unknown.*open nobody --epsilon-cap E"):
         ledger.extract("nobody")

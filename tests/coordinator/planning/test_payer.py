@@ -62,7 +62,10 @@ def test_guarantee_two_private_runs_on_the_same_data_pay_from_one_account(ledger
 def test_a_second_run_beside_a_tight_plan_is_refused_with_what_is_spent(ledger: PrivacyLedger):
     tight = config(dp_config={"noise_multiplier": 10.0, "epsilon_cap": 8.0})
     name = run(ledger, "a", tight, "data-train")
-    with pytest.raises(BudgetError, match=r"account_not_shared.*run a alone.*charged epsilon 0\.\d+ of 8.*--epsilon-cap E --delta"):
+    told = (
+        r"account_not_shared.*plan of run a alone.*charged epsilon 0\.\d+ of 8.*open NAME --epsilon-cap E --delta 1e-05"
+    )
+    with pytest.raises(BudgetError, match=told):
         existing_account(ledger.view(), tight, name, "b")
     assert existing_account(ledger.view(), tight, name, "a") is not None, "the run itself may be resumed"
 

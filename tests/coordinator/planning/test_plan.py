@@ -379,7 +379,7 @@ def test_a_plan_says_in_text_and_json_that_a_run_is_not_exact() -> None:
 def test_a_shared_account_must_exist_and_state_the_same_delta() -> None:
     account = AccountView("patients", 3.0, 1e-7, "rdp", 0.0, 0.0, 0.0, ())
     view = LedgerView(bytes(32), 1, Head(), (account,))
-    with pytest.raises(BudgetError, match="account_unknown.*open .* --epsilon-cap E --delta 1e-05"):
+    with pytest.raises(BudgetError, match=r"account_unknown.*open .* --epsilon-cap E --delta 1e-05"):
         paying_account(view, config(ledger={"account": "others"}))
     with pytest.raises(BudgetError, match="account_mismatch"):
         paying_account(view, config(ledger={"account": "patients"}))
