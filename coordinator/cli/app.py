@@ -416,10 +416,12 @@ def _invoke(arguments: list[str]) -> int:
         return int(app(args=arguments, prog_name="raycloak", standalone_mode=False) or 0)
     except TyperException as error:
         message = " ".join(error.format_message().split()).rstrip(".")
+        # A proposal ends in a question mark.
+        message += "" if message.endswith("?") else "."
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "raycloak"
         with command_output("--json" in arguments, "--debug" in arguments) as output:
-            output.error(ConfigError("usage", f"{message}.", f"See {command} --help."))
+            output.error(ConfigError("usage", message, f"See {command} --help."))
         return ConfigError.exit_code
     except Abort:
         return RaycloakError.exit_code

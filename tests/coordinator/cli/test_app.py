@@ -273,6 +273,10 @@ def test_a_wrong_command_line_names_the_help_of_its_command(arguments, command, 
     assert raycloak(*arguments)[2].endswith(f". See raycloak {command} --help.\n")
 
 
+def test_a_command_that_is_nearly_right_is_proposed(raycloak):
+    assert raycloak("budget", "shw")[2].endswith(" Did you mean 'show'? See raycloak budget --help.\n")
+
+
 def test_a_wrong_command_line_with_json_prints_the_error(raycloak):
     code, out, _ = raycloak("run", "--json")
     assert code == 2
