@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ValidationError
 
 from raycloak.attestation.attester.attester import Attester, EvidenceSource
 from raycloak.attestation.core.canonical import digest, length_prefixed
@@ -22,7 +23,7 @@ from raycloak.attestation.keys.release import ExpectedRelease, KeyRelease, open_
 from raycloak.attestation.log.watch import LogWatch
 from raycloak.attestation.policy.policy import Policy
 from raycloak.attestation.trust.channel import ChannelEnd, server_end
-from raycloak.metrics.errors import ProtocolError
+from raycloak.metrics.errors import EvidenceError, ProtocolError
 from raycloak.workers.encrypted.evaluation_keys import EvaluationKeys
 from raycloak.workers.encrypted.flooding import Rerandomiser
 from raycloak.workers.encrypted.parameters import BlockShape
@@ -152,7 +153,8 @@ class AdapterWorker:
 
         Raises:
             EvidenceError: as `raycloak.attestation.keys.release.open_keys`; ``key_package_mismatch``.
-            ProtocolError: ``keys_of_another_session`` if the session has keys or is not there; as `EvaluationKeys`.
+            ProtocolError: ``keys_of_another_session`` if the session has keys or is not there; ``malformed`` for a
+                contract without keys of an orchestrator; as `EvaluationKeys`.
         """
         begun = self._sessions.get(session)
         if begun is None or begun.keys is not None:
@@ -164,10 +166,16 @@ class AdapterWorker:
                 "the contract states other keys, another parameter set or another adapter.",
                 "Make a contract for these keys and this adapter.",
             )
+        try:
+            orchestrator = contract.orchestrator
+        except ValidationError:
+            raise ProtocolError("malformed", "the contract names no keys of an orchestrator.") from None
         expected = ExpectedRelease(
-            contract.orchestrator, contract.run_id, MEMBER_ID, contract.digest(), begun.policy, LogWatch()
+            orchestrator, contract.run_id, MEMBER_ID, contract.digest(), begun.policy, LogWatch()
         )
         _, given = open_keys(release, expected, hpke_key=self._attester.hpke, key_commitments=contract.key_commitments)
+        if 0 not in given:
+            raise EvidenceError("key_package_mismatch", "the key package is not for the contract's one virtual worker")
         released = open_released(given[0].stream, fingerprint, sealed)
         keys = EvaluationKeys(self.facts.shape, released)
         begun.rerandomiser = Rerandomiser(keys, Secret(secrets.token_bytes(SECRET_BYTES)))
