@@ -54,6 +54,7 @@ class _Servicer:
         self._desk = desk
         self._lock = threading.Lock()
         self._open: Counter[str] = Counter()
+        self._threads: Counter[str] = Counter()
         self._answered: Counter[tuple[str, str]] = Counter()
 
     def answered(self) -> dict[tuple[str, str], int]:
@@ -141,7 +142,8 @@ class _Servicer:
             timer.daemon = True
             timer.start()
             context.add_callback(timer.cancel)
-            answer = call(client)
+            with self._thread_of(client):
+                answer = call(client)
             self._note(method, ANSWERED)
             return answer
         except RaycloakError as error:
@@ -188,6 +190,22 @@ class _Servicer:
 
         if not context.add_callback(left):
             left()
+
+    @contextmanager
+    def _thread_of(self, client: str) -> Iterator[None]:
+        """Count a call's thread inside the block; RefusedError ``busy`` if the client has too many.
+
+        A call that its client left is open no more, but its thread still waits for the worker.
+        """
+        with self._lock:
+            if self._threads[client] >= _CALLS_OF_CLIENT:
+                raise RefusedError("busy", "this client left calls that are under way.", "Ask later.")
+            self._threads[client] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._threads[client] -= 1
 
 
 def _handlers(servicer: _Servicer) -> grpc.GenericRpcHandler:
