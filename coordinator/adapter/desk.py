@@ -21,6 +21,7 @@ from raycloak.metrics.errors import ProtocolError, RefusedError
 from raycloak.metrics.registry import ADAPTER_PHASES
 from raycloak.workers.encrypted.adapter_worker import AdapterFacts
 from raycloak.workers.encrypted.evaluation_keys import batch_bytes, released_bytes
+from raycloak.workers.encrypted.parameters import ANSWER_BYTES
 from raycloak.workers.encrypted.released_keys import SEAL_BYTES
 
 
@@ -90,7 +91,11 @@ class AdapterDesk:
         return released_bytes(self.facts.shape) + SEAL_BYTES
 
     def batch_bytes(self, names: Sequence[str]) -> int:
-        """Return the length of a block for these projections; ProtocolError ``projection_unknown``."""
+        """Return the length of a block for these projections.
+
+        Raises:
+            ProtocolError: ``projection_unknown``; ``answer_size`` for more projections than one answer holds.
+        """
         widths = {each.name: each.width_in for each in self.facts.projections}
         known = len(set(names)) == len(names) and widths.keys() >= set(names)
         if not known or len({widths[name] for name in names}) != 1:
@@ -99,7 +104,15 @@ class AdapterDesk:
                 "the request names no projections of the adapter that could share one block.",
                 "Name projections that the adapter's description lists, each once and of one width.",
             )
-        return batch_bytes(self.facts.shape, widths[names[0]])
+        shape = self.facts.shape
+        answered = (shape.answer_bytes(each.width_out) for each in self.facts.projections if each.name in names)
+        if sum(answered) > ANSWER_BYTES:
+            raise ProtocolError(
+                "answer_size",
+                f"the answer for {len(names)} projections would be longer than {ANSWER_BYTES} bytes.",
+                "Name fewer projections, and send the block again for the others.",
+            )
+        return batch_bytes(shape, widths[names[0]])
 
     def tokens_left(self, client: str) -> int:
         """Return the tokens of the projection that has the least left for ``client``."""
