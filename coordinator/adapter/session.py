@@ -23,7 +23,7 @@ from raycloak.coordinator.adapter.connection import AdapterAddress, AdapterConne
 from raycloak.coordinator.adapter.introduction import PIECE_BYTES
 from raycloak.coordinator.adapter.registration import ClientOrchestrator
 from raycloak.coordinator.adapter.turns import Turns
-from raycloak.metrics.errors import ProtocolError, RefusedError
+from raycloak.metrics.errors import ModelError, ProtocolError, RefusedError
 from raycloak.workers.encrypted.client_keys import ClientKeys
 from raycloak.workers.encrypted.parameters import ANSWER_BYTES, MAX_WIDTH, BlockShape, require_allowed
 
@@ -132,7 +132,12 @@ class AdapterSession:
 
         The first error ends them all. Behind a call that failed nothing is sent. A block that is under way when a task
         fails for another reason is awaited, and it is charged.
+
+        Raises:
+            RefusedError: ``adapter_closed`` behind `close`.
         """
+        if self._orchestrator is None:
+            raise RefusedError("adapter_closed", "the session was closed.", "Make another encrypted adapter.")
         with _Line() as self._line:
             return self._turns.run(tasks)
 
@@ -145,7 +150,14 @@ class AdapterSession:
 
         Raises:
             BudgetError: ``tokens_spent``. The server's other refusals.
+            ModelError: ``states_not_finite``; nothing is sent then.
         """
+        if not np.isfinite(tokens).all():
+            raise ModelError(
+                "states_not_finite",
+                f"an input of '{names[0]}' has numbers that are not finite, and nothing can encrypt them.",
+                "Look at the model's inputs and its precision.",
+            )
         size = self.block_tokens
         asked: deque[_Asked] = deque()
         for start in range(0, len(tokens), size):
