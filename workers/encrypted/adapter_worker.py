@@ -76,10 +76,12 @@ class AdapterFacts:
 
     Attributes:
         adapter_digest: SHA-256 over names, matrices and shared parts.
+        matrices_digest: SHA-256 over names and matrices, which are what answers tell.
         identity_key: the worker's, which its evidence binds and which certifies the channel.
     """
 
     adapter_digest: bytes
+    matrices_digest: bytes
     identity_key: bytes
     shape: BlockShape
     projections: tuple[ProjectionFacts, ...]
@@ -120,9 +122,15 @@ class AdapterWorker:
         self._packed = {name: PackedProjection(each.down, each.up, shape) for name, each in matrices.items()}
         self._attester = Attester(MEMBER_ID, source)
         self._sessions: dict[str, _Session] = {}
+        # The worker's, not a session's: a request repeated in another session gets the same noise.
+        self._secret = Secret(secrets.token_bytes(SECRET_BYTES))
+        matrices_digest = _digest_of(matrices)
         self.end: ChannelEnd = server_end(self._attester.identity)
         self.facts = AdapterFacts(
-            adapter_digest=_digest_of(adapter),
+            adapter_digest=digest(
+                length_prefixed("raycloak/encrypted-adapter/adapter/v1", matrices_digest, digest(adapter.shared))
+            ),
+            matrices_digest=matrices_digest,
             identity_key=self._attester.identity.public,
             shape=shape,
             projections=tuple(
@@ -178,7 +186,7 @@ class AdapterWorker:
             raise EvidenceError("key_package_mismatch", "the key package is not for the contract's one virtual worker")
         released = open_released(given[0].stream, fingerprint, sealed)
         keys = EvaluationKeys(self.facts.shape, released)
-        begun.rerandomiser = Rerandomiser(keys, Secret(secrets.token_bytes(SECRET_BYTES)))
+        begun.rerandomiser = Rerandomiser(keys, self._secret)
         begun.keys = keys
 
     def apply(self, session: str, fingerprint: bytes, batch: bytes, names: Sequence[str]) -> tuple[bytes, ...]:
@@ -221,10 +229,10 @@ def _no_session() -> ProtocolError:
     )
 
 
-def _digest_of(adapter: Adapter) -> bytes:
-    parts: list[bytes | str | int] = [digest(adapter.shared)]
-    for name, each in sorted(adapter.projections.items()):
+def _digest_of(matrices: Mapping[str, LowRank]) -> bytes:
+    parts: list[bytes | str | int] = []
+    for name, each in sorted(matrices.items()):
         for matrix in (each.down, each.up):
             content = np.ascontiguousarray(matrix, "<f8")
             parts += [name, *content.shape, digest(content.tobytes())]
-    return digest(length_prefixed("raycloak/encrypted-adapter/adapter/v1", *parts))
+    return digest(length_prefixed("raycloak/encrypted-adapter/matrices/v1", *parts))
