@@ -152,7 +152,7 @@ class AdapterDesk:
         """Charge a block and answer it; return the answers and the tokens that are left.
 
         Raises:
-            ProtocolError: ``replayed`` unless ``sequence`` is the next one; as `AdapterWorker.apply`.
+            ProtocolError: ``replayed`` unless ``sequence`` is the next one; as `batch_bytes` and `AdapterWorker.apply`.
             BudgetError: ``tokens_spent``.
         """
         with self._turn:
@@ -163,7 +163,9 @@ class AdapterDesk:
                     f"request {sequence} came where {found.sequence + 1} is due.",
                     "Number the requests of a session from 1, and repeat none.",
                 )
-            # Names, so that nothing is charged for what the adapter does not have.
+            # Keys and names, so that nothing is charged for what could not be answered.
+            if not found.is_registered:
+                raise _no_session()
             self.batch_bytes(names)
             # Before the charge: an answer that fails may have been computed in part, so its number is used up.
             found.sequence = sequence
@@ -203,9 +205,7 @@ class AdapterDesk:
         self._drop_idle()
         found = self._sessions.get(session)
         if found is None or found.client != client:
-            raise ProtocolError(
-                "keys_of_another_session", "this client has no such session.", "Begin a session and register its keys."
-            )
+            raise _no_session()
         found.last_used_s = self._clock()
         return found
 
@@ -217,3 +217,11 @@ class AdapterDesk:
     def _drop(self, session: str) -> None:
         del self._sessions[session]
         self._worker.close(session)
+
+
+def _no_session() -> ProtocolError:
+    return ProtocolError(
+        "keys_of_another_session",
+        "this client has no such session with keys.",
+        "Begin a session and register its keys.",
+    )

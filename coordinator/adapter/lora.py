@@ -15,8 +15,8 @@ from raycloak.metrics.errors import ModelError
 from raycloak.workers.encrypted.adapter_worker import Adapter, LowRank
 from raycloak.workers.inputs.text_model import is_peft
 
-# They are in one message with the adapter's description, of which a client takes twice as much.
-_SHARED_BYTES: Final = 32 * 2**20
+# They are in one message with the adapter's description, of which a client takes four times as much.
+_SHARED_BYTES: Final = 16 * 2**20
 _PREFIX = "base_model.model."
 _REMEDY = "Serve plain LoRA on linear layers: no DoRA, no bias, nothing else that is trained."
 

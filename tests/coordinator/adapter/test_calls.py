@@ -1,13 +1,14 @@
 """The server's threads, which all clients share: one client cannot take them all, and a full server says so."""
 
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
 
 from raycloak.attestation.core.keys import IdentityKey
 from raycloak.coordinator.adapter import adapter_pb2 as wire
+from raycloak.coordinator.adapter import server
 from raycloak.coordinator.adapter.connection import AdapterAddress, AdapterConnection
 from raycloak.coordinator.adapter.encrypted_adapter import EncryptedAdapter
 from raycloak.metrics.errors import RefusedError
@@ -73,3 +74,21 @@ def test_a_call_that_finds_the_server_full_is_refused_as_busy_and_the_session_go
             assert all(call().projections for call in calls)
             connection.close()
         assert torch.allclose(model(given), expected, atol=1e-2)
+
+
+def test_answers_that_nobody_reads_are_bounded_over_all_clients(site, monkeypatch):
+    """Each is in the server's memory, and a client's four are bounded by the number of clients alone."""
+    monkeypatch.setattr(server, "_OPEN", 6)
+    with site(others=NAMES) as served, connected(served, OTHERS[0]) as one, connected(served, OTHERS[1]) as other:
+        with served.desk._turn:
+            calls = [each.start("Describe", wire.DescribeRequest()) for each in (one, other) for _ in range(4)]
+            await_true(lambda: sum(served.server.open_calls(name) for name in NAMES.values()) == 6)
+            with connected(served, identity()) as mine, pytest.raises(RefusedError) as refusal:
+                mine.call("Describe", wire.DescribeRequest())
+            assert refusal.value.code == "busy"
+        answered = []
+        for call in calls:
+            with suppress(RefusedError):
+                answered.append(call())
+        assert len(answered) == 6
+        assert other.call("Describe", wire.DescribeRequest()).projections

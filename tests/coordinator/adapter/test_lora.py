@@ -64,7 +64,7 @@ def test_shared_parts_that_no_client_could_be_told_are_refused(monkeypatch):
     lora_of(module, ["head"])
     monkeypatch.setattr(lora, "_SHARED_BYTES", lora._SHARED_BYTES - 1)
     assert "shared parts" in refusal(module, ["head"])
-    assert 2 * SHARED_BYTES <= connection._ANSWER_BYTES
+    assert 4 * SHARED_BYTES <= connection._ANSWER_BYTES
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from raycloak.coordinator.adapter import session
 from raycloak.coordinator.adapter.encrypted_adapter import EncryptedAdapter
 from raycloak.coordinator.config import home
 from raycloak.coordinator.runs.local_session import LocalPlatform
+from raycloak.metrics.errors import ProtocolError
 from raycloak.workers.encrypted.adapter_worker import Adapter, AdapterWorker, LowRank
 from raycloak.workers.encrypted.client_keys import ClientKeys
 from raycloak.workers.encrypted.parameters import BlockShape
@@ -45,3 +46,14 @@ def test_budgets_are_of_the_matrices_alone(matrices, change):
     name, each = next(iter(matrices.items()))
     changed = {**matrices, name: LowRank(each.down, each.up * 2)}
     assert AdapterWorker(Adapter(changed, b"a head"), TOKENS, platform).facts.matrices_digest != first.matrices_digest
+
+
+def test_nothing_is_charged_in_a_session_without_keys(site, encoder):
+    with site() as served, EncryptedAdapter(encoder, served.address) as model:
+        own = model._session._orchestrator
+        session_name, _ = served.desk.begin("me", own.contract, own.policy, own.challenge())
+        batch = bytes(served.desk.batch_bytes(NAMES[:1]))
+        with pytest.raises(ProtocolError) as refusal:
+            served.desk.apply("me", session_name, 1, model._session._keys.fingerprint, batch, NAMES[:1])
+        assert refusal.value.code == "keys_of_another_session"
+        assert served.desk.tokens_left("me") == 10**6
