@@ -100,6 +100,9 @@ class AdapterConnection:
         with suppress(AttributeError):
             metadata = error.trailing_metadata() or ()
         refusal = refusal_in(metadata)
+        # gRPC's own refusal, where all of a server's threads have calls: it has no metadata, and nothing was read.
+        if refusal is None and status is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return RefusedError("busy", "the adapter's server has no room for another call.", "Ask later.")
         if refusal is None:
             return RefusedError(
                 "adapter_unreachable",

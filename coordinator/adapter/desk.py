@@ -21,6 +21,7 @@ from raycloak.metrics.errors import ProtocolError, RefusedError
 from raycloak.metrics.registry import ADAPTER_PHASES
 from raycloak.workers.encrypted.adapter_worker import AdapterFacts
 from raycloak.workers.encrypted.evaluation_keys import batch_bytes, released_bytes
+from raycloak.workers.encrypted.parameters import ANSWER_BYTES
 from raycloak.workers.encrypted.released_keys import SEAL_BYTES
 
 
@@ -90,7 +91,11 @@ class AdapterDesk:
         return released_bytes(self.facts.shape) + SEAL_BYTES
 
     def batch_bytes(self, names: Sequence[str]) -> int:
-        """Return the length of a block for these projections; ProtocolError ``projection_unknown``."""
+        """Return the length of a block for these projections.
+
+        Raises:
+            ProtocolError: ``projection_unknown``; ``answer_size`` for more projections than one answer holds.
+        """
         widths = {each.name: each.width_in for each in self.facts.projections}
         known = len(set(names)) == len(names) and widths.keys() >= set(names)
         if not known or len({widths[name] for name in names}) != 1:
@@ -99,7 +104,15 @@ class AdapterDesk:
                 "the request names no projections of the adapter that could share one block.",
                 "Name projections that the adapter's description lists, each once and of one width.",
             )
-        return batch_bytes(self.facts.shape, widths[names[0]])
+        shape = self.facts.shape
+        answered = (shape.answer_bytes(each.width_out) for each in self.facts.projections if each.name in names)
+        if sum(answered) > ANSWER_BYTES:
+            raise ProtocolError(
+                "answer_size",
+                f"the answer for {len(names)} projections would be longer than {ANSWER_BYTES} bytes.",
+                "Name fewer projections, and send the block again for the others.",
+            )
+        return batch_bytes(shape, widths[names[0]])
 
     def tokens_left(self, client: str) -> int:
         """Return the tokens of the projection that has the least left for ``client``."""
@@ -139,7 +152,7 @@ class AdapterDesk:
         """Charge a block and answer it; return the answers and the tokens that are left.
 
         Raises:
-            ProtocolError: ``replayed`` unless ``sequence`` is the next one; as `AdapterWorker.apply`.
+            ProtocolError: ``replayed`` unless ``sequence`` is the next one; as `batch_bytes` and `AdapterWorker.apply`.
             BudgetError: ``tokens_spent``.
         """
         with self._turn:
@@ -150,7 +163,9 @@ class AdapterDesk:
                     f"request {sequence} came where {found.sequence + 1} is due.",
                     "Number the requests of a session from 1, and repeat none.",
                 )
-            # Names, so that nothing is charged for what the adapter does not have.
+            # Keys and names, so that nothing is charged for what could not be answered.
+            if not found.is_registered:
+                raise _no_session()
             self.batch_bytes(names)
             # Before the charge: an answer that fails may have been computed in part, so its number is used up.
             found.sequence = sequence
@@ -190,9 +205,7 @@ class AdapterDesk:
         self._drop_idle()
         found = self._sessions.get(session)
         if found is None or found.client != client:
-            raise ProtocolError(
-                "keys_of_another_session", "this client has no such session.", "Begin a session and register its keys."
-            )
+            raise _no_session()
         found.last_used_s = self._clock()
         return found
 
@@ -204,3 +217,11 @@ class AdapterDesk:
     def _drop(self, session: str) -> None:
         del self._sessions[session]
         self._worker.close(session)
+
+
+def _no_session() -> ProtocolError:
+    return ProtocolError(
+        "keys_of_another_session",
+        "this client has no such session with keys.",
+        "Begin a session and register its keys.",
+    )

@@ -101,7 +101,8 @@ class EncryptedAdapter:
         Tokens that a two-dimensional ``attention_mask`` hides are not sent: nothing reads their deltas.
 
         Raises:
-            BudgetError: ``tokens_spent``. The server's other refusals.
+            BudgetError: ``tokens_spent``. The server's other refusals. RefusedError: ``adapter_closed`` behind `close`.
+            ModelError: ``states_not_finite`` if an adapted layer reads numbers that are not finite.
         """
         call = Call.of(self._model.forward, args, kwargs)
         with torch.no_grad(), _replaced(self._model, self._shared):

@@ -5,7 +5,7 @@ is silently left out.
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from safetensors.torch import save
@@ -15,6 +15,8 @@ from raycloak.metrics.errors import ModelError
 from raycloak.workers.encrypted.adapter_worker import Adapter, LowRank
 from raycloak.workers.inputs.text_model import is_peft
 
+# They are in one message with the adapter's description, of which a client takes four times as much.
+_SHARED_BYTES: Final = 16 * 2**20
 _PREFIX = "base_model.model."
 _REMEDY = "Serve plain LoRA on linear layers: no DoRA, no bias, nothing else that is trained."
 
@@ -27,7 +29,7 @@ def lora_of(module: nn.Module, shared: Iterable[str] = ()) -> Adapter:
 
     Raises:
         ModelError: ``adapter_kind`` for a model without LoRA, with several adapters, with DoRA, a bias, other layers
-            than linear ones, or a trained part that ``shared`` does not name.
+            than linear ones, a trained part that ``shared`` does not name, or shared parts that are too large.
     """
     if not is_peft(module):
         raise ModelError("adapter_kind", f"{type(module).__name__} has no adapter of PEFT.", _REMEDY)
@@ -54,7 +56,14 @@ def lora_of(module: nn.Module, shared: Iterable[str] = ()) -> Adapter:
         )
     if not matrices:
         raise ModelError("adapter_kind", "the model has no LoRA layer.", _REMEDY)
-    return Adapter(matrices, save(parts) if parts else b"")
+    given = save(parts) if parts else b""
+    if len(given) > _SHARED_BYTES:
+        raise ModelError(
+            "adapter_kind",
+            f"the shared parts have {len(given)} bytes, and a client is given at most {_SHARED_BYTES}.",
+            "Share a head alone; give clients larger parts with the base model.",
+        )
+    return Adapter(matrices, given)
 
 
 def _low_rank(name: str, layer: Any) -> LowRank:

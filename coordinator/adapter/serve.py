@@ -87,8 +87,8 @@ def served_adapter(
     worker = WorkerProcess(load, settings.block_tokens, source)
     try:
         facts = worker.facts
-        # By the adapter's digest: its budgets are for its life, wherever it is served from.
-        file = home.adapters_folder() / f"{facts.adapter_digest.hex()[:32]}.sqlite"
+        # By the matrices' digest: their budgets are for ever, whatever run or shared parts they are served with.
+        file = home.adapters_folder() / f"{facts.matrices_digest.hex()[:32]}.sqlite"
         budgets = TokenBudgets(file, settings.tokens_of_adapter, settings.tokens_of_client)
         clients = {bytes.fromhex(key): name for name, key in settings.clients.items()}
         desk = AdapterDesk(worker, budgets, clients, sessions=settings.sessions, idle_s=settings.idle_s)

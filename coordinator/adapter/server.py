@@ -38,6 +38,8 @@ _CALLS: Final = 16
 _MESSAGE_BYTES: Final = 2 * PIECE_BYTES
 _CALL_S: Final = 120.0
 _CALLS_OF_CLIENT: Final = 4
+# Calls over all clients whose answers have not left: each answer is in memory until its client reads it.
+_OPEN: Final = 64
 _CONNECTIONS: Final = 128
 _IDLE_MS: Final = 120_000
 # Keys outlive their session's last second by at most this.
@@ -54,6 +56,7 @@ class _Servicer:
         self._desk = desk
         self._lock = threading.Lock()
         self._open: Counter[str] = Counter()
+        self._threads: Counter[str] = Counter()
         self._answered: Counter[tuple[str, str]] = Counter()
 
     def answered(self) -> dict[tuple[str, str], int]:
@@ -141,7 +144,8 @@ class _Servicer:
             timer.daemon = True
             timer.start()
             context.add_callback(timer.cancel)
-            answer = call(client)
+            with self._thread_of(client):
+                answer = call(client)
             self._note(method, ANSWERED)
             return answer
         except RaycloakError as error:
@@ -175,11 +179,13 @@ class _Servicer:
     def _count(self, client: str, context: Context) -> None:
         """Count a call until its answer has left or its client has gone; RefusedError ``busy`` if there are too many.
 
-        So a client that does not read its answers holds four of them, and no memory beyond.
+        So a client that does not read its answers holds four of them, and no number of clients holds more than 64.
         """
         with self._lock:
             if self._open[client] >= _CALLS_OF_CLIENT:
                 raise RefusedError("busy", "this client has answers to read first.", "Read them, or ask later.")
+            if self._open.total() >= _OPEN:
+                raise RefusedError("busy", "clients have too many answers to read first.", "Ask later.")
             self._open[client] += 1
 
         def left() -> None:
@@ -188,6 +194,22 @@ class _Servicer:
 
         if not context.add_callback(left):
             left()
+
+    @contextmanager
+    def _thread_of(self, client: str) -> Iterator[None]:
+        """Count a call's thread inside the block; RefusedError ``busy`` if the client has too many.
+
+        A call that its client left is open no more, but its thread still waits for the worker.
+        """
+        with self._lock:
+            if self._threads[client] >= _CALLS_OF_CLIENT:
+                raise RefusedError("busy", "this client left calls that are under way.", "Ask later.")
+            self._threads[client] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._threads[client] -= 1
 
 
 def _handlers(servicer: _Servicer) -> grpc.GenericRpcHandler:

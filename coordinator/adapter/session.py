@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
@@ -22,9 +23,9 @@ from raycloak.coordinator.adapter.connection import AdapterAddress, AdapterConne
 from raycloak.coordinator.adapter.introduction import PIECE_BYTES
 from raycloak.coordinator.adapter.registration import ClientOrchestrator
 from raycloak.coordinator.adapter.turns import Turns
-from raycloak.metrics.errors import ProtocolError, RefusedError
+from raycloak.metrics.errors import ModelError, ProtocolError, RefusedError
 from raycloak.workers.encrypted.client_keys import ClientKeys
-from raycloak.workers.encrypted.parameters import MAX_WIDTH, BlockShape, require_allowed
+from raycloak.workers.encrypted.parameters import ANSWER_BYTES, MAX_WIDTH, BlockShape, require_allowed
 
 R = TypeVar("R")
 
@@ -37,6 +38,7 @@ class Traffic:
     """The costs of a session so far: bytes of blocks, and seconds by phase.
 
     Attributes:
+        blocks: requests, each of which sent one block.
         wait_s: time that the client waited for the server while it had nothing else to do.
     """
 
@@ -130,7 +132,12 @@ class AdapterSession:
 
         The first error ends them all. Behind a call that failed nothing is sent. A block that is under way when a task
         fails for another reason is awaited, and it is charged.
+
+        Raises:
+            RefusedError: ``adapter_closed`` behind `close`.
         """
+        if self._orchestrator is None:
+            raise RefusedError("adapter_closed", "the session was closed.", "Make another encrypted adapter.")
         with _Line() as self._line:
             return self._turns.run(tasks)
 
@@ -143,15 +150,22 @@ class AdapterSession:
 
         Raises:
             BudgetError: ``tokens_spent``. The server's other refusals.
+            ModelError: ``states_not_finite``; nothing is sent then.
         """
+        if not np.isfinite(tokens).all():
+            raise ModelError(
+                "states_not_finite",
+                f"an input of '{names[0]}' has numbers that are not finite, and nothing can encrypt them.",
+                "Look at the model's inputs and its precision.",
+            )
         size = self.block_tokens
         asked: deque[_Asked] = deque()
         for start in range(0, len(tokens), size):
             if len(asked) == _AHEAD:
-                yield self._finished(asked.popleft(), names)
+                yield self._finished(asked.popleft())
             asked.append(self._asked(tokens[start : start + size], names))
         while asked:
-            yield self._finished(asked.popleft(), names)
+            yield self._finished(asked.popleft())
 
     @property
     def block_tokens(self) -> int:
@@ -177,7 +191,21 @@ class AdapterSession:
         batch, factors = self._keys.encrypt(tokens)
         self.traffic.encrypt_s += time.perf_counter() - began
         assert self._line is not None, "only a task of `in_turns` may ask"
-        return _Asked(self._line.ask(lambda: self._answer(batch, names)), factors)
+        answers = [(each, self._line.ask(partial(self._answer, batch, each))) for each in self._requests(names)]
+        return _Asked(answers, factors)
+
+    def _requests(self, names: Sequence[str]) -> Iterator[list[str]]:
+        """Yield projections that share a block, request by request: as many as one answer holds."""
+        request: list[str] = []
+        room = ANSWER_BYTES
+        for name in names:
+            needed = self._keys.shape.answer_bytes(self.projections[name].width_out)
+            if needed > room:
+                yield request
+                request, room = [], ANSWER_BYTES
+            request.append(name)
+            room -= needed
+        yield request
 
     def _answer(self, batch: bytes, names: Sequence[str]) -> wire.ApplyReply:
         """Return the server's answer to a block; in the line's thread, so that requests have the order of numbers."""
@@ -200,28 +228,29 @@ class AdapterSession:
             raise
         return answer
 
-    def _finished(self, asked: "_Asked", names: Sequence[str]) -> dict[str, NDArray[np.float64]]:
-        answer = self._turns.result(asked.answer)
-        self.traffic.wait_s = self._turns.idle_s
-        answered = time.perf_counter()
-        if len(answer.answers) != len(names):
-            raise ProtocolError("malformed", "the server answered for another number of projections.")
-        self.tokens_left = answer.tokens_left
+    def _finished(self, asked: "_Asked") -> dict[str, NDArray[np.float64]]:
         found = {}
-        for name, each in zip(names, answer.answers, strict=True):
-            described = self.projections[name]
-            found[name] = self._keys.decrypt(each, described.width_out, asked.factors, described.gain)
-            self.traffic.received_bytes += len(each)
+        for names, future in asked.answers:
+            answer = self._turns.result(future)
+            self.traffic.wait_s = self._turns.idle_s
+            answered = time.perf_counter()
+            if len(answer.answers) != len(names):
+                raise ProtocolError("malformed", "the server answered for another number of projections.")
+            self.tokens_left = answer.tokens_left
+            for name, each in zip(names, answer.answers, strict=True):
+                described = self.projections[name]
+                found[name] = self._keys.decrypt(each, described.width_out, asked.factors, described.gain)
+                self.traffic.received_bytes += len(each)
+            self.traffic.decrypt_s += time.perf_counter() - answered
         self.traffic.tokens += len(asked.factors)
-        self.traffic.decrypt_s += time.perf_counter() - answered
         return found
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A block under way, and what its answer's numbers are to be multiplied by."""
+    """A block under way: its requests' projections and answers, and what the answers' numbers are multiplied by."""
 
-    answer: "Future[wire.ApplyReply]"
+    answers: "Sequence[tuple[list[str], Future[wire.ApplyReply]]]"
     factors: NDArray[np.float64]
 
 

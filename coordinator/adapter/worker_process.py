@@ -1,10 +1,13 @@
 """The worker in a process of its own, so that the server that strangers reach holds neither adapter nor keys.
 
 The two talk over a pipe, one call at a time. A worker that dies is not replaced: its identity key, evidence and
-sessions die with it, and every later call is refused.
+sessions die with it, and every later call is refused. A worker that hangs is killed.
 """
 
+import logging
 import multiprocessing
+import signal
+import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Final
@@ -13,7 +16,7 @@ from raycloak.attestation.attester.attester import EvidenceSource
 from raycloak.attestation.core.messages import Envelope
 from raycloak.attestation.keys.release import KeyRelease
 from raycloak.attestation.trust.channel import ChannelEnd
-from raycloak.metrics.errors import RaycloakError, RunFailedError
+from raycloak.metrics.errors import RaycloakError, RefusedError, RunFailedError
 from raycloak.workers.encrypted.adapter_worker import Adapter, AdapterFacts, AdapterWorker
 
 START_DEADLINE_S: Final = 300.0
@@ -77,21 +80,21 @@ class WorkerProcess:
             self._process.join(_STOP_S)
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        try:
-            self._pipe.send((name, arguments))
-        except OSError:
-            raise _gone() from None
-        return self._answer(CALL_DEADLINE_S)
+        return self._answer(CALL_DEADLINE_S, (name, arguments))
 
-    def _answer(self, deadline_s: float) -> Any:
+    def _answer(self, deadline_s: float, *sent: Any) -> Any:
+        # Killed, since a worker that stopped may leave a message half read, or its answer half written.
+        timer = threading.Timer(deadline_s, self._process.kill)
+        timer.daemon = True
+        timer.start()
         try:
-            if not self._pipe.poll(deadline_s):
-                # A late answer must not be taken for the next call's.
-                self._pipe.close()
-                raise _gone()
+            for each in sent:
+                self._pipe.send(each)
             answer = self._pipe.recv()
         except (EOFError, OSError):
             raise _gone() from None
+        finally:
+            timer.cancel()
         if isinstance(answer, RaycloakError):
             raise answer
         return answer
@@ -103,6 +106,8 @@ def _gone() -> RunFailedError:
 
 def _serve(pipe: Connection, load: Callable[[], Adapter], tokens: int, source: Callable[[], EvidenceSource]) -> None:
     """Answer calls until the parent closes its end."""
+    # Ctrl-C reaches both: the parent first awaits what is under way.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         worker = AdapterWorker(load(), tokens, source())
     except RaycloakError as error:
@@ -119,4 +124,8 @@ def _serve(pipe: Connection, load: Callable[[], Adapter], tokens: int, source: C
             answer = methods[name](*arguments)
         except RaycloakError as error:
             answer = error
+        except Exception:
+            # One client's call must not end the others' sessions.
+            logging.getLogger(__name__).exception("a call of the adapter's worker failed")
+            answer = RefusedError("adapter_failed", "the worker failed at this call.", "See the log of the server.")
         pipe.send(answer)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ValidationError
 
 from raycloak.attestation.attester.attester import Attester, EvidenceSource
 from raycloak.attestation.core.canonical import digest, length_prefixed
@@ -22,7 +23,7 @@ from raycloak.attestation.keys.release import ExpectedRelease, KeyRelease, open_
 from raycloak.attestation.log.watch import LogWatch
 from raycloak.attestation.policy.policy import Policy
 from raycloak.attestation.trust.channel import ChannelEnd, server_end
-from raycloak.metrics.errors import ProtocolError
+from raycloak.metrics.errors import EvidenceError, ProtocolError
 from raycloak.workers.encrypted.evaluation_keys import EvaluationKeys
 from raycloak.workers.encrypted.flooding import Rerandomiser
 from raycloak.workers.encrypted.parameters import BlockShape
@@ -75,10 +76,12 @@ class AdapterFacts:
 
     Attributes:
         adapter_digest: SHA-256 over names, matrices and shared parts.
+        matrices_digest: SHA-256 over names and matrices, which are what answers tell.
         identity_key: the worker's, which its evidence binds and which certifies the channel.
     """
 
     adapter_digest: bytes
+    matrices_digest: bytes
     identity_key: bytes
     shape: BlockShape
     projections: tuple[ProjectionFacts, ...]
@@ -119,9 +122,15 @@ class AdapterWorker:
         self._packed = {name: PackedProjection(each.down, each.up, shape) for name, each in matrices.items()}
         self._attester = Attester(MEMBER_ID, source)
         self._sessions: dict[str, _Session] = {}
+        # The worker's, not a session's: a request repeated in another session gets the same noise.
+        self._secret = Secret(secrets.token_bytes(SECRET_BYTES))
+        matrices_digest = _digest_of(matrices)
         self.end: ChannelEnd = server_end(self._attester.identity)
         self.facts = AdapterFacts(
-            adapter_digest=_digest_of(adapter),
+            adapter_digest=digest(
+                length_prefixed("raycloak/encrypted-adapter/adapter/v1", matrices_digest, digest(adapter.shared))
+            ),
+            matrices_digest=matrices_digest,
             identity_key=self._attester.identity.public,
             shape=shape,
             projections=tuple(
@@ -152,7 +161,8 @@ class AdapterWorker:
 
         Raises:
             EvidenceError: as `raycloak.attestation.keys.release.open_keys`; ``key_package_mismatch``.
-            ProtocolError: ``keys_of_another_session`` if the session has keys or is not there; as `EvaluationKeys`.
+            ProtocolError: ``keys_of_another_session`` if the session has keys or is not there; ``malformed`` for a
+                contract without keys of an orchestrator; as `EvaluationKeys`.
         """
         begun = self._sessions.get(session)
         if begun is None or begun.keys is not None:
@@ -164,13 +174,19 @@ class AdapterWorker:
                 "the contract states other keys, another parameter set or another adapter.",
                 "Make a contract for these keys and this adapter.",
             )
+        try:
+            orchestrator = contract.orchestrator
+        except ValidationError:
+            raise ProtocolError("malformed", "the contract names no keys of an orchestrator.") from None
         expected = ExpectedRelease(
-            contract.orchestrator, contract.run_id, MEMBER_ID, contract.digest(), begun.policy, LogWatch()
+            orchestrator, contract.run_id, MEMBER_ID, contract.digest(), begun.policy, LogWatch()
         )
         _, given = open_keys(release, expected, hpke_key=self._attester.hpke, key_commitments=contract.key_commitments)
+        if 0 not in given:
+            raise EvidenceError("key_package_mismatch", "the key package is not for the contract's one virtual worker")
         released = open_released(given[0].stream, fingerprint, sealed)
         keys = EvaluationKeys(self.facts.shape, released)
-        begun.rerandomiser = Rerandomiser(keys, Secret(secrets.token_bytes(SECRET_BYTES)))
+        begun.rerandomiser = Rerandomiser(keys, self._secret)
         begun.keys = keys
 
     def apply(self, session: str, fingerprint: bytes, batch: bytes, names: Sequence[str]) -> tuple[bytes, ...]:
@@ -213,10 +229,10 @@ def _no_session() -> ProtocolError:
     )
 
 
-def _digest_of(adapter: Adapter) -> bytes:
-    parts: list[bytes | str | int] = [digest(adapter.shared)]
-    for name, each in sorted(adapter.projections.items()):
+def _digest_of(matrices: Mapping[str, LowRank]) -> bytes:
+    parts: list[bytes | str | int] = []
+    for name, each in sorted(matrices.items()):
         for matrix in (each.down, each.up):
             content = np.ascontiguousarray(matrix, "<f8")
             parts += [name, *content.shape, digest(content.tobytes())]
-    return digest(length_prefixed("raycloak/encrypted-adapter/adapter/v1", *parts))
+    return digest(length_prefixed("raycloak/encrypted-adapter/matrices/v1", *parts))

@@ -35,11 +35,11 @@ _ERROR_PAIRS = np.uint32(2**21 - 1)
 
 
 class Rerandomiser:
-    """Hides the results of one session's requests.
+    """Hides the results of requests under one client's keys.
 
     Args:
         keys: the client's.
-        secret: 32 random bytes of this session, which never leave the worker.
+        secret: 32 random bytes, the same for all sessions, which never leave the worker.
     """
 
     def __init__(self, keys: EvaluationKeys, secret: Secret) -> None:

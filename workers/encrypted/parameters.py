@@ -91,8 +91,14 @@ SET_F = ParameterSet(
 )
 """The one allowed set: N = 8192 and three primes of 60 bits, with room for 40 bits of flooding."""
 
+# Two polynomials of upper halves, as u32.
+_ANSWERED_BYTES = 2 * SET_F.degree * 4
+
 MAX_WIDTH = 8192
 """Widest projection: hidden states of a model of encoder size have at most half of it. It bounds memory."""
+
+ANSWER_BYTES = 16 * 2**20
+"""Longest answer to one request. It bounds a message, memory, and how long a request keeps others waiting."""
 
 
 def require_standard(parameters: ParameterSet) -> None:
@@ -159,15 +165,24 @@ class BlockShape:
         """Return how many ciphertexts hold ``width`` columns.
 
         Raises:
-            ProtocolError: ``projection_width`` unless it is in [1, MAX_WIDTH].
+            ProtocolError: ``projection_width`` unless it is in [1, max_width].
         """
-        if not 1 <= width <= MAX_WIDTH:
+        if not 1 <= width <= self.max_width:
             raise ProtocolError(
                 "projection_width",
-                f"a projection of width {width} is not served.",
-                f"Use a model whose projections have at most {MAX_WIDTH} columns.",
+                f"a projection of width {width} is not served in blocks of {self.tokens} tokens.",
+                f"Use a model whose projections have at most {self.max_width} columns, or smaller blocks.",
             )
         return -(-width // self.columns)
+
+    @property
+    def max_width(self) -> int:
+        """The widest projection whose answer is not too long."""
+        return min(MAX_WIDTH, ANSWER_BYTES // _ANSWERED_BYTES * self.columns)
+
+    def answer_bytes(self, width: int) -> int:
+        """Return the length of an answer of ``width`` columns; ProtocolError ``projection_width``."""
+        return self.ciphertexts(width) * _ANSWERED_BYTES
 
     @property
     def rotation_steps(self) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from raycloak.metrics.errors import ModelError
 from raycloak.workers.encrypted.evaluation_keys import EvaluationKeys
-from raycloak.workers.encrypted.parameters import MAX_WIDTH, SET_F, BlockShape, context, library
+from raycloak.workers.encrypted.parameters import SET_F, BlockShape, context, library
 
 
 def padded_rank(rank: int) -> int:
@@ -86,11 +86,13 @@ class PackedProjection:
 
 def _require_adapter(down: NDArray[Any], up: NDArray[Any], shape: BlockShape) -> None:
     fits = down.ndim == up.ndim == 2 and 1 <= down.shape[0] == up.shape[1] <= shape.rank
-    if not fits or not all(1 <= width <= MAX_WIDTH for width in (down.shape[1], up.shape[0])):
+    if not fits or not all(1 <= width <= shape.max_width for width in (down.shape[1], up.shape[0])):
         raise ModelError(
             "adapter_shape",
-            f"an adapter of shapes {list(down.shape)} and {list(up.shape)} does not fit rank {shape.rank}.",
-            f"Serve LoRA matrices [r, width] and [width, r] with r up to the rank and widths up to {MAX_WIDTH}.",
+            f"an adapter of shapes {list(down.shape)} and {list(up.shape)} does not fit rank {shape.rank} and blocks "
+            f"of {shape.tokens} tokens.",
+            f"Serve LoRA matrices [r, width] and [width, r] with r up to the rank and widths up to {shape.max_width}. "
+            "Smaller blocks allow wider ones.",
         )
     if not (np.isfinite(down).all() and np.isfinite(up).all()):
         raise ModelError(

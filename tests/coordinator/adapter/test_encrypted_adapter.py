@@ -291,3 +291,24 @@ def test_an_address_without_the_workers_key_is_refused(encoder, text):
     with pytest.raises(ConfigError) as refusal:
         EncryptedAdapter(encoder, text)
     assert refusal.value.code == "adapter_address"
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_states_that_are_not_finite_are_refused_by_name_and_the_session_goes_on(site, encoder, number):
+    given = states()
+    given[0, 1, 2] = number
+    with site() as served, EncryptedAdapter(encoder, served.address) as model:
+        with pytest.raises(ModelError) as refusal:
+            model(given)
+        assert refusal.value.code == "states_not_finite"
+        assert served.desk.tokens_left("me") == 10**6
+        model(states())
+
+
+def test_a_closed_adapter_says_so(site, encoder):
+    with site() as served:
+        with EncryptedAdapter(encoder, served.address) as model:
+            pass
+        with pytest.raises(RefusedError) as refusal:
+            model(states())
+        assert refusal.value.code == "adapter_closed"

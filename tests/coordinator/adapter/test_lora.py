@@ -5,8 +5,11 @@ import pytest
 import torch
 from safetensors.torch import load
 
+from raycloak.coordinator.adapter import connection, lora
 from raycloak.coordinator.adapter.lora import lora_of
 from raycloak.metrics.errors import ModelError
+
+SHARED_BYTES = lora._SHARED_BYTES
 
 
 class Net(torch.nn.Module):
@@ -53,6 +56,15 @@ def test_a_trained_head_is_shared_if_it_is_named_and_refused_otherwise():
     assert "'head'" in refusal(module, ["other"])
     shared = load(lora_of(module, ["head"]).shared)
     assert {name: list(each.shape) for name, each in shared.items()} == {"head.weight": [2, 4], "head.bias": [2]}
+
+
+def test_shared_parts_that_no_client_could_be_told_are_refused(monkeypatch):
+    module = adapted(modules_to_save=["head"])
+    monkeypatch.setattr(lora, "_SHARED_BYTES", len(lora_of(module, ["head"]).shared))
+    lora_of(module, ["head"])
+    monkeypatch.setattr(lora, "_SHARED_BYTES", lora._SHARED_BYTES - 1)
+    assert "shared parts" in refusal(module, ["head"])
+    assert 4 * SHARED_BYTES <= connection._ANSWER_BYTES
 
 
 @pytest.mark.parametrize(

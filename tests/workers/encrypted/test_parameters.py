@@ -7,6 +7,7 @@ import pytest
 from raycloak.metrics.errors import ConfigError, ProtocolError, RefusedError
 from raycloak.workers.encrypted import parameters
 from raycloak.workers.encrypted.parameters import (
+    ANSWER_BYTES,
     MAX_WIDTH,
     SET_F,
     STANDARD_128_BITS,
@@ -63,11 +64,17 @@ def test_keys_are_for_the_needed_rotations_alone(tokens, rank, steps):
     assert all(step < SET_F.slots for step in shape.rotation_steps)
 
 
-@pytest.mark.parametrize("width", [0, -1, MAX_WIDTH + 1])
-def test_widths_are_bounded(width):
+@pytest.mark.parametrize(("tokens", "width"), [(64, 0), (64, -1), (64, MAX_WIDTH + 1), (1024, 1025)])
+def test_widths_are_bounded(tokens, width):
     with pytest.raises(ProtocolError) as refusal:
-        BlockShape(64, 8).ciphertexts(width)
+        BlockShape(tokens, 4).ciphertexts(width)
     assert refusal.value.code == "projection_width"
+
+
+@pytest.mark.parametrize("tokens", [16, 64, 1024])
+def test_the_widest_projection_has_an_answer_of_bounded_length(tokens):
+    shape = BlockShape(tokens, 4)
+    assert shape.answer_bytes(shape.max_width) <= ANSWER_BYTES
 
 
 def test_without_the_extra_the_error_names_it(monkeypatch):
