@@ -77,7 +77,7 @@ def served_adapter(
     Guarantee: the adapter is read in the worker's process alone.
 
     Args:
-        path: run directory; or folder or URL of a sealed package, which needs ``keys`` and ``config``.
+        path: run directory, or its name; or folder or URL of a sealed package, which needs ``keys`` and ``config``.
 
     Raises:
         RaycloakError: why the adapter cannot be served.

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from raycloak.coordinator.cli.options import AsJson, Debug, execute
+from raycloak.coordinator.cli.options import RUN_OR_OTHER, AsJson, Debug, execute
 from raycloak.coordinator.console.output import Output
 
 adapter = typer.Typer(help="Adapters over encrypted activations (experimental, extra 'he').")
@@ -17,7 +17,12 @@ adapter = typer.Typer(help="Adapters over encrypted activations (experimental, e
 
 @adapter.command("serve")
 def serve_command(
-    path: Annotated[str, typer.Argument(metavar="RUN_DIR|PACKAGE", help="Trained adapter.", show_default=False)],
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|PACKAGE", help=f"Adapter, as a {RUN_OR_OTHER}; or a sealed package.", show_default=False
+        ),
+    ],
     settings: Annotated[Path, typer.Argument(metavar="SETTINGS", help="YAML file of the server.", show_default=False)],
     config: Annotated[Path | None, typer.Option(help="Configuration that names a package's model.")] = None,
     trust: Annotated[Path | None, typer.Option(help="Trust store of a package's reader.")] = None,

@@ -22,7 +22,7 @@ from raycloak.coordinator.cli.budget import budget
 from raycloak.coordinator.cli.data import data
 from raycloak.coordinator.cli.init import init_command
 from raycloak.coordinator.cli.model import model
-from raycloak.coordinator.cli.options import AsJson, ConfigFile, Debug, Overrides, RunName
+from raycloak.coordinator.cli.options import RUN_OR_OTHER, AsJson, ConfigFile, Debug, Overrides, RunName
 from raycloak.coordinator.cli.options import execute as _execute
 from raycloak.coordinator.cli.package import package
 from raycloak.coordinator.cli.progress import EVERY_S, ProgressDisplay
@@ -245,7 +245,7 @@ def _replay(output: Output, run: str, steps: str, workers: int) -> int:
 @app.command("export")
 def export_command(
     source: Annotated[
-        str, typer.Argument(metavar="SOURCE", help="Run directory, or sealed package.", show_default=False)
+        str, typer.Argument(metavar="RUN|PACKAGE", help=f"A {RUN_OR_OTHER}; or a sealed package.", show_default=False)
     ],
     form: Annotated[str, typer.Option("--format", help="safetensors, torch, hf or peft.", show_default=False)],
     out: Annotated[Path, typer.Option(metavar="PATH", help="New file, or folder of hf and peft.", show_default=False)],
@@ -285,19 +285,20 @@ def _export(
 
 @app.command("discard")
 def discard_command(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of the run.", show_default=False)],
+    run: RunName,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Discard an unfinished run: destroy its generated secret. What was charged stays charged."""
-    _execute(as_json, debug, lambda output: _discard(output, run_dir))
+    _execute(as_json, debug, lambda output: _discard(output, run))
 
 
-def _discard(output: Output, run_dir: Path) -> int:
+def _discard(output: Output, run: str) -> int:
     from raycloak.coordinator.console.tables import fields_table
+    from raycloak.coordinator.record.run_list import find_run
     from raycloak.coordinator.runs.discard import discard
 
-    folder = discard(run_dir)
+    folder = discard(find_run(run))
     output.result(
         {"run_dir": folder.path, "run_id": folder.record.run_id},
         fields_table("Discarded", [("run", folder.record.run_id), ("run directory", str(folder.path))]),

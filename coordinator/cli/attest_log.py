@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from raycloak.coordinator.cli.options import AsJson, Debug, execute
+from raycloak.coordinator.cli.options import RUN_OR_OTHER, AsJson, Debug, execute, run_or_path
 from raycloak.coordinator.console.output import Output
 from raycloak.metrics.errors import ConfigError
 from raycloak.metrics.file_errors import file_error
@@ -20,7 +20,7 @@ attest_log = typer.Typer(help="The evidence log: check it, or prove one entry of
 LOG_FILE = "evidence.jsonl"
 
 LogPath = Annotated[
-    Path, typer.Argument(metavar="RUN_DIR|FILE", help="Run directory, or an exported log.", show_default=False)
+    str, typer.Argument(metavar="RUN|FILE", help=f"A {RUN_OR_OTHER}; or an exported log.", show_default=False)
 ]
 TrustedKey = Annotated[
     Path,
@@ -54,7 +54,7 @@ def verify_command(
     debug: Debug = False,
 ) -> None:
     """Check every entry, and the head by trusted keys; name the first entry that is wrong. Exit code 3 if one is."""
-    execute(as_json, debug, lambda output: _verify(output, log, key, head))
+    execute(as_json, debug, lambda output: _verify(output, run_or_path(log), key, head))
 
 
 def _verify(output: Output, path: Path, key: Path, older: Path | None) -> int:
@@ -100,7 +100,7 @@ def prove_command(
     debug: Debug = False,
 ) -> None:
     """Check a log, and write a proof of one entry: the entry, the hashes up to the root, and the signed head."""
-    execute(as_json, debug, lambda output: _prove(output, log, sequence, key, out))
+    execute(as_json, debug, lambda output: _prove(output, run_or_path(log), sequence, key, out))
 
 
 def _prove(output: Output, path: Path, sequence: int, key: Path | None, out: Path | None) -> int:

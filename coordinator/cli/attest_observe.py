@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from raycloak.coordinator.cli.options import AsJson, Debug, execute
+from raycloak.coordinator.cli.options import RUN_OR_OTHER, AsJson, Debug, execute, run_or_path
 from raycloak.coordinator.console.output import Output
 from raycloak.metrics.errors import ConfigError
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def observe_command(
-    run_dir: Annotated[
-        Path,
+    run: Annotated[
+        str,
         typer.Argument(
-            metavar="RUN_DIR", help="Directory of the run, or one with its manifest.json.", show_default=False
+            metavar="RUN|FOLDER", help=f"A {RUN_OR_OTHER}; or a folder with its manifest.json.", show_default=False
         ),
     ],
     address: Annotated[
@@ -40,7 +40,7 @@ def observe_command(
     debug: Debug = False,
 ) -> None:
     """Attest as an observer of a run, and check its newest roster, its members' evidence and its evidence log."""
-    execute(as_json, debug, lambda output: _observe(output, run_dir, address, (policy, collateral), log))
+    execute(as_json, debug, lambda output: _observe(output, run_or_path(run), address, (policy, collateral), log))
 
 
 def _observe(

@@ -2,12 +2,11 @@
 
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from raycloak.coordinator.cli.options import AsJson, Debug, execute
+from raycloak.coordinator.cli.options import AsJson, Debug, RunName, execute
 from raycloak.coordinator.console.output import Output
 from raycloak.metrics.errors import ConfigError
 
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def revoke_command(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of the run.", show_default=False)],
+    run: RunName,
     member: Annotated[str | None, typer.Option(metavar="ID", help="Name of a worker or an aggregator.")] = None,
     platform: Annotated[
         str | None, typer.Option(metavar="HEX", help="Platform id of a machine, from the evidence log.")
@@ -30,14 +29,15 @@ def revoke_command(
 ) -> None:
     """Exclude a member, or everybody with a machine or GPU, from a run, before its next step. It cannot be undone."""
     named: dict[RevokedKind, str | None] = {"member": member, "platform": platform, "gpu": gpu}
-    execute(as_json, debug, lambda output: _revoke(output, run_dir, named, reason))
+    execute(as_json, debug, lambda output: _revoke(output, run, named, reason))
 
 
-def _revoke(output: Output, run_dir: Path, named: "Mapping[RevokedKind, str | None]", reason: str) -> int:
+def _revoke(output: Output, run: str, named: "Mapping[RevokedKind, str | None]", reason: str) -> int:
     from raycloak.attestation.orchestrator.revocations import revoke
     from raycloak.coordinator.config import home
     from raycloak.coordinator.console.tables import fields_table
     from raycloak.coordinator.record.folder import RunFolder
+    from raycloak.coordinator.record.run_list import find_run
 
     given = [(kind, name) for kind, name in named.items() if name is not None]
     if len(given) != 1:
@@ -45,6 +45,7 @@ def _revoke(output: Output, run_dir: Path, named: "Mapping[RevokedKind, str | No
             "revoke_one", "give one of --member, --platform and --gpu.", "The evidence log has all three names."
         )
     ((kind, name),) = given
+    run_dir = find_run(run)
     record = RunFolder.open(run_dir).record
     if record.status in ("done", "void"):
         raise ConfigError(

@@ -21,6 +21,7 @@ RunName = Annotated[
     str,
     typer.Argument(metavar="RUN", help="Run directory, run name, beginning of an id, or 'last'.", show_default=False),
 ]
+RUN_OR_OTHER = "run: directory, name, beginning of an id, or 'last'"
 AsJson = Annotated[bool, typer.Option("--json", help="Print exactly one JSON object on standard output.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
@@ -53,6 +54,27 @@ def _guard(output: Output, body: Callable[[Output], int]) -> int:
         else:
             output.unexpected(error)
         return RaycloakError.exit_code
+
+
+def run_or_path(named: str) -> Path:
+    """Return the run directory that a user names, or else ``named`` as a path, which is its reader's to check.
+
+    A file goes before a run, and a run before a folder that is none.
+
+    Raises:
+        ConfigError: ``run_ambiguous``.
+    """
+    from raycloak.coordinator.record.run_list import find_run
+
+    path = Path(named)
+    if path.exists() and not path.is_dir():
+        return path
+    try:
+        return find_run(named)
+    except ConfigError as error:
+        if error.code == "run_ambiguous":
+            raise
+        return path
 
 
 Account = Annotated[str, typer.Argument(help="Name of the account.", show_default=False)]

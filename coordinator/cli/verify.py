@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from raycloak.coordinator.cli.options import AsJson, Debug, RunName, execute
+from raycloak.coordinator.cli.options import RUN_OR_OTHER, AsJson, Debug, RunName, execute, run_or_path
 from raycloak.coordinator.console.output import Output
 from raycloak.metrics.errors import RefusedError
 
@@ -26,14 +26,26 @@ NewFile = Annotated[Path, typer.Option("--output", metavar="FILE", help="New fil
 
 def verify_command(
     run: Annotated[
-        Path, typer.Argument(metavar="RUN_DIR|BUNDLE", help="Bundle, or run directory on its site.", show_default=False)
+        str,
+        typer.Argument(metavar="RUN|BUNDLE", help=f"Bundle; or, on its site, a {RUN_OR_OTHER}.", show_default=False),
     ],
     trust: TrustFile,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Derive every claim about a run again, from signed bytes and the trust file. Exit code 3 if one fails."""
-    execute(as_json, debug, lambda output: _verify(output, run, trust))
+    execute(as_json, debug, lambda output: _verify(output, run_or_path(run), trust))
+
+
+def auditor_command(
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="The bundle of the run.", show_default=False)],
+    trust: TrustFile,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Derive every claim about a run again, from signed bytes and the trust file. Exit code 3 if one fails."""
+    # Without names of runs: an auditor's machine has none, and lacks the libraries that read them.
+    execute(as_json, debug, lambda output: _verify(output, bundle, trust))
 
 
 def _verify(output: Output, run: Path, trust: Path) -> int:
@@ -125,6 +137,6 @@ def _trust(output: Output, run: str, out: Path) -> int:
 def main() -> NoReturn:
     """Run ``raycloak-verify``; exits with the command's code."""
     app = typer.Typer(add_completion=False)
-    app.command()(verify_command)
+    app.command()(auditor_command)
     app(prog_name="raycloak-verify")
     raise AssertionError("unreachable: typer ends the process")

@@ -19,6 +19,7 @@ from raycloak.coordinator.checkpoints.storage import is_package
 from raycloak.coordinator.config.run import RunConfig, load_config
 from raycloak.coordinator.planning.model_source import model_source
 from raycloak.coordinator.record.folder import RunFolder
+from raycloak.coordinator.record.run_list import find_run
 from raycloak.metrics.errors import ConfigError, ModelError, RefusedError
 from raycloak.metrics.file_errors import file_error
 from raycloak.workers.inputs.models import (
@@ -94,14 +95,16 @@ def load(
     Guarantee: the weights have the digest that the run stated, and everything frozen is what the run trained on.
 
     Args:
-        path: run directory; or folder, file or s3:// URL of a package, which needs ``trust`` and ``key``.
+        path: run directory, run name, beginning of an id, or ``last``; or folder, file or s3:// URL of a package,
+            which needs ``trust`` and ``key``.
         model_init_fn: the model's function, where the run was given it in Python.
         config: configuration, or its file, that names the model; a run directory has its own.
         trust: trust store of a package's reader.
         key: private key file of one of a package's recipients.
 
     Raises:
-        ConfigError: ``not_a_run``, ``no_weights``, ``model_needed`` or ``package_keys``; as the model's source.
+        ConfigError: ``not_a_run``, ``run_unknown``, ``run_ambiguous``, ``no_weights``, ``model_needed`` or
+            ``package_keys``; as the model's source.
         ModelError: ``model_mismatch`` if the model that is built here is not the run's.
         RefusedError: ``weights_changed``; EvidenceError, why a package is refused.
     """
@@ -118,7 +121,7 @@ def released_model(
     if is_package(str(path)):
         described = _described(config, model_init_fn)
         return _built(described, *_package(str(path), keys))
-    folder = RunFolder.open(Path(path))
+    folder = RunFolder.open(find_run(str(path)))
     described = _described(config, model_init_fn, folder)
     return _built(described, *_weights(folder))
 

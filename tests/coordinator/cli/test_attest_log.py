@@ -18,6 +18,7 @@ from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
 from raycloak.coordinator.cli import app
 from raycloak.coordinator.proof.trust import Trust
 from tests.coordinator.checkpoints.tssp_cases import run_manifest
+from tests.coordinator.record.run_logs import LoggedRun
 
 OWNER = HybridSigner(Secret(b"e" * 32), Secret(b"m" * 32))
 MANIFEST = run_manifest(orchestrator_key=OWNER.public.ed25519, orchestrator_ml_dsa=OWNER.public.ml_dsa_65)
@@ -65,6 +66,17 @@ def test_it_says_simulated_also_where_only_a_gpu_is(raycloak, tmp_path):
         log.export(tmp_path / "log.jsonl")
     _, facts = raycloak("verify", tmp_path / "log.jsonl", "--key", tmp_path / "owner.json")
     assert facts["evidence_classes"] == ["intel_tdx", "simulated"]
+
+
+def test_a_log_is_found_by_the_name_of_its_run(raycloak, raycloak_home, tmp_path):
+    run = LoggedRun("mine")
+    (run.path / "manifest.json").write_bytes(MANIFEST.encode() + b"\n")
+    write_log(run.path / "evidence.jsonl", 1, 2)
+    trust = trust_file(tmp_path / "trust.json", OWNER)
+    assert raycloak("verify", "last", "--key", trust)[1]["entries"] == 3
+    assert raycloak("prove", "mine", 2)[0] == 0
+    LoggedRun("mine", "cd" * 8)
+    assert raycloak("verify", "mine", "--key", trust)[1]["error"]["code"] == "run_ambiguous"
 
 
 def trust_file(path: Path, *owners: HybridSigner) -> Path:

@@ -329,6 +329,21 @@ def test_ctrl_c_while_the_first_picture_is_shown_gives_the_screen_back(monkeypat
     assert given_back
 
 
+@pytest.mark.parametrize("named", ["last", "mine", "abab"])
+def test_the_commands_that_change_or_watch_a_run_take_its_name(raycloak, named):
+    run = LoggedRun("mine")
+    run.folder.mark("done")
+    for command, code in (
+        (("discard", named), "run_done"),
+        (("attest", "revoke", named, "--member", "worker-0"), "run_done"),
+        (("attest", "observe", named), "not_a_run"),
+    ):
+        error = json.loads(raycloak(*command, "--json")[1])["error"]
+        assert error["code"] == code
+        # The right run: it is over, or has no manifest.
+        assert str(run.path) in error["message"]
+
+
 def test_the_command_on_a_terminal_ends_with_ctrl_c_and_keeps_the_last_picture(terminal):
     run = begun()
     with run_lock(run.folder.record.run_id):

@@ -15,6 +15,7 @@ import pytest
 
 from raycloak.coordinator.cli import app
 from raycloak.coordinator.proof.trust import Trust
+from raycloak.coordinator.record import run_list
 from tests.coordinator.proof.proof_cases import Proved
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -102,6 +103,22 @@ def test_a_claim_that_fails_is_exit_code_3_with_the_record(site, record, tmp_pat
     assert failed["steps"] == "it rests on 'contract', which failed"
 
 
+def test_a_run_is_verified_by_its_name_and_a_bundle_goes_before_a_run(site, record, tmp_path, capfd, monkeypatch):
+    record.trust.save(tmp_path / "trust.json")
+    (tmp_path / "runs").mkdir()
+    # The state folder of these tests has its runs elsewhere.
+    monkeypatch.setattr(run_list, "run_directories", lambda: [site])
+    monkeypatch.chdir(tmp_path)
+    for named in ("last", record.manifest.run_id[:6]):
+        code, report = run(capfd, "verify", named, "--trust", "trust.json")
+        assert (code, report["run_id"], report["verified"]) == (0, record.manifest.run_id, True)
+    assert run(capfd, "verify", "nowhere", "--trust", "trust.json")[1]["error"]["code"] == "bundle_file"
+    assert run(capfd, "verify", "runs/none", "--trust", "trust.json")[1]["error"]["code"] == "bundle_file"
+    assert run(capfd, "verify", "runs", "--trust", "trust.json")[1]["error"]["code"] == "not_a_run"
+    (tmp_path / "last").write_bytes(b"no bundle")
+    assert run(capfd, "verify", "last", "--trust", "trust.json")[0] == 3
+
+
 @pytest.mark.parametrize("content", [b"", b"{}", b"policy: x", b'{"format":"raycloak trust 1"}'])
 def test_a_trust_file_that_is_none_is_exit_code_2(content, tmp_path, capfd):
     (tmp_path / "trust.json").write_bytes(content)
@@ -171,17 +188,23 @@ def test_a_bundle_is_verified_without_torch_and_ray_and_with_the_packages_of_the
     }
     assert {"torch", "ray", "sqlalchemy", "pyarrow", "sklearn", "grpc"} <= absent
     command = [sys.executable, "-c", GUARDED, ",".join(sorted(absent)), str(tmp_path / "run.bundle")]
-    done = subprocess.run(
-        [*command, "--trust", str(tmp_path / "trust.json"), "--json"],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["verified"]
-    assert done.stderr.split() == []
+    for is_there in (True, False):
+        done = subprocess.run(
+            [*command, "--trust", str(tmp_path / "trust.json"), "--json"],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            timeout=120,
+            check=False,
+        )
+        said = json.loads(done.stdout)
+        if is_there:
+            assert done.returncode == 0, done.stderr
+            assert said["verified"]
+            assert done.stderr.split() == []
+        else:
+            assert (done.returncode, said["error"]["code"]) == (2, "bundle_file")
+        (tmp_path / "run.bundle").unlink(missing_ok=True)
 
 
 def test_the_record_of_one_run_names_no_other_run_and_no_place_on_the_site(record, other, both):

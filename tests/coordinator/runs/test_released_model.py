@@ -121,6 +121,19 @@ def test_the_weights_of_a_loaded_model_are_those_that_the_run_released(runs, nam
     assert not module.training
 
 
+def test_a_run_is_loaded_and_exported_by_its_name(runs, tmp_path, raycloak_home, capfd, monkeypatch):
+    monkeypatch.setattr(app, "leave_stdout", lambda: None)
+    shutil.copytree(runs("plain"), raycloak_home / "runs" / "mine")
+    run_id = RunFolder.open(runs("plain")).record.run_id
+    wanted = raycloak.load(runs("plain")).state_dict()
+    for named in ("last", "mine", run_id[:6]):
+        found = raycloak.load(named).state_dict()
+        assert all(torch.equal(found[each], wanted[each]) for each in wanted)
+    assert raycloak_command("export", "last", "--format", "torch", "--out", tmp_path / "model.pt") == 0
+    assert set(torch.load(tmp_path / "model.pt", weights_only=True)) == set(wanted)
+    assert code(lambda: raycloak.load("nowhere")) == "run_unknown"
+
+
 def test_a_bare_transformers_or_peft_model_is_what_comes_back(runs):
     assert type(raycloak.load(runs("gpt2 whole"))) is transformers.GPT2LMHeadModel
     assert isinstance(raycloak.load(runs("bert lora")), peft.PeftModel)
