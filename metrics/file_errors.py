@@ -34,6 +34,12 @@ def file_error(
     return kind(code, f"cannot {verb} {path}: {error.strerror or error}.", _remedy(error, verb))
 
 
+def require_absent(path: Path) -> None:
+    """Require that nothing is at ``path``, where a command will write; ConfigError ``out_exists``."""
+    if path.exists():
+        raise ConfigError("out_exists", f"{path} already exists.", "Choose another name, or remove it.")
+
+
 def _remedy(error: OSError, verb: str) -> str:
     if error.errno == errno.ENOENT and verb != "read":
         # A file that is to be written need not exist, but its folder must.

@@ -265,6 +265,10 @@ def _export(
     output: Output, source: str, form: str, out: Path, config: Path | None, trust: Path | None, key: Path | None
 ) -> int:
     from raycloak.coordinator.console.tables import fields_table
+    from raycloak.metrics.file_errors import require_absent
+
+    # Before the libraries and the model, which take seconds to load.
+    require_absent(out)
     from raycloak.coordinator.runs.export import export, known_format
     from raycloak.coordinator.runs.released_model import Keys, released_model
 

@@ -7,7 +7,7 @@ import typer
 
 from raycloak.coordinator.cli.options import AsJson, Debug, execute
 from raycloak.coordinator.console.output import Output
-from raycloak.metrics.errors import ConfigError
+from raycloak.metrics.file_errors import require_absent
 
 if TYPE_CHECKING:
     from raycloak.coordinator.checkpoints.reader import VerifiedPackage
@@ -104,8 +104,7 @@ def _open(output: Output, path: str, trust: Path, key: Path, out: Path, run: str
     from raycloak.coordinator.checkpoints.reader import Expected, open_to_file, package_at
 
     own = load_recipient_key(key)
-    if out.exists():
-        raise ConfigError("out_exists", f"{out} already exists.", "Choose another name, or remove it.")
+    require_absent(out)
     with package_at(path, trust, Expected(run_id=run, step=step)) as found:
         open_to_file(found, found.unwrap(own), out)
         return _show(output, _title(found), _facts(found) | {"out": str(out)})

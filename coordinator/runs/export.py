@@ -13,7 +13,7 @@ from safetensors.torch import save_model
 
 from raycloak.coordinator.runs.released_model import ReleasedModel
 from raycloak.metrics.errors import ConfigError
-from raycloak.metrics.file_errors import file_error
+from raycloak.metrics.file_errors import file_error, require_absent
 from raycloak.workers.inputs.hub_files import library, quiet
 from raycloak.workers.inputs.text_data import Tokenizer
 from raycloak.workers.inputs.text_model import is_peft, is_transformer
@@ -56,8 +56,7 @@ def export(model: ReleasedModel, form: Format, out: Path) -> Exported:
         ConfigError: ``export_format`` if the model has no such form; ``out_exists``; ``out`` if it cannot be written.
     """
     _check_form(model, form)
-    if out.exists():
-        raise ConfigError("out_exists", f"{out} already exists.", "Choose another name, or remove it.")
+    require_absent(out)
     draft = out.with_name(f".{out.name}.{secrets.token_hex(8)}")
     try:
         # Before the libraries are asked, whose errors name no remedy.
