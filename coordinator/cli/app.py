@@ -137,14 +137,17 @@ def _train(
 ) -> int:
     from raycloak.coordinator.cluster.ray_address import check_address
     from raycloak.coordinator.planning.first_look import first_look
-    from raycloak.coordinator.record.folder import unfinished_run
+    from raycloak.coordinator.record.folder import require_idle, unfinished_run
+    from raycloak.coordinator.record.same_run import require_same_config
 
-    # Before the libraries of a run, which take seconds to import.
+    # Before Ray and the libraries of a run, which take seconds. The trainer checks again, under the run's lock.
+    if resume:
+        folder = unfinished_run(config.name)
+        require_same_config(folder.config(), config)
+        require_idle(folder)
     first_look(config, config_dir or Path.cwd(), run_secret, resume)
     if address := os.environ.get("RAY_ADDRESS"):
         check_address(address)
-    if resume:
-        unfinished_run(config.name)
     with ProgressDisplay(output.progress, config.name, every_s) as display:
         with quickly():
             from raycloak.coordinator.runs.ray_start import ray_ahead

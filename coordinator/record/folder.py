@@ -298,9 +298,7 @@ def run_lock(run_id: str) -> Iterator[None]:
         fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _lock(fcntl.F_WRLCK))
     except (BlockingIOError, PermissionError):
         os.close(descriptor)
-        raise RefusedError(
-            "run_in_progress", f"another process is executing run {run_id}.", "Wait for it, or stop it first."
-        ) from None
+        raise _in_progress(run_id) from None
     try:
         yield
     finally:
@@ -323,6 +321,18 @@ def is_executing(path: Path, run_id: str) -> bool | None:
     finally:
         os.close(descriptor)
     return bool(struct.unpack(_FLOCK, found)[0] != fcntl.F_UNLCK)
+
+
+def require_idle(folder: RunFolder) -> None:
+    """Refuse a run that another process executes now, without its lock; RefusedError ``run_in_progress``."""
+    if is_executing(folder.path, folder.record.run_id):
+        raise _in_progress(folder.record.run_id)
+
+
+def _in_progress(run_id: str) -> RefusedError:
+    return RefusedError(
+        "run_in_progress", f"another process is executing run {run_id}.", "Wait for it, or stop it first."
+    )
 
 
 _FLOCK = "hhqqi4x"

@@ -14,7 +14,7 @@ import yaml
 from raycloak.coordinator.config.run import load_config
 from raycloak.coordinator.console.output import attach_log
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
-from raycloak.coordinator.record.folder import RunFolder
+from raycloak.coordinator.record.folder import RunFolder, run_lock
 from raycloak.coordinator.runs.demo import demo_config, digits_model
 from raycloak.coordinator.training.reporting import StepReport
 from raycloak.metrics.errors import BudgetError, ConfigError, RefusedError, RunFailedError
@@ -167,6 +167,27 @@ def test_once_refuses_a_done_run_of_another_configuration_and_resume_beside_it(r
     code, _, err = raycloak("run", str(config_file), "--once", "--resume")
     assert (code, err.count("\n")) == (2, 1)
     assert err.startswith("error: usage: give --resume or --once, not both.")
+
+
+@pytest.fixture
+def without_ray(trainer, monkeypatch):
+    """Fail a command that starts Ray."""
+    refuse = types.SimpleNamespace(ray_ahead=lambda config, phase: pytest.fail("Ray is started"))
+    monkeypatch.setitem(sys.modules, "raycloak.coordinator.runs.ray_start", refuse)
+
+
+@pytest.mark.parametrize("how", ["--resume", "--once"])
+def test_a_run_that_cannot_be_resumed_now_is_refused_before_ray_starts(raycloak, without_ray, config_file, how):
+    folder = run_named(config_file, "a" * 16, "running")
+    code, _, err = raycloak("run", str(config_file), how, "--set", "seed=99")
+    assert (code, err.count("\n")) == (3, 1)
+    assert err.startswith("error: resume_differs: the configuration changed since the run began: seed was ")
+    # Also where the run in progress has the port that the configuration names.
+    with run_lock(folder.record.run_id), socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, _, err = raycloak("run", str(config_file), how, "--set", f"metrics.bind=127.0.0.1:{port}")
+    assert (code, err.count("\n")) == (3, 1)
+    assert err.startswith(f"error: run_in_progress: another process is executing run {'a' * 16}.")
 
 
 def test_demo_takes_overrides_and_a_secret(raycloak, trainer, tmp_path):
