@@ -57,17 +57,18 @@ def _serve(output: Output, path: Path | None, base: Path | None) -> int:
         raise ConfigError("usage", "no CONFIG is given.", "Name the YAML file of the service, or give --token.")
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # every refused handshake would be a line
     with quickly():  # a full collection is a pause for every client
-        from raycloak.coordinator.service.settings import load_settings
+        from raycloak.coordinator.service.settings import load_settings, require_modules
 
         # Before the libraries of a service, which take longer to import.
-        settings = load_settings(path)
+        settings, base = load_settings(path), (base or path.parent).resolve()
+        require_modules(settings, base)
         from raycloak.coordinator.console.tables import fields_table
         from raycloak.coordinator.service.service import TrainingService
 
     ended = threading.Event()
     former = {each: signal.signal(each, lambda *_: ended.set()) for each in (signal.SIGTERM, signal.SIGINT)}
     try:
-        with TrainingService(settings, (base or path.parent).resolve()) as service:
+        with TrainingService(settings, base) as service:
             rows = [(name.replace("_", " "), str(value)) for name, value in asdict(service.facts).items()]
             title = f"Training service ({service.facts.evidence} evidence)"
             output.result(asdict(service.facts), fields_table(title, rows))

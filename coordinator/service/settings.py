@@ -18,11 +18,13 @@ from raycloak.coordinator.config.sections import (
     Section,
 )
 from raycloak.coordinator.service.limits import LimitsConfig
+from raycloak.metrics.errors import ConfigError
 from raycloak.metrics.service_errors import (
     ServiceNotFoundError,
     ServicePermissionError,
     ServiceValidationError,
 )
+from raycloak.workers.inputs.user_code import require_module
 
 # The key service of registered data is its owner's, and so the operator's to name.
 NOT_THE_SERVICES: Final = frozenset(TrainingConfig.model_fields) - {"metadata", "key_service"} | {
@@ -191,6 +193,25 @@ class ServiceSettings(Section):
 def load_settings(path: Path) -> ServiceSettings:
     """Read the settings' file; ConfigError ``config`` with every wrong field named."""
     return validated(ServiceSettings, read_yaml(path, "config"), "docs/service.md")
+
+
+def require_modules(settings: ServiceSettings, base: Path) -> None:
+    """Require that the modules of all registered functions are there, and import none of them.
+
+    Args:
+        base: folder that ``module:function`` names start from.
+
+    Raises:
+        ConfigError: ``module_function``, with the field that names the function.
+    """
+    named = {f"models.{name}": each for name, each in settings.models.items() if isinstance(each, str)}
+    for name, tenant in settings.tenants.items():
+        named |= {f"tenants.{name}.code[{index}]": each for index, each in enumerate(tenant.code)}
+    for field, function in named.items():
+        try:
+            require_module(function, base)
+        except ConfigError as error:
+            raise ConfigError(error.code, f"{field}: {error.message}", error.remedy) from None
 
 
 def is_loopback(address: str) -> bool:

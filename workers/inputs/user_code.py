@@ -130,6 +130,20 @@ def unexecuted_digest(target: str, base: Path | str) -> bytes:
     return _files_digest(path, Path(base).resolve())
 
 
+def require_module(target: str, base: Path | str) -> None:
+    """Require that the module of ``module:function`` is there, without executing any code of it.
+
+    Not guaranteed: that an installed package has the submodule, that the module can be imported, or has the function.
+
+    Raises:
+        ConfigError: ``module_function`` if the text has another form, or its module is not found.
+    """
+    module, _ = _split(target)
+    # The outermost name alone: a search for a submodule imports the packages that it lies in.
+    if _local_file(module, base) is None and importlib.util.find_spec(module.partition(".")[0]) is None:
+        raise _absent(module, base)
+
+
 def source_place(target: str, base: Path | str) -> str:
     """Return the file that ``module:function`` is looked up in below ``base``; empty if it must be installed.
 
@@ -207,14 +221,18 @@ def _load(name: str, base: Path | str) -> ModuleType:
         return importlib.import_module(name) if path is None else _load_file(path, base)
     except ModuleNotFoundError as error:
         if path is None and error.name is not None and (name + ".").startswith(error.name + "."):
-            raise ConfigError(
-                "module_function",
-                f"no module '{name}': it is neither in {Path(base).resolve()} nor installed.",
-                "Modules are looked up beside the config file first.",
-            ) from None
+            raise _absent(name, base) from None
         raise _failed(name, error) from told(error)
     except Exception as error:  # noqa: BLE001 - only its type is told: its text may hold private data
         raise _failed(name, error) from told(error)
+
+
+def _absent(name: str, base: Path | str) -> ConfigError:
+    return ConfigError(
+        "module_function",
+        f"no module '{name}': it is neither in {Path(base).resolve()} nor installed.",
+        "Modules are looked up beside the config file first.",
+    )
 
 
 def _failed(name: str, error: Exception) -> ConfigError:

@@ -85,6 +85,24 @@ def test_a_wrong_call_is_refused(said, arguments, code):
     assert (refused["error"]["code"], exit_code) == (code, 2)
 
 
+@pytest.mark.parametrize(
+    ("fields", "tenant", "field"),
+    [
+        ({"models": {"tiny": "nowhere:small"}}, {}, "models.tiny"),
+        ({}, {"code": ["own:f", "nowhere.deep:small"]}, "tenants.ward.code[1]"),
+    ],
+)
+def test_a_module_that_is_not_there_is_refused_at_the_start_and_none_is_executed(said, settings, fields, tenant, field):
+    (settings.parent / "own.py").write_text("raise AssertionError('it is executed')\n")
+    raw = yaml.safe_load(settings.read_text()) | fields
+    raw["tenants"]["ward"] |= tenant
+    settings.write_text(yaml.safe_dump(raw))
+    refused, exit_code = said(str(settings))
+    assert (refused["error"]["code"], exit_code) == ("module_function", 2)
+    assert refused["error"]["message"].startswith(f"{field}: no module 'nowhere")
+    assert str(settings.parent) in refused["error"]["message"]
+
+
 def test_a_service_needs_neither_torch_nor_ray():
     """So that it starts at once and leaves the memory to its drivers."""
     script = "import sys, raycloak.coordinator.service.service; print(sorted({'ray', 'torch'} & set(sys.modules)))"
