@@ -34,7 +34,7 @@ def status_line(report: "StepReport") -> str:
     if report.epsilon is not None and report.epsilon_cap is not None:
         parts[0] += f" of {report.epsilon_cap:g} charged"
     if report.epsilon is not None and report.epsilon_planned is not None:
-        parts[0] += f" (plan {epsilon_text(report.epsilon_planned)})"
+        parts[0] += f" (this run's plan {epsilon_text(report.epsilon_planned)})"
     if not report.exact:
         parts.append("NOT EXACT")
     if report.evaluation_accuracy is not None:

@@ -17,7 +17,7 @@ from raycloak.coordinator.record.run_list import RunSummary, UnreadableRun
 if TYPE_CHECKING:
     from raycloak.coordinator.record.run_comparison import Comparison
 
-WIDE = 110
+WIDE = 120
 """Columns from which the list has the account and the evidence of each run."""
 
 NONE = "–"
@@ -68,7 +68,8 @@ class RunsTable:
         for header in ("id", "started" if wide else "age", "status"):
             table.add_column(header, no_wrap=True)
         table.add_column("steps", justify="right", no_wrap=True)
-        table.add_column("ε charged\n/claimed", justify="right", no_wrap=True)
+        table.add_column("ε charged\n/cap", justify="right", no_wrap=True)
+        table.add_column("ε\nclaimed", justify="right", no_wrap=True)
         table.add_column("result", justify="right", no_wrap=True)
         if wide:
             table.add_column("evidence", no_wrap=True)
@@ -87,6 +88,7 @@ class RunsTable:
             state_text(run.state),
             Text(steps_text(run)),
             Text(budget_text(run)),
+            Text(claim_text(run)),
             Text(result_text(run.accuracy, run.loss)),
         ]
         if wide:
@@ -105,13 +107,16 @@ def steps_text(run: RunSummary) -> str:
 
 
 def budget_text(run: RunSummary) -> str:
-    """Return what the account was charged, and what the run claims."""
+    """Return what the account was charged by all its runs, of its cap: the run's own claim may be less."""
     if run.private is False:
         return "NOT PRIVATE"
-    charged, claimed = (
-        NONE if each is None else epsilon_text(each) for each in (run.epsilon_charged, run.epsilon_claimed)
-    )
-    return f"{charged}/{claimed}"
+    charged = NONE if run.epsilon_charged is None else epsilon_text(run.epsilon_charged)
+    return f"{charged}/{NONE if run.epsilon_cap is None else f'{run.epsilon_cap:g}'}"
+
+
+def claim_text(run: RunSummary) -> str:
+    """Return what the run claims."""
+    return NONE if run.private is False or run.epsilon_claimed is None else epsilon_text(run.epsilon_claimed)
 
 
 def result_text(accuracy: float | None, loss: float | None) -> str:
@@ -224,6 +229,10 @@ def _part(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return part if isinstance(part, Mapping) else {}
 
 
+_VERDICT_LABELS = {"privacy_epsilon_charged": "ε charged to the account", "epsilon_cap": "ε cap of the account"}
+"""Beside the run's own ε, which may be less than what all runs of its account were charged."""
+
+
 def _verdict_rows(verdict: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return every field of a verdict, of whichever version, that says something."""
     rows: list[tuple[str, str]] = []
@@ -235,7 +244,8 @@ def _verdict_rows(verdict: Mapping[str, Any]) -> list[tuple[str, str]]:
         if name == "warnings" and isinstance(value, list):
             rows += [("warning", str(each)) for each in value]
         else:
-            rows.append((name.removeprefix("privacy_").replace("epsilon", "ε").replace("_", " "), _shown(name, value)))
+            plain = name.removeprefix("privacy_").replace("epsilon", "ε").replace("_", " ")
+            rows.append((_VERDICT_LABELS.get(name, plain), _shown(name, value)))
     return rows
 
 
@@ -312,7 +322,8 @@ def _result_rows(comparison: "Comparison") -> list[tuple[str, list[str]]]:
         ("started", [time_text(run.summary.started_at) for run in runs]),
         ("steps", [steps_text(run.summary) for run in runs]),
         ("result", [result_text(run.summary.accuracy, run.summary.loss) for run in runs]),
-        ("ε charged/claimed", [budget_text(run.summary) for run in runs]),
+        ("ε charged/cap", [budget_text(run.summary) for run in runs]),
+        ("ε claimed", [claim_text(run.summary) for run in runs]),
         ("δ", [NONE if run.delta is None else f"{run.delta:g}" for run in runs]),
         ("account", [run.summary.account or NONE for run in runs]),
         ("s per step", [value_text(run.seconds_per_step) or NONE for run in runs]),

@@ -176,16 +176,17 @@ class TopView:
         course = self._course
         if course.private is False or not course.epsilon.last:
             return []
-        charged, plan, rows_of_words = course.epsilon.last[1], course.epsilon_planned, rows
-        lines = [f"{epsilon_text(charged)} charged" + (f" of {epsilon_text(plan)} planned" if plan else "")]
-        # An account that others spend from: the charge is not of this run alone, whose plan it stands beside.
+        charged, plan, cap, rows_of_words = course.epsilon.last[1], course.epsilon_planned, course.epsilon_cap, rows
+        # Beside the cap, and not the run's plan: other runs may have charged the account more than this one plans.
+        lines = [f"{epsilon_text(charged)} charged" + ("" if cap is None else f" of the cap {cap:g}")]
         if course.account not in (None, f"run-{self._it.record.run_id}"):
             lines.append(f"to {course.account} by all its runs")
             rows_of_words = max(rows, 2)
-        cap = None if course.epsilon_cap is None else f"cap {course.epsilon_cap:g}"
+        claim = None if plan is None else f"this run claims {epsilon_text(plan)}"
         delta = None if course.delta is None else f"δ {course.delta:g}"
-        lines.append(", ".join(each for each in (cap, delta) if each))
-        top = max(charged, plan or 0.0)
+        lines.append(", ".join(each for each in (claim, delta) if each))
+        # Logs of earlier versions have no cap.
+        top = max(charged, (plan or 0.0) if cap is None else cap)
         picture = curve_text(course.epsilon, planned, course.steps, (width, rows), (0.0, top), "magenta")
         return [("ε", picture, _lines(lines, rows_of_words))]
 

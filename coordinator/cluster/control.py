@@ -224,6 +224,7 @@ class LedgerFace(_Face):
     hash_at = _Waits(PrivacyLedger.hash_at)
     load_accountant = _Overlaps(PrivacyLedger.load_accountant)
     open_account = _Waits(PrivacyLedger.open_account)
+    outlook = _Waits(PrivacyLedger.outlook)
     price = _Overlaps(PrivacyLedger.price)
     register_run = _Waits(PrivacyLedger.register_run)
     status = _Waits(PrivacyLedger.status)

@@ -1,4 +1,6 @@
-"""The account that pays for a planned run, as `raycloak plan` shows it: what is spent, what is left, which steps fit.
+"""The account that pays for a planned run, as its reader sees it: what is spent, what is left, which steps fit.
+
+`raycloak plan` shows it, and a run that begins warns of the steps that do not fit.
 
 A plan that a run is made from knows nothing of this. What other runs charge may depend on what this one releases, so
 the claim of a run may not rest on it (`raycloak.coordinator.planning.claim`).
@@ -9,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from raycloak.attestation.core.roster import Query
 from raycloak.coordinator.accounting.releases import Releases
+from raycloak.coordinator.console.tables import epsilon_text
 from raycloak.coordinator.ledger.view import DataStanding, LedgerView, Outlook, data_standing
 from raycloak.coordinator.planning.measurements import Schedule
 from raycloak.coordinator.planning.plan import Plan
@@ -56,8 +59,8 @@ def with_account(plan: Plan, name: str, view: LedgerView, outlook: Outlook | Non
     warnings = plan.warnings
     if steps < plan.steps_within_cap:
         warnings += (
-            f"account '{name}' has spent epsilon {spent:.4g} of {cap:g}: {steps} of {plan.mechanism.steps} steps fit, "
-            "and the run will end there.",
+            f"account '{name}' has spent epsilon {epsilon_text(spent)} of {cap:g}: {steps} of {plan.mechanism.steps} "
+            "steps fit, and the run will end there.",
         )
     charged = tuple(release for each in outlook.others for release in each.releases)
     found = AccountOutlook(name, False, spent, left, steps, after, data, charged)

@@ -14,6 +14,7 @@ from raycloak.coordinator.accounting.renyi import ORDERS
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.config.sections import DatasetConfig
+from raycloak.coordinator.console.tables import epsilon_text
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.view import LedgerView
 from raycloak.metrics.errors import BudgetError, ConfigError
@@ -174,7 +175,7 @@ def paying_account(view: LedgerView, config: RunConfig, run_id: str = "", name: 
         raise BudgetError(
             "account_not_shared",
             f"account '{name}' is held with {account.accountant}, for the plan of run {earlier[0].run_id} alone, which "
-            f"has charged epsilon {account.spent_epsilon:.4g} of {account.epsilon_cap:g}.",
+            f"has charged epsilon {epsilon_text(account.spent_epsilon)} of {account.epsilon_cap:g}.",
             "Resume that run if it has not ended; or open one more budget for the people in this data, raycloak budget "
             f"open NAME --epsilon-cap E --delta {delta:g}, and name it in ledger.account.",
         )

@@ -31,6 +31,7 @@ class RunSummary:
         steps, planned_steps: committed steps, earlier executions included, of those that were planned.
         private: whether an epsilon is claimed at all.
         epsilon_charged: what its account had been charged, by all its runs, after the newest step or at its end.
+        epsilon_cap: what its account may spend.
         epsilon_claimed: what the run claims however it ends; None for an unfinished run of an earlier version.
         accuracy, loss: the newest on the public split.
         parameter_digest: of the newest parameters.
@@ -45,6 +46,7 @@ class RunSummary:
     planned_steps: int | None
     private: bool | None
     epsilon_charged: float | None
+    epsilon_cap: float | None
     epsilon_claimed: float | None
     accuracy: float | None
     loss: float | None
@@ -105,6 +107,7 @@ def _of_verdict(verdict: Mapping[str, Any]) -> dict[str, Any]:
         "planned_steps": count(verdict, "planned_steps"),
         "private": private if isinstance(private, bool) else None,
         "epsilon_charged": number(verdict, "privacy_epsilon_charged"),
+        "epsilon_cap": number(verdict, "epsilon_cap"),
         "epsilon_claimed": number(verdict, "privacy_epsilon"),
         "accuracy": number(verdict, "evaluation_accuracy"),
         "loss": number(verdict, "evaluation_loss"),
@@ -121,6 +124,7 @@ def _of_log(course: Course) -> dict[str, Any]:
         "planned_steps": course.planned_steps,
         "private": course.private,
         "epsilon_charged": course.epsilon.last[1] if course.epsilon.last else None,
+        "epsilon_cap": course.epsilon_cap,
         "epsilon_claimed": course.epsilon_planned,
         "accuracy": quality if course.metric == "accuracy" else None,
         "loss": quality if course.metric == "loss" else None,

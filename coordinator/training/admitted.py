@@ -22,11 +22,13 @@ from raycloak.coordinator.aggregation.rule_trial import try_rule
 from raycloak.coordinator.cluster.backend import ActorLost
 from raycloak.coordinator.cluster.control import START_AGAIN
 from raycloak.coordinator.config.run import RunConfig, parse_config
+from raycloak.coordinator.ledger.view import LedgerView
 from raycloak.coordinator.membership.founders import Founders
 from raycloak.coordinator.membership.membership import Membership
 from raycloak.coordinator.planning.cross_check import checked
 from raycloak.coordinator.planning.data_check import recorded_check
 from raycloak.coordinator.planning.manifest import build_computation, build_manifest, epochs, optimizer_spec, run_terms
+from raycloak.coordinator.planning.outlook import with_account
 from raycloak.coordinator.planning.payer import PayingAccount, account_cap, account_of, accountant_for, existing_account
 from raycloak.coordinator.planning.plan import Plan, keys_per_machine, make_plan, with_notes
 from raycloak.coordinator.planning.references import given_contract, require_other_content, sealed_terms
@@ -98,7 +100,7 @@ def admit(
     dimension = sum(tensor.size for tensor in facts.tensors)
     planned = make_plan(config, facts.num_examples, dimension, paying, facts.largest_rows)
     plan = with_notes(planned, facts.model_notes)
-    reporter.planned(plan)
+    reporter.planned(_beside_others(order, facts, plan, ledger, account))
     reporter.to.phase("admitting workers")
     known_answer, plan = _compared(order, founders, plan)
     plan = replace(plan, data_check=recorded_check(facts.dataset_fingerprint))
@@ -151,6 +153,24 @@ def _recorded_shape(order: Order) -> RunConfig:
     }
     # Parsed again, because there may now be more workers than virtual ones.
     return parse_config(config.model_dump(mode="json") | shape)
+
+
+def _beside_others(order: Order, facts: WorkerFacts, plan: Plan, view: LedgerView, name: str) -> Plan:
+    """Return ``plan`` with what other runs have left on its account, for the reader alone.
+
+    The run is made from the plan without it, as `raycloak.coordinator.planning.outlook` says.
+    """
+    session, config = order.session, order.config
+    account = next((each for each in view.accounts if each.name == name), None)
+    # Where nothing is charged the plan's own reach holds, and the ledger would wait for the price of a tight plan.
+    if account is None or not account.spent_epsilon:
+        return plan
+    # An execution before this one gave the warning, and an outlook would count the run's own charges as another's.
+    if any(run.run_id == session.run_id for run in account.runs):
+        return plan
+    mechanisms = (plan.mechanism, *(each.mechanism for each in plan.measurements))
+    outlook = session.control.ledger.outlook(name, mechanisms, facts.dataset_fingerprint, config.ledger.prepaid)
+    return with_account(plan, name, view, outlook)
 
 
 def _compared(order: Order, founders: Founders, plan: Plan) -> tuple[bytes, Plan]:

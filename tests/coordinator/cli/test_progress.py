@@ -22,7 +22,7 @@ REPORT = StepReport(
     seconds=0.1,
     epsilon_planned=7.9802,
 )
-STATUS = "ε 1.250 of 8 charged (plan 7.981)"
+STATUS = "ε 1.250 of 8 charged (this run's plan 7.981)"
 DEADLINE_S = 60
 
 
@@ -32,7 +32,7 @@ DEADLINE_S = 60
         (REPORT, f"{STATUS} · 3 workers"),
         (replace(REPORT, epsilon_planned=None), "ε 1.250 of 8 charged · 3 workers"),
         # Rounded up, as in the plan and the verdict.
-        (replace(REPORT, epsilon=1.2501), "ε 1.251 of 8 charged (plan 7.981) · 3 workers"),
+        (replace(REPORT, epsilon=1.2501), "ε 1.251 of 8 charged (this run's plan 7.981) · 3 workers"),
         (replace(REPORT, evaluation_accuracy=0.931), f"{STATUS} · accuracy 93.1% · 3 workers"),
         (replace(REPORT, epsilon=None, epsilon_cap=None, epsilon_planned=None, workers=1), "NOT PRIVATE · 1 worker"),
         (replace(REPORT, exact=False), f"{STATUS} · NOT EXACT · 3 workers"),

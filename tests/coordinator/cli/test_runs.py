@@ -55,11 +55,11 @@ def test_a_list_has_every_run_and_its_filters(raycloak):
     code, out, _ = raycloak("runs", "list")
     assert code == 0
     rows = [line.split() for line in out.splitlines() if re.search("abababab|cdcdcdcd", line)]
-    assert [(row[0], row[4], row[5], row[6]) for row in rows] == [
-        ("digits", "killed", "30/100", "1.200/4.000"),
-        ("digits-large", "done", "30/100", "1.200/4.000"),
+    assert [(row[0], row[4], *row[5:8]) for row in rows] == [
+        ("digits", "killed", "30/100", "1.200/8", "4.000"),
+        ("digits-large", "done", "30/100", "1.200/8", "4.000"),
     ]
-    assert all(row[7:10] == ["79.0%", "SIMULATED", "its"] for row in rows)
+    assert all(row[8:11] == ["79.0%", "SIMULATED", "its"] for row in rows)
     code, out, _ = raycloak("runs", "list", "--json", "--name", "digits*", "--status", "done")
     assert [each["run_id"] for each in json.loads(out)["runs"]] == ["cd" * 8]
     assert json.loads(raycloak("runs", "list", "--json", "--name", "mnist")[1]) == {"runs": []}
@@ -71,7 +71,7 @@ def test_a_narrow_list_folds_no_figure_and_still_says_simulated():
     LoggedRun(run_id="cd" * 8).folder.mark("void")
     text = shown(RunsTable(list_runs(), LoggedRun(run_id="ef" * 8).path.parent, time.time()), width=80)
     assert max(map(len, text.splitlines())) <= 80
-    assert "30/100 1.200/4.000  79.0%" in text
+    assert "30/100   1.200/8   4.000  79.0%" in text
     assert "Evidence: 1 SIMULATED, 1 –" in text
     assert "account" not in text
     assert "account" in shown(RunsTable(list_runs(), ROOT, 0.0), width=WIDE)
@@ -182,7 +182,7 @@ def test_a_picture_fits_the_terminal_in_every_state(width, height, monkeypatch):
         "training, begun",
         "SIMULATED evidence",
         "40 of 100 · 40%",
-        "1.600 charged of 4.000 planned",
+        "1.600 charged of the cap 8",
         "to patients by all its runs",
         "0:58 left",
         "1.0 steps/s · 20 examples/s",
@@ -193,12 +193,30 @@ def test_a_picture_fits_the_terminal_in_every_state(width, height, monkeypatch):
         "89.0% at step 40",
     ):
         assert part in text
-    assert ("▇" in text or "█" in text, "cap 8, δ 1e-05" in text) == (True, height >= TALL)
+    assert ("▇" in text or "█" in text, "this run claims 4.000, δ 1e-05" in text) == (True, height >= TALL)
     run.admit()
     with run_lock(run.folder.record.run_id):
         assert "resumed" in shown(TopView(look(run)), width, height)
     run.folder.mark("stopped")
     assert "stopped: raycloak run CONFIG --resume finishes it" in " ".join(shown(TopView(look(run)), width).split())
+
+
+def test_guarantee_what_others_charged_never_stands_against_a_runs_own_plan(raycloak):
+    """2.56 of a cap of 3 are charged, of which this run has a part: its own plan costs 2."""
+    run = LoggedRun()
+    run.admit(steps=4, account="patients", epsilon_planned=2.0, epsilon_cap=3.0)
+    run.step(0, epsilon=0.75)
+    run.step(1, epsilon=2.56)
+    (line,) = [line for line in shown(TopView(look(run)), height=TALL - 1).splitlines() if "2.560 charged" in line]
+    assert "2.560 charged of the cap 3" in line
+    assert ("▇·" in line, "█" in line) == (True, False), "a full bar is an account that is spent"
+    listed = raycloak("runs", "list")[1]
+    assert re.search(r"2/4 +2\.560/3 +2\.000 ", listed)
+    assert json.loads(raycloak("runs", "list", "--json")[1])["runs"][0]["epsilon_cap"] == 3.0
+    run.folder.write_verdict('{"privacy_epsilon": 2.0, "privacy_epsilon_charged": 2.56, "epsilon_cap": 3.0}')
+    run.folder.mark("done")
+    assert re.search(r" 2\.560/3 +2\.000 ", raycloak("runs", "list")[1])
+    assert re.search(r"ε charged to the account +│ 2\.560", raycloak("runs", "show", "last")[1])
 
 
 def test_a_run_without_privacy_or_with_a_loss_says_so(monkeypatch):

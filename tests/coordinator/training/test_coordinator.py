@@ -7,6 +7,7 @@ import pytest
 
 from raycloak.attestation.core.messages import open_envelope
 from raycloak.coordinator.accounting.calibration import epsilon_against
+from raycloak.coordinator.console.tables import epsilon_text
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.training.coordinator import Phase
 from raycloak.metrics.errors import BudgetError, ConfigError, DatasetError, ModelError
@@ -91,9 +92,24 @@ def test_a_shared_account_pays_for_many_runs_up_to_its_cap(tmp_path):
     ledger.open_account("patients", 3.0, 1e-5)
     ledger.close()
     first = trained(tmp_path, **shared("ab" * 32))
-    second = trained(tmp_path, **shared("cd" * 32))
+    second = whole_run(tmp_path, **shared("cd" * 32))
+    warnings, reporter = [], second.coordinator._reporter
+    reporter.to = replace(reporter.to, warned=warnings.append)
+    second.train()
     assert first.finished.steps == 3
     assert 0 < second.finished.steps < 3
+    # As `raycloak plan` says it, but no part of the plan: a claim may rest on nothing that other runs charge.
+    spent = epsilon_text(first.finished.charged_epsilon)
+    fits = f"{second.finished.steps} of 3 steps fit, and the run will end there."
+    assert f"account 'patients' has spent epsilon {spent} of 3: {fits}" in warnings
+    assert not any("steps fit" in warning for warning in second.finished.plan.warnings)
+    # Its repeat is paid for, so nothing that it needs is missing.
+    again = whole_run(tmp_path, **shared("cd" * 32))
+    again.coordinator._reporter.to = replace(again.coordinator._reporter.to, warned=warnings.append)
+    told = len(warnings)
+    again.train()
+    assert again.digests == second.digests
+    assert not any("steps fit" in warning for warning in warnings[told:])
     assert first.finished.charged_epsilon < second.finished.charged_epsilon <= 3.0
     error, run = failure(BudgetError, tmp_path, **shared("ef" * 32))
     assert error.code == "cap_exceeded"
