@@ -26,9 +26,9 @@ from raycloak.coordinator.audit.canaries import MODULE, CanaryTask, canary_signs
 from raycloak.coordinator.config.home import ledger_url
 from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.console.output import attach_log
+from raycloak.coordinator.planning.dry_run import mechanism_of
 from raycloak.coordinator.planning.model_source import compute_mode, model_source
 from raycloak.coordinator.planning.payer import account_cap, data_place
-from raycloak.coordinator.planning.plan import plan_mechanism
 from raycloak.coordinator.planning.references import descriptor
 from raycloak.coordinator.record.folder import RunFolder, run_lock
 from raycloak.coordinator.record.outcome import Finished
@@ -41,7 +41,6 @@ from raycloak.metrics.collectors import RunMetrics
 from raycloak.metrics.errors import ConfigError
 from raycloak.metrics.events import EventWriter
 from raycloak.workers.inputs.datasets import dataset_form
-from raycloak.workers.inputs.models import parameter_count
 from raycloak.workers.messages import WorkerSetup
 from raycloak.workers.terms.mechanism import Mechanism
 
@@ -128,8 +127,8 @@ def audit(
         progress: called after every step.
 
     Raises:
-        ConfigError: ``audit_canaries``, ``audit_confidence``, ``nothing_to_audit`` (privacy is off), and as a run.
-        RaycloakError: as a run. Charges stay charged.
+        ConfigError: ``audit_canaries``, ``audit_confidence``, ``nothing_to_audit`` (privacy is off), and as a plan.
+        RaycloakError: as a plan or a run. Charges stay charged.
     """
     _check(config, canaries, confidence)
     if coins is None:
@@ -141,9 +140,9 @@ def audit(
         task = CanaryTask.of(config, base, coins.tolist())
         task.write(folder)
         examples = dataset_form(descriptor(task.dataset).open(base)).num_examples
+        planned = mechanism_of(config, base)
         # Epochs are counted over the configuration's own examples: more examples make no other number of steps.
         config = config.sized(examples)
-        planned = plan_mechanism(config, examples, parameter_count(task.make_model()) - canaries)
         audited = _audited(config, planned, canaries)
         paid = None if _is_free(config) else config.ledger
         url = None if paid is None else paid.url or ledger_url()
