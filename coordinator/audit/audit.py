@@ -29,7 +29,6 @@ from raycloak.coordinator.console.output import attach_log
 from raycloak.coordinator.planning.dry_run import mechanism_of
 from raycloak.coordinator.planning.model_source import compute_mode, model_source
 from raycloak.coordinator.planning.payer import account_cap, data_place
-from raycloak.coordinator.planning.references import descriptor
 from raycloak.coordinator.record.folder import RunFolder, run_lock
 from raycloak.coordinator.record.outcome import Finished
 from raycloak.coordinator.runs.local_session import local_session
@@ -40,7 +39,6 @@ from raycloak.coordinator.training.reporting import Reporting, StepReport
 from raycloak.metrics.collectors import RunMetrics
 from raycloak.metrics.errors import ConfigError
 from raycloak.metrics.events import EventWriter
-from raycloak.workers.inputs.datasets import dataset_form
 from raycloak.workers.messages import WorkerSetup
 from raycloak.workers.terms.mechanism import Mechanism
 
@@ -139,10 +137,9 @@ def audit(
         folder = Path(home)
         task = CanaryTask.of(config, base, coins.tolist())
         task.write(folder)
-        examples = dataset_form(descriptor(task.dataset).open(base)).num_examples
         planned = mechanism_of(config, base)
         # Epochs are counted over the configuration's own examples: more examples make no other number of steps.
-        config = config.sized(examples)
+        config = config.sized(planned.num_examples)
         audited = _audited(config, planned, canaries)
         paid = None if _is_free(config) else config.ledger
         url = None if paid is None else paid.url or ledger_url()
@@ -165,7 +162,7 @@ def audit(
         guesses=bound.guesses,
         correct=bound.correct,
         score=bound.score,
-        examples=examples,
+        examples=planned.num_examples,
         steps=finished.steps,
         sample_rate=mechanism.sample_rate,
         noise_multiplier=mechanism.noise_multiplier,
