@@ -11,6 +11,7 @@ host. Not guaranteed: differential privacy. Results are exact, and tell as much 
 
 import struct
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +55,8 @@ class Scores:
 
     Attributes:
         total: their sum.
-        f1: macro F1; None where there is not one class an example.
+        f1: macro F1 over all labels and predictions, as scikit-learn's; a label that the model has no output for is a
+            class of F1 0. None where there is not one class an example.
     """
 
     total: float
@@ -101,7 +103,9 @@ class Scorer:
         Raises:
             ModelError: ``nondeterministic_op`` naming the operation.
         """
-        total, counts = 0.0, np.zeros((2, 0), np.int64)
+        total = 0.0
+        # By class: how many rows are predicted rightly, and how often it is a label or a prediction.
+        right, either = Counter[int](), Counter[int]()
         with warnings.catch_warnings(), torch.no_grad(), named_operations(self._deterministic):
             warnings.simplefilter("ignore")
             for start in range(0, len(ids), _BATCH):
@@ -112,8 +116,10 @@ class Scorer:
                     each(output, labels)
                 total += float(self._scores(output, labels).double().sum())
                 if self._metric == "accuracy" and (output.ndim, labels.ndim) == (2, 1):
-                    found = _class_counts(output, labels)
-                    counts = counts + found if counts.size else found
+                    predicted = output.argmax(1)
+                    right.update(predicted[predicted == labels].tolist())
+                    either.update([*labels.tolist(), *predicted.tolist()])
+        counts = (np.array([found[each] for each in sorted(either)], np.int64) for found in (right, either))
         return Scores(total, macro_f1(*counts))
 
     def _scores(self, output: Tensor, labels: Tensor) -> Tensor:
@@ -121,15 +127,6 @@ class Scorer:
         if self._metric == "loss":
             return self._loss(output, labels)
         return (output.argmax(1) == labels).double().reshape(len(labels), -1).mean(1)
-
-
-def _class_counts(output: Tensor, labels: Tensor) -> NDArray[np.int64]:
-    """Return of each class how many rows are right, and how often it is label or prediction, [2, K]; see `macro_f1`."""
-    classes, predicted = output.shape[1], output.argmax(1)
-    labelled = labels[(labels >= 0) & (labels < classes)]
-    each = predicted[predicted == labels], labelled, predicted
-    right, labelled_as, predicted_as = (np.bincount(rows.cpu().numpy(), minlength=classes) for rows in each)
-    return np.stack([right, labelled_as + predicted_as])
 
 
 class SliceScore(Message):

@@ -26,10 +26,9 @@ from raycloak.coordinator.audit.canaries import MODULE, CanaryTask, canary_signs
 from raycloak.coordinator.config.home import ledger_url
 from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.console.output import attach_log
+from raycloak.coordinator.planning.dry_run import mechanism_of
 from raycloak.coordinator.planning.model_source import compute_mode, model_source
 from raycloak.coordinator.planning.payer import account_cap, data_place
-from raycloak.coordinator.planning.plan import plan_mechanism
-from raycloak.coordinator.planning.references import descriptor
 from raycloak.coordinator.record.folder import RunFolder, run_lock
 from raycloak.coordinator.record.outcome import Finished
 from raycloak.coordinator.runs.local_session import local_session
@@ -40,8 +39,6 @@ from raycloak.coordinator.training.reporting import Reporting, StepReport
 from raycloak.metrics.collectors import RunMetrics
 from raycloak.metrics.errors import ConfigError
 from raycloak.metrics.events import EventWriter
-from raycloak.workers.inputs.datasets import dataset_form
-from raycloak.workers.inputs.models import parameter_count
 from raycloak.workers.messages import WorkerSetup
 from raycloak.workers.terms.mechanism import Mechanism
 
@@ -128,8 +125,8 @@ def audit(
         progress: called after every step.
 
     Raises:
-        ConfigError: ``audit_canaries``, ``audit_confidence``, ``nothing_to_audit`` (privacy is off), and as a run.
-        RaycloakError: as a run. Charges stay charged.
+        ConfigError: ``audit_canaries``, ``audit_confidence``, ``nothing_to_audit`` (privacy is off), and as a plan.
+        RaycloakError: as a plan or a run. Charges stay charged.
     """
     _check(config, canaries, confidence)
     if coins is None:
@@ -140,10 +137,9 @@ def audit(
         folder = Path(home)
         task = CanaryTask.of(config, base, coins.tolist())
         task.write(folder)
-        examples = dataset_form(descriptor(task.dataset).open(base)).num_examples
+        planned = mechanism_of(config, base)
         # Epochs are counted over the configuration's own examples: more examples make no other number of steps.
-        config = config.sized(examples)
-        planned = plan_mechanism(config, examples, parameter_count(task.make_model()) - canaries)
+        config = config.sized(planned.num_examples)
         audited = _audited(config, planned, canaries)
         paid = None if _is_free(config) else config.ledger
         url = None if paid is None else paid.url or ledger_url()
@@ -166,7 +162,7 @@ def audit(
         guesses=bound.guesses,
         correct=bound.correct,
         score=bound.score,
-        examples=examples,
+        examples=planned.num_examples,
         steps=finished.steps,
         sample_rate=mechanism.sample_rate,
         noise_multiplier=mechanism.noise_multiplier,

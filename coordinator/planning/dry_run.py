@@ -3,14 +3,16 @@
 `raycloak.coordinator.planning.plan` is pure; the files and the ledger that the command reads are opened here.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from torch import nn
 
 from raycloak.coordinator.aggregation.ranges import split_ranges
 from raycloak.coordinator.aggregation.rule_trial import try_rule
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.ledger.entries import Head
+from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.view import LedgerView
 from raycloak.coordinator.planning.cross_check import checked
 from raycloak.coordinator.planning.data_check import recorded_check
@@ -20,7 +22,7 @@ from raycloak.coordinator.planning.model_source import compute_mode, model_sourc
 from raycloak.coordinator.planning.outlook import with_account
 from raycloak.coordinator.planning.own_metrics import own_metrics, try_metrics
 from raycloak.coordinator.planning.payer import PayingAccount, account_of, data_place, existing_account, ledger_to_read
-from raycloak.coordinator.planning.plan import Plan, make_plan, with_notes
+from raycloak.coordinator.planning.plan import Plan, make_plan, plan_mechanism, with_notes
 from raycloak.coordinator.planning.public_split import PublicSplit, public_split
 from raycloak.coordinator.planning.references import descriptor, evaluation_form, sealed_terms
 from raycloak.metrics.errors import ConfigError
@@ -29,9 +31,16 @@ from raycloak.workers.gradients.model_checks import check_rows, check_trainable
 from raycloak.workers.gradients.numerics import slow_products
 from raycloak.workers.gradients.row_memory import largest_rows
 from raycloak.workers.gradients.sum_engines import check_measurable
-from raycloak.workers.inputs.datasets import dataset_form
+from raycloak.workers.inputs.datasets import DatasetForm, dataset_form
 from raycloak.workers.inputs.fingerprint import dataset_fingerprint
-from raycloak.workers.inputs.models import build_model, build_noted, loss_function, parameter_count, trainable_tensors
+from raycloak.workers.inputs.models import (
+    LossFn,
+    build_model,
+    build_noted,
+    loss_function,
+    parameter_count,
+    trainable_tensors,
+)
 from raycloak.workers.inputs.text_model import check_text
 from raycloak.workers.known_answer import check_classes
 from raycloak.workers.terms.mechanism import Mechanism
@@ -52,37 +61,86 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
     if config.dataset is None or config.model is None:
         raise ConfigError("config", "a plan needs both dataset and model.", "Name them in the configuration.")
     first_look(config, config_dir)
-    data = descriptor(config.dataset)
-    opened = data.open_slices(config_dir)
-    form = dataset_form(opened.examples)
-    source = model_source(config.model)
-    model, notes = build_noted(source, config_dir, config.seed, compute_mode(config))
-    device = "cuda" if config.use_gpu else "cpu"
-    slow = slow_products(model, device, config.cpu_capability)
-    loss, _ = loss_function(config.loss, config_dir)
+    facts = _facts_of(config, config_dir)
+    model, form, loss = facts.model, facts.form, facts.loss
+    slow = slow_products(model, _device(config), config.cpu_capability)
     split_ranges(trainable_tensors(model), config.aggregators)
     spec = optimizer_spec(config.optimizer, config_dir)
     try_rule(spec, trainable_tensors(model), config.sized(form.num_examples).planned_steps, config_dir)
-    deterministic = not config.allow_nondeterministic
-    if source.hub is not None:
-        source.hub.check_tokenizer(data.tokenizer, config_dir)
-    vocabulary = check_text(model, form, config.loss, opened.vocabulary, data.classes)
     if (split := public_split(config, config_dir)) is not None:
         split.check(model, config.loss)
         _try_metrics(config, config_dir, split)
-    check_trainable(model, form, loss, deterministic, vocabulary)
-    check_classes(model, config.loss, opened.examples, data.classes, vocabulary, deterministic)
     sealed = sealed_terms(config, config_dir, "evaluation")
     if sealed is not None:
         check_evaluation_form(evaluation_form(sealed), form)
-    rows = largest_rows(model, form, loss, deterministic, vocabulary, device)
-    sizes = form.num_examples, parameter_count(model)
-    fingerprint = dataset_fingerprint(data, opened, config_dir)
-    plan = _paid(config, config_dir, fingerprint, lambda account: make_plan(config, *sizes, account, rows))
+    plan = _paid(config, config_dir, facts)
     for measurement in plan.measurements:
         check_measurable(measurement, form)
-    check_rows(model, form, loss, _mechanisms(plan), deterministic, vocabulary)
-    return replace(checked(with_notes(plan, (*notes, *slow))), data_check=recorded_check(fingerprint))
+    check_rows(model, form, loss, _mechanisms(plan), not config.allow_nondeterministic, facts.vocabulary)
+    noted = with_notes(plan, (*facts.notes, *slow))
+    return replace(checked(noted), data_check=recorded_check(facts.fingerprint))
+
+
+def mechanism_of(config: RunConfig, config_dir: Path) -> Mechanism:
+    """Return the mechanism of :func:`plan_of`, whatever is left in the account that pays.
+
+    Raises:
+        ConfigError, DatasetError, ModelError, BudgetError: as :func:`plan_of` for data, model and account.
+    """
+    facts = _facts_of(config, config_dir)
+    with ledger_to_read(config) as ledger:
+        _, paying = _payer(_view_of(ledger), config, config_dir, facts.fingerprint)
+    return plan_mechanism(config.sized(facts.form.num_examples), *facts.sizes, paying, facts.largest_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """Data, model and loss of a configuration, which fit each other.
+
+    Attributes:
+        notes: about how the model was built.
+        sizes: numbers of examples and of trainable parameters.
+        vocabulary, largest_rows, fingerprint: as a worker finds them.
+    """
+
+    model: nn.Module
+    notes: tuple[str, ...]
+    form: DatasetForm
+    loss: LossFn
+    sizes: tuple[int, int]
+    vocabulary: int | None
+    largest_rows: int
+    fingerprint: bytes
+
+
+def _facts_of(config: RunConfig, config_dir: Path) -> _Facts:
+    """Open and check data and model, as the workers of a run do."""
+    assert config.dataset is not None, "a plan needs data"
+    data, source = descriptor(config.dataset), model_source(config.model)
+    opened = data.open_slices(config_dir)
+    form = dataset_form(opened.examples)
+    model, notes = build_noted(source, config_dir, config.seed, compute_mode(config))
+    loss, _ = loss_function(config.loss, config_dir)
+    if source.hub is not None:
+        source.hub.check_tokenizer(data.tokenizer, config_dir)
+    vocabulary = check_text(model, form, config.loss, opened.vocabulary, data.classes)
+    deterministic = not config.allow_nondeterministic
+    check_trainable(model, form, loss, deterministic, vocabulary)
+    check_classes(model, config.loss, opened.examples, data.classes, vocabulary, deterministic)
+    return _Facts(
+        model=model,
+        notes=notes,
+        form=form,
+        loss=loss,
+        sizes=(form.num_examples, parameter_count(model)),
+        vocabulary=vocabulary,
+        largest_rows=largest_rows(model, form, loss, deterministic, vocabulary, _device(config)),
+        fingerprint=dataset_fingerprint(data, opened, config_dir),
+    )
+
+
+def _device(config: RunConfig) -> str:
+    return "cuda" if config.use_gpu else "cpu"
 
 
 def _try_metrics(config: RunConfig, config_dir: Path, split: PublicSplit) -> None:
@@ -95,19 +153,27 @@ def _try_metrics(config: RunConfig, config_dir: Path, split: PublicSplit) -> Non
         try_metrics(metrics, Scorer(model, loss, metric_of(config.loss)), split.examples)
 
 
-def _paid(
-    config: RunConfig, config_dir: Path, fingerprint: bytes, planned: Callable[[PayingAccount | None], Plan]
-) -> Plan:
+def _paid(config: RunConfig, config_dir: Path, facts: _Facts) -> Plan:
     """Return a plan for the account that pays, with what that account has left for it."""
-    data = data_place(config.dataset, config_dir)
     with ledger_to_read(config) as ledger:
-        view = ledger.view() if ledger else LedgerView(b"", 0, Head(), ())
-        name = account_of(view, config, data, fingerprint)
-        paying = existing_account(view, config, name)
-        plan = planned(paying)
-        asked = name, _mechanisms(plan), fingerprint, config.ledger.prepaid
+        view = _view_of(ledger)
+        name, paying = _payer(view, config, config_dir, facts.fingerprint)
+        plan = make_plan(config, *facts.sizes, paying, facts.largest_rows)
+        asked = name, _mechanisms(plan), facts.fingerprint, config.ledger.prepaid
         outlook = ledger.outlook(*asked) if ledger and paying else None
         return with_account(plan, name, view, outlook)
+
+
+def _view_of(ledger: PrivacyLedger | None) -> LedgerView:
+    return ledger.view() if ledger else LedgerView(b"", 0, Head(), ())
+
+
+def _payer(
+    view: LedgerView, config: RunConfig, config_dir: Path, fingerprint: bytes
+) -> tuple[str, PayingAccount | None]:
+    """Return the name of the account that pays, and the account; None if the run is to open it."""
+    name = account_of(view, config, data_place(config.dataset, config_dir), fingerprint)
+    return name, existing_account(view, config, name)
 
 
 def _mechanisms(plan: Plan) -> tuple[Mechanism, ...]:

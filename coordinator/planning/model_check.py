@@ -12,6 +12,7 @@ from raycloak.workers.gradients.model_report import ModelReport, report_on
 from raycloak.workers.inputs.datasets import dataset_form
 from raycloak.workers.inputs.models import ModelSource, build_unchecked, loss_function
 from raycloak.workers.inputs.text_model import check_text
+from raycloak.workers.known_answer import check_classes
 
 
 def report_by_type(target: str, base: Path) -> tuple[ModelReport, tuple[str, ...]]:
@@ -43,5 +44,6 @@ def report_in_a_run(config: RunConfig, base: Path) -> tuple[ModelReport, tuple[s
 
     def check(probe: nn.Module) -> None:
         check_trainable(probe, form, loss, deterministic, vocabulary)
+        check_classes(probe, config.loss, opened.examples, described.classes, vocabulary, deterministic)
 
     return report_on(model, check), notes

@@ -4,15 +4,16 @@ Hides how columns become numbers: which columns are meant, which types they may 
 
 The first file says which columns there are; every other must have them, with the same types. Features are all columns
 but the label if none is named. Several columns make a vector [k]; one column is a number, or a list of numbers [k].
-Nothing of a row is in an error.
+An error names all columns that cannot be read, and nothing of a row.
 """
 
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from functools import partial
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +30,13 @@ _VALUES = 2**20
 _LISTS = 128
 _CSV_BLOCK = 4 * 2**20
 _RANGE = re.compile(r"(.*?)([0-9]+)\.\.(.*?)([0-9]+)")
+# As most programs write a date, with a time or not.
+_DATE = r"^[0-9]{1,4}[-/.][0-9]{1,2}[-/.][0-9]{1,4}([ T]|$)"
+_SHOWN = 20  # columns of one error
 # What programs write for a value that is not there.
 _MISSING = ("", "NA", "N/A", "n/a", "null", "NULL", "None")
+
+_Read = TypeVar("_Read")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +146,13 @@ def csv_rows(files: FileSet, columns: Columns, vocabulary: int | None) -> Iterat
         wanted = list(dict.fromkeys((*names, columns.label)))
         for batch in _text_batches(file, where, wanted):
             found = {name: batch.column(index) for index, name in enumerate(wanted)}
-            parts = [_parsed(found[name], _place(where, name), vocabulary is not None) for name in names]
-            features = parts[0] if len(parts) == 1 else np.stack(parts, axis=1)
-            place = _place(where, columns.label)
-            label = _trimmed(found[columns.label])
-            yield features, class_numbers(label, columns, place) if columns.classes else _parsed(label, place, integers)
+            reads = [partial(_parsed, found[name], _place(where, name), vocabulary is not None) for name in names]
+            label, place = _trimmed(found[columns.label]), _place(where, columns.label)
+            classed = partial(class_numbers, label, columns, place)
+            *parts, labels = _all_of(
+                [*reads, classed if columns.classes else partial(_parsed, label, place, integers)], where
+            )
+            yield parts[0] if len(parts) == 1 else np.stack(parts, axis=1), labels
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,13 +181,14 @@ class _Outline:
                 "dataset_array", f"{where} has no column '{missing}'.", "Give all files of a table the same columns."
             )
         types = tuple(schema.field(name).type for name in (*names, columns.label))
-        dtypes = [_number_type(kind, _place(where, name)) for name, kind in zip(names, types[:-1], strict=True)]
+        reads = [partial(_number_type, kind, _place(where, name)) for name, kind in zip(names, types[:-1], strict=True)]
+        if not columns.classes:
+            reads.append(partial(_number_type, types[-1], _place(where, columns.label), is_label=True))
+        dtypes = _all_of(reads, where)[: len(names)]
         if len(names) > 1 and any(_is_list(kind) for kind in types[:-1]):
             raise DatasetError(
                 "dataset_array", f"{where}: of several feature columns one holds lists.", "Name that one alone."
             )
-        if not columns.classes:
-            _number_type(types[-1], _place(where, columns.label), is_label=True)
         stored = np.result_type(*dtypes)
         # Floats are kept as a batch gives them. Integers in a table of several columns are quantities.
         if stored.kind == "f" or (len(names) > 1 and vocabulary is None):
@@ -204,13 +213,38 @@ class _Outline:
 
     def arrays(self, batch: Any, where: str) -> Arrays:
         found = {name: batch.column(index) for index, name in enumerate(batch.schema.names)}
-        parts = [number_column(found[name], _place(where, name)) for name in self.names]
+        label, place = found[self.columns.label], _place(where, self.columns.label)
+        reads = [partial(number_column, found[name], _place(where, name)) for name in self.names]
+        classed = partial(class_numbers, label, self.columns, place)
+        *parts, labels = _all_of(
+            [*reads, classed if self.columns.classes else partial(number_column, label, place)], where
+        )
         with np.errstate(all="ignore"):
             features = (parts[0] if len(parts) == 1 else np.stack(parts, axis=1)).astype(self.stored, copy=False)
-        label, place = found[self.columns.label], _place(where, self.columns.label)
-        if self.columns.classes:
-            return features, class_numbers(label, self.columns, place)
-        return features, number_column(label, place)
+        return features, labels
+
+
+def _all_of(reads: Iterable[Callable[[], _Read]], where: str) -> list[_Read]:
+    """Return the results of all reads of the columns of a file.
+
+    Raises:
+        DatasetError: one for all reads that fail, with the code of the first: one round mends a table.
+    """
+    found: list[_Read] = []
+    problems: list[DatasetError] = []
+    for read in reads:
+        try:
+            found.append(read())
+        except DatasetError as problem:
+            problems.append(problem)
+    if not problems:
+        return found
+    # The file once, and not before each column.
+    said = [problem.message.removeprefix(f"{where}, ").removesuffix(".") for problem in problems[:_SHOWN]]
+    if len(problems) > _SHOWN:
+        said.append(f"and {len(problems) - _SHOWN} more columns")
+    remedies = dict.fromkeys(problem.remedy for problem in problems)
+    raise DatasetError(problems[0].code, f"{where}, {'; '.join(said)}.", " ".join(remedies))
 
 
 def _place(where: str, column: str) -> str:
@@ -233,8 +267,18 @@ def _number_type(kind: Any, place: str, is_label: bool = False) -> np.dtype[Any]
         return found
     if is_label and _is_text(inner):
         raise DatasetError("dataset_dtype", f"{place} is text.", "List its classes: dataset.classes: [one, two].")
+    if pa.types.is_date(inner) or pa.types.is_timestamp(inner):
+        raise _dates(place)
     raise DatasetError(
         "dataset_dtype", f"{place} is {inner}, which is no number.", "Store it as numbers, or leave it out of features."
+    )
+
+
+def _dates(place: str) -> DatasetError:
+    return DatasetError(
+        "dataset_dtype",
+        f"{place} holds dates.",
+        "Store dates as numbers, such as days since a public date, or leave the column out of dataset.features.",
     )
 
 
@@ -400,6 +444,8 @@ def _parsed(array: Any, place: str, integers: bool) -> NDArray[Any]:
     some = any(_is_number(value) for value in text.to_pylist())
     if some:
         raise DatasetError("dataset_dtype", f"{place} holds {whole} and something else.", f"Store {whole} alone.")
+    if pc.all(pc.match_substring_regex(text, _DATE)).as_py():
+        raise _dates(place)
     raise DatasetError(
         "dataset_dtype",
         f"{place} is text.",

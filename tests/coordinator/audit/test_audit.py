@@ -16,6 +16,7 @@ from raycloak.coordinator.audit.canaries import CanaryTask, canary_signs
 from raycloak.coordinator.config.run import parse_config
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.planning.dry_run import plan_of
+from raycloak.coordinator.planning.plan import plan_mechanism
 from raycloak.coordinator.planning.references import descriptor
 from raycloak.coordinator.record.folder import RunFolder
 from raycloak.coordinator.training.reporting import StepReport
@@ -124,6 +125,30 @@ def test_the_audited_mechanism_is_that_of_the_configuration(home, length):
     assert result.noise_multiplier == plan.mechanism.noise_multiplier
     assert (result.steps, result.delta) == (config.steps, config.dp_config.target_delta)
     assert result.epsilon == pytest.approx(plan.epsilon, rel=1e-3)
+
+
+def test_the_noise_is_that_of_the_run_where_epsilon_pays_for_cut_draws(home):
+    """Micro-batches that are measured cut other draws than assumed ones, and the noise pays for it."""
+    features, labels = examples(300)
+    np.savez(home / "examples.npz", features=features, labels=labels)
+    tight = {"target_epsilon": 4.0, "target_delta": 1e-5}
+    config = small_config(virtual_workers=2, expected_batch_size=150, micro_batch_size=None, dp_config=tight)
+    planned = plan_of(config, home).mechanism.noise_multiplier
+    assumed = plan_mechanism(config, 300, 1).noise_multiplier
+    assert audit(config, home, canaries=100).noise_multiplier == planned > assumed
+
+
+def test_the_noise_is_that_of_the_account_that_pays(home, raycloak_home):
+    raycloak_home.mkdir()
+    ledger = PrivacyLedger(f"sqlite:///{raycloak_home / 'ledger.sqlite'}")
+    ledger.open_account("hospital", 4.0, 1e-5, accountant="rdp")
+    ledger.close()
+    open_choice = {"target_epsilon": 4.0, "target_delta": 1e-5}
+    config = small_config(dp_config=open_choice, ledger={"account": "hospital"})
+    planned = plan_of(config, home).mechanism
+    result = audit(config, home, canaries=100)
+    assert planned.accountant == "rdp"
+    assert (result.noise_multiplier, result.steps) == (planned.noise_multiplier, planned.steps)
 
 
 def test_what_is_measured_beside_the_gradients_is_left_out_and_their_noise_stays_the_planned_one(home, raycloak_home):
@@ -247,6 +272,8 @@ def test_what_cannot_be_audited_is_refused_before_anything_is_charged(home, rayc
     public = {"kind": "npz", "path": "examples.npz", "features": "features", "public": True}
     with pytest.raises(ConfigError, match="nothing_to_audit"):
         audit(small_config(dataset=public, dp_config={"enabled": False}), home, canaries=100)
+    with pytest.raises(ConfigError, match="labels_beyond_head"):
+        audit(small_config(dataset={**public, "public": False, "classes": 4}), home, canaries=100)
     with pytest.raises(ConfigError, match="audit_canaries"):
         audit(small_config(), home, canaries=5)
     with pytest.raises(ConfigError, match="audit_confidence"):

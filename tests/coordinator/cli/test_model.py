@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import yaml
 
@@ -48,6 +49,17 @@ def test_a_refused_layer_is_named_with_its_mend(raycloak):
     assert "GroupNorm(1, 8) in place of BatchNorm1d" in " ".join(out.split())
     code, out, _ = raycloak("config.yaml", "--set", "model=mine:bad", "--json")
     assert (code, json.loads(out)["refused"]) == (2, ["1"])
+
+
+def test_a_model_with_too_few_outputs_for_the_declared_classes_is_refused(raycloak, tmp_path):
+    np.savez(tmp_path / "rows.npz", x=np.zeros((20, 64), np.float32), y=np.arange(20) % 10)
+    dataset = {"kind": "npz", "path": "rows.npz", "features": "x", "labels": "y", "classes": 11}
+    config = demo_config() | {"model": "mine:good", "dataset": dataset}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    code, _, err = raycloak("config.yaml")
+    assert code == 2
+    assert err.startswith("error: labels_beyond_head: the data has 11 classes, and the model outputs for 10.")
+    assert raycloak("config.yaml", "--set", "dataset.classes=10")[0] == 0
 
 
 def test_what_is_no_model_is_bad_input(raycloak):

@@ -135,6 +135,39 @@ def test_a_csv_file_that_is_no_table_of_numbers_is_refused_without_a_value_of_it
     assert (error.code, said in error.message, "secret" in str(error)) == (code, True, False), str(error)
 
 
+def test_one_error_names_all_columns_that_cannot_be_read_and_dates_as_dates(tmp_path: Path):
+    (tmp_path / "bad.csv").write_text(
+        "born,city,age,seen,weight,outcome\n"
+        "1999-12-31,secret,40,1/2/2024 10:30,,well\n"
+        "2000-01-01,other,41,3/4/2024,7,ill\n"
+    )
+    error = refusal(tmp_path, "csv", "bad.csv", class_names=("well",))
+    said = (
+        "'born' holds dates",
+        "'city' is text",
+        "'seen' holds dates",
+        "'weight' has missing",
+        "'outcome' has a label",
+    )
+    assert [each for each in (*said, "'age'", "secret") if each in error.message] == list(said)
+    assert error.remedy.count("days since") == 1
+    days, times = np.array(["1999-12-31"], "M8[D]"), np.array(["1999-12-31"], "M8[s]")
+    table = {"born": days, "age": [40], "seen": times, "city": ["secret"], "outcome": ["well"]}
+    pq.write_table(pa.table(table), tmp_path / "bad.parquet")
+    error = refusal(tmp_path, "parquet", "bad.parquet")
+    said = ("'born' holds dates", "'seen' holds dates", "'city' is string", "'outcome' is text")
+    assert [each for each in (*said, "'age'") if each in error.message] == list(said)
+    pq.write_table(pa.table({"a": [1, None], "b": [None, 2], "outcome": [0, None]}), tmp_path / "gaps.parquet")
+    assert refusal(tmp_path, "parquet", "gaps.parquet").message.count("has missing values") == 3
+
+
+def test_an_error_of_many_columns_names_the_first_and_counts_the_others(tmp_path: Path):
+    names = [f"c{index}" for index in range(30)]
+    (tmp_path / "bad.csv").write_text(f"{','.join(names)},outcome\n{'x,' * 30}1\n")
+    error = refusal(tmp_path, "csv", "bad.csv")
+    assert error.message.endswith("column 'c19' is text; and 10 more columns.")
+
+
 def test_bytes_that_are_no_text_are_refused(tmp_path: Path):
     (tmp_path / "bad.csv").write_bytes(b"a,outcome\n\xff\xfe,1\n")
     assert refusal(tmp_path, "csv", "bad.csv").code in ("dataset_unreadable", "dataset_dtype")
@@ -156,7 +189,7 @@ def test_a_label_outside_the_public_list_is_refused_and_not_told(kind: str, tmp_
     ("column", "code", "said"),
     [
         (pa.array(["x", "y"]), "dataset_dtype", "column 'b' is string"),
-        (pa.array([1, 2], pa.date32()), "dataset_dtype", "column 'b' is date32"),
+        (pa.array([1, 2], pa.date32()), "dataset_dtype", "column 'b' holds dates"),
         (pa.array([1, 2]).cast(pa.decimal128(30, 2)), "dataset_dtype", "column 'b' is decimal128"),
         (pa.array([1, None]), "dataset_array", "column 'b' has missing values"),
         (pa.array([[1], [2]]), "dataset_array", "one holds lists"),
