@@ -48,7 +48,8 @@ def _serve(output: Output, path: str, settings: Path, config: Path | None, trust
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # every refused handshake would be a line
     from raycloak.coordinator.adapter.serve import served_adapter
     from raycloak.coordinator.adapter.settings import load_settings
-    from raycloak.coordinator.console.tables import fields_table, value_text
+    from raycloak.coordinator.console.figures import value_text
+    from raycloak.coordinator.console.tables import fields_table
     from raycloak.coordinator.runs.released_model import Keys
 
     ended = threading.Event()

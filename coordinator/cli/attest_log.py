@@ -195,7 +195,8 @@ def _read(path: Path) -> bytes:
 
 
 def _show(output: Output, title: str, facts: dict[str, Any], hidden: tuple[str, ...] = ()) -> int:
-    from raycloak.coordinator.console.tables import fields_table, value_text
+    from raycloak.coordinator.console.figures import value_text
+    from raycloak.coordinator.console.tables import fields_table
 
     rows = [
         (name.replace("_", " "), ", ".join(value) if isinstance(value, list) else value_text(value))

@@ -46,7 +46,8 @@ def observe_command(
 def _observe(
     output: Output, folder: Path, address: str | None, judged: tuple[Path | None, Path | None], log: Path | None
 ) -> int:
-    from raycloak.coordinator.console.tables import fields_table, value_text
+    from raycloak.coordinator.console.figures import value_text
+    from raycloak.coordinator.console.tables import fields_table
     from raycloak.coordinator.evidence.observer import Observer
     from raycloak.coordinator.runs.evidence_address import manifest_in, served_at
 

@@ -31,7 +31,8 @@ def _serve(output: Output, path: Path) -> int:
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # every refused handshake would be a line
     with quickly():  # a full collection is a pause for every member
         from raycloak.attestation.keys.run_secret import exposure
-        from raycloak.coordinator.console.tables import fields_table, value_text
+        from raycloak.coordinator.console.figures import value_text
+        from raycloak.coordinator.console.tables import fields_table
         from raycloak.coordinator.evidence.standalone_service import load_service, start_service
 
     ended = threading.Event()

@@ -10,8 +10,9 @@ from rich.table import Table
 
 from raycloak.coordinator.cli.options import AsJson, ConfigFile, Debug, Overrides, execute
 from raycloak.coordinator.config.run import RunConfig, load_config
+from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.console.output import Output
-from raycloak.coordinator.console.tables import epsilon_text, fields_table
+from raycloak.coordinator.console.tables import fields_table
 from raycloak.metrics.errors import RefusedError
 
 if TYPE_CHECKING:

@@ -73,7 +73,7 @@ def _bench_adapter(output: Output) -> int:
     from rich.table import Table
 
     from raycloak.coordinator.bench.adapter import bench_adapter
-    from raycloak.coordinator.console.tables import value_text
+    from raycloak.coordinator.console.figures import value_text
 
     result = asdict(bench_adapter())
     table = Table(
@@ -129,7 +129,8 @@ def _bench_start(output: Output, path: Path, overrides: tuple[str, ...], rounds:
 
 
 def _start_table(result: "StartBench") -> "Table":
-    from raycloak.coordinator.console.tables import fields_table, value_text
+    from raycloak.coordinator.console.figures import value_text
+    from raycloak.coordinator.console.tables import fields_table
 
     rows = [
         (name.replace("_", " "), value_text(value))
@@ -171,7 +172,7 @@ def _bench_gradient(output: Output, model: str, against: list[str], device: str,
 def _gradient_table(result: "GradientBench") -> "Table":
     from rich.table import Table
 
-    from raycloak.coordinator.console.tables import size_text, value_text
+    from raycloak.coordinator.console.figures import size_text, value_text
 
     table = Table(
         title=f"bench gradient {result.model}: {result.parameters:,} trained parameters, {result.micro_batches} x "
@@ -274,7 +275,8 @@ def _ring_bits(bits: int) -> Literal[32, 64]:
 
 
 def _measured(output: Output, title: str, result: "DataclassInstance") -> int:
-    from raycloak.coordinator.console.tables import fields_table, value_text
+    from raycloak.coordinator.console.figures import value_text
+    from raycloak.coordinator.console.tables import fields_table
 
     figures = asdict(result)
     rows = [(name.replace("_", " "), value_text(value)) for name, value in figures.items()]

@@ -136,7 +136,8 @@ def _seal(
     part: Literal["training", "evaluation"],
     demanded: tuple[str | None, str | None, float | None],
 ) -> int:
-    from raycloak.coordinator.console.tables import fields_table, size_text
+    from raycloak.coordinator.console.figures import size_text
+    from raycloak.coordinator.console.tables import fields_table
     from raycloak.coordinator.planning.sealing import SealTerms, seal_for
 
     ledger_key, account, least_noise = demanded

@@ -127,7 +127,8 @@ def _title(found: "VerifiedPackage") -> str:
 
 
 def _show(output: Output, title: str, facts: dict[str, Any]) -> int:
-    from raycloak.coordinator.console.tables import fields_table, value_text
+    from raycloak.coordinator.console.figures import value_text
+    from raycloak.coordinator.console.tables import fields_table
 
     rows = [
         (name.replace("_", " "), ", ".join(value) if isinstance(value, list) else value_text(value))

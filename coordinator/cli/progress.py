@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from raycloak.coordinator.console.tables import epsilon_text
+from raycloak.coordinator.console.figures import epsilon_text
 
 # A start that waits for libraries shows that it does, so nothing heavy is imported before it.
 if TYPE_CHECKING:

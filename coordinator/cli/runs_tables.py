@@ -10,7 +10,8 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from raycloak.coordinator.console.tables import epsilon_text, fields_table, size_text, value_text
+from raycloak.coordinator.console.figures import epsilon_text, size_text, value_text
+from raycloak.coordinator.console.tables import fields_table
 from raycloak.coordinator.record.run_course import Course
 from raycloak.coordinator.record.run_list import RunSummary, UnreadableRun
 

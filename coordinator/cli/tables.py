@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from raycloak.coordinator.console.tables import epsilon_text, fields_table, size_text
+from raycloak.coordinator.console.figures import epsilon_text, size_text
+from raycloak.coordinator.console.tables import fields_table
 from raycloak.coordinator.report.words import (
     accountant_rows,
     check_row,

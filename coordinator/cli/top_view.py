@@ -23,7 +23,7 @@ from raycloak.coordinator.cli.runs_tables import (
     incident_lines,
     state_text,
 )
-from raycloak.coordinator.console.tables import epsilon_text, size_text
+from raycloak.coordinator.console.figures import epsilon_text, size_text
 from raycloak.coordinator.record.folder import RunRecord
 from raycloak.coordinator.record.run_course import Course, Curve, StepTimes
 from raycloak.coordinator.record.run_reader import State

@@ -90,7 +90,8 @@ def bundle_command(run: RunName, out: NewFile, as_json: AsJson = False, debug: D
 def _bundle(output: Output, run: str, out: Path) -> int:
     import time
 
-    from raycloak.coordinator.console.tables import fields_table, size_text
+    from raycloak.coordinator.console.figures import size_text
+    from raycloak.coordinator.console.tables import fields_table
     from raycloak.coordinator.proof.bundle import write_bundle
     from raycloak.coordinator.proof.gather import gather, site_signer
     from raycloak.coordinator.record.run_list import find_run

@@ -20,8 +20,8 @@ from typing import Any, TextIO, cast
 
 from rich.console import Console, RenderableType
 
+from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.console.streams import Outlet
-from raycloak.coordinator.console.tables import epsilon_text
 from raycloak.metrics.errors import RaycloakError, RunFailedError
 
 PLAIN_WIDTH = 120

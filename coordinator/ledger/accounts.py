@@ -14,6 +14,7 @@ from typing import Final
 
 from raycloak.coordinator.accounting.accountants import Spend
 from raycloak.coordinator.accounting.renyi import ORDERS
+from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.ledger.cap_authority import CapAuthorisation, SignedCap, check_authorisation
 from raycloak.coordinator.ledger.entries import (
     AccountClosed,
@@ -295,7 +296,8 @@ def _check_fits(standing: Standing, epsilon_cap: float) -> None:
     if epsilon_cap < 0 or spent > epsilon_cap:
         raise BudgetError(
             "cap_below_spent",
-            f"account '{terms.account}' has spent epsilon {spent:.4g}, more than {epsilon_cap:g}{shared_delta(terms)}.",
+            f"account '{terms.account}' has spent epsilon {epsilon_text(spent)}, more than {epsilon_cap:g}"
+            f"{shared_delta(terms)}.",
             "What is spent cannot be taken back; the cap can be lowered to it.",
         )
     check_reserve(terms, standing.registered)

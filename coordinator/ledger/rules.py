@@ -20,6 +20,7 @@ from raycloak.coordinator.accounting.renyi import (
     effective_noise_multiplier,
     release_rdp,
 )
+from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.ledger.entries import AccountOpened, RunPrepaid, RunRegistered, RunRegisteredAtOrders
 from raycloak.metrics.errors import BudgetError
 from raycloak.workers.terms.mechanism import Mechanism
@@ -331,7 +332,7 @@ def check_cap(terms: AccountOpened, spent: Sequence[Spend], what: str = "the ste
     if after > terms.epsilon_cap:
         raise BudgetError(
             "cap_exceeded",
-            f"{what} would bring account '{terms.account}' to epsilon {after:.4g}, over its cap "
+            f"{what} would bring account '{terms.account}' to epsilon {epsilon_text(after)}, over its cap "
             f"{terms.epsilon_cap:g} at delta {terms.delta:g}{shared_delta(terms)}.",
             "The budget of this data is spent; another account is another promise to the people in it.",
         )

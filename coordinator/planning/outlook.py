@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from raycloak.attestation.core.roster import Query
 from raycloak.coordinator.accounting.releases import Releases
-from raycloak.coordinator.console.tables import epsilon_text
+from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.ledger.view import DataStanding, LedgerView, Outlook, data_standing
 from raycloak.coordinator.planning.measurements import Schedule
 from raycloak.coordinator.planning.plan import Plan

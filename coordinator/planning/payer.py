@@ -14,7 +14,7 @@ from raycloak.coordinator.accounting.renyi import ORDERS
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.config.sections import DatasetConfig
-from raycloak.coordinator.console.tables import epsilon_text
+from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.view import LedgerView
 from raycloak.metrics.errors import BudgetError, ConfigError

@@ -37,6 +37,7 @@ from raycloak.coordinator.accounting.renyi import (
 )
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.config.sections import Kept
+from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.planning.batches import (
     PADDING_WARNING,
     UNMEASURED_ROWS,
@@ -396,7 +397,7 @@ def _check_affordable(others: Releases, target_epsilon: float, delta: float, acc
     if not math.isfinite(spent) or spent >= target_epsilon:
         raise ConfigError(
             "measurements_too_costly",
-            f"the measurements alone cost epsilon {spent:.4g} at delta {delta:g}; the target for all is "
+            f"the measurements alone cost epsilon {epsilon_text(spent)} at delta {delta:g}; the target for all is "
             f"{target_epsilon:g}.",
             "Raise their noise_multiplier, or measure less often.",
         )
@@ -485,8 +486,8 @@ def _reach(run: Schedule, cap: float, delta: float, orders: tuple[float, ...]) -
     if low == 0:
         raise ConfigError(
             "cap_too_small",
-            f"one step, with what is measured before it, costs epsilon {run.epsilon(1, 0, delta, orders):.4g} at "
-            f"delta {delta:g}, more than the cap {cap:g}.",
+            f"one step, with what is measured before it, costs epsilon "
+            f"{epsilon_text(run.epsilon(1, 0, delta, orders))} at delta {delta:g}, more than the cap {cap:g}.",
             "Raise the cap or the noise multiplier, or lower the batch size.",
         )
     return low, low if run.epsilon(low, low, delta, orders) <= cap else low - 1
@@ -496,8 +497,9 @@ def _refuse_prepaid(run: Schedule, reach: int, cap: float, delta: float, orders:
     steps = run.mechanism.steps
     raise ConfigError(
         "cap_too_small",
-        f"{steps} steps, with what is measured, cost epsilon {run.epsilon(steps, steps, delta, orders):.4g} at delta "
-        f"{delta:g}, more than the cap {cap:g}; a prepaid run pays for all at once.",
+        f"{steps} steps, with what is measured, cost epsilon "
+        f"{epsilon_text(run.epsilon(steps, steps, delta, orders))} at delta {delta:g}, more than the cap "
+        f"{cap:g}; a prepaid run pays for all at once.",
         f"Lower the steps (about {reach} fit), or raise the noise multiplier or the cap.",
     )
 

@@ -18,7 +18,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from raycloak.coordinator.console.tables import epsilon_text
+from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.record.run_reader import Event, RunData
 from raycloak.coordinator.report.planned import budget_of, planned_epsilon
 

@@ -14,7 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from raycloak.attestation.files.whole import write_whole
-from raycloak.coordinator.console.tables import epsilon_text
+from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.record.run_reader import RunData, read_run
 from raycloak.coordinator.record.verdict import SIMULATED, Verdict
 from raycloak.coordinator.report.ai_act import documentation_of

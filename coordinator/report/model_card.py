@@ -13,7 +13,7 @@ import yaml
 
 from raycloak.attestation.files.whole import write_whole
 from raycloak.coordinator.config.sections import ModelConfig
-from raycloak.coordinator.console.tables import epsilon_text
+from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.record.run_reader import RunData, read_run
 from raycloak.coordinator.record.verdict import Verdict
 from raycloak.coordinator.report.facts import is_old, limits_of, sampling_rows

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raycloak.coordinator.console.tables import epsilon_text
+from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.record.run_reader import RunData
 from raycloak.coordinator.report.members import Evidence
 

@@ -6,7 +6,7 @@ and whether a rollback of the ledger would be noticed.
 
 from collections.abc import Mapping
 
-from raycloak.coordinator.console.tables import epsilon_text, size_text
+from raycloak.coordinator.console.figures import epsilon_text, size_text
 from raycloak.coordinator.ledger.view import DataStanding
 from raycloak.coordinator.record.verdict import Verdict
 from raycloak.workers.terms.measurement import Released

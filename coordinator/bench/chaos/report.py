@@ -30,7 +30,8 @@ from raycloak.coordinator.bench.chaos.figures import (
 )
 from raycloak.coordinator.bench.chaos.schedule import KILLED_ROLES, Role, SignalName
 from raycloak.coordinator.config.run import RunConfig
-from raycloak.coordinator.console.tables import fields_table, value_text
+from raycloak.coordinator.console.figures import value_text
+from raycloak.coordinator.console.tables import fields_table
 from raycloak.metrics.errors import EvidenceError
 
 # Expectations: a miss breaks no promise, and fails the bench only with --strict.

@@ -140,6 +140,25 @@ def test_a_delta_too_small_for_the_accountant_is_refused_at_registration(ledger:
         ledger.register_run("run-a", "strict", (sampled,), MANIFEST)
 
 
+def test_a_refusal_names_an_epsilon_above_the_cap_however_little_it_is(ledger: PrivacyLedger):
+    """Rounded to the nearest figure, 2.1912 would be the cap of 2.191, and 3.6812 that of 3.681."""
+    register(ledger)
+    charge(ledger, 0)
+    assert f"{tight(2):.4f}" == "2.1912"
+    ledger.change_cap("own", 2.191)
+    with pytest.raises(BudgetError, match=r"epsilon 2\.192, over its cap 2\.191"):
+        charge(ledger, 1)
+
+
+def test_a_cap_below_what_is_spent_is_refused_however_little_it_is(ledger: PrivacyLedger):
+    register(ledger)
+    for step in range(5):
+        charge(ledger, step)
+    assert f"{tight(5):.4f}" == "3.6812"
+    with pytest.raises(BudgetError, match=r"epsilon 3\.682, more than 3\.681"):
+        ledger.change_cap("own", 3.681)
+
+
 def test_a_lowered_cap_ends_the_run_earlier(ledger: PrivacyLedger):
     register(ledger)
     for step in range(3):

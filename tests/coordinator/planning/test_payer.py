@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from raycloak.coordinator.config.run import RunConfig, parse_config
-from raycloak.coordinator.console.tables import epsilon_text
+from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.view import data_standing
 from raycloak.coordinator.planning.payer import account_of, data_place, existing_account

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import matplotlib as mpl
 import pytest
 
-from raycloak.coordinator.console.tables import epsilon_text
+from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.record.folder import RunFolder
 from raycloak.coordinator.record.run_reader import read_run
 from raycloak.coordinator.report.document import report_page, write_report

@@ -7,7 +7,7 @@ import pytest
 
 from raycloak.attestation.core.messages import open_envelope
 from raycloak.coordinator.accounting.calibration import epsilon_against
-from raycloak.coordinator.console.tables import epsilon_text
+from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.training.coordinator import Phase
 from raycloak.metrics.errors import BudgetError, ConfigError, DatasetError, ModelError
