@@ -8,7 +8,7 @@ import pytest
 
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.view import AccountView
-from raycloak.coordinator.planning.dry_run import _paid
+from raycloak.coordinator.planning.dry_run import plan_of
 from raycloak.coordinator.record.outcome import Ending
 from raycloak.coordinator.training.assignment import NewRun
 from raycloak.coordinator.training.stop_signals import StopRequest
@@ -63,9 +63,8 @@ def test_guarantee_a_trial_that_its_account_cannot_pay_for_computes_nothing(home
     assert second.stage.calls("step") == []
     assert second.entries == entries
     url = second.config.ledger.model_copy(update={"url": f"sqlite:///{home / 'ledger.sqlite'}"})
-    plan = first.finished.plan
     with pytest.raises(BudgetError, match="cap_exceeded: all that the run plans"):
-        _paid(second.config.model_copy(update={"ledger": url}), home, b"", lambda _: plan)
+        plan_of(second.config.model_copy(update={"ledger": url}), home / "data")
 
 
 def test_a_plan_beyond_the_cap_of_an_empty_account_is_refused_when_it_is_prepaid(home: Path):
