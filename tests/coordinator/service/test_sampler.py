@@ -89,9 +89,21 @@ def model_of(source):
     return model_at(source.run, source.parameters, source.parameter_digest)
 
 
+def fixed_model(source):
+    """Return the model of a run with weights that are the same in each execution; a run's noise is not.
+
+    With some weights a completion is empty, or none ends before the others.
+    """
+    model, fixed = model_of(source), torch.Generator().manual_seed(28)
+    with torch.no_grad():
+        for parameter in model.module.parameters():
+            parameter.normal_(std=0.1, generator=fixed)
+    return model
+
+
 @pytest.fixture(scope="module")
 def whole(runs):
-    return Generator(model_of(runs("whole")))
+    return Generator(fixed_model(runs("whole")))
 
 
 def complete(generator, request, cancelled=lambda: False, on_rate=lambda rate: None):
@@ -133,13 +145,8 @@ def test_guarantee_the_pieces_are_the_text_and_a_seed_gives_it_again(whole):
 
 
 def test_guarantee_a_rate_is_the_tokens_so_far_over_the_time_that_they_took(runs):
-    now, rates, model = [0.0], [], model_of(runs("whole"))
-    # A run's noise is new each time, and with some weights no completion ends before the others.
-    fixed = torch.Generator().manual_seed(23)
-    with torch.no_grad():
-        for parameter in model.module.parameters():
-            parameter.normal_(std=0.1, generator=fixed)
-    generator = Generator(model, lambda: now[0])
+    now, rates = [0.0], []
+    generator = Generator(fixed_model(runs("whole")), lambda: now[0])
 
     def cancelled():
         now[0] += 0.125  # after each token of every row
@@ -282,14 +289,15 @@ def children():
     return [int(each) for each in every if b"sampler_process" in Path(f"/proc/{each}/cmdline").read_bytes()]
 
 
-def test_text_comes_from_a_process_of_its_own_that_is_kept_for_the_next_weights_of_the_run(runs, whole, sampler):
+def test_text_comes_from_a_process_of_its_own_that_is_kept_for_the_next_weights_of_the_run(runs, sampler):
     source, service, begun = runs("whole"), sampler(), time.monotonic()
+    here = Generator(model_of(source))
     first, _ = submit(service, source, DRAWN)
     second, _ = submit(service, source, GREEDY)
-    assert first.outcome() == complete(whole, DRAWN)[0]
+    assert first.outcome() == complete(here, DRAWN)[0]
     assert 0 < sum(each.tokens for each in first.outcome()) / first.rates[-1] <= time.monotonic() - begun
     assert [first.pieces.get(place, "") for place in range(6)] == [each.text for each in first.outcome()]
-    assert second.outcome() == complete(whole, GREEDY)[0]
+    assert second.outcome() == complete(here, GREEDY)[0]
     (process,) = children()
 
     refused, _ = submit(service, replace(source, parameter_digest="00" * 32), GREEDY)
