@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.client.error_wire import error_to_wire
-from raycloak.coordinator.service.sample_requests import request_of, wrong_field
+from raycloak.coordinator.service.sampling.requests import request_of, wrong_field
 from raycloak.coordinator.service.store import (
     CANCELLED,
     DONE,
