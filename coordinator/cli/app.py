@@ -15,7 +15,7 @@ import typer
 from typer.exceptions import Abort, TyperException
 
 from raycloak.coordinator.cli.adapter import adapter
-from raycloak.coordinator.cli.attest import attest
+from raycloak.coordinator.cli.attest.attest import attest
 from raycloak.coordinator.cli.audit import audit_command
 from raycloak.coordinator.cli.bench import bench
 from raycloak.coordinator.cli.budget import budget
