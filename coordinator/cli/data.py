@@ -81,7 +81,7 @@ def check_command(
 def _check(output: Output, config: Path, overrides: list[str] | None) -> int:
     from dataclasses import asdict
 
-    from raycloak.coordinator.cli.tables import check_rows
+    from raycloak.coordinator.cli.views.plan import check_rows
     from raycloak.coordinator.console.tables import fields_table
     from raycloak.coordinator.planning.data_check import check_data
 
