@@ -234,7 +234,7 @@ def replay_command(
 
 
 def _replay(output: Output, run: str, steps: str, workers: int) -> int:
-    from raycloak.coordinator.cli.views.plan import replay_table
+    from raycloak.coordinator.cli.views.verdict import replay_table
     from raycloak.coordinator.record.run_list import find_run
     from raycloak.coordinator.runs.replay import parse_steps, replay
 
