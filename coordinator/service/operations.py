@@ -35,13 +35,6 @@ FORWARD_BACKWARD, OPTIM_STEP, SAVE_STATE, LOAD_STATE, SAMPLE = (
     "load_state",
     "sample",
 )
-RESULTS: Final = {
-    FORWARD_BACKWARD: wire.ForwardBackwardResult,
-    OPTIM_STEP: wire.OptimStepResult,
-    SAVE_STATE: wire.SaveStateResult,
-    LOAD_STATE: wire.LoadStateResult,
-    SAMPLE: wire.SampleResult,
-}
 ID_BYTES: Final = 16
 """Length of the keyed hash of an example's id."""
 CAP: Final = "cap_exceeded"
