@@ -1,4 +1,4 @@
-"""Files that readers see as a whole: the old content or the new, never a part."""
+"""Files that readers see as a whole, the old content or the new, and the sync that puts a name on disk."""
 
 import os
 import secrets
@@ -34,3 +34,12 @@ def write_whole(path: Path, data: bytes) -> None:
     """Replace the content of ``path`` by ``data`` as a whole; see :func:`whole_file`."""
     with whole_file(path) as file:
         file.write(data)
+
+
+def sync(path: Path) -> None:
+    """Put a file's bytes on disk, or the names in a folder: the bytes of a new file do not bring its name along."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

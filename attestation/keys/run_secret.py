@@ -7,6 +7,7 @@ import stat
 from pathlib import Path
 
 from raycloak.attestation.core.keys import Purpose, Secret, derive
+from raycloak.attestation.files.whole import sync
 from raycloak.metrics.errors import ConfigError
 from raycloak.metrics.file_errors import file_error
 
@@ -55,12 +56,8 @@ def create_secret(directory: Path) -> tuple[Path, Secret]:
         file.write(secret.reveal().hex() + "\n")
         file.flush()
         os.fsync(descriptor)
-    folder = os.open(directory, os.O_RDONLY)
-    try:
-        # Sync the name too, because steps will be charged for noise that derives from this secret.
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    # The name too, because steps will be charged for noise that derives from this secret.
+    sync(directory)
     return path, secret
 
 

@@ -7,7 +7,6 @@ writes there. Verify before use.
 """
 
 import itertools
-import os
 import re
 import secrets
 from abc import ABC, abstractmethod
@@ -19,6 +18,7 @@ from typing import Any, Protocol, Self
 from pyarrow import fs
 from pyarrow.lib import ArrowException
 
+from raycloak.attestation.files.whole import sync
 from raycloak.coordinator.config import home
 from raycloak.metrics.errors import ConfigError
 
@@ -197,11 +197,11 @@ class LocalDraft(Draft):
     def sink(self, file: str) -> Iterator[Any]:
         with super().sink(file) as stream:
             yield stream
-        _sync(Path(self._folder, file))
+        sync(Path(self._folder, file))
 
     def _appear(self) -> str:
         # The draft is whole on disk before it gets its name, and the name is on disk before it counts.
-        _sync(Path(self._folder))
+        sync(Path(self._folder))
         for name in _free_names(self._step):
             try:
                 Path(self._folder).rename(self._root / name)
@@ -210,7 +210,7 @@ class LocalDraft(Draft):
                 if not (self._root / name).exists():
                     raise
                 continue
-            _sync(self._root)
+            sync(self._root)
             return name
         raise AssertionError("unreachable: the names do not end")
 
@@ -254,11 +254,3 @@ def _free_names(step: int) -> Iterator[str]:
     yield f"step-{step:06}.tssp"
     for number in itertools.count(2):
         yield f"step-{step:06}-{number}.tssp"
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

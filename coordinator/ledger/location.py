@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from raycloak.attestation.files.whole import sync
 from raycloak.metrics.errors import BudgetError, ConfigError
 from raycloak.metrics.file_errors import file_error
 
@@ -64,19 +65,11 @@ def _create(path: Path) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with suppress(FileExistsError):  # another process was first
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+        # A ledger whose folder is lost in a power cut would start again at zero.
         for folder in (path.parent, *(folder.parent for folder in missing)):
-            _sync(folder)
+            sync(folder)
     except OSError as error:
         raise file_error("ledger_url", "create the ledger", path, error) from None
-
-
-def _sync(folder: Path) -> None:
-    """Make the names in a folder durable. A ledger whose folder is lost in a power cut would start again at zero."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def check_file_system(path: Path, mounts: str) -> None:

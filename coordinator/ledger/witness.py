@@ -20,6 +20,7 @@ from typing import Protocol
 from urllib.parse import SplitResult, urlsplit
 
 from raycloak.attestation.core.keys import IdentityKey
+from raycloak.attestation.files.whole import sync
 from raycloak.coordinator.ledger.entries import Head
 from raycloak.coordinator.ledger.heads import LedgerHead, head_line, read_head_line, rolled_back
 from raycloak.metrics.errors import BudgetError, ConfigError, ProtocolError
@@ -171,7 +172,7 @@ class FolderWitness:
         try:
             # The file's name must be as durable as the heads in it.
             if is_new:
-                _sync_folder(self._path.parent)
+                sync(self._path.parent)
             _lock(descriptor)
             yield descriptor
         finally:
@@ -366,14 +367,6 @@ def _lock(descriptor: int) -> None:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.005)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _unavailable(where: str, why: str) -> BudgetError:

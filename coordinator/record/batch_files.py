@@ -15,7 +15,7 @@ from pydantic import Field
 
 from raycloak.attestation.core.canonical import digest
 from raycloak.attestation.core.messages import Message, parse
-from raycloak.attestation.files.whole import write_whole
+from raycloak.attestation.files.whole import sync, write_whole
 from raycloak.metrics.errors import ConfigError, ProtocolError, RefusedError
 from raycloak.metrics.file_errors import file_error
 
@@ -88,10 +88,10 @@ class BatchFiles:
             (self._folder / FOLDER).mkdir(mode=0o700, exist_ok=True)
             for source, name, content in zip(files, digests, contents, strict=True):
                 _place(source, self._path(name), content, name)
-            _sync(self._folder / FOLDER)
+            sync(self._folder / FOLDER)
             if digests not in self.sets(step):
                 self._add(SentSet(step=step, batches=digests))
-                _sync(self._folder)
+                sync(self._folder)
         except OSError as error:
             raise file_error("run_file", "write", self._folder / FOLDER, error) from None
         return digests
@@ -140,16 +140,7 @@ def _place(source: Path, path: Path, content: bytes, name: bytes) -> None:
         write_whole(path, content)
     else:
         # Its owner need not have done so.
-        _sync(path)
-
-
-def _sync(path: Path) -> None:
-    """Put a file's bytes on disk, or the names in a folder: the bytes of a new file do not bring its name along."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync(path)
 
 
 def _read(path: Path, name: str) -> bytes:

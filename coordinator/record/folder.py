@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from safetensors.numpy import save_file
 
 from raycloak.attestation.core.messages import Message, parse
-from raycloak.attestation.files.whole import write_whole
+from raycloak.attestation.files.whole import sync, write_whole
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.ledger.location import recorded
@@ -237,8 +237,7 @@ def write_weights(path: Path, manifest: Manifest, parameters: np.ndarray, parame
         metadata={"run_id": manifest.run_id, "parameter_digest": parameter_digest.hex()},
     )
     # Before the rename, so that the name never leads to content that is not on disk.
-    with draft.open("rb") as file:
-        os.fsync(file.fileno())
+    sync(draft)
     draft.replace(path)
 
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Final
 
+from raycloak.attestation.files.whole import sync
 from raycloak.attestation.sealed.sent_batch import SentHead, head_of
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.service.operations import invalid
@@ -70,20 +71,12 @@ class Upload:
             if taken != self._head.bytes or digest.digest() != self._head.sha256:
                 raise invalid("sha256", "the ciphertext is not what the head says")
             await asyncio.to_thread(_sync, file.fileno(), file.flush)
-        await asyncio.to_thread(_sync_folders, self._path.parent, self._folder)
+        # The names of the file and of a new folder.
+        for folder in (self._path.parent, self._folder):
+            await asyncio.to_thread(sync, folder)
 
 
 def _sync(descriptor: int, flush: object) -> None:
     assert callable(flush)
     flush()
     os.fsync(descriptor)
-
-
-def _sync_folders(*folders: Path) -> None:
-    """Make the names in folders durable."""
-    for folder in folders:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

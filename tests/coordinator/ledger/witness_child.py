@@ -14,6 +14,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from raycloak.attestation.files import whole
 from raycloak.coordinator.ledger import witness
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from tests.coordinator.ledger.ledger_cases import CAP, DATA, DELTA, MANIFEST, PARAMETERS, mechanism, receipt_of
@@ -95,7 +96,7 @@ def print_to(descriptor: int, text: str) -> None:
 
 
 class _WatchedSystem:
-    """The module `os` as the witness sees it."""
+    """The module `os` as the witness sees it, also where it syncs a folder."""
 
     def __init__(self, told: Any) -> None:
         self._told = told
@@ -114,7 +115,7 @@ class _WatchedSystem:
 
 def watch(ledger: PrivacyLedger, told: Any) -> None:
     """Call ``told`` before each further act of this process."""
-    witness.os = _WatchedSystem(told)
+    witness.os = whole.os = _WatchedSystem(told)
     sa.event.listen(
         ledger._store._engine,
         "checkout",
