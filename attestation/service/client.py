@@ -25,7 +25,7 @@ from raycloak.attestation.service import evidence_pb2 as wire
 from raycloak.attestation.service.evidence_pb2_grpc import EvidenceStub
 from raycloak.attestation.service.grpc_status import SERVICE_NAME, refusal_in
 from raycloak.attestation.service.wire_messages import from_wire, release_from_wire, to_wire
-from raycloak.attestation.trust.channel import SERVER_NAME, ChannelBinding, ChannelEnd, client_credentials, client_end
+from raycloak.attestation.trust.channel import ChannelBinding, ChannelEnd, client_channel, client_end
 from raycloak.metrics.errors import EvidenceError, ProtocolError
 
 DEADLINE_S: Final = 10.0  # the default of `ServiceLimits.deadline_s`: the service ends a call by then
@@ -63,17 +63,7 @@ class EvidenceClient:
         self._deadline_s = deadline_s
         self._end = end or client_end(attester.identity, manifest_digest)
         self._server_certificate = b""
-        options = (
-            # The certificate names the service, wherever it listens.
-            ("grpc.ssl_target_name_override", SERVER_NAME),
-            # Each channel has its own certificate; a shared pool could reuse another channel's connection.
-            ("grpc.use_local_subchannel_pool", 1),
-            # A call that gRPC repeats by itself would use up a nonce or a draw.
-            ("grpc.enable_retries", 0),
-            ("grpc.enable_http_proxy", 0),
-            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-        )
-        self.channel = grpc.secure_channel(address, client_credentials(self._end, orchestrator_key), options)
+        self.channel = client_channel(address, self._end, orchestrator_key, MAX_MESSAGE_BYTES)
         self._stub: Any = EvidenceStub(self.channel)  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Self:

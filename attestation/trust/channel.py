@@ -120,6 +120,26 @@ def client_credentials(end: ChannelEnd, orchestrator_key: bytes) -> grpc.Channel
     return grpc.ssl_channel_credentials(server_anchor(orchestrator_key), end.key_pem, end.chain_pem)
 
 
+def client_channel(address: str, end: ChannelEnd, orchestrator_key: bytes, most_bytes: int) -> grpc.Channel:
+    """Make a client's channel to a server whose TLS key ``orchestrator_key`` certified.
+
+    Args:
+        address: ``host:port``.
+        most_bytes: of one answer.
+    """
+    options = (
+        # The certificate names the service, wherever it listens.
+        ("grpc.ssl_target_name_override", SERVER_NAME),
+        # Each channel has its own certificate; a shared pool could reuse another channel's connection.
+        ("grpc.use_local_subchannel_pool", 1),
+        # A call that gRPC repeats by itself would be a replay: it would use up a nonce or a draw.
+        ("grpc.enable_retries", 0),
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.max_receive_message_length", most_bytes),
+    )
+    return grpc.secure_channel(address, client_credentials(end, orchestrator_key), options)
+
+
 @lru_cache(maxsize=16)
 def server_anchor(orchestrator_key: bytes) -> bytes:
     """Return the PEM root that a client trusts: it stands for ``orchestrator_key`` and no other key."""

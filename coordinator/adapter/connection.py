@@ -10,7 +10,7 @@ from google.protobuf.message import Message as ProtoMessage
 
 from raycloak.attestation.core.keys import IdentityKey
 from raycloak.attestation.service.grpc_status import refusal_in
-from raycloak.attestation.trust.channel import SERVER_NAME, client_credentials, client_end
+from raycloak.attestation.trust.channel import client_channel, client_end
 from raycloak.coordinator.adapter.adapter_pb2_grpc import AdapterStub
 from raycloak.coordinator.adapter.introduction import introduction_digest
 from raycloak.metrics.errors import BudgetError, ConfigError, RaycloakError, RefusedError
@@ -59,18 +59,7 @@ class AdapterConnection:
     def __init__(self, address: AdapterAddress, identity: IdentityKey) -> None:
         self._address = address
         end = client_end(identity, introduction_digest(address.worker_key))
-        options = (
-            # The certificate names the service, wherever it listens.
-            ("grpc.ssl_target_name_override", SERVER_NAME),
-            # Each channel has its own certificate; a shared pool could reuse another channel's connection.
-            ("grpc.use_local_subchannel_pool", 1),
-            # A call that gRPC repeats by itself would be a replay.
-            ("grpc.enable_retries", 0),
-            ("grpc.enable_http_proxy", 0),
-            ("grpc.max_receive_message_length", _ANSWER_BYTES),
-        )
-        credentials = client_credentials(end, address.worker_key)
-        self._channel = grpc.secure_channel(address.target, credentials, options)
+        self._channel = client_channel(address.target, end, address.worker_key, _ANSWER_BYTES)
         self._stub: Any = AdapterStub(self._channel)  # type: ignore[no-untyped-call]
 
     def call(self, method: str, request: ProtoMessage | Iterator[ProtoMessage]) -> Any:
