@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeVar
 
 import numpy as np
 import yaml
@@ -30,6 +30,7 @@ from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.measurement import Released, ReleasedValues
 from raycloak.workers.terms.parameter_digest import split_flat
 
+M = TypeVar("M", bound=Message)
 Status = Literal["running", "stopped", "failed", "void", "done"]
 """A ``void`` run ended before anything was charged, or was discarded. Neither it nor a ``done`` one can be resumed."""
 
@@ -159,13 +160,7 @@ class RunFolder:
 
     def manifest(self) -> Manifest | None:
         """Read the run's manifest; None if it ended before one was made."""
-        path = self.path / "manifest.json"
-        if not path.exists():
-            return None
-        try:
-            return parse(Manifest, path.read_bytes().strip())
-        except (OSError, ProtocolError):
-            raise ConfigError("not_a_run", f"{path} cannot be read.", "Restore it as the run wrote it.") from None
+        return self._kept(Manifest, "manifest.json")
 
     def write_manifest(self, manifest: Manifest) -> None:
         """Keep the manifest; it never changes afterwards."""
@@ -173,11 +168,8 @@ class RunFolder:
 
     def released(self) -> tuple[Released, ...]:
         """Read what the run's measurements have released, in earlier executions too."""
-        path = self.path / "measurements.json"
-        try:
-            return parse(ReleasedValues, path.read_bytes().strip()).releases if path.exists() else ()
-        except (OSError, ProtocolError):
-            raise ConfigError("not_a_run", f"{path} cannot be read.", "Restore it as the run wrote it.") from None
+        found = self._kept(ReleasedValues, "measurements.json")
+        return found.releases if found else ()
 
     def keep_released(self, released: Released) -> None:
         """Add a release to ``measurements.json``; one that was made again takes its former place."""
@@ -188,12 +180,8 @@ class RunFolder:
 
     def watched(self) -> dict[int, float | None]:
         """Read the results that early stopping has seen, by finished steps, in earlier executions too."""
-        path = self.path / "early_stopping.json"
-        try:
-            found = parse(WatchedResults, path.read_bytes().strip()).results if path.exists() else ()
-        except (OSError, ProtocolError):
-            raise ConfigError("not_a_run", f"{path} cannot be read.", "Restore it as the run wrote it.") from None
-        return {each.steps: each.value for each in found}
+        found = self._kept(WatchedResults, "early_stopping.json")
+        return {each.steps: each.value for each in found.results} if found else {}
 
     def keep_watched(self, results: Mapping[int, float | None]) -> None:
         """Keep the results that early stopping has seen; they are on disk when this returns."""
@@ -202,11 +190,8 @@ class RunFolder:
 
     def saved(self) -> tuple[SavedState, ...]:
         """Read the states that were asked for, in earlier executions too."""
-        path = self.path / "saved_states.json"
-        try:
-            return parse(SavedStates, path.read_bytes().strip()).states if path.exists() else ()
-        except (OSError, ProtocolError):
-            raise ConfigError("not_a_run", f"{path} cannot be read.", "Restore it as the run wrote it.") from None
+        found = self._kept(SavedStates, "saved_states.json")
+        return found.states if found else ()
 
     def keep_saved(self, state: SavedState) -> None:
         """Add a state that was asked for; it is on disk when this returns."""
@@ -220,6 +205,14 @@ class RunFolder:
     def write_parameters(self, manifest: Manifest, parameters: np.ndarray, parameter_digest: bytes) -> None:
         """Keep the released parameters as ``parameters.safetensors``; they are on disk when this returns."""
         write_weights(self.path / "parameters.safetensors", manifest, parameters, parameter_digest)
+
+    def _kept(self, cls: type[M], name: str) -> M | None:
+        """Read a message that an execution wrote; None if none has."""
+        path = self.path / name
+        try:
+            return parse(cls, path.read_bytes().strip()) if path.exists() else None
+        except (OSError, ProtocolError):
+            raise ConfigError("not_a_run", f"{path} cannot be read.", "Restore it as the run wrote it.") from None
 
 
 def write_weights(path: Path, manifest: Manifest, parameters: np.ndarray, parameter_digest: bytes) -> None:
