@@ -121,7 +121,7 @@ class Connection:
         self._credentials = credentials
         self._answered = False
         self._closed = threading.Event()
-        if credentials.ca is None and credentials.certificate is None and _is_loopback(address):
+        if credentials.ca is None and credentials.certificate is None and is_loopback(address):
             self._channel = grpc.insecure_channel(address, _OPTIONS)
         else:
             self._channel = grpc.secure_channel(address, credentials.channel_credentials(), _OPTIONS)
@@ -270,7 +270,8 @@ def _read(path: str | Path, code: str) -> bytes:
         ) from None
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Return whether ``host:port`` can be reached from this machine alone."""
     host = address.rpartition(":")[0].strip("[]")
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback

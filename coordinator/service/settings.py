@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final, Self
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from raycloak.attestation.files.yaml_reader import read_yaml
+from raycloak.coordinator.client.connection import is_loopback
 from raycloak.coordinator.client.training_config import TrainingConfig, parse_training_config
 from raycloak.coordinator.config.run import RunConfig, validated
 from raycloak.coordinator.config.sections import (
@@ -212,17 +213,6 @@ def require_modules(settings: ServiceSettings, base: Path) -> None:
             require_module(function, base)
         except ConfigError as error:
             raise ConfigError(error.code, f"{field}: {error.message}", error.remedy) from None
-
-
-def is_loopback(address: str) -> bool:
-    """Return whether ``host:port`` can be reached from this machine alone."""
-    import ipaddress
-
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def completed(settings: ServiceSettings, tenant: str, config_json: str) -> tuple[TrainingConfig, RunConfig]:

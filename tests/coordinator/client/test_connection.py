@@ -14,7 +14,7 @@ from cryptography.x509.oid import NameOID
 
 import raycloak
 from raycloak.coordinator.client import service_pb2 as wire
-from raycloak.coordinator.client.connection import Connection, _is_loopback
+from raycloak.coordinator.client.connection import Connection, is_loopback
 from tests.coordinator.client.conftest import CONFIG
 from tests.coordinator.client.memory_service import MemoryService
 
@@ -135,15 +135,15 @@ def test_a_missing_certificate_file_is_named(tmp_path):
 def test_guarantee_a_token_leaves_over_tls_only_or_to_loopback(memory_service, monkeypatch):
     port = memory_service.address.rpartition(":")[2]
     # The same server under a name that is not one of loopback's gets a handshake, and nothing after it.
-    monkeypatch.setattr("raycloak.coordinator.client.connection._is_loopback", lambda address: False)
+    monkeypatch.setattr("raycloak.coordinator.client.connection.is_loopback", lambda address: False)
     with pytest.raises(raycloak.ServiceConnectionError, match="unreachable"):
         raycloak.ServiceClient(f"127.0.0.1:{port}", "t0ken", patience_s=0.3)
     assert memory_service.calls == []
 
 
 def test_loopback_addresses():
-    assert [_is_loopback(each) for each in ("localhost:1", "127.3.2.1:1", "[::1]:1")] == [True] * 3
-    assert not any(_is_loopback(each) for each in ("localhost.example:1", "10.0.0.1:1", "0.0.0.0:1", "[::]:1"))
+    assert [is_loopback(each) for each in ("localhost:1", "127.3.2.1:1", "[::1]:1")] == [True] * 3
+    assert not any(is_loopback(each) for each in ("localhost.example:1", "10.0.0.1:1", "0.0.0.0:1", "[::]:1"))
 
 
 def test_a_service_that_is_not_there():
