@@ -34,7 +34,14 @@ class RateLimit:
         self._buckets: OrderedDict[bytes | str, _Bucket] = OrderedDict()
 
     def allows(self, peer: bytes | str) -> bool:
-        """Take a token of ``peer``; False if it has none left. The peer seen longest ago is forgotten first."""
+        """Take a token of ``peer``; False if it has none left."""
+        return self.wait(peer) == 0.0
+
+    def wait(self, peer: bytes | str) -> float:
+        """Take a token of ``peer`` and return 0; or take none and return the seconds until it has one.
+
+        The peer seen longest ago is forgotten first.
+        """
         now = self._clock()
         bucket = self._buckets.get(peer)
         if bucket is None:
@@ -45,6 +52,6 @@ class RateLimit:
         bucket.tokens = min(self._size, bucket.tokens + (now - bucket.at) * self._rate)
         bucket.at = now
         if bucket.tokens < 1.0:
-            return False
+            return (1.0 - bucket.tokens) / self._rate
         bucket.tokens -= 1.0
-        return True
+        return 0.0

@@ -4,8 +4,6 @@ Guarantee: queues, messages, streams and batches that a tenant can fill have a s
 has an end. Finished operations and closed clients stay in the store: they are the record of what was asked.
 """
 
-import time
-from collections.abc import Callable
 from typing import Final
 
 from pydantic import Field
@@ -68,31 +66,6 @@ class LimitsConfig(Section):
             # With reuse, a second service could take the same port, and a part of the calls.
             ("grpc.so_reuseport", 0),
         )
-
-
-class CallRates:
-    """A token bucket per tenant. The settings name all tenants, so there are no more buckets. For one thread.
-
-    Args:
-        rate: calls per second.
-        burst: calls that may come at once beyond the rate.
-        clock: seconds that never go back.
-    """
-
-    def __init__(self, rate: float, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._rate, self._burst, self._clock = rate, float(burst), clock
-        self._buckets: dict[str, tuple[float, float]] = {}
-
-    def wait(self, tenant: str) -> float:
-        """Count a call of ``tenant`` and return 0; or count nothing and return the seconds until one is allowed."""
-        now = self._clock()
-        left, at = self._buckets.get(tenant, (self._burst, now))
-        left = min(self._burst, left + (now - at) * self._rate)
-        if left < 1.0:
-            self._buckets[tenant] = (left, now)
-            return (1.0 - left) / self._rate
-        self._buckets[tenant] = (left - 1.0, now)
-        return 0.0
 
 
 class Slots:

@@ -25,12 +25,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as aio_health
 from grpc_reflection.v1alpha import reflection
 
+from raycloak.attestation.core.rate_limit import RateLimit
 from raycloak.attestation.sealed.sent_batch import SentHead
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.client.error_wire import TRAILER, error_to_wire
 from raycloak.coordinator.client.service_pb2_grpc import TrainingServicer, add_TrainingServicer_to_server
 from raycloak.coordinator.service.desk import PAGE, Desk
-from raycloak.coordinator.service.limits import CallRates, Slots
+from raycloak.coordinator.service.limits import Slots
 from raycloak.coordinator.service.operations import invalid
 from raycloak.coordinator.service.settings import ServiceSettings, TlsConfig
 from raycloak.coordinator.service.store import ArtifactRow
@@ -93,7 +94,7 @@ class _Servicer(TrainingServicer):
         self._limits = settings.limits
         self._tenants = Tenants(settings)
         self._watches = watches
-        self._rates = CallRates(self._limits.calls_per_second, self._limits.burst)
+        self._rates = RateLimit(self._limits.calls_per_second, self._limits.burst, time.monotonic)
         self._streams = Slots(self._limits.watches_per_tenant)
         self._sends = Slots(self._limits.sends_per_tenant)
         self._ending = asyncio.Event()

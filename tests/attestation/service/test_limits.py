@@ -19,6 +19,17 @@ def test_a_peer_may_spend_its_burst_and_then_its_rate():
     assert [limit.allows("a") for _ in range(4)] == [True, True, True, False]
 
 
+def test_calls_beyond_the_rate_wait_as_long_as_they_are_told():
+    now = [0.0]
+    limit = RateLimit(2.0, 3, lambda: now[0])
+    assert [limit.wait("a") for _ in range(3)] == [0.0] * 3
+    assert limit.wait("a") == pytest.approx(0.5)
+    assert limit.wait("b") == 0.0
+    now[0] = 0.5
+    assert limit.wait("a") == 0.0
+    assert limit.wait("a") > 0
+
+
 def test_a_crowd_of_peers_fills_no_memory(monkeypatch):
     monkeypatch.setattr(rate_limit, "_MAX_BUCKETS", 10)
     limit = RateLimit(1.0, 1, lambda: 0.0)

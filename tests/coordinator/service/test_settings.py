@@ -3,7 +3,7 @@
 import pytest
 
 from raycloak.coordinator.config.run import validated
-from raycloak.coordinator.service.limits import CallRates, Slots
+from raycloak.coordinator.service.limits import Slots
 from raycloak.coordinator.service.settings import ServiceSettings, load_settings
 from raycloak.metrics.errors import ConfigError
 from tests.coordinator.service.scripted import SENT, settings
@@ -61,17 +61,6 @@ def test_public_data_needs_no_account_anywhere_and_private_data_none_on_this_mac
 
 def test_the_stores_password_is_shown_nowhere():
     assert "hidden" not in repr(settings(store="postgresql://u:hidden@h/d"))
-
-
-def test_calls_beyond_the_rate_wait_as_long_as_they_are_told():
-    now = [0.0]
-    rates = CallRates(2.0, 3, lambda: now[0])
-    assert [rates.wait("a") for _ in range(3)] == [0.0] * 3
-    assert rates.wait("a") == pytest.approx(0.5)
-    assert rates.wait("b") == 0.0
-    now[0] = 0.5
-    assert rates.wait("a") == 0.0
-    assert rates.wait("a") > 0
 
 
 def test_slots_are_counted_for_each_tenant():
