@@ -1,15 +1,13 @@
 """The commands ``raycloak adapter``: serve an adapter over encrypted activations, and show a client's key."""
 
 import os
-import signal
-import threading
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from raycloak.coordinator.cli.options import RUN_OR_OTHER, AsJson, Debug, execute
+from raycloak.coordinator.cli.options import RUN_OR_OTHER, AsJson, Debug, ended_by_signals, execute
 from raycloak.coordinator.console.output import Output
 
 adapter = typer.Typer(help="Adapters over encrypted activations (experimental, extra 'he').")
@@ -52,16 +50,13 @@ def _serve(output: Output, path: str, settings: Path, config: Path | None, trust
     from raycloak.coordinator.console.tables import fields_table
     from raycloak.coordinator.runs.released_model import Keys
 
-    ended = threading.Event()
-    former = {each: signal.signal(each, lambda *_: ended.set()) for each in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        with served_adapter(path, load_settings(settings), Keys.of(trust, key), config) as facts:
-            rows = [(name.replace("_", " "), value_text(value)) for name, value in asdict(facts).items()]
-            output.result(asdict(facts), fields_table(f"Encrypted adapter ({facts.evidence} evidence)", rows))
-            ended.wait()
-    finally:
-        for each, handler in former.items():
-            signal.signal(each, handler)
+    with (
+        ended_by_signals() as ended,
+        served_adapter(path, load_settings(settings), Keys.of(trust, key), config) as facts,
+    ):
+        rows = [(name.replace("_", " "), value_text(value)) for name, value in asdict(facts).items()]
+        output.result(asdict(facts), fields_table(f"Encrypted adapter ({facts.evidence} evidence)", rows))
+        ended.wait()
     return 0
 
 

@@ -1,5 +1,7 @@
 """The options that commands of ``raycloak`` share, and the exit code that each error becomes."""
 
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,6 +56,18 @@ def _guard(output: Output, body: Callable[[Output], int]) -> int:
         else:
             output.unexpected(error)
         return RaycloakError.exit_code
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[threading.Event]:
+    """Yield an event that SIGTERM and Ctrl-C set inside the block: they end a command that serves."""
+    ended = threading.Event()
+    former = {each: signal.signal(each, lambda *_: ended.set()) for each in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield ended
+    finally:
+        for each, handler in former.items():
+            signal.signal(each, handler)
 
 
 def run_or_path(named: str) -> Path:

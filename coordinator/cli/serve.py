@@ -1,15 +1,13 @@
 """``raycloak serve``: the training service as a command."""
 
 import os
-import signal
-import threading
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from raycloak.coordinator.cli.options import AsJson, Debug, execute
+from raycloak.coordinator.cli.options import AsJson, Debug, ended_by_signals, execute
 from raycloak.coordinator.console.output import Output
 from raycloak.coordinator.quick_imports import quickly
 from raycloak.metrics.errors import ConfigError, RunFailedError
@@ -65,9 +63,7 @@ def _serve(output: Output, path: Path | None, base: Path | None) -> int:
         from raycloak.coordinator.console.tables import fields_table
         from raycloak.coordinator.service.service import TrainingService
 
-    ended = threading.Event()
-    former = {each: signal.signal(each, lambda *_: ended.set()) for each in (signal.SIGTERM, signal.SIGINT)}
-    try:
+    with ended_by_signals() as ended:
         with TrainingService(settings, base) as service:
             rows = [(name.replace("_", " "), str(value)) for name, value in asdict(service.facts).items()]
             title = f"Training service ({service.facts.evidence} evidence)"
@@ -75,9 +71,6 @@ def _serve(output: Output, path: Path | None, base: Path | None) -> int:
             while not ended.wait(_LOOK_S) and service.failure is None:
                 pass
         failure = service.failure
-    finally:
-        for each, handler in former.items():
-            signal.signal(each, handler)
     if failure is not None:
         cause = type(failure).__name__
         raise RunFailedError("service_failed", f"the service could not write its store ({cause}).", "Start it again.")

@@ -1,15 +1,13 @@
 """``raycloak attest serve``: the evidence service as a command."""
 
 import os
-import signal
-import threading
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from raycloak.coordinator.cli.options import AsJson, Debug, execute
+from raycloak.coordinator.cli.options import AsJson, Debug, ended_by_signals, execute
 from raycloak.coordinator.console.output import Output
 from raycloak.coordinator.quick_imports import quickly
 from raycloak.metrics.errors import RunFailedError
@@ -35,9 +33,7 @@ def _serve(output: Output, path: Path) -> int:
         from raycloak.coordinator.console.tables import fields_table
         from raycloak.coordinator.evidence.standalone_service import load_service, start_service
 
-    ended = threading.Event()
-    former = {each: signal.signal(each, lambda *_: ended.set()) for each in (signal.SIGTERM, signal.SIGINT)}
-    try:
+    with ended_by_signals() as ended:
         config = load_service(path)
         if (warning := exposure(path.parent / config.run_secret)) is not None:
             output.note(warning)
@@ -48,9 +44,6 @@ def _serve(output: Output, path: Path) -> int:
             pass
         server.stop()
         session.run.close()
-    finally:
-        for each, handler in former.items():
-            signal.signal(each, handler)
     if server.failure is not None:
         cause = type(server.failure).__name__
         raise RunFailedError("service_failed", f"the service could not write its record ({cause}).", "Free the disk.")
