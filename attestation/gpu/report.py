@@ -34,7 +34,6 @@ class Opaque(IntEnum):
     VBIOS_VERSION = 6
     FWID = 20
     PROTECTED_PCIE_STATUS = 21
-    CHIP_INFO = 35
     FEATURE_FLAG = 36
 
 
@@ -71,11 +70,6 @@ class GpuReport:
         if len(raw) == 8 and not any(raw[5:]):
             return ".".join(f"{byte:02X}" for byte in (*raw[3::-1], raw[4]))
         return _text(raw)
-
-    @property
-    def chip(self) -> str:
-        """The chip, such as ``GB100``; empty for devices that do not state it."""
-        return _text(self.opaque.get(Opaque.CHIP_INFO, b""))
 
 
 def parse_gpu_report(data: bytes) -> GpuReport:

@@ -81,16 +81,6 @@ class GpuClaims:
     expires_at: int
     steps: tuple[tuple[str, str], ...]
 
-    @property
-    def ueid(self) -> bytes:
-        """The device's identity; see ``platform_id``."""
-        return self.platform_id
-
-    @property
-    def eat_nonce(self) -> bytes:
-        """The nonce; see ``report_data``."""
-        return self.report_data
-
 
 @dataclass(frozen=True, slots=True)
 class _Rims:

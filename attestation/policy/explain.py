@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from raycloak.attestation.core.evidence import EvidenceClass
-from raycloak.attestation.gpu.rules import GpuRules
 from raycloak.attestation.policy.policy import DEFAULT_LIFETIME_S, KeyQuotas, Policy
 from raycloak.attestation.snp.rules import Generation, SnpRules
 from raycloak.attestation.tdx.rules import RTMRS, TdxRules
@@ -21,7 +20,7 @@ _CLASS_WORDS: Final = {
     EvidenceClass.NVIDIA_GPU: "NVIDIA GPU",
 }
 # A rule that is laxer than these defaults gets a warning.
-_TDX, _SNP, _GPU, _QUOTAS = TdxRules(), SnpRules(), GpuRules(), KeyQuotas()
+_TDX, _SNP, _QUOTAS = TdxRules(), SnpRules(), KeyQuotas()
 
 
 def _never(policy: Policy) -> bool:

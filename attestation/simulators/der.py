@@ -1,8 +1,8 @@
-"""Writes just enough DER for the extensions of PCK certificates and of AMD's endorsement certificates."""
+"""Writes just enough DER for the extension of PCK certificates."""
 
 SGX_EXTENSION_OID = "1.2.840.113741.1.13.1"
 
-_BOOLEAN, _INTEGER, _OCTETS, _OID, _ENUMERATED, _IA5, _SEQUENCE = 0x01, 0x02, 0x04, 0x06, 0x0A, 0x16, 0x30
+_BOOLEAN, _INTEGER, _OCTETS, _OID, _ENUMERATED, _SEQUENCE = 0x01, 0x02, 0x04, 0x06, 0x0A, 0x30
 
 
 def sgx_extension(*, ppid: bytes, fmspc: bytes, instance_id: bytes, component_svns: bytes, pce_svn: int) -> bytes:
@@ -36,11 +36,6 @@ def _sequence(*parts: bytes) -> bytes:
 def octets(value: bytes) -> bytes:
     """Encode an OCTET STRING."""
     return tlv(_OCTETS, value)
-
-
-def text(value: str) -> bytes:
-    """Encode an IA5String."""
-    return tlv(_IA5, value.encode("ascii"))
 
 
 def integer(value: int) -> bytes:

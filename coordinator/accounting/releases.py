@@ -105,11 +105,6 @@ def uncut(releases: Releases) -> Releases:
     return tuple(replace(each, cut=None) for each in releases)
 
 
-def scaled(releases: Releases, factor: float) -> Releases:
-    """Return the same releases with their noise times ``factor``."""
-    return tuple(replace(each, noise_multiplier=each.noise_multiplier * factor) for each in releases)
-
-
 def merged(releases: Iterable[Release]) -> Releases:
     """Return the same composition in its one shortest form, so that equal ones compare equal.
 

@@ -15,7 +15,7 @@ import typer
 from typer.exceptions import Abort, TyperException
 
 from raycloak.coordinator.cli.adapter import adapter
-from raycloak.coordinator.cli.attest import attest
+from raycloak.coordinator.cli.attest.attest import attest
 from raycloak.coordinator.cli.audit import audit_command
 from raycloak.coordinator.cli.bench import bench
 from raycloak.coordinator.cli.budget import budget
@@ -25,12 +25,12 @@ from raycloak.coordinator.cli.model import model
 from raycloak.coordinator.cli.options import RUN_OR_OTHER, AsJson, ConfigFile, Debug, Overrides, RunName
 from raycloak.coordinator.cli.options import execute as _execute
 from raycloak.coordinator.cli.package import package
-from raycloak.coordinator.cli.progress import EVERY_S, ProgressDisplay
 from raycloak.coordinator.cli.report import report_command
 from raycloak.coordinator.cli.runs import runs
 from raycloak.coordinator.cli.serve import serve_command
 from raycloak.coordinator.cli.top import top_command
 from raycloak.coordinator.cli.verify import bundle_command, trust_command, verify_command
+from raycloak.coordinator.cli.views.progress import EVERY_S, ProgressDisplay
 from raycloak.coordinator.config.run import RunConfig, load_config, parse_config
 from raycloak.coordinator.console.output import Output, command_output, leave_stdout
 from raycloak.coordinator.console.streams import open_missing_streams
@@ -155,7 +155,7 @@ def _train(
             # While Ray starts processes ahead, which import as long.
             display.phase("loading libraries")
             with quickly():
-                from raycloak.coordinator.cli.verdict_table import verdict_table, verdict_text
+                from raycloak.coordinator.cli.views.verdict import verdict_table, verdict_text
                 from raycloak.coordinator.record.verdict import Verdict
                 from raycloak.coordinator.runs.trainer import Trainer
 
@@ -202,7 +202,7 @@ def _train_once(output: Output, config: RunConfig, config_dir: Path, run_secret:
 
 def _show_done(output: Output, folder: "RunFolder", config: RunConfig) -> int:
     """Show the verdict of a run that is done; refuse if it was a run of another configuration."""
-    from raycloak.coordinator.cli.verdict_table import verdict_table
+    from raycloak.coordinator.cli.views.verdict import verdict_table
     from raycloak.coordinator.record.outcome import Ending
     from raycloak.coordinator.record.run_reader import read_run
     from raycloak.coordinator.record.same_run import require_same_config
@@ -234,7 +234,7 @@ def replay_command(
 
 
 def _replay(output: Output, run: str, steps: str, workers: int) -> int:
-    from raycloak.coordinator.cli.tables import replay_table
+    from raycloak.coordinator.cli.views.verdict import replay_table
     from raycloak.coordinator.record.run_list import find_run
     from raycloak.coordinator.runs.replay import parse_steps, replay
 
@@ -337,7 +337,7 @@ def plan(
 
 def _scale(output: Output, config: Path | None, overrides: list[str]) -> int:
     from raycloak.coordinator.bench.calibration import calibrate, check
-    from raycloak.coordinator.cli.scale_tables import ScaleTables
+    from raycloak.coordinator.cli.views.scale import ScaleTables
     from raycloak.coordinator.planning.scale import parse_scale, simulate
 
     if config is not None:
@@ -365,7 +365,7 @@ def _plan(output: Output, path: Path | None, overrides: list[str] | None, trials
     config, config_dir = load_config(path, overrides), path.parent
     # Before the libraries of a plan, which take seconds to import.
     first_look(config, config_dir)
-    from raycloak.coordinator.cli.tables import adapter_cover, adapter_rows, evidence_text, plan_table, search_rows
+    from raycloak.coordinator.cli.views.plan import adapter_cover, adapter_rows, evidence_text, plan_table, search_rows
     from raycloak.coordinator.evidence.sources import configured_policy
     from raycloak.coordinator.planning.dry_run import plan_of
     from raycloak.coordinator.planning.search_cost import search_of

@@ -48,7 +48,7 @@ def show_command(
 
 
 def _show(output: Output, name: str | None, url: str | None) -> int:
-    from raycloak.coordinator.cli.tables import accounts_view
+    from raycloak.coordinator.cli.views.budget import accounts_view
 
     with ledger_at(url, create=False) as ledger:
         view = ledger.view()
@@ -119,7 +119,7 @@ def _open(
 
 def _account(output: Output, ledger: "PrivacyLedger", *names: str) -> int:
     """Show accounts as they are now; a single one is the JSON itself."""
-    from raycloak.coordinator.cli.tables import accounts_view
+    from raycloak.coordinator.cli.views.budget import accounts_view
 
     accounts = [account for account in ledger.view().accounts if account.name in names]
     shown = [asdict(account) for account in accounts]

@@ -32,7 +32,7 @@ def history_command(
 
 
 def _history(output: Output, account: str | None, url: str | None) -> int:
-    from raycloak.coordinator.cli.tables import history_view
+    from raycloak.coordinator.cli.views.budget import history_view
 
     with ledger_at(url, create=False) as ledger:
         known = ledger.verify().accounts
@@ -105,7 +105,7 @@ def _verify(
     runs: Path | None,
     witness: str | None,
 ) -> int:
-    from raycloak.coordinator.cli.tables import verified_view
+    from raycloak.coordinator.cli.views.budget import verified_view
     from raycloak.coordinator.config.home import home as state_folder
     from raycloak.coordinator.runs.rollback import check_pins, log_pins, package_pins, require_key, witness_pins
 

@@ -1,7 +1,7 @@
 """The commands ``raycloak data``: building, checking and sealing examples before they leave their owner."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -9,6 +9,9 @@ from raycloak.coordinator.cli.options import AsJson, ConfigFile, Debug, Override
 from raycloak.coordinator.config.run import load_config
 from raycloak.coordinator.console.output import Output
 from raycloak.metrics.errors import ConfigError
+
+if TYPE_CHECKING:
+    from raycloak.coordinator.planning.data_check import Checked, DataReport
 
 data = typer.Typer(help="Data: build a dataset, check it, and encrypt it so that only attested workers open it.")
 
@@ -81,7 +84,6 @@ def check_command(
 def _check(output: Output, config: Path, overrides: list[str] | None) -> int:
     from dataclasses import asdict
 
-    from raycloak.coordinator.cli.tables import check_rows
     from raycloak.coordinator.console.tables import fields_table
     from raycloak.coordinator.planning.data_check import check_data
 
@@ -94,8 +96,43 @@ def _check(output: Output, config: Path, overrides: list[str] | None) -> int:
         "fingerprint": checked.fingerprint.hex() or None,
         "recorded": checked.digest.hex() or None,
     }
-    output.result(facts, fields_table("Data check (PRIVATE: exact counts over the examples)", check_rows(checked)))
+    output.result(facts, fields_table("Data check (PRIVATE: exact counts over the examples)", _rows(checked)))
     return ConfigError.exit_code if report.problems else 0
+
+
+def _rows(checked: "Checked") -> list[tuple[str, str]]:
+    """Return what the owner of data is told about it."""
+    report = checked.report
+    label_range = "none" if report.label_range is None else "{:g} to {:g}".format(*report.label_range)
+    classes = f", of {report.classes} classes" if report.classes is not None else ""
+    overlap = report.evaluation_overlap
+    if report.problems:
+        recorded = "no: run it again when the problems are mended"
+    elif checked.digest:
+        recorded = f"{checked.digest.hex()}, for data of the fingerprint {checked.fingerprint.hex()}"
+    else:
+        recorded = "no: without a dataset.fingerprint_key no run knows that its data is this"
+    return [
+        ("examples", f"{report.examples:,}"),
+        ("features", f"{list(report.feature_shape)} {report.feature_dtype}"),
+        ("labels", f"{list(report.label_shape)} {report.label_dtype}, {label_range}{classes}"),
+        ("NaN or infinite", f"{report.not_finite:,} examples"),
+        ("labels outside", "no classes are known" if report.classes is None else f"{report.labels_outside:,} examples"),
+        *([("ids outside", f"{report.ids_outside:,} examples")] if report.vocabulary is not None else []),
+        ("duplicates", f"{report.duplicates:,} examples equal an earlier one"),
+        ("also evaluated on", "no evaluation split" if overlap is None else f"{overlap:,} examples"),
+        ("constant features", _constant_text(report)),
+        *([("cut texts", f"{report.cut:,} examples")] if report.cut is not None else []),
+        *(("PROBLEM", problem) for problem in report.problems),
+        *(("caution", caution) for caution in report.cautions),
+        ("recorded", recorded),
+    ]
+
+
+def _constant_text(report: "DataReport") -> str:
+    more = report.constant_features - len(report.constant_shown)
+    shown = ", ".join(map(str, report.constant_shown)) + (f" and {more:,} more" if more else "")
+    return f"{report.constant_features:,} positions{': ' if shown else ''}{shown}"
 
 
 @data.command("seal")

@@ -37,7 +37,7 @@ def list_command(
 
 
 def _list(output: Output, name: str | None, status: str | None) -> int:
-    from raycloak.coordinator.cli.runs_tables import STATE_NOTES, RunsTable
+    from raycloak.coordinator.cli.views.runs import STATE_NOTES, RunsTable
     from raycloak.coordinator.config.home import home_path
     from raycloak.coordinator.record.run_list import RunSummary, list_runs
 
@@ -59,7 +59,7 @@ def show_command(run: RunName, as_json: AsJson = False, debug: Debug = False) ->
 
 
 def _show(output: Output, named: str) -> int:
-    from raycloak.coordinator.cli.runs_tables import run_view
+    from raycloak.coordinator.cli.views.runs import run_view
     from raycloak.coordinator.record.run_list import find_run
 
     facts, course = _facts(find_run(named))
@@ -131,7 +131,7 @@ def compare_command(
 
 
 def _compare(output: Output, names: list[str]) -> int:
-    from raycloak.coordinator.cli.runs_tables import comparison_view
+    from raycloak.coordinator.cli.views.runs import comparison_view
     from raycloak.coordinator.record.run_comparison import compare
     from raycloak.coordinator.record.run_list import find_run
 

@@ -18,7 +18,7 @@ from raycloak.metrics.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from raycloak.coordinator.cli.top_view import Snapshot
+    from raycloak.coordinator.cli.views.top import Snapshot
 
 EVERY_S = 0.5
 """Seconds between two looks: an eye reads no faster, and a look costs a millisecond."""
@@ -30,7 +30,7 @@ def top_command(run: RunName, as_json: AsJson = False, debug: Debug = False) -> 
 
 
 def _top(output: Output, named: str) -> int:
-    from raycloak.coordinator.cli.top_view import TopView
+    from raycloak.coordinator.cli.views.top import TopView
     from raycloak.coordinator.record.run_list import find_run
 
     watch = Watch(find_run(named))
@@ -45,7 +45,7 @@ def _live(console: "Console", watch: "Watch", snapshot: "Snapshot") -> "Snapshot
     """Show the run until it is over or the user has seen enough; return the newest snapshot."""
     from rich.live import Live
 
-    from raycloak.coordinator.cli.top_view import TopView
+    from raycloak.coordinator.cli.views.top import TopView
 
     def picture(of: "Snapshot") -> TopView:
         return TopView(of, "q ends")
@@ -84,7 +84,7 @@ class Watch:
         Raises:
             ConfigError: ``not_a_run`` or ``run_file``.
         """
-        from raycloak.coordinator.cli.top_view import Snapshot
+        from raycloak.coordinator.cli.views.top import Snapshot
         from raycloak.coordinator.record.folder import RunFolder
         from raycloak.coordinator.record.run_reader import read_written_config, state_of
 

@@ -44,7 +44,8 @@ from raycloak.coordinator.service.pipe import (
     Save,
 )
 from raycloak.coordinator.service.places import Place
-from raycloak.coordinator.service.ports import COPY_SUFFIX, DriverPort, Measured, News, Records, SamplerPort, Stored
+from raycloak.coordinator.service.ports import DriverPort, Measured, News, Records, SamplerPort, Stored
+from raycloak.coordinator.service.sampling.requests import COPY_SUFFIX
 from raycloak.coordinator.service.settings import ServiceSettings
 from raycloak.coordinator.service.store import (
     CANCELLED,

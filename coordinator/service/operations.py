@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.client.error_wire import error_to_wire
-from raycloak.coordinator.service.sample_requests import request_of, wrong_field
+from raycloak.coordinator.service.sampling.requests import request_of, wrong_field
 from raycloak.coordinator.service.store import (
     CANCELLED,
     DONE,
@@ -35,13 +35,6 @@ FORWARD_BACKWARD, OPTIM_STEP, SAVE_STATE, LOAD_STATE, SAMPLE = (
     "load_state",
     "sample",
 )
-RESULTS: Final = {
-    FORWARD_BACKWARD: wire.ForwardBackwardResult,
-    OPTIM_STEP: wire.OptimStepResult,
-    SAVE_STATE: wire.SaveStateResult,
-    LOAD_STATE: wire.LoadStateResult,
-    SAMPLE: wire.SampleResult,
-}
 ID_BYTES: Final = 16
 """Length of the keyed hash of an example's id."""
 CAP: Final = "cap_exceeded"

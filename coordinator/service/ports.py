@@ -2,15 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.service.drivers import Exited
 from raycloak.coordinator.service.pipe import Begin, Command, Released, Report
 from raycloak.coordinator.service.store import OperationRow
-
-COPY_SUFFIX: Final = ".safetensors"
-"""Of a file with a copy of weights, whose name is their digest; no package ends so."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from raycloak.coordinator.service.operation_queues import MOST_SAMPLES
 from raycloak.coordinator.service.packages import Artifact
 from raycloak.coordinator.service.pipe import Begin, Command, Released, Report
 from raycloak.coordinator.service.ports import Drivers
-from raycloak.coordinator.service.sampler import Sampler, SamplerLimits
-from raycloak.coordinator.service.samples import PackageSampler, service_recipient
+from raycloak.coordinator.service.sampling.sampler import Sampler, SamplerLimits
+from raycloak.coordinator.service.sampling.samples import PackageSampler, service_recipient
 from raycloak.coordinator.service.server import Parts, TrainingServer
 from raycloak.coordinator.service.settings import ServiceSettings
 from raycloak.coordinator.service.store import ArtifactRow, Store

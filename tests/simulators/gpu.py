@@ -34,6 +34,7 @@ DRIVER_INDICES: Final = range(8, 24)
 VBIOS_INDICES: Final = range(8)
 """The measurement indices, counted from 0, for which each manifest has values."""
 
+_CHIP_INFO: Final = 35  # a field of opaque data that no rule judges
 _COUNT: Final = 64
 _ANSWER_AGE_S: Final = 3600
 
@@ -101,7 +102,7 @@ class SimulatedGpu:
             Opaque.VBIOS_VERSION: _packed(variant.vbios_version),
             Opaque.DRIVER_VERSION: variant.driver_version.encode() + b"\0",
             Opaque.PROTECTED_PCIE_STATUS: b"\xaa" if variant.protected_pcie else b"\x55",
-            Opaque.CHIP_INFO: self.chip.encode() + b"\0",
+            _CHIP_INFO: self.chip.encode() + b"\0",
         }
         if fwid:
             fields[Opaque.FWID] = fwid

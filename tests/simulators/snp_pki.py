@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.hashes import SHA384
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import ObjectIdentifier
 
-from raycloak.attestation.simulators.der import integer, octets, text
+from raycloak.attestation.simulators.der import integer, octets, tlv
 from raycloak.attestation.simulators.tdx_pki import VALID_FROM, VALID_UNTIL, key_usage, subject
 from raycloak.attestation.snp.endorsement import AMD_OID, HARDWARE_ID_OID, Layout, issuer_name
 from raycloak.attestation.snp.rules import Generation, KeyKind
@@ -24,6 +24,7 @@ from raycloak.attestation.trust.certificates import read_root
 
 RSA_BITS: Final = 3072
 _PADDING: Final = PSS(MGF1(SHA384()), SHA384.digest_size)
+_IA5 = 0x16  # DER's tag of an IA5String
 _SERIAL_AT = 9  # behind the headers of certificate body and version
 
 
@@ -139,7 +140,7 @@ def _extensions(
     is_vcek = kind == "VCEK"
     values = {
         f"{AMD_OID}.1": integer(int(generation == "Turin")),
-        f"{AMD_OID}.2": text(f"{generation}-B0" if is_vcek else generation),
+        f"{AMD_OID}.2": _text(f"{generation}-B0" if is_vcek else generation),
     }
     for number, svn in zip(layout.components, tcb, strict=True):
         if number != variant.without_tcb:
@@ -147,8 +148,12 @@ def _extensions(
     if is_vcek and hardware_id:
         values[HARDWARE_ID_OID] = octets(hardware_id) if variant.wrap_hardware_id else hardware_id
     if not is_vcek:
-        values[f"{AMD_OID}.5"] = text("CN=simulated provider")
+        values[f"{AMD_OID}.5"] = _text("CN=simulated provider")
     return values
+
+
+def _text(value: str) -> bytes:
+    return tlv(_IA5, value.encode("ascii"))
 
 
 def _authority(name: str, key: RSAPrivateKey, issuer: Authority | None) -> Authority:

@@ -35,7 +35,7 @@ def test_claims_of_a_genuine_gpu(cases: dict[str, GpuCase]) -> None:
     # The defaults do not take silence for confidential computing.
     strict = cases["gpu-hopper-550-rim-ocsp"].rules.model_copy(update={"allow_unstated_mode": False})
     assert cases["gpu-hopper-550-rim-ocsp"].refusal(rules=strict) == "gpu_state"
-    assert claims.eat_nonce == cases["gpu-hopper-550-rim-ocsp"].nonce
+    assert claims.report_data == cases["gpu-hopper-550-rim-ocsp"].nonce
     assert claims.expires_at == 1755845227  # the first OCSP answer's next update
     assert cases["gpu-hopper-550"].verify().dbgstat == ""
 

@@ -33,7 +33,7 @@ def bench() -> GpuBench:
 def test_a_simulated_gpu_passes_under_strict_rules_and_stays_simulated(bench: GpuBench) -> None:
     claims = bench.verify()
     assert claims.evidence_class is EvidenceClass.SIMULATED
-    assert (claims.eat_nonce, claims.dbgstat, claims.mode) == (NONCE, "disabled", "single GPU")
+    assert (claims.report_data, claims.dbgstat, claims.mode) == (NONCE, "disabled", "single GPU")
     assert claims.expires_at == NOW + 23 * 3600  # answers are an hour old and hold for a day
     assert claims.platform_id == bench.verify().platform_id
     assert len(claims.platform_id) == len(claims.measurement) == 48

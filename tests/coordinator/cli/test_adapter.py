@@ -10,7 +10,7 @@ from raycloak.attestation.core.keys import IdentityKey
 from raycloak.attestation.keys.run_secret import load_secret
 from raycloak.coordinator.adapter.settings import AdapterSettings
 from raycloak.coordinator.cli.app import app
-from raycloak.coordinator.cli.tables import adapter_cover, adapter_rows
+from raycloak.coordinator.cli.views.plan import adapter_cover, adapter_rows
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import parse_config, validated
 from raycloak.coordinator.runs.demo import demo_config

@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.live import Live
 
 from raycloak.coordinator.cli import top
-from raycloak.coordinator.cli.runs_tables import WIDE, RunsTable, age_text
-from raycloak.coordinator.cli.top_view import TALL, TopView
+from raycloak.coordinator.cli.views.runs import WIDE, RunsTable, age_text
+from raycloak.coordinator.cli.views.top import TALL, TopView
 from raycloak.coordinator.record.folder import run_lock
 from raycloak.coordinator.record.run_list import list_runs
 from tests.conftest import ROOT

@@ -12,7 +12,7 @@ import pytest
 from rich.text import Text
 
 from raycloak.coordinator.cli.options import _guard
-from raycloak.coordinator.cli.progress import ProgressDisplay
+from raycloak.coordinator.cli.views.progress import ProgressDisplay
 from raycloak.coordinator.console.output import Output, command_output
 from raycloak.coordinator.console.streams import Outlet
 from raycloak.coordinator.training.reporting import StepReport

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from raycloak.attestation.core.messages import Envelope
-from raycloak.coordinator.cli.tables import accounts_view
+from raycloak.coordinator.cli.views.budget import accounts_view
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.metrics.errors import ProtocolError
 from raycloak.workers.terms.receipt import Receipt, check_receipt

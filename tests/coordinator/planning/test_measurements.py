@@ -15,8 +15,8 @@ from raycloak.attestation.core.roster import Roster
 from raycloak.coordinator.accounting.calibration import composed_epsilon
 from raycloak.coordinator.accounting.releases import Release
 from raycloak.coordinator.aggregation.aggregator import ReduceRequest
-from raycloak.coordinator.cli.tables import plan_rows
-from raycloak.coordinator.cli.verdict_table import verdict_text
+from raycloak.coordinator.cli.views.plan import plan_rows
+from raycloak.coordinator.cli.views.verdict import verdict_text
 from raycloak.coordinator.config.run import load_config
 from raycloak.coordinator.ledger.entries import RunRegistered, StepCharged
 from raycloak.coordinator.ledger.ledger import PrivacyLedger

@@ -15,7 +15,7 @@ from raycloak.coordinator.accounting.calibration import composed_epsilon, epsilo
 from raycloak.coordinator.accounting.pld import cut_excess
 from raycloak.coordinator.accounting.releases import Cut, Release
 from raycloak.coordinator.accounting.renyi import SLACK_SHARE, accountant_delta, effective_noise_multiplier
-from raycloak.coordinator.cli.tables import plan_rows
+from raycloak.coordinator.cli.views.plan import plan_rows
 from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.ledger.entries import Head
 from raycloak.coordinator.ledger.ledger import PrivacyLedger

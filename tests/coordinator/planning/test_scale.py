@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from raycloak.coordinator.cli.scale_tables import ScaleTables
+from raycloak.coordinator.cli.views.scale import ScaleTables
 from raycloak.coordinator.planning.scale import (
     Line,
     Rates,

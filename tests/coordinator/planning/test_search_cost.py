@@ -8,7 +8,7 @@ from raycloak.coordinator.accounting.accountants import AccountLimits, accountan
 from raycloak.coordinator.accounting.calibration import composed_epsilon
 from raycloak.coordinator.accounting.releases import Release
 from raycloak.coordinator.accounting.renyi import ORDERS, accountant_delta
-from raycloak.coordinator.cli.tables import search_rows
+from raycloak.coordinator.cli.views.plan import search_rows
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.planning.search_cost import search_cost
 from raycloak.metrics.errors import BudgetError, ConfigError

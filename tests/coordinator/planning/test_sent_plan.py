@@ -10,7 +10,7 @@ import pytest
 
 from raycloak.coordinator.accounting.accountants import accountant_of
 from raycloak.coordinator.audit.canaries import CanaryTask
-from raycloak.coordinator.cli.tables import plan_rows
+from raycloak.coordinator.cli.views.plan import plan_rows
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.config.sections import DatasetConfig

@@ -15,7 +15,7 @@ from raycloak.attestation.policy.policy import Policy, simulated_policy
 from raycloak.attestation.service.client import EvidenceClient
 from raycloak.attestation.service.key_service import fetch_halves
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
-from raycloak.coordinator.cli.tables import plan_rows
+from raycloak.coordinator.cli.views.plan import plan_rows
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import validated
 from raycloak.coordinator.evidence.standalone_service import ServiceConfig

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from raycloak.coordinator.cli.verdict_table import verdict_text
+from raycloak.coordinator.cli.views.verdict import verdict_text
 from raycloak.coordinator.planning.dry_run import plan_of
 from raycloak.coordinator.report.words import verdict_rows
 from raycloak.coordinator.runs.verdict import verdict_of

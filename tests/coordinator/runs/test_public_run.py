@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from raycloak.coordinator.cli.progress import status_line
-from raycloak.coordinator.cli.verdict_table import verdict_text
+from raycloak.coordinator.cli.views.progress import status_line
+from raycloak.coordinator.cli.views.verdict import verdict_text
 from raycloak.coordinator.planning.dry_run import plan_of
 from raycloak.coordinator.report.words import verdict_rows
 from raycloak.coordinator.runs.trainer import Trainer

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from raycloak.coordinator.cli.verdict_table import verdict_text
+from raycloak.coordinator.cli.views.verdict import verdict_text
 from raycloak.coordinator.console.figures import epsilon_text, size_text
 from raycloak.coordinator.record.verdict import Verdict
 from raycloak.coordinator.report.words import verdict_rows

@@ -9,7 +9,7 @@ from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.service.drivers import Exited
 from raycloak.coordinator.service.operation_queues import MOST_SAMPLES
 from raycloak.coordinator.service.pipe import Computed, Ended, Failed, Held, Opened, Released
-from raycloak.coordinator.service.sample_requests import request_of, wrong_field
+from raycloak.coordinator.service.sampling.requests import request_of, wrong_field
 from raycloak.metrics.service_errors import (
     BudgetExceededError,
     ServiceError,

@@ -15,7 +15,7 @@ from raycloak.attestation.orchestrator.state import state_file
 from raycloak.attestation.policy.policy import simulated_policy
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
 from raycloak.coordinator.checkpoints.archive import Archive
-from raycloak.coordinator.cli.tables import plan_rows
+from raycloak.coordinator.cli.views.plan import plan_rows
 from raycloak.coordinator.config.sections import CheckpointConfig
 from raycloak.coordinator.planning.dry_run import plan_of
 from raycloak.coordinator.training.assignment import NewRun, ReplayedRun, ResumedRun

@@ -18,7 +18,7 @@ from raycloak.attestation.policy.policy import simulated_policy
 from raycloak.attestation.sealed.demand import SealedDemand
 from raycloak.attestation.sealed.sealed_data import SealedHeader, SealedSource, SliceKeys, Use, slice_file, slice_key
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
-from raycloak.coordinator.cli.tables import plan_rows
+from raycloak.coordinator.cli.views.plan import plan_rows
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.report.words import evaluation_text, sealed_text
 from raycloak.coordinator.training import admitted

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from raycloak.coordinator.cli.attest_log import attest_log
-from raycloak.coordinator.cli.attest_observe import observe_command
-from raycloak.coordinator.cli.attest_policy import measure, policy
-from raycloak.coordinator.cli.attest_revoke import revoke_command
-from raycloak.coordinator.cli.attest_serve import serve_command
+from raycloak.coordinator.cli.attest.log import attest_log
+from raycloak.coordinator.cli.attest.observe import observe_command
+from raycloak.coordinator.cli.attest.policy import measure, policy
+from raycloak.coordinator.cli.attest.revoke import revoke_command
+from raycloak.coordinator.cli.attest.serve import serve_command
 from raycloak.coordinator.cli.options import AsJson, Debug, execute
 from raycloak.coordinator.console.output import Output
 from raycloak.metrics.errors import ConfigError

@@ -17,9 +17,8 @@ from raycloak.coordinator.checkpoints.reader import Expected, open_to_file, veri
 from raycloak.coordinator.checkpoints.storage import STORAGE_ERRORS, PackageStorage, one_line, split_location
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.record.folder import RunFolder
-from raycloak.coordinator.service.ports import COPY_SUFFIX
-from raycloak.coordinator.service.sample_requests import SampleRequest, request_of
-from raycloak.coordinator.service.sampler import Outcome, Sampler, SampleSource
+from raycloak.coordinator.service.sampling.requests import COPY_SUFFIX, SampleRequest, request_of
+from raycloak.coordinator.service.sampling.sampler import Outcome, Sampler, SampleSource
 from raycloak.metrics.errors import ConfigError, RaycloakError
 from raycloak.metrics.service_errors import FutureCancelledError, ServiceError
 

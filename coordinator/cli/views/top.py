@@ -15,8 +15,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from raycloak.coordinator.cli.progress import duration_text, pace_text
-from raycloak.coordinator.cli.runs_tables import (
+from raycloak.coordinator.cli.views.progress import duration_text, pace_text
+from raycloak.coordinator.cli.views.runs import (
     NONE,
     STATE_NOTES,
     evidence_class_text,

@@ -1,15 +1,13 @@
-"""Results of the commands as tables for a person.
+"""A plan as a table for a person.
 
 A cell is a figure or a short phrase. What the phrase means for a claim is said in docs/operations.md.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from rich.table import Table
-from rich.text import Text
 
 from raycloak.coordinator.console.figures import epsilon_text, size_text
 from raycloak.coordinator.console.tables import fields_table
@@ -25,13 +23,8 @@ from raycloak.coordinator.report.words import (
 
 if TYPE_CHECKING:
     from raycloak.coordinator.config.run import RunConfig
-    from raycloak.coordinator.ledger.entries import LedgerEntry
-    from raycloak.coordinator.ledger.leases import Lease
-    from raycloak.coordinator.ledger.view import AccountView
-    from raycloak.coordinator.planning.data_check import Checked, DataReport
     from raycloak.coordinator.planning.plan import Plan
     from raycloak.coordinator.planning.search_cost import SearchCost
-    from raycloak.coordinator.runs.replay import Replay
 
 
 def plan_table(plan: "Plan", more: Iterable[tuple[str, str]] = ()) -> Table:
@@ -181,41 +174,6 @@ def evidence_text(classes: Sequence[str]) -> str:
     return ", ".join("SIMULATED (proves nothing about a machine)" if each == "simulated" else each for each in classes)
 
 
-def check_rows(checked: "Checked") -> list[tuple[str, str]]:
-    """Return what the owner of data is told about it."""
-    report = checked.report
-    label_range = "none" if report.label_range is None else "{:g} to {:g}".format(*report.label_range)
-    classes = f", of {report.classes} classes" if report.classes is not None else ""
-    overlap = report.evaluation_overlap
-    if report.problems:
-        recorded = "no: run it again when the problems are mended"
-    elif checked.digest:
-        recorded = f"{checked.digest.hex()}, for data of the fingerprint {checked.fingerprint.hex()}"
-    else:
-        recorded = "no: without a dataset.fingerprint_key no run knows that its data is this"
-    return [
-        ("examples", f"{report.examples:,}"),
-        ("features", f"{list(report.feature_shape)} {report.feature_dtype}"),
-        ("labels", f"{list(report.label_shape)} {report.label_dtype}, {label_range}{classes}"),
-        ("NaN or infinite", f"{report.not_finite:,} examples"),
-        ("labels outside", "no classes are known" if report.classes is None else f"{report.labels_outside:,} examples"),
-        *([("ids outside", f"{report.ids_outside:,} examples")] if report.vocabulary is not None else []),
-        ("duplicates", f"{report.duplicates:,} examples equal an earlier one"),
-        ("also evaluated on", "no evaluation split" if overlap is None else f"{overlap:,} examples"),
-        ("constant features", _constant_text(report)),
-        *([("cut texts", f"{report.cut:,} examples")] if report.cut is not None else []),
-        *(("PROBLEM", problem) for problem in report.problems),
-        *(("caution", caution) for caution in report.cautions),
-        ("recorded", recorded),
-    ]
-
-
-def _constant_text(report: "DataReport") -> str:
-    more = report.constant_features - len(report.constant_shown)
-    shown = ", ".join(map(str, report.constant_shown)) + (f" and {more:,} more" if more else "")
-    return f"{report.constant_features:,} positions{': ' if shown else ''}{shown}"
-
-
 def search_rows(cost: "SearchCost") -> list[tuple[str, str]]:
     """Return label and text of each line that ``plan --trials`` adds to the plan's table."""
     enough = (
@@ -235,83 +193,3 @@ def search_rows(cost: "SearchCost") -> list[tuple[str, str]]:
         ),
         ("search noise", enough),
     ]
-
-
-def replay_table(replay: "Replay") -> Table:
-    """Return the outcome of a replay."""
-    title = "Replay (SIMULATED evidence)" if replay.evidence_class == "simulated" else "Replay"
-    return fields_table(
-        title,
-        [
-            ("steps", f"{replay.first} to {replay.last - 1}, all digests as logged"),
-            ("workers", str(replay.workers)),
-            ("keys", f"of {replay.most_hosted} of {replay.virtual_workers} virtual workers at most on one machine"),
-            ("charged", f"nothing ({replay.charged_steps} steps, as before)"),
-            ("last digest", replay.digests[-1]),
-            ("run directory", str(replay.run_dir)),
-        ],
-    )
-
-
-def accounts_view(accounts: Iterable["AccountView"]) -> Table:
-    """Return the accounts, each with its runs below it."""
-    table = Table(title="Budget", title_justify="left", title_style="bold")
-    for header in ("account", "ε charged so far", "ε cap", "δ", "accountant", "run", "steps charged", "held by"):
-        table.add_column(header, overflow="fold")
-    for account in accounts:
-        spent = epsilon_text(account.spent_epsilon)
-        name = f"{account.name} (closed)" if account.closed else account.name
-        table.add_row(Text(name), spent, f"{account.epsilon_cap:g}", f"{account.delta:g}", account.accountant)
-        for run in account.runs:
-            steps = f"{run.charged_steps} of {run.planned_steps}"
-            steps = f"{steps}, all prepaid" if run.prepaid else steps
-            steps = steps if run.private else f"{steps}, NOT PRIVATE"
-            table.add_row("", "", "", "", "", run.run_id, steps, _lease_text(run.lease))
-            for each in run.queries:
-                if each.query != "gradient":
-                    table.add_row("", "", "", "", "", "", f"{each.query}: {each.charged} of {each.planned}")
-    return table
-
-
-def _lease_text(lease: "Lease | None") -> Text:
-    """Return which instance holds a run, and when it last charged one."""
-    if lease is None:
-        return Text("")
-    renewed = datetime.fromtimestamp(lease.renewed_at, UTC).isoformat(timespec="seconds")
-    return Text(f"instance {lease.fencing}, {lease.holder}, {renewed}")
-
-
-def verified_view(facts: Mapping[str, Any]) -> Table:
-    """Return what `raycloak budget verify` found, and what it could not compare with."""
-    covered, entries = facts["rollback_covered_to"], facts["entries"]
-    rollback = f"noticed up to entry {covered}" if covered else "NOT COVERED: no head kept elsewhere"
-    rows = [
-        ("chain", f"{entries} entries of {facts['accounts']} accounts and {facts['runs']} runs, all signatures valid"),
-        ("head", facts["head"].hex()),
-        ("public key", facts["public_key"].hex()),
-        ("rollback", rollback),
-        *((each["kind"], f"{each['heads']} heads in {each['source']}, all in the chain") for each in facts["checked"]),
-        *(("not checked", f"{each['kind']} {each['source']}: {each['reason']}") for each in facts["not_checked"]),
-    ]
-    return fields_table("Ledger (verified)", rows)
-
-
-def history_view(entries: Iterable["LedgerEntry"]) -> Table:
-    """Return one row per entry, with the account's epsilon after each charge."""
-    table = Table(title="Ledger (chain verified)", title_justify="left", title_style="bold")
-    for header in ("entry", "time", "event", "run or account", "query", "step", "ε after it", "hash"):
-        table.add_column(header, overflow="fold")
-    for entry in entries:
-        fields = entry.event.model_dump()
-        charged = fields.get("charged_epsilon")
-        table.add_row(
-            str(entry.sequence),
-            datetime.fromtimestamp(entry.event.recorded_at, UTC).isoformat(timespec="seconds"),
-            entry.kind.replace("_", " "),
-            Text(fields.get("run_id") or fields.get("account") or f"{fields['source']} to {fields['target']}"),
-            fields.get("query", ""),
-            str(fields.get("step", "")),
-            "" if charged is None else epsilon_text(charged),
-            entry.hash.hex()[:16],
-        )
-    return table

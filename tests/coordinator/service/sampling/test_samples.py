@@ -11,8 +11,8 @@ from raycloak.coordinator.checkpoints.archive import Archive
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.config.sections import CheckpointConfig
 from raycloak.coordinator.record.folder import RunFolder
-from raycloak.coordinator.service.sampler import Sampler, SamplerLimits
-from raycloak.coordinator.service.samples import PackageSampler, service_recipient
+from raycloak.coordinator.service.sampling.sampler import Sampler, SamplerLimits
+from raycloak.coordinator.service.sampling.samples import PackageSampler, service_recipient
 from raycloak.coordinator.training.assignment import NewRun
 from tests.protocol import RENYI, trained
 from tests.tiny_text import write_gpt2

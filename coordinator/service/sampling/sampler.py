@@ -22,7 +22,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from raycloak.coordinator.service.sample_requests import SampleRequest, wrong_field
+from raycloak.coordinator.service.sampling.requests import SampleRequest, wrong_field
 from raycloak.metrics.service_errors import (
     FutureCancelledError,
     FutureFailedError,
@@ -33,7 +33,7 @@ from raycloak.metrics.service_errors import (
 )
 
 _LOG = logging.getLogger(__name__)
-_MODULE = "raycloak.coordinator.service.sampler_process"
+_MODULE = "raycloak.coordinator.service.sampling.process"
 # Longer than any line of a request within its bounds; a process that writes longer ones is broken.
 _LONGEST_LINE = 2**24
 # A process that does not notice the cancellation in this time, deep in one long prompt, is ended.
@@ -308,7 +308,7 @@ class _BrokenAnswer(Exception):
 
 
 class _Process:
-    """A child process that generates text; see `raycloak.coordinator.service.sampler_process`."""
+    """A child process that generates text; see `raycloak.coordinator.service.sampling.process`."""
 
     def __init__(self, run: Path, limits: SamplerLimits, logs: Path) -> None:
         logs.mkdir(parents=True, exist_ok=True, mode=0o700)

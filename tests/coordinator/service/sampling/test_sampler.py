@@ -17,9 +17,9 @@ from safetensors.numpy import load_file, save_file
 
 from raycloak.coordinator.record.folder import RunFolder
 from raycloak.coordinator.runs.released_model import model_at
-from raycloak.coordinator.service.generation import Generator
-from raycloak.coordinator.service.sample_requests import SampleRequest
-from raycloak.coordinator.service.sampler import (
+from raycloak.coordinator.service.sampling.generation import Generator
+from raycloak.coordinator.service.sampling.requests import SampleRequest
+from raycloak.coordinator.service.sampling.sampler import (
     Completion,
     Sampler,
     SamplerLimits,
@@ -286,7 +286,7 @@ def children():
         # A thread that has ended since it was found, such as a timer, has none. A thread that waits for one lives.
         with suppress(OSError):
             every += path.read_text().split()
-    return [int(each) for each in every if b"sampler_process" in Path(f"/proc/{each}/cmdline").read_bytes()]
+    return [int(each) for each in every if b"service.sampling.process" in Path(f"/proc/{each}/cmdline").read_bytes()]
 
 
 def test_text_comes_from_a_process_of_its_own_that_is_kept_for_the_next_weights_of_the_run(runs, sampler):
@@ -400,8 +400,8 @@ def test_a_process_ends_with_a_service_that_is_killed(run_python_in, tmp_path):
 import os, signal, threading
 from contextlib import suppress
 from pathlib import Path
-from raycloak.coordinator.service.sampler import *
-from raycloak.coordinator.service.sample_requests import SampleRequest
+from raycloak.coordinator.service.sampling.sampler import *
+from raycloak.coordinator.service.sampling.requests import SampleRequest
 sampler = Sampler(SamplerLimits(), Path({str(tmp_path)!r}))
 source = SampleSource(Path({str(tmp_path)!r}), Path("parameters"), "00" * 32)
 told = threading.Event()

@@ -1,4 +1,4 @@
-"""The child process that generates text, one request after another; `raycloak.coordinator.service.sampler` starts it.
+"""The child process that generates text, one request after another; `sampler.py` beside it starts it.
 
 Lines of JSON come on its standard input: ``{"kind": "sample", "id": …, "run": …, "parameters": …,
 "parameter_digest": …, "request": {…}}`` and ``{"kind": "cancel", "id": …}``. Its answers go to a copy of its standard
@@ -16,8 +16,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TextIO
 
-from raycloak.coordinator.service.sample_requests import SampleRequest
-from raycloak.coordinator.service.sampler import Completion
+from raycloak.coordinator.service.sampling.requests import SampleRequest
+from raycloak.coordinator.service.sampling.sampler import Completion
 from raycloak.metrics.errors import RaycloakError, is_out_of_memory
 
 # Steps of the training come first where both want the processor.
@@ -71,7 +71,7 @@ class _Service:
         import torch
 
         from raycloak.coordinator.runs.released_model import model_at, with_weights
-        from raycloak.coordinator.service.generation import Generator
+        from raycloak.coordinator.service.sampling.generation import Generator
 
         torch.set_num_threads(self._threads)
         if self._loaded is None or self._loaded[0] != run:

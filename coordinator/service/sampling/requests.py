@@ -1,10 +1,15 @@
-"""Requests for text, and the one set of their bounds: the desk refuses what is beyond it, before anything is queued."""
+"""Requests for text, and the one set of their bounds: the desk refuses what is beyond it, before anything is queued.
+
+Beside the bounds is the ending by which the desk and the sampler know a copy of weights.
+"""
 
 from dataclasses import dataclass
 from typing import Final
 
 from raycloak.coordinator.client import service_pb2 as wire
 
+COPY_SUFFIX: Final = ".safetensors"
+"""Of a file with a copy of weights, whose name is their digest; no package ends so."""
 MOST_ROWS: Final = 64
 """Prompts times completions: rows of one batch, whose memory grows with each."""
 MOST_TOKENS: Final = 4096

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from raycloak.coordinator.runs.released_model import ReleasedModel
-from raycloak.coordinator.service.sample_requests import SampleRequest
-from raycloak.coordinator.service.sampler import Completion
+from raycloak.coordinator.service.sampling.requests import SampleRequest
+from raycloak.coordinator.service.sampling.sampler import Completion
 from raycloak.metrics.errors import ConfigError
 from raycloak.metrics.service_errors import FutureFailedError, ServiceValidationError
 from raycloak.workers.inputs.hub_files import library, quiet
