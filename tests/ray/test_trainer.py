@@ -167,11 +167,15 @@ def test_a_sampler_where_there_is_no_nvml_says_so_and_ends(ray_cluster):
     assert [reason.partition(" from ")[0] for reason in reasons] == ["no GPU metrics"]
     assert samplers.sample() == ()
     assert samplers.unavailable_reasons() == []
-    # Ray ends a killed process a little later, and a call that comes first is still answered.
-    with pytest.raises(ActorLost) as lost:
+
+    def ask_until_it_is_gone():
+        # Ray ends a killed process a little later, and a call that comes first is still answered.
         for _ in range(60):
             fetch(handle.sample.remote(), 30)
             time.sleep(1)
+
+    with pytest.raises(ActorLost) as lost:
+        ask_until_it_is_gone()
     assert lost.value.cause == "died"
 
 
