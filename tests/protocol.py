@@ -36,6 +36,7 @@ from raycloak.coordinator.aggregation.ranges import split_ranges
 from raycloak.coordinator.cluster.backend import ActorLost, LocalBackend
 from raycloak.coordinator.cluster.remote import Actor, Worker
 from raycloak.coordinator.config.run import RunConfig, parse_config
+from raycloak.coordinator.evidence.sources import LocalPlatform
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.membership.departures import Departure
 from raycloak.coordinator.membership.timing import Timer
@@ -45,7 +46,7 @@ from raycloak.coordinator.planning.plan import keys_per_machine, make_plan, plan
 from raycloak.coordinator.planning.references import descriptor, evaluation_folder, sealed_terms
 from raycloak.coordinator.record.folder import RunFolder, RunRecord
 from raycloak.coordinator.record.outcome import Finished
-from raycloak.coordinator.runs.local_session import LocalPlatform, local_session
+from raycloak.coordinator.runs.local_session import local_session
 from raycloak.coordinator.training.assignment import Assignment, NewRun, Order, Session
 from raycloak.coordinator.training.coordinator import Coordinator
 from raycloak.coordinator.training.pace import OPEN, Pace

@@ -1,4 +1,4 @@
-"""Files that readers see as a whole, the old content or the new, and the sync that puts a name on disk."""
+"""Files that readers see as a whole: the old content or the new, never a part."""
 
 import os
 import secrets

@@ -10,14 +10,11 @@ from raycloak.attestation.attester.attester import EvidenceSource
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
 from raycloak.coordinator.adapter.budgets import TokenBudgets
 from raycloak.coordinator.adapter.desk import AdapterDesk
-from raycloak.coordinator.adapter.lora import lora_of
 from raycloak.coordinator.adapter.server import Serving, serving
 from raycloak.coordinator.adapter.settings import AdapterSettings
 from raycloak.coordinator.adapter.worker_process import WorkerProcess
 from raycloak.coordinator.config import home
-from raycloak.coordinator.evidence.sources import GuestEvidence
-from raycloak.coordinator.runs.local_session import LocalPlatform
-from raycloak.coordinator.runs.released_model import Keys, released_model
+from raycloak.coordinator.evidence.sources import GuestEvidence, LocalPlatform
 from raycloak.metrics.adapter_collector import AdapterCollector
 from raycloak.metrics.exporter import Exporter
 from raycloak.metrics.server import MetricsServer
@@ -46,9 +43,15 @@ class ServedFacts:
     metrics: str
 
 
-def load_adapter(path: str, keys: Keys | None, config: Path | None, shared: tuple[str, ...]) -> Adapter:
+def load_adapter(
+    path: str, trust: Path | None, key: Path | None, config: Path | None, shared: tuple[str, ...]
+) -> Adapter:
     """Return the adapter of a run directory or a sealed package; errors as `released_model` and `lora_of`."""
-    return lora_of(released_model(path, config=config, keys=keys).module, shared)
+    # Here, because the server refers to this function and calls it in the worker's process: it needs no torch itself.
+    from raycloak.coordinator.adapter.lora import lora_of
+    from raycloak.coordinator.runs.released_model import Keys, released_model
+
+    return lora_of(released_model(path, config=config, keys=Keys.of(trust, key)).module, shared)
 
 
 @contextmanager
@@ -70,19 +73,25 @@ def simulated_platform() -> EvidenceSource:
 
 @contextmanager
 def served_adapter(
-    path: str, settings: AdapterSettings, keys: Keys | None = None, config: Path | None = None
+    path: str,
+    settings: AdapterSettings,
+    trust: Path | None = None,
+    key: Path | None = None,
+    config: Path | None = None,
 ) -> Iterator[ServedFacts]:
     """Serve the adapter of ``path`` inside the block.
 
-    Guarantee: the adapter is read in the worker's process alone.
+    Guarantee: the adapter is read in the worker's process alone. This one never loads torch.
 
     Args:
-        path: run directory, or its name; or folder or URL of a sealed package, which needs ``keys`` and ``config``.
+        path: run directory, or its name; or folder or URL of a sealed package, which needs the others.
+        trust: trust store of a package's reader. key: private key of one of its recipients.
+        config: configuration that names a package's model.
 
     Raises:
         RaycloakError: why the adapter cannot be served.
     """
-    load = partial(load_adapter, path, keys, config, settings.shared)
+    load = partial(load_adapter, path, trust, key, config, settings.shared)
     source = simulated_platform if settings.evidence == "simulated" else GuestEvidence
     worker = WorkerProcess(load, settings.block_tokens, source)
     try:

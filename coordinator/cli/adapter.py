@@ -48,11 +48,10 @@ def _serve(output: Output, path: str, settings: Path, config: Path | None, trust
     from raycloak.coordinator.adapter.settings import load_settings
     from raycloak.coordinator.console.figures import value_text
     from raycloak.coordinator.console.tables import fields_table
-    from raycloak.coordinator.runs.released_model import Keys
 
     with (
         ended_by_signals() as ended,
-        served_adapter(path, load_settings(settings), Keys.of(trust, key), config) as facts,
+        served_adapter(path, load_settings(settings), trust, key, config) as facts,
     ):
         rows = [(name.replace("_", " "), value_text(value)) for name, value in asdict(facts).items()]
         output.result(asdict(facts), fields_table(f"Encrypted adapter ({facts.evidence} evidence)", rows))

@@ -1,4 +1,4 @@
-"""The evidence sources of real machines: every actor asks the kernel of the guest that it runs in."""
+"""The evidence sources: on a real machine, every actor asks the kernel of the guest that it runs in."""
 
 import os
 from collections.abc import Callable
@@ -12,6 +12,8 @@ from raycloak.attestation.collateral.files import load_collateral
 from raycloak.attestation.collateral.keeper import CollateralKeeper
 from raycloak.attestation.core.evidence import CollateralBundle
 from raycloak.attestation.policy.policy import Policy, load_policy
+from raycloak.attestation.simulators.tdx_platform import SimulatedPlatform
+from raycloak.attestation.simulators.tdx_vendor import code_measurement
 from raycloak.coordinator.config import home
 from raycloak.metrics.errors import ConfigError, EvidenceError
 
@@ -30,6 +32,17 @@ class GuestEvidence:
         """Return evidence of the actor's guest; errors as in `raycloak.attestation.attester.tsm.TsmReports.collect`."""
         endorsement = os.environ.get(ENDORSEMENT_VARIABLE)
         return TsmReports(endorsement=Path(endorsement) if endorsement else None).collect(report_data)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPlatform:
+    """The evidence source of actors that are in one process: SIMULATED, so it proves nothing about a machine."""
+
+    platform: SimulatedPlatform
+
+    def collect(self, report_data: bytes) -> CpuEvidence:
+        """Return simulated evidence for ``report_data``."""
+        return CpuEvidence(self.platform.quote(report_data, code_measurement()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,36 +7,23 @@ and debugging, not for private data.
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from raycloak.attestation.attester.attester import CpuEvidence
 from raycloak.attestation.orchestrator.revocations import count_revocations
 from raycloak.attestation.orchestrator.state import state_file
 from raycloak.attestation.policy.policy import simulated_policy
 from raycloak.attestation.service.serving_orchestrator import EvidenceOrchestrator
-from raycloak.attestation.simulators.tdx_platform import SimulatedPlatform
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
 from raycloak.coordinator.aggregation.aggregator import MaskedAggregator
 from raycloak.coordinator.cluster.backend import LocalBackend
 from raycloak.coordinator.cluster.control import Control, ControlRole
 from raycloak.coordinator.cluster.remote import Actor
 from raycloak.coordinator.config.sections import FailureConfig
+from raycloak.coordinator.evidence.sources import LocalPlatform
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.training.assignment import Session
 from raycloak.workers.train_worker import TrainWorker
-
-
-@dataclass(frozen=True, slots=True)
-class LocalPlatform:
-    """The evidence source of every actor of this process."""
-
-    platform: SimulatedPlatform
-
-    def collect(self, report_data: bytes) -> CpuEvidence:
-        """Return simulated evidence for ``report_data``."""
-        return CpuEvidence(self.platform.quote(report_data, code_measurement()))
 
 
 def local_session(

@@ -16,8 +16,8 @@ from raycloak.coordinator.cluster.ray_backend import RayBackend
 from raycloak.coordinator.cluster.remote import Aggregator, Worker
 from raycloak.coordinator.config import home
 from raycloak.coordinator.evidence.observer import Observer
+from raycloak.coordinator.evidence.sources import LocalPlatform
 from raycloak.coordinator.runs.evidence_address import manifest_in, served_at
-from raycloak.coordinator.runs.local_session import LocalPlatform
 from raycloak.coordinator.runs.trainer import Trainer
 
 

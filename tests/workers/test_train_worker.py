@@ -18,7 +18,7 @@ from raycloak.attestation.core.roster import MaskCircle, Member, Roster
 from raycloak.attestation.keys.release import KeyRelease
 from raycloak.attestation.orchestrator.data_commitments import DataCommitments
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
-from raycloak.coordinator.runs.local_session import LocalPlatform
+from raycloak.coordinator.evidence.sources import LocalPlatform
 from raycloak.metrics.errors import (
     DatasetError,
     EvidenceError,

@@ -71,8 +71,7 @@ def _terms(
     from raycloak.attestation.policy.policy import load_policy, simulated_policy
     from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
     from raycloak.coordinator.config import home
-    from raycloak.coordinator.evidence.sources import GuestEvidence, collateral_of
-    from raycloak.coordinator.runs.local_session import LocalPlatform
+    from raycloak.coordinator.evidence.sources import GuestEvidence, LocalPlatform, collateral_of
 
     given = load_policy(policy_file) if policy_file is not None else None
     current = collateral_of(given, str(collateral_file) if collateral_file else None, Path())

@@ -13,7 +13,7 @@ from raycloak.coordinator.adapter.budgets import TokenBudgets
 from raycloak.coordinator.adapter.desk import AdapterDesk
 from raycloak.coordinator.adapter.server import serving
 from raycloak.coordinator.config import home
-from raycloak.coordinator.runs.local_session import LocalPlatform
+from raycloak.coordinator.evidence.sources import LocalPlatform
 from raycloak.workers.encrypted.adapter_worker import Adapter, AdapterWorker, LowRank
 
 WIDTH, RANK, TOKENS = 16, 3, 128

@@ -8,7 +8,7 @@ from raycloak.coordinator.adapter import adapter_pb2 as wire
 from raycloak.coordinator.adapter import session
 from raycloak.coordinator.adapter.encrypted_adapter import EncryptedAdapter
 from raycloak.coordinator.config import home
-from raycloak.coordinator.runs.local_session import LocalPlatform
+from raycloak.coordinator.evidence.sources import LocalPlatform
 from raycloak.metrics.errors import ProtocolError
 from raycloak.workers.encrypted.adapter_worker import Adapter, AdapterWorker, LowRank
 from raycloak.workers.encrypted.client_keys import ClientKeys

@@ -34,7 +34,6 @@ from raycloak.coordinator.checkpoints.archive import Archive
 from raycloak.coordinator.cli.app import app
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.sections import CheckpointConfig
-from raycloak.coordinator.runs.released_model import Keys
 from raycloak.coordinator.training.assignment import NewRun
 from raycloak.metrics.errors import RaycloakError, RefusedError
 from tests.coordinator.adapter.conftest import identity
@@ -141,6 +140,10 @@ def child_processes(pid):
     return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def has_torch(pid):
+    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+
+
 def base_model(folder):
     return transformers.AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2).eval()
 
@@ -150,7 +153,9 @@ def test_a_classifier_in_three_processes_computes_what_the_trained_model_does(ru
     facts, process = server
     assert facts["evidence"] == "SIMULATED"
     assert facts["projections"] == 4
-    assert child_processes(process.pid), "there is no worker process"
+    worker = child_processes(process.pid)[-1]
+    # The adapter is a PEFT model, so whoever has read it has loaded torch.
+    assert [has_torch(each) for each in (process.pid, worker)] == [False, True]
     base = base_model(folder)
     with raycloak.EncryptedAdapter(base, facts["address"]) as model, torch.no_grad():
         found = model(input_ids=TEXTS, attention_mask=MASK).logits
@@ -248,8 +253,13 @@ def bare_package(folder):
     sealed_run(folder, **settings)
     (path,) = folder.glob("*.tssp")
     (folder / "config.yaml").write_text(yaml.safe_dump({**settings, "expected_batch_size": 4}))
-    keys = Keys(folder / "trust.json", folder / "auditor.key")
-    return {"path": str(path), "keys": keys, "config": folder / "config.yaml", "shared": ()}
+    return {
+        "path": str(path),
+        "trust": folder / "trust.json",
+        "key": folder / "auditor.key",
+        "config": folder / "config.yaml",
+        "shared": (),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -315,9 +325,9 @@ def is_helper(pid):
 @pytest.mark.parametrize(
     ("code", "spoil"),
     [
-        ("package_keys", lambda given: {**given, "keys": None}),
+        ("package_keys", lambda given: {**given, "trust": None}),
         ("model_needed", lambda given: {**given, "config": None}),
-        ("package_unknown_signer", lambda given: {**given, "keys": stranger(given["keys"])}),
+        ("package_unknown_signer", lambda given: {**given, "trust": stranger(given["trust"])}),
         ("package_file_changed", lambda given: {**given, "path": damaged(Path(given["path"]))}),
         ("model_mismatch", lambda given: {**given, "config": given["config"].with_name("whole.yaml")}),
         ("adapter_kind", lambda given: {**given, "shared": ()}),
@@ -329,7 +339,8 @@ def test_packages_that_cannot_be_served_are_refused_by_name(sealed, tmp_path, co
     copy = shutil.copytree(folder, tmp_path / "copy")
     given = {
         "path": str(copy / package.name),
-        "keys": Keys(copy / "trust.json", copy / "auditor.key"),
+        "trust": copy / "trust.json",
+        "key": copy / "auditor.key",
         "config": copy / "config.yaml",
         "shared": ("classifier",),
     }
@@ -339,10 +350,10 @@ def test_packages_that_cannot_be_served_are_refused_by_name(sealed, tmp_path, co
     assert refusal.value.code == code
 
 
-def stranger(keys):
-    """Return a reader's files with a trust store that knows no signer."""
-    TrustStore().save(keys.trust)
-    return keys
+def stranger(trust):
+    """Return a trust store that knows no signer."""
+    TrustStore().save(trust)
+    return trust
 
 
 def damaged(package):

@@ -10,8 +10,7 @@ from raycloak.attestation.core.evidence import CollateralBundle, EvidenceClass
 from raycloak.attestation.policy.policy import Policy, simulated_policy
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
 from raycloak.attestation.trust.roots import pinned_anchors
-from raycloak.coordinator.evidence.sources import Guests, given_collateral
-from raycloak.coordinator.runs.local_session import LocalPlatform
+from raycloak.coordinator.evidence.sources import Guests, LocalPlatform, given_collateral
 from raycloak.metrics.errors import ConfigError, EvidenceError, RefusedError
 from tests.protocol import trained
 

@@ -32,8 +32,8 @@ from raycloak.attestation.tdx.rules import RTMRS
 from raycloak.coordinator.cli import app
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import validated
+from raycloak.coordinator.evidence.sources import LocalPlatform
 from raycloak.coordinator.evidence.standalone_service import ServiceConfig, load_service, start_service
-from raycloak.coordinator.runs.local_session import LocalPlatform
 from raycloak.metrics.errors import ConfigError, DatasetError, EvidenceError, RefusedError
 from raycloak.workers.inputs.datasets import ArrayDataset
 from raycloak.workers.inputs.sealed import SealedDataset, seal_dataset

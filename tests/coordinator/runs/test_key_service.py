@@ -18,9 +18,9 @@ from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_mea
 from raycloak.coordinator.cli.views.plan import plan_rows
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import validated
+from raycloak.coordinator.evidence.sources import LocalPlatform
 from raycloak.coordinator.evidence.standalone_service import ServiceConfig
 from raycloak.coordinator.report.words import keys_rows, verdict_rows
-from raycloak.coordinator.runs.local_session import LocalPlatform
 from raycloak.coordinator.runs.verdict import verdict_of
 from raycloak.metrics.errors import ConfigError, EvidenceError, RefusedError
 from tests.owner import Owner, key_service

@@ -16,12 +16,12 @@ from raycloak.coordinator.checkpoints.archive import Archive
 from raycloak.coordinator.client.sent_batches import SentExamples, SentRun
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.sections import CheckpointConfig
+from raycloak.coordinator.evidence.sources import LocalPlatform
 from raycloak.coordinator.ledger.entries import StepCharged
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.proof.claims import Outcome
 from raycloak.coordinator.proof.verify import verify_parts
 from raycloak.coordinator.record.batch_files import INDEX, BatchFiles
-from raycloak.coordinator.runs.local_session import LocalPlatform
 from raycloak.coordinator.training.assignment import NewRun, ReplayedRun, ResumedRun
 from raycloak.coordinator.training.pace import OPEN
 from raycloak.metrics.errors import BudgetError, RaycloakError, RefusedError, RunFailedError

@@ -23,8 +23,8 @@ from raycloak.coordinator.checkpoints.archive import Archive
 from raycloak.coordinator.config import home as places
 from raycloak.coordinator.config.run import validated
 from raycloak.coordinator.config.sections import CheckpointConfig
+from raycloak.coordinator.evidence.sources import LocalPlatform
 from raycloak.coordinator.evidence.standalone_service import ServiceConfig, start_service
-from raycloak.coordinator.runs.local_session import LocalPlatform
 from raycloak.coordinator.runs.verdict import metrics_view
 from raycloak.coordinator.training.assignment import NewRun
 from raycloak.metrics.adapter_collector import AdapterCollector, AdapterFigures
