@@ -1,4 +1,4 @@
-"""The events of a run in metrics.jsonl, one JSON object a line, and the fields of events and spans.
+"""The events of a run in metrics.jsonl, one JSON object per line, and the fields of events and spans.
 
 Fields are declared with their privacy class, like series. Text values are identifiers and digests only, so a line
 never carries a message that was composed from private data.

@@ -61,7 +61,7 @@ def family(series: Series) -> Metric:
 
 
 class Exporter(Collector):
-    """Gathers sources behind one registry of its own; the process-wide default registry is not used.
+    """Gathers sources behind its own registry; the process-wide default registry is not used.
 
     Guarantee: no sample of a secret or undeclared series is ever in :attr:`registry`'s output.
     """

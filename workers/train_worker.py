@@ -1,14 +1,14 @@
 """TrainWorker: the only place where data, keys and clear updates exist.
 
-Everything it holds stays in its memory; what leaves is a signed header and masked vectors. It checks all that it is
-told before it computes: the manifest against its own code and data, the receipt, the roster, every peer's evidence.
-A plain class behind a narrow message interface, so that it can be moved into a process of its own.
+Everything it holds stays in its memory; only a signed header and masked vectors leave. It checks everything that it is
+told before it computes: the manifest against its own code and data, the receipt, the roster, every peer's evidence. It
+is a plain class behind a narrow message interface, so that it can move into its own process.
 
     prepare               Workload           data, model and loss are open
     compute_known_answer  PlannedWorkload    the mechanisms are chosen, and tried on public data
     present               RunMember          bound to one manifest for life
 
-A wrong or failing step is answered by one code; no text of an exception leaves (see `workers/answer_codes.py`).
+It answers a wrong or failing step with one code; no text of an exception leaves (see `workers/answer_codes.py`).
 """
 
 from collections.abc import Callable, Sequence

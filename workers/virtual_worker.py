@@ -1,6 +1,6 @@
-"""One virtual worker's vector: a function of its keys, its slice, the step and the parameters, and of nothing else.
+"""One virtual worker's vector: a function only of its keys, its slice, the step and the parameters.
 
-Host, attempt, roster and arrival order do not enter, so a vector recomputed elsewhere is the same vector. This makes
+Host, attempt, roster and arrival order do not enter it, so a vector recomputed elsewhere is the same vector. This makes
 recovery safe: two attempts of a step decode to one value.
 """
 

@@ -1,6 +1,6 @@
-"""Admissions: the members of a session, each with evidence that was accepted.
+"""Admissions: the members of a session, each with accepted evidence.
 
-Nonce, decision and log entry of an admission are one transaction. A member is admitted once they are on disk.
+The nonce, decision and log entry of an admission share one transaction. A member is admitted once they are on disk.
 """
 
 import math

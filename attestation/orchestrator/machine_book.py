@@ -1,7 +1,7 @@
-"""The book of the machines of a run: how many virtual workers' keys of one epoch each of them has got.
+"""The book of a run's machines: how many virtual workers' keys of one epoch each of them has received.
 
-A machine is what the appraised evidence says: the platform, and each GPU. A process, its name and its keys are worth
-nothing here, since anybody who holds a machine can start another process on it.
+The appraised evidence says what a machine is: the platform, and each GPU. A process, its name and its keys count for
+nothing here, since anyone who controls a machine can start another process on it.
 """
 
 import sqlite3

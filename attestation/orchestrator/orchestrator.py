@@ -11,7 +11,7 @@ Two objects, because the manifest names the orchestrator's key and commits to th
 manifest: the run has to be open before the terms of its session exist. Both are plain classes for one caller at a time.
 
 The process may die at any moment. A new instance that opens the run again and begins the same session resumes it, and
-every question may be asked again. `attestation/orchestrator/books.py` holds all that must survive.
+every question may be asked again. `attestation/orchestrator/books.py` holds everything that must survive.
 """
 
 import re

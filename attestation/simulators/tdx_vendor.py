@@ -1,8 +1,8 @@
 """A vendor of simulated TDX platforms, for machines without a TEE.
 
-It has a root of its own, which it keeps in a file that only its owner may read. It certifies platforms and publishes
+It has its own root, which it keeps in a file that only its owner may read. It certifies platforms and publishes
 collateral. Its evidence has the genuine format and goes through the verifier of hardware evidence. It proves nothing
-about a machine: a reader of the file can sign anything. Every subject says ``O=SIMULATOR - NOT A TEE``.
+about a machine: anyone who reads the file can sign anything. Every subject says ``O=SIMULATOR - NOT A TEE``.
 """
 
 import hashlib

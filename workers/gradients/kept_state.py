@@ -1,7 +1,7 @@
 """The check that a forward pass and a loss keep nothing: what a model holds is the same afterwards.
 
-A model that remembers an example in a buffer, a list or a Python number lets that example change the gradients of all
-that come after it, and clipping each gradient would bound nothing.
+A model may remember an example in a buffer, a list or a Python number. That example then changes the gradients of all
+later ones, and clipping each gradient would bound nothing.
 """
 
 import operator

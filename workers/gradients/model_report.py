@@ -1,7 +1,7 @@
-"""The report on a model: layer by layer, what is trained, what is refused and why, and the line that mends it.
+"""The report on a model: layer by layer, what is trained, what is refused and why, and which line fixes it.
 
-All layers are judged by their type. Then the model is run as `raycloak.workers.gradients.model_checks` says, on a copy
-with the mechanical mends made, and again without a layer's gradient: a run tells of one layer at a time.
+All layers are judged by their type. Then the model runs as `raycloak.workers.gradients.model_checks` says, on a copy
+with the mechanical fixes made. It runs again without a layer's gradient, because a run reports one layer at a time.
 """
 
 import re

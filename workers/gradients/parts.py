@@ -7,8 +7,8 @@
     LookupPart   some rows of a table
     AbsentPart   zero: the parameter was not used
 
-Which form a parameter gets follows from shapes alone (`workers/gradients/uses.py`). Work and shapes never depend on
-what the rows hold. The proofs are in docs/proofs/006-clipped-gradients.md.
+Shapes alone decide which form a parameter gets (`workers/gradients/uses.py`). Work and shapes never depend on what the
+rows hold. The proofs are in docs/proofs/006-clipped-gradients.md.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """The evaluation of a loss, one example at a time.
 
-A user's loss gets the rows of a batch. One that divides by the number of positives or of labels in its batch would let
-one example change every other gradient, and clipping each gradient would bound nothing.
+A user's loss may divide by the number of positives or of labels in its batch. Called on the whole batch, such a loss
+would let one example change every other gradient, and clipping each gradient would bound nothing.
 """
 
 import warnings

@@ -1,8 +1,8 @@
-"""How many rows of a model fit in a micro-batch, measured once on public synthetic examples.
+"""The number of rows of a model that fit in a micro-batch, measured once on public synthetic examples.
 
 The measurement counts the bytes of tensors that are alive at once. So it is a function of model, loss and form of the
-data, and no machine's memory or load enters it: every process of a run, and a resume elsewhere, finds the same number.
-The model's own tensors are not counted: rows take nothing of them, and a frozen base may be larger than all rows.
+data, and no machine's memory or load enters it. Every process of a run, and a resume elsewhere, finds the same number.
+The model's own tensors do not count: rows take no part of them, and a frozen base may be larger than all rows.
 """
 
 import copy

@@ -1,8 +1,8 @@
 """The values that a model or a loss holds beside its code: tensors, arrays, numbers and texts that its code can reach.
 
-A tensor in a list, a NumPy array or a table at the head of the user's file decides as much about a gradient as a
-registered buffer does. So one walk finds them all, for the digests that keys depend on and for the check that a forward
-pass keeps no state.
+A tensor in a list, a NumPy array or a table at the top of the user's file affects a gradient as much as a registered
+buffer does. So one walk finds them all, for the digests that keys depend on and for the check that a forward pass keeps
+no state.
 
 The walk follows layers, attributes, containers, closures, bound arguments, and the globals that the user's own code
 names. Code is user code unless it is raycloak's or lies in an installed package. It does not see inside compiled

@@ -1,7 +1,7 @@
 """Text models: a `transformers` model behind the one tensor in and one tensor out that the rest of raycloak knows.
 
-A batch of text is one int64 tensor [m, T]; a negative number is padding. :class:`TextModel` makes of it all that a
-model takes, in shapes that no example changes. So sampling, sealing and the checks of a model know nothing of text.
+A batch of text is one int64 tensor [m, T]; a negative number is padding. :class:`TextModel` turns it into all inputs of
+a model, in shapes that no example changes. So sampling, sealing and the checks of a model know nothing about text.
 """
 
 import copy

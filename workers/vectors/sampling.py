@@ -1,6 +1,6 @@
 """Poisson sampling of a virtual worker's examples from a keyed stream.
 
-A function of a key and public numbers, by itself, so that tests can hold it against the law that it promises.
+It is a pure function of a key and public numbers, so that tests can compare it with the law that it promises.
 """
 
 from fractions import Fraction
