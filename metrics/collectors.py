@@ -295,7 +295,7 @@ class LedgerCollector:
     Guarantee: a ledger that does not answer shows as ``raycloak_ledger_up 0`` and no privacy series at all. A number
     from an earlier scrape is never repeated.
 
-    Of a ledger with many accounts, those that have spent the largest shares are exported.
+    If a ledger has many accounts, only those that have spent the largest shares are exported.
     """
 
     series: tuple[Series, ...] = LEDGER_SERIES

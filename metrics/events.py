@@ -26,7 +26,7 @@ _RELEASED, _SECRET = PrivacyClass.RELEASED, PrivacyClass.SECRET
 
 @dataclass(frozen=True)
 class EventField:
-    """A field of a line, as it is declared.
+    """A declared field of a line.
 
     Args:
         name: key in the JSON object; seconds end in ``seconds`` and bytes in ``bytes``.

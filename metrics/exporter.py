@@ -76,7 +76,7 @@ class Exporter(Collector):
         """Export ``source`` from now on.
 
         Raises:
-            RefusedError: ``metric_secret`` or ``metric_undeclared``; nothing of the source is exported then.
+            RefusedError: ``metric_secret`` or ``metric_undeclared``; then nothing from the source is exported.
         """
         for series in source.series:
             check_exportable(series)

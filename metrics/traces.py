@@ -186,7 +186,7 @@ class RecordedTraces(Traces):
         closing.join(CLOSE_S)
 
     def _start(self, name: str, fields: Mapping[str, Value], began_ns: int) -> "Recorded":
-        """Start a span inside the open one, or in a trace of its own."""
+        """Start a span inside the open one, or in a new trace."""
         from opentelemetry.context import Context
         from opentelemetry.trace import Link, set_span_in_context
 

@@ -191,7 +191,7 @@ class SealedSplit:
 
     Attributes:
         dataset: its examples.
-        scorer: scores them with a model of its own.
+        scorer: scores them with its own model.
     """
 
     dataset: SealedDataset
@@ -199,7 +199,7 @@ class SealedSplit:
 
 
 def open_split(folder: Path, loss: str, training: DatasetForm, runtime: ModelRuntime) -> SealedSplit:
-    """Open the header of a sealed split, and build a model of its own to score it with.
+    """Open the header of a sealed split, and build a separate model to score it with.
 
     Args:
         loss: name of the run's loss, which decides what is scored.

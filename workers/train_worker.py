@@ -130,7 +130,7 @@ class TrainWorker:
         The roster's query says which of the run's mechanisms it is a step of.
 
         Guarantee: nothing is computed before a receipt and a roster for exactly these parameters and batches were
-        verified; one masked vector leaves per (run, query, step, attempt), and a repeat gets the same bytes or a
+        verified. One masked vector leaves per (run, query, step, attempt), and a repeat gets the same bytes or a
         refusal. Every failure is answered by a code. A call that is cancelled ends between two micro-batches; its
         attempt is over, and a later one computes the step.
 

@@ -20,7 +20,7 @@ class Enrolment:
         self._workers: dict[bytes, set[str]] = {}
 
     def check(self, member: Appraisal, policy: Policy) -> None:
-        """Judge a member that wants to join the enrolled ones, or to take part anew.
+        """Judge a member that wants to join the enrolled ones, or to take part again.
 
         Raises:
             EvidenceError: as :func:`check_enrolment`.

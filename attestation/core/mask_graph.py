@@ -82,8 +82,8 @@ def draw_circle(seed: bytes, workers: int, colluding: int, releases: int) -> Mas
 def check_circle(roster: Roster, releases: int, agreed: int | None) -> None:
     """Require the masks of a verified roster to withstand what was agreed.
 
-    Guarantee: returns only if all pairs mask, or the circle states at least the agreed number of colluding workers, its
-    reach is at least :func:`least_reach` for that, and two honest workers remain.
+    Guarantee: returns only if all pairs mask, or if the circle is large enough. That is: it states at least the agreed
+    number of colluding workers, its reach is at least :func:`least_reach` for that, and two honest workers remain.
 
     Args:
         agreed: the manifest's number of colluding workers; None if all pairs must mask.

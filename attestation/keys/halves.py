@@ -94,7 +94,7 @@ def check_contract(
 
     Raises:
         EvidenceError: ``key_service_mismatch`` if its policy or its virtual workers differ, or its epochs are too few.
-            Also if it derives from the run's own secret, so that there is only one half.
+            Also raised if it derives from the run's own secret, so that there is only one half.
     """
     remedy = "Let the owner of the data make a contract for this run, from a secret of the key service's own."
     differing = {

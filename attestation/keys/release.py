@@ -58,7 +58,7 @@ class KeyContract(Message):
         """The part of every key that says what it is for.
 
         Guarantee: differs with every field but ``key_commitments``, which follow from the keys. So another account,
-        policy, ledger, model or numerics class has other keys, under one run secret too.
+        policy, ledger, model or numerics class has other keys, even under one run secret.
         """
         return digest(length_prefixed("raycloak/key-context/v2", self.with_keys(()).digest()))
 

@@ -180,10 +180,10 @@ class KeyDesk:
 
         Raises:
             EvidenceError: ``release_denied`` if the member is not an admitted worker, or its evidence has expired,
-                served another epoch or was appraised by another policy. Also if a key was drawn as often as its quota
-                says, or its machine would get keys of more virtual workers than the terms allow. ``sealed_demand`` if
-                training examples are sealed for other terms than the run's manifest states. ``log_forked`` if the
-                member has seen more of the log than there is. The log has the refusal.
+                served another epoch or was appraised by another policy. Also raised if a key was drawn as often as its
+                quota says, or if its machine would get keys of more virtual workers than the terms allow.
+                ``sealed_demand`` if training examples are sealed for other terms than the run's manifest states.
+                ``log_forked`` if the member has seen more of the log than there is. The log has the refusal.
         """
         return self.grant(member_id, epoch, virtual_workers, seen).proved(self._log)
 

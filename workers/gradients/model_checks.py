@@ -61,7 +61,7 @@ class _Pass:
 
 @dataclass(frozen=True, slots=True)
 class _Tolerance:
-    """How far two results of the same computation may be apart.
+    """The distance by which two results of the same computation may differ.
 
     Attributes:
         relative: of each number.

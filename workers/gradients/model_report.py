@@ -27,7 +27,7 @@ _NAMED = re.compile(r"(layer|parameter) '([^']*)'")
 
 @dataclass(frozen=True, slots=True)
 class LayerReport:
-    """One layer that has parameters of its own, or that something is said about.
+    """One layer that has its own parameters, or that the report has something to say about.
 
     Attributes:
         parameters: trained ones of its own; those of the layers inside it are theirs.
@@ -47,7 +47,7 @@ class LayerReport:
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """All layers of a model that there is something to say about.
+    """All layers of a model that the report has something to say about.
 
     Attributes:
         was_run: whether the model was also run, which finds what no type tells.

@@ -33,7 +33,7 @@ from raycloak.workers.gradients.uses import LookupUse, ProductUse, RowUse, Use, 
 
 _FIX = "Use it through Linear, Conv, Embedding or a norm, with the batch as the first dimension, or freeze it."
 _Finish = Callable[[Tensor, tuple[Tensor, ...]], "list[tuple[Leaf, Use]]"]
-"""From the gradient of an operation's output, and the inputs that were kept, to the uses of its trained tensors.
+"""A function from the gradient of an operation's output, and the kept inputs, to the uses of its trained tensors.
 
 Both come in the model's own types. Sums and elementwise products are formed in float32 (:func:`_wide`); the sides of
 matrix products are widened where these are formed.
