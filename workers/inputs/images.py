@@ -4,7 +4,7 @@ Hides how a file becomes pixels: decoding, channels and size. Pillow, the extra 
 when the first image is decoded.
 
 An example is uint8 [channels, height, width]. Its label is the place of its folder among the classes. The order is by
-class, then by name. Frames beyond the first and a camera's orientation tag are ignored.
+class, then by name. Frames beyond the first and the orientation that a camera noted are ignored.
 """
 
 import io
