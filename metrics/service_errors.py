@@ -114,7 +114,7 @@ class FutureFailedError(ServiceError):
 
 
 class BudgetExceededError(ServiceError):
-    """A refusal of a step that the account has no room for; epsilons are None where the cause names none."""
+    """A refusal of a step that the account has no room for; epsilons are None if the cause names none."""
 
     exit_code = 3
     kind = "budget_exceeded"
