@@ -2,7 +2,7 @@
 
 It imports neither torch nor Ray.
 
-Doors: its rooms, each with a docstring of its own; ``docs/architecture.md`` draws their order.
+Doors: its rooms, each with its own docstring; ``docs/architecture.md`` draws their order.
 
 May import: `raycloak.metrics`.
 """

@@ -1,4 +1,4 @@
-"""The figures of an encrypted adapter's server, as series. None is by client, and none by token."""
+"""The figures of an encrypted adapter's server, as series. No series names a client or a token."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

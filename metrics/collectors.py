@@ -1,7 +1,7 @@
 """The sources of the metrics page: the run as the coordinator reports it; ledger, GPUs and service at scrape time.
 
-Nothing here imports the rest of raycloak. The ledger and the samplers are reached through callables that the wiring
-passes in. Such a callable must return within a few seconds or raise, since a scrape waits for it.
+Nothing here imports the rest of raycloak. The wiring passes in callables that reach the ledger and the samplers. Such a
+callable must return within a few seconds or raise, since a scrape waits for it.
 """
 
 import math
@@ -295,7 +295,7 @@ class LedgerCollector:
     Guarantee: a ledger that does not answer shows as ``raycloak_ledger_up 0`` and no privacy series at all. A number
     from an earlier scrape is never repeated.
 
-    Of a ledger with many accounts, those that have spent the largest shares are exported.
+    If a ledger has many accounts, only those that have spent the largest shares are exported.
     """
 
     series: tuple[Series, ...] = LEDGER_SERIES

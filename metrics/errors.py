@@ -21,7 +21,7 @@ MORE_MEMORY = (
     "Lower micro_batch_size, or virtual_workers where the model itself is large, or give the workers more memory; the "
     "expected batch and its charge stay."
 )
-"""What to do when a worker runs out of memory: neither field changes what an expected batch of examples is."""
+"""The remedy when a worker runs out of memory: neither field changes the expected batch of examples."""
 
 # Torch's allocator for CPUs and its map of a file raise a plain RuntimeError, as does a library under it.
 _NO_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "Cannot allocate memory", "std::bad_alloc", "ALLOC_FAILED")

@@ -1,4 +1,4 @@
-"""The events of a run in metrics.jsonl, one JSON object a line, and the fields of events and spans.
+"""The events of a run in metrics.jsonl, one JSON object per line, and the fields of events and spans.
 
 Fields are declared with their privacy class, like series. Text values are identifiers and digests only, so a line
 never carries a message that was composed from private data.
@@ -26,7 +26,7 @@ _RELEASED, _SECRET = PrivacyClass.RELEASED, PrivacyClass.SECRET
 
 @dataclass(frozen=True)
 class EventField:
-    """A field of a line, as it is declared.
+    """A declared field of a line.
 
     Args:
         name: key in the JSON object; seconds end in ``seconds`` and bytes in ``bytes``.

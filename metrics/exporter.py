@@ -61,7 +61,7 @@ def family(series: Series) -> Metric:
 
 
 class Exporter(Collector):
-    """Gathers sources behind one registry of its own; the process-wide default registry is not used.
+    """Gathers sources behind its own registry; the process-wide default registry is not used.
 
     Guarantee: no sample of a secret or undeclared series is ever in :attr:`registry`'s output.
     """
@@ -76,7 +76,7 @@ class Exporter(Collector):
         """Export ``source`` from now on.
 
         Raises:
-            RefusedError: ``metric_secret`` or ``metric_undeclared``; nothing of the source is exported then.
+            RefusedError: ``metric_secret`` or ``metric_undeclared``; then nothing from the source is exported.
         """
         for series in source.series:
             check_exportable(series)

@@ -41,7 +41,7 @@ class GpuReading:
 
 
 class GpuSampler:
-    """Reads every GPU of the node that it runs on. It needs no GPU of its own and creates no CUDA context.
+    """Reads every GPU of the node that it runs on. It uses no GPU and creates no CUDA context.
 
     Args:
         node: label put on each reading.

@@ -1,4 +1,4 @@
-"""Privacy classes: what a value that leaves a run may depend on."""
+"""Privacy classes: what a value may depend on when it leaves a run."""
 
 from enum import StrEnum
 

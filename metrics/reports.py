@@ -1,6 +1,6 @@
-"""Reports: what code of the user's own is told of a run, field by field with its privacy class.
+"""Reports: what the user's own code is told about a run, field by field with its privacy class.
 
-Hides how a class is declared to hold nothing secret. The type of a field says what its value may depend on: `Fact`,
+Hides how a class declares that it holds nothing secret. The type of a field says what its value may depend on: `Fact`,
 `Physical` or `Release`. A class with a field of any other type cannot be defined.
 """
 

@@ -85,7 +85,7 @@ def parse_bind(bind: str) -> tuple[str, int]:
 
 
 class MetricsServer:
-    """Serves one registry over HTTP from a thread of its own until :meth:`close`.
+    """Serves one registry over HTTP from its own thread until :meth:`close`.
 
     The page carries no credentials: bind it to loopback, or keep it to the monitoring network.
 
@@ -123,8 +123,8 @@ class MetricsServer:
     def await_reader(self) -> None:
         """Wait until a Prometheus that reads the page regularly has read it once more, so that it sees the end.
 
-        Guarantee: returns at once if no Prometheus has read the page, or if its next read is overdue; else after the
-        next read, after one and a half of its intervals, or after `READER_WAIT_S`.
+        Guarantee: returns at once if no Prometheus has read the page, or if its next read is overdue. Otherwise it
+        returns after the next read, after one and a half of its intervals, or after `READER_WAIT_S`.
         """
         self._reads.wait()
 

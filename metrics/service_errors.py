@@ -28,9 +28,9 @@ class ServiceError(RaycloakError):
 
     Args:
         code, message, remedy: see `RaycloakError`.
-        request_id: of the refused call, as the service's log has it for a `ServiceServerError`; empty if the call never
-            reached it, or if the operation was taken and failed later.
-        details: fields of its own that the class names, by name.
+        request_id: the id of the refused call, which the service's log has for a `ServiceServerError`; empty if the
+            call never reached the service, or if the operation was accepted and failed later.
+        details: the additional fields that the class names, by name.
     """
 
     kind: ClassVar[str] = "server"
@@ -96,7 +96,7 @@ class ServiceQueueFullError(ServiceError):
 
 
 class FutureTimeoutError(ServiceError, TimeoutError):
-    """The end of a wait: the result was not there in time, and the operation goes on."""
+    """The end of a wait: the result was not there in time, and the operation continues."""
 
     kind = "timeout"
 
@@ -114,7 +114,7 @@ class FutureFailedError(ServiceError):
 
 
 class BudgetExceededError(ServiceError):
-    """A refusal of a step that the account has no room for; epsilons are None where the cause names none."""
+    """A refusal of a step that the account has no room for; epsilons are None if the cause names none."""
 
     exit_code = 3
     kind = "budget_exceeded"

@@ -1,4 +1,4 @@
-"""The spans of a run for OpenTelemetry: how long each of its parts took, one inside the other.
+"""The spans of a run for OpenTelemetry: how long each of its parts took, nested.
 
 Hides whether spans are recorded, and by which library. The standard variable ``OTEL_EXPORTER_OTLP_ENDPOINT`` turns them
 on; without it nothing is imported, and a span costs a function call. Names are declared here, attributes in
@@ -35,7 +35,7 @@ SPANS = (
     "evaluate", "checkpoint", "recover",
 )  # fmt: skip
 OWN_TRACE = ("step", "measurement")
-"""Each begins a trace of its own, linked to its run: one trace of ten thousand steps is more than backends take."""
+"""Each begins its own trace, linked to its run: one trace of ten thousand steps is more than backends accept."""
 CLOSE_S = 5.0
 """Time for the last spans to leave. A collector that does not answer must not keep a finished run."""
 _PREFIX = "raycloak."
@@ -186,7 +186,7 @@ class RecordedTraces(Traces):
         closing.join(CLOSE_S)
 
     def _start(self, name: str, fields: Mapping[str, Value], began_ns: int) -> "Recorded":
-        """Start a span inside the open one, or in a trace of its own."""
+        """Start a span inside the open one, or in a new trace."""
         from opentelemetry.context import Context
         from opentelemetry.trace import Link, set_span_in_context
 

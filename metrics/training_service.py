@@ -1,4 +1,4 @@
-"""The series of a training service: what its store says at every scrape, and counts since it was started.
+"""The series of a training service: the state of its store at every scrape, and counts since it was started.
 
 No series names a tenant, a client or a run: the page has no access control, and one tenant's times are not another's.
 """

@@ -53,14 +53,14 @@ PAGES = {
     ),
     "data-and-models": (
         "Data and models",
-        "What workers open and build.",
+        "The data that workers open, and the models that they build.",
         ["Dataset", "ArrayDataset", "DatasetDescriptor", "ModelSource"],
     ),
     "callbacks": (
         "Callbacks",
-        "What a callback of your own is told. [Extending raycloak](../extending.md) has all code of your own. The type "
-        "of a field says what its value depends on: a `Fact` on no example; a `Physical` value is measured on a "
-        "machine; a `Release` is computed from what was released, or on public data.",
+        "The reports that your own callback gets. [Extending raycloak](../extending.md) covers all your own code. The "
+        "type of a field says what its value depends on: a `Fact` depends on no example; a `Physical` value is "
+        "measured on a machine; a `Release` is computed from released values, or on public data.",
         [
             "Callback",
             "RunStarted",
@@ -78,12 +78,12 @@ PAGES = {
     ),
     "by-hand": (
         "A step loop of your own",
-        "What `examples/actors_by_hand.py` is written with.",
+        "The calls that `examples/actors_by_hand.py` uses.",
         ["by_hand", "HandLoop"],
     ),
     "service": (
         "The training service",
-        "A loop of your own over a service. [The training service](../service.md) explains it.",
+        "Your own loop over a service. [The training service](../service.md) explains it.",
         [
             "ServiceClient",
             "ServiceCredentials",
@@ -107,11 +107,11 @@ PAGES = {
     ),
     "errors": (
         "Errors",
-        "All that raycloak raises on purpose, each with a stable code, one sentence, and what to do.",
+        "Every error that raycloak raises on purpose, with a stable code, one sentence, and what to do.",
         [name for name in raycloak.__all__ if name.endswith("Error")],
     ),
 }
-LAST = ("actors", "Actors and messages", "What a run is made of. `raycloak.by_hand` drives them.")
+LAST = ("actors", "Actors and messages", "The parts of a run. `raycloak.by_hand` drives them.")
 """The page of every name that no other page has."""
 
 _SECTION = re.compile(r"^(Args|Attributes|Raises|Returns|Yields|Guarantee):\s*(.*)$")

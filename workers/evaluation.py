@@ -1,12 +1,13 @@
 """The evaluation of released parameters: scores of examples, and a worker's part in evaluating on a sealed split.
 
-The split is confidential and its results are not: a worker opens the slices that it hosts, and answers with the sum of
-scores and the number of examples of each slice, exactly.
+The split is confidential and its results are not. A worker opens the slices that it hosts, and answers with the exact
+sum of scores and number of examples of each slice.
 
 Guarantee: a worker evaluates only parameters that its orchestrator ordered to be evaluated
-(`raycloak.attestation.orchestrator.evaluation_order`), on slices whose evaluation keys it was given; nothing else of
-an example leaves. The score of a slice depends on model, parameters and slice alone, so it has the same bits on every
-host. Not guaranteed: differential privacy. Results are exact, and tell as much about the examples as exact results can.
+(`raycloak.attestation.orchestrator.evaluation_order`), on slices whose evaluation keys it was given; nothing else about
+an example leaves. The score of a slice depends only on model, parameters and slice, so it has the same bits on every
+host. Not guaranteed: differential privacy. Results are exact, and reveal as much about the examples as exact results
+can.
 """
 
 import struct
@@ -190,7 +191,7 @@ class SealedSplit:
 
     Attributes:
         dataset: its examples.
-        scorer: scores them with a model of its own.
+        scorer: scores them with its own model.
     """
 
     dataset: SealedDataset
@@ -198,7 +199,7 @@ class SealedSplit:
 
 
 def open_split(folder: Path, loss: str, training: DatasetForm, runtime: ModelRuntime) -> SealedSplit:
-    """Open the header of a sealed split, and build a model of its own to score it with.
+    """Open the header of a sealed split, and build a separate model to score it with.
 
     Args:
         loss: name of the run's loss, which decides what is scored.

@@ -1,7 +1,7 @@
-"""The sum of the vectors that a worker hosts in one step: all that it keeps of them until another step is asked for.
+"""The sum of the vectors that a worker hosts in one step: all that it keeps of them until the next request for a step.
 
-Hides how many virtual workers it hosts: memory holds one vector's words for each parameter, and while another vector is
-added, what that one takes. A sum is enough, since nothing but the sum ever leaves, under masks.
+Hides how many virtual workers it hosts: memory holds one vector's words for each parameter, and those of another vector
+while it is added. A sum is enough, since only the sum ever leaves, under masks.
 """
 
 import numpy as np

@@ -98,8 +98,8 @@ def check_classes(
 ) -> None:
     """Refuse data of more declared classes than the model has outputs; a function of public facts only.
 
-    The labels beyond them would give no gradient, in silence, and each step would be charged. What a label of a loss of
-    the user's own means is not known here.
+    The labels beyond them would give no gradient, in silence, and each step would be charged. What a label means
+    to the user's own loss is unknown here.
 
     Args:
         loss: name of the run's loss.

@@ -1,6 +1,7 @@
 """The other members of a run as one worker knows them: their appraised evidence, and the secrets it shares with them.
 
-A worker believes of a member only what evidence says that it appraised itself, by the admission that it was given.
+A worker believes about a member only what its evidence says. It appraises that evidence itself, by the admission that
+it was given.
 """
 
 from collections.abc import Callable, Sequence

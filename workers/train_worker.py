@@ -1,14 +1,14 @@
 """TrainWorker: the only place where data, keys and clear updates exist.
 
-Everything it holds stays in its memory; what leaves is a signed header and masked vectors. It checks all that it is
-told before it computes: the manifest against its own code and data, the receipt, the roster, every peer's evidence.
-A plain class behind a narrow message interface, so that it can be moved into a process of its own.
+Everything it holds stays in its memory; only a signed header and masked vectors leave. It checks everything that it is
+told before it computes: the manifest against its own code and data, the receipt, the roster, every peer's evidence. It
+is a plain class behind a narrow message interface, so that it can move into its own process.
 
     prepare               Workload           data, model and loss are open
     compute_known_answer  PlannedWorkload    the mechanisms are chosen, and tried on public data
     present               RunMember          bound to one manifest for life
 
-A wrong or failing step is answered by one code; no text of an exception leaves (see `workers/answer_codes.py`).
+It answers a wrong or failing step with one code; no text of an exception leaves (see `workers/answer_codes.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -130,7 +130,7 @@ class TrainWorker:
         The roster's query says which of the run's mechanisms it is a step of.
 
         Guarantee: nothing is computed before a receipt and a roster for exactly these parameters and batches were
-        verified; one masked vector leaves per (run, query, step, attempt), and a repeat gets the same bytes or a
+        verified. One masked vector leaves per (run, query, step, attempt), and a repeat gets the same bytes or a
         refusal. Every failure is answered by a code. A call that is cancelled ends between two micro-batches; its
         attempt is over, and a later one computes the step.
 

@@ -1,6 +1,6 @@
-"""One virtual worker's vector: a function of its keys, its slice, the step and the parameters, and of nothing else.
+"""One virtual worker's vector: a function only of its keys, its slice, the step and the parameters.
 
-Host, attempt, roster and arrival order do not enter, so a vector recomputed elsewhere is the same vector. This makes
+Host, attempt, roster and arrival order do not enter it, so a vector recomputed elsewhere is the same vector. This makes
 recovery safe: two attempts of a step decode to one value.
 """
 
@@ -30,7 +30,7 @@ from raycloak.workers.vectors.sampling import draw_ids
 class Slice:
     """The examples of one virtual worker: ascending ids and the digest of their bytes.
 
-    Of data that a client sends, ids are places of a step, and no example is there to have a digest of.
+    For data that a client sends, ids are places of a step, and there is no example to digest.
     """
 
     ids: np.ndarray
@@ -140,7 +140,7 @@ class VirtualWorkerComputer:
     def _sent(self, data: Slice, sent: SentRows) -> Iterator[MicroBatch]:
         """Yield all places of the step that are the virtual worker's, the empty ones too.
 
-        So an example that is not there leaves every other one in its row.
+        So a missing example leaves every other one in its row.
         """
         places = data.ids
         return micro_batches(sent, places, self._mechanism, padding=int(places[0]), present=sent.present(places))

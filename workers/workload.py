@@ -1,6 +1,6 @@
 """The workload of a worker: data, model, loss and mechanisms, which it opens, checks and tries by itself.
 
-Nothing of it is taken from a manifest: a manifest is compared with it.
+The workload takes nothing from a manifest: a manifest is compared with it.
 """
 
 from dataclasses import replace

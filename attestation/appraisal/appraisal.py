@@ -1,8 +1,8 @@
 """Appraises a presentation: pure functions from evidence, collateral, policy and time to a result or a refusal.
 
 The orchestrator calls :func:`open_presentation`, consumes the nonce (`raycloak.attestation.orchestrator.nonces`) and
-then appraises. Workers appraise every peer in the same way, without the nonces. There is no network, clock or state in
-here.
+then appraises. Workers appraise every peer in the same way, without the nonces. This module has no network, clock or
+state.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Limits who may take part together: a GPU serves one member, a platform as many workers as the policy says.
 
-Genuine evidence can be shown by somebody other than its machine's owner. Counting machines and GPUs, and listing
-them in the policy, limits how many members one machine can pretend to be.
+Somebody other than a machine's owner can present its genuine evidence. Counting machines and GPUs, and listing them in
+the policy, limits how many members one machine can pretend to be.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ class Enrolment:
         self._workers: dict[bytes, set[str]] = {}
 
     def check(self, member: Appraisal, policy: Policy) -> None:
-        """Judge a member that wants to join the enrolled ones, or to take part anew.
+        """Judge a member that wants to join the enrolled ones, or to take part again.
 
         Raises:
             EvidenceError: as :func:`check_enrolment`.

@@ -2,9 +2,9 @@
 
 The orchestrator's signing key derives from the run secret and is in the manifest. Its presentation is made once per
 execution, and binds that key, the run and the manifest into a quote. So it shows that the key was at work inside code
-that the policy accepts, under this manifest. Evidence of another run, key or role does not serve.
+that the policy accepts, under this manifest. Evidence of another run, key or role is refused.
 Not shown: that this still holds, because no member's challenge is in it. An attacker who takes the run secret out of
-such a machine could continue elsewhere with the evidence made before.
+such a machine could continue elsewhere with earlier evidence.
 """
 
 import secrets

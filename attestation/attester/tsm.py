@@ -1,8 +1,8 @@
 """Collects evidence of this process's guest, through the kernel's report interface (configfs-tsm).
 
-Linux 6.7 and later give Intel TDX and AMD SEV-SNP guests one interface: a folder is made below
-``/sys/kernel/config/tsm/report``, 64 bytes are written to its ``inblob``, and the quote or report is read from its
-``outblob`` (Documentation/ABI/testing/configfs-tsm-report). A counter tells whether another process wrote in between.
+Linux 6.7 and later give Intel TDX and AMD SEV-SNP guests one interface (Documentation/ABI/testing/configfs-tsm-report).
+A process makes a folder below ``/sys/kernel/config/tsm/report`` and writes 64 bytes to its ``inblob``. It then reads
+the quote or report from its ``outblob``. A counter shows whether another process wrote in between.
 
 Only one thing is verified here: that the answer carries the 64 bytes. The receiver appraises the rest.
 """

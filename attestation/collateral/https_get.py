@@ -1,8 +1,7 @@
 """Sends one GET at a time to a service that a policy names: bounded in time and size, over verified TLS.
 
-Guarantee: returns only an answer of the named host itself, with at most so many bytes. No redirect is followed, and the
-system's authorities must vouch for the certificate. No wait is longer than the deadline, and the body is complete
-within it.
+Guarantee: returns only an answer of the named host itself, of bounded size. No redirect is followed, and the system's
+authorities must vouch for the certificate. No wait is longer than the deadline, and the body is complete within it.
 """
 
 import ssl

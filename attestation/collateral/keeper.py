@@ -1,6 +1,6 @@
-"""The collateral keeper: fetch collateral before it ends, and refresh a service that runs for long.
+"""The collateral keeper: fetch collateral before it expires, and refresh a service that runs for long.
 
-What was fetched is kept on disk, so a restart needs no network until the collateral has ended.
+Fetched collateral is kept on disk, so a restart needs no network until it expires.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""The messages of attestation: challenge, presentation and collateral; and the codes a refusal may have.
+"""The messages of attestation: challenge, presentation and collateral; and the codes that a refusal may have.
 
 The roles are RFC 9334's. A challenge goes to an attester, whose presentation comes back in an envelope signed by the
-identity key it presents. The verifier appraises it with collateral that it obtained over a channel of its own.
+identity key it presents. The verifier appraises it with collateral that it obtained over its own channel.
 """
 
 import json

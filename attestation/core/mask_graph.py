@@ -1,8 +1,8 @@
 """The mask graph: which pairs of workers mask with each other, and how many neighbours each needs in a large roster.
 
 By default every worker masks with every other. A run that says how many colluding workers it must withstand may have a
-sparse graph instead: the workers stand on a circle in a random order, and each masks with the ``reach`` nearest on
-either side. `docs/proofs/008-sparse-mask-graph.md` has the proof.
+sparse graph instead. Its workers stand on a circle in random order, and each masks with the ``reach`` nearest on either
+side. `docs/proofs/008-sparse-mask-graph.md` has the proof.
 """
 
 from fractions import Fraction
@@ -49,7 +49,7 @@ def most_circles(releases: int) -> int:
 
 @lru_cache(maxsize=64)  # The orchestrator and each worker ask for the same one at every roster.
 def least_reach(workers: int, colluding: int, releases: int) -> int | None:
-    """Return the smallest reach by which the honest workers split in no attempt of a run, but for 2^-40.
+    """Return the smallest reach at which honest workers split in no attempt of a run, except with chance 2^-40.
 
     Guarantee: ``most_circles(releases) * split_bound(...) <= 2^-40``. In whole numbers, so that all workers find the
     same one.
@@ -82,8 +82,8 @@ def draw_circle(seed: bytes, workers: int, colluding: int, releases: int) -> Mas
 def check_circle(roster: Roster, releases: int, agreed: int | None) -> None:
     """Require the masks of a verified roster to withstand what was agreed.
 
-    Guarantee: returns only if all pairs mask, or the circle states at least the agreed number of colluding workers, its
-    reach is at least :func:`least_reach` for that, and two honest workers remain.
+    Guarantee: returns only if all pairs mask, or if the circle is large enough. That is: it states at least the agreed
+    number of colluding workers, its reach is at least :func:`least_reach` for that, and two honest workers remain.
 
     Args:
         agreed: the manifest's number of colluding workers; None if all pairs must mask.

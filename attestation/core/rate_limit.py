@@ -1,6 +1,6 @@
 """Rate limits: a token bucket per peer, in bounded memory. Not safe for several threads at once.
 
-A peer that was forgotten to make room begins with a full bucket again.
+A peer that was forgotten to make room starts with a full bucket again.
 """
 
 from collections import OrderedDict

@@ -131,7 +131,7 @@ def open_roster(
 def check_roster(
     roster: Roster, *, run_id: str, manifest_digest: bytes, virtual_workers: int, minimum_workers: int
 ) -> None:
-    """Check a roster whose origin is known, as :func:`open_roster` does; the errors are the same, but for
+    """Check a roster whose origin is known, as :func:`open_roster` does; the errors are the same, except
     ``signature``."""
     if (roster.run_id, roster.manifest_digest) != (run_id, manifest_digest):
         raise ProtocolError("roster_mismatch", "the roster belongs to another run or manifest")

@@ -1,4 +1,4 @@
-"""Writes and reads files with private keys. They appear as a whole, and only their owner can read them."""
+"""Writes and reads files with private keys. They appear whole, and only their owner can read them."""
 
 import os
 import secrets

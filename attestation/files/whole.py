@@ -1,4 +1,4 @@
-"""Files that readers see as a whole: the old content or the new, never a part."""
+"""Files that readers see whole: the old content or the new, never a part."""
 
 import os
 import secrets

@@ -1,4 +1,4 @@
-"""The GPUs of one worker as a set: each genuine, each once, and all of them over a nonce that only this worker has.
+"""The GPUs of one worker as a set: each genuine, each listed once, and all over a nonce that only this worker has.
 
 The CPU's report data binds the list in its order (`raycloak.attestation.core.report_data`), so GPU reports are
 collected first.

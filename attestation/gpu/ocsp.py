@@ -1,7 +1,7 @@
 """Checks OCSP answers (RFC 6960) about the certificates of a GPU, and about the signers of its reference values.
 
-Device certificates end in the year 9999, so these answers are the only revocation there is. Each stage is a function
-of its own, because the order of refusals interleaves them with other checks.
+Device certificates expire in the year 9999, so these answers are the only revocation there is. Each stage is a separate
+function, because the order of refusals interleaves the stages with other checks.
 """
 
 import hashlib

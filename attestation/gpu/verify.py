@@ -1,8 +1,8 @@
 """Verifies an NVIDIA GPU's attestation report against pinned or simulated roots, reference values and OCSP answers.
 
 Hardware and simulated evidence take the same path. The class of the result is the class of the anchor. Each stage sets
-one refusal code, in the order of the design. Not checked here: whether the GPU belongs to a worker. That is for
-`raycloak.attestation.gpu.gpu_set`, which judges all GPUs of a worker together.
+one refusal code, in the order of the design. Not checked here: whether the GPU belongs to a worker.
+`raycloak.attestation.gpu.gpu_set` checks that, for all GPUs of a worker together.
 """
 
 import hashlib

@@ -1,13 +1,13 @@
 """Keys in two halves: one from the run's orchestrator, one from a key service of the data owner.
 
-Each side derives its halves from a secret of its own and commits to them before the run begins; the manifest pins both
+Each side derives its halves from its own secret and commits to them before the run begins; the manifest pins both
 commitments. Only the worker that hosts a virtual worker receives both halves. Each is sealed to a key that the worker's
-evidence binds. The worker alone combines them: HKDF over their concatenation, as a key combiner of SP 800-56C.
+evidence binds. Only the worker combines them: HKDF over their concatenation, as a key combiner of SP 800-56C.
 
 A standalone service has a contract in place of a run's manifest. The contract's digest is in every piece of evidence
 and every key package. Hand it to members over a channel that an attacker cannot change.
 
-Guarantee: a party that knows one half alone, the orchestrator or the owner, cannot tell the combined key from random
+Guarantee: a party that knows only one half, the orchestrator or the owner, cannot tell the combined key from random
 bytes. So it learns neither a virtual worker's noise, sampling and tags, nor the key of its data commitment.
 """
 
@@ -94,7 +94,7 @@ def check_contract(
 
     Raises:
         EvidenceError: ``key_service_mismatch`` if its policy or its virtual workers differ, or its epochs are too few.
-            Also if it derives from the run's own secret, so that there is only one half.
+            Also raised if it derives from the run's own secret, so that there is only one half.
     """
     remedy = "Let the owner of the data make a contract for this run, from a secret of the key service's own."
     differing = {

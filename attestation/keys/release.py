@@ -1,8 +1,8 @@
 """Seals the virtual-worker keys of one member, derived from the run secret, to its attested key.
 
 HPKE (RFC 9180) with the hybrid KEM of ML-KEM-768 and X25519. The orchestrator that the manifest names signs a package.
-Its keys are checked against the manifest's commitments, so a worker accepts no other key. A proof that the evidence log
-has the release comes with it: a worker takes no key that left without being logged.
+The worker checks its keys against the manifest's commitments, and accepts no others. A proof that the evidence log has
+the release comes with the package: a worker accepts no key that left without being logged.
 """
 
 from abc import abstractmethod
@@ -58,7 +58,7 @@ class KeyContract(Message):
         """The part of every key that says what it is for.
 
         Guarantee: differs with every field but ``key_commitments``, which follow from the keys. So another account,
-        policy, ledger, model or numerics class has other keys, under one run secret too.
+        policy, ledger, model or numerics class has other keys, even under one run secret.
         """
         return digest(length_prefixed("raycloak/key-context/v2", self.with_keys(()).digest()))
 

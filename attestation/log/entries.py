@@ -1,8 +1,8 @@
 """The evidence log's public data: entries, signed heads, and proofs that an entry is under a head.
 
-Guarantee: a head verifies only with both schemes of its owner. A proven entry is in its place of the log that the head
-was signed over. Two checks are left to the reader: that a later head extends an earlier one (:func:`check_extends`,
-which needs both), and that nobody else was shown another log.
+Guarantee: a head verifies only with both schemes of its owner. A proven entry is in its place in the log that the head
+was signed over. The reader has two checks left: that a later head extends an earlier one (:func:`check_extends`, which
+needs both), and that nobody else was shown another log.
 """
 
 import json

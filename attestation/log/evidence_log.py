@@ -75,8 +75,8 @@ class EvidenceLog:
     therefore reads O(log n) hashes.
 
     Args:
-        transactions: every transaction of ``connection``, to tell how long a read value holds. None reads it anew
-            each time.
+        transactions: every transaction of ``connection``, to tell how long a read value holds. None reads it again each
+            time.
 
     Raises:
         EvidenceError: ``log_broken`` if the entries found in the database do not match its tree. ``log_format``

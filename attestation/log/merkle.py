@@ -1,7 +1,7 @@
 """The Merkle tree of RFC 9162 (the hashes of RFC 6962): roots, inclusion proofs and consistency proofs.
 
-Guarantee: two lists of leaves with one root are the same list, unless SHA-256 has a collision. A verified proof tells
-what the tree of that root holds. Its maker need not be trusted.
+Guarantee: two lists of leaves with one root are the same list, unless SHA-256 has a collision. A verified proof shows
+what the tree of that root holds. Nobody has to trust its maker.
 
 A tree is read through a function from (level, index) to the hash of a complete subtree. Level 0 has the leaves' hashes.
 Node ``index`` of ``level`` covers the leaves from ``index * 2**level`` on. Complete subtrees never change. A store of

@@ -1,6 +1,6 @@
-"""Admissions: the members of a session, each with evidence that was accepted.
+"""Admissions: the members of a session, each with accepted evidence.
 
-Nonce, decision and log entry of an admission are one transaction. A member is admitted once they are on disk.
+The nonce, decision and log entry of an admission share one transaction. A member is admitted once they are on disk.
 """
 
 import math
@@ -53,7 +53,7 @@ class MemberReview:
 
     Attributes:
         revoked: (member id, message) of members that were revoked since they were admitted.
-        renew_in_s: seconds until the first other member should present anew; zero or less if it should now.
+        renew_in_s: seconds until the first other member should present again; zero or less if it should now.
     """
 
     revoked: tuple[tuple[str, str], ...]
@@ -106,7 +106,7 @@ def admitted_body(appraisal: Appraisal, appraised_at: int, collateral: bytes) ->
 class Admissions:
     """The admission face of a session: challenges, decisions, and the members that they leave.
 
-    A resumed session has its members back. A member whose evidence is no longer accepted presents anew.
+    A resumed session has its members back. A member whose evidence is no longer accepted presents again.
 
     Args:
         terms: of the run; they say how evidence is judged.
@@ -179,7 +179,7 @@ class Admissions:
         presentation that proves possession of its key consumes the nonce, whatever the outcome. Nonce, decision and log
         entry are one transaction.
 
-        The presentation that admitted a member gives the same appraisal again, until the member is challenged anew, is
+        The presentation that admitted a member gives the same appraisal again, until the member is challenged again, is
         revoked, or its evidence expires.
 
         Raises:
@@ -242,7 +242,7 @@ class Admissions:
         self._hosting.expelled(member_id)
 
     def review(self) -> MemberReview:
-        """Log new revocations, and report which members are revoked and when the others have to present anew.
+        """Log new revocations, and report which members are revoked and when the others have to present again.
 
         Guarantee: a revoked member gets no keys and no roster entry, whether or not this is called.
         """

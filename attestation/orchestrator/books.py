@@ -1,6 +1,6 @@
-"""The books of a run: all that its orchestrator keeps on disk, opened together.
+"""The books of a run: everything that its orchestrator keeps on disk, opened together.
 
-They share one SQLite file, so what several of them note inside one transaction is durable together, or not at all.
+They share one SQLite file, so their records of one transaction become durable together, or not at all.
 """
 
 from collections.abc import Iterator

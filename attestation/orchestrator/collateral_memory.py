@@ -1,6 +1,6 @@
 """The facts that a site's verifiers must not forget: the highest number of each kind of collateral, and the time.
 
-The book is a SQLite file of its own beside the states of the site's runs. So a run begins with what earlier runs have
+The book is a separate SQLite file beside the states of the site's runs. So a run begins with what earlier runs have
 seen. Orchestrators of several runs may write to it at once.
 """
 

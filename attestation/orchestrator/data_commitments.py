@@ -1,7 +1,7 @@
 """The book of the slices of a run, in the state of its orchestrator.
 
-It refuses other examples early, and names whose they are. That a receipt is worth nothing for other examples rests on
-the ledger, which holds the root of all commitments, and on the workers' own checks.
+It refuses changed examples early, and names the virtual worker. The guarantee that a receipt is worth nothing for other
+examples rests on the ledger, which holds the root of all commitments, and on the workers' own checks.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
-"""Documents: what the evidence log names by a digest alone, kept so that an auditor can judge it again.
+"""Documents that the evidence log names only by a digest, kept so that an auditor can judge them again.
 
 The log says who was admitted under which policy, and which roster was signed. The documents are the evidence, the
-vendors' collateral, the policy and the members behind that. A document counts only
-under the digest that an entry states.
+vendors' collateral, the policy and the members behind those entries. A document counts only under the digest that an
+entry states.
 """
 
 from collections.abc import Iterable, Mapping

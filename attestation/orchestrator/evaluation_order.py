@@ -1,12 +1,12 @@
 """Evaluation orders: the parameters that workers may measure on a sealed evaluation split.
 
-A result on that split leaves without noise. Anybody who may choose the parameters learns an example from enough
-results. So a worker measures only what its orchestrator has signed an order for.
+A result on that split leaves without noise. Anyone who may choose the parameters learns an example from enough results.
+So a worker measures only parameters that its orchestrator has signed an order for.
 
 Guarantee: the evidence log has an order's parameters as the outcome of a training step of the run. An order is for
 members with valid evidence, and the log has it before anybody gets it.
-Not guaranteed: that a step really gave those parameters. A lying driver gets one set of them for each step of the run
-and no other. Its claim stands in the log, where repeating the step exposes it.
+Not guaranteed: that a step really gave those parameters. A lying driver gets only one set of them for each step of the
+run. Its claim is in the log, where repeating the step exposes it.
 """
 
 from typing import ClassVar

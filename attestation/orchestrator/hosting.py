@@ -75,8 +75,8 @@ class StaticHosting:
 class TableRosters:
     """The rosters of a table, opened as its members present fresh evidence.
 
-    The rosters are of step 0. A service that runs for long uses up the attempts of a step, as each fresh piece of
-    evidence takes one; the rosters are then of the next step.
+    The rosters are of step 0. A service that runs for long uses up the attempts of a step, because each fresh piece of
+    evidence takes one. Its rosters are then for the next step.
 
     Args:
         open_step: opens the next roster of a step of this table.
@@ -96,7 +96,7 @@ class TableRosters:
         self._newest: tuple[frozenset[bytes], Envelope] | None = None
 
     def newest_roster(self) -> Envelope | None:
-        """Return the newest roster, opened anew after fresh evidence of a member; None until all members are admitted.
+        """Return the newest roster, reopened after fresh evidence of a member; None until all members are admitted.
 
         Raises:
             ProtocolError: ``no_roster`` if a roster cannot be opened now.

@@ -1,12 +1,11 @@
 """The desk that releases keys to entitled members, and logs each release before it leaves.
 
 Guarantee: a key leaves only for a member whose evidence is accepted and not expired. It is sealed to the key that the
-evidence binds, no more often than its quota, and after the log has the release; the member gets the proof of that.
-A key of sealed training examples leaves only for a run whose manifest meets their owner's demand.
-No machine gets more virtual workers' keys of one epoch than the terms say: see
-`raycloak.attestation.orchestrator.machine_book`.
-All releases of a session are under the policy that the session began with. A refused release is in the log before the
-refusal is told, or counted there: see `raycloak.attestation.orchestrator.refusal_log`.
+evidence binds, no more often than its quota, and only after the log has the release. The member gets the proof of that.
+A key of sealed training examples leaves only for a run whose manifest meets their owner's demand. No machine gets more
+virtual workers' keys of one epoch than the terms say: see `raycloak.attestation.orchestrator.machine_book`. All
+releases of a session are under the policy that the session began with. A refused release is logged, or counted in the
+log, before the member hears of the refusal: see `raycloak.attestation.orchestrator.refusal_log`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -181,10 +180,10 @@ class KeyDesk:
 
         Raises:
             EvidenceError: ``release_denied`` if the member is not an admitted worker, or its evidence has expired,
-                served another epoch or was appraised by another policy. Also if a key was drawn as often as its quota
-                says, or its machine would get keys of more virtual workers than the terms allow. ``sealed_demand`` if
-                training examples are sealed for other terms than the run's manifest states. ``log_forked`` if the
-                member has seen more of the log than there is. The log has the refusal.
+                served another epoch or was appraised by another policy. Also raised if a key was drawn as often as its
+                quota says, or if its machine would get keys of more virtual workers than the terms allow.
+                ``sealed_demand`` if training examples are sealed for other terms than the run's manifest states.
+                ``log_forked`` if the member has seen more of the log than there is. The log has the refusal.
         """
         return self.grant(member_id, epoch, virtual_workers, seen).proved(self._log)
 

@@ -1,4 +1,4 @@
-"""The book of loads: the points between two steps at which a run went on from an earlier state of its own.
+"""The book of loads: the points between two steps at which a run continued from one of its earlier states.
 
 The evidence log is the book, so a load and its record are one entry. A run without loads has no entry of this kind.
 """

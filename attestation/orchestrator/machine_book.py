@@ -1,7 +1,7 @@
-"""The book of the machines of a run: how many virtual workers' keys of one epoch each of them has got.
+"""The book of a run's machines: how many virtual workers' keys of one epoch each of them has received.
 
-A machine is what the appraised evidence says: the platform, and each GPU. A process, its name and its keys are worth
-nothing here, since anybody who holds a machine can start another process on it.
+The appraised evidence says what a machine is: the platform, and each GPU. A process, its name and its keys count for
+nothing here, since anyone who controls a machine can start another process on it.
 """
 
 import sqlite3
@@ -35,9 +35,8 @@ class MachineBook:
     def give(self, member: Appraisal, epoch: int, virtual_workers: tuple[int, ...], most: int | None) -> None:
         """Note that keys of ``virtual_workers`` in ``epoch`` go to a member's machine, in the caller's transaction.
 
-        Guarantee: with ``most``, no platform and no GPU ever gets keys of more virtual workers of one epoch, by
-        whatever members, across restarts, sessions and resumes of the run. A key that it has got before is no other
-        key.
+        Guarantee: with ``most``, no platform and no GPU ever gets keys of more virtual workers of one epoch. This holds
+        for any members, across restarts, sessions and resumes of the run. A key that it received before counts once.
         Not guaranteed: that one machine has one identity for ever. That is for the vendor of the evidence to say.
 
         Raises:
@@ -68,7 +67,7 @@ class MachineBook:
         """Refuse a book that is empty although the run was ``charged``, in the caller's transaction.
 
         Guarantee: with ``most``, no key is released beside another state folder than that of the run's former releases.
-        Without, every key counts as held by one machine from then on, because nobody knows which machines got them.
+        Without it, every key counts as held by one machine from then on, because nobody knows which machines got them.
 
         Raises:
             EvidenceError: ``machine_book_missing``.
@@ -92,7 +91,7 @@ class MachineBook:
         }
 
     def most(self) -> int:
-        """Return the most virtual workers whose keys of one epoch one machine has got, in any session of the run."""
+        """Return the most virtual workers whose keys of one epoch one machine received, in any session of the run."""
         counts = "SELECT count(*) AS held FROM machine_keys GROUP BY machine, epoch"
         (most,) = self._db.execute(f"SELECT coalesce(max(held), 0) FROM ({counts})").fetchone()
         return int(most)

@@ -11,7 +11,7 @@ Two objects, because the manifest names the orchestrator's key and commits to th
 manifest: the run has to be open before the terms of its session exist. Both are plain classes for one caller at a time.
 
 The process may die at any moment. A new instance that opens the run again and begins the same session resumes it, and
-every question may be asked again. `attestation/orchestrator/books.py` holds all that must survive.
+every question may be asked again. `attestation/orchestrator/books.py` holds everything that must survive.
 """
 
 import re
@@ -157,7 +157,7 @@ class OpenRun:
         return RunSession(self, self._session, terms)
 
     def most_hosted(self) -> int:
-        """Return the most virtual workers whose keys of one epoch one machine has got, in any session of the run."""
+        """Return the most virtual workers whose keys of one epoch one machine received, in any session of the run."""
         return self.books.machines.most()
 
     def finish(self, commits: tuple[StepCommit, ...], log_file: str, destroy: bool) -> None:
@@ -290,8 +290,8 @@ class RunSession:
     ) -> Envelope:
         """Commit the given finished steps, and sign the roster of the next attempt of ``step`` of ``query``.
 
-        Guarantee: no two rosters of a (run, query, step) ever carry the same attempt, also across restarts: the
-        counter is on disk before the roster returns. Asked again, it signs the next attempt and commits nothing twice.
+        Guarantee: no two rosters of a (run, query, step) ever carry the same attempt, even across restarts. The counter
+        is on disk before the roster returns. Asked again, it signs the next attempt and commits nothing twice.
 
         Raises:
             EvidenceError: ``evidence_expired`` if a member's evidence is no longer valid, ``data_unknown`` if a host
@@ -345,7 +345,7 @@ class RunSession:
     def _circle_of(
         self, members: tuple[Member, ...], nonce: bytes, step: int
     ) -> tuple[object, MaskCircle | None] | None:
-        """Return a roster's workers and circle: the last circle, unless a worker came, went or presented anew.
+        """Return a roster's workers and circle: the last circle, unless a worker came, went or presented again.
 
         A circle that stays spares each worker the appraisal of all others, one after the other. It must not outlast
         its workers: somebody who knows the order could choose who leaves or joins.

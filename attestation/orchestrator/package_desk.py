@@ -81,8 +81,8 @@ class PackageDesk:
 
         Raises:
             EvidenceError: ``not_committed`` if the step is not committed yet. ``seal_refused`` if the package is of
-                another run or manifest, or states a log head that is not in the log. Also if it has other parameters or
-                another ledger entry than were committed.
+                another run or manifest, or states a log head that is not in the log. Also raised if it has other
+                parameters or another ledger entry than were committed.
             ProtocolError: ``malformed``.
         """
         manifest = parse(PackageManifest, manifest_bytes)

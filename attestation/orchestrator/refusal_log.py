@@ -1,4 +1,4 @@
-"""The refusals in the evidence log: each is an entry of its own, up to a budget, and is only counted beyond it.
+"""The refusals in the evidence log: each has its own entry, up to a budget, and is only counted beyond it.
 
 An entry stays for ever, and being refused costs nothing. So refusals over the service have a budget: `BURST` refusals,
 and `PER_SECOND` more. Refusals beyond it are counted. An entry ``refusals_omitted`` gives their count by code. It is

@@ -1,4 +1,4 @@
-"""The terms that the orchestrator of a run, or of a standalone service, is told once."""
+"""The terms that the orchestrator of a run, or of a standalone service, receives once."""
 
 from dataclasses import dataclass
 from typing import Final

@@ -87,7 +87,7 @@ class OrchestratorState:
 
     Attributes:
         transactions: of ``db``.
-        facts: shared by all runs of the folder; a file of its own, and no part of a transaction here.
+        facts: shared by all runs of the folder; a separate file, and no part of a transaction here.
     """
 
     def __init__(self, path: Path) -> None:
@@ -118,7 +118,7 @@ class OrchestratorState:
         self.db.execute("DELETE FROM opened")
 
     def start_session(self, session: SessionId) -> None:
-        """Begin a session without members, in place of the one before."""
+        """Begin a session without members, which replaces the one before."""
         self.forget_session()
         self.db.execute("INSERT INTO session VALUES (0, ?, ?, 0, NULL)", (session.name, session.manifest))
 

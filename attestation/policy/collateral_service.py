@@ -1,6 +1,6 @@
 """The collateral service that a policy names: where its verifiers fetch what vendors publish, and about what.
 
-The policy names the platform families too. So nothing a worker shows decides what is fetched, or from where.
+The policy names the platform families too. So nothing that a worker presents decides what is fetched, or from where.
 """
 
 import ipaddress

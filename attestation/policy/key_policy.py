@@ -25,7 +25,7 @@ class KeyKind(StrEnum):
     EVALUATION = "evaluation"
     """One slice of a sealed evaluation split."""
     CHECKPOINT = "checkpoint"
-    """A sealed package of the run. The run opens its own for its driver, which has no evidence of its own."""
+    """A sealed package of the run. The run opens its own for its driver, which has no evidence."""
 
 
 class KeyPolicy(Message):

@@ -1,6 +1,6 @@
 """The rules for the evidence that a run accepts, fixed before the run. The manifest names them by their digest.
 
-The rules of each family of evidence are in a file of its own. The roots are in `raycloak.attestation.trust.roots`.
+The rules of each family of evidence have their own file. The roots are in `raycloak.attestation.trust.roots`.
 """
 
 from pathlib import Path

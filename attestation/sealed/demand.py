@@ -1,8 +1,8 @@
 """The demand of a sealed dataset: the ledger, the account and the least noise under which its owner lets it be used.
 
 The demand is in the header, and every slice key derives from it. So a header with another demand yields keys that open
-nothing. The orchestrator checks it before it releases a slice key, each worker before it asks for one. Both read what
-the run's manifest states, so a driver that tells either of them anything else gets nothing.
+nothing. The orchestrator checks it before it releases a slice key, each worker before it asks for one. Both read the
+run's manifest, so a driver that tells either of them anything else gets nothing.
 """
 
 from collections.abc import Iterable

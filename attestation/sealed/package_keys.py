@@ -1,8 +1,8 @@
 """Keys of sealed packages: of signers, of the signers that a reader trusts, and of recipients.
 
-A package is signed twice, with Ed25519 (RFC 8032) and ML-DSA-65 (FIPS 204), so that it stands as long as either
-scheme does. Recipients hold HPKE keys of X25519 and ML-KEM-768. Trusted signers are never read from a package. They
-stand in a file of the reader's own.
+A package is signed twice, with Ed25519 (RFC 8032) and ML-DSA-65 (FIPS 204), so that it holds as long as either scheme
+does. Recipients hold HPKE keys of X25519 and ML-KEM-768. Trusted signers are never read from a package, only from a
+file of the reader.
 """
 
 from collections.abc import Sequence

@@ -1,10 +1,10 @@
 """Sealed data: a dataset that is encrypted per slice for one policy, and the keys of its slices.
 
 Guarantee: without the key of a slice, only the header's clear text is known: shapes, types, counts and sizes. A slice
-opens only at its place of this dataset, for the policy and the use (training or evaluation) it was sealed for, and
-training data only in runs that meet its owner's demand (`raycloak.attestation.sealed.demand`). The orchestrator
-releases slice keys with the virtual-worker keys, to workers that were appraised by that policy. It has no key of the
-same slice for any other policy, use or demand.
+opens only at its place in this dataset, for the policy and the use (training or evaluation) it was sealed for. Training
+data opens only in runs that meet its owner's demand (`raycloak.attestation.sealed.demand`). The orchestrator releases
+slice keys with the virtual-worker keys, to workers that were appraised by that policy. It has no key of the same slice
+for any other policy, use or demand.
 Not guaranteed: that the data owner's dataset key, a file that the orchestrator reads, stays where it is.
 """
 

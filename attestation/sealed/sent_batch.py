@@ -7,8 +7,8 @@ The bytes are a prefix, the clear head, then one part for each virtual worker th
 An example takes a place of the step; places are counted over all batches of the step. Place p belongs to virtual
 worker p mod V. A part holds its examples in the order of their places, under AES-256-GCM.
 
-Guarantee: a part opens only with its virtual worker's key of the epoch, and only under the very head it was sealed
-with. So a batch serves one step of one run, at one position, in whole or not at all.
+Guarantee: a part opens only with its virtual worker's key of the epoch, and only under the head it was sealed with. So
+a batch serves one step of one run, at one position, in whole or not at all.
 """
 
 import io

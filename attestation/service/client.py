@@ -1,8 +1,8 @@
 """A member's side of the evidence service, for workers outside the Ray cluster.
 
 Guarantee: the client talks only to a service whose TLS key is certified by the orchestrator that the manifest names.
-Any other server is refused in the handshake, before a byte of evidence leaves. The content of answers is not trusted
-for that. The caller checks signatures and commitments as it would in a cluster
+Any other server is refused in the handshake, before a byte of evidence leaves. This does not make the content of
+answers trustworthy. The caller checks signatures and commitments as it would in a cluster
 (`raycloak.attestation.keys.release.open_keys`, `raycloak.attestation.core.roster.open_roster`).
 """
 

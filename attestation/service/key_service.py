@@ -1,4 +1,4 @@
-"""The data owner's key service, and a worker's way to it: second halves of keys, over a channel of their own.
+"""The data owner's key service, and a worker's way to it: second halves of keys, over a separate channel.
 
 The service is an orchestrator with its own secret, storage, signing key and evidence log. It decides on nothing but
 keys. The run's orchestrator decides who hosts what. A second half gives no noise, sampling or tags without the

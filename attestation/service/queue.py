@@ -1,8 +1,8 @@
-"""The queue of calls to the orchestrator, which executes them one after the other, many in one transaction.
+"""The queue of calls to the orchestrator, which executes them one after another, many in one transaction.
 
 Each call alone would wait for the disk to confirm its record. Calls that wait at the same time share that wait: they
-are executed in one transaction, and answered when it is on disk. They may put off work until then, such as a proof
-under a signed head of the log. That work rests on the records of all of them.
+are executed in one transaction, and answered when it is on disk. They may defer work until then, such as a proof under
+a signed head of the log. That work rests on the records of all of them.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """The gRPC evidence service: Challenge, Attest, ReleaseKeys, Roster and Log over mutual TLS on attested keys.
 
-An event loop in a thread of its own reads and writes. Its calls go to the orchestrator one after the other, in one more
-thread (`attestation/service/queue.py`). A peer that is slow, silent or half open holds a coroutine or a socket, never
-one of those threads. The server also answers health checks (``grpc.health.v1``) and reflection.
+An event loop in its own thread reads and writes. Its calls go to the orchestrator one after another, in one more thread
+(`attestation/service/queue.py`). A peer that is slow, silent or half open holds a coroutine or a socket, never one of
+those threads. The server also answers health checks (``grpc.health.v1``) and reflection.
 
 Guarantee: fails closed. A call that cannot be decided, recorded or answered in time is refused. A service that could
 not write its record refuses everything from then on.

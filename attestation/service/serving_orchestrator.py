@@ -1,18 +1,18 @@
-"""EvidenceOrchestrator: the orchestrator of one run as a process of its own, which is told to open the run.
+"""EvidenceOrchestrator: the orchestrator of one run in its own process, which is told to open the run.
 
-It gives every question a name of its own and a turn, and may answer peers over gRPC during the run:
+It gives every question its own method and a turn, and may answer peers over gRPC during the run:
 
     driver (actor method)  --.                                      .-- present, view: beside everything
                               >-- Turn: first come, first served --<
     service queue (batch)  --'                                      '-- all else: one at a time
 
-Every decision is taken in `raycloak.attestation.orchestrator.orchestrator`. The driver of a run admits its members;
-over the service only observers are admitted. A member gets from the service what the run gave it already. An observer
-gets the log and the newest roster.
+`raycloak.attestation.orchestrator.orchestrator` takes every decision. The driver of a run admits its members; the
+service admits only observers. A member gets from the service only what the run has already given it. An observer gets
+the log and the newest roster.
 
 Guarantee: no two threads are inside the orchestrator at once, and they enter in the order in which they asked. Nobody
-holds a turn while something travels over a network: the service reads and writes in a thread of its own, and the
-orchestrator's own evidence is collected without a turn.
+holds a turn while something travels over a network: the service reads and writes in its own thread, and the
+orchestrator collects its own evidence without a turn.
 """
 
 import time

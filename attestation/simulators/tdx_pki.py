@@ -1,4 +1,4 @@
-"""Keys and certificates of the simulated vendor: the same structure as the real one, under a root of its own.
+"""Keys and certificates of the simulated vendor: the same structure as the real one, under its own root.
 
 Every subject carries ``O=SIMULATOR - NOT A TEE``. Certificates are valid from 2020 to 2049, so that making them needs
 no clock.

@@ -1,8 +1,8 @@
 """A vendor of simulated TDX platforms, for machines without a TEE.
 
-It has a root of its own, which it keeps in a file that only its owner may read. It certifies platforms and publishes
+It has its own root, which it keeps in a file that only its owner may read. It certifies platforms and publishes
 collateral. Its evidence has the genuine format and goes through the verifier of hardware evidence. It proves nothing
-about a machine: a reader of the file can sign anything. Every subject says ``O=SIMULATOR - NOT A TEE``.
+about a machine: anyone who reads the file can sign anything. Every subject says ``O=SIMULATOR - NOT A TEE``.
 """
 
 import hashlib
@@ -66,7 +66,7 @@ class CollateralVariant:
 
     Attributes:
         old_module_status: status of the TDX module one version below the newest, which is unknown if None.
-        signer: a platform whose PCK key signs TCB info and QE identity in place of the TCB signer.
+        signer: a platform whose PCK key signs TCB info and QE identity instead of the TCB signer.
         revoked_platforms: the platforms whose PCK certificates are on the PCK revocation list.
         revoke_tcb_signer, revoke_platform_ca: put it on the root's revocation list.
     """
@@ -130,7 +130,7 @@ class SimulatedVendor:
 
         Args:
             machine: name of the machine that it stands for; all platforms of one name have the same identity. None for
-                a machine that is never met again.
+                a machine that is used only once.
         """
         return SimulatedPlatform.create(self._platform_ca, self._root, machine)
 

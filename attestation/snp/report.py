@@ -116,8 +116,8 @@ def parse_report(data: bytes) -> SnpReport:
     """Read a report of version 2 to 5.
 
     Raises:
-        EvidenceError: ``evidence_malformed`` for another length, version, signature algorithm or kind of key. Also for
-            a byte other than zero where no signature covers it: behind r and s, and in the reserved tail.
+        EvidenceError: ``evidence_malformed`` for another length, version, signature algorithm or kind of key. Also
+            raised for a byte other than zero that no signature covers: behind r and s, and in the reserved tail.
     """
     if len(data) != REPORT_BYTES:
         refuse(Refusal.EVIDENCE_MALFORMED, f"an SEV-SNP report has {REPORT_BYTES} bytes, not {len(data)}")

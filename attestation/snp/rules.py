@@ -37,14 +37,14 @@ class SnpRules(Message):
             CVE-2024-56161.
         min_boot_loader_svn, min_tee_svn, min_microcode_svn: the same for the other parts of the firmware. A generation
             that is not named has no floor for that part.
-        require_alias_check: whether the firmware must have looked for memory modules that lie about their size
+        require_alias_check: whether the firmware must have checked for memory modules that lie about their size
             (CVE-2024-21944).
         allow_debug: whether a guest is accepted whose memory its host can read.
         allow_migrate_ma: whether a guest may be bound to a migration agent, which can move its memory elsewhere.
         allow_smt: whether the guest may share a core with another guest's hardware thread. Clouds launch guests so.
         allowed_vmpl: privilege levels from which a report is accepted.
-        key_kinds: kinds of endorsement key that may sign. A VCEK is one chip's own. A VLEK is shared by the machines of
-            one cloud provider, which may mask the chip's id: such a report names a guest and no machine.
+        key_kinds: kinds of endorsement key that may sign. A VCEK is one chip's own. The machines of one cloud provider
+            share a VLEK, and the provider may mask the chip's id. Such a report names a guest and no machine.
         require_crl: whether a current revocation list of AMD's root must be present, the one for the kind of key that
             signed.
         measurements: accepted launch measurements, 48 bytes each. An empty set admits nothing; None compares nothing,

@@ -236,7 +236,7 @@ def _own_crls(crls: Mapping[KeyKind, Sequence[bytes]], chain: Sequence[x509.Cert
 def _stated_kind(crl: x509.CertificateRevocationList) -> KeyKind | None:
     """Return the kind of key in the address that a list states for itself; None if it states none.
 
-    The issuer signed that address. Where a list came from is only the word of a mirror, or of who wrote a file.
+    The issuer signed that address. Only a mirror, or the author of a file, says where a list came from.
     """
     parts = crl_scope(crl).split("/")
     return next((kind for kind in KEY_KINDS.values() if kind.lower() in parts), None)

@@ -31,8 +31,8 @@ class TdxRules(Message):
             which no policy of a run may say.
         rtmr0, rtmr1, rtmr2, rtmr3: accepted values of each run-time register, 48 bytes each. ``mr_td`` covers the
             firmware alone. These cover its setup, kernel, command line and containers. Zero is a value: the register
-            has no measurements. ``any`` compares nothing. So does None, which no policy for TDX hardware may say: what
-            is not compared is said in so many words.
+            has no measurements. ``any`` compares nothing. So does None, which no policy for TDX hardware may say: such
+            a policy must say explicitly what is not compared.
         mr_config_id: accepted values that the host may set at launch, 48 bytes each; None compares nothing.
         tcb_statuses: accepted status of platform, TDX module and quoting enclave.
         rejected_advisories: vendor advisories that must not apply to the platform.

@@ -1,8 +1,8 @@
 """Has dcap-qvl verify the whole TDX quote again, under the same rules. Only quotes that both accept pass.
 
 It refuses debug guests, and guests without SEPT_VE_DISABLE, whatever a policy tolerates. It says so after every check
-except the platform's status. So for a guest that the rules tolerate, that one refusal is ignored, and nothing else. The
-status is then rated by `raycloak.attestation.tdx.rating` alone.
+except the platform's status. So for a guest that the rules tolerate, only that refusal is ignored.
+`raycloak.attestation.tdx.rating` alone then rates the status.
 """
 
 import re

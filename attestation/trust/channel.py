@@ -10,13 +10,12 @@ knows the manifest can make one, so it vouches for nobody. It makes TLS ask for 
 holder is at the other end. Peers that do not know the run are turned away. The service identifies the peer
 by the leaf: the identity key of the presentation must have certified it (:func:`is_channel_of`).
 
-Guarantee: a channel on which the service accepts a presentation ends at a process that holds a TLS key certified by
-the presented identity key. That identity key signed the digests of the certificates at both ends
-(:class:`ChannelBinding`). A presentation relayed over another party's channel is refused. That channel has another
-client certificate, the relay cannot make one of the worker's key, and a signature for another channel names other
-certificates.
-This "live channel" proof answers relay attacks on attested TLS, such as CVE-2026-33697. Certificates take the place of
-RFC 9266's exporter value, which gRPC does not hand out. They do as well, because each channel has a fresh client key.
+Guarantee: a channel on which the service accepts a presentation ends at a process that holds a TLS key certified by the
+presented identity key. That identity key signed the digests of the certificates at both ends (:class:`ChannelBinding`).
+A presentation relayed over another party's channel is refused. That channel has another client certificate, the relay
+cannot make one of the worker's key, and a signature for another channel names other certificates. This "live channel"
+proof answers relay attacks on attested TLS, such as CVE-2026-33697. Certificates replace RFC 9266's exporter value,
+which gRPC does not expose. They serve as well, because each channel has a fresh client key.
 Not guaranteed: that the TLS key is inside the TEE. The key that counts for secrets is the attested HPKE key.
 """
 

@@ -1,7 +1,7 @@
 """Numbers of a vendor's collateral that may only rise: evaluation numbers of documents, numbers of revocation lists.
 
 A fact's name contains its root or issuer, so that a simulator's numbers say nothing about a vendor's. It also contains
-the document or list, because vendors publish for each platform family in its own time. A verifier keeps the highest
+the document or list, because vendors publish for each platform family at its own pace. A verifier keeps the highest
 number it has seen of each (`raycloak.attestation.orchestrator.collateral_memory`). The check itself is a pure function.
 """
 

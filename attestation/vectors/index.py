@@ -1,7 +1,7 @@
-"""Reads an index of evidence. Each case says what is presented, with what, when, and under which policy.
+"""Reads an index of evidence. Each case names the evidence, the collateral, the time and the policy.
 
-The format is described in `docs/attestation-index.md`. Paths are relative to the index. Anchors are raycloak's pinned
-ones, and any that a case names as ``simulator_root``.
+`docs/attestation-index.md` describes the format. Paths are relative to the index. Anchors are raycloak's pinned ones,
+and any that a case names as ``simulator_root``.
 """
 
 from collections.abc import Mapping

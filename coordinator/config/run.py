@@ -69,13 +69,13 @@ class RunConfig(Section):
     Attributes:
         name: prefix of the run directory.
         num_workers: TrainWorkers to start, and to keep.
-        min_workers: fewest that the run continues with.
-        max_workers: most that it grows to where the cluster has room; ``num_workers`` by default.
+        min_workers: the fewest with which the run continues.
+        max_workers: the most that it grows to if the cluster has room; ``num_workers`` by default.
         virtual_workers: V, fixed for the run; the result does not depend on how workers host them. The plan chooses it
-            where it is not given.
+            if absent.
         batch_size_per_worker, expected_batch_size: the public batch size, one of the two.
-        micro_batch_size: most physical rows per forward pass; where it is not given, as many as memory holds.
-        steps, epochs: planned steps, or passes over the data on average; at most one of the two, 200 steps by default.
+        micro_batch_size: most physical rows per forward pass; if absent, as many as memory holds.
+        steps, epochs: planned steps, or average passes over the data; at most one of the two, 200 steps by default.
         model: ``module:function`` that returns a ``torch.nn.Module``, or a Hugging Face model by configuration; a
             Trainer may be given a callable instead.
         loss: ``cross_entropy``, ``token_cross_entropy``, ``next_token_cross_entropy``, ``mse`` or ``module:function``
@@ -87,14 +87,14 @@ class RunConfig(Section):
         secret_retention: whether a generated run secret is destroyed (``run``) or kept (``keep``) when the run is
             complete.
         policy: evidence policy file; without one, simulated evidence is accepted and the run says SIMULATED.
-        collateral: file that names the vendors' collateral; needed where the policy accepts hardware only.
-        key_service: of the data owner; without one, every key comes from the run secret alone.
+        collateral: file that names the vendors' collateral; needed if the policy accepts hardware only.
+        key_service: the data owner's key service; without one, every key comes from the run secret alone.
         attestation: whether others can follow the run's evidence over gRPC.
-        cpu_capability: instruction set the CPU kernels are held to, ``avx2`` or ``avx512`` or ``default``.
+        cpu_capability: instruction set that the CPU kernels keep to: ``avx2``, ``avx512`` or ``default``.
         threads_per_worker: threads of one torch operation in a worker; another number is another computation.
         precision: of the forward and backward pass, ``float32`` or ``bf16``; parameters and sums stay as they are.
-        gradient_checkpointing: computes the blocks of a Hugging Face model again in the backward pass, for less memory.
-        callbacks: ``module:Class`` of the user's own, which are told of the run; see `docs/extending.md`.
+        gradient_checkpointing: recomputes the blocks of a Hugging Face model in the backward pass, for less memory.
+        callbacks: the user's own classes, ``module:Class``, which are told of the run; see `docs/extending.md`.
         loggers: tracking tools that are told of the run; see `docs/loggers.md`.
         allow_nondeterministic: lets operations without a deterministic kernel run; the run is then marked NOT EXACT.
     """

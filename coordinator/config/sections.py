@@ -78,10 +78,10 @@ class DPConfig(Section):
         noise_multiplier: z, if it is given instead of solved.
         epsilon_cap: hard cap of an account that the run opens; ``target_epsilon`` if absent.
         max_grad_norm: C.
-        colluding_workers: T, workers whose noise is not counted on. Each needs a machine of its own: keys are then
-            counted by platform and GPU, and no machine gets more than ``min_workers`` workers make necessary.
-        accountant: with which noise is solved and the account is held. ``auto`` is ``pld`` for an account that the
-            run opens, and the account's own for one that is there.
+        colluding_workers: T, workers whose noise does not count. Each needs its own machine: keys are then counted by
+            platform and GPU, and no machine gets more than ``min_workers`` workers make necessary.
+        accountant: the accountant that solves the noise and holds the account. ``auto`` is ``pld`` for an account that
+            the run opens, and the account's own for one that exists.
     """
 
     enabled: bool = True
@@ -381,7 +381,7 @@ class PrivateEvaluationConfig(Section):
 
 
 class MeasurementsConfig(Section):
-    """The measurements on private examples beside the gradients, each with noise and a cost of its own."""
+    """The measurements on private examples beside the gradients, each with its own noise and cost."""
 
     class_counts: ClassCountsConfig | None = None
     evaluation: PrivateEvaluationConfig | None = None
@@ -479,10 +479,10 @@ class LedgerConfig(Section):
 
     Attributes:
         url: of the ledger; the file in the state folder if absent. A password in it is written and shown nowhere.
-        account: that pays; the account of the data if absent.
-        witness: absolute folder on other storage, or http(s) URL, that is told every head of the ledger.
+        account: the account that pays; the account of the data if absent.
+        witness: absolute folder on other storage, or http(s) URL, that receives every head of the ledger.
         prepaid: whether the whole plan is charged when the run is registered, before anything is computed; what the run
-            then leaves out stays charged.
+            does not use stays charged.
     """
 
     url: str | None = Field(default=None, min_length=1, repr=False)
@@ -542,11 +542,11 @@ class PlacementConfig(Section):
     """The nodes that workers run on, in the terms of Ray's placement groups.
 
     Attributes:
-        strategy: how the initial workers spread over nodes; a joiner gets a group of its own.
+        strategy: how the initial workers spread over nodes; a newcomer gets its own group.
         accelerator_type: model of the accelerator that each worker needs, as Ray names it.
-        resources_per_worker: what each worker reserves; ``CPU`` and ``GPU`` replace the even share.
+        resources_per_worker: the resources that each worker reserves; ``CPU`` and ``GPU`` replace the even share.
         labels: labels that a worker's node must carry, with Ray's selector syntax.
-        deadline_s: after which what cannot be placed is named and refused.
+        deadline_s: seconds after which the run names and refuses what cannot be placed.
     """
 
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
@@ -562,7 +562,7 @@ class CheckpointConfig(Section):
     Attributes:
         checkpoint_frequency: steps between two packages; 0 seals one only when the run ends or is stopped.
         num_to_keep: packages that stay; the newest and the best always do.
-        keep_best: released metric of which the best package stays as well.
+        keep_best: released metric; the package that is best by it stays as well.
         storage: folder or ``s3://bucket/prefix`` of all packages; ``packages/`` in the state
             folder if absent.
         recipients: files with the public keys of those who may open a package, besides the run itself.
@@ -645,5 +645,5 @@ class LoggersConfig(Section):
 
     @property
     def tools(self) -> tuple[str, ...]:
-        """The tools that are asked for, by name."""
+        """The names of the requested tools."""
         return tuple(name for name in type(self).model_fields if getattr(self, name) is not None)

@@ -1,7 +1,7 @@
 """The base of loggers: from the reports of a run to numbers by name and step, the same for every tool.
 
-Hides which name a value gets. A tool's own class opens its run, takes numbers and words, and closes. It gets nothing
-but reports and files of the run directory, all of which are public.
+Hides which name a value gets. A tool's own class opens its run, takes numbers and words, and closes. It gets only
+reports and files of the run directory, all of which are public.
 """
 
 from abc import ABC, abstractmethod
@@ -79,7 +79,7 @@ class Logger(Callback, ABC):
         self._log({"epsilon": report.epsilon, "workers": report.workers, "step_seconds": report.seconds}, report.step)
 
     def on_evaluation(self, report: EvaluationReport) -> None:
-        """Log a result on the public split; metrics of the user's own have ``evaluation_`` before their name."""
+        """Log a result on the public split; the user's own metrics have ``evaluation_`` before their name."""
         own = {f"evaluation_{name}": value for name, value in report.metrics.items()}
         built_in = {f"evaluation_{name}": getattr(report, name) for name in ("accuracy", "loss", "f1")}
         self._log({**own, **built_in}, report.steps)

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class WandbLogger(Logger):
     """Logs a run to Weights & Biases: settings, numbers, the files of the run directory, and on request the model.
 
-    Its id is the run's own id, so after a resume it continues the same run. No console output, code, environment or
-    measurement of the machine is collected; the tool adds the name of the host and versions of libraries.
+    Its id is the run's own id, so after a resume it continues the same run. It collects no console output, code,
+    environment or machine measurements; the tool adds the host name and library versions.
 
     Args:
         project: the configuration's name if absent.

@@ -25,19 +25,19 @@ from raycloak.workers.inputs.user_code import portable_base
 def by_hand(
     config: RunConfig, *, config_dir: Path | None = None, notice: Callable[[str], None] | None = None
 ) -> Iterator[HandLoop]:
-    """Start the members of a run for a loop of your own: vectors, aggregate, your update, and so on.
+    """Start the members of a run for your own loop: vectors, aggregate, your update, and so on.
 
-    The loop is charged to the account of the data, as any run is. ``config.optimizer`` is not used. Call
+    The loop is charged to the account of the data, like any run. ``config.optimizer`` is not used. Call
     `HandLoop.finish` at the end; without it the run is void. Such a run cannot be resumed or replayed.
 
     Args:
         config: it names model and dataset, and neither measurements nor evaluation, callbacks or loggers.
         config_dir: folder that relative paths and ``module:function`` names start from; the working directory if
             absent.
-        notice: told, in one line each, what a watcher needs to know; standard error if absent.
+        notice: called with one line for each thing that a watcher needs to know; standard error if absent.
 
     Raises:
-        RaycloakError: what refuses the run; nothing was charged.
+        RaycloakError: the reason why the run is refused; nothing was charged.
     """
     if config.dataset is None:
         raise ConfigError("config", "no dataset is named.", "Name one in the configuration.")

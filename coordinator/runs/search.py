@@ -44,8 +44,8 @@ _VERDICT = (
 def tunable(config: RunConfig, *, config_dir: Path | None = None) -> type[Any]:
     """Return a `ray.tune.Trainable` whose trials are runs of ``config`` with the values that Tune chooses.
 
-    Guarantee: a trial computes nothing before the account of ``config`` has been charged for all that the trial plans;
-    a trial that the account cannot pay for ends with ``cap_exceeded``. A trial that is stopped early, or fails, stays
+    Guarantee: a trial computes nothing before the account of ``config`` has been charged for the trial's whole plan; a
+    trial that the account cannot pay for ends with ``cap_exceeded``. A trial that is stopped early, or fails, stays
     charged. A scheduler sees public and released values only.
 
     Its results have ``step``, ``evaluation_accuracy`` or ``evaluation_loss`` on a declared split,

@@ -39,12 +39,13 @@ class Trainer:
         resume: resume the newest unfinished run of the configuration's name instead of starting one.
         handle_signals: whether SIGINT and SIGTERM end the run after the step it is in, and at once when they come
             again; for the main thread.
-        notice: told, in one line each, what a watcher needs to know: the metrics' address, members that left or joined.
-        metrics: functions of your own of outputs and labels of the public split, beside ``evaluation.metrics``.
-        callbacks: objects of your own that are told of the run, beside those that ``config.callbacks`` and
+        notice: called with one line for each thing that a watcher needs to know: the metrics' address, members that
+            left or joined.
+        metrics: your own functions of outputs and labels of the public split, beside ``evaluation.metrics``.
+        callbacks: your own objects that are told of the run, beside those that ``config.callbacks`` and
             ``config.loggers`` name.
-        placement_group: of Ray, with the caller's own bundle first and then one for each of the ``num_workers``; the
-            run reserves a group of its own if absent.
+        placement_group: a Ray placement group, with the caller's own bundle first and then one for each of the
+            ``num_workers``; the run reserves its own group if absent.
     """
 
     def __init__(

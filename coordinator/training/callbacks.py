@@ -1,7 +1,7 @@
-"""Callbacks of the user's own: what they may define, what they are told, and how they are found and checked.
+"""The user's own callbacks: what they may define, what they are told, and how they are found and checked.
 
-Every field of what they are told is declared with its privacy class, and none is secret. A callback is in no manifest,
-for nothing that it does changes a byte of the model. `coordinator/training/callback_caller.py` calls it.
+Every field of a report is declared with its privacy class, and none is secret. A callback is in no manifest, because
+nothing that it does changes a byte of the model. `coordinator/training/callback_caller.py` calls it.
 """
 
 import inspect
@@ -22,7 +22,7 @@ class RunStarted:
     Attributes:
         run_dir: the run directory.
         name: the configuration's name.
-        account: the one that pays.
+        account: the account that pays.
         steps, virtual_workers, parameters: planned steps, V, and the number of trained coordinates.
         finished_steps: steps that earlier executions of the run finished; 0 in the first.
         private: False if differential privacy is off; then every epsilon is None.
@@ -123,16 +123,16 @@ Report = RunStarted | StepReport | EvaluationReport | MeasurementReport | Checkp
 class Callback:
     """The base of callbacks: override what you need. Every argument is public.
 
-    A callback has a thread of its own, in the driver: it is told everything in order, while the run goes on. It gets
-    copies, so nothing that it does changes the run. What a method returns is ignored; `Trainer.stop` ends a run after
-    the step that it is in by then.
+    A callback has its own thread in the driver: it hears everything in order, while the run continues. It gets copies,
+    so nothing that it does changes the run. The return value of a method is ignored; `Trainer.stop` ends a run after
+    the step that it has reached by then.
 
-    Each execution of a run tells of its own start and end; a resumed run has several. A replay tells nothing.
+    Each execution of a run reports its own start and end; a resumed run has several. A replay reports nothing.
 
-    A method that raises is named, with its error, and its callback is not called again. One that lasts longer than a
-    minute is named, and the run does not wait for it. At most 1,000 reports wait for a callback: then the oldest step
-    is left out for each new report, and the callback is named. At the end, the run waits up to two minutes until all
-    callbacks have been told.
+    If a method raises, it is named with its error, and its callback is not called again. If a call takes longer than a
+    minute, it is named, and the run does not wait for it. At most 1,000 reports wait for a callback: beyond that, each
+    new report drops the oldest step, and the callback is named. At the end, the run waits up to two minutes until all
+    callbacks have heard everything.
     """
 
     def on_run_begin(self, started: RunStarted) -> None:

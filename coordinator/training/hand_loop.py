@@ -1,7 +1,8 @@
 """A step loop that its caller writes: sampling, vectors, aggregate; the update is the caller's.
 
 Hides everything before the first step and between two: admission, keys, rosters, receipts, bindings, lost workers,
-fresh evidence at each epoch. No step is resumed or replayed: the update that gave its parameters is on no record.
+fresh evidence at each epoch. No step can be resumed or replayed, because nothing records the update that gave its
+parameters.
 """
 
 from contextlib import suppress
@@ -28,16 +29,17 @@ from raycloak.workers.terms.parameter_digest import parameter_digest, tensor_dig
 class HandLoop:
     """The admitted members of a run, and its steps one by one.
 
-    Guarantee: whatever its caller makes of an average costs no epsilon, since it is released. A step is charged before
-    a worker computes it, and nothing but the whole sum of its bound vectors is decoded. Wherever the loop ends, the run
-    claims ``plan.epsilon_outsiders``: its caller may have looked. Precondition: the caller sees released values alone.
+    Guarantee: whatever its caller computes from an average costs no epsilon, since the average is released. A step is
+    charged before a worker computes it, and only the whole sum of its bound vectors is decoded. Wherever the loop ends,
+    the run claims ``plan.epsilon_outsiders``: its caller may have looked. Precondition: the caller sees only released
+    values.
 
     Attributes:
         plan: what the steps cost; ``plan.mechanism`` has the noise in each average.
         initial_parameters: float32 [d], in the order of the model's ``named_parameters``.
 
     Raises:
-        RaycloakError: what refuses the run; nothing was charged.
+        RaycloakError: the reason why the run is refused; nothing was charged.
     """
 
     def __init__(self, order: Order) -> None:

@@ -1,4 +1,4 @@
-"""The dashboard of all runs and all accounts. Its burn is what the recording rules compute."""
+"""The dashboard of all runs and all accounts. The recording rules compute its burn."""
 
 from raycloak.metrics.dashboards.panels import RATE, Dashboard, Panel, PromQuery, Row
 

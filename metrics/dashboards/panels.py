@@ -9,9 +9,9 @@ RUN = '{run="$run"}'
 ACCOUNT = '{account="$account"}'
 
 Phase = Literal["running", "ended", "loss", "gpu", "service", "training service", "adapter", "ray"]
-"""The time at which a panel's queries have data: while a run trains, or once it has ended; in a run whose evaluation
-has a loss and no accuracy; where there are GPUs, an evidence service, a training service, an adapter's server, or Ray's
-own pages."""
+"""The condition under which a panel's queries have data. It may be a run that trains, has ended, or evaluates a loss
+and no accuracy. It may also be the presence of GPUs, an evidence service, a training service, an adapter's server, or
+Ray's own pages."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The clipped sum of per-example gradients: the only place where a private gradient exists in the clear.
 
 Taps give the parts of every example's gradient; this module bounds each example and adds them up. Shapes and work do
-not depend on the draw: always M micro-batches of m rows, so time and memory tell nothing about it.
+not depend on the draw: always M micro-batches of m rows, so time and memory say nothing about it.
 """
 
 import warnings

@@ -1,7 +1,7 @@
 """The check that a forward pass and a loss keep nothing: what a model holds is the same afterwards.
 
-A model that remembers an example in a buffer, a list or a Python number lets that example change the gradients of all
-that come after it, and clipping each gradient would bound nothing.
+A model may remember an example in a buffer, a list or a Python number. That example then changes the gradients of all
+later ones, and clipping each gradient would bound nothing.
 """
 
 import operator
@@ -23,7 +23,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class KeptState:
-    """A record of what a model and a loss hold at one moment, to be compared with what they hold later.
+    """A record of the state of a model and a loss at one moment, to be compared with a later one.
 
     Guarantee: :meth:`check` refuses an array or plain value that differs, a tensor that is another object, and a tensor
     that an operation wrote to. Only a write past torch's own count of writes escapes it, where there is no copy.

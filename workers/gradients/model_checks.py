@@ -2,8 +2,8 @@
 
 The checks run on a copy of the model on the CPU, with slightly moved parameters so that a layer initialised to zero
 hides nothing. The start of a run is mostly these forward passes, so each serves several checks. They are evidence, not
-proof: a layer that misbehaves only on certain inputs is not found. That the loss keeps examples apart rests on no
-check: :class:`raycloak.workers.gradients.row_loss.RowLoss` shows it one at a time.
+proof: they miss a layer that misbehaves only on certain inputs. No check is needed to keep examples apart in the loss:
+:class:`raycloak.workers.gradients.row_loss.RowLoss` shows it one example at a time.
 """
 
 import copy
@@ -61,7 +61,7 @@ class _Pass:
 
 @dataclass(frozen=True, slots=True)
 class _Tolerance:
-    """How far two results of the same computation may be apart.
+    """The distance by which two results of the same computation may differ.
 
     Attributes:
         relative: of each number.

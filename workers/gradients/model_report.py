@@ -1,7 +1,7 @@
-"""The report on a model: layer by layer, what is trained, what is refused and why, and the line that mends it.
+"""The report on a model: layer by layer, what is trained, what is refused and why, and which line fixes it.
 
-All layers are judged by their type. Then the model is run as `raycloak.workers.gradients.model_checks` says, on a copy
-with the mechanical mends made, and again without a layer's gradient: a run tells of one layer at a time.
+All layers are judged by their type. Then the model runs as `raycloak.workers.gradients.model_checks` says, on a copy
+with the mechanical fixes made. It runs again without a layer's gradient, because a run reports one layer at a time.
 """
 
 import re
@@ -27,7 +27,7 @@ _NAMED = re.compile(r"(layer|parameter) '([^']*)'")
 
 @dataclass(frozen=True, slots=True)
 class LayerReport:
-    """One layer that has parameters of its own, or that something is said about.
+    """One layer that has its own parameters, or that the report has something to say about.
 
     Attributes:
         parameters: trained ones of its own; those of the layers inside it are theirs.
@@ -47,7 +47,7 @@ class LayerReport:
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """All layers of a model that there is something to say about.
+    """All layers of a model that the report has something to say about.
 
     Attributes:
         was_run: whether the model was also run, which finds what no type tells.

@@ -24,7 +24,7 @@ _DISPATCH_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBW
 
 
 ENGINE = "book-keeping/2"
-"""How gradients are computed and added up (docs/proofs/006-clipped-gradients.md): a change of it changes last bits."""
+"""The way gradients are computed and added up (docs/proofs/006-clipped-gradients.md): changing it changes last bits."""
 
 
 def slow_products(module: nn.Module, device: str, cpu_capability: str) -> tuple[str, ...]:

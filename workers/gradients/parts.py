@@ -7,8 +7,8 @@
     LookupPart   some rows of a table
     AbsentPart   zero: the parameter was not used
 
-Which form a parameter gets follows from shapes alone (`workers/gradients/uses.py`). Work and shapes never depend on
-what the rows hold. The proofs are in docs/proofs/006-clipped-gradients.md.
+Shapes alone decide which form a parameter gets (`workers/gradients/uses.py`). Work and shapes never depend on what the
+rows hold. The proofs are in docs/proofs/006-clipped-gradients.md.
 """
 
 from collections.abc import Iterator
@@ -264,7 +264,7 @@ class RowsPart:
 
 @dataclass(frozen=True, slots=True)
 class _Sides:
-    """Both sides of one row's products, float32 [groups, tokens, r] and [groups, tokens, c], in memory of their own.
+    """Both sides of one row's products, float32 [groups, tokens, r] and [groups, tokens, c], in separate memory.
 
     A library may choose its kernel by strides and alignment. All rows pass through this memory, so it sees one of each.
     """
@@ -400,7 +400,7 @@ class AbsentPart:
 
 
 def _finite(values: Tensor) -> Tensor:
-    """Return a float64 copy with zeros in place of what is not finite: only rows of weight zero have that.
+    """Return a float64 copy with zeros for values that are not finite: only rows of weight zero have such values.
 
     Zero times infinity would be NaN. Finite float32 numbers cannot overflow in what float64 does with them here.
     """

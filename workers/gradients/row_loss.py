@@ -1,7 +1,7 @@
 """The evaluation of a loss, one example at a time.
 
-A user's loss gets the rows of a batch. One that divides by the number of positives or of labels in its batch would let
-one example change every other gradient, and clipping each gradient would bound nothing.
+A user's loss may divide by the number of positives or of labels in its batch. Called on the whole batch, such a loss
+would let one example change every other gradient, and clipping each gradient would bound nothing.
 """
 
 import warnings
@@ -17,9 +17,9 @@ class RowLoss:
     """A loss that sees one example at a time.
 
     Guarantee: entry i of the result is computed from row i of output and labels alone, by any loss that keeps no state
-    between its calls. A user's loss is called on batches of one row: for all rows at once under ``torch.func.vmap``, or
-    row by row where its code does not run under vmap. The losses of this package treat rows alone by their own code,
-    and have the same bits either way; they are called on the whole batch.
+    between its calls. A user's loss is called on batches of one row. That happens for all rows at once under
+    ``torch.func.vmap``, or row by row if its code does not run under vmap. The losses of this package treat rows alone
+    by their own code, and have the same bits either way; they are called on the whole batch.
 
     The choice is made once, on rows of zeros, so never by an example. The two ways may differ in their last bits: the
     choice is part of the known answer, and so of the manifest (`workers/workload.py`).
@@ -44,7 +44,7 @@ class RowLoss:
 
     @property
     def row_by_row(self) -> bool:
-        """Return whether each row is a call of its own; known after the first evaluation."""
+        """Return whether each row is a separate call; known after the first evaluation."""
         assert self._row_by_row is not None, "no loss was evaluated yet"
         return self._row_by_row
 

@@ -1,8 +1,8 @@
-"""How many rows of a model fit in a micro-batch, measured once on public synthetic examples.
+"""The number of rows of a model that fit in a micro-batch, measured once on public synthetic examples.
 
 The measurement counts the bytes of tensors that are alive at once. So it is a function of model, loss and form of the
-data, and no machine's memory or load enters it: every process of a run, and a resume elsewhere, finds the same number.
-The model's own tensors are not counted: rows take nothing of them, and a frozen base may be larger than all rows.
+data, and no machine's memory or load enters it. Every process of a run, and a resume elsewhere, finds the same number.
+The model's own tensors do not count: rows take no part of them, and a frozen base may be larger than all rows.
 """
 
 import copy
@@ -29,8 +29,8 @@ MICRO_BATCH_BYTES = 2**30
 """Memory that one micro-batch may take. A worker on a small machine has that much; more rows gain little speed."""
 
 ROWS_BYTES = {"cpu": 2**27, "cuda": MICRO_BATCH_BYTES}
-"""Memory that the rows of it may take. What no cache of a CPU holds is slower there. MNIST's CNN took 0.16 ms
-a row below 70 MiB and 0.22 ms at 140; a GPT-2 adapter took 25 ms a row at 62 MiB and 33 ms at 250."""
+"""Memory that the rows of it may take. Rows that no CPU cache holds are slower there. MNIST's CNN took 0.16 ms a row
+below 70 MiB and 0.22 ms at 140; a GPT-2 adapter took 25 ms a row at 62 MiB and 33 ms at 250."""
 
 FEWEST_ROWS, MOST_ROWS = 4, 4096
 """Fewer rows take other kernels, and give other bits; more no longer make a forward pass faster."""
@@ -124,7 +124,7 @@ def _peak(compute: Callable[[], object], held: Iterable[Tensor] = ()) -> int:
 
 
 class _LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of storages from their first use until they are freed, but for those of ``held``."""
+    """Counts the bytes of storages from their first use until they are freed, except those of ``held``."""
 
     def __init__(self, held: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

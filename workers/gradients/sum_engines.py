@@ -53,7 +53,7 @@ class MeasurementEngine(SumEngine, Protocol):
 
     @staticmethod
     def check_form(measurement: Measurement, form: DatasetForm) -> None:
-        """Refuse data that has nothing of this kind to measure; ConfigError ``measurement_labels``."""
+        """Refuse data that has no such labels to measure; ConfigError ``measurement_labels``."""
         ...
 
 
@@ -123,7 +123,7 @@ class PrivateEvaluationEngine:
 
     @classmethod
     def of(cls, measurement: Measurement, runtime: ModelRuntime) -> Self:
-        """Return the engine of ``measurement`` with a model of its own, which is put into evaluation mode."""
+        """Return the engine of ``measurement`` with its own model, which is put into evaluation mode."""
         return cls(measurement, runtime.build(), runtime.loss_fn, runtime.device, runtime.deterministic)
 
     @staticmethod

@@ -1,14 +1,14 @@
 """Taps: they record, in one forward and backward pass, what each trained parameter did for each row.
 
 A tap sees every torch operation of the forward pass that a trained parameter enters. It keeps the operation's other
-input and, in the backward pass, the gradient of its output. That is all that a gradient is made of. The parameters need
-no gradient of their own meanwhile, so autograd computes none.
+input and, in the backward pass, the gradient of its output. That is all that a gradient is made of. Meanwhile the
+parameters themselves need no gradient, so autograd computes none.
 
-An operation's input is kept by autograd, as any tensor that a backward pass needs. So a checkpointed layer keeps none:
-the backward pass runs the layer once more under the same record, and the inputs of this second pass stand in for those
-of the first. The taps of the second pass see no gradient, so no use is recorded twice.
+Autograd keeps an operation's input, like any tensor that a backward pass needs. So a checkpointed layer keeps none: the
+backward pass reruns the layer under the same record, and the inputs of this second pass stand in for those of the
+first. The taps of the second pass see no gradient, so no use is recorded twice.
 
-Guarantee: a use that no rule covers raises; it is never left out. Not seen are operations that hide from torch's
+Guarantee: a use that no rule covers raises; it is never left out. Taps do not see operations that hide from torch's
 function modes, such as a custom autograd function. `workers/gradients/model_checks.py` compares the sum of the rows
 with autograd's gradient and refuses them.
 """
@@ -33,7 +33,7 @@ from raycloak.workers.gradients.uses import LookupUse, ProductUse, RowUse, Use, 
 
 _FIX = "Use it through Linear, Conv, Embedding or a norm, with the batch as the first dimension, or freeze it."
 _Finish = Callable[[Tensor, tuple[Tensor, ...]], "list[tuple[Leaf, Use]]"]
-"""From the gradient of an operation's output, and the inputs that were kept, to the uses of its trained tensors.
+"""A function from the gradient of an operation's output, and the kept inputs, to the uses of its trained tensors.
 
 Both come in the model's own types. Sums and elementwise products are formed in float32 (:func:`_wide`); the sides of
 matrix products are widened where these are formed.

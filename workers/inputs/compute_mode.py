@@ -1,6 +1,6 @@
 """The way a run computes a model: the type of its forward and backward pass, and what it keeps between the two.
 
-Both are built into the model when it is built. So every engine, check and known answer computes the same way.
+Both become part of the model when it is built. So every engine, check and known answer computes the same way.
 """
 
 from contextlib import ExitStack

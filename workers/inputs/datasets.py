@@ -117,10 +117,10 @@ class ArrayDataset:
 
 
 class SteadyDataset:
-    """A dataset of user code, held to the bytes that it gave first.
+    """A dataset of user code that must keep giving the bytes that it gave first.
 
-    Such a dataset may read a file, or compute, anew at each access. Its commitment and fingerprint are of the first
-    read; the examples that are trained on come from a later one.
+    Such a dataset may read a file, or compute, at each access. Its commitment and fingerprint are of the first read;
+    the examples that are trained on come from a later one.
 
     Guarantee: every read of an id returns the bytes, dtypes and shapes of its first read, or is refused.
 

@@ -1,10 +1,10 @@
 """File sets: the files that one path names, in one public order, and a digest over the very bytes that are read.
 
-Hides where files lie and how a path names them: one file, all files below a folder, a pattern such as
-``train-*.parquet``, or the same on S3. A reader gets one open file after the other.
+Hides where files lie and how a path names them. It may name one file, all files below a folder, a pattern such as
+``train-*.parquet``, or the same on S3. A reader gets one open file after another.
 
 Guarantee: the digest of a set is over the bytes that its readers get. A file is hashed block by block before it is
-read, and a block that is another one when it is read is refused (``data_changed``).
+read, and a block that has changed when it is read is refused (``data_changed``).
 
 Memory: 32 bytes for each MiB of the open file, and a few blocks.
 """

@@ -1,16 +1,16 @@
 """The fingerprint of a dataset: a digest by which an account knows the data it was opened for.
 
-That of a sealed dataset is the digest of its header, which commits to every encrypted file. Anybody may see it: the
-files are encrypted under random keys. Any other fingerprint is keyed, because it stands in manifest and ledger. A plain
-digest there would give away a last unknown example to anybody who knows all the others. The key is a file beside the
-data, for people who may read the data anyway.
+The fingerprint of a sealed dataset is the digest of its header, which commits to every encrypted file. Anyone may see
+it: the files are encrypted under random keys. Any other fingerprint is keyed, because manifest and ledger show it. A
+plain digest there would reveal the last unknown example to anyone who knows all the others. The key is a file beside
+the data, for people who may read the data anyway.
 
-Guarantee: a worker that states a fingerprint held the key, and all its examples were read from these bytes; or it opens
-no sealed slice but those of this header. The file is read once: examples and digest come from one copy in memory. Two
-fingerprints under one key are equal exactly if the data is.
+Guarantee: a worker that states a fingerprint held the key, and read all its examples from these bytes; or it opens only
+sealed slices of this header. The file is read once: examples and digest come from one copy in memory. Two fingerprints
+under one key are equal exactly if the data is.
 
-Not guaranteed: that the data is about certain people, or that another file, such as a copy in another order or a second
-seal, is about others.
+Not guaranteed: that the data is about certain people. Nor that another file, such as a copy in another order or a
+second seal, is about others.
 """
 
 import re

@@ -1,8 +1,8 @@
 """The values that a model or a loss holds beside its code: tensors, arrays, numbers and texts that its code can reach.
 
-A tensor in a list, a NumPy array or a table at the head of the user's file decides as much about a gradient as a
-registered buffer does. So one walk finds them all, for the digests that keys depend on and for the check that a forward
-pass keeps no state.
+A tensor in a list, a NumPy array or a table at the top of the user's file affects a gradient as much as a registered
+buffer does. So one walk finds them all, for the digests that keys depend on and for the check that a forward pass keeps
+no state.
 
 The walk follows layers, attributes, containers, closures, bound arguments, and the globals that the user's own code
 names. Code is user code unless it is raycloak's or lies in an installed package. It does not see inside compiled
@@ -60,7 +60,7 @@ class Held(NamedTuple):
 
 
 View = Callable[[], Iterable[object]]
-"""What one object holds directly, as it is now."""
+"""The values that one object holds directly, as they are now."""
 
 
 def held_values(
@@ -106,7 +106,7 @@ class _Walk:
         self._seen: dict[int, tuple[str, object]] = {}
 
     def module(self, prefix: str, module: nn.Module, trains: bool = False, owner: str | None = None) -> _Steps:
-        """Yield what the layers of ``module`` hold; each layer is the owner of its own unless ``owner`` is given."""
+        """Yield the values that the layers of ``module`` hold; each layer owns its values unless ``owner`` is given."""
         layers = [(name, layer) for name, layer in module.named_modules(prefix=prefix) if self._is_new(name, layer)]
         # Before any attribute: one that is a registered tensor is a reference to it.
         for registered in (module.named_parameters(prefix=prefix), module.named_buffers(prefix=prefix)):

@@ -1,4 +1,4 @@
-"""Public files of Hugging Face: a folder, or what the hub's client has cached; what is missing there is downloaded.
+"""Public files of Hugging Face: from a folder, or from the cache of the hub's client, which downloads missing ones.
 
 Nothing here imports the libraries before a model or tokenizer is asked for: they are an extra, and take seconds.
 """

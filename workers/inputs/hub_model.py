@@ -178,7 +178,7 @@ def _config(folder: Path, hf: str) -> dict[str, Any]:
 
 
 def _check_code(config: dict[str, Any], hf: str, allowed: bool) -> None:
-    """Refuse a model with Python files of its own; ModelError ``remote_code``."""
+    """Refuse a model with its own Python files; ModelError ``remote_code``."""
     named = config.get("auto_map") or {}
     if named and not allowed:
         raise ModelError(

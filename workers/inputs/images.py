@@ -1,6 +1,6 @@
 """A folder of images as examples: one folder for each class, as ``cats/1.jpg``.
 
-Hides how a file becomes pixels: decoding, channels and size. Pillow does it; it is the extra ``images``, and imported
+Hides how a file becomes pixels: decoding, channels and size. Pillow, the extra ``images``, does this; it is imported
 when the first image is decoded.
 
 An example is uint8 [channels, height, width]. Its label is the place of its folder among the classes. The order is by

@@ -1,6 +1,6 @@
 """Facts of a dataset that no example shows: how many texts are cut to their length, and which images cannot be decoded.
 
-Hides how each kind's source is read again for its owner. No worker asks: what is told here is for the owner's eyes.
+Hides how each kind's source is read again for its owner. No worker uses it: its results are only for the owner.
 """
 
 from pathlib import Path

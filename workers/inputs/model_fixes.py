@@ -1,8 +1,8 @@
-"""Mechanical mends of a model: layers that cannot be trained per example are replaced by their nearest that can.
+"""Mechanical fixes of a model: layers that cannot be trained per example become the nearest ones that can.
 
-Nothing is mended by itself in a run: the model's function calls :func:`fix`, and its author sees what changes.
-`nn.MultiheadAttention` and `nn.TransformerEncoder` need nothing. What a forward pass does beside its layers, such as
-``x += y`` on a parameter, cannot be mended so.
+A run fixes nothing by itself: the model's function calls :func:`fix`, and its author sees what changes.
+`nn.MultiheadAttention` and `nn.TransformerEncoder` need no fix. Operations outside the layers, such as ``x += y`` on a
+parameter, cannot be fixed in this way.
 """
 
 import copy

@@ -108,7 +108,7 @@ class ModelRuntime:
     """A way to build and run the model of a run in one process.
 
     Attributes:
-        build: gives each caller a module of its own, with the initial parameters.
+        build: gives each caller its own module, with the initial parameters.
         loss_fn: one loss per example.
         device: ``cpu`` or ``cuda``.
         deterministic: whether an operation without a deterministic kernel is refused.

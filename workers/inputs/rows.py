@@ -1,7 +1,7 @@
 """Rows of examples that a reader gives in chunks, kept for access by id: in memory, or in a scratch file beyond that.
 
-Hides where the rows lie. Those of a large dataset do not fit into a worker's memory, and neither Parquet nor CSV gives
-a row without a whole group of them. So rows beyond `MEMORY_BYTES` move to a scratch file of fixed-size records.
+Hides where the rows lie. The rows of a large dataset do not fit into a worker's memory, and Parquet and CSV give a row
+only with a whole group of rows. So rows beyond `MEMORY_BYTES` move to a scratch file of fixed-size records.
 
 Guarantee: a scratch file is encrypted and authenticated under a key that only this process's memory holds, and has no
 name in the file system. Every read of an id returns the bytes that were read from the dataset, or is refused.

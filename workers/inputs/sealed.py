@@ -1,4 +1,4 @@
-"""Sealed datasets: each slice is encrypted under its own key, and opened by itself.
+"""Sealed datasets: each slice is encrypted under its own key, and opened separately.
 
 Guarantee: an example is in memory only in a process that was given the key of its slice.
 """

@@ -72,8 +72,8 @@ def _below(values: NDArray[np.generic], most: int | None) -> bool:
 class SentRows:
     """A :class:`raycloak.workers.inputs.datasets.Dataset` of a step's places, of which one virtual worker's are filled.
 
-    An example with an integer out of its range is left out, and nothing is said of it: a code that told of it would
-    tell something about an example. The client has checked what it sent.
+    An example with an integer out of its range is left out silently: a code for it would reveal something about an
+    example. The client has checked what it sent.
 
     Args:
         rows: encoded examples, by place.

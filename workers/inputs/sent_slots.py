@@ -8,7 +8,7 @@ from raycloak.workers.inputs.datasets import Batch, DatasetForm
 
 
 class SentSlots:
-    """A dataset of as many places as one step may have examples, all of them empty.
+    """A dataset with as many places as one step may have examples, all of them empty.
 
     It has a form, so that a model can be checked and a run planned before a client sends anything.
 

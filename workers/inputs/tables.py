@@ -2,9 +2,9 @@
 
 Hides how columns become numbers: which columns are meant, which types they may have, and what a text label counts as.
 
-The first file says which columns there are; every other must have them, with the same types. Features are all columns
-but the label if none is named. Several columns make a vector [k]; one column is a number, or a list of numbers [k].
-An error names all columns that cannot be read, and nothing of a row.
+The first file says which columns there are; every other file must have them, with the same types. If no features are
+named, all columns except the label are features. Several columns make a vector [k]; one column is a number, or a list
+of numbers [k]. An error names all columns that cannot be read, and never a value.
 """
 
 import itertools

@@ -1,7 +1,7 @@
 """Text as examples: token ids [N, T] of one public length, with -1 for padding.
 
-The tokenizer is public, and its digest is in the manifest: another one would make other examples of the same text.
-Every text is cut or padded to T tokens, whatever its length.
+The tokenizer is public, and its digest is in the manifest: another tokenizer would make other examples of the same
+text. Every text is cut or padded to T tokens, whatever its length.
 """
 
 import re

@@ -1,7 +1,7 @@
 """Text models: a `transformers` model behind the one tensor in and one tensor out that the rest of raycloak knows.
 
-A batch of text is one int64 tensor [m, T]; a negative number is padding. :class:`TextModel` makes of it all that a
-model takes, in shapes that no example changes. So sampling, sealing and the checks of a model know nothing of text.
+A batch of text is one int64 tensor [m, T]; a negative number is padding. :class:`TextModel` turns it into all inputs of
+a model, in shapes that no example changes. So sampling, sealing and the checks of a model know nothing about text.
 """
 
 import copy
@@ -257,7 +257,7 @@ class TextModel(nn.Module):
 def as_text_model(module: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
     """Return ``module`` in a :class:`TextModel` if it is a `transformers` or PEFT model, and what was changed in it.
 
-    Any other module comes back as it is, but for its dropout: the dropout of every module is set to 0.
+    Any other module comes back unchanged, except for its dropout: the dropout of every module is set to 0.
 
     Raises:
         ModelError: as :class:`TextModel`.
@@ -384,7 +384,7 @@ def _transformer(model: nn.Module) -> Any:
 def _first_position(inner: nn.Module) -> int:
     """Return the number of the first position: behind the padding where the table of positions has one, as RoBERTa's.
 
-    A table that adds its offset itself, as OPT's, is a class of its own.
+    A table that adds its offset itself, like OPT's, is a separate class.
     """
     for name, layer in inner.named_modules():
         if name.endswith("position_embeddings") and type(layer) is nn.Embedding and layer.padding_idx is not None:

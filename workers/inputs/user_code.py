@@ -267,7 +267,7 @@ def _load_file(path: Path, base: Path | str) -> ModuleType:
 
 
 class _FromContent(SourceFileLoader):
-    """Loads a module from the bytes that its name is of, and from no cache.
+    """Loads a module from the very bytes that its name digests, and from no cache.
 
     Python takes a cache for current whose file has the same size and second; the digest would then be of other code.
     """

@@ -38,7 +38,7 @@ class TensorSpec(Message):
 
 
 class UserCode(Message):
-    """A function or class of the user's own: its name, and the SHA-256 of its ``source``."""
+    """The user's own function or class: its name, and the SHA-256 of its ``source``."""
 
     DOMAIN: ClassVar[str] = "raycloak/user-code/v1"
 
@@ -73,7 +73,7 @@ class OptimizerSpec(Message):
 
 
 class NumericsClass(Message):
-    """All that the last bits of a gradient depend on besides code and data.
+    """Everything that the last bits of a gradient depend on, besides code and data.
 
     Attributes:
         device, cpu_capability: model of the device, and the instruction set that CPU kernels are held to.
@@ -114,7 +114,7 @@ class NumericsClass(Message):
 
 
 class Computation(Message):
-    """All that determines the bytes of the weights, given the keys and the data.
+    """Everything that determines the bytes of the weights, given the keys and the data.
 
     Attributes:
         measurements: the other releases beside the gradients, in their order.

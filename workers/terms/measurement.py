@@ -1,12 +1,12 @@
-"""Measurements: Gaussian sums over all examples, released beside the gradient and paid for like it.
+"""Measurements: Gaussian sums over all examples, released beside the gradient and charged like it.
 
     class_counts   how many examples each class has, once, before the first step
     evaluation     mean loss and accuracy of the model on the training examples, every so many steps and at the end;
                    on demand the share of examples of each pair of label and predicted class
 
-A measurement is a mechanism of its own. Every example contributes (q = 1) one vector of norm at most 1
+A measurement is a separate mechanism. Every example contributes (q = 1) one vector of norm at most 1
 (`workers/gradients/sum_engines.py`). The rest is the path of a gradient: receipt, keyed noise of each virtual worker,
-ring, masks, a sum that is decoded only as a whole. It does not enter the update of the parameters.
+ring, masks, a sum that is only decoded whole. It does not enter the update of the parameters.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Exact sums over the drawn examples of a step: what a worker may state of public data, and of no other."""
+"""Exact sums over the drawn examples of a step, which a worker may state for public data only."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

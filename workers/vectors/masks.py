@@ -1,7 +1,7 @@
 """Pairwise masks: the key that each pair of workers shares in an attempt, and how masks are added.
 
 The worker with the lower id adds the keystream of the pair's mask key as ring words, and the other subtracts it. In the
-sum over a whole roster nothing of the masks is left (`docs/proofs/003-mask-cancellation.md`).
+sum over a whole roster the masks cancel completely (`docs/proofs/003-mask-cancellation.md`).
 """
 
 from collections.abc import Mapping, Sequence

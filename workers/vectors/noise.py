@@ -1,8 +1,8 @@
 """Exact-integer keyed discrete Gaussian noise, added to ring vectors.
 
 A draw of standard deviation sigma is X_0 + k * (X_1 + k * (X_2 + ...)). The n base draws X_i are discrete Gaussians of
-standard deviation sigma_0 = sigma / sqrt(1 + k^2 + ... + k^(2n-2)). A table with 128-bit probabilities gives them. At
-run time there are only integers. `docs/proofs/001-noise-sampler.md` proves the distance.
+standard deviation sigma_0 = sigma / sqrt(1 + k^2 + ... + k^(2n-2)). They come from a table with 128-bit probabilities.
+At run time there are only integers. `docs/proofs/001-noise-sampler.md` proves the distance.
 
 Stream layout, fixed for ever (it decides the bytes of every run): draws come in blocks of BLOCK. Block b reads
 n * BLOCK 16-bit words of the index stream, first all words of X_0, then of X_1, and so on. A word whose bin lies

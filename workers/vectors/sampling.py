@@ -1,6 +1,6 @@
 """Poisson sampling of a virtual worker's examples from a keyed stream.
 
-A function of a key and public numbers, by itself, so that tests can hold it against the law that it promises.
+It is a pure function of a key and public numbers, so that tests can compare it with the law that it promises.
 """
 
 from fractions import Fraction
@@ -31,8 +31,8 @@ def draw_ids(key: Secret, ids: NDArray[np.int64], sample_rate: float, capacity: 
     """Return the examples of one virtual worker that take part in one step, ascending.
 
     Guarantee: true Poisson sampling. With an ideal keystream each id is included independently with probability
-    floor(q * 2^64) / 2^64, never above q and less than 2^-64 below it. Only if more than ``capacity`` are drawn is
-    anything cut: the examples with the smallest draws stay, which does not depend on their content.
+    floor(q * 2^64) / 2^64, never above q and less than 2^-64 below it. If more than ``capacity`` are drawn, the rest is
+    cut: the examples with the smallest draws stay, whatever their content.
 
     Args:
         key: sampling key of one (virtual worker, step, parameters).
