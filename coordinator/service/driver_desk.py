@@ -395,11 +395,12 @@ class DriverDesk(OperationQueues):
             if each[0] not in self._drivers and self._locked.get(each[0], (0.0, 0.0))[1] <= now
         ]
         while waiting and len(self._drivers) < self._limits.active_clients:
-            chosen = next_client(waiting, [driver.place for driver in self._drivers.values()])
+            chosen = next_client(waiting, [driver.place for driver in self._drivers.values()], self._served)
             waiting.remove(chosen)
             self._start(*chosen)
         places = {client_id: driver.place for client_id, driver in self._drivers.items()}
-        for client_id in leaving(waiting, places, now, self._limits.idle_seconds, self._limits.turn_seconds):
+        limits = self._limits
+        for client_id in leaving(waiting, places, self._served, now, limits.idle_seconds, limits.turn_seconds):
             driver = self._drivers[client_id]
             driver.is_ready, driver.place.is_leaving = False, True
             self._tell_stop(client_id)
@@ -411,7 +412,8 @@ class DriverDesk(OperationQueues):
         if "url" in self._settings.run.get("ledger", {}):
             config["ledger"]["url"] = self._settings.run["ledger"]["url"]
         begin = Begin(config=config, base=self._base, run_secret=None, run_id=client.run_id or None)
-        self._drivers[client_id] = DriverState(Place(tenant, self._monotonic()))
+        self._served[tenant] = self._monotonic()
+        self._drivers[client_id] = DriverState(Place(tenant, self._served[tenant]))
         self._after.append(lambda: self._processes.start(client_id, begin))
 
 

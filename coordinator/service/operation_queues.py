@@ -131,6 +131,7 @@ class OperationQueues:
         self._clock = clock
         self._monotonic = monotonic
         self._drivers: dict[str, DriverState] = {}
+        self._served: dict[str, float] = {}  # when each tenant last got a place for a driver
         self._after: list[Callable[[], None]] = []
         self._news: list[News] = []
         self._changed: dict[int, OperationRow] = {}  # operations with a new revision, of one `_changing`
