@@ -144,7 +144,7 @@ class DriverDesk(OperationQueues):
         Guarantee: an operation whose outcome cannot be recorded fails, and no future waits for it for ever.
         """
         client = self._store.client(client_id)
-        if client is not None and client.status in (INITIALIZING, LIVE):
+        if client is not None:
             with self._changing(client):
                 message = "the service could not take what the client's driver reported."
                 self._fail(client, cause_of("report_lost", message, "The service's log has the error."))
@@ -333,8 +333,9 @@ class DriverDesk(OperationQueues):
                 self._fail_by_ending(client, operation)
 
     def _run_ended(self, client: ClientRow, driver: DriverState, said: Ended) -> None:
-        driver.has_ended, driver.is_ready = True, False
-        if said.ending in _RESUMABLE or client.status == TERMINATED:
+        # One that stops though nobody told it to is lost, or it would be started again for ever.
+        driver.has_ended, driver.is_ready = said.ending not in _RESUMABLE, False
+        if not driver.has_ended or client.status == TERMINATED:
             return
         client.ending = said.ending
         for operation in self._store.open_operations(client.client_id):
@@ -350,9 +351,8 @@ class DriverDesk(OperationQueues):
             self._locked[client.client_id] = (first, now + _LOCKED_RETRY_S)
             if now - first < _LOCKED_DEADLINE_S:
                 return
-        if client.status != TERMINATED:
-            message, remedy = (_without_others(text, client.run_id) for text in (said.message, said.remedy))
-            self._fail(client, cause_of(said.code, message, remedy))
+        message, remedy = (_without_others(text, client.run_id) for text in (said.message, said.remedy))
+        self._fail(client, cause_of(said.code, message, remedy))
 
     def _gone(self, client: ClientRow, driver: DriverState, said: Exited) -> None:
         del self._drivers[client.client_id]

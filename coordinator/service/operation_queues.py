@@ -51,6 +51,7 @@ from raycloak.coordinator.service.store import (
     DONE,
     ERROR,
     FAILED,
+    INITIALIZING,
     LIVE,
     QUEUED,
     RUNNING,
@@ -427,7 +428,9 @@ class OperationQueues:
         }
 
     def _fail(self, client: ClientRow, cause: Mapping[str, Any]) -> None:
-        """End a client, and all its open operations, for one cause."""
+        """End a client, and all its open operations, for one cause; one that has ended keeps its own."""
+        if client.status not in (INITIALIZING, LIVE):
+            return
         kept = {name: cause.get(name) for name in ("code", "message", "remedy")}
         kept["remedy"] = kept["remedy"] or ""
         if cause["code"] == CAP:

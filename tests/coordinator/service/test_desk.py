@@ -19,7 +19,7 @@ from raycloak.metrics.service_errors import (
     ServiceStateError,
     ServiceValidationError,
 )
-from tests.coordinator.service.scripted import GIVEN, SENT, TEXT, World, digest
+from tests.coordinator.service.scripted import GIVEN, SENT, TEXT, World, digest, released
 
 FB, OPT, SAVE, LOAD, SAMPLE = "forward_backward", "optim_step", "save_state", "load_state", "sample"
 TEXTS = {"prompts": ["a"], "max_tokens": 3, "top_p": 1.0, "completions": 1}
@@ -747,6 +747,29 @@ def test_a_failed_driver_fails_the_client_and_all_that_waits(site):
     with pytest.raises(ServiceStateError, match="client_failed"):
         site.submit(client, FB)
     assert site.drivers.of == {}
+
+
+@pytest.mark.parametrize("close", [False, True])
+def test_a_late_report_neither_gives_an_ended_client_another_cause_nor_opens_it_again(site, close):
+    client = site.create()
+    site.run()
+    steps(site, client, 1)
+    site.ask(site.desk.give_up, client)
+    if close:
+        site.ask(site.desk.close_client, "north", client)
+    site.tell(client, released(0))
+    assert site.client(client).status == ("TERMINATED" if close else "ERROR")
+    assert site.client(client).error.code == "report_lost"
+
+
+def test_a_driver_that_stops_though_nobody_told_it_to_is_lost(site):
+    client = site.create()
+    ((forward, _),) = steps(site, client, 1)
+    for _ in range(4):
+        site.tell(client, Ended(ending="stopped", metrics=None))
+        site.tell(client, Exited(code=0, last_words=""))
+    assert site.drivers.of == {}
+    assert site.get(forward).error.code == "driver_lost"
 
 
 def test_a_lost_driver_is_started_again_but_not_for_ever(site, caplog):
