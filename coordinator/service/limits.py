@@ -16,6 +16,10 @@ HANDSHAKE_MS: Final = 30_000
 METADATA_BYTES: Final = 16_384
 """Of the headers of one call: a token, a version and a request id, and what proxies add."""
 
+CALLS_OF_CONNECTION: Final = 256
+"""Calls of one connection at once, beside its streams of changes. A caller needs a few; a stranger could hold millions
+open, of health or of calls whose request never comes, before it is asked for credentials."""
+
 
 class LimitsConfig(Section):
     """The bounds of the service.
@@ -59,6 +63,7 @@ class LimitsConfig(Section):
         return (
             ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
             ("grpc.max_allowed_incoming_connections", self.connections),
+            ("grpc.max_concurrent_streams", self.watches_per_tenant + CALLS_OF_CONNECTION),
             ("grpc.max_receive_message_length", self.request_bytes),
             ("grpc.max_metadata_size", METADATA_BYTES),
             # A dead peer is noticed, so that its streams end.

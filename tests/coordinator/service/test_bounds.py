@@ -6,11 +6,13 @@ from types import SimpleNamespace
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.config.run import validated
 from raycloak.coordinator.service import server as server_module
 from raycloak.coordinator.service.driver import PacedRun, Reports
+from raycloak.coordinator.service.limits import CALLS_OF_CONNECTION
 from raycloak.coordinator.service.pipe import parse_report
 from raycloak.coordinator.service.settings import ServiceSettings
 from raycloak.coordinator.training.reporting import StepReport
@@ -89,6 +91,19 @@ def test_uploads_at_once_are_bounded_for_each_tenant(serve):
         assert theirs.kind == "validation"
         first.cancel()
         over.set()
+
+
+def test_a_stranger_holds_few_calls_open_on_a_connection(serve):
+    served = serve(limits={"watches_per_tenant": 1})
+    request = health_pb2.HealthCheckRequest()
+    with grpc.insecure_channel(served.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        held = [health.Watch(request) for _ in range(1 + CALLS_OF_CONNECTION)]
+        assert [next(each).status for each in held] == [health_pb2.HealthCheckResponse.SERVING] * len(held)
+        with pytest.raises(grpc.RpcError, match="DEADLINE_EXCEEDED"):
+            health.Check(request, timeout=0.2)
+        held[0].cancel()
+        assert health.Check(request, timeout=DEADLINE_S)
 
 
 def test_a_stream_of_changes_ends_with_the_credentials_it_was_opened_with(serve, monkeypatch):
