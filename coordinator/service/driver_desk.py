@@ -77,8 +77,9 @@ class DriverDesk(OperationQueues):
     """The reports of drivers and samplers, and the places of drivers."""
 
     def tick(self) -> None:
-        """Do what is due by time alone: places of idle clients, drivers to be tried again, samples that have room."""
+        """Do what is due by time alone: idle clients, drivers to be tried again, samples that have room, old rows."""
         self._assign()
+        self._retention.go_on()
         for client in self._store.clients_with_samples():
             with self._changing(client):
                 self._advance(client)
@@ -359,6 +360,7 @@ class DriverDesk(OperationQueues):
         client.waits_since = self._clock()
         if client.status == TERMINATED:
             self._fail_open(client, closed())
+            self._drop_batches(client)
         elif not driver.has_ended and not driver.place.is_leaving:
             # In the operator's log alone: a log's line may be about what is no tenant's business.
             _LOG.warning("client %s: its driver ended (%d): %s", client.client_id, said.code, said.last_words)
