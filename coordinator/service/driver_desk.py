@@ -45,6 +45,7 @@ from raycloak.coordinator.service.pipe import (
     Released,
     Report,
     Saved,
+    Spent,
 )
 from raycloak.coordinator.service.places import Place, leaving, next_client
 from raycloak.coordinator.service.store import (
@@ -112,6 +113,8 @@ class DriverDesk(OperationQueues):
                     self._opened(client, said)
                 case Ready():
                     self._ready(client, driver, said)
+                case Spent():
+                    client.epsilon = max(client.epsilon, said.epsilon or 0.0)
                 case Computed():
                     driver.computed, driver.tokens = said.step, said.tokens
                     self._computed(client, said)

@@ -263,5 +263,5 @@ def cancelled(charged: bool) -> wire.ServiceErrorInfo:
             "Submit the step again: it is not charged a second time.",
         )
     else:
-        error = FutureCancelledError("cancelled", "the operation was cancelled; nothing was charged for it.")
+        error = FutureCancelledError("cancelled", "the operation was cancelled; no step was charged for it.")
     return error_to_wire(error)

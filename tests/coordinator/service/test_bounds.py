@@ -176,10 +176,11 @@ def test_a_loss_that_was_bought_for_a_model_is_that_of_the_step_from_this_model(
     with (tmp_path / "reports").open("wb") as file:
         run = PacedRun(REFUSED, iter(()), Reports(file.fileno(), stop), stop)
         run._measured(
-            Measured(query="evaluation", number=0, after=1, values={"loss": 0.25, "accuracy": 0.5}, deviation={})
+            Measured(query="evaluation", number=0, after=1, values={"loss": 0.25, "accuracy": 0.5}, deviation={}), 0.75
         )
         for step in (0, 1):
             run._computed(step, 0.5, None)
             run._stepped(StepReport(step + 1, 2, 0.5, 2.0, None, 3, "cd", 0.5))
-    reports = map(parse_report, (tmp_path / "reports").read_bytes().splitlines())
+    spent, *reports = map(parse_report, (tmp_path / "reports").read_bytes().splitlines())
+    assert spent.epsilon == 0.75
     assert [each.loss for each in reports] == [None, None, 0.25, 0.25]

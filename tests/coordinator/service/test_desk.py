@@ -8,7 +8,7 @@ import pytest
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.service.drivers import Exited
 from raycloak.coordinator.service.operation_queues import MOST_SAMPLES
-from raycloak.coordinator.service.pipe import Computed, Ended, Failed, Held, Opened, Released
+from raycloak.coordinator.service.pipe import Computed, Ended, Failed, Held, Opened, Over, Released, Spent
 from raycloak.coordinator.service.sample_requests import request_of, wrong_field
 from raycloak.metrics.service_errors import (
     BudgetExceededError,
@@ -296,7 +296,7 @@ def test_a_queued_forward_backward_is_cancelled_with_its_optim_step_and_nothing_
     first, second, third = steps(site, client, 3)
     assert site.cancel(second[0]).state == "cancelled"
     assert site.get(second[1]).error.kind == "cancelled"
-    assert "nothing was charged" in site.get(second[1]).error.message
+    assert "no step was charged" in site.get(second[1]).error.message
     site.run()
     assert [site.get(each).state for each in (*first, *third)] == ["done"] * 4
     assert site.get(third[1]).optim_step.step == 2
@@ -333,7 +333,7 @@ def test_a_running_forward_backward_is_cancelled_stays_charged_and_its_step_is_u
     cancelled = site.get(forward)
     assert (cancelled.state, cancelled.error.kind) == ("cancelled", "cancelled")
     assert "stays charged" in cancelled.error.message
-    assert ["nothing was charged" in site.get(each).error.message for each in behind] == [True, True]
+    assert ["no step was charged" in site.get(each).error.message for each in behind] == [True, True]
     assert site.client(client).dp_metrics.epsilon_spent == pytest.approx(0.1)
     assert site.client(client).dp_metrics.steps_charged == 1
     # The driver is inside the step: nothing can be saved before it is released.
@@ -489,7 +489,7 @@ def test_a_cancellation_tells_whether_a_driver_that_was_lost_had_charged_the_ste
     site.run()
     found = site.get(running)
     assert found.state == "cancelled"
-    assert ("stays charged" in found.error.message, "nothing was charged" in found.error.message) == (
+    assert ("stays charged" in found.error.message, "no step was charged" in found.error.message) == (
         charged,
         not charged,
     )
@@ -506,7 +506,7 @@ def test_nothing_is_told_as_charged_where_nothing_is_private(site):
     site.cancel(forward)
     for report in reports:
         site.tell(client, report)
-    assert (site.get(forward).state, "nothing was charged" in site.get(forward).error.message) == ("cancelled", True)
+    assert (site.get(forward).state, "no step was charged" in site.get(forward).error.message) == ("cancelled", True)
 
 
 def test_a_state_is_saved_listed_and_loaded(site):
@@ -720,6 +720,16 @@ def test_what_was_released_is_saved_loaded_and_sampled_although_no_step_will_fol
     site.ask(site.desk.close_client, "north", client)
     site.run()
     assert site.drivers.of == {}
+
+
+def test_what_a_measurement_has_cost_is_told_although_no_step_follows(site):
+    client = site.create()
+    site.run()
+    seen = site.client(client).revision
+    site.tell(client, Spent(epsilon=0.75))
+    site.tell(client, Over(ending="early_stopped"))
+    assert site.client(client).dp_metrics.epsilon_spent == 0.75
+    assert site.ask(site.desk.changes, "north", client, seen)[-1].client.dp_metrics.epsilon_spent == 0.75
 
 
 def test_a_save_of_a_run_that_was_ended_elsewhere_fails_by_its_ending(site):
