@@ -31,6 +31,7 @@ class ServiceClient:
             answered is given up after 10 s.
 
     Raises:
+        ServiceValidationError: ``address`` is no ``host:port``.
         ServiceConnectionError: no answer, or another version.
         ServiceAuthenticationError: the credentials are missing, unknown or expired.
     """

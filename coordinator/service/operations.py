@@ -47,6 +47,11 @@ ID_BYTES: Final = 16
 CAP: Final = "cap_exceeded"
 """The ending of a run whose account has no room for the next step; also the code of that refusal."""
 
+_LISTS: Final = {
+    "client": "ServiceClient.list_clients()",
+    "future": "TrainingClient.futures()",
+    "artifact": "TrainingClient.artifacts()",
+}
 _MOST_KEY: Final = 128
 _MOST_METADATA: Final = 32
 _MOST_NAME, _MOST_NOTE = 64, 512
@@ -106,7 +111,7 @@ def invalid(field: str, problem: str, code: str = "invalid") -> ServiceValidatio
 
 def not_found(resource: str) -> ServiceNotFoundError:
     return ServiceNotFoundError(
-        "not_found", f"this tenant has no such {resource}.", f"List the {resource}s it has.", resource=resource
+        "not_found", f"this tenant has no such {resource}.", f"{_LISTS[resource]} lists what it has.", resource=resource
     )
 
 
