@@ -125,7 +125,7 @@ class ServiceClient:
         return self._attached(self._connection.call("CreateClient", request), data_keys)
 
     def list_clients(self) -> list[ClientSummary]:
-        """List this tenant's training clients, ended ones included."""
+        """List this tenant's training clients, ended ones included; of more than a thousand the newest."""
         reply = self._connection.call("ListClients", wire.ListClientsRequest())
         return [from_wire(each) for each in reply.clients]
 

@@ -67,7 +67,7 @@ from raycloak.metrics.service_errors import (
 )
 
 MOST_LISTED: Final = 1000
-"""Clients in one list; the newest of a tenant."""
+"""Clients of a tenant, or artifacts of a client, in one list: the newest. More could outgrow a message."""
 PAGE: Final = 256
 """Changes that a watcher gets at once."""
 _LARGEST: Final = 2**63 - 1
@@ -422,9 +422,9 @@ class Desk(DriverDesk):
         return [change for _, change in sorted(found, key=lambda item: item[0])]
 
     def artifacts(self, tenant: str, client_id: str) -> list[wire.Artifact]:
-        """Return a client's artifacts in the order they were made."""
+        """Return a client's newest artifacts in the order they were made."""
         self._find(tenant, client_id)
-        return [artifact_to_wire(row) for row in self._store.artifacts(client_id)]
+        return [artifact_to_wire(row) for row in self._store.artifacts(client_id, MOST_LISTED)]
 
     def artifact(self, tenant: str, client_id: str, name: str) -> ArtifactRow:
         """Return an artifact; ServiceNotFoundError if the tenant's client has no such one."""

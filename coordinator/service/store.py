@@ -475,9 +475,10 @@ class Store:
         where = "client_id = ? AND parameter_digest = ? ORDER BY number DESC LIMIT 1"
         return self._one(ArtifactRow, "artifacts", where, client_id, parameter_digest)
 
-    def artifacts(self, client_id: str) -> list[ArtifactRow]:
-        """Return the artifacts of a client in the order they were made."""
-        return self._all(ArtifactRow, "artifacts", "client_id = ? ORDER BY number", client_id)
+    def artifacts(self, client_id: str, limit: int) -> list[ArtifactRow]:
+        """Return the newest artifacts of a client, in the order they were made."""
+        where = "client_id = ? ORDER BY number DESC LIMIT ?"
+        return self._all(ArtifactRow, "artifacts", where, client_id, limit)[::-1]
 
     # Statements
 

@@ -509,7 +509,7 @@ def test_nothing_is_told_as_charged_where_nothing_is_private(site):
     assert (site.get(forward).state, "no step was charged" in site.get(forward).error.message) == ("cancelled", True)
 
 
-def test_a_state_is_saved_listed_and_loaded(site):
+def test_a_state_is_saved_listed_and_loaded(site, monkeypatch):
     client = site.create()
     steps(site, client, 1)
     save = site.submit(client, SAVE, metadata={"epoch": "1"})
@@ -525,6 +525,11 @@ def test_a_state_is_saved_listed_and_loaded(site):
     shown = site.client(client)
     # What was spent stays, and so does the number of steps.
     assert (shown.step, shown.parameter_digest, shown.dp_metrics.steps_charged) == (2, digest(1), 2)
+    later = [site.submit(client, SAVE) for _ in range(2)]
+    site.run()
+    monkeypatch.setattr("raycloak.coordinator.service.desk.MOST_LISTED", 2)
+    newest = [site.get(each).save_state.artifact for each in later]
+    assert site.ask(site.desk.artifacts, "north", client) == newest
 
 
 def test_a_refused_save_fails_alone(site):
