@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError
 from raycloak.coordinator.client.error_wire import TRAILER, error_from_wire
 from raycloak.coordinator.client.service_pb2 import ServiceErrorInfo
 from raycloak.coordinator.client.service_pb2_grpc import TrainingStub
+from raycloak.coordinator.config.sections import host_and_port
 from raycloak.metrics.service_errors import (
     ServiceAuthenticationError,
     ServiceConnectionError,
@@ -112,11 +113,17 @@ class Connection:
         address: ``host:port``. TLS is used unless it is a loopback address and the credentials name no ``ca``.
         patience_s: for how long a call is repeated while the service does not answer.
 
+    Raises:
+        ServiceValidationError: ``address`` if it is no ``host:port``.
+
     Every call raises the error that the service sent, or ServiceConnectionError ``unreachable``.
     """
 
     def __init__(self, address: str, credentials: ServiceCredentials, patience_s: float) -> None:
-        self.address = address
+        try:
+            self.address = host_and_port(address)
+        except ValueError as error:
+            raise ServiceValidationError("address", f"{error}.", field="address") from None
         self.patience_s = patience_s
         self._credentials = credentials
         self._answered = False

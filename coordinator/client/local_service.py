@@ -109,7 +109,7 @@ class LocalService:
         try:
             return str(json.loads(said)["address"])
         except (ValueError, LookupError, TypeError):
-            last = " ".join(self._log.read_text(errors="replace").split("\n")[-_LOG_LINES:]).strip()
+            last = " ".join(self._log.read_text(errors="replace").split("\n")[-_LOG_LINES:]).strip(" .")
             raise ServiceConnectionError(
                 "not_started", f"the service did not start: {last or 'it said nothing'}.", "Try raycloak serve."
             ) from None

@@ -31,6 +31,7 @@ class ServiceClient:
             answered is given up after 10 s.
 
     Raises:
+        ServiceValidationError: ``address`` is no ``host:port``.
         ServiceConnectionError: no answer, or another version.
         ServiceAuthenticationError: the credentials are missing, unknown or expired.
     """
@@ -124,7 +125,7 @@ class ServiceClient:
         return self._attached(self._connection.call("CreateClient", request), data_keys)
 
     def list_clients(self) -> list[ClientSummary]:
-        """List this tenant's training clients, ended ones included."""
+        """List this tenant's training clients, ended ones included; of more than a thousand the newest."""
         reply = self._connection.call("ListClients", wire.ListClientsRequest())
         return [from_wire(each) for each in reply.clients]
 

@@ -275,7 +275,7 @@ class TrainingClient:
         return self._attach(self._connection.call("GetOperation", request))
 
     def artifacts(self) -> list[Artifact]:
-        """List what was saved, oldest first."""
+        """List what was saved, oldest first; of more than a thousand artifacts the newest."""
         reply = self._connection.call("ListArtifacts", wire.ClientRequest(client_id=self.client_id))
         return [from_wire(each) for each in reply.artifacts]
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 
-from raycloak.coordinator.config.run import ModelField, RunConfig
+from raycloak.coordinator.config.run import ModelField, RunConfig, meant
 from raycloak.coordinator.config.sections import (
     LOSSES,
     DatasetConfig,
@@ -169,7 +169,7 @@ def _said(place: tuple[int | str, ...], message: str, kind: str) -> tuple[str, s
     tried = {("model", "hub"), ("model", "function"), ("dataset", "sent"), ("dataset", "registered")}
     field = ".".join(str(part) for part in place if (place[0], part) not in tried)
     if kind == "extra_forbidden":
-        return field, "there is no such field"
+        return field, f"there is no such field{meant(TrainingConfig, field)}"
     return field, message.removeprefix("Value error, ")
 
 

@@ -395,10 +395,10 @@ def _problem(section: type[Section], error: "ErrorDetails") -> str:
     """Return what is wrong with a field, in our own words where it is no field at all."""
     if error["type"] != "extra_forbidden":
         return error["msg"].removeprefix("Value error, ")
-    return f"there is no such field{_meant(section, _field_of(error['loc']))}"
+    return f"there is no such field{meant(section, _field_of(error['loc']))}"
 
 
-def _meant(section: type[Section], unknown: str) -> str:
+def meant(section: type[Section], unknown: str) -> str:
     """Return a question about the field that an unknown one is most like: beside it, or of its name elsewhere."""
     names = list(field_names(section))
     parent, _, last = unknown.rpartition(".")

@@ -42,7 +42,8 @@ def metric_name(metric: str) -> str:
     return metric.rpartition(":")[2]
 
 
-def _address(text: str) -> str:
+def host_and_port(text: str) -> str:
+    """Return an address ``host:port``; ValueError for any other text."""
     host, _, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     if not host or (":" in host and not bracketed) or not (port.isascii() and port.isdigit() and int(port) < 65536):
@@ -50,7 +51,7 @@ def _address(text: str) -> str:
     return text
 
 
-Address = Annotated[str, AfterValidator(_address)]
+Address = Annotated[str, AfterValidator(host_and_port)]
 Side = Annotated[int, Field(gt=0, le=2**14)]
 
 

@@ -80,7 +80,7 @@ class Execution:
         phase: called with a few words when another phase begins.
         opened: called with the directory of the run, before anything is charged.
         begun: called when members are admitted, before the first step of each execution.
-        measured: called with every release of a measurement.
+        measured: called with every release of a measurement, and the epsilon of the account after its charge.
         notice: told, in one line each, what a watcher needs to know.
         stop: asked between two steps.
         handle_signals: whether SIGINT and SIGTERM make ``stop`` while a run executes; main thread only.
@@ -101,7 +101,7 @@ class Execution:
         phase: Callable[[str], None] = lambda what: None,
         opened: Callable[[RunFolder], None] = lambda folder: None,
         begun: Callable[[Outset], None] = lambda outset: None,
-        measured: Callable[[Released], None] = lambda released: None,
+        measured: Callable[[Released, float], None] = lambda released, epsilon: None,
         notice: Callable[[str], None],
         stop: StopRequest | None = None,
         handle_signals: bool = False,
@@ -463,8 +463,8 @@ class Execution:
         self._begun(outset)
         self._callbacks.started(folder.path, self._config, outset)
 
-    def _released(self, released: Released) -> None:
-        self._measured(released)
+    def _released(self, released: Released, epsilon: float) -> None:
+        self._measured(released, epsilon)
         self._callbacks.measured(released)
 
     def _stepped(self, report: StepReport) -> None:

@@ -13,6 +13,7 @@ from raycloak.attestation.sealed.package_keys import SIGNER_PUBLIC_FILE, Package
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.config import home
 from raycloak.coordinator.evidence.sources import configured_policy
+from raycloak.coordinator.record.batch_files import FOLDER
 from raycloak.coordinator.record.run_reader import EventTail
 from raycloak.coordinator.service.databases import OwnedFolder, open_database
 from raycloak.coordinator.service.desk import Desk
@@ -110,6 +111,10 @@ class RunRecords:
             for event in EventTail(Path(run_dir)).read()
             if event["event"] == "step"
         }
+
+    def keeps_batches(self, run_dir: str) -> bool:
+        """See `Records`."""
+        return bool(run_dir) and (Path(run_dir) / FOLDER).exists()
 
     def package_bytes(self, location: str, package_digest: bytes) -> int:
         """See `Records`."""

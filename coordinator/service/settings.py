@@ -306,7 +306,10 @@ def _same_source(registered: ModelConfig, given: ModelConfig) -> bool:
 
 def _not_found(resource: str, name: str) -> ServiceNotFoundError:
     return ServiceNotFoundError(
-        "not_found", f"this tenant has no {resource} '{name}'.", f"List the {resource}s it has.", resource=resource
+        "not_found",
+        f"this tenant has no {resource} '{name}'.",
+        f"ServiceClient.capabilities().{resource}s has their names.",
+        resource=resource,
     )
 
 

@@ -162,7 +162,9 @@ class Turns:
     def _fail(self, error: BaseException) -> None:
         _LOG.error("a turn could not be ended: the service ends", exc_info=error)
         self.failure = error
-        self._on_failure()
+        # Its loop is closed where the server has ended before. A thread that died here would answer nobody.
+        with suppress(RuntimeError):
+            self._on_failure()
 
 
 def _settle(batch: list[_Call]) -> None:

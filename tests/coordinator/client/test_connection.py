@@ -146,6 +146,12 @@ def test_loopback_addresses():
     assert not any(is_loopback(each) for each in ("localhost.example:1", "10.0.0.1:1", "0.0.0.0:1", "[::]:1"))
 
 
+@pytest.mark.parametrize("address", ["localhost", "http://localhost:1", "localhost:", ":1"])
+def test_an_address_that_is_none_is_refused_at_once(address):
+    with pytest.raises(raycloak.ServiceValidationError, match="write host:port"):
+        raycloak.ServiceClient(address, "t0ken")
+
+
 def test_a_service_that_is_not_there():
     with pytest.raises(raycloak.ServiceConnectionError, match=r"127\.0\.0\.1:1 does not answer") as caught:
         raycloak.ServiceClient("127.0.0.1:1", patience_s=0.3)
