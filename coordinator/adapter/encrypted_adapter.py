@@ -4,6 +4,7 @@ The client runs the public base model. It sends encrypted inputs of the adapted 
 """
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -35,6 +36,9 @@ from raycloak.metrics.errors import ModelError, ProtocolError
 Progress = Callable[[int, int], None]
 """Called with the finished blocks and all blocks of a forward pass."""
 
+# A call puts its hooks and the shared parts into the model, where every thread would meet them.
+_CALLS = threading.Lock()
+
 
 class EncryptedAdapter:
     """A Hugging Face encoder with an adapter that stays at its server; experimental, ``pip install 'raycloak[he]'``.
@@ -45,6 +49,8 @@ class EncryptedAdapter:
     A batch is cut into two parts of whole sequences, if that takes no more blocks. While the server works for one part,
     the client computes the other. Both parts run in the caller's thread. A call is not cut if it has other arguments
     than a sequence has, such as labels, or if bare passes of its parts do not give the result of the whole.
+
+    Calls of a process take turns. While one runs, the base model must not be called by itself in another thread.
 
     Args:
         base_model: the public encoder that the adapter was trained on, at this client. Its dropout must be off.
@@ -105,7 +111,7 @@ class EncryptedAdapter:
             ModelError: ``states_not_finite`` if an adapted layer reads numbers that are not finite.
         """
         call = Call.of(self._model.forward, args, kwargs)
-        with torch.no_grad(), _replaced(self._model, self._shared):
+        with _CALLS, torch.no_grad(), _replaced(self._model, self._shared):
             plan = self._planner.plan(call)
             done = count(1)
 

@@ -10,6 +10,7 @@ import torch
 
 from raycloak.attestation.policy.policy import simulated_policy
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
+from raycloak.coordinator.adapter import encrypted_adapter
 from raycloak.coordinator.adapter.connection import AdapterAddress, AdapterConnection
 from raycloak.coordinator.adapter.encrypted_adapter import EncryptedAdapter, _replaced
 from raycloak.coordinator.config import home
@@ -312,3 +313,38 @@ def test_a_closed_adapter_says_so(site, encoder):
         with pytest.raises(RefusedError) as refusal:
             model(states())
         assert refusal.value.code == "adapter_closed"
+
+
+class Told:
+    """A lock that tells when somebody finds it taken."""
+
+    def __init__(self):
+        self._lock, self.found_taken = threading.Lock(), threading.Event()
+
+    def __enter__(self):
+        if not self._lock.acquire(blocking=False):
+            self.found_taken.set()
+            self._lock.acquire()
+
+    def __exit__(self, *_):
+        self._lock.release()
+
+
+def test_calls_of_two_threads_do_not_meet_in_one_model(site, encoder, adapted, monkeypatch):
+    """Each would add its deltas to the other's, and nothing would say so."""
+    lock, given, found = Told(), states(1), []
+    monkeypatch.setattr(encrypted_adapter, "_CALLS", lock)
+    with site() as served, EncryptedAdapter(encoder, served.address) as other:
+        thread = threading.Thread(target=lambda: found.append(other(given)))
+
+        def tell(done, _):
+            if done == 1:
+                thread.start()
+                assert lock.found_taken.wait(60)
+
+        with EncryptedAdapter(encoder, served.address, progress=tell) as model:
+            found.append(model(given))
+            thread.join(60)
+    expected = adapted(given)
+    assert all((each - expected).abs().max() < 1e-2 * expected.abs().max() for each in found)
+    assert len(found) == 2
