@@ -143,7 +143,9 @@ class _Servicer:
             timer = threading.Timer(_CALL_S, context.cancel)
             timer.daemon = True
             timer.start()
-            context.add_callback(timer.cancel)
+            if not context.add_callback(timer.cancel):
+                # The call is over; nothing else would end the timer's thread before its time.
+                timer.cancel()
             with self._thread_of(client):
                 answer = call(client)
             self._note(method, ANSWERED)
