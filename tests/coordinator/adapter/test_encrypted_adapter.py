@@ -99,7 +99,7 @@ def test_nothing_is_sent_behind_a_refusal(site, encoder, failing):
             model(states(2, TOKENS))
         assert refusal.value is error
         assert len(slow.sent) == failing
-        assert served.desk.tokens_left("me") == 10**6 - TOKENS * min(failing, 2)
+        assert served.desk.tokens_left("me") == 2**20 - TOKENS * min(failing, 2)
         model._session._answer = slow._answer
         assert model(states(1)).shape == (1, 50, 16)
 
@@ -176,7 +176,17 @@ def test_a_base_and_its_adapted_model_in_one_autocast_have_their_own_parameters(
         assert torch.equal(found, encoder(given))
 
 
-def test_a_refusal_of_a_call_that_was_not_read_leaves_its_number_due(site, encoder):
+def test_a_request_that_is_lost_on_its_way_ends_no_session(site, encoder, monkeypatch):
+    lost = RefusedError("adapter_unreachable", "as a network has it.", "Nothing.")
+    with site() as served, EncryptedAdapter(encoder, served.address) as model, monkeypatch.context() as patch:
+        patch.setattr(model._session._connection, "call", lambda *_: (_ for _ in ()).throw(lost))
+        with pytest.raises(RefusedError):
+            model(states(1))
+        patch.undo()
+        assert model(states(1)).shape == (1, 50, 16)
+
+
+def test_a_refusal_of_a_call_that_was_not_read_leaves_the_session_usable(site, encoder):
     with site() as served, EncryptedAdapter(encoder, served.address) as model:
         other = AdapterConnection(AdapterAddress.parse(served.address), identity())
         held = [threading.Event() for _ in range(4)]
@@ -256,13 +266,14 @@ def test_a_client_that_the_settings_do_not_name_is_refused(site, encoder, monkey
 
 
 def test_a_spent_budget_is_refused_for_ever(site, encoder):
-    with site(of_client=TOKENS) as served, EncryptedAdapter(encoder, served.address) as model:
+    # Half a block more can answer nothing.
+    with site(of_client=TOKENS * 3 // 2) as served, EncryptedAdapter(encoder, served.address) as model:
         model(states(1))
         assert model.tokens_left == 0
         with pytest.raises(BudgetError) as refusal:
             model(states(1))
         assert refusal.value.code == "tokens_spent"
-    with site(of_client=TOKENS) as served, EncryptedAdapter(encoder, served.address) as again:
+    with site(of_client=TOKENS * 3 // 2) as served, EncryptedAdapter(encoder, served.address) as again:
         assert again.tokens_left == 0
         with pytest.raises(BudgetError):
             again(states(1))
@@ -302,7 +313,7 @@ def test_states_that_are_not_finite_are_refused_by_name_and_the_session_goes_on(
         with pytest.raises(ModelError) as refusal:
             model(given)
         assert refusal.value.code == "states_not_finite"
-        assert served.desk.tokens_left("me") == 10**6
+        assert served.desk.tokens_left("me") == 2**20
         model(states())
 
 
