@@ -32,6 +32,7 @@ from raycloak.coordinator.adapter.session import AdapterSession, Traffic
 from raycloak.coordinator.config import home
 from raycloak.coordinator.evidence.sources import collateral_of
 from raycloak.metrics.errors import ModelError, ProtocolError
+from raycloak.workers.encrypted.parameters import library
 
 Progress = Callable[[int, int], None]
 """Called with the finished blocks and all blocks of a forward pass."""
@@ -77,6 +78,7 @@ class EncryptedAdapter:
         collateral: str | Path | None = None,
         progress: Progress | None = None,
     ) -> None:
+        library()
         # Every refused handshake would be a line.
         os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
         known, judged_by = _terms(policy, collateral)

@@ -8,6 +8,8 @@ from typer.testing import CliRunner
 
 from raycloak.attestation.core.keys import IdentityKey
 from raycloak.attestation.keys.run_secret import load_secret
+from raycloak.coordinator.adapter.encrypted_adapter import EncryptedAdapter
+from raycloak.coordinator.adapter.serve import served_adapter
 from raycloak.coordinator.adapter.settings import AdapterSettings
 from raycloak.coordinator.cli.app import app
 from raycloak.coordinator.cli.tables import adapter_cover, adapter_rows
@@ -15,6 +17,7 @@ from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import parse_config, validated
 from raycloak.coordinator.runs.demo import demo_config
 from raycloak.metrics.errors import ConfigError
+from raycloak.workers.encrypted import parameters
 
 
 def test_a_client_is_told_the_key_that_it_is_known_by(capfd):
@@ -48,6 +51,19 @@ def test_a_key_has_one_name_and_so_one_budget():
         unbounded = {name: value for name, value in terms.items() if name != missing}
         with pytest.raises(ConfigError, match=missing):
             validated(AdapterSettings, {**unbounded, "clients": {"one": key}})
+        # Less than a block is charged for none.
+        with pytest.raises(ConfigError, match="no block of 64 tokens"):
+            validated(AdapterSettings, {**terms, missing: 63, "clients": {"one": key}})
+
+
+@pytest.mark.parametrize(
+    "begin", [lambda: EncryptedAdapter(None, "no address"), lambda: served_adapter("no run", None).__enter__()]
+)
+def test_both_ends_miss_the_extra_before_they_load_or_call_anything(monkeypatch, begin):
+    monkeypatch.setattr(parameters, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as refusal:
+        begin()
+    assert refusal.value.code == "encryption_missing"
 
 
 def test_a_plan_says_what_covers_an_adapter_that_leaks():
