@@ -175,7 +175,9 @@ class _Servicer:
             if is_channel_of(leaf, key):
                 return name
         raise EvidenceError(
-            "peer_not_bound", "this client's key is not one that the adapter serves.", "Give it to the adapter's owner."
+            "peer_not_bound",
+            "this client's key is not one that the adapter serves.",
+            "Give the adapter's owner what 'raycloak adapter identity' prints.",
         )
 
     def _count(self, client: str, context: Context) -> None:

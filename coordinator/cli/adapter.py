@@ -53,15 +53,18 @@ def _serve(output: Output, path: str, settings: Path, config: Path | None, trust
     from raycloak.coordinator.runs.released_model import Keys
 
     ended = threading.Event()
-    former = {each: signal.signal(each, lambda *_: ended.set()) for each in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        with served_adapter(path, load_settings(settings), Keys.of(trust, key), config) as facts:
+    terms = load_settings(settings)
+    output.announce("starting the worker, which reads the adapter")
+    with served_adapter(path, terms, Keys.of(trust, key), config) as facts:
+        # Not before: a signal ends a start at once, though reading the adapter can take minutes.
+        former = {each: signal.signal(each, lambda *_: ended.set()) for each in (signal.SIGTERM, signal.SIGINT)}
+        try:
             rows = [(name.replace("_", " "), value_text(value)) for name, value in asdict(facts).items()]
             output.result(asdict(facts), fields_table(f"Encrypted adapter ({facts.evidence} evidence)", rows))
             ended.wait()
-    finally:
-        for each, handler in former.items():
-            signal.signal(each, handler)
+        finally:
+            for each, handler in former.items():
+                signal.signal(each, handler)
     return 0
 
 

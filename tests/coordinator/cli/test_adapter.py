@@ -1,6 +1,7 @@
 """The commands of encrypted adapters, and what a plan says of an adapter."""
 
 import json
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ from typer.testing import CliRunner
 
 from raycloak.attestation.core.keys import IdentityKey
 from raycloak.attestation.keys.run_secret import load_secret
+from raycloak.coordinator.adapter import serve
 from raycloak.coordinator.adapter.encrypted_adapter import EncryptedAdapter
 from raycloak.coordinator.adapter.serve import served_adapter
 from raycloak.coordinator.adapter.settings import AdapterSettings
@@ -39,6 +41,22 @@ def test_settings_that_cannot_be_used_are_refused_before_anything_starts(tmp_pat
     done = CliRunner().invoke(app, ["adapter", "serve", str(tmp_path), str(file), "--json"])
     assert done.exit_code == 2
     assert json.loads(capfd.readouterr().out)["error"]["code"] == "config"
+
+
+def test_ctrl_c_ends_a_server_that_still_reads_its_adapter(tmp_path, monkeypatch):
+    handlers = []
+
+    def start(*_):
+        handlers.append(signal.getsignal(signal.SIGINT))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(serve, "served_adapter", start)
+    file = tmp_path / "adapter.yaml"
+    file.write_text(f"{{evidence: simulated, clients: {{a: {'ab' * 32}}}, tokens_of_adapter: 64, tokens_of_client: 64}}")
+    done = CliRunner().invoke(app, ["adapter", "serve", "run", str(file), "--json"])
+    assert done.exit_code == 4
+    assert handlers == [signal.default_int_handler]
+    assert "starting the worker" in done.stderr
 
 
 def test_a_key_has_one_name_and_so_one_budget():
