@@ -32,7 +32,7 @@ def test_a_request_that_is_repeated_in_another_session_gets_the_same_bytes(site,
                 )
                 answers.append(list(own._connection.call("Apply", iter([request])).answers))
         assert answers[0] == answers[1]
-        assert served.desk.tokens_left("me") == 10**6 - 2 * TOKENS
+        assert served.desk.tokens_left("me") == 2**20 - 2 * TOKENS
 
 
 @pytest.mark.parametrize("change", [{"shared": b"another head"}, {}])
@@ -56,4 +56,4 @@ def test_nothing_is_charged_in_a_session_without_keys(site, encoder):
         with pytest.raises(ProtocolError) as refusal:
             served.desk.apply("me", session_name, 1, model._session._keys.fingerprint, batch, NAMES[:1])
         assert refusal.value.code == "keys_of_another_session"
-        assert served.desk.tokens_left("me") == 10**6
+        assert served.desk.tokens_left("me") == 2**20

@@ -83,6 +83,7 @@ def test_a_repeated_request_gets_the_same_bytes(evaluation, client):
 
 def test_no_two_ciphertexts_share_noise(rerandomiser):
     answer = rerandomiser.answer(bytes(32), "q", [None, None])
-    half = len(answer) // 2
     assert len(answer) == 2 * 2 * SET_F.degree * 4
-    assert answer[:half] != answer[half:]
+    first, second = np.frombuffer(answer, "<u4").reshape(2, 2, -1)
+    # Either half: the second has no noise but u·pk, and of one u twice the adapter's share would remain.
+    assert ((first != second).mean(axis=1) > 0.99).all()
