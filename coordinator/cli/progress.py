@@ -202,7 +202,7 @@ class ProgressDisplay:
                 if now - self._said_at < self._every_s:
                     continue
                 what, since = self._phase
-                if self._report is None or self._report.step == self._report.steps:
+                if self._report is None or since > self._ends[-1][0] or self._report.step == self._report.steps:
                     self._say(f"{what}, for {now - since:.1f} s", now)
                 else:
                     self._say(self._step_line(self._report), now)

@@ -128,6 +128,16 @@ def test_a_log_stays_alive_while_nothing_is_finished(begun):
     assert not any(thread.name == "progress" and thread.is_alive() for thread in threading.enumerate())
 
 
+def test_a_log_says_what_follows_a_stop_and_no_step_that_is_over():
+    stream, said = io.StringIO(), threading.Event()
+    stream.write = lambda text: said.set() if "writing the result, for " in text else None
+    with ProgressDisplay(Console(file=stream, width=160), "digits", every_s=0.05) as display:
+        display.phase("training")
+        display(replace(REPORT, step=3))
+        display.phase("writing the result")
+        assert said.wait(DEADLINE_S)
+
+
 def test_a_display_that_said_something_lately_says_nothing_more():
     watched = Watched(every_s=0.05)
     with watched.display:
