@@ -182,6 +182,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"virtual_workers ({self.virtual_workers}) must be at least num_workers ({self.num_workers})"
             )
+        if self.min_workers is None and self.fewest_workers > self.num_workers:
+            raise ValueError(
+                f"num_workers ({self.num_workers}): secure_aggregation masks each worker with another, so take 2 or "
+                "more, or set secure_aggregation: false"
+            )
         if self.fewest_workers > self.num_workers:
             raise ValueError(f"min_workers ({self.fewest_workers}) must not exceed num_workers ({self.num_workers})")
         if self.most_workers < self.num_workers:

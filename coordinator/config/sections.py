@@ -197,6 +197,26 @@ class DatasetConfig(Section):
     max_participations: int | None = Field(default=None, gt=0, le=2**31)
     max_examples_per_step: int | None = Field(default=None, gt=0, le=2**24)
 
+    @field_validator("classes", mode="before")
+    @classmethod
+    def _number_or_names(cls, value: Any) -> Any:
+        """Refuse in words what would else be refused once for each alternative."""
+        if value is not None and not isinstance(value, int | list):
+            raise ValueError("give the number of classes, or the list of their names")
+        if isinstance(value, list) and any(not isinstance(each, str) for each in value):
+            raise ValueError(
+                "a name is text, and YAML reads yes, no, on, off and digits as something else: write each name in "
+                "quotes, or give the number of classes if labels are numbers"
+            )
+        return value
+
+    @field_validator("size", mode="before")
+    @classmethod
+    def _one_side_or_two(cls, value: Any) -> Any:
+        if isinstance(value, list) and len(value) != 2:
+            raise ValueError("give one number, or height and width")
+        return value
+
     @model_validator(mode="before")
     @classmethod
     def _pixels_up_to_one(cls, raw: Any) -> Any:

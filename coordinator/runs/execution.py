@@ -126,6 +126,8 @@ class Execution:
         self._callbacks = CallbackCaller(callbacks, self._warn)
         self._reserved = reserved
         self._pace = pace
+        # What the account had been charged when this execution began to train.
+        self._charged = 0.0
         # Kept over every execution of the run: an outcome warns of what happened in any of them.
         self.warnings: list[str] = []
         # None until a run is opened: a resume after a failure needs to know which one it was.
@@ -438,7 +440,7 @@ class Execution:
             events=events,
             progress=self._stepped,
             phase=self._phase,
-            begun=partial(self._outset, folder),
+            begun=partial(self._outset, folder, assignment),
             evaluated=self._callbacks.evaluated,
             measured=self._released,
             changed=self._callbacks.changed,
@@ -459,7 +461,15 @@ class Execution:
         exporter.add(metrics)
         return metrics
 
-    def _outset(self, folder: RunFolder, outset: Outset) -> None:
+    def _outset(self, folder: RunFolder, assignment: Assignment, outset: Outset) -> None:
+        self._charged = outset.charged_epsilon
+        if isinstance(assignment, ResumedRun):
+            steps = outset.plan.mechanism.steps
+            free = outset.charged_steps > outset.finished_steps
+            self._notice(
+                f"resumed after step {outset.finished_steps} of {steps}"
+                + (": steps that are charged already are not charged again" if free else "")
+            )
         self._begun(outset)
         self._callbacks.started(folder.path, self._config, outset)
 
@@ -468,6 +478,9 @@ class Execution:
         self._callbacks.measured(released)
 
     def _stepped(self, report: StepReport) -> None:
+        if report.epsilon is not None and report.epsilon < self._charged:
+            # A step that is repeated has its receipt of then; the account has been charged more since.
+            report = replace(report, epsilon=self._charged)
         self._progress(report)
         self._callbacks.stepped(report)
 

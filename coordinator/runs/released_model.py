@@ -18,7 +18,7 @@ from raycloak.coordinator.checkpoints.reader import package_at, parameters_of
 from raycloak.coordinator.checkpoints.storage import is_package
 from raycloak.coordinator.config.run import RunConfig, load_config
 from raycloak.coordinator.planning.model_source import model_source
-from raycloak.coordinator.record.folder import RunFolder
+from raycloak.coordinator.record.folder import AUDIT, RunFolder
 from raycloak.coordinator.record.run_list import find_run
 from raycloak.metrics.errors import ConfigError, ModelError, RefusedError
 from raycloak.metrics.file_errors import file_error
@@ -122,6 +122,12 @@ def released_model(
         described = _described(config, model_init_fn)
         return _built(described, *_package(str(path), keys))
     folder = RunFolder.open(find_run(str(path)))
+    if (folder.path / AUDIT).exists():
+        raise ConfigError(
+            "no_weights",
+            f"the run in {folder.path} is an audit, whose model has canaries.",
+            "Name a run of the configuration: raycloak runs list",
+        )
     described = _described(config, model_init_fn, folder)
     return _built(described, *_weights(folder))
 
@@ -284,7 +290,9 @@ def _no_weights(folder: RunFolder) -> ConfigError:
     return ConfigError(
         "no_weights",
         f"the run in {folder.path} is marked {folder.record.status} and has written no weights yet.",
-        "They are written when a run ends or stops: wait for it, or run 'raycloak run CONFIG --resume'.",
+        "Name another run: raycloak runs list"
+        if folder.record.status == "void"
+        else "They are written when a run ends or stops: wait for it, or run 'raycloak run CONFIG --resume'.",
     )
 
 

@@ -36,6 +36,8 @@ _SHOWN = 20  # columns of one error
 # What programs write for a value that is not there.
 _MISSING = ("", "NA", "N/A", "n/a", "null", "NULL", "None")
 
+_LEFT_OUT = "name the columns without it in dataset.features"
+
 _Read = TypeVar("_Read")
 
 
@@ -270,7 +272,7 @@ def _number_type(kind: Any, place: str, is_label: bool = False) -> np.dtype[Any]
     if pa.types.is_date(inner) or pa.types.is_timestamp(inner):
         raise _dates(place)
     raise DatasetError(
-        "dataset_dtype", f"{place} is {inner}, which is no number.", "Store it as numbers, or leave it out of features."
+        "dataset_dtype", f"{place} is {inner}, which is no number.", f"Store it as numbers, or {_LEFT_OUT}."
     )
 
 
@@ -278,7 +280,7 @@ def _dates(place: str) -> DatasetError:
     return DatasetError(
         "dataset_dtype",
         f"{place} holds dates.",
-        "Store dates as numbers, such as days since a public date, or leave the column out of dataset.features.",
+        f"Store dates as numbers, such as days since a public date, or {_LEFT_OUT}.",
     )
 
 
@@ -438,9 +440,14 @@ def _parsed(array: Any, place: str, integers: bool) -> NDArray[Any]:
     if numbers is not None:
         with np.errstate(all="ignore"):
             return np.asarray(numbers) if integers else np.asarray(numbers).astype(np.float32)
-    if pc.any(pc.is_in(text, value_set=pa.array(_MISSING))).as_py():
-        raise DatasetError("dataset_array", f"{place} has missing values.", "Fill them with public constants.")
     whole = "whole numbers" if integers else "numbers"
+    missing = pc.is_in(text, value_set=pa.array(_MISSING))
+    if pc.any(missing).as_py():
+        rest, fill = "", "Fill them with public constants."
+        if _cast(text.filter(pc.invert(missing)), "int64" if integers else "float64") is None:
+            # Both at once: one round mends a column.
+            rest, fill = f", and others that are no {whole}", f"{fill} Store {whole} alone."
+        raise DatasetError("dataset_array", f"{place} has missing values{rest}.", fill)
     some = any(_is_number(value) for value in text.to_pylist())
     if some:
         raise DatasetError("dataset_dtype", f"{place} holds {whole} and something else.", f"Store {whole} alone.")
@@ -449,5 +456,5 @@ def _parsed(array: Any, place: str, integers: bool) -> NDArray[Any]:
     raise DatasetError(
         "dataset_dtype",
         f"{place} is text.",
-        "Leave it out of dataset.features; for a label, list its classes: dataset.classes: [one, two].",
+        f"Store it as numbers, or {_LEFT_OUT}; for a label, list its classes: dataset.classes: [one, two].",
     )
