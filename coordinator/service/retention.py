@@ -42,7 +42,9 @@ class Retention:
         left = _ROWS_AT_ONCE
         while self._due and left > 0:
             client = self._store.client(self._due[0])
-            assert client is not None, "only this removes clients"
+            if client is None:  # it was due twice, for its batches too
+                self._due.popleft()
+                continue
             is_forgotten, kept = client.status == FORGOTTEN, self._keeps_batches(client.run_dir)
             tables = ["operations", "artifacts", "used_ids"] if is_forgotten else []
             left -= self._store.forget(client.client_id, left, tables if kept else [*tables, "batches"])

@@ -116,6 +116,16 @@ def test_what_is_forgotten_goes_in_small_parts_and_another_process_goes_on(clock
     assert (rows(site, client), site.store.client(client)) == ({}, None)
 
 
+def test_a_client_that_is_forgotten_while_its_batches_are_looked_at_goes_once(clocked):
+    site = clocked()
+    client = worked(site, SENT)
+    close(site, client)
+    site = clocked(closed_clients_per_tenant=0)
+    site.create(key="another")
+    site.ask(site.desk.tick)
+    assert (rows(site, client), site.store.client(client)) == ({}, None)
+
+
 def test_batches_count_for_their_tenant_until_the_directory_of_their_run_has_none(clocked):
     limits = {"closed_clients_per_tenant": 0, "stored_batch_bytes": 12}
     site = clocked(**limits)
