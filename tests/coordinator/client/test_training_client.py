@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 import tracemalloc
+import weakref
 from types import SimpleNamespace
 
 import grpc
@@ -340,6 +341,16 @@ def test_closing_cancels_what_waits_and_tells_it(held, holding):
         until(lambda: len(held.operations["c0"]) == 2)
     assert [future.cancelled() for future in futures] == [True, True]
     assert training.status is raycloak.ClientStatus.TERMINATED
+
+
+def test_nothing_is_kept_of_a_sample_that_was_refused_and_of_a_client_that_was_closed(memory_service, service):
+    client = service.create_training_client(CONFIG)
+    memory_service.failures["Submit"] = [KINDS["validation"]("a_code", "a sentence.")]
+    assert client.sample(["a"], on_token=print).exception(SOON).code == "a_code"
+    assert client._tokens._streams == {}
+    client.close()
+    client = weakref.ref(client)
+    until(lambda: gc.collect() >= 0 and client() is None)
 
 
 def test_cancel_one_that_the_service_has(held, holding):
