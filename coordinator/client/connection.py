@@ -150,9 +150,10 @@ class Connection:
         Args:
             request: a message; or a function that returns a new iterator of messages, for a call that sends a stream.
         """
-        request_id, pauses = uuid4().hex, growing_pauses()
+        request_id, pauses, has_failed = uuid4().hex, growing_pauses(), False
         deadline_s = SENDING_DEADLINE_S if callable(request) else DEADLINE_S
-        until = time.monotonic() + (self.patience_s if self._answered else min(self.patience_s, FIRST_ANSWER_S))
+        patience_s = self.patience_s if self._answered else min(self.patience_s, FIRST_ANSWER_S)
+        until = time.monotonic() + patience_s
         while True:
             sent = request() if callable(request) else request
             try:
@@ -165,6 +166,9 @@ class Connection:
                 self._answered = True
                 return reply
             pause = next(pauses)
+            # An upload may have gone on for minutes before it broke.
+            if callable(request) and not has_failed:
+                until, has_failed = time.monotonic() + patience_s, True
             if not is_no_answer(error) or time.monotonic() + pause > until:
                 raise error
             if self._closed.wait(pause):

@@ -44,7 +44,7 @@ from raycloak.coordinator.service.operations import (
 from raycloak.coordinator.service.pipe import (
     Close,
 )
-from raycloak.coordinator.service.settings import completed
+from raycloak.coordinator.service.settings import completed, withdrawn
 from raycloak.coordinator.service.store import (
     CANCELLED,
     DONE,
@@ -87,6 +87,8 @@ class Desk(DriverDesk):
         for client in self._store.left_open():
             with self._changing(client):
                 self._fail_open(client, closed())
+        # Of this process, whose settings never change.
+        self._rightful: set[str] = set()
         self._retention.begin()
         samples = self._store.running_samples()
         for operation in samples:
@@ -169,6 +171,7 @@ class Desk(DriverDesk):
                 if operation.state == QUEUED:
                     self._retire(client, operation, CANCELLED, cancelled(charged=False))
             client.status, client.waits_since = TERMINATED, self._clock()
+            self._rightful.discard(client_id)
             driver = self._drivers.get(client_id)
             if driver is None:
                 self._fail_open(client, closed())
@@ -225,6 +228,7 @@ class Desk(DriverDesk):
                         "for one step.",
                         "Submit optim_step first; accumulation over micro-batches is internal.",
                     )
+                self._require_right(client)
                 self._require_steps(client)
             case "optim_step":
                 if payload.HasField("apply_dp_noise") and not payload.apply_dp_noise and client.private:
@@ -252,6 +256,14 @@ class Desk(DriverDesk):
                 else:
                     return self._artifact(client, payload.artifact_id).package
         return ""
+
+    def _require_right(self, client: ClientRow) -> None:
+        """Refuse another step where the operator has withdrawn data, model or code since the client was made."""
+        if client.client_id not in self._rightful:
+            refusal = withdrawn(self._settings, client.tenant, client.config)
+            if refusal is not None:
+                raise refusal
+            self._rightful.add(client.client_id)
 
     def _require_steps(self, client: ClientRow) -> None:
         """Refuse a step after the last one, where that is known already."""
@@ -338,6 +350,7 @@ class Desk(DriverDesk):
         ids = check_batch(head, client, self._limits.batch_bytes)
         if len(set(ids)) < len(ids):
             raise _repeated()
+        self._require_right(client)
         self._require_steps(client)
         # Its charge names its batches. One more would be counted, and be computed by no worker.
         if client.allowed_charges > client.submitted_steps:

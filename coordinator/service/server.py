@@ -39,7 +39,7 @@ from raycloak.coordinator.service.tenants import Caller, Tenants, expired
 from raycloak.coordinator.service.turns import Turns
 from raycloak.coordinator.service.uploads import Upload
 from raycloak.coordinator.service.watches import Watches
-from raycloak.metrics.errors import ConfigError
+from raycloak.metrics.errors import ConfigError, EvidenceError
 from raycloak.metrics.file_errors import file_error
 from raycloak.metrics.service_errors import (
     ServiceConnectionError,
@@ -226,10 +226,13 @@ class _Servicer(TrainingServicer):
             # The name of an artifact begins with its client's.
             client_id = request.client_id or request.artifact_id.rpartition(".")[0]
             row = await self._turns.ask(lambda: self._desk.artifact(caller.tenant, client_id, request.artifact_id))
-            pieces = await asyncio.to_thread(self._pieces, row)
-            while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
-                _require_current(caller)
-                await self._write(context, wire.ArtifactPiece(data=piece))
+            try:
+                pieces = await asyncio.to_thread(self._pieces, row)
+                while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+                    _require_current(caller)
+                    await self._write(context, wire.ArtifactPiece(data=piece))
+            except (ConfigError, EvidenceError) as error:
+                raise ServiceServerError(error.code, error.message, error.remedy) from None
 
     async def _write(self, context: Context, message: Any) -> None:
         """Write to a stream; one whose reader takes nothing is cut."""
@@ -271,6 +274,8 @@ class _Servicer(TrainingServicer):
             return
         except ServiceError as refusal:
             error = refusal
+            if isinstance(refusal, ServiceServerError):
+                _LOG.error("request %s failed: %s", request_id, refusal)
         except _PeerLeft:
             return
         except Exception:  # noqa: BLE001 - whatever it is, the caller gets a request id and no text

@@ -21,6 +21,7 @@ from raycloak.coordinator.config.sections import (
 from raycloak.coordinator.service.limits import LimitsConfig
 from raycloak.metrics.errors import ConfigError
 from raycloak.metrics.service_errors import (
+    ServiceError,
     ServiceNotFoundError,
     ServicePermissionError,
     ServiceValidationError,
@@ -257,6 +258,17 @@ def completed(settings: ServiceSettings, tenant: str, config_json: str) -> tuple
         said = "; ".join(f"{field}: {problem}" if field else problem for field, problem in found)
         field = found[0][0] or _named(found[0][1])
         raise ServiceValidationError("config", f"{said}.", "See docs/service.md.", field=field) from None
+
+
+def withdrawn(settings: ServiceSettings, tenant: str, config_json: str) -> ServiceError | None:
+    """Return why the settings, which may have changed, no longer let a tenant train a client that it has; else None."""
+    try:
+        completed(settings, tenant, config_json)
+    except (ServicePermissionError, ServiceNotFoundError) as refusal:
+        return refusal
+    except ServiceValidationError:
+        pass  # fields of the service have changed, and its run is as it was planned
+    return None
 
 
 def _check_code(training: TrainingConfig, rights: TenantConfig) -> None:

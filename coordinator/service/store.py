@@ -177,7 +177,7 @@ _COUNT_IDS: Final = (
 )
 _IDS_AT_ONCE: Final = 500  # a statement has three values for each, and no database takes many more than 32,000
 _CLIENT_IDS: Final = "SELECT client_id FROM clients WHERE"
-_MOST_CLOSED: Final = 1000  # at once; SQLite takes no offset without a limit
+_MOST_CLOSED: Final = 64  # at once, since a row may have megabytes; for each client that is created, so they get fewer
 _OPEN: Final = "client_id = ? AND state IN ('queued', 'running')"
 
 
@@ -268,7 +268,7 @@ class Store:
         return self._number(f"SELECT COUNT(*) FROM clients WHERE {where}", tenant)
 
     def closed_clients(self, tenant: str, newest: int) -> list[str]:
-        """Return the closed clients of a tenant that have no open operation, without the ``newest``."""
+        """Return some closed clients of a tenant that have no open operation, and not the ``newest``."""
         where = "tenant = ? AND status = 'TERMINATED' AND open = 0 ORDER BY waits_since DESC, client_id"
         rows = self._rows(f"{_CLIENT_IDS} {where} LIMIT ? OFFSET ?", tenant, _MOST_CLOSED, newest)
         return [str(client) for (client,) in rows]

@@ -18,7 +18,7 @@ from raycloak.coordinator.service.settings import ServiceSettings
 from raycloak.coordinator.service.store import ArtifactRow
 from raycloak.coordinator.training.reporting import StepReport
 from raycloak.coordinator.training.stop_signals import StopRequest
-from raycloak.metrics.errors import ConfigError
+from raycloak.metrics.errors import ConfigError, EvidenceError
 from raycloak.metrics.service_errors import ServiceAuthenticationError, ServiceQueueFullError, ServiceServerError
 from raycloak.workers.terms.measurement import Released as Measured
 from tests.coordinator.service.scripted import HASH, KEYS, SENT, settings
@@ -150,6 +150,25 @@ def test_an_upload_and_a_download_end_with_their_credentials_and_nothing_is_reco
         assert [piece.data for piece in pull()] == [b"one", b"two"]
         assert served.turns.put(served.store.batch_files).result(DEADLINE_S) == set()
         assert send().state == "done"
+
+
+def test_a_package_that_is_gone_is_named_to_who_pulls_it_and_in_the_log(serve, caplog):
+    served = serve()
+    with stub(served.address) as api:
+        client = created(api)
+        kept = ArtifactRow(client, 0, 1, "package", "ab" * 32, "cd" * 32, "{}", 1.0, 6)
+        served.turns.put(lambda: served.store.add_artifact(kept)).result(DEADLINE_S)
+        request = wire.ArtifactRequest(artifact_id=f"{client}.0")
+
+        def gone(row):
+            yield b"one"
+            raise EvidenceError("package_file_missing", f"the {row.package} is not there.", "Save the state again.")
+
+        served.pieces = gone
+        error = fails(lambda: list(api.PullArtifact(request, metadata=metadata(), timeout=DEADLINE_S)))
+        assert isinstance(error, ServiceServerError)
+        assert (error.code, error.remedy) == ("package_file_missing", "Save the state again.")
+        assert [each for each in caplog.messages if error.request_id in each and error.code in each]
 
 
 def test_a_defect_is_in_the_log_by_request_id_and_its_text_reaches_nobody(serve, monkeypatch, caplog):

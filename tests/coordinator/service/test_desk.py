@@ -1300,6 +1300,27 @@ def test_another_process_removes_files_that_no_operation_names(make_site):
     assert len(site.drivers.of[client].files[0]) == 1
 
 
+@pytest.mark.parametrize("config", [GIVEN, SENT], ids=["registered", "sent"])
+def test_what_the_operator_has_withdrawn_is_trained_on_no_more_and_what_was_released_stays(make_site, config):
+    site = make_site()
+    client = site.create(config=config)
+    site.run()
+    site.send(client, "a") if config is SENT else site.submit(client, FB)
+    site.submit(client, OPT)
+    tenant = {"token_sha256": [{"sha256": sha256(b"north").hexdigest()}]}
+    site = make_site(world=site.world, tenants={"north": tenant})
+    site.run()
+    assert site.client(client).step == 1, "what was submitted before is done"
+    with pytest.raises((ServiceNotFoundError, ServicePermissionError)):
+        site.send(client, "b", key="b") if config is SENT else site.submit(client, FB, key="b")
+    save = site.submit(client, SAVE, key="save")
+    site.run()
+    assert site.get(save).state == "done"
+    site = make_site(world=site.world)
+    site.send(client, "b", key="b") if config is SENT else site.submit(client, FB, key="b")
+    assert site.get(site.submit(client, OPT, key="o")).state != "failed"
+
+
 def test_a_stopping_desk_stops_drivers_and_starts_none(site):
     client = site.create()
     site.run()

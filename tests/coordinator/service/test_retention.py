@@ -121,7 +121,7 @@ def test_a_client_that_is_forgotten_while_its_batches_are_looked_at_goes_once(cl
     client = worked(site, SENT)
     close(site, client)
     site = clocked(closed_clients_per_tenant=0)
-    site.create()
+    site.create(key="another")
     site.ask(site.desk.tick)
     assert (rows(site, client), site.store.client(client)) == ({}, None)
 
