@@ -110,8 +110,10 @@ class EncryptedAdapter:
 
         Raises:
             BudgetError: ``tokens_spent``. The server's other refusals. RefusedError: ``adapter_closed`` behind `close`.
-            ModelError: ``states_not_finite`` if an adapted layer reads numbers that are not finite.
+            ModelError: ``states_not_finite`` if an adapted layer reads numbers that are not finite; ``adapter_base`` in
+                training mode.
         """
+        _require_eval(self._model)
         call = Call.of(self._model.forward, args, kwargs)
         with _CALLS, torch.no_grad(), _replaced(self._model, self._shared):
             plan = self._planner.plan(call)
@@ -310,11 +312,15 @@ def _layers(model: nn.Module, session: AdapterSession) -> dict[str, nn.Module]:
                 "Load the base model that the adapter was trained on, of the same class.",
             )
         layers[name] = layer
+    _require_eval(model)
+    return layers
+
+
+def _require_eval(model: nn.Module) -> None:
     if model.training:
         raise ModelError(
             "adapter_base", "the model is in training mode, where dropout changes it.", "Call model.eval() first."
         )
-    return layers
 
 
 def _shared(model: nn.Module, content: bytes) -> dict[str, nn.Parameter]:

@@ -294,8 +294,12 @@ def test_another_base_model_is_refused(site, encoder):
 
 
 def test_a_model_in_training_mode_is_refused(site, encoder):
-    with site() as served, pytest.raises(ModelError, match="training mode"):
-        EncryptedAdapter(encoder.train(), served.address)
+    with site() as served, EncryptedAdapter(encoder, served.address) as model:
+        encoder.train()
+        for call in (lambda: model(states(1)), lambda: EncryptedAdapter(encoder, served.address)):
+            with pytest.raises(ModelError, match="training mode"):
+                call()
+        assert model.traffic.blocks == 0
 
 
 @pytest.mark.parametrize("text", ["", "127.0.0.1:1", "ab@127.0.0.1:1", "zz" * 32 + "@127.0.0.1:1", "ab" * 32 + "@"])
