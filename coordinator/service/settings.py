@@ -8,7 +8,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from raycloak.attestation.files.yaml_reader import read_yaml
 from raycloak.coordinator.client.training_config import TrainingConfig, parse_training_config
-from raycloak.coordinator.config.run import RunConfig, validated
+from raycloak.coordinator.config.run import RunConfig, problem_of, validated
 from raycloak.coordinator.config.sections import (
     Address,
     DatasetConfig,
@@ -170,7 +170,7 @@ class ServiceSettings(Section):
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(str(part) for part in ("run", *first["loc"]))
-            raise ValueError(f"{place}: {first['msg'].removeprefix('Value error, ')}") from None
+            raise ValueError(f"{place}: {problem_of(RunConfig, place.removeprefix('run.'), first)}") from None
         return self
 
     @model_validator(mode="after")
@@ -316,7 +316,7 @@ def _same_source(registered: ModelConfig, given: ModelConfig) -> bool:
 
 def _not_found(resource: str, name: str) -> ServiceNotFoundError:
     return ServiceNotFoundError(
-        "not_found", f"this tenant has no {resource} '{name}'.", f"List the {resource}s it has.", resource=resource
+        "not_found", f"this tenant has no {resource} '{name}'.", "See ServiceClient.capabilities().", resource=resource
     )
 
 
