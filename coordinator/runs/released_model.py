@@ -129,7 +129,16 @@ def released_model(
             "Name a run of the configuration: raycloak runs list",
         )
     described = _described(config, model_init_fn, folder)
-    return _built(described, *_weights(folder))
+    try:
+        return _built(described, *_weights(folder))
+    except ConfigError as error:
+        if error.code != "module_function" or described.base.is_dir():
+            raise
+        raise ConfigError(
+            "model_needed",
+            f"{described.base}, where the run found its model, is gone, as the folder of a Ray job goes.",
+            "Name the run's configuration: --config CONFIG, or config= in Python.",
+        ) from None
 
 
 def model_at(run: Path, parameters: Path, parameter_digest: str) -> ReleasedModel:

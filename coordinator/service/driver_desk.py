@@ -356,6 +356,8 @@ class DriverDesk(OperationQueues):
             if now - first < _LOCKED_DEADLINE_S:
                 return
         message, remedy = (_without_others(text, client.run_id) for text in (said.message, said.remedy))
+        # A client's configuration has no ledger: who pays is the service's to say.
+        remedy = remedy.replace("ledger.account", "the service's settings, as the account of the data")
         self._fail(client, cause_of(said.code, message, remedy))
 
     def _gone(self, client: ClientRow, driver: DriverState, said: Exited) -> None:

@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from raycloak.attestation.files.yaml_reader import read_yaml
 from raycloak.coordinator.client.connection import is_loopback
 from raycloak.coordinator.client.training_config import TrainingConfig, parse_training_config
-from raycloak.coordinator.config.run import RunConfig, validated
+from raycloak.coordinator.config.run import RunConfig, problem_of, validated
 from raycloak.coordinator.config.sections import (
     Address,
     DatasetConfig,
@@ -172,7 +172,7 @@ class ServiceSettings(Section):
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(str(part) for part in ("run", *first["loc"]))
-            raise ValueError(f"{place}: {first['msg'].removeprefix('Value error, ')}") from None
+            raise ValueError(f"{place}: {problem_of(RunConfig, place.removeprefix('run.'), first)}") from None
         return self
 
     @model_validator(mode="after")

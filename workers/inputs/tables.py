@@ -333,6 +333,8 @@ def class_numbers(array: Any, columns: Columns, place: str) -> NDArray[np.int64]
     if array.null_count:
         raise DatasetError("dataset_array", f"{place} has missing values.", "Leave rows without a label out.")
     numbers = pc.index_in(array.cast(pa.string()), value_set=pa.array(columns.classes, pa.string()))
+    if numbers.null_count and pc.any(pc.is_in(array.filter(numbers.is_null()), pa.array(_MISSING))).as_py():
+        raise DatasetError("dataset_array", f"{place} has missing values.", "Leave rows without a label out.")
     if numbers.null_count:
         # Which one it is stays here: it is an example's.
         raise DatasetError(
@@ -354,6 +356,14 @@ def _header(file: BinaryIO, where: str) -> list[str]:
         raise _not_csv(where) from None
     if not names:
         raise DatasetError("dataset_empty", f"{where} has no examples.", "Name a dataset with examples.")
+    other = next((mark for mark in (";", "\t", ",", "|") if mark in names[0]), None)
+    if len(names) == 1 and other is not None:
+        mark = "a tab" if other == "\t" else f"'{other}'"
+        raise DatasetError(
+            "dataset_array",
+            f"{where} has values that {mark} separates.",
+            "Separate them by commas, or by tabs in a file that ends in .tsv, with a point in numbers.",
+        )
     if all(_is_number(name) for name in names):
         raise DatasetError(
             "dataset_array", f"{where} starts with numbers.", "Give it a first line with the names of its columns."

@@ -181,6 +181,16 @@ def test_a_run_without_weights_says_so(runs, tmp_path):
     assert code(lambda: raycloak.load(tmp_path)) == "not_a_run"
 
 
+def test_a_run_whose_folder_is_gone_asks_for_its_configuration(runs, tmp_path):
+    folder = shutil.copytree(runs("plain"), tmp_path / "run")
+    record = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(record | {"driver_base": str(tmp_path / "gone")}))
+    config = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(config.replace("tests.models:", "absent:"))
+    with pytest.raises(ConfigError, match=r"model_needed: .*/gone, .* is gone.* --config CONFIG"):
+        raycloak.load(folder)
+
+
 def test_an_audit_has_no_model_to_load(runs, tmp_path):
     folder = shutil.copytree(runs("plain"), tmp_path / "run")
     (folder / AUDIT).touch()

@@ -951,10 +951,11 @@ def test_a_refusal_of_a_shared_account_names_no_run_of_another_client(site):
     client, ours, other = site.create(), "0" * 16, "a1" * 8
     site.tell(client, Opened(run_id=ours, run_dir=site.folder))
     said = f"the account is held for the plan of run {other} alone, and run {ours} is another."
-    site.tell(client, Failed(code="account_not_shared", message=said, remedy=f"Resume run {other}.", exit_code=3, epsilon=None, step=None))  # fmt: skip # noqa: E501
+    site.tell(client, Failed(code="account_not_shared", message=said, remedy=f"Resume run {other}, or name one in ledger.account.", exit_code=3, epsilon=None, step=None))  # fmt: skip # noqa: E501
     error = site.client(client).error
     assert error.message == f"the account is held for the plan of another run alone, and run {ours} is another."
-    assert error.remedy == "Resume another run."
+    # A client has no ledger to configure.
+    assert error.remedy == "Resume another run, or name one in the service's settings, as the account of the data."
 
 
 def test_a_step_that_waits_when_its_client_is_closed_fails_by_the_closing(site):
