@@ -162,6 +162,11 @@ def test_a_target_that_needs_no_noise_gets_the_floor():
     assert solve_noise_multiplier(1e6, DELTA, 1.0, 1) == SMALLEST_NOISE_MULTIPLIER
 
 
+def test_noise_is_solved_where_a_large_delta_leaves_no_epsilon_at_all():
+    noise = solve_noise_multiplier(8.0, 0.5, 0.1, 1)
+    assert epsilon_of(0.1, 1.0, 1, 0.5) == 0 < epsilon_of(0.1, noise, 1, 0.5) <= 8
+
+
 def test_the_accountant_leaves_the_reserve():
     assert accountant_delta(DELTA) == pytest.approx(0.99 * DELTA, abs=0)
     assert epsilon_of(1.0, 5.0, 10, DELTA) > rdp_epsilon(1.0, 5.0, 10)
