@@ -8,6 +8,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 
 Kept = Literal["sealed", "clear"]
 
+LARGEST_NOISE = 2.0**40
+"""The largest noise multiplier: with more, an accountant's squares would overflow, and no ring could hold the noise."""
+
 LOSSES = ("cross_entropy", "token_cross_entropy", "next_token_cross_entropy", "mse")
 """The losses that have a name; `raycloak.workers.inputs.models` computes them."""
 
@@ -88,7 +91,7 @@ class DPConfig(Section):
     enabled: bool = True
     target_epsilon: float | None = Field(default=None, gt=0)
     target_delta: float = Field(default=1e-5, gt=0, lt=1)
-    noise_multiplier: float | None = Field(default=None, gt=0)
+    noise_multiplier: float | None = Field(default=None, gt=0, le=LARGEST_NOISE)
     epsilon_cap: float | None = Field(default=None, gt=0)
     max_grad_norm: float = Field(
         default=1.0, ge=2.0**-100, le=2.0**100
@@ -370,7 +373,7 @@ class ClassCountsConfig(Section):
     """
 
     classes: int = Field(gt=0, le=10_000)
-    noise_multiplier: float = Field(gt=0)
+    noise_multiplier: float = Field(gt=0, le=LARGEST_NOISE)
 
 
 class PrivateEvaluationConfig(Section):
@@ -386,7 +389,7 @@ class PrivateEvaluationConfig(Section):
     """
 
     every: int = Field(default=50, gt=0)
-    noise_multiplier: float = Field(gt=0)
+    noise_multiplier: float = Field(gt=0, le=LARGEST_NOISE)
     loss_bound: float = Field(default=5.0, ge=1e-6, le=1e6)
     classes: int | None = Field(default=None, ge=2, le=100)
 
