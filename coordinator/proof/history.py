@@ -237,6 +237,8 @@ class History:
         self._checked.clear()
         self._circle = None
         self._enrolment = Enrolment()
+        # As in the orchestrator: members of a later session may have their names, and machines stay what they are.
+        self._revoked = {(kind, name) for kind, name in self._revoked if kind != "member"}
 
     def _admitted(self, entry: Entry, body: _Admitted) -> None:
         if body.role == OBSERVER:

@@ -8,6 +8,8 @@ import pytest
 from raycloak.attestation.core.keys import IdentityKey, Secret
 from raycloak.attestation.keys.run_secret import run_id_of
 from raycloak.attestation.log.evidence_log import check_exported_log
+from raycloak.attestation.orchestrator.revocations import revoke
+from raycloak.attestation.orchestrator.state import state_file
 from raycloak.coordinator.checkpoints.archive import Archive
 from raycloak.coordinator.ledger.cap_authority import CapAuthorisation, authorise
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
@@ -30,7 +32,7 @@ from tests.coordinator.proof.proof_cases import (
     whole,
 )
 from tests.coordinator.training.test_sealed_evaluation import sealed
-from tests.protocol import RENYI, SECRET, on, settle
+from tests.protocol import NOW, RENYI, SECRET, on, settle
 
 
 class Killed(BaseException):
@@ -62,6 +64,29 @@ def test_a_run_that_was_killed_and_resumed_is_proved_from_its_first_step(tmp_pat
     assert found["contract"].startswith("2 sessions")
     assert found["steps"].startswith(f"{STEPS} steps, each charged")
     assert found["released model"].endswith(f"after step {STEPS}")
+
+
+def test_a_member_that_was_revoked_may_have_a_namesake_in_the_next_session(tmp_path):
+    """One revocation is in the log of its session, and one came after the last moment at which it could be."""
+
+    def disturb(call):
+        names = {("open_step", 1): "worker-1", ("bind_vectors", 3): "worker-2"}
+        if (name := names.get((call.method, call.index))) is not None:
+            state = state_file(tmp_path / "orchestrator", first.session.run_id)
+            revoke(state, "member", name, reason="stolen", now=NOW)
+        if name == "worker-2":
+            raise Killed
+
+    first = whole(tmp_path, disturb=disturb, measurements={})
+    with pytest.raises(Killed):
+        first.train()
+    assert first.left == [("worker-1", "revoked")]
+    manifest = Manifest.model_validate_json((first.folder / "manifest.json").read_bytes())
+    second = whole(tmp_path, measurements={}, assignment=ResumedRun(manifest, packed(tmp_path)))
+    second.train()
+    assert second.left == []
+    (second.folder / "manifest.json").write_bytes((first.folder / "manifest.json").read_bytes())
+    assert said(proved(tmp_path, second))["contract"].startswith("2 sessions")
 
 
 def test_a_run_that_was_stopped_while_a_resume_repeated_its_steps_fails_nothing(tmp_path):
