@@ -204,6 +204,8 @@ class OpenRun:
         with self.books.state.transaction():
             # A challenge of the session before must not admit anybody to this one.
             self.books.nonces.forget_unused()
+            # Before the entry of this session: in its log, a member's revocation would be about its namesake here.
+            self.books.revocations.record()
             self.books.state.start_session(self._session)
             self.books.state.keep_document(Document.of(terms.policy))
             body = {

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import re
 import sys
 import threading
 import traceback
@@ -18,7 +19,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
 from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.console.streams import Outlet
@@ -31,6 +33,10 @@ RAY_LOG = "ray.log"
 
 RAY_THREADS = "ray_"
 """Prefix of the names of threads in which Ray prints what its processes say."""
+
+
+_HARMFUL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+"""Control characters but tab and line feed, and marks of writing direction: a record could draw a table of its own."""
 
 
 class Diversion(io.TextIOBase):
@@ -165,7 +171,7 @@ class Output:
 
     def note(self, text: str) -> None:
         """Print one line for the person at the terminal, on standard error."""
-        print(" ".join(text.split()), file=self._stderr, flush=True)
+        print(harmless(" ".join(text.split())), file=self._stderr, flush=True)
 
     def attach_log(self, log: Path) -> None:
         """Name the run's log, if the run did not do so itself."""
@@ -191,7 +197,7 @@ class Output:
         trace = "".join(traceback.format_exception(error))
         self._diversion.write(trace)
         if self._debug:
-            print(trace, end="", file=self._stderr, flush=True)
+            print(harmless(trace), end="", file=self._stderr, flush=True)
 
     def _say(self, error: RaycloakError) -> None:
         self.note(f"error: {error.code}: {error.message} {_spent(error)}{error.remedy}")
@@ -245,8 +251,21 @@ def _own_descriptor() -> Iterator[TextIO]:
         os.close(kept)
 
 
+def harmless(text: str) -> str:
+    """Return ``text`` without what moves a terminal's cursor or turns its text around, which others may have named."""
+    return _HARMFUL.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+class _HarmlessConsole(Console):
+    """A console whose text cannot command the terminal; its own styles and bars can."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=harmless(segment.text))
+
+
 def _console(stream: Outlet) -> Console:
-    return Console(file=cast(TextIO, stream), width=None if stream.isatty() else PLAIN_WIDTH, highlight=False)
+    return _HarmlessConsole(file=cast(TextIO, stream), width=None if stream.isatty() else PLAIN_WIDTH, highlight=False)
 
 
 def _describe(error: RaycloakError) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from raycloak.coordinator.accounting.releases import Release, Releases, releases
 from raycloak.coordinator.accounting.renyi import SMALLEST_NOISE_MULTIPLIER
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.config.sections import ClassCountsConfig, PrivateEvaluationConfig
+from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.planning.batches import UNMEASURED_ROWS
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.terms.measurement import Measurement
@@ -86,6 +87,30 @@ class Schedule:
     def epsilon(self, steps: int, measured: int, delta: float, orders: tuple[float, ...]) -> float:
         """Return the epsilon of :meth:`releases` at an account's ``delta``, with its Renyi ``orders`` in use."""
         return composed_epsilon(self.releases(steps, measured), delta, self.mechanism.accountant, orders)
+
+    def reach(self, cap: float, delta: float, orders: tuple[float, ...]) -> tuple[int, int]:
+        """Return how far a cap reaches: how many steps fit, and the last step whose measurements still fit.
+
+        Raises:
+            ConfigError: ``cap_too_small`` if not even one step fits.
+        """
+        low, high = 0, self.mechanism.steps
+        middle = high  # Most plans fit whole, and one epsilon may take a second.
+        while low < high:
+            # A step is charged before the measurements that are due after it.
+            if self.epsilon(middle, middle - 1, delta, orders) <= cap:
+                low = middle
+            else:
+                high = middle - 1
+            middle = (low + high + 1) // 2
+        if low == 0:
+            raise ConfigError(
+                "cap_too_small",
+                f"one step, with what is measured before it, costs epsilon "
+                f"{epsilon_text(self.epsilon(1, 0, delta, orders))} at delta {delta:g}, more than the cap {cap:g}.",
+                "Raise the cap or the noise multiplier, or lower the batch size.",
+            )
+        return low, low if self.epsilon(low, low, delta, orders) <= cap else low - 1
 
 
 def _made(measurement: Measurement, planned_steps: int, finished_steps: int) -> int:

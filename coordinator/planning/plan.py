@@ -203,7 +203,7 @@ def make_plan(
     planned = releases_of((each, each.steps) for each in run.mechanisms)
     limits = AccountLimits(cap, accountant_delta(delta), account.orders if account else ORDERS)
     orders = orders_for(account, mechanism.accountant, planned, limits)
-    steps, measured = _reach(run, cap, delta, orders)
+    steps, measured = run.reach(cap, delta, orders)
     whole = config.ledger.prepaid or accountant_of(mechanism.accountant).needs_whole_plan(planned)
     if whole and (steps, measured) != (mechanism.steps, mechanism.steps):
         _refuse_part(run, measured, cap, delta, orders, config.ledger.prepaid)
@@ -468,31 +468,6 @@ def _slack(run: Schedule, cap: float, delta: float) -> DeltaSlack:
             "Lower the cap, the steps, the virtual workers or the size of the model.",
         )
     return slack
-
-
-def _reach(run: Schedule, cap: float, delta: float, orders: tuple[float, ...]) -> tuple[int, int]:
-    """Return how far the cap reaches: how many steps fit, and the last step whose measurements still fit.
-
-    Raises:
-        ConfigError: ``cap_too_small`` if not even one step fits.
-    """
-    low, high = 0, run.mechanism.steps
-    middle = high  # Most plans fit whole, and one epsilon may take a second.
-    while low < high:
-        # A step is charged before the measurements that are due after it.
-        if run.epsilon(middle, middle - 1, delta, orders) <= cap:
-            low = middle
-        else:
-            high = middle - 1
-        middle = (low + high + 1) // 2
-    if low == 0:
-        raise ConfigError(
-            "cap_too_small",
-            f"one step, with what is measured before it, costs epsilon "
-            f"{epsilon_text(run.epsilon(1, 0, delta, orders))} at delta {delta:g}, more than the cap {cap:g}.",
-            "Raise the cap or the noise multiplier, or lower the batch size.",
-        )
-    return low, low if run.epsilon(low, low, delta, orders) <= cap else low - 1
 
 
 def _refuse_part(

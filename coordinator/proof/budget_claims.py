@@ -3,7 +3,6 @@
 import math
 
 from raycloak.coordinator.accounting.accountants import accountant_of
-from raycloak.coordinator.accounting.calibration import epsilon_against
 from raycloak.coordinator.accounting.pld import STATED_ERROR
 from raycloak.coordinator.accounting.releases import merged
 from raycloak.coordinator.console.figures import epsilon_text
@@ -43,10 +42,7 @@ def epsilon(case: Case) -> str:
     if not releases:
         raise NotThere("the account paid for nothing private")
     spent = epsilon_at(terms, standing.spent, account in known.unstated)
-    stated, paid_since = _last_stated(case, account)
-    exact = math.isclose(spent, stated, rel_tol=TOLERANCE)
-    if not exact and not (paid_since and spent > stated):
-        raise Broken("ledger", f"its last charge states epsilon {stated:.6g}; the charges add up to {spent:.6g}")
+    # That each charge states what it brought the account to, at the cap of its time, is the ledger's claim.
     if spent > terms.epsilon_cap * (1 + TOLERANCE):
         raise Broken("ledger", f"epsilon {spent:.6g} is over the cap {terms.epsilon_cap:g}")
     limits = account_limits(terms)
@@ -100,26 +96,3 @@ def _second(case: Case, spent: float) -> str:
     if accountant_of(terms.accountant).name == "pld" or not shown:
         shown.append(f"{epsilon_text(found['dp_accounting_rdp'])} by RDP")
     return " and ".join(shown)
-
-
-def _last_stated(case: Case, account: str) -> tuple[float, bool]:
-    """Return what the newest charge states, and whether a prepaid run was registered since, which states nothing."""
-    runs = [run for run in case.extract.audited.runs.values() if run.registered.account == account]
-    newest = max(sequence for run in runs for charges in run.charges.values() for sequence in charges.values())
-    return case.charge(newest).charged_epsilon, any(run.priced.prepaid and run.sequence > newest for run in runs)
-
-
-def own_claim(case: Case) -> tuple[float, float]:
-    """Return the least and the most epsilon that the run may claim: of its charges, and of its whole plan."""
-    computation = case.manifest.computation
-    delta = case.extract.audited.accounts[case.manifest.account].terms.delta
-    mechanism, *measured = computation.mechanisms
-    made = {each.query: len(case.run.charges[each.query]) for each in computation.mechanisms}
-    least, most = (
-        epsilon_against(mechanism, 0, delta, steps, beside)
-        for steps, beside in (
-            (made["gradient"], [(each, made[each.query]) for each in measured]),
-            (mechanism.steps, [(each, each.steps) for each in measured]),
-        )
-    )
-    return min(least, most), most

@@ -1,6 +1,6 @@
 """One run under examination: its parts, what the auditor trusts, and what the claims have established so far."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -9,9 +9,11 @@ from raycloak.attestation.core.roster import Query
 from raycloak.attestation.log.evidence_log import ExportedLog
 from raycloak.attestation.orchestrator.documents import Document
 from raycloak.attestation.sealed.package_manifest import PackageManifest
+from raycloak.coordinator.accounting.calibration import epsilon_against
 from raycloak.coordinator.ledger.audit import AuditedRun
-from raycloak.coordinator.ledger.entries import LedgerEntry, StepCharged
+from raycloak.coordinator.ledger.entries import LedgerEntry, RunRegisteredAtOrders, StepCharged
 from raycloak.coordinator.ledger.extract import CheckedExtract
+from raycloak.coordinator.planning.measurements import Schedule
 from raycloak.coordinator.proof.claims import Broken
 from raycloak.coordinator.proof.history import History
 from raycloak.coordinator.proof.parts import BATCHES, MANIFEST, Parts
@@ -21,6 +23,25 @@ from raycloak.metrics.errors import ProtocolError
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.measurement import Released
 from raycloak.workers.terms.step_input import step_input
+
+
+@dataclass(frozen=True, slots=True)
+class OwnClaim:
+    """The epsilon that a run may claim (docs/proofs/005).
+
+    Attributes:
+        steps: how many of the plan's steps the cap allowed when the run was registered.
+        within: of the plan as far as that cap reached, fixed before the first step.
+        whole: of the whole plan, which the run claims once it was charged beyond that cap.
+    """
+
+    steps: int
+    within: float
+    whole: float
+
+    def least(self, steps: int) -> float:
+        """Return the least that may be claimed of so many steps."""
+        return self.within if steps <= self.steps else self.whole
 
 
 @dataclass
@@ -40,7 +61,6 @@ class Case:
     extract: CheckedExtract = field(init=False)
     packages: dict[str, PackageManifest] = field(default_factory=dict)
     released: tuple[Released, ...] = ()
-    _claim: tuple[float, float] | None = None
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -58,11 +78,22 @@ class Case:
             raise Broken("ledger", f"it has no run {self.manifest.run_id}")
         return run
 
-    def own_claim(self, compute: "Callable[[Case], tuple[float, float]]") -> tuple[float, float]:
-        """Return the least and the most epsilon that the run may claim, computed once: it takes seconds."""
-        if self._claim is None:
-            self._claim = compute(self)
-        return self._claim
+    @cached_property
+    def own_claim(self) -> OwnClaim:
+        """The epsilon that the run may claim, by its manifest and the cap of its registration."""
+        registered, computation = self.run.registered, self.manifest.computation
+        # Ledgers had them before runs had bundles.
+        if not isinstance(registered, RunRegisteredAtOrders):
+            raise Broken(f"ledger, entry {self.run.sequence}", "it registers the run without the orders in use")
+        run = Schedule(computation.mechanism, computation.measurements)
+        delta = self.extract.audited.accounts[self.manifest.account].terms.delta
+        steps, measured = run.reach(registered.epsilon_cap, delta, registered.orders)
+        within, whole = (
+            epsilon_against(run.mechanism, 0, delta, made, run.measured(after))
+            for made, after in ((steps, measured), (run.mechanism.steps, run.mechanism.steps))
+        )
+        # An accountant's grid may put the cost of a part slightly above that of the whole.
+        return OwnClaim(steps, min(within, whole), whole)
 
     def charge(self, sequence: int) -> StepCharged:
         """Return the charge that is the ledger's entry ``sequence``."""
@@ -108,3 +139,11 @@ class Case:
     def steps(self) -> int:
         """The number of committed training steps."""
         return self.history.made["gradient"]
+
+    @property
+    def resting_steps(self) -> Sequence[int]:
+        """The numbers of steps that the run may have stopped after, the last first; one for a run that has ended.
+
+        A resume repeats committed steps from its newest package on, and may be stopped among them.
+        """
+        return range(self.steps, self.steps - 1 if self.history.finished else 0, -1)

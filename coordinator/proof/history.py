@@ -59,7 +59,7 @@ class _Session(_Body):
 
 class _Admitted(_Body):
     member_id: str
-    appraised_at: int
+    appraised_at: int = Field(ge=0, lt=2**37)  # before the year 6326: later ones are no dates of any library
     collateral: bytes
     role: Role
     evidence_class: str
@@ -237,6 +237,8 @@ class History:
         self._checked.clear()
         self._circle = None
         self._enrolment = Enrolment()
+        # As in the orchestrator: members of a later session may have their names, and machines stay what they are.
+        self._revoked = {(kind, name) for kind, name in self._revoked if kind != "member"}
 
     def _admitted(self, entry: Entry, body: _Admitted) -> None:
         if body.role == OBSERVER:

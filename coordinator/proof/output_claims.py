@@ -2,7 +2,7 @@
 
 import json
 import math
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 from safetensors.numpy import load, save
 
@@ -10,7 +10,8 @@ from raycloak.attestation.core.canonical import read_json
 from raycloak.attestation.core.messages import parse
 from raycloak.attestation.sealed.package_keys import open_manifest
 from raycloak.attestation.sealed.package_manifest import PackageManifest
-from raycloak.coordinator.proof.budget_claims import TOLERANCE, own_claim
+from raycloak.coordinator.ledger.rules import epsilon_at
+from raycloak.coordinator.proof.budget_claims import TOLERANCE
 from raycloak.coordinator.proof.case import Case
 from raycloak.coordinator.proof.claims import Broken, NotThere
 from raycloak.coordinator.proof.parts import MEASUREMENTS, METRICS, PACKAGE, PARAMETERS, VERDICT
@@ -18,6 +19,7 @@ from raycloak.workers.terms.measurement import ReleasedValues, average_of, relea
 from raycloak.workers.terms.parameter_digest import parameter_digest, tensor_digests
 
 _LARGEST_HEADER = 2**24
+_BEHIND = "of a run that has not ended: a resume repeats steps that are committed, and may be stopped among them"
 _LARGEST_PACKAGE_TEXT = 2**26
 
 
@@ -58,7 +60,7 @@ def _package(case: Case, name: str) -> PackageManifest:
         # With what follows the number: step 5 must not pass for step 51.
         "name": name.startswith((f"step-{found.step:06d}.", f"step-{found.step:06d}-")),
         "delta": found.delta == case.extract.audited.accounts[manifest.account].terms.delta,
-        "epsilon": _may_claim(case, found.epsilon),
+        "epsilon": _may_claim(case, found.epsilon, found.step),
     }
     for what, is_so in agrees.items():
         if not is_so:
@@ -66,17 +68,12 @@ def _package(case: Case, name: str) -> PackageManifest:
     return found
 
 
-def _may_claim(case: Case, stated: Any) -> bool:
-    """Return whether a run may state an epsilon: at least of its charges, at most of its plan or the cap."""
+def _may_claim(case: Case, stated: Any, steps: int) -> bool:
+    """Return whether a run may state an epsilon of so many steps: at least what they claim, at most its whole plan."""
     if not case.manifest.computation.mechanism.private:
         return stated is None
-    least, most = case.own_claim(own_claim)
-    terms = case.extract.audited.accounts[case.manifest.account].terms
-    cap = max(terms.epsilon_cap, case.run.registered.epsilon_cap)
-    # A plan within the cap is claimed as a whole, however few of its steps were made.
-    lowest = most if most <= cap else least
-    is_number = isinstance(stated, float | int) and not isinstance(stated, bool)
-    return is_number and lowest * (1 - TOLERANCE) <= stated <= most * (1 + TOLERANCE)
+    claim = case.own_claim
+    return _is_number(stated) and claim.least(steps) * (1 - TOLERANCE) <= stated <= claim.whole * (1 + TOLERANCE)
 
 
 def model(case: Case) -> str:
@@ -99,12 +96,15 @@ def model(case: Case) -> str:
         raise Broken(PARAMETERS, "it has other tensors than the manifest")
     digests = [tensor_digests(found[tensor.name].reshape(-1), (tensor,))[0] for tensor in tensors]
     digest = parameter_digest(tensors, digests)
-    if digest != case.parameters_after(case.steps):
+    steps = next((each for each in case.resting_steps if case.parameters_after(each) == digest), None)
+    if steps is None:
         raise Broken(PARAMETERS, f"its digest is {digest.hex()}, which step {case.steps} did not commit")
     # A header may hold anything, so the whole file must be the one that the run writes.
     metadata = {"run_id": manifest.run_id, "parameter_digest": digest.hex()}
     if not _is_header(content, save({tensor.name: found[tensor.name] for tensor in tensors}, metadata)):
         raise Broken(PARAMETERS, "its header is not the one that the run writes")
+    if steps < case.steps:
+        raise NotThere(f"it has the parameters of step {steps}, not {case.steps}, {_BEHIND}")
     return f"{len(tensors)} tensors of {manifest.computation.mechanism.dimension} parameters after step {case.steps}"
 
 
@@ -160,8 +160,8 @@ def metrics(case: Case) -> NoReturn:
         for name, expected in _expected(case, event).items():
             if name in event and not _same(event[name], expected):
                 raise Broken(where, f"it states {name} {event[name]}, the signed record {expected}")
-        if event.get("event") == "step":
-            seen.add(event.get("step", -1))
+        if event.get("event") == "step" and isinstance(step := event.get("step"), int):
+            seen.add(step)
     raise NotThere(
         f"nobody signs it: lines about {len(seen)} of {case.steps} steps agree with the signed records, "
         "but results on the evaluation split, times, bytes and members may have been edited"
@@ -182,8 +182,8 @@ def _expected(case: Case, event: dict[str, Any]) -> dict[str, Any]:
         place = event.get("query"), event.get("release")
         made = next((each for each in case.released if (each.query, each.number) == place), None)
         name = event.get("value_name")
-        if made is None or name not in made.values:
-            return {"query": "of no measurement that was committed"}
+        if made is None or not isinstance(name, str) or name not in made.values:
+            return {"event": "of no measurement that was committed"}
         charge = case.charge(case.run.charges[made.query][made.number])
         return {
             "value": made.values[name],
@@ -194,7 +194,7 @@ def _expected(case: Case, event: dict[str, Any]) -> dict[str, Any]:
     if kind == "load":
         told = event.get("steps"), event.get("step"), event.get("parameter_digest")
         known = ((each.after_step, each.step, each.parameter_digest.hex()) for each in case.history.loads)
-        return {} if told in set(known) else {"parameter_digest": "of no state that was loaded there"}
+        return {} if told in tuple(known) else {"event": "of no state that was loaded there"}
     if kind == "admitted":
         mechanism, planned = computation.mechanism, event.get("epsilon_planned")
         account = case.extract.audited.accounts[case.manifest.account].terms
@@ -208,7 +208,7 @@ def _expected(case: Case, event: dict[str, Any]) -> dict[str, Any]:
             "parameters": mechanism.dimension,
             "noise_multiplier": mechanism.noise_multiplier if mechanism.private else None,
             "delta": account.delta if mechanism.private else None,
-            "epsilon_planned": planned if _may_claim(case, planned) else "that no claim of the run could have",
+            "epsilon_planned": planned if _may_claim(case, planned, 0) else "that no claim of the run could have",
         }
     return {}
 
@@ -222,9 +222,10 @@ def verdict(case: Case) -> NoReturn:
     found = _object(case.parts.line(VERDICT), VERDICT)
     account = case.extract.audited.accounts[case.manifest.account].terms
     mechanism = case.manifest.computation.mechanism
-    last = case.parameters_after(case.steps)
+    steps = next((each for each in case.resting_steps if _same(found.get("steps"), each)), case.steps)
+    last = case.parameters_after(steps)
     expected = {
-        "steps": case.steps,
+        "steps": steps,
         "planned_steps": mechanism.steps,
         "private": mechanism.private,
         "account": case.manifest.account,
@@ -244,9 +245,11 @@ def verdict(case: Case) -> NoReturn:
     held = max((len(each) for each in case.history.machines.values()), default=0)
     if not isinstance(found.get("keys_on_one_machine"), int) or found["keys_on_one_machine"] < held:
         raise Broken(VERDICT, f"it states fewer keys on one machine than the {held} that the log has")
-    if not _may_claim(case, found.get("privacy_epsilon")):
+    if not _may_claim(case, found.get("privacy_epsilon"), steps):
         raise Broken(VERDICT, f"it claims epsilon {found.get('privacy_epsilon')}, which charges and plan do not give")
     _check_charged(case, found)
+    if steps < case.steps:
+        raise NotThere(f"nobody signs it, and it is of step {steps}, not {case.steps}, {_BEHIND}")
     raise NotThere(
         "nobody signs it: what it repeats of signed records agrees, but results on the evaluation split, times and "
         "warnings may have been edited"
@@ -271,18 +274,24 @@ def _check_charged(case: Case, found: dict[str, Any]) -> None:
         if stated is not None:
             raise Broken(VERDICT, "it states a charge of a run that is not private")
         return
+    account = case.extract.audited.standing(case.manifest.account)
     own = max(sequence for charges in case.run.charges.values() for sequence in charges.values())
-    runs = case.extract.audited.runs.values()
     later = [
         case.charge(sequence).charged_epsilon
-        for run in runs
+        for run in case.extract.audited.runs.values()
         if run.registered.account == case.manifest.account
         for charges in run.charges.values()
         for sequence in charges.values()
         if sequence >= own
     ]
-    if not any(_same(stated, each) for each in later):
+    # What the account had spent also changes with a prepaid run, which no charge states, and with a cap under pld.
+    known = [*later, epsilon_at(account.account.terms, account.spent, account.unstated)]
+    if not _is_number(stated) or not min(known) * (1 - TOLERANCE) <= stated <= max(known) * (1 + TOLERANCE):
         raise Broken(VERDICT, f"it states that the account was charged {stated}, which it never was after the run")
+
+
+def _is_number(stated: Any) -> TypeGuard[float]:
+    return isinstance(stated, float | int) and not isinstance(stated, bool)
 
 
 def _object(line: bytes, where: str) -> dict[str, Any]:
@@ -296,7 +305,7 @@ def _object(line: bytes, where: str) -> dict[str, Any]:
 
 
 def _same(stated: Any, expected: Any) -> bool:
-    if isinstance(expected, float) and isinstance(stated, float | int) and not isinstance(stated, bool):
+    if isinstance(expected, float) and _is_number(stated):
         return math.isclose(stated, expected, rel_tol=1e-12)
     if isinstance(expected, list) and isinstance(stated, list) and expected and isinstance(expected[0], dict):
         return json.dumps(stated, sort_keys=True) == json.dumps(expected, sort_keys=True)

@@ -8,6 +8,8 @@ import threading
 from pathlib import Path
 
 import pytest
+from rich.console import Group
+from rich.panel import Panel
 from rich.text import Text
 
 from raycloak.coordinator.console.output import Diversion, attach_log, command_output, divert_logger
@@ -118,6 +120,18 @@ def test_a_person_gets_the_view_and_json_gets_the_data(capfd):
         output.result(data, Text("the view"))
     shown = json.loads(capfd.readouterr().out)
     assert shown == {"path": "/a", "infinite": None, "digest": "01ff", "pairs": [[1, None]]}
+
+
+def test_text_of_others_cannot_command_the_terminal(capfd):
+    """A record could clear the screen, and draw a table in which nothing failed."""
+    hostile = "first\x1b[2Jsecond\x9b2J\u202ethird"
+    with command_output(as_json=False, debug=True) as output:
+        output.result({}, Group(Text(hostile), Panel(hostile)))
+        output.announce(hostile)
+        output.error(ConfigError("config", hostile, "Mend it."))
+    captured = capfd.readouterr()
+    assert captured.out.count("first\ufffd[2Jsecond\ufffd2J\ufffdthird") == 2
+    assert not set("\x1b\x9b\u202e") & set(captured.out + captured.err)
 
 
 @pytest.mark.parametrize("as_json", [False, True])

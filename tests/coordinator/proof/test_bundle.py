@@ -224,7 +224,7 @@ def refused(established: Case, record: Proved, name: str, content: bytes) -> boo
     # What earlier claims established does not depend on a part that only later ones read.
     case.log, case.documents, case.history = established.log, established.documents, established.history
     case.extract, case.released = established.extract, established.released
-    case._claim = established._claim
+    case.__dict__["own_claim"] = established.own_claim
     if name == "manifest.json" and manifest_of(case) is not None:
         # The first session names the manifest, so the rest of the log need not be replayed.
         case.history = History(case.manifest, case.manifest.digest(), record.trust.policy, established.documents)

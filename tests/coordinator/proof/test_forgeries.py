@@ -239,6 +239,11 @@ def metrics_with_less_epsilon(record, other):
     return _metrics(record, "step", epsilon=0.01)
 
 
+@forgery("metrics.jsonl", "measurement")
+def metrics_with_a_list_where_a_name_belongs(record, other):
+    return _metrics(record, "measurement", value_name=[])
+
+
 @forgery("metrics.jsonl", "value")
 def metrics_with_a_better_measurement(record, other):
     return _metrics(record, "measurement", value=1.0)
@@ -272,6 +277,11 @@ def a_smaller_claim(record, other):
 @forgery("verdict.json", "was charged 0.25")
 def a_smaller_charge(record, other):
     return _verdict(record, privacy_epsilon_charged=0.25)
+
+
+@forgery("verdict.json", "it states steps 2")
+def a_verdict_of_an_earlier_step_of_a_run_that_has_ended(record, other):
+    return _verdict(record, steps=2)
 
 
 @forgery("verdict.json", "evidence_class")
@@ -527,6 +537,11 @@ def an_admission_at_another_time(record, other):
         entries[_first(entries, "admitted")][1]["appraised_at"] += 10 * 365 * 24 * 3600
 
     return relogged(record, edit)
+
+
+@forgery("members' evidence", "its field 'appraised_at'")
+def an_admission_at_a_time_that_no_calendar_has(record, other):
+    return relogged(record, lambda entries: entries[_first(entries, "admitted")][1].update(appraised_at=10**15))
 
 
 @forgery("members' evidence", "nonce that was used before")

@@ -1,10 +1,17 @@
 """Runs that did not go straight: killed and resumed, stopped, without a worker, without privacy."""
 
+import json
 from contextlib import closing
 
 import pytest
 
+from raycloak.attestation.core.keys import IdentityKey, Secret
+from raycloak.attestation.keys.run_secret import run_id_of
 from raycloak.attestation.log.evidence_log import check_exported_log
+from raycloak.attestation.orchestrator.revocations import revoke
+from raycloak.attestation.orchestrator.state import state_file
+from raycloak.coordinator.checkpoints.archive import Archive
+from raycloak.coordinator.ledger.cap_authority import CapAuthorisation, authorise
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.proof.claims import Outcome
 from raycloak.coordinator.proof.verify import verify_parts
@@ -12,8 +19,10 @@ from raycloak.coordinator.training.assignment import NewRun, ResumedRun
 from raycloak.coordinator.training.stop_signals import StopRequest
 from raycloak.workers.terms.manifest import Manifest
 from tests.coordinator.proof.proof_cases import (
+    CHECKPOINT,
     STEPS,
     Proved,
+    joined,
     lengthened,
     packed,
     parts_of,
@@ -23,7 +32,7 @@ from tests.coordinator.proof.proof_cases import (
     whole,
 )
 from tests.coordinator.training.test_sealed_evaluation import sealed
-from tests.protocol import on, settle
+from tests.protocol import NOW, RENYI, SECRET, on, settle
 
 
 class Killed(BaseException):
@@ -57,6 +66,58 @@ def test_a_run_that_was_killed_and_resumed_is_proved_from_its_first_step(tmp_pat
     assert found["released model"].endswith(f"after step {STEPS}")
 
 
+def test_a_member_that_was_revoked_may_have_a_namesake_in_the_next_session(tmp_path):
+    """One revocation is in the log of its session, and one came after the last moment at which it could be."""
+
+    def disturb(call):
+        names = {("open_step", 1): "worker-1", ("bind_vectors", 3): "worker-2"}
+        if (name := names.get((call.method, call.index))) is not None:
+            state = state_file(tmp_path / "orchestrator", first.session.run_id)
+            revoke(state, "member", name, reason="stolen", now=NOW)
+        if name == "worker-2":
+            raise Killed
+
+    first = whole(tmp_path, disturb=disturb, measurements={})
+    with pytest.raises(Killed):
+        first.train()
+    assert first.left == [("worker-1", "revoked")]
+    manifest = Manifest.model_validate_json((first.folder / "manifest.json").read_bytes())
+    second = whole(tmp_path, measurements={}, assignment=ResumedRun(manifest, packed(tmp_path)))
+    second.train()
+    assert second.left == []
+    (second.folder / "manifest.json").write_bytes((first.folder / "manifest.json").read_bytes())
+    assert said(proved(tmp_path, second))["contract"].startswith("2 sessions")
+
+
+def test_a_run_that_was_stopped_while_a_resume_repeated_its_steps_fails_nothing(tmp_path):
+    """Its model and its verdict are of an earlier step than the last one that the log has; so neither is proved."""
+    seldom = CHECKPOINT.model_copy(update={"checkpoint_frequency": 100})
+    archive = Archive(seldom, run_id_of(Secret(bytes.fromhex(SECRET))), tmp_path, lambda line: None)
+    stop = StopRequest()
+
+    def kill(call):
+        if (call.method, call.index) == ("step", 3):
+            raise Killed
+
+    def ask(call):
+        if call.method == "reduce":
+            stop.make()
+
+    first = whole(tmp_path, disturb=kill, measurements={}, assignment=NewRun(archive))
+    with pytest.raises(Killed):
+        first.train()
+    manifest = Manifest.model_validate_json((first.folder / "manifest.json").read_bytes())
+    second = whole(tmp_path, disturb=ask, measurements={}, assignment=ResumedRun(manifest, archive, stop))
+    second.train()
+    (second.folder / "manifest.json").write_bytes((first.folder / "manifest.json").read_bytes())
+    assert second.finished.steps == 1
+    record = proved(tmp_path, second)
+    found = said(record)
+    assert found["steps"].startswith("2 steps")
+    assert found["released model"].startswith("(it has the parameters of step 1, not 2, ")
+    assert "it is of step 1, not 2" in found["verdict.json"]
+
+
 def test_a_run_that_lost_a_worker_is_proved_with_every_attempt(tmp_path):
     record = proved(tmp_path, train(tmp_path, disturb=on("step", "worker-1", "dies", 1), measurements={}))
     found = said(record)
@@ -75,6 +136,42 @@ def test_a_run_that_was_stopped_is_proved_as_far_as_it_came(tmp_path):
     found = said(proved(tmp_path, run))
     assert found["evidence log"].endswith("not ended: the run may be resumed")
     assert found["steps"].startswith("2 steps")
+
+
+def test_a_run_claims_its_plan_as_far_as_the_cap_reached_also_after_the_cap_was_raised(tmp_path):
+    """Neither what little of it was charged when somebody stopped it, nor what a later cap allows."""
+    authority, stop = IdentityKey.generate(), StopRequest()
+    ledger_url = f"sqlite:///{tmp_path / 'ledger.sqlite'}"
+    with closing(PrivacyLedger(ledger_url)) as ledger:
+        ledger.open_account("patients", 2.5, 1e-5, authority.public)
+
+    def ask(call):
+        if call.method == "reduce":
+            stop.make()
+
+    options = {"measurements": {}, "dp_config": {**RENYI, "epsilon_cap": 2.5}, "ledger": {"account": "patients"}}
+    run = train(tmp_path, disturb=ask, assignment=NewRun(packed(tmp_path), stop), **options)
+    plan = run.finished.plan
+    assert run.finished.steps < plan.steps_within_cap < STEPS
+    record = proved(tmp_path, run)
+    verdict = json.loads(record.contents["verdict.json"])
+    assert verdict["privacy_epsilon"] == plan.epsilon_outsiders > verdict["privacy_epsilon_if_stop_was_blind"]
+    verdict["privacy_epsilon"] = verdict["privacy_epsilon_if_stop_was_blind"]
+    forged = parts_of(record.contents | {"verdict.json": json.dumps(verdict).encode() + b"\n"})
+    assert [claim.name for claim in verify_parts(forged, record.trust).failed] == ["verdict.json"]
+    with closing(PrivacyLedger(ledger_url)) as ledger:
+        (account,) = ledger.view().accounts
+        raised = CapAuthorisation(
+            account="patients",
+            ledger_key=ledger.public_key,
+            old_cap=2.5,
+            new_cap=20.0,
+            follows=account.terms_hash,
+            expires_at=2**40,
+        )
+        ledger.change_cap("patients", 20.0, authorise(raised, authority))
+        record.contents["ledger.jsonl"] = joined(ledger.extract("patients"))
+    assert said(record)["packages"].startswith("1 packages")
 
 
 def test_a_run_that_was_evaluated_on_a_sealed_split_is_proved_with_its_orders(tmp_path):

@@ -74,6 +74,27 @@ def test_a_resumed_run_says_where_it_begins_and_what_its_account_has_been_charge
         run._stepped(StepReport(step, 79, epsilon, 8.0, None, 2, "ab", 0.5))
     assert said == ["resumed after step 10 of 79: steps that are charged already are not charged again"]
     assert told == [5.2, 5.2, 5.3]
+def test_an_interrupted_run_counts_as_killed_since_its_log_was_not_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Marked as failed, it would give an auditor the log of an earlier execution beside newer packages."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    config = parse_config({**GOOD, "model": "m:f"})
+    for method in ("_reporting", "_setup"):
+        monkeypatch.setattr(Execution, method, lambda *_: None)
+    monkeypatch.setattr(execution, "Coordinator", lambda order: SimpleNamespace(run=interrupt))
+    launched: Any = SimpleNamespace(
+        began=0.0, control=SimpleNamespace(control=lambda *_: None), session=lambda *_: None, samplers=None
+    )
+    run = Execution(config, ModelSource.of("m:f"), str(tmp_path), notice=print)
+    folder = RunFolder.create(config, "ab12", str(tmp_path), None)
+    folder.mark("stopped")
+    with ExitStack() as stack, pytest.raises(KeyboardInterrupt):
+        run._conduct(stack, launched, None, folder, NewRun())  # type: ignore[arg-type]
+    assert RunFolder.open(folder.path).record.status == "running"
 
 
 @pytest.mark.parametrize(
