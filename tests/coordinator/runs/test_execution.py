@@ -74,6 +74,8 @@ def test_a_resumed_run_says_where_it_begins_and_what_its_account_has_been_charge
         run._stepped(StepReport(step, 79, epsilon, 8.0, None, 2, "ab", 0.5))
     assert said == ["resumed after step 10 of 79: steps that are charged already are not charged again"]
     assert told == [5.2, 5.2, 5.3]
+
+
 def test_an_interrupted_run_counts_as_killed_since_its_log_was_not_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
