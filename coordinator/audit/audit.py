@@ -14,7 +14,7 @@ import secrets
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -112,6 +112,7 @@ def audit(
     coins: NDArray[np.bool_] | None = None,
     run_secret: Path | None = None,
     progress: Callable[[StepReport], None] = lambda report: None,
+    phase: Callable[[str], None] = lambda what: None,
 ) -> AuditResult:
     """Train ``config`` with canaries and bound epsilon from below.
 
@@ -123,6 +124,7 @@ def audit(
         coins: [canaries], drawn from the operating system if absent.
         run_secret: as for a run.
         progress: called after every step.
+        phase: called with a few words when another phase begins.
 
     Raises:
         ConfigError: ``audit_canaries``, ``audit_confidence``, ``nothing_to_audit`` (privacy is off), and as a plan.
@@ -147,7 +149,8 @@ def audit(
         setup = _setup(audited, folder, task)
         # The audit's own folder is no place of the data.
         data = data_place(config.dataset, base)
-        finished, models, run_dir = _train(audited, session, setup, run_secret, canaries, progress, data)
+        told = progress, phase
+        finished, models, run_dir = _train(audited, session, setup, run_secret, canaries, told, data)
     mechanism, delta, epsilon = finished.plan.mechanism, finished.plan.delta, _epsilon(audited, finished)
     bound = strongest_bound(_observed(models, audited), coins, mechanism, delta=delta, confidence=confidence)
     result = AuditResult(
@@ -221,11 +224,12 @@ def _train(
     setup: WorkerSetup,
     run_secret: Path | None,
     canaries: int,
-    progress: Callable[[StepReport], None],
+    told: tuple[Callable[[StepReport], None], Callable[[str], None]],
     data: str,
 ) -> tuple[Finished, NDArray[np.float32], Path]:
     """Run to the end; return the outcome, the canaries' parameters around each step, and the run directory."""
     models = [np.zeros(canaries, np.float32)]
+    progress, phase = told
     with ExitStack() as stack:
         stack.callback(lambda: [actor.handle.close() for actor in session.control.actors.values()])
         stack.enter_context(run_lock(session.run_id))
@@ -243,7 +247,7 @@ def _train(
             progress(report)
 
         try:
-            reporting = _reporting(config, events, after_step)
+            reporting = replace(_reporting(config, events, after_step), phase=phase)
             order = Order(config, session, setup, lambda: None, reporting, run_folder, NewRun(), data)
             coordinator = Coordinator(order)
             finished = coordinator.run()

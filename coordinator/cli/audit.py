@@ -43,8 +43,8 @@ def _audit(output: Output, config: RunConfig, base: Path, canaries: int, confide
         display.phase("loading libraries")
         from raycloak.coordinator.audit.audit import audit
 
-        display.phase("training with canaries")
-        result = audit(config, base, canaries=canaries, confidence=confidence, progress=display)
+        display.phase("trying the model")
+        result = audit(config, base, canaries=canaries, confidence=confidence, progress=display, phase=display.phase)
     output.result(asdict(result), audit_table(result))
     if not result.contradicted:
         return 0

@@ -63,6 +63,8 @@ def test_an_audit_prints_its_bound_beside_the_ledgers_epsilon(raycloak, config_f
     result = json.loads(stdout)
     assert result["epsilon_lower"] < result["epsilon"] <= 1
     assert (result["confidence"], result["canaries"], result["contradicted"]) == (0.95, 100, False)
+    # The pace of steps is measured from here, and not from the checks of the model.
+    assert " training (after admitting workers " in stderr
 
 
 @pytest.mark.parametrize("contradicted", [False, True])
