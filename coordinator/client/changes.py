@@ -12,6 +12,7 @@ from raycloak.coordinator.client.connection import Connection, growing_pauses, i
 from raycloak.coordinator.client.futures import Resolver
 from raycloak.metrics.service_errors import (
     FutureFailedError,
+    ServiceAuthenticationError,
     ServiceError,
     ServiceQueueFullError,
     ServiceRateLimitedError,
@@ -111,12 +112,15 @@ class Changes:
                 if self._ended:
                     return None
                 rewound = generation != self._generation
-            if heard or rewound or time.monotonic() - begun > _STEADY_S:
+            was_open = heard or time.monotonic() - begun > _STEADY_S
+            if was_open or rewound:
                 pauses, fails_since = growing_pauses(), 0.0
             if failed is not None and not rewound:
                 # From now on: the stream may have lasted for hours before.
                 fails_since = fails_since or time.monotonic()
-                if not _mends(failed) or self._is_over(fails_since):
+                # A stream ends with its token, whose file may hold another one by now: the call below asks with that.
+                may_go_on = _mends(failed) or (was_open and isinstance(failed, ServiceAuthenticationError))
+                if not may_go_on or self._is_over(fails_since):
                     return failed
                 pause = getattr(failed, "retry_after_s", None) or 0.0
             self._interrupted()

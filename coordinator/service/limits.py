@@ -19,6 +19,12 @@ CALLS_OF_CONNECTION: Final = 256
 """Calls of one connection at once, beside its streams of changes. A caller needs a few; a stranger could hold millions
 open, of health or of calls whose request never comes, before it is asked for credentials."""
 
+ANSWERS_AT_ONCE: Final = 64
+"""Of one tenant; more calls wait until its callers have read. An answer may have megabytes, which the service holds for
+a caller that asks and does not read."""
+LISTS_AT_ONCE: Final = 4
+"""Of one tenant, in the same way: a list of clients may have twenty megabytes."""
+
 
 class LimitsConfig(Section):
     """The bounds of the service.

@@ -12,7 +12,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.client.error_wire import TRAILER, error_to_wire
 from raycloak.coordinator.client.service_pb2_grpc import TrainingServicer, add_TrainingServicer_to_server
 from raycloak.coordinator.service.desk import PAGE, Desk
-from raycloak.coordinator.service.limits import Slots
+from raycloak.coordinator.service.limits import ANSWERS_AT_ONCE, LISTS_AT_ONCE, Slots
 from raycloak.coordinator.service.operations import invalid
 from raycloak.coordinator.service.settings import ServiceSettings, TlsConfig
 from raycloak.coordinator.service.store import ArtifactRow
@@ -96,6 +96,8 @@ class _Servicer(TrainingServicer):
         self._rates = RateLimit(self._limits.calls_per_second, self._limits.burst, time.monotonic)
         self._streams = Slots(self._limits.watches_per_tenant)
         self._sends = Slots(self._limits.sends_per_tenant)
+        self._answers = {tenant: asyncio.Semaphore(ANSWERS_AT_ONCE) for tenant in settings.tenants}
+        self._lists = {tenant: asyncio.Semaphore(LISTS_AT_ONCE) for tenant in settings.tenants}
         self._ending = asyncio.Event()
 
     def end_streams(self) -> None:
@@ -124,7 +126,9 @@ class _Servicer(TrainingServicer):
         return await self._ask(context, lambda tenant: self._desk.client(tenant, request.client_id))
 
     async def ListClients(self, request: wire.ListClientsRequest, context: Context) -> wire.ListClientsReply:  # noqa: N802
-        return await self._ask(context, lambda tenant: wire.ListClientsReply(clients=self._desk.clients(tenant)))
+        return await self._ask(
+            context, lambda tenant: wire.ListClientsReply(clients=self._desk.clients(tenant)), self._lists
+        )
 
     async def CloseClient(self, request: wire.ClientRequest, context: Context) -> wire.Client:  # noqa: N802
         return await self._ask(context, lambda tenant: self._desk.close_client(tenant, request.client_id))
@@ -144,6 +148,7 @@ class _Servicer(TrainingServicer):
         return await self._ask(
             context,
             lambda tenant: wire.ListArtifactsReply(artifacts=self._desk.artifacts(tenant, request.client_id)),
+            self._lists,
         )
 
     async def SendBatch(  # noqa: N802
@@ -247,8 +252,15 @@ class _Servicer(TrainingServicer):
         except Exception:  # noqa: BLE001 - gRPC's error for a peer that is gone is in none of its public modules
             raise _PeerLeft from None
 
-    async def _ask(self, context: Context, call: Callable[[str], T]) -> T:
+    async def _ask(
+        self, context: Context, call: Callable[[str], T], at_once: Mapping[str, asyncio.Semaphore] | None = None
+    ) -> T:
+        """Make a call of the desk; its answer has a place of its tenant's until the caller has read it."""
         async with self._call(context) as caller:
+            places = (at_once or self._answers)[caller.tenant]
+            await places.acquire()
+            # It is called once the answer has left, or the caller.
+            context.add_done_callback(lambda _: places.release())
             return await self._turns.ask(lambda: call(caller.tenant))
 
     @asynccontextmanager

@@ -236,6 +236,35 @@ def test_a_stream_that_breaks_after_hours_is_opened_again(monkeypatch, breaks):
     assert lost == []
 
 
+@pytest.mark.parametrize("replaced", [True, False])
+def test_a_stream_that_ends_with_its_token_goes_on_with_the_one_that_took_its_place(replaced):
+    asked, lost = [], []
+    expired = raycloak.ServiceAuthenticationError("expired", "the credentials have expired.")
+
+    class Connection:
+        patience_s = SOON
+
+        def stream(self, method, request, opened):
+            asked.append(request.since)
+            if len(asked) == 1:
+                yield wire.Change(operation=wire.Operation(revision=9))
+                raise expired
+            changes.end()
+
+        def pause(self, seconds):
+            return False
+
+        def call(self, method, request):
+            if not replaced:
+                raise expired
+            return wire.Client()
+
+    changes = Changes(Connection(), Resolver(None), "c0", 7, lambda change: None, lambda: None, lost.append)
+    changes.start()
+    until(lambda: len(asked) == 2 or lost)
+    assert (asked, lost) == (([7, 9], []) if replaced else ([7], [expired]))
+
+
 def test_pending_futures_fail_when_the_service_stays_away():
     with MemoryService(runs=False) as held, raycloak.ServiceClient(held.address, patience_s=0.5) as service:
         future = service.create_training_client(CONFIG).forward_backward()

@@ -1,5 +1,6 @@
 """The service at the edges of its settings: who pays, uploads at once, credentials that end, its own defects."""
 
+import asyncio
 import threading
 import time
 from types import SimpleNamespace
@@ -12,10 +13,12 @@ from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.config.run import validated
 from raycloak.coordinator.service import server as server_module
 from raycloak.coordinator.service.driver import PacedRun, Reports
-from raycloak.coordinator.service.limits import CALLS_OF_CONNECTION
+from raycloak.coordinator.service.limits import CALLS_OF_CONNECTION, LISTS_AT_ONCE
 from raycloak.coordinator.service.pipe import parse_report
+from raycloak.coordinator.service.server import Parts, _Servicer
 from raycloak.coordinator.service.settings import ServiceSettings
 from raycloak.coordinator.service.store import ArtifactRow
+from raycloak.coordinator.service.watches import Watches
 from raycloak.coordinator.training.reporting import StepReport
 from raycloak.coordinator.training.stop_signals import StopRequest
 from raycloak.metrics.errors import ConfigError, EvidenceError
@@ -116,6 +119,41 @@ def expiring(serve):
 def after_the_end(monkeypatch):
     """Set the clock of streams beyond that end; a call that begins is still in time."""
     monkeypatch.setattr(server_module, "time", SimpleNamespace(time=lambda: 40_000_000_000.0))
+
+
+class Reader:
+    """The context of a caller that reads its answer when the test says so."""
+
+    def __init__(self, token="north"):
+        self.token, self.read = token, None
+
+    def invocation_metadata(self):
+        return metadata(self.token)
+
+    def auth_context(self):
+        return {}
+
+    def add_done_callback(self, done):
+        self.read = lambda: done(self)
+
+
+def test_a_tenant_that_does_not_read_its_answers_gets_few_and_others_get_theirs(serve):
+    served = serve()
+    parts = Parts(served.desk, served.turns, served.folder, served.pieces, served.refused.append, "simulated")
+
+    async def ask():
+        servicer = _Servicer(parts, served.settings, Watches(asyncio.get_running_loop()))
+        readers = [Reader() for _ in range(LISTS_AT_ONCE + 1)]
+        calls = [asyncio.ensure_future(servicer.ListClients(wire.ListClientsRequest(), each)) for each in readers]
+        async with asyncio.timeout(DEADLINE_S):
+            await asyncio.gather(*calls[:-1])
+            await servicer.ListClients(wire.ListClientsRequest(), Reader("south"))
+            await servicer.GetCapabilities(wire.CapabilitiesRequest(), Reader())
+            assert not calls[-1].done()
+            readers[0].read()
+            await calls[-1]
+
+    asyncio.run(ask())
 
 
 def test_a_stream_of_changes_ends_with_the_credentials_it_was_opened_with(serve, monkeypatch):
