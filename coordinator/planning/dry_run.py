@@ -27,6 +27,7 @@ from raycloak.coordinator.planning.public_split import PublicSplit, public_split
 from raycloak.coordinator.planning.references import descriptor, evaluation_form, sealed_terms
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.evaluation import Scorer, check_evaluation_form, metric_of
+from raycloak.workers.gradients.clipping import check_batch
 from raycloak.workers.gradients.model_checks import check_rows, check_trainable
 from raycloak.workers.gradients.numerics import slow_products
 from raycloak.workers.gradients.row_memory import largest_rows
@@ -74,6 +75,7 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
     if sealed is not None:
         check_evaluation_form(evaluation_form(sealed), form)
     plan = _paid(config, config_dir, facts)
+    check_batch(plan.mechanism)
     for measurement in plan.measurements:
         check_measurable(measurement, form)
     check_rows(model, form, loss, _mechanisms(plan), not config.allow_nondeterministic, facts.vocabulary)

@@ -92,6 +92,22 @@ class ClippedSum:
         return torch.where(valid & squares.isfinite(), scale, 0.0)
 
 
+def check_batch(mechanism: Mechanism) -> None:
+    """Refuse more rows than the bound of :class:`ClippedSum` is derived for; a function of public facts only.
+
+    Raises:
+        ConfigError: ``batch_too_large``.
+    """
+    rows = mechanism.micro_batches * mechanism.micro_batch_size
+    if rows > MAX_ROWS:
+        raise ConfigError(
+            "batch_too_large",
+            f"a virtual worker would compute {rows} rows in a step, over {MAX_ROWS}, for which the sensitivity is "
+            "proved.",
+            "Use more virtual workers, or a smaller batch.",
+        )
+
+
 class ExampleCounter:
     """The sums over the valid rows of public micro-batches; all numbers are in float64, in the order of the rows."""
 
@@ -143,14 +159,7 @@ class GradientEngine:
     ) -> None:
         self._sizes = [tensor.size for tensor in trainable_tensors(module)]
         assert mechanism.dimension == sum(self._sizes), "the mechanism was made for another model"
-        rows = mechanism.micro_batches * mechanism.micro_batch_size
-        if rows > MAX_ROWS:
-            raise ConfigError(
-                "batch_too_large",
-                f"a virtual worker would compute {rows} rows in a step, over {MAX_ROWS}, for which the sensitivity is "
-                "proved.",
-                "Use more virtual workers, or a smaller batch.",
-            )
+        check_batch(mechanism)
         self._device = torch.device(device)
         self._module = module.to(self._device)
         self._loss = RowLoss.of(loss_fn)

@@ -207,6 +207,8 @@ def test_the_command_plans_for_examples_that_are_not_there_yet(tmp_path: Path):
     assert plan.account is not None
     assert (plan.account.name, plan.account.is_new, plan.account.steps) == ("data-sent", True, STEPS)
     assert plan.mechanism == make_plan(config(), SLOTS, 650, largest_rows=64).mechanism
+    with pytest.raises(ConfigError, match=r"batch_too_large: .* 262144 rows in a step, over 131072"):
+        plan_of(config({"max_examples_per_step": 2**21}, model="linear_of_64:build"), tmp_path)
 
 
 @pytest.mark.parametrize(("others", "steps"), [(10, STEPS), (affordable() - 2, 2)])
