@@ -293,10 +293,7 @@ class Execution:
             elif assignment.recorded is None:
                 self._void(control, folder)
             raise
-        except BaseException:  # An interrupt must end it at once; a resume finds what was sealed before.
-            if assignment.charges:
-                folder.mark("failed")
-            raise
+        # An interrupt ends it at once and marks nothing, as a kill does: log and verdict are of earlier executions.
         assert finished.ending is not None, "a finished run has an ending"
         if assignment.charges:
             folder.mark("stopped" if finished.ending is Ending.STOPPED else "done")

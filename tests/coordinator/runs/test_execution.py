@@ -53,6 +53,29 @@ def test_guarantee_an_execution_names_the_account_of_its_data(
     assert (handed.value.order.data == "") == public
 
 
+def test_an_interrupted_run_counts_as_killed_since_its_log_was_not_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Marked as failed, it would give an auditor the log of an earlier execution beside newer packages."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    config = parse_config({**GOOD, "model": "m:f"})
+    for method in ("_reporting", "_setup"):
+        monkeypatch.setattr(Execution, method, lambda *_: None)
+    monkeypatch.setattr(execution, "Coordinator", lambda order: SimpleNamespace(run=interrupt))
+    launched: Any = SimpleNamespace(
+        began=0.0, control=SimpleNamespace(control=lambda *_: None), session=lambda *_: None, samplers=None
+    )
+    run = Execution(config, ModelSource.of("m:f"), str(tmp_path), notice=print)
+    folder = RunFolder.create(config, "ab12", str(tmp_path), None)
+    folder.mark("stopped")
+    with ExitStack() as stack, pytest.raises(KeyboardInterrupt):
+        run._conduct(stack, launched, None, folder, NewRun())  # type: ignore[arg-type]
+    assert RunFolder.open(folder.path).record.status == "running"
+
+
 @pytest.mark.parametrize(
     ("charges", "kind", "calls"),
     [
