@@ -128,6 +128,9 @@ class EntryProof(Message):
         head, entry = self.head.open(owner), self.entry.entry
         if head.run_id != run_id:
             broken(f"the head is of run {head.run_id}, not {run_id}")
+        # First, because the hash of an entry has no other places.
+        if not 0 <= entry.sequence < head.length:
+            broken(f"the head over {head.length} entries has no entry {entry.sequence}")
         entry.check(run_id, entry.sequence)
         if not proves_inclusion(entry.hash, entry.sequence, head.length, self.path, head.root):
             broken(f"entry {entry.sequence} is not under the head over {head.length} entries")

@@ -121,7 +121,7 @@ def _is_older(content: bytes) -> bool:
     """Return whether ``content`` is a header of an earlier format."""
     try:
         found = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return isinstance(found, dict) and found.get("format") in (1, 2)
 

@@ -59,7 +59,7 @@ class _Session(_Body):
 
 class _Admitted(_Body):
     member_id: str
-    appraised_at: int
+    appraised_at: int = Field(ge=0, lt=2**37)  # before the year 6326: later ones are no dates of any library
     collateral: bytes
     role: Role
     evidence_class: str

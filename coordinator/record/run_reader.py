@@ -129,7 +129,7 @@ class EventTail:
     def _event(self, line: bytes) -> Event:
         try:
             event = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             event = None
         if not isinstance(event, dict) or not isinstance(event.get("event"), str):
             where = f"{self._path}, line {self._lines}"
@@ -215,7 +215,7 @@ def _started(path: Path) -> float:
 def _mapping(path: Path, parse: Callable[[bytes], object]) -> Mapping[str, Any]:
     try:
         value = parse(_content(path))
-    except (ValueError, yaml.YAMLError):
+    except (ValueError, RecursionError, yaml.YAMLError):
         value = None
     if not isinstance(value, dict):
         raise ConfigError("run_file", f"{path} is no object with names.", "Restore it as the run wrote it.")

@@ -83,6 +83,10 @@ def test_every_entry_is_proved_under_the_head(log: EvidenceLog) -> None:
         assert proof.check(KEY.public, RUN) == (entry, log.position())
     with pytest.raises(ValueError, match="no leaf 7"):
         log.prove(replace(entry, sequence=7))
+    for place in (-1, 7, 2**64):
+        moved = proof.model_copy(update={"entry": proof.entry.model_copy(update={"sequence": place})})
+        with pytest.raises(EvidenceError, match=f"has no entry {place}"):
+            moved.check(KEY.public, RUN)
 
 
 def test_proofs_share_one_signed_head_until_something_is_appended_or_undone(

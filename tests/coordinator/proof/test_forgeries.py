@@ -539,6 +539,11 @@ def an_admission_at_another_time(record, other):
     return relogged(record, edit)
 
 
+@forgery("members' evidence", "its field 'appraised_at'")
+def an_admission_at_a_time_that_no_calendar_has(record, other):
+    return relogged(record, lambda entries: entries[_first(entries, "admitted")][1].update(appraised_at=10**15))
+
+
 @forgery("members' evidence", "nonce that was used before")
 def evidence_shown_twice(record, other):
     def edit(entries):

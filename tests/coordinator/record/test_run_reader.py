@@ -46,7 +46,15 @@ def test_a_step_repeated_after_a_resume_counts_once_and_an_unfinished_line_not_a
 
 
 @pytest.mark.parametrize(
-    ("file", "content"), [("metrics.jsonl", "{}\n"), ("metrics.jsonl", "x\n"), ("verdict.json", "[]")]
+    ("file", "content"),
+    [
+        ("metrics.jsonl", "{}\n"),
+        ("metrics.jsonl", "x\n"),
+        ("verdict.json", "[]"),
+        ("verdict.json", "[" * 10**5),
+        ("metrics.jsonl", "[" * 10**5 + "\n"),
+    ],
+    ids=["no name", "no JSON", "a list", "a deep list", "a deep line"],
 )
 def test_a_damaged_file_is_named(file, content):
     folder = made()
