@@ -237,7 +237,8 @@ def verdict(case: Case) -> NoReturn:
         "virtual_workers": mechanism.virtual_workers,
         "measurements": [each.model_dump(mode="json") for each in case.released],
     }
-    if mechanism.max_participations is not None:
+    # Verdicts of earlier versions have no such field.
+    if mechanism.max_participations is not None or found.get("max_participations") is not None:
         expected["max_participations"] = mechanism.max_participations
     for name, value in expected.items():
         if name not in found or not _same(found[name], value):
@@ -251,8 +252,9 @@ def verdict(case: Case) -> NoReturn:
     if steps < case.steps:
         raise NotThere(f"nobody signs it, and it is of step {steps}, not {case.steps}, {_BEHIND}")
     raise NotThere(
-        "nobody signs it: what it repeats of signed records agrees, but results on the evaluation split, times and "
-        "warnings may have been edited"
+        "nobody signs it: steps, parameters, measurements, classes of evidence, keys on one machine, and the epsilon "
+        "that it claims and was charged agree with the signed records. All else may have been edited, such as epsilons "
+        "against other adversaries, evaluation results, times and warnings"
     )
 
 

@@ -122,6 +122,7 @@ def test_a_run_that_lost_a_worker_is_proved_with_every_attempt(tmp_path):
     record = proved(tmp_path, train(tmp_path, disturb=on("step", "worker-1", "dies", 1), measurements={}))
     found = said(record)
     assert int(found["rosters"].split()[0]) > STEPS
+    assert found["rosters"].endswith("virtual workers once, by 2 or more")
     assert found["steps"].startswith(f"{STEPS} steps")
 
 
@@ -192,9 +193,11 @@ def test_a_run_that_was_evaluated_on_a_sealed_split_is_proved_with_its_orders(tm
 
 def test_a_run_on_public_data_is_proved_without_an_epsilon(tmp_path):
     dataset = {"kind": "npz", "path": "examples.npz", "features": "features", "public": True}
-    public = {"dp_config": {"enabled": False}, "dataset": dataset, "measurements": {}, "steps": 2}
+    alone = {"num_workers": 1, "secure_aggregation": False}
+    public = {"dp_config": {"enabled": False}, "dataset": dataset, "measurements": {}, "steps": 2, **alone}
     found = said(proved(tmp_path, train(tmp_path, **public)))
     assert found["epsilon"] == "(the account paid for nothing private)"
+    assert found["rosters"].endswith("by one worker alone, whose vectors nothing masks")
     assert found["steps"].startswith("2 steps")
 
 
