@@ -90,32 +90,37 @@ def test_a_member_that_was_revoked_may_have_a_namesake_in_the_next_session(tmp_p
 
 
 def test_a_run_that_was_stopped_while_a_resume_repeated_its_steps_fails_nothing(tmp_path):
-    """Its model and its verdict are of an earlier step than the last one that the log has; so neither is proved."""
+    """Its model and its verdict are of an earlier step than the last one that the log has; so neither is proved.
+
+    A measurement was told before the kill, and would have been committed with the step that the kill came to.
+    """
     seldom = CHECKPOINT.model_copy(update={"checkpoint_frequency": 100})
     archive = Archive(seldom, run_id_of(Secret(bytes.fromhex(SECRET))), tmp_path, lambda line: None)
     stop = StopRequest()
 
     def kill(call):
-        if (call.method, call.index) == ("step", 3):
+        if (call.method, call.index) == ("charge", 4):
             raise Killed
 
     def ask(call):
         if call.method == "reduce":
             stop.make()
 
-    first = whole(tmp_path, disturb=kill, measurements={}, assignment=NewRun(archive))
+    first = whole(tmp_path, disturb=kill, assignment=NewRun(archive))
     with pytest.raises(Killed):
         first.train()
     manifest = Manifest.model_validate_json((first.folder / "manifest.json").read_bytes())
-    second = whole(tmp_path, disturb=ask, measurements={}, assignment=ResumedRun(manifest, archive, stop))
+    resumed = ResumedRun(manifest, archive, stop)
+    second = whole(tmp_path, disturb=ask, assignment=resumed, folder=first.folder)
     second.train()
-    (second.folder / "manifest.json").write_bytes((first.folder / "manifest.json").read_bytes())
     assert second.finished.steps == 1
     record = proved(tmp_path, second)
     found = said(record)
     assert found["steps"].startswith("2 steps")
     assert found["released model"].startswith("(it has the parameters of step 1, not 2, ")
     assert "it is of step 1, not 2" in found["verdict.json"]
+    assert "1 releases, each" in found["measurements"]
+    assert "1 that a resume has to repeat" in found["measurements"]
 
 
 def test_a_run_that_lost_a_worker_is_proved_with_every_attempt(tmp_path):
