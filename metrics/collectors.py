@@ -320,7 +320,8 @@ class LedgerCollector:
             values.set("raycloak_ledger_witness_entries", view.witness.entries)
         # The label's bound would fold all further accounts into one, with the figures of the last.
         most_spent = sorted(view.accounts, key=lambda account: account.budget_spent_ratio, reverse=True)
-        for account in most_spent[: ACCOUNT.at_most]:
+        # The one that has spent the most comes last: names that are no labels are folded into one as well.
+        for account in reversed(most_spent[: ACCOUNT.at_most]):
             _put_account(values, account)
         return values.collect()
 

@@ -140,6 +140,14 @@ class Case:
         """The number of committed training steps."""
         return self.history.made["gradient"]
 
+    def may_wait_for_its_commit(self, query: Query, number: int) -> bool:
+        """Return whether a measurement may have been decoded although the log has no commit: its vectors are bound.
+
+        Its commit comes with the next step's. A kill between the two leaves it to a resume.
+        """
+        is_bound = query != "gradient" and number in self.run.bound.get(query, {})
+        return is_bound and not self.history.finished
+
     @property
     def resting_steps(self) -> Sequence[int]:
         """The numbers of steps that the run may have stopped after, the last first; one for a run that has ended.

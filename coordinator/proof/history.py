@@ -160,6 +160,7 @@ class History:
         admissions, observers, releases: how many were appraised again, left out, and checked.
         classes: of the evidence of members that took part.
         rosters: digests of the rosters of each release, in the order of their attempts.
+        fewest_workers: of any roster; 0 without one.
         commits: committed releases; ``made`` is how many of each mechanism.
         data: commitment to the slice of each virtual worker.
         machines: by machine and epoch, the virtual workers whose keys went there.
@@ -179,6 +180,7 @@ class History:
     releases: int = 0
     classes: set[str] = field(default_factory=set)
     rosters: dict[tuple[Query, int], list[bytes]] = field(default_factory=lambda: defaultdict(list))
+    fewest_workers: int = 0
     commits: dict[tuple[Query, int], Commit] = field(default_factory=dict)
     made: Counter[Query] = field(default_factory=Counter)
     data: dict[int, bytes] = field(default_factory=dict)
@@ -346,6 +348,7 @@ class History:
         )
         if roster.digest() != body.roster_digest:
             raise _broken(entry, "the roster that its parts give has another digest")
+        self.fewest_workers = min(self.fewest_workers or len(roster.workers), len(roster.workers))
         epoch = self.manifest.computation.epoch_of(body.query, body.step)
         # The same members mostly stay for many steps; what was checked of them stays true until one comes or goes.
         if (body.members, epoch) not in self._checked:

@@ -125,28 +125,34 @@ def _is_header(content: bytes, written: bytes) -> bool:
 def measurements(case: Case) -> str:
     """Each measured value is what was committed, and each committed measurement is there."""
     made = {place: each for place, each in case.history.commits.items() if place[0] != "gradient"}
-    if not made:
-        if MEASUREMENTS in case.parts:
-            raise Broken(MEASUREMENTS, "the run committed no measurement")
+    if not made and MEASUREMENTS not in case.parts:
         raise NotThere("the run made no measurements")
     case.released = parse(ReleasedValues, case.parts.line(MEASUREMENTS)).releases
     seen: set[tuple[str, int]] = set()
     for each in case.released:
         where = f"{MEASUREMENTS}, {each.query} {each.number}"
-        if (each.query, each.number) in seen or (each.query, each.number) not in made:
+        place = each.query, each.number
+        if place in seen or not (place in made or case.may_wait_for_its_commit(*place)):
             raise Broken(where, "it was not committed, or is there twice")
-        seen.add((each.query, each.number))
+        seen.add(place)
         measurement = case.manifest.computation.measurement(each.query)
         average = average_of(measurement, each.values)
         planned = case.manifest.computation.mechanism.steps
         if released(measurement, each.number, planned, average) != each:
             raise Broken(where, "its values, their noise or its step are not those of such a measurement")
-        if values_digest(each.query, each.number, average) != made[each.query, each.number].parameter_digest:
+        if place in made and values_digest(each.query, each.number, average) != made[place].parameter_digest:
             raise Broken(where, "its values are not the ones that were committed")
     if lacking := made.keys() - seen:
         query, number = min(lacking)
         raise Broken(f"{MEASUREMENTS}, {query} {number}", "it was committed, and its values are missing")
-    return f"{len(case.released)} releases, each with the values that were committed and the noise of its mechanism"
+    if not seen:
+        raise Broken(MEASUREMENTS, "the run committed no measurement")
+    ahead = len(seen - made.keys())
+    waits = f"{ahead} that a resume has to repeat, since a kill came before the commit, may have been edited"
+    if not made:
+        raise NotThere(waits)
+    proved = f"{len(made)} releases, each with the values that were committed and the noise of its mechanism"
+    return f"{proved}; {waits}" if ahead else proved
 
 
 def metrics(case: Case) -> NoReturn:
@@ -237,7 +243,8 @@ def verdict(case: Case) -> NoReturn:
         "virtual_workers": mechanism.virtual_workers,
         "measurements": [each.model_dump(mode="json") for each in case.released],
     }
-    if mechanism.max_participations is not None:
+    # Verdicts of earlier versions have no such field.
+    if mechanism.max_participations is not None or found.get("max_participations") is not None:
         expected["max_participations"] = mechanism.max_participations
     for name, value in expected.items():
         if name not in found or not _same(found[name], value):
@@ -251,8 +258,9 @@ def verdict(case: Case) -> NoReturn:
     if steps < case.steps:
         raise NotThere(f"nobody signs it, and it is of step {steps}, not {case.steps}, {_BEHIND}")
     raise NotThere(
-        "nobody signs it: what it repeats of signed records agrees, but results on the evaluation split, times and "
-        "warnings may have been edited"
+        "nobody signs it: steps, parameters, measurements, classes of evidence, keys on one machine, and the epsilon "
+        "that it claims and was charged agree with the signed records. All else may have been edited, such as epsilons "
+        "against other adversaries, evaluation results, times and warnings"
     )
 
 

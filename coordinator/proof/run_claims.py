@@ -86,7 +86,10 @@ def rosters(case: Case) -> str:
     """Each roster covers every virtual worker once, by members that were admitted and have the keys."""
     case.history.claim(of.ROSTERS)
     count = sum(map(len, case.history.rosters.values()))
-    return f"{count} rosters, each covering all {case.manifest.key_owners} virtual workers once"
+    fewest = case.history.fewest_workers
+    hosts = ", at times by one worker alone, whose vectors nothing masks" if fewest == 1 else f", by {fewest} or more"
+    covered = f"{count} rosters, each covering all {case.manifest.key_owners} virtual workers once"
+    return f"{covered}{hosts if count else ''}"
 
 
 def documents(case: Case) -> str:

@@ -48,8 +48,8 @@ LIMITS: Final = (
     "That the owner of the ledger's key keeps no second history: compare its head with a witness or another copy.",
     "Other accounts for the same data: the bundle has one account, and those that it exchanged epsilon with.",
     "That a nonce was fresh and unexpired when evidence answered it: the orchestrator's word. Each is used once here.",
-    "Evaluation results, times, byte counts and warnings in metrics.jsonl and verdict.json: nobody signs them, so they "
-    "may have been edited. Of a bundle, the site signs that it gave them so.",
+    "Epsilons against other adversaries, evaluation results, times, byte counts and warnings in metrics.jsonl and "
+    "verdict.json: nobody signs them, so they may have been edited. Of a bundle, the site signs that it gave them so.",
     "Every other file of a run directory, such as run.log: it is not read.",
     "The encrypted content of packages: `raycloak package verify` checks a package whole.",
 )

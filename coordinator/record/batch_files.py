@@ -7,6 +7,7 @@ Nobody signs the lines. What they say counts only where it gives the digest that
 """
 
 import os
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, Final
@@ -41,11 +42,11 @@ class SentSet(Message):
 
 def sent_sets(lines: Sequence[bytes]) -> dict[int, tuple[Digests, ...]]:
     """Return the sets of each step that an index names; ProtocolError ``malformed`` if a line is none."""
-    found: dict[int, tuple[Digests, ...]] = {}
+    found = defaultdict[int, list[Digests]](list)
     for line in lines:
         each = parse(SentSet, line)
-        found[each.step] = (*found.get(each.step, ()), each.batches)
-    return found
+        found[each.step].append(each.batches)
+    return {step: tuple(sets) for step, sets in found.items()}
 
 
 class BatchFiles:

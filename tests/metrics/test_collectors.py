@@ -218,6 +218,13 @@ def test_of_many_accounts_the_ones_that_spent_most_are_named():
     assert read["raycloak_ledger_accounts",] == ACCOUNT.at_most + 20
 
 
+def test_of_accounts_whose_names_are_no_labels_the_one_that_spent_most_is_shown():
+    """An alert on the budget must not read another account's figures than those of the one that is nearly spent."""
+    accounts = tuple(account(name, spent=spent) for name, spent in (("ward a", 0.1), ("ward b", 0.9), ("ward c", 0.5)))
+    read = scrape(LedgerCollector(lambda: LedgerFigures(accounts, 0, 1)))
+    assert read["raycloak_privacy_budget_spent_ratio", ("account", "other")] == 0.9
+
+
 def test_the_spent_ratio_grows_by_the_same_amount_each_step_and_reaches_one_at_the_cap():
     step, caps = (0.01, 0.03, 0.09), (-1.0, 0.6, 1.2)
     ratios = [spent_ratio([n * s for s in step], caps) for n in range(21)]

@@ -284,6 +284,11 @@ def a_verdict_of_an_earlier_step_of_a_run_that_has_ended(record, other):
     return _verdict(record, steps=2)
 
 
+@forgery("verdict.json", "it states max_participations 1")
+def a_verdict_of_examples_that_take_part_once(record, other):
+    return _verdict(record, max_participations=1)
+
+
 @forgery("verdict.json", "evidence_class")
 def a_verdict_of_real_hardware(record, other):
     return _verdict(record, evidence_class="intel_tdx")

@@ -90,38 +90,44 @@ def test_a_member_that_was_revoked_may_have_a_namesake_in_the_next_session(tmp_p
 
 
 def test_a_run_that_was_stopped_while_a_resume_repeated_its_steps_fails_nothing(tmp_path):
-    """Its model and its verdict are of an earlier step than the last one that the log has; so neither is proved."""
+    """Its model and its verdict are of an earlier step than the last one that the log has; so neither is proved.
+
+    A measurement was told before the kill, and would have been committed with the step that the kill came to.
+    """
     seldom = CHECKPOINT.model_copy(update={"checkpoint_frequency": 100})
     archive = Archive(seldom, run_id_of(Secret(bytes.fromhex(SECRET))), tmp_path, lambda line: None)
     stop = StopRequest()
 
     def kill(call):
-        if (call.method, call.index) == ("step", 3):
+        if (call.method, call.index) == ("charge", 4):
             raise Killed
 
     def ask(call):
         if call.method == "reduce":
             stop.make()
 
-    first = whole(tmp_path, disturb=kill, measurements={}, assignment=NewRun(archive))
+    first = whole(tmp_path, disturb=kill, assignment=NewRun(archive))
     with pytest.raises(Killed):
         first.train()
     manifest = Manifest.model_validate_json((first.folder / "manifest.json").read_bytes())
-    second = whole(tmp_path, disturb=ask, measurements={}, assignment=ResumedRun(manifest, archive, stop))
+    resumed = ResumedRun(manifest, archive, stop)
+    second = whole(tmp_path, disturb=ask, assignment=resumed, folder=first.folder)
     second.train()
-    (second.folder / "manifest.json").write_bytes((first.folder / "manifest.json").read_bytes())
     assert second.finished.steps == 1
     record = proved(tmp_path, second)
     found = said(record)
     assert found["steps"].startswith("2 steps")
     assert found["released model"].startswith("(it has the parameters of step 1, not 2, ")
     assert "it is of step 1, not 2" in found["verdict.json"]
+    assert "1 releases, each" in found["measurements"]
+    assert "1 that a resume has to repeat" in found["measurements"]
 
 
 def test_a_run_that_lost_a_worker_is_proved_with_every_attempt(tmp_path):
     record = proved(tmp_path, train(tmp_path, disturb=on("step", "worker-1", "dies", 1), measurements={}))
     found = said(record)
     assert int(found["rosters"].split()[0]) > STEPS
+    assert found["rosters"].endswith("virtual workers once, by 2 or more")
     assert found["steps"].startswith(f"{STEPS} steps")
 
 
@@ -192,9 +198,11 @@ def test_a_run_that_was_evaluated_on_a_sealed_split_is_proved_with_its_orders(tm
 
 def test_a_run_on_public_data_is_proved_without_an_epsilon(tmp_path):
     dataset = {"kind": "npz", "path": "examples.npz", "features": "features", "public": True}
-    public = {"dp_config": {"enabled": False}, "dataset": dataset, "measurements": {}, "steps": 2}
+    alone = {"num_workers": 1, "secure_aggregation": False}
+    public = {"dp_config": {"enabled": False}, "dataset": dataset, "measurements": {}, "steps": 2, **alone}
     found = said(proved(tmp_path, train(tmp_path, **public)))
     assert found["epsilon"] == "(the account paid for nothing private)"
+    assert found["rosters"].endswith("by one worker alone, whose vectors nothing masks")
     assert found["steps"].startswith("2 steps")
 
 
