@@ -69,6 +69,11 @@ def found_classes(
     Raises:
         ModelError: ``nondeterministic_op``.
     """
+    return max(2, _outputs(module, loss, dataset, vocabulary, deterministic))
+
+
+def _outputs(module: nn.Module, loss: RowLoss, dataset: Dataset, vocabulary: int | None, deterministic: bool) -> int:
+    """Return the number of outputs for classes, as :func:`found_classes`; 1 for a head that knows no two."""
     template, labels = dataset.batch(np.empty(0, np.int64))
     if np.issubdtype(labels.dtype, np.floating):
         return 2
@@ -77,9 +82,9 @@ def found_classes(
         output: Tensor = module(torch.tensor(_fill(template, 1, "features", vocabulary or 1)))
         shape = list(output.shape[1:])
         axis = next((axis for axis in (0, -1) if shape and _without(shape, axis) == list(labels.shape[1:])), None)
-        classes = 2 if axis is None else max(2, shape[axis])
+        classes = 2 if axis is None else shape[axis]
         try:
-            loss(output, torch.full((1, *labels.shape[1:]), classes - 1))
+            loss(output, torch.full((1, *labels.shape[1:]), max(2, classes) - 1))
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -96,10 +101,11 @@ def check_classes(
     vocabulary: int | None = None,
     deterministic: bool = True,
 ) -> None:
-    """Refuse data of more declared classes than the model has outputs; a function of public facts only.
+    """Refuse data of more declared classes than the model has outputs, and one output; a function of public facts only.
 
-    The labels beyond them would give no gradient, in silence, and each step would be charged. What a label means
-    to the user's own loss is unknown here.
+    The labels beyond them would give no gradient, in silence, and each step would be charged. A single output has a
+    loss of 0 whatever the model computes, so its one class would give none either. What a label means to the user's
+    own loss is unknown here.
 
     Args:
         loss: name of the run's loss.
@@ -111,10 +117,16 @@ def check_classes(
         ModelError: ``nondeterministic_op``.
     """
     _, labels = dataset.batch(np.empty(0, np.int64))
-    if classes is None or loss not in LOSSES_OF_CLASSES or np.issubdtype(labels.dtype, np.floating):
+    if loss not in LOSSES_OF_CLASSES or np.issubdtype(labels.dtype, np.floating):
         return
-    outputs = found_classes(module, RowLoss(BUILT_IN_LOSSES[loss]), dataset, vocabulary, deterministic)
-    if classes > outputs:
+    outputs = _outputs(module, RowLoss(BUILT_IN_LOSSES[loss]), dataset, vocabulary, deterministic)
+    if outputs < 2:
+        raise ConfigError(
+            "labels_beyond_head",
+            f"the model has one output, and {loss} needs one for each class.",
+            "Give it two outputs for yes or no; for a number, take loss: mse and float labels.",
+        )
+    if classes is not None and classes > outputs:
         raise ConfigError(
             "labels_beyond_head",
             f"the data has {classes} classes, and the model outputs for {outputs}.",

@@ -69,7 +69,7 @@ class TrainWorker:
 
         Raises:
             ProtocolError: ``already_presented``.
-            ConfigError: ``measurement_labels`` or ``measurement_too_large``.
+            ConfigError: ``batch_too_large``, ``measurement_labels`` or ``measurement_too_large``.
             RefusedError: ``not_public`` if there is to be no noise on data that is not declared public.
             ModelError: ``nondeterministic_op``, with the operation's name: no example is in reach of it yet.
         """

@@ -160,7 +160,7 @@ class PlannedWorkload:
         known_answer: digest of the public synthetic batch's vectors, 32 bytes; see `workers/known_answer.py`.
 
     Raises:
-        ConfigError: ``measurement_labels`` or ``measurement_too_large``.
+        ConfigError: ``batch_too_large``, ``measurement_labels`` or ``measurement_too_large``.
         RefusedError: ``not_public`` if anything is to be released without noise, of data that is sealed or is not
             declared public.
         ModelError: ``nondeterministic_op``, with the operation's name: no example is in reach of it yet; or what

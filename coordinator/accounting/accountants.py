@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raycloak.coordinator.accounting import pld, renyi
-from raycloak.coordinator.accounting.releases import Release, Releases
+from raycloak.coordinator.accounting.releases import Release, Releases, merged
 from raycloak.workers.terms.mechanism import AccountantName
 
 QUOTE_POINTS = 16
@@ -115,6 +115,13 @@ class Accountant(Protocol):
         """Return those of an account's orders that its first private run puts to use, given what that run plans."""
         ...
 
+    def needs_whole_plan(self, plan: Sequence[Release]) -> bool:
+        """Return whether a cap must hold all of a plan: under a smaller one, somebody could choose what to leave out.
+
+        See docs/proofs/005-what-a-run-may-claim.md, theorem 3.
+        """
+        ...
+
     def quote(self, plan: Sequence[Release], limits: AccountLimits) -> Quote:
         """Return what a registration records of a run that plans these releases, one element per mechanism."""
         ...
@@ -158,6 +165,10 @@ class RenyiAccountant:
         rdp = renyi.composed_rdp(plan, limits.orders)
         return (renyi.least_share_order(rdp, limits.epsilon_cap, limits.delta, limits.orders),)
 
+    def needs_whole_plan(self, plan: Sequence[Release]) -> bool:
+        """Return False: a filter holds for releases that are chosen one by one."""
+        return False
+
     def quote(self, plan: Sequence[Release], limits: AccountLimits) -> Quote:
         """Return an empty quote: a filter needs no plan."""
         return Quote()
@@ -199,6 +210,10 @@ class PrivacyLossAccountant:
     def fixed_orders(self, plan: Sequence[Release], limits: AccountLimits) -> tuple[float, ...]:
         """Return all orders: an account with one plan may state the smallest epsilon over them."""
         return limits.orders
+
+    def needs_whole_plan(self, plan: Sequence[Release]) -> bool:
+        """Return whether the plan has mechanisms to choose from; Gaussians alone cost the same in any order."""
+        return len(merged(plan)) > 1
 
     def quote(self, plan: Sequence[Release], limits: AccountLimits) -> Quote:
         """Quote sixteen parts of the plan within the cap, and sixteen of the rest, in case the cap is raised."""

@@ -191,9 +191,12 @@ def _smallest(share: Callable[[float], float]) -> float | None:
             return None
     if share(low) <= 1:
         return SMALLEST_NOISE_MULTIPLIER
-    noise = _round_up(
-        math.exp(brentq(lambda log: math.log(share(math.exp(log))), math.log(low), math.log(high), xtol=1e-6))
-    )
+
+    def log_share(log: float) -> float:
+        # A large delta may leave no epsilon at all.
+        return math.log(max(share(math.exp(log)), 1e-300))
+
+    noise = _round_up(math.exp(brentq(log_share, math.log(low), math.log(high), xtol=1e-6)))
     while share(noise) > 1:
         noise = _round_up(noise * (1 + 1e-5))
     return noise

@@ -44,6 +44,9 @@ SLACK_SHARE = 0.01
 UNBOUNDED_RDP = 1e200
 """Stands for 'no guarantee at this order'; finite, so that it can be written down and added up."""
 
+SMALLEST_RDP = 1e-300
+"""Stands for a divergence that floats cannot tell from none, so that nothing released counts as nothing."""
+
 SMALLEST_NOISE_MULTIPLIER = 2.0**-6
 """Less noise hides nothing: it is refused, not accounted."""
 
@@ -69,7 +72,8 @@ def step_rdp(sample_rate: float, noise_multiplier: float, orders: tuple[float, .
         return tuple(order / (2 * noise_multiplier**2) for order in orders)
     rdp = opacus_module("opacus.accountants.analysis.rdp")
     raw = rdp.compute_rdp(q=sample_rate, noise_multiplier=noise_multiplier, steps=1, orders=list(orders))
-    return tuple(float(value) if value < UNBOUNDED_RDP else UNBOUNDED_RDP for value in raw)
+    # Opacus rounds tiny divergences, of 1e-14, to zero and below: a release would be free, or would pay for others.
+    return tuple(max(float(value), SMALLEST_RDP) if value < UNBOUNDED_RDP else UNBOUNDED_RDP for value in raw)
 
 
 def release_rdp(release: Release, orders: tuple[float, ...] = ORDERS) -> NDArray[np.float64]:

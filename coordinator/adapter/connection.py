@@ -19,7 +19,10 @@ DEADLINE_S: Final = 90.0
 """Bounds one call; the server gives its worker 60 seconds."""
 _ANSWER_BYTES: Final = 64 * 2**20
 # The kind of a refusal on the wire knows evidence and protocol alone.
-_KINDS: Final[dict[str, type[RefusedError]]] = {"tokens_spent": BudgetError, "busy": RefusedError}
+_KINDS: Final[dict[str, type[RefusedError]]] = {
+    "tokens_spent": BudgetError,
+    **dict.fromkeys(("busy", "worker_gone", "adapter_failed"), RefusedError),
+}
 
 
 @dataclass(frozen=True, slots=True)

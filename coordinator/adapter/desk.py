@@ -2,8 +2,8 @@
 
 It holds no key and no weight. It passes sealed keys and ciphertexts on.
 
-Guarantee: a token is charged before it is computed. A request is answered once: a repeat, a gap and a request of
-another client's session are refused.
+Guarantee: a token is charged before it is computed. A request is answered once: a repeat and a request of another
+client's session are refused.
 """
 
 import secrets
@@ -115,9 +115,9 @@ class AdapterDesk:
         return batch_bytes(shape, widths[names[0]])
 
     def tokens_left(self, client: str) -> int:
-        """Return the tokens of the projection that has the least left for ``client``."""
+        """Return the tokens of whole blocks that the projection with the least has left for ``client``."""
         with self._turn:
-            return self._budgets.left(client, [each.name for each in self.facts.projections])
+            return self._whole(self._budgets.left(client, [each.name for each in self.facts.projections]))
 
     def begin(self, client: str, contract: bytes, policy: bytes, challenge: bytes) -> tuple[str, Envelope]:
         """Open a session; return its name and the worker's presentation.
@@ -152,16 +152,17 @@ class AdapterDesk:
         """Charge a block and answer it; return the answers and the tokens that are left.
 
         Raises:
-            ProtocolError: ``replayed`` unless ``sequence`` is the next one; as `batch_bytes` and `AdapterWorker.apply`.
+            ProtocolError: ``replayed`` unless ``sequence`` is above all before; as `batch_bytes` and
+                `AdapterWorker.apply`.
             BudgetError: ``tokens_spent``.
         """
         with self._turn:
             found = self._of(client, session)
-            if sequence != found.sequence + 1:
+            if sequence <= found.sequence:
                 raise ProtocolError(
                     "replayed",
-                    f"request {sequence} came where {found.sequence + 1} is due.",
-                    "Number the requests of a session from 1, and repeat none.",
+                    f"request {sequence} came behind request {found.sequence}.",
+                    "Number the requests of a session upwards from 1, and repeat none.",
                 )
             # Keys and names, so that nothing is charged for what could not be answered.
             if not found.is_registered:
@@ -177,7 +178,7 @@ class AdapterDesk:
             answers = self._worker.apply(session, fingerprint, batch, names)
             self._seconds["charge"] += charged - began
             self._seconds["compute"] += self._clock() - charged
-            return answers, self._budgets.left(client, names)
+            return answers, self._whole(self._budgets.left(client, names))
 
     def drop_idle(self) -> None:
         """End the sessions without a request for too long, and drop their keys; the server asks this by itself."""
@@ -197,9 +198,13 @@ class AdapterDesk:
                 calls=calls,
                 tokens=self._tokens,
                 seconds=dict(self._seconds),
-                tokens_left=self._budgets.left_of_adapter([each.name for each in self.facts.projections]),
+                tokens_left=self._whole(self._budgets.left_of_adapter([each.name for each in self.facts.projections])),
                 sessions=len(self._sessions),
             )
+
+    def _whole(self, tokens: int) -> int:
+        """Return the tokens of whole blocks: the rest of a budget answers nothing."""
+        return tokens - tokens % self.facts.shape.tokens
 
     def _of(self, client: str, session: str) -> _Session:
         self._drop_idle()

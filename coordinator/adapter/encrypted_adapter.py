@@ -4,6 +4,7 @@ The client runs the public base model. It sends encrypted inputs of the adapted 
 """
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,9 +32,13 @@ from raycloak.coordinator.adapter.session import AdapterSession, Traffic
 from raycloak.coordinator.config import home
 from raycloak.coordinator.evidence.sources import collateral_of
 from raycloak.metrics.errors import ModelError, ProtocolError
+from raycloak.workers.encrypted.parameters import library
 
 Progress = Callable[[int, int], None]
 """Called with the finished blocks and all blocks of a forward pass."""
+
+# A call puts its hooks and the shared parts into the model, where every thread would meet them.
+_CALLS = threading.Lock()
 
 
 class EncryptedAdapter:
@@ -45,6 +50,8 @@ class EncryptedAdapter:
     A batch is cut into two parts of whole sequences, if that takes no more blocks. While the server works for one part,
     the client computes the other. Both parts run in the caller's thread. A call is not cut if it has other arguments
     than a sequence has, such as labels, or if bare passes of its parts do not give the result of the whole.
+
+    Calls of a process take turns. While one runs, the base model must not be called by itself in another thread.
 
     Args:
         base_model: the public encoder that the adapter was trained on, at this client. Its dropout must be off.
@@ -71,6 +78,7 @@ class EncryptedAdapter:
         collateral: str | Path | None = None,
         progress: Progress | None = None,
     ) -> None:
+        library()
         # Every refused handshake would be a line.
         os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
         known, judged_by = _terms(policy, collateral)
@@ -102,10 +110,12 @@ class EncryptedAdapter:
 
         Raises:
             BudgetError: ``tokens_spent``. The server's other refusals. RefusedError: ``adapter_closed`` behind `close`.
-            ModelError: ``states_not_finite`` if an adapted layer reads numbers that are not finite.
+            ModelError: ``states_not_finite`` if an adapted layer reads numbers that are not finite; ``adapter_base`` in
+                training mode.
         """
+        _require_eval(self._model)
         call = Call.of(self._model.forward, args, kwargs)
-        with torch.no_grad(), _replaced(self._model, self._shared):
+        with _CALLS, torch.no_grad(), _replaced(self._model, self._shared):
             plan = self._planner.plan(call)
             done = count(1)
 
@@ -302,11 +312,15 @@ def _layers(model: nn.Module, session: AdapterSession) -> dict[str, nn.Module]:
                 "Load the base model that the adapter was trained on, of the same class.",
             )
         layers[name] = layer
+    _require_eval(model)
+    return layers
+
+
+def _require_eval(model: nn.Module) -> None:
     if model.training:
         raise ModelError(
             "adapter_base", "the model is in training mode, where dropout changes it.", "Call model.eval() first."
         )
-    return layers
 
 
 def _shared(model: nn.Module, content: bytes) -> dict[str, nn.Parameter]:

@@ -19,6 +19,7 @@ from raycloak.metrics.adapter_collector import AdapterCollector
 from raycloak.metrics.exporter import Exporter
 from raycloak.metrics.server import MetricsServer
 from raycloak.workers.encrypted.adapter_worker import Adapter
+from raycloak.workers.encrypted.parameters import library
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,8 @@ def served_adapter(
     Raises:
         RaycloakError: why the adapter cannot be served.
     """
+    # Before a model is loaded for nothing.
+    library()
     load = partial(load_adapter, path, trust, key, config, settings.shared)
     source = simulated_platform if settings.evidence == "simulated" else GuestEvidence
     worker = WorkerProcess(load, settings.block_tokens, source)

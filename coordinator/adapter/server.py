@@ -143,7 +143,9 @@ class _Servicer:
             timer = threading.Timer(_CALL_S, context.cancel)
             timer.daemon = True
             timer.start()
-            context.add_callback(timer.cancel)
+            if not context.add_callback(timer.cancel):
+                # The call is over; nothing else would end the timer's thread before its time.
+                timer.cancel()
             with self._thread_of(client):
                 answer = call(client)
             self._note(method, ANSWERED)
@@ -173,7 +175,9 @@ class _Servicer:
             if is_channel_of(leaf, key):
                 return name
         raise EvidenceError(
-            "peer_not_bound", "this client's key is not one that the adapter serves.", "Give it to the adapter's owner."
+            "peer_not_bound",
+            "this client's key is not one that the adapter serves.",
+            "Give the adapter's owner what 'raycloak adapter identity' prints.",
         )
 
     def _count(self, client: str, context: Context) -> None:

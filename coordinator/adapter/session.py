@@ -219,13 +219,7 @@ class AdapterSession:
         pieces = (wire.ApplyRequest(batch=piece) for piece in _pieces(batch))
         self.traffic.blocks += 1
         self.traffic.sent_bytes += len(batch)
-        try:
-            answer: wire.ApplyReply = self._connection.call("Apply", chain([request], pieces))
-        except RefusedError as refusal:
-            # Refused before it was read, so its number is still due.
-            if refusal.code == "busy":
-                self._sequence -= 1
-            raise
+        answer: wire.ApplyReply = self._connection.call("Apply", chain([request], pieces))
         return answer
 
     def _finished(self, asked: "_Asked") -> dict[str, NDArray[np.float64]]:

@@ -1,9 +1,9 @@
 """The file of ``raycloak adapter serve``: where it listens, who may ask, and how many tokens anybody gets."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from raycloak.attestation.files.yaml_reader import read_yaml
 from raycloak.coordinator.config.run import validated
@@ -46,6 +46,12 @@ class AdapterSettings(Section):
         if len(set(clients.values())) < len(clients):
             raise ValueError("two clients have one key; name each key once")
         return clients
+
+    @model_validator(mode="after")
+    def _budgets_hold_a_block(self) -> Self:
+        if min(self.tokens_of_adapter, self.tokens_of_client) < self.block_tokens:
+            raise ValueError(f"a budget holds no block of {self.block_tokens} tokens, and would answer nothing")
+        return self
 
 
 def load_settings(path: Path) -> AdapterSettings:

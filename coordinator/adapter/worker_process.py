@@ -101,7 +101,9 @@ class WorkerProcess:
 
 
 def _gone() -> RunFailedError:
-    return RunFailedError("worker_gone", "the worker of the adapter does not answer.", "Start the server again.")
+    return RunFailedError(
+        "worker_gone", "the worker of the adapter does not answer.", "Its owner must start the server again."
+    )
 
 
 def _serve(pipe: Connection, load: Callable[[], Adapter], tokens: int, source: Callable[[], EvidenceSource]) -> None:

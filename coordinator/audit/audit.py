@@ -29,7 +29,7 @@ from raycloak.coordinator.console.output import attach_log
 from raycloak.coordinator.planning.dry_run import mechanism_of
 from raycloak.coordinator.planning.model_source import compute_mode, model_source
 from raycloak.coordinator.planning.payer import account_cap, data_place
-from raycloak.coordinator.record.folder import RunFolder, run_lock
+from raycloak.coordinator.record.folder import AUDIT, RunFolder, run_lock
 from raycloak.coordinator.record.outcome import Finished
 from raycloak.coordinator.runs.local_session import local_session
 from raycloak.coordinator.runs.verdict import run_facts
@@ -170,7 +170,7 @@ def audit(
         evidence_class=finished.evidence_class,
         run_dir=run_dir,
     )
-    (run_dir / "audit.json").write_text(json.dumps(asdict(result), default=str, indent=1) + "\n")
+    (run_dir / AUDIT).write_text(json.dumps(asdict(result), default=str, indent=1) + "\n")
     return result
 
 

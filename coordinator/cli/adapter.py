@@ -49,9 +49,12 @@ def _serve(output: Output, path: str, settings: Path, config: Path | None, trust
     from raycloak.coordinator.console.figures import value_text
     from raycloak.coordinator.console.tables import fields_table
 
+    terms = load_settings(settings)
+    output.announce("starting the worker, which reads the adapter")
     with (
+        served_adapter(path, terms, trust, key, config) as facts,
+        # Not before: a signal ends a start at once, though reading the adapter can take minutes.
         ended_by_signals() as ended,
-        served_adapter(path, load_settings(settings), trust, key, config) as facts,
     ):
         rows = [(name.replace("_", " "), value_text(value)) for name, value in asdict(facts).items()]
         output.result(asdict(facts), fields_table(f"Encrypted adapter ({facts.evidence} evidence)", rows))

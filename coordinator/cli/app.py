@@ -30,7 +30,7 @@ from raycloak.coordinator.cli.runs import runs
 from raycloak.coordinator.cli.serve import serve_command
 from raycloak.coordinator.cli.top import top_command
 from raycloak.coordinator.cli.verify import bundle_command, trust_command, verify_command
-from raycloak.coordinator.cli.views.progress import EVERY_S, ProgressDisplay
+from raycloak.coordinator.cli.views.progress import EVERY_S, ProgressDisplay, waiting
 from raycloak.coordinator.config.run import RunConfig, load_config, parse_config
 from raycloak.coordinator.console.output import Output, command_output, leave_stdout
 from raycloak.coordinator.console.streams import open_missing_streams
@@ -240,7 +240,9 @@ def _replay(output: Output, run: str, steps: str, workers: int) -> int:
 
     # The steps first, which need no run to be wrong.
     wanted = parse_steps(steps)
-    outcome = replay(find_run(run), wanted, workers, output.announce)
+    path = find_run(run)
+    with ProgressDisplay(output.progress, "replay") as display:
+        outcome = replay(path, wanted, workers, output.announce, display.phase)
     output.result(asdict(outcome), replay_table(outcome))
     return 0
 
@@ -375,7 +377,7 @@ def _plan(output: Output, path: Path | None, overrides: list[str] | None, trials
     policy = configured_policy(config.policy, config.collateral, config_dir)
     classes = sorted(policy.accepted_classes) if policy is not None else ["simulated"]
     # Who asks for a plan may see what their own code says: it is not in a run.
-    with telling():
+    with telling(), waiting(output.progress, "opening the data and trying the model"):
         own_callbacks(config.callbacks, (), config_dir)
         plan = plan_of(config, config_dir)
     search = search_of(plan, trials) if trials is not None else None

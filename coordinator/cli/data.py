@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from raycloak.coordinator.cli.options import AsJson, ConfigFile, Debug, Overrides, execute, hexadecimal
+from raycloak.coordinator.cli.views.progress import waiting
 from raycloak.coordinator.config.run import load_config
 from raycloak.coordinator.console.output import Output
 from raycloak.metrics.errors import ConfigError
@@ -87,7 +88,9 @@ def _check(output: Output, config: Path, overrides: list[str] | None) -> int:
     from raycloak.coordinator.console.tables import fields_table
     from raycloak.coordinator.planning.data_check import check_data
 
-    checked = check_data(load_config(config, overrides), config.parent)
+    given = load_config(config, overrides)
+    with waiting(output.progress, "reading all examples"):
+        checked = check_data(given, config.parent)
     report = checked.report
     facts = {
         **asdict(report),
@@ -179,7 +182,9 @@ def _seal(
 
     ledger_key, account, least_noise = demanded
     terms = SealTerms.of(part, hexadecimal(ledger_key), account, least_noise)
-    header, policy = seal_for(load_config(config, overrides), config.parent, key, out, terms)
+    given = load_config(config, overrides)
+    with waiting(output.progress, "encrypting all examples"):
+        header, policy = seal_for(given, config.parent, key, out, terms)
     cipher_bytes = sum(each.cipher_bytes for each in header.slices)
     simulated = policy.accepts_simulated
     facts = {

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from raycloak.coordinator.cli.options import AsJson, Debug, Overrides, execute
+from raycloak.coordinator.cli.views.progress import waiting
 from raycloak.coordinator.console.output import Output
 from raycloak.metrics.errors import ModelError
 
@@ -45,7 +46,7 @@ def _check(output: Output, target: str, overrides: list[str] | None) -> int:
     from raycloak.coordinator.planning.model_check import report_by_type, report_in_a_run
     from raycloak.workers.inputs.user_code import telling
 
-    with telling():
+    with telling(), waiting(output.progress, "trying the model"):
         if ":" in target and not Path(target).exists():
             report, notes = report_by_type(target, Path())
         else:

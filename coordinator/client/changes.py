@@ -114,7 +114,8 @@ class Changes:
             if heard or rewound or time.monotonic() - begun > _STEADY_S:
                 pauses, fails_since = growing_pauses(), 0.0
             if failed is not None and not rewound:
-                fails_since = fails_since or begun
+                # From now on: the stream may have lasted for hours before.
+                fails_since = fails_since or time.monotonic()
                 if not _mends(failed) or self._is_over(fails_since):
                     return failed
                 pause = getattr(failed, "retry_after_s", None) or 0.0
@@ -125,7 +126,7 @@ class Changes:
             try:
                 client = self._connection.call("GetClient", wire.ClientRequest(client_id=self._client_id))
             except ServiceError as error:
-                fails_since = fails_since or begun
+                fails_since = fails_since or time.monotonic()
                 # The connection has waited for an answer already.
                 if is_no_answer(error) or not _mends(error) or self._is_over(fails_since):
                     return error

@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError
 from raycloak.coordinator.client.error_wire import TRAILER, error_from_wire
 from raycloak.coordinator.client.service_pb2 import ServiceErrorInfo
 from raycloak.coordinator.client.service_pb2_grpc import TrainingStub
+from raycloak.coordinator.config.sections import host_and_port
 from raycloak.metrics.service_errors import (
     ServiceAuthenticationError,
     ServiceConnectionError,
@@ -112,11 +113,17 @@ class Connection:
         address: ``host:port``. TLS is used unless it is a loopback address and the credentials name no ``ca``.
         patience_s: for how long a call is repeated while the service does not answer.
 
+    Raises:
+        ServiceValidationError: ``address`` if it is no ``host:port``.
+
     Every call raises the error that the service sent, or ServiceConnectionError ``unreachable``.
     """
 
     def __init__(self, address: str, credentials: ServiceCredentials, patience_s: float) -> None:
-        self.address = address
+        try:
+            self.address = host_and_port(address)
+        except ValueError as error:
+            raise ServiceValidationError("address", f"{error}.", field="address") from None
         self.patience_s = patience_s
         self._credentials = credentials
         self._answered = False
@@ -143,9 +150,10 @@ class Connection:
         Args:
             request: a message; or a function that returns a new iterator of messages, for a call that sends a stream.
         """
-        request_id, pauses = uuid4().hex, growing_pauses()
+        request_id, pauses, has_failed = uuid4().hex, growing_pauses(), False
         deadline_s = SENDING_DEADLINE_S if callable(request) else DEADLINE_S
-        until = time.monotonic() + (self.patience_s if self._answered else min(self.patience_s, FIRST_ANSWER_S))
+        patience_s = self.patience_s if self._answered else min(self.patience_s, FIRST_ANSWER_S)
+        until = time.monotonic() + patience_s
         while True:
             sent = request() if callable(request) else request
             try:
@@ -158,6 +166,9 @@ class Connection:
                 self._answered = True
                 return reply
             pause = next(pauses)
+            # An upload may have gone on for minutes before it broke.
+            if callable(request) and not has_failed:
+                until, has_failed = time.monotonic() + patience_s, True
             if not is_no_answer(error) or time.monotonic() + pause > until:
                 raise error
             if self._closed.wait(pause):

@@ -78,7 +78,7 @@ class ServiceFuture(Generic[T]):
 
         An operation that waits is cancelled at once, with those that depend on it. A step that runs is left between two
         micro-batches, with the ``optim_step`` behind it. What was charged stays charged, and the
-        `FutureCancelledError` says whether anything was. A step that is computed by then goes on, and True is returned
+        `FutureCancelledError` says whether its step was. A step that is computed by then goes on, and True is returned
         all the same: the future has its result. On data that is sent, ``optim_step`` is what runs.
 
         Raises:

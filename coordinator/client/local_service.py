@@ -109,7 +109,9 @@ class LocalService:
         try:
             return str(json.loads(said)["address"])
         except (ValueError, LookupError, TypeError):
-            last = " ".join(self._log.read_text(errors="replace").split("\n")[-_LOG_LINES:]).strip()
+            last = " ".join(self._log.read_text(errors="replace").split("\n")[-_LOG_LINES:]).strip(" .")
             raise ServiceConnectionError(
-                "not_started", f"the service did not start: {last or 'it said nothing'}.", "Try raycloak serve."
+                "not_started",
+                f"the service did not start: {last.removeprefix('error: ').removesuffix('.') or 'it said nothing'}.",
+                "Its settings are what ServiceClient.local was given.",
             ) from None

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Self
 from uuid import uuid4
+from weakref import WeakSet
 
 from raycloak.attestation.files.whole import whole_file
 from raycloak.coordinator.client import service_pb2 as wire
@@ -31,6 +32,7 @@ class ServiceClient:
             answered is given up after 10 s.
 
     Raises:
+        ServiceValidationError: ``address`` is no ``host:port``.
         ServiceConnectionError: no answer, or another version.
         ServiceAuthenticationError: the credentials are missing, unknown or expired.
     """
@@ -42,7 +44,8 @@ class ServiceClient:
             credentials = ServiceCredentials(token=credentials)
         self.address = address
         self._connection = Connection(address, credentials, patience_s)
-        self._clients: list[TrainingClient] = []
+        # Weak: what has ended is nobody's, and a client that works is held by its threads.
+        self._clients: WeakSet[TrainingClient] = WeakSet()
         self._local: LocalService | None = None
         try:
             self.capabilities()
@@ -92,7 +95,7 @@ class ServiceClient:
 
     def close(self) -> None:
         """Detach from all training clients, whose runs go on, and close the connection."""
-        for client in self._clients:
+        for client in list(self._clients):
             client.detach()
         self._clients.clear()
         self._connection.close()
@@ -124,7 +127,7 @@ class ServiceClient:
         return self._attached(self._connection.call("CreateClient", request), data_keys)
 
     def list_clients(self) -> list[ClientSummary]:
-        """List this tenant's training clients, ended ones included."""
+        """List this tenant's training clients, ended ones included; of more than a thousand the newest."""
         reply = self._connection.call("ListClients", wire.ListClientsRequest())
         return [from_wire(each) for each in reply.clients]
 
@@ -173,5 +176,5 @@ class ServiceClient:
 
     def _attached(self, client: wire.Client, data_keys: DataKeys | None) -> TrainingClient:
         attached = TrainingClient(self._connection, client, data_keys)
-        self._clients.append(attached)
+        self._clients.add(attached)
         return attached

@@ -275,7 +275,7 @@ class TrainingClient:
         return self._attach(self._connection.call("GetOperation", request))
 
     def artifacts(self) -> list[Artifact]:
-        """List what was saved, oldest first."""
+        """List what was saved, oldest first; of more than a thousand artifacts the newest."""
         reply = self._connection.call("ListArtifacts", wire.ClientRequest(client_id=self.client_id))
         return [from_wire(each) for each in reply.artifacts]
 
@@ -323,9 +323,11 @@ class TrainingClient:
     def _put(
         self, kind: str, key: str, call: MakeCall, on_token: OnToken | None = None, is_batch: bool = False
     ) -> ServiceFuture[Any]:
+        future = self._resolver.make(kind, key)
         if on_token is not None:
             self._tokens.expect(key, on_token)
-        future = self._resolver.make(kind, key)
+            # Also where the service never took it, and no change will tell of its end.
+            future.add_done_callback(lambda _: self._tokens.end(key, []))
         self._changes.start()
         self._submissions.put(future, call, is_batch=is_batch)
         return future
@@ -341,6 +343,7 @@ class TrainingClient:
             try:
                 for change in self._connection.stream("Watch", request, calls.append):
                     since = max(since, revision_of(change))
+                    until = time.monotonic() + self._connection.patience_s
                     if change.HasField("operation") and change.operation.number < count:
                         found[change.operation.number] = change.operation
                         if len(found) == count:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 
-from raycloak.coordinator.config.run import ModelField, RunConfig
+from raycloak.coordinator.config.run import ModelField, RunConfig, problem_of
 from raycloak.coordinator.config.sections import (
     LOSSES,
     DatasetConfig,
@@ -155,7 +155,8 @@ def parse_training_config(raw: Any) -> TrainingConfig:
             else TrainingConfig.model_validate(raw)
         )
     except ValidationError as error:
-        wrong = [_said(each["loc"], each["msg"], each["type"]) for each in error.errors()]
+        fields = [(_field_of(each["loc"]), each) for each in error.errors()]
+        wrong = [(field, problem_of(TrainingConfig, field, each)) for field, each in fields]
         said = "; ".join(f"{field}: {problem}" if field else problem for field, problem in wrong)
         # A refusal of the whole names its field first.
         field = wrong[0][0] or _first_field(wrong[0][1])
@@ -164,13 +165,10 @@ def parse_training_config(raw: Any) -> TrainingConfig:
         ) from None
 
 
-def _said(place: tuple[int | str, ...], message: str, kind: str) -> tuple[str, str]:
+def _field_of(place: tuple[int | str, ...]) -> str:
     # Of alternatives, pydantic also tells which one was tried.
     tried = {("model", "hub"), ("model", "function"), ("dataset", "sent"), ("dataset", "registered")}
-    field = ".".join(str(part) for part in place if (place[0], part) not in tried)
-    if kind == "extra_forbidden":
-        return field, "there is no such field"
-    return field, message.removeprefix("Value error, ")
+    return ".".join(str(part) for part in place if (place[0], part) not in tried)
 
 
 def _first_field(problem: str) -> str:

@@ -23,7 +23,7 @@ def check_address(address: str, deadline_s: float = ANSWER_S) -> None:
     if address in _FOUND_BY_RAY:
         return
     host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+    if not host or "/" in host or not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
         raise ConfigError(
             "ray_address",
             f"RAY_ADDRESS is '{address}', which is no address of a Ray cluster.",

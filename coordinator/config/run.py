@@ -182,6 +182,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"virtual_workers ({self.virtual_workers}) must be at least num_workers ({self.num_workers})"
             )
+        if self.min_workers is None and self.fewest_workers > self.num_workers:
+            raise ValueError(
+                f"num_workers ({self.num_workers}): secure_aggregation masks each worker with another, so take 2 or "
+                "more, or set secure_aggregation: false"
+            )
         if self.fewest_workers > self.num_workers:
             raise ValueError(f"min_workers ({self.fewest_workers}) must not exceed num_workers ({self.num_workers})")
         if self.most_workers < self.num_workers:
@@ -361,7 +366,8 @@ def validated(section: type[S], raw: Any, described_in: str = "docs/configuratio
     try:
         return section.model_validate(raw)
     except ValidationError as error:
-        found = ((_field_of(e["loc"]), _problem(section, e)) for e in error.errors())
+        fields = [(_field_of(each["loc"]), each) for each in error.errors()]
+        found = ((field, problem_of(section, field, each)) for field, each in fields)
         wrong = "; ".join(f"{field}: {problem}" if field else problem for field, problem in found)
         raise ConfigError("config", wrong if wrong.endswith("?") else f"{wrong}.", f"See {described_in}.") from None
 
@@ -391,18 +397,25 @@ def _field_of(place: tuple[int | str, ...]) -> str:
     return ".".join(str(part) for part in place if (place[0], part) not in (("model", "hub"), ("model", "function")))
 
 
-def _problem(section: type[Section], error: "ErrorDetails") -> str:
+def problem_of(section: type[Section], field: str, error: "ErrorDetails") -> str:
     """Return what is wrong with a field, in our own words where it is no field at all."""
     if error["type"] != "extra_forbidden":
         return error["msg"].removeprefix("Value error, ")
-    return f"there is no such field{_meant(section, _field_of(error['loc']))}"
+    return f"there is no such field{_meant(section, field)}"
 
 
 def _meant(section: type[Section], unknown: str) -> str:
     """Return a question about the field that an unknown one is most like: beside it, or of its name elsewhere."""
     names = list(field_names(section))
     parent, _, last = unknown.rpartition(".")
-    beside = {name.rpartition(".")[2]: name for name in names if name.rpartition(".")[0] == parent}
+    # Without the names that a user gives, such as that of a dataset of a service.
+    fields = {part for name in names for part in name.split(".")}
+    kept = ".".join(part for part in parent.split(".") if part in fields)
+    beside = {
+        short: f"{parent}.{short}".lstrip(".")
+        for above, _, short in (name.rpartition(".") for name in names)
+        if above == kept
+    }
     elsewhere = [name for name in names if name.rpartition(".")[2] == last]
     usual = [name for name in names if name.rpartition(".")[2] == _USUAL_NAMES.get(last)]
     near = [beside[name] for name in get_close_matches(last, beside, n=1, cutoff=0.7)]

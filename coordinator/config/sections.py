@@ -8,6 +8,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 
 Kept = Literal["sealed", "clear"]
 
+LARGEST_NOISE = 2.0**40
+"""The largest noise multiplier: with more, an accountant's squares would overflow, and no ring could hold the noise."""
+
 LOSSES = ("cross_entropy", "token_cross_entropy", "next_token_cross_entropy", "mse")
 """The losses that have a name; `raycloak.workers.inputs.models` computes them."""
 
@@ -42,7 +45,8 @@ def metric_name(metric: str) -> str:
     return metric.rpartition(":")[2]
 
 
-def _address(text: str) -> str:
+def host_and_port(text: str) -> str:
+    """Return an address ``host:port``; ValueError for any other text."""
     host, _, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     if not host or (":" in host and not bracketed) or not (port.isascii() and port.isdigit() and int(port) < 65536):
@@ -50,7 +54,7 @@ def _address(text: str) -> str:
     return text
 
 
-Address = Annotated[str, AfterValidator(_address)]
+Address = Annotated[str, AfterValidator(host_and_port)]
 Side = Annotated[int, Field(gt=0, le=2**14)]
 
 
@@ -87,7 +91,7 @@ class DPConfig(Section):
     enabled: bool = True
     target_epsilon: float | None = Field(default=None, gt=0)
     target_delta: float = Field(default=1e-5, gt=0, lt=1)
-    noise_multiplier: float | None = Field(default=None, gt=0)
+    noise_multiplier: float | None = Field(default=None, gt=0, le=LARGEST_NOISE)
     epsilon_cap: float | None = Field(default=None, gt=0)
     max_grad_norm: float = Field(
         default=1.0, ge=2.0**-100, le=2.0**100
@@ -195,6 +199,26 @@ class DatasetConfig(Section):
     label_kind: Literal["class", "token", "number"] = "class"
     max_participations: int | None = Field(default=None, gt=0, le=2**31)
     max_examples_per_step: int | None = Field(default=None, gt=0, le=2**24)
+
+    @field_validator("classes", mode="before")
+    @classmethod
+    def _number_or_names(cls, value: Any) -> Any:
+        """Refuse in words what would else be refused once for each alternative."""
+        if value is not None and not isinstance(value, int | list):
+            raise ValueError("give the number of classes, or the list of their names")
+        if isinstance(value, list) and any(not isinstance(each, str) for each in value):
+            raise ValueError(
+                "a name is text, and YAML reads yes, no, on, off and digits as something else: write each name in "
+                "quotes, or give the number of classes if labels are numbers"
+            )
+        return value
+
+    @field_validator("size", mode="before")
+    @classmethod
+    def _one_side_or_two(cls, value: Any) -> Any:
+        if isinstance(value, list) and len(value) != 2:
+            raise ValueError("give one number, or height and width")
+        return value
 
     @model_validator(mode="before")
     @classmethod
@@ -349,7 +373,7 @@ class ClassCountsConfig(Section):
     """
 
     classes: int = Field(gt=0, le=10_000)
-    noise_multiplier: float = Field(gt=0)
+    noise_multiplier: float = Field(gt=0, le=LARGEST_NOISE)
 
 
 class PrivateEvaluationConfig(Section):
@@ -365,7 +389,7 @@ class PrivateEvaluationConfig(Section):
     """
 
     every: int = Field(default=50, gt=0)
-    noise_multiplier: float = Field(gt=0)
+    noise_multiplier: float = Field(gt=0, le=LARGEST_NOISE)
     loss_bound: float = Field(default=5.0, ge=1e-6, le=1e6)
     classes: int | None = Field(default=None, ge=2, le=100)
 

@@ -179,7 +179,7 @@ class PrivacyLedger(LedgerReader):
             BudgetError: ``account_unknown``, ``account_closed`` or ``fenced``. ``run_mismatch`` if the id belongs to a
                 run of another account, mechanism, dataset or manifest. ``account_not_shared`` if another run has the
                 account's one plan. ``delta_exceeded`` without slack left in delta. ``cap_exceeded`` if not even one
-                release of each mechanism is left, or less than a prepaid run plans. Also as in
+                release of each mechanism is left, or less than a run plans that is prepaid or needs all. Also as in
                 `raycloak.coordinator.ledger.rules.registration`.
             ConfigError: ``delta_too_small`` for the account's accountant.
             ProtocolError: ``malformed`` if a mechanism has a value that no entry can hold, such as a NaN.

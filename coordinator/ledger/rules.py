@@ -271,22 +271,24 @@ def check_admission(
 ) -> None:
     """Refuse a run that an account has no room for, beside those registered in it and what they have charged.
 
-    Guarantee: a prepaid run is registered only if all that it plans fits the cap, beside all that was charged before.
+    Guarantee: a prepaid run, and one whose accountant needs it, is registered only if all that it plans fits the cap,
+    beside all that was charged before.
 
     Args:
         terms: of the account once ``event`` has registered the run.
 
     Raises:
         BudgetError: ``delta_exceeded``, ``account_not_shared``, or ``cap_exceeded`` if not even one release of each
-            mechanism is left, or less than a prepaid run plans.
+            mechanism is left, or less than such a run plans.
     """
     check_reserve(terms, [*registered, event])
     if is_private(event):
         check_shareable(terms, [*registered, event])
+        run, mechanisms = PricedRun.of(event), event.mechanisms
+        whole = run.prepaid or accountant_of(terms.accountant).needs_whole_plan(planned(mechanisms))
         # A run that could not afford one release of each mechanism is refused before it starts.
-        run = PricedRun.of(event)
-        least = run.spend({mechanism.query: 1 for mechanism in event.mechanisms})
-        check_cap(terms, [*spent, least], "all that the run plans" if run.prepaid else "the step")
+        least = run.spend({each.query: each.steps if whole else 1 for each in mechanisms})
+        check_cap(terms, [*spent, least], "all that the run plans" if whole else "the step")
 
 
 def check_shares(run_id: str, mechanism: Mechanism) -> None:

@@ -29,7 +29,8 @@ from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.inputs.datasets import Dataset, dataset_form
 from raycloak.workers.inputs.descriptor import DatasetDescriptor, OpenedDataset
 from raycloak.workers.inputs.fingerprint import check_digest, dataset_fingerprint, load_key
-from raycloak.workers.inputs.inspection import cut_examples, undecodable_images
+from raycloak.workers.inputs.images import DEPTH_REMEDY, TOO_DEEP
+from raycloak.workers.inputs.inspection import cut_examples, faulty_images
 from raycloak.workers.inputs.models import build_model, loss_function
 from raycloak.workers.inputs.sealed import SealedDataset
 from raycloak.workers.inputs.text_model import check_text
@@ -191,15 +192,17 @@ def _recorded(config: RunConfig, base: Path, report: DataReport, fingerprint: by
 
 
 def _require_images(described: DatasetDescriptor, base: Path) -> None:
-    """Name the images that cannot be decoded: on the owner's machine, and only here."""
-    broken = undecodable_images(described, base)
-    if broken:
-        more = f" and {len(broken) - _SHOWN} more" if len(broken) > _SHOWN else ""
-        raise DatasetError(
-            "dataset_unreadable",
-            f"these are no images, or damaged: {', '.join(broken[:_SHOWN])}{more}.",
-            "Remove or replace them.",
-        )
+    """Name the images that are not read, by what is wrong with them: on the owner's machine, and only here."""
+    faulty = faulty_images(described, base)
+    if not faulty:
+        return
+    said = []
+    for why in dict.fromkeys(faulty.values()):
+        names = [name for name, each in faulty.items() if each == why]
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        said.append(f"each of these {why}: {', '.join(names[:_SHOWN])}{more}")
+    remedy = f" {DEPTH_REMEDY}" if TOO_DEEP in faulty.values() else ""
+    raise DatasetError("dataset_unreadable", f"{'; '.join(said)}.", f"Remove or replace them.{remedy}")
 
 
 def _open_for_owner(config: RunConfig, base: Path, use: Use) -> OpenedDataset | None:

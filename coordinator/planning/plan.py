@@ -192,7 +192,8 @@ def make_plan(
 
     Raises:
         ConfigError, DatasetError, ModelError, RefusedError: as :func:`plan_mechanism`; also ``delta_slack`` and
-            ``cap_too_small``, which a prepaid run also gets if not all that it plans fits the cap.
+            ``cap_too_small``, also if not all of a plan fits the cap that must: a prepaid one, or one that
+            `raycloak.coordinator.accounting.accountants.Accountant.needs_whole_plan` names.
     """
     config = config.sized(num_examples)
     mechanism = plan_mechanism(config, num_examples, dimension, account, largest_rows)
@@ -203,8 +204,9 @@ def make_plan(
     limits = AccountLimits(cap, accountant_delta(delta), account.orders if account else ORDERS)
     orders = orders_for(account, mechanism.accountant, planned, limits)
     steps, measured = run.reach(cap, delta, orders)
-    if config.ledger.prepaid and (steps, measured) != (mechanism.steps, mechanism.steps):
-        _refuse_prepaid(run, steps, cap, delta, orders)
+    whole = config.ledger.prepaid or accountant_of(mechanism.accountant).needs_whole_plan(planned)
+    if whole and (steps, measured) != (mechanism.steps, mechanism.steps):
+        _refuse_part(run, measured, cap, delta, orders, config.ledger.prepaid)
     beside = run.measured(measured)
     hosted = hosted_at_most(mechanism.virtual_workers, config.num_workers)
     one_worker = epsilon_against(mechanism, hosted, delta, steps, beside)
@@ -468,14 +470,20 @@ def _slack(run: Schedule, cap: float, delta: float) -> DeltaSlack:
     return slack
 
 
-def _refuse_prepaid(run: Schedule, reach: int, cap: float, delta: float, orders: tuple[float, ...]) -> NoReturn:
+def _refuse_part(
+    run: Schedule, reach: int, cap: float, delta: float, orders: tuple[float, ...], prepaid: bool
+) -> NoReturn:
     steps = run.mechanism.steps
+    why, other = "a prepaid run pays for all at once", ""
+    if not prepaid:
+        why = "under the pld accountant a cap holds steps and measurements together only if all of them fit"
+        other = ", or set dp_config.accountant: rdp"
     raise ConfigError(
         "cap_too_small",
         f"{steps} steps, with what is measured, cost epsilon "
         f"{epsilon_text(run.epsilon(steps, steps, delta, orders))} at delta {delta:g}, more than the cap "
-        f"{cap:g}; a prepaid run pays for all at once.",
-        f"Lower the steps (about {reach} fit), or raise the noise multiplier or the cap.",
+        f"{cap:g}; {why}.",
+        f"Lower the steps (about {reach} fit), or raise the noise multiplier or the cap{other}.",
     )
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.planning.references import descriptor, require_public
+from raycloak.metrics.errors import DatasetError
 from raycloak.workers.inputs.datasets import Dataset, dataset_form
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.inputs.text_model import TextModel, check_text
@@ -53,7 +54,11 @@ def open_public(described: DatasetDescriptor, base: Path | str) -> PublicSplit:
         DatasetError: as `DatasetDescriptor.open_slices`.
     """
     require_public(described.kind, described.public)
-    opened = described.open_slices(base)
+    try:
+        opened = described.open_slices(base)
+    except DatasetError as error:
+        # Training data is refused in the same words, for the same fields of another section.
+        raise DatasetError(error.code, f"evaluation.dataset: {error.message}", error.remedy) from None
     return PublicSplit(opened.examples, opened.vocabulary, described.classes)
 
 

@@ -5,6 +5,7 @@ import math
 from raycloak.coordinator.accounting.accountants import accountant_of
 from raycloak.coordinator.accounting.pld import STATED_ERROR
 from raycloak.coordinator.accounting.releases import merged
+from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.ledger.extract import check_extract
 from raycloak.coordinator.ledger.rules import account_limits, epsilon_at
 from raycloak.coordinator.planning.cross_check import dp_accounting_rdp, without_prv
@@ -51,8 +52,8 @@ def epsilon(case: Case) -> str:
     tight = others.epsilon.get("dp_accounting_pld", 0.0)
     if spent < tight * (1 - STATED_ERROR):
         raise Broken("ledger", f"it states epsilon {spent:.6g}; dp-accounting's PLD gives {tight:.6g}")
-    second = _second(case, spent)
-    return f"{spent:.6g} at delta {terms.delta:g} by raycloak; dp-accounting gives {second}{_on_whose_word(case)}"
+    first, second = epsilon_text(spent), _second(case, spent)
+    return f"{first} at delta {terms.delta:g} by raycloak; dp-accounting gives {second}{_on_whose_word(case)}"
 
 
 def _on_whose_word(case: Case) -> str:
@@ -80,7 +81,7 @@ def _second(case: Case, spent: float) -> str:
     terms, releases = standing.account.terms, merged([one for each in standing.spent for one in each.releases])
     limits = account_limits(terms)
     found = without_prv(releases, limits.delta).epsilon
-    shown = [f"{found['dp_accounting_pld']:.6g} by PLD"] if "dp_accounting_pld" in found else []
+    shown = [f"{epsilon_text(found['dp_accounting_pld'])} by PLD"] if "dp_accounting_pld" in found else []
     # The same rule on the other library's numbers: one order, fixed before the first release.
     if accountant_of(terms.accountant).name == "rdp" and len(limits.orders) == 1:
         same = dp_accounting_rdp(releases, limits.delta, limits.orders)
@@ -90,8 +91,8 @@ def _second(case: Case, spent: float) -> str:
             raise Broken("ledger", f"it states epsilon {spent:.6g}; dp-accounting gives {same:.6g} at the same order")
         # For larger sampling rates its series does not converge at such an order, and says so by infinity.
         if math.isfinite(same):
-            shown.insert(0, f"{'' if whole else 'at most '}{same:.6g} at the same order")
+            shown.insert(0, f"{'' if whole else 'at most '}{epsilon_text(same)} at the same order")
     # PLD is dp-accounting's in both places, so an account that it holds is shown beside RDP, which is not.
     if accountant_of(terms.accountant).name == "pld" or not shown:
-        shown.append(f"{found['dp_accounting_rdp']:.6g} by RDP")
+        shown.append(f"{epsilon_text(found['dp_accounting_rdp'])} by RDP")
     return " and ".join(shown)

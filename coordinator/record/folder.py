@@ -30,6 +30,9 @@ from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.measurement import Released, ReleasedValues
 from raycloak.workers.terms.parameter_digest import split_flat
 
+AUDIT = "audit.json"
+"""The file of a run directory that an audit wrote: its model is that of the configuration with canaries."""
+
 M = TypeVar("M", bound=Message)
 Status = Literal["running", "stopped", "failed", "void", "done"]
 """A ``void`` run ended before anything was charged, or was discarded. Neither it nor a ``done`` one can be resumed."""

@@ -80,7 +80,7 @@ class Execution:
         phase: called with a few words when another phase begins.
         opened: called with the directory of the run, before anything is charged.
         begun: called when members are admitted, before the first step of each execution.
-        measured: called with every release of a measurement.
+        measured: called with every release of a measurement, and the epsilon of the account after its charge.
         notice: told, in one line each, what a watcher needs to know.
         stop: asked between two steps.
         handle_signals: whether SIGINT and SIGTERM make ``stop`` while a run executes; main thread only.
@@ -101,7 +101,7 @@ class Execution:
         phase: Callable[[str], None] = lambda what: None,
         opened: Callable[[RunFolder], None] = lambda folder: None,
         begun: Callable[[Outset], None] = lambda outset: None,
-        measured: Callable[[Released], None] = lambda released: None,
+        measured: Callable[[Released, float], None] = lambda released, epsilon: None,
         notice: Callable[[str], None],
         stop: StopRequest | None = None,
         handle_signals: bool = False,
@@ -126,6 +126,8 @@ class Execution:
         self._callbacks = CallbackCaller(callbacks, self._warn)
         self._reserved = reserved
         self._pace = pace
+        # What the account had been charged when this execution began to train.
+        self._charged = 0.0
         # Kept over every execution of the run: an outcome warns of what happened in any of them.
         self.warnings: list[str] = []
         # None until a run is opened: a resume after a failure needs to know which one it was.
@@ -293,7 +295,7 @@ class Execution:
             elif assignment.recorded is None:
                 self._void(control, folder)
             raise
-        # An interrupt ends it at once and marks nothing, as a kill does: log and verdict are of earlier executions.
+        # An interrupt ends it at once and marks nothing, as a kill does: log and verdict stay those of before.
         assert finished.ending is not None, "a finished run has an ending"
         if assignment.charges:
             folder.mark("stopped" if finished.ending is Ending.STOPPED else "done")
@@ -435,7 +437,7 @@ class Execution:
             events=events,
             progress=self._stepped,
             phase=self._phase,
-            begun=partial(self._outset, folder),
+            begun=partial(self._outset, folder, assignment),
             evaluated=self._callbacks.evaluated,
             measured=self._released,
             changed=self._callbacks.changed,
@@ -456,15 +458,26 @@ class Execution:
         exporter.add(metrics)
         return metrics
 
-    def _outset(self, folder: RunFolder, outset: Outset) -> None:
+    def _outset(self, folder: RunFolder, assignment: Assignment, outset: Outset) -> None:
+        self._charged = outset.charged_epsilon
+        if isinstance(assignment, ResumedRun):
+            steps = outset.plan.mechanism.steps
+            free = outset.charged_steps > outset.finished_steps
+            self._notice(
+                f"resumed after step {outset.finished_steps} of {steps}"
+                + (": steps that are charged already are not charged again" if free else "")
+            )
         self._begun(outset)
         self._callbacks.started(folder.path, self._config, outset)
 
-    def _released(self, released: Released) -> None:
-        self._measured(released)
+    def _released(self, released: Released, epsilon: float) -> None:
+        self._measured(released, epsilon)
         self._callbacks.measured(released)
 
     def _stepped(self, report: StepReport) -> None:
+        if report.epsilon is not None and report.epsilon < self._charged:
+            # A step that is repeated has its receipt of then; the account has been charged more since.
+            report = replace(report, epsilon=self._charged)
         self._progress(report)
         self._callbacks.stepped(report)
 

@@ -18,7 +18,7 @@ from raycloak.coordinator.checkpoints.reader import package_at, parameters_of
 from raycloak.coordinator.checkpoints.storage import is_package
 from raycloak.coordinator.config.run import RunConfig, load_config
 from raycloak.coordinator.planning.model_source import model_source
-from raycloak.coordinator.record.folder import RunFolder
+from raycloak.coordinator.record.folder import AUDIT, RunFolder
 from raycloak.coordinator.record.run_list import find_run
 from raycloak.metrics.errors import ConfigError, ModelError, RefusedError
 from raycloak.metrics.file_errors import file_error
@@ -122,8 +122,23 @@ def released_model(
         described = _described(config, model_init_fn)
         return _built(described, *_package(str(path), keys))
     folder = RunFolder.open(find_run(str(path)))
+    if (folder.path / AUDIT).exists():
+        raise ConfigError(
+            "no_weights",
+            f"the run in {folder.path} is an audit, whose model has canaries.",
+            "Name a run of the configuration: raycloak runs list",
+        )
     described = _described(config, model_init_fn, folder)
-    return _built(described, *_weights(folder))
+    try:
+        return _built(described, *_weights(folder))
+    except ConfigError as error:
+        if error.code != "module_function" or described.base.is_dir():
+            raise
+        raise ConfigError(
+            "model_needed",
+            f"{described.base}, where the run found its model, is gone, as the folder of a Ray job goes.",
+            "Name the run's configuration: --config CONFIG, or config= in Python.",
+        ) from None
 
 
 def model_at(run: Path, parameters: Path, parameter_digest: str) -> ReleasedModel:
@@ -284,7 +299,9 @@ def _no_weights(folder: RunFolder) -> ConfigError:
     return ConfigError(
         "no_weights",
         f"the run in {folder.path} is marked {folder.record.status} and has written no weights yet.",
-        "They are written when a run ends or stops: wait for it, or run 'raycloak run CONFIG --resume'.",
+        "Name another run: raycloak runs list"
+        if folder.record.status == "void"
+        else "They are written when a run ends or stops: wait for it, or run 'raycloak run CONFIG --resume'.",
     )
 
 

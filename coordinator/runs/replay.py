@@ -53,8 +53,17 @@ def parse_steps(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def replay(run_dir: Path, steps: tuple[int, int], workers: int, notice: Callable[[str], None]) -> Replay:
+def replay(
+    run_dir: Path,
+    steps: tuple[int, int],
+    workers: int,
+    notice: Callable[[str], None],
+    phase: Callable[[str], None] = lambda what: None,
+) -> Replay:
     """Compute ``steps`` of the run in ``run_dir`` again on ``workers`` workers.
+
+    Args:
+        notice, phase: as of `raycloak.coordinator.runs.execution.Execution`.
 
     Guarantee: a step is computed only if the ledger charged it for exactly these parameters and the evidence log
     committed it; returns only if every digest is the logged one. The first that differs ends the replay before
@@ -79,7 +88,7 @@ def replay(run_dir: Path, steps: tuple[int, int], workers: int, notice: Callable
         raise ConfigError("config", "the run was given its model or data in Python.", "Name both in the configuration.")
     _require_secret(folder)
     before = _charged_steps(config, folder)
-    execution = Execution(config, model_source(config.model), _base(folder), notice=notice)
+    execution = Execution(config, model_source(config.model), _base(folder), notice=notice, phase=phase)
     finished = execution.replay(folder, manifest, *steps)
     after = _charged_steps(config, folder)
     assert after == before, "a replay charges nothing"

@@ -44,11 +44,12 @@ from raycloak.coordinator.service.operations import (
 from raycloak.coordinator.service.pipe import (
     Close,
 )
-from raycloak.coordinator.service.settings import completed
+from raycloak.coordinator.service.settings import completed, withdrawn
 from raycloak.coordinator.service.store import (
     CANCELLED,
     DONE,
     ERROR,
+    FORGOTTEN,
     INITIALIZING,
     QUEUED,
     RUNNING,
@@ -66,7 +67,7 @@ from raycloak.metrics.service_errors import (
 )
 
 MOST_LISTED: Final = 1000
-"""Clients in one list; the newest of a tenant."""
+"""Clients of a tenant, or artifacts of a client, in one list: the newest. More could outgrow a message."""
 PAGE: Final = 256
 """Changes that a watcher gets at once."""
 _LARGEST: Final = 2**63 - 1
@@ -80,12 +81,15 @@ class Desk(DriverDesk):
     def begin(self) -> None:
         """Go on where the service's last process ended. Call it once, first.
 
-        Files of batches that no operation names are removed: their senders never got an answer. So are copies of
-        weights that no sample needs.
+        Files of batches that no driver will ask for are removed, as those whose senders never got an answer. So are
+        copies of weights that no sample needs.
         """
         for client in self._store.left_open():
             with self._changing(client):
                 self._fail_open(client, closed())
+        # Of this process, whose settings never change.
+        self._rightful: set[str] = set()
+        self._retention.begin()
         samples = self._store.running_samples()
         for operation in samples:
             owner = self._store.client(operation.client_id)
@@ -107,6 +111,8 @@ class Desk(DriverDesk):
         known = self._store.client_of_key(tenant, request.idempotency_key)
         if known is not None:
             _require_same(known.fingerprint, mark)
+            if known.status == FORGOTTEN:
+                raise not_found("client")
             return self._shown(known)
         training, run = completed(self._settings, tenant, request.config_json)
         if self._store.live_clients(tenant) >= self._limits.clients_per_tenant:
@@ -136,6 +142,8 @@ class Desk(DriverDesk):
             waits_since=now,
         )
         self._store.add_client(client)
+        # Here alone, as nothing else makes their number grow.
+        self._retention.forget(tenant, self._limits.closed_clients_per_tenant, self._drivers)
         self._assign()
         return self._shown(client)
 
@@ -162,10 +170,12 @@ class Desk(DriverDesk):
             for operation in self._store.open_operations(client_id):
                 if operation.state == QUEUED:
                     self._retire(client, operation, CANCELLED, cancelled(charged=False))
-            client.status = TERMINATED
+            client.status, client.waits_since = TERMINATED, self._clock()
+            self._rightful.discard(client_id)
             driver = self._drivers.get(client_id)
             if driver is None:
                 self._fail_open(client, closed())
+                self._drop_batches(client)
             elif driver.is_ready:
                 self._tell(client_id, Close())
             else:
@@ -218,6 +228,7 @@ class Desk(DriverDesk):
                         "for one step.",
                         "Submit optim_step first; accumulation over micro-batches is internal.",
                     )
+                self._require_right(client)
                 self._require_steps(client)
             case "optim_step":
                 if payload.HasField("apply_dp_noise") and not payload.apply_dp_noise and client.private:
@@ -245,6 +256,14 @@ class Desk(DriverDesk):
                 else:
                     return self._artifact(client, payload.artifact_id).package
         return ""
+
+    def _require_right(self, client: ClientRow) -> None:
+        """Refuse another step where the operator has withdrawn data, model or code since the client was made."""
+        if client.client_id not in self._rightful:
+            refusal = withdrawn(self._settings, client.tenant, client.config)
+            if refusal is not None:
+                raise refusal
+            self._rightful.add(client.client_id)
 
     def _require_steps(self, client: ClientRow) -> None:
         """Refuse a step after the last one, where that is known already."""
@@ -331,6 +350,7 @@ class Desk(DriverDesk):
         ids = check_batch(head, client, self._limits.batch_bytes)
         if len(set(ids)) < len(ids):
             raise _repeated()
+        self._require_right(client)
         self._require_steps(client)
         # Its charge names its batches. One more would be counted, and be computed by no worker.
         if client.allowed_charges > client.submitted_steps:
@@ -415,9 +435,9 @@ class Desk(DriverDesk):
         return [change for _, change in sorted(found, key=lambda item: item[0])]
 
     def artifacts(self, tenant: str, client_id: str) -> list[wire.Artifact]:
-        """Return a client's artifacts in the order they were made."""
+        """Return a client's newest artifacts in the order they were made."""
         self._find(tenant, client_id)
-        return [artifact_to_wire(row) for row in self._store.artifacts(client_id)]
+        return [artifact_to_wire(row) for row in self._store.artifacts(client_id, MOST_LISTED)]
 
     def artifact(self, tenant: str, client_id: str, name: str) -> ArtifactRow:
         """Return an artifact; ServiceNotFoundError if the tenant's client has no such one."""
@@ -436,7 +456,7 @@ class Desk(DriverDesk):
         """Return a tenant's client; another tenant's is answered as one that does not exist."""
         # No text of PostgreSQL has a null, and a statement that is refused ends the service.
         client = self._store.client(client_id) if "\0" not in client_id else None
-        if client is None or client.tenant != tenant:
+        if client is None or client.tenant != tenant or client.status == FORGOTTEN:
             raise not_found("client")
         return client
 

@@ -49,6 +49,7 @@ from raycloak.coordinator.service.pipe import (
     Report,
     Save,
     Saved,
+    Spent,
     lines_of,
     parse_command,
     report_line,
@@ -294,7 +295,8 @@ class PacedRun:
             )
         )
 
-    def _measured(self, measured: "Measured") -> None:
+    def _measured(self, measured: "Measured", epsilon: float) -> None:
+        self._tell(Spent(epsilon=epsilon))
         if "loss" in measured.values:
             self._losses[measured.after] = measured.values["loss"]
 

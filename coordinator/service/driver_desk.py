@@ -45,6 +45,7 @@ from raycloak.coordinator.service.pipe import (
     Released,
     Report,
     Saved,
+    Spent,
 )
 from raycloak.coordinator.service.places import Place, leaving, next_client
 from raycloak.coordinator.service.store import (
@@ -77,8 +78,9 @@ class DriverDesk(OperationQueues):
     """The reports of drivers and samplers, and the places of drivers."""
 
     def tick(self) -> None:
-        """Do what is due by time alone: places of idle clients, drivers to be tried again, samples that have room."""
+        """Do what is due by time alone: idle clients, drivers to be tried again, samples that have room, old rows."""
         self._assign()
+        self._retention.go_on()
         for client in self._store.clients_with_samples():
             with self._changing(client):
                 self._advance(client)
@@ -111,6 +113,8 @@ class DriverDesk(OperationQueues):
                     self._opened(client, said)
                 case Ready():
                     self._ready(client, driver, said)
+                case Spent():
+                    client.epsilon = max(client.epsilon, said.epsilon or 0.0)
                 case Computed():
                     driver.computed, driver.tokens = said.step, said.tokens
                     self._computed(client, said)
@@ -144,7 +148,7 @@ class DriverDesk(OperationQueues):
         Guarantee: an operation whose outcome cannot be recorded fails, and no future waits for it for ever.
         """
         client = self._store.client(client_id)
-        if client is not None and client.status in (INITIALIZING, LIVE):
+        if client is not None:
             with self._changing(client):
                 message = "the service could not take what the client's driver reported."
                 self._fail(client, cause_of("report_lost", message, "The service's log has the error."))
@@ -333,8 +337,9 @@ class DriverDesk(OperationQueues):
                 self._fail_by_ending(client, operation)
 
     def _run_ended(self, client: ClientRow, driver: DriverState, said: Ended) -> None:
-        driver.has_ended, driver.is_ready = True, False
-        if said.ending in _RESUMABLE or client.status == TERMINATED:
+        # One that stops though nobody told it to is lost, or it would be started again for ever.
+        driver.has_ended, driver.is_ready = said.ending not in _RESUMABLE, False
+        if not driver.has_ended or client.status == TERMINATED:
             return
         client.ending = said.ending
         for operation in self._store.open_operations(client.client_id):
@@ -350,15 +355,17 @@ class DriverDesk(OperationQueues):
             self._locked[client.client_id] = (first, now + _LOCKED_RETRY_S)
             if now - first < _LOCKED_DEADLINE_S:
                 return
-        if client.status != TERMINATED:
-            message, remedy = (_without_others(text, client.run_id) for text in (said.message, said.remedy))
-            self._fail(client, cause_of(said.code, message, remedy))
+        message, remedy = (_without_others(text, client.run_id) for text in (said.message, said.remedy))
+        # A client's configuration has no ledger: who pays is the service's to say.
+        remedy = remedy.replace("ledger.account", "the service's settings, as the account of the data")
+        self._fail(client, cause_of(said.code, message, remedy))
 
     def _gone(self, client: ClientRow, driver: DriverState, said: Exited) -> None:
         del self._drivers[client.client_id]
         client.waits_since = self._clock()
         if client.status == TERMINATED:
             self._fail_open(client, closed())
+            self._drop_batches(client)
         elif not driver.has_ended and not driver.place.is_leaving:
             # In the operator's log alone: a log's line may be about what is no tenant's business.
             _LOG.warning("client %s: its driver ended (%d): %s", client.client_id, said.code, said.last_words)
@@ -395,11 +402,12 @@ class DriverDesk(OperationQueues):
             if each[0] not in self._drivers and self._locked.get(each[0], (0.0, 0.0))[1] <= now
         ]
         while waiting and len(self._drivers) < self._limits.active_clients:
-            chosen = next_client(waiting, [driver.place for driver in self._drivers.values()])
+            chosen = next_client(waiting, [driver.place for driver in self._drivers.values()], self._served)
             waiting.remove(chosen)
             self._start(*chosen)
         places = {client_id: driver.place for client_id, driver in self._drivers.items()}
-        for client_id in leaving(waiting, places, now, self._limits.idle_seconds, self._limits.turn_seconds):
+        limits = self._limits
+        for client_id in leaving(waiting, places, self._served, now, limits.idle_seconds, limits.turn_seconds):
             driver = self._drivers[client_id]
             driver.is_ready, driver.place.is_leaving = False, True
             self._tell_stop(client_id)
@@ -411,7 +419,8 @@ class DriverDesk(OperationQueues):
         if "url" in self._settings.run.get("ledger", {}):
             config["ledger"]["url"] = self._settings.run["ledger"]["url"]
         begin = Begin(config=config, base=self._base, run_secret=None, run_id=client.run_id or None)
-        self._drivers[client_id] = DriverState(Place(tenant, self._monotonic()))
+        self._served[tenant] = self._monotonic()
+        self._drivers[client_id] = DriverState(Place(tenant, self._served[tenant]))
         self._after.append(lambda: self._processes.start(client_id, begin))
 
 

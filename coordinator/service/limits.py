@@ -1,7 +1,8 @@
 """The limits of the training service: of one client, of one tenant, and of all together.
 
 Guarantee: queues, messages, streams and batches that a tenant can fill have a size, and every wait that it can cause
-has an end. Finished operations and closed clients stay in the store: they are the record of what was asked.
+has an end. All operations of a client that was not closed stay in the store, since its caller may come back for them;
+of closed clients the newest stay. The ledger, the evidence log and the directories of runs keep what they have.
 """
 
 from typing import Final
@@ -14,6 +15,10 @@ HANDSHAKE_MS: Final = 30_000
 METADATA_BYTES: Final = 16_384
 """Of the headers of one call: a token, a version and a request id, and what proxies add."""
 
+CALLS_OF_CONNECTION: Final = 256
+"""Calls of one connection at once, beside its streams of changes. A caller needs a few; a stranger could hold millions
+open, of health or of calls whose request never comes, before it is asked for credentials."""
+
 
 class LimitsConfig(Section):
     """The bounds of the service.
@@ -24,11 +29,14 @@ class LimitsConfig(Section):
         turn_seconds: a client with work gives its place up after so long, and a step, when another waits for one. Its
             run is resumed when it gets a place again.
         clients_per_tenant: clients of one tenant that were not closed.
+        closed_clients_per_tenant: closed clients of one tenant that are remembered, with their operations and
+            artifacts; of more, those that were closed first are forgotten.
         queued_operations: operations of one client that are not finished.
         calls_per_second, burst: of one tenant; more calls are refused with the time to wait.
         request_bytes: of one message.
         batch_bytes: of the ciphertext of one ``forward_backward(batch)``.
-        stored_batch_bytes: of all batches that one tenant's clients have sent; they stay for replay.
+        stored_batch_bytes: of all batches that one tenant's clients have sent; they stay for replay. Those of a closed
+            client count until the operator has deleted them from its run's directory and started the service again.
         sends_per_tenant: batches of one tenant that arrive at once.
         watches_per_tenant: streams of changes that one tenant may have open.
         stall_seconds: a stream whose reader takes nothing for so long is cut, and an upload that sends nothing.
@@ -40,6 +48,7 @@ class LimitsConfig(Section):
     idle_seconds: float = Field(default=60.0, ge=0)
     turn_seconds: float = Field(default=900.0, gt=0)
     clients_per_tenant: int = Field(default=64, gt=0, le=2**20)
+    closed_clients_per_tenant: int = Field(default=256, ge=0, le=2**20)
     queued_operations: int = Field(default=1024, gt=0, le=2**20)
     calls_per_second: float = Field(default=1000.0, gt=0)
     burst: int = Field(default=2000, gt=0)
@@ -57,6 +66,7 @@ class LimitsConfig(Section):
         return (
             ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
             ("grpc.max_allowed_incoming_connections", self.connections),
+            ("grpc.max_concurrent_streams", self.watches_per_tenant + CALLS_OF_CONNECTION),
             ("grpc.max_receive_message_length", self.request_bytes),
             ("grpc.max_metadata_size", METADATA_BYTES),
             # A dead peer is noticed, so that its streams end.

@@ -11,6 +11,7 @@ nobody computes it; until then it may still come to its end.
 import json
 import logging
 import os
+import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,6 +46,7 @@ from raycloak.coordinator.service.pipe import (
 )
 from raycloak.coordinator.service.places import Place
 from raycloak.coordinator.service.ports import DriverPort, Measured, News, Records, SamplerPort, Stored
+from raycloak.coordinator.service.retention import Retention
 from raycloak.coordinator.service.sampling.requests import COPY_SUFFIX
 from raycloak.coordinator.service.settings import ServiceSettings
 from raycloak.coordinator.service.store import (
@@ -52,6 +54,7 @@ from raycloak.coordinator.service.store import (
     DONE,
     ERROR,
     FAILED,
+    INITIALIZING,
     LIVE,
     QUEUED,
     RUNNING,
@@ -128,10 +131,12 @@ class OperationQueues:
         self._publish = publish
         self._measured = measured
         self._recorded, self._package_bytes = records.steps, records.package_bytes
+        self._retention = Retention(store, records)
         self._recipient = recipient
         self._clock = clock
         self._monotonic = monotonic
         self._drivers: dict[str, DriverState] = {}
+        self._served: dict[str, float] = {}  # when each tenant last got a place for a driver
         self._after: list[Callable[[], None]] = []
         self._news: list[News] = []
         self._changed: dict[int, OperationRow] = {}  # operations with a new revision, of one `_changing`
@@ -334,6 +339,12 @@ class OperationQueues:
             rows = [row for row in self._store.batches_from(client.client_id, step) if row.step == step]
             self._tell(client.client_id, Batches(step=step, files=tuple(self._folder / row.file for row in rows)))
 
+    def _drop_batches(self, client: ClientRow) -> None:
+        """Have the files of a closed client's batches removed; its run has kept those that were to be charged."""
+        folder = self._folder / client.client_id
+        if client.sent:
+            self._after.append(lambda: shutil.rmtree(folder, ignore_errors=True))
+
     def _finish_forward(
         self, client: ClientRow, operation: OperationRow, loss: float | None, tokens: int | None
     ) -> None:
@@ -427,7 +438,9 @@ class OperationQueues:
         }
 
     def _fail(self, client: ClientRow, cause: Mapping[str, Any]) -> None:
-        """End a client, and all its open operations, for one cause."""
+        """End a client, and all its open operations, for one cause; one that has ended keeps its own."""
+        if client.status not in (INITIALIZING, LIVE):
+            return
         kept = {name: cause.get(name) for name in ("code", "message", "remedy")}
         kept["remedy"] = kept["remedy"] or ""
         if cause["code"] == CAP:

@@ -40,6 +40,11 @@ ID_BYTES: Final = 16
 CAP: Final = "cap_exceeded"
 """The ending of a run whose account has no room for the next step; also the code of that refusal."""
 
+_LISTS: Final = {
+    "client": "ServiceClient.list_clients()",
+    "future": "TrainingClient.futures()",
+    "artifact": "TrainingClient.artifacts()",
+}
 _MOST_KEY: Final = 128
 _MOST_METADATA: Final = 32
 _MOST_NAME, _MOST_NOTE = 64, 512
@@ -99,7 +104,7 @@ def invalid(field: str, problem: str, code: str = "invalid") -> ServiceValidatio
 
 def not_found(resource: str) -> ServiceNotFoundError:
     return ServiceNotFoundError(
-        "not_found", f"this tenant has no such {resource}.", f"List the {resource}s it has.", resource=resource
+        "not_found", f"this tenant has no such {resource}.", f"{_LISTS[resource]} lists what it has.", resource=resource
     )
 
 
@@ -256,5 +261,5 @@ def cancelled(charged: bool) -> wire.ServiceErrorInfo:
             "Submit the step again: it is not charged a second time.",
         )
     else:
-        error = FutureCancelledError("cancelled", "the operation was cancelled; nothing was charged for it.")
+        error = FutureCancelledError("cancelled", "the operation was cancelled; no step was charged for it.")
     return error_to_wire(error)

@@ -150,6 +150,17 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Spent:
+    """A report that a measurement was charged and released; ``epsilon`` is the account's, by its receipt.
+
+    The step that it precedes may be held, or never come.
+    """
+
+    epsilon: float | None
+    kind: Literal["spent"] = "spent"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Computed:
     """A report that step ``step``, from 0, is charged, computed, masked and bound.
 
@@ -296,7 +307,7 @@ class Failed:
 
 Command = Begin | Allow | Batches | Save | Copy | Load | Close
 Report = (
-    Phase | Notice | Opened | Ready | Computed | Held | Released | Saved | Copied | Loaded | Refused
+    Phase | Notice | Opened | Ready | Spent | Computed | Held | Released | Saved | Copied | Loaded | Refused
     | Over | Ended | Failed
 )  # fmt: skip
 

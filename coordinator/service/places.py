@@ -1,7 +1,7 @@
 """The places of drivers: which client gets the next one, and which gives its place up.
 
-Rules, and nothing else: no store, no process. The client that waited longest comes first, and no tenant gets a second
-place while another tenant waits for its first.
+Rules, and nothing else: no store, no process. Tenants come before clients: a free place goes to the tenant that has the
+fewest, among these to the one that got none for the longest time, and there to the client that waited longest.
 """
 
 from collections import Counter
@@ -25,54 +25,75 @@ class Place:
     is_leaving: bool = False
 
 
-def next_client(waiting: Sequence[tuple[str, str]], places: Collection[Place]) -> tuple[str, str]:
+def next_client(
+    waiting: Sequence[tuple[str, str]], places: Collection[Place], served: Mapping[str, float]
+) -> tuple[str, str]:
     """Return the (client, tenant) that gets a free place.
 
     Args:
         waiting: at least one, first the longest wait.
+        served: when each tenant last got a place, by the clock of `Place`.
     """
-    held = Counter(place.tenant for place in places)
-    return min(waiting, key=lambda each: held[each[1]])  # the first of equals, so the longest wait
+    return _first(waiting, Counter(place.tenant for place in places), served)
 
 
 def leaving(
-    waiting: Sequence[tuple[str, str]], places: Mapping[str, Place], now: float, idle_s: float, turn_s: float
+    waiting: Sequence[tuple[str, str]],
+    places: Mapping[str, Place],
+    served: Mapping[str, float],
+    now: float,
+    idle_s: float,
+    turn_s: float,
 ) -> list[str]:
     """Return the clients whose places are to be given up, so that others come to work.
 
-    An idle one leaves first. One with work leaves for a tenant without any place, if its own has several, or once it
-    has had its turn.
+    An idle one leaves first. One with work leaves for a tenant that has at least two places fewer than its own, or,
+    once it has had its turn, for any client that would get the place.
 
-    Guarantee: with n clients that always have work and p places, each waits for at most n / p turns.
+    Guarantee: no client waits longer because another tenant has more clients. With t tenants that always have work and
+    p places, a tenant has at least p // t places while it can use them, on which its clients take turns; if t > p, it
+    has a place in at least one of ceil(t / p) turns.
 
     Args:
         waiting: clients for which there is no free place.
+        served: as in `next_client`.
         turn_s: seconds for which a client with work keeps its place while others wait.
     """
-    held = Counter(place.tenant for place in places.values() if not place.is_leaving)
-    wanted = len(waiting) - sum(place.is_leaving for place in places.values())
-    idle = [
-        client
-        for client, place in sorted(places.items(), key=lambda item: item[1].idle_since or now)
-        if not place.is_leaving and place.idle_since is not None and now - place.idle_since >= idle_s
-    ]
-    chosen = idle[: max(wanted, 0)]
-    held.subtract(places[client].tenant for client in chosen)
-    without = {tenant for _, tenant in waiting if not any(place.tenant == tenant for place in places.values())}
-    for _ in range(min(wanted - len(chosen), len(without))):
-        tenant, most = max(held.items(), key=lambda item: item[1], default=("", 0))
-        if most < 2:
+    staying = {client: place for client, place in places.items() if not place.is_leaving}
+    held, left, chosen = Counter(place.tenant for place in staying.values()), list(waiting), list[str]()
+
+    def take() -> None:
+        first = _first(left, held, served)
+        left.remove(first)
+        held[first[1]] += 1
+
+    def leave(client: str) -> None:
+        held[staying.pop(client).tenant] -= 1
+        chosen.append(client)
+        take()
+
+    for _ in range(min(len(places) - len(staying), len(left))):
+        take()
+    idle = [(place.idle_since, client) for client, place in staying.items() if place.idle_since is not None]
+    for since, client in sorted(idle):
+        if left and now - since >= idle_s:
+            leave(client)
+    # Each time the numbers of two tenants come nearer to each other, so nobody leaves for long.
+    while left and staying:
+        most = max(held[place.tenant] for place in staying.values())
+        if most - held[_first(left, held, served)[1]] < 2:
             break
-        of_it = {
-            client: place
-            for client, place in places.items()
-            if place.tenant == tenant and not place.is_leaving and client not in chosen
-        }
-        chosen.append(min(of_it, key=lambda client: of_it[client].since))
-        held[tenant] -= 1
-    over = [
-        client
-        for client, place in sorted(places.items(), key=lambda item: item[1].since)
-        if not place.is_leaving and client not in chosen and now - place.since >= turn_s
-    ]
-    return chosen + over[: max(wanted - len(chosen), 0)]
+        of_most = [client for client, place in staying.items() if held[place.tenant] == most]
+        leave(min(of_most, key=lambda client: (staying[client].idle_since is None, staying[client].since)))
+    for client, place in sorted(staying.items(), key=lambda item: item[1].since):
+        if not left or now - place.since < turn_s:
+            break
+        # Else it would get its place back at once.
+        if held[_first(left, held, served)[1]] < held[place.tenant] or place.tenant in {each for _, each in left}:
+            leave(client)
+    return chosen
+
+
+def _first(waiting: Sequence[tuple[str, str]], held: Mapping[str, int], served: Mapping[str, float]) -> tuple[str, str]:
+    # The first of equals, so the longest wait.
+    return min(waiting, key=lambda each: (held.get(each[1], 0), served.get(each[1], float("-inf"))))

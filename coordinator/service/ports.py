@@ -80,6 +80,10 @@ class Records(Protocol):
         """Return the finished steps of a run, by their numbers from 0."""
         ...
 
+    def keeps_batches(self, run_dir: str) -> bool:
+        """Return whether a run's directory still has the batches that a client has sent."""
+        ...
+
     def package_bytes(self, location: str, package_digest: bytes) -> int:
         """Return the size of a saved package as the one file that a client pulls; EvidenceError, ConfigError."""
         ...

@@ -35,14 +35,13 @@ from raycloak.coordinator.service.limits import Slots
 from raycloak.coordinator.service.operations import invalid
 from raycloak.coordinator.service.settings import ServiceSettings, TlsConfig
 from raycloak.coordinator.service.store import ArtifactRow
-from raycloak.coordinator.service.tenants import Caller, Tenants
+from raycloak.coordinator.service.tenants import Caller, Tenants, expired
 from raycloak.coordinator.service.turns import Turns
 from raycloak.coordinator.service.uploads import Upload
 from raycloak.coordinator.service.watches import Watches
-from raycloak.metrics.errors import ConfigError
+from raycloak.metrics.errors import ConfigError, EvidenceError
 from raycloak.metrics.file_errors import file_error
 from raycloak.metrics.service_errors import (
-    ServiceAuthenticationError,
     ServiceConnectionError,
     ServiceError,
     ServiceQueueFullError,
@@ -160,7 +159,7 @@ class _Servicer(TrainingServicer):
             if known is not None:
                 return known
             upload = Upload(self._folder, head)
-            sealed = await upload.take(pieces)
+            sealed = await upload.take(_while_current(caller, pieces))
             return await self._accepted(tenant, head, upload, sealed)
 
     async def _accepted(self, tenant: str, head: wire.BatchHead, upload: Upload, sealed: SentHead) -> wire.Operation:
@@ -191,10 +190,7 @@ class _Servicer(TrainingServicer):
             watch = self._watches.open(client_id)
             try:
                 while not (self._ending.is_set() or context.done()):
-                    if caller.expires and caller.expires <= time.time():
-                        raise ServiceAuthenticationError(
-                            "expired", "the credentials have expired.", "Ask the operator for new ones."
-                        )
+                    _require_current(caller)
                     # The wait is bounded, so that an end of the credentials or of the service is noticed.
                     if not await watch.wait(1.0):
                         continue
@@ -230,9 +226,13 @@ class _Servicer(TrainingServicer):
             # The name of an artifact begins with its client's.
             client_id = request.client_id or request.artifact_id.rpartition(".")[0]
             row = await self._turns.ask(lambda: self._desk.artifact(caller.tenant, client_id, request.artifact_id))
-            pieces = await asyncio.to_thread(self._pieces, row)
-            while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
-                await self._write(context, wire.ArtifactPiece(data=piece))
+            try:
+                pieces = await asyncio.to_thread(self._pieces, row)
+                while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+                    _require_current(caller)
+                    await self._write(context, wire.ArtifactPiece(data=piece))
+            except (ConfigError, EvidenceError) as error:
+                raise ServiceServerError(error.code, error.message, error.remedy) from None
 
     async def _write(self, context: Context, message: Any) -> None:
         """Write to a stream; one whose reader takes nothing is cut."""
@@ -274,6 +274,8 @@ class _Servicer(TrainingServicer):
             return
         except ServiceError as refusal:
             error = refusal
+            if isinstance(refusal, ServiceServerError):
+                _LOG.error("request %s failed: %s", request_id, refusal)
         except _PeerLeft:
             return
         except Exception:  # noqa: BLE001 - whatever it is, the caller gets a request id and no text
@@ -300,6 +302,20 @@ class _Servicer(TrainingServicer):
                 "rate_limited", "this tenant calls more often than the service allows.", "Wait.", retry_after_s=wait
             )
         return caller
+
+
+def _require_current(caller: Caller) -> None:
+    """Refuse to go on with a stream whose credentials have expired since it began."""
+    if caller.expires and caller.expires <= time.time():
+        raise expired()
+
+
+async def _while_current(caller: Caller, pieces: AsyncIterator[wire.BatchPiece]) -> AsyncIterator[wire.BatchPiece]:
+    """Yield the pieces of an upload whose credentials have not expired, not even at its end."""
+    async for piece in pieces:
+        _require_current(caller)
+        yield piece
+    _require_current(caller)
 
 
 def _require_version(version: str) -> None:

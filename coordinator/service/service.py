@@ -13,6 +13,7 @@ from raycloak.attestation.sealed.package_keys import SIGNER_PUBLIC_FILE, Package
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.config import home
 from raycloak.coordinator.evidence.sources import configured_policy
+from raycloak.coordinator.record.batch_files import FOLDER
 from raycloak.coordinator.record.run_reader import EventTail
 from raycloak.coordinator.service.databases import OwnedFolder, open_database
 from raycloak.coordinator.service.desk import Desk
@@ -111,6 +112,10 @@ class RunRecords:
             if event["event"] == "step"
         }
 
+    def keeps_batches(self, run_dir: str) -> bool:
+        """See `Records`."""
+        return bool(run_dir) and (Path(run_dir) / FOLDER).exists()
+
     def package_bytes(self, location: str, package_digest: bytes) -> int:
         """See `Records`."""
         return Artifact(location, package_digest).bytes
@@ -191,13 +196,15 @@ class TrainingService:
                 )
                 self._turns = Turns(self._desk, settings.limits.waiting_calls)
                 self._processes.tell = self._reported
-                self._turns.start()
                 return Parts(self._desk, self._turns, batches, _pieces, self._metrics.call_refused, evidence)
 
-            self._server = TrainingServer.start(make, settings, base)
             exporter = Exporter()
             exporter.add(self._metrics)
             self._page = MetricsServer(exporter.registry, settings.metrics.bind)
+            stack.callback(self._page.close)
+            self._server = TrainingServer.start(make, settings, base)
+            # Last, as it starts drivers: what fails before leaves everything as it was.
+            self._turns.start()
             self._stack = stack.pop_all()
         host = settings.bind.rpartition(":")[0]
         self.facts = ServiceFacts(
@@ -232,7 +239,6 @@ class TrainingService:
         # Before the sampler: the samples that it drops are generated again when the service is back.
         self._turns.close()
         self._samples.close()
-        self._page.close()
         self._stack.close()
 
     def _drivers_end(self, seconds: float) -> bool:

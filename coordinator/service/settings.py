@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from raycloak.attestation.files.yaml_reader import read_yaml
 from raycloak.coordinator.client.connection import is_loopback
 from raycloak.coordinator.client.training_config import TrainingConfig, parse_training_config
-from raycloak.coordinator.config.run import RunConfig, validated
+from raycloak.coordinator.config.run import RunConfig, problem_of, validated
 from raycloak.coordinator.config.sections import (
     Address,
     DatasetConfig,
@@ -21,6 +21,7 @@ from raycloak.coordinator.config.sections import (
 from raycloak.coordinator.service.limits import LimitsConfig
 from raycloak.metrics.errors import ConfigError
 from raycloak.metrics.service_errors import (
+    ServiceError,
     ServiceNotFoundError,
     ServicePermissionError,
     ServiceValidationError,
@@ -171,7 +172,7 @@ class ServiceSettings(Section):
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(str(part) for part in ("run", *first["loc"]))
-            raise ValueError(f"{place}: {first['msg'].removeprefix('Value error, ')}") from None
+            raise ValueError(f"{place}: {problem_of(RunConfig, place.removeprefix('run.'), first)}") from None
         return self
 
     @model_validator(mode="after")
@@ -259,6 +260,17 @@ def completed(settings: ServiceSettings, tenant: str, config_json: str) -> tuple
         raise ServiceValidationError("config", f"{said}.", "See docs/service.md.", field=field) from None
 
 
+def withdrawn(settings: ServiceSettings, tenant: str, config_json: str) -> ServiceError | None:
+    """Return why the settings, which may have changed, no longer let a tenant train a client that it has; else None."""
+    try:
+        completed(settings, tenant, config_json)
+    except (ServicePermissionError, ServiceNotFoundError) as refusal:
+        return refusal
+    except ServiceValidationError:
+        pass  # fields of the service have changed, and its run is as it was planned
+    return None
+
+
 def _check_code(training: TrainingConfig, rights: TenantConfig) -> None:
     """Refuse functions of its own that the tenant may not run in workers."""
     named = {
@@ -306,7 +318,10 @@ def _same_source(registered: ModelConfig, given: ModelConfig) -> bool:
 
 def _not_found(resource: str, name: str) -> ServiceNotFoundError:
     return ServiceNotFoundError(
-        "not_found", f"this tenant has no {resource} '{name}'.", f"List the {resource}s it has.", resource=resource
+        "not_found",
+        f"this tenant has no {resource} '{name}'.",
+        f"ServiceClient.capabilities().{resource}s has their names.",
+        resource=resource,
     )
 
 

@@ -17,8 +17,9 @@ R = TypeVar("R")
 
 QUEUED, RUNNING, DONE, FAILED, CANCELLED = "queued", "running", "done", "failed", "cancelled"
 """The states of an operation; the last three never change again."""
-INITIALIZING, LIVE, ERROR, TERMINATED = "INITIALIZING", "LIVE", "ERROR", "TERMINATED"
-"""The states of a client. A live one is READY or BUSY, by whether operations are open."""
+INITIALIZING, LIVE, ERROR, TERMINATED, FORGOTTEN = "INITIALIZING", "LIVE", "ERROR", "TERMINATED", "FORGOTTEN"
+"""The states of a client. A live one is READY or BUSY, by whether operations are open. A forgotten one, whose rows are
+being deleted, is answered as one that does not exist."""
 
 
 @dataclass(slots=True)
@@ -42,7 +43,7 @@ class ClientRow:
         facts: what the driver reported when it was ready, as JSON; empty before.
         error: why the status is ERROR, as JSON.
         ending: why no further step will be computed; empty while that is not so.
-        waits_since: Unix time since which it has waited for a place.
+        waits_since: Unix time since which it has waited for a place; of a closed one, at which it ended.
     """
 
     client_id: str
@@ -175,6 +176,8 @@ _COUNT_IDS: Final = (
     " WHERE used_ids.count < ? AND used_ids.last_step < excluded.last_step RETURNING id"
 )
 _IDS_AT_ONCE: Final = 500  # a statement has three values for each, and no database takes many more than 32,000
+_CLIENT_IDS: Final = "SELECT client_id FROM clients WHERE"
+_MOST_CLOSED: Final = 64  # at once, since a row may have megabytes; for each client that is created, so they get fewer
 _OPEN: Final = "client_id = ? AND state IN ('queued', 'running')"
 
 
@@ -256,16 +259,25 @@ class Store:
 
     def clients_of(self, tenant: str, limit: int) -> list[str]:
         """Return the ids of the newest clients of a tenant, oldest first. A row may have megabytes."""
-        select = "SELECT client_id FROM clients WHERE tenant = ? ORDER BY created DESC, client_id LIMIT ?"
-        return [str(client) for (client,) in reversed(self._rows(select, tenant, limit))]
+        where = "tenant = ? AND status <> 'FORGOTTEN' ORDER BY created DESC, client_id LIMIT ?"
+        return [str(client) for (client,) in reversed(self._rows(f"{_CLIENT_IDS} {where}", tenant, limit))]
 
     def live_clients(self, tenant: str) -> int:
         """Return how many clients of a tenant were not closed."""
-        return self._number("SELECT COUNT(*) FROM clients WHERE tenant = ? AND status <> 'TERMINATED'", tenant)
+        where = "tenant = ? AND status NOT IN ('TERMINATED', 'FORGOTTEN')"
+        return self._number(f"SELECT COUNT(*) FROM clients WHERE {where}", tenant)
+
+    def closed_clients(self, tenant: str, newest: int) -> list[str]:
+        """Return some closed clients of a tenant that have no open operation, and not the ``newest``."""
+        where = "tenant = ? AND status = 'TERMINATED' AND open = 0 ORDER BY waits_since DESC, client_id"
+        rows = self._rows(f"{_CLIENT_IDS} {where} LIMIT ? OFFSET ?", tenant, _MOST_CLOSED, newest)
+        return [str(client) for (client,) in rows]
 
     def clients_by_status(self) -> dict[str, int]:
         """Return how many clients have each status, as the wire names it."""
-        rows = self._rows("SELECT status, open > 0, COUNT(*) FROM clients GROUP BY status, open > 0")
+        rows = self._rows(
+            "SELECT status, open > 0, COUNT(*) FROM clients WHERE status <> 'FORGOTTEN' GROUP BY status, open > 0"
+        )
         found: dict[str, int] = {}
         for status, is_busy, count in rows:
             name = ("BUSY" if is_busy else "READY") if status == LIVE else str(status)
@@ -290,6 +302,26 @@ class Store:
     def left_open(self) -> list[ClientRow]:
         """Return closed clients that have open operations, which no driver will ever do."""
         return self._all(ClientRow, "clients", "open > 0 AND status = 'TERMINATED'")
+
+    def to_be_tidied(self) -> list[str]:
+        """Return forgotten clients, and closed ones that have sent batches."""
+        batches = "EXISTS (SELECT 1 FROM batches WHERE batches.client_id = clients.client_id)"
+        where = f"status = 'FORGOTTEN' OR status = 'TERMINATED' AND {batches} ORDER BY client_id"
+        return [str(client) for (client,) in self._rows(f"{_CLIENT_IDS} {where}")]
+
+    def forget(self, client_id: str, most: int, tables: Sequence[str]) -> int:
+        """Delete rows of a client from ``tables``, at most so many; return how many there were."""
+        deleted = 0
+        for table in tables:
+            key = "id" if table == "used_ids" else "number"
+            some = f"SELECT {key} FROM {table} WHERE client_id = ? ORDER BY {key} LIMIT ?"
+            delete = f"DELETE FROM {table} WHERE client_id = ? AND {key} IN ({some}) RETURNING 1"
+            deleted += len(self._rows(delete, client_id, client_id, most - deleted))
+        return deleted
+
+    def remove_client(self, client_id: str) -> None:
+        """Delete a client that has no other rows."""
+        self._rows("DELETE FROM clients WHERE client_id = ?", client_id)
 
     def change_client(self, row: ClientRow, **values: Any) -> None:
         """Change columns of a client, in the store and in ``row``."""
@@ -423,8 +455,10 @@ class Store:
         return self._number("SELECT COALESCE(SUM(size), 0) FROM batches WHERE tenant = ?", tenant)
 
     def batch_files(self) -> set[str]:
-        """Return the files of all batches."""
-        return {str(file) for (file,) in self._rows("SELECT file FROM batches")}
+        """Return the files of all batches that a driver may ask for."""
+        status = "(SELECT status FROM clients WHERE clients.client_id = batches.client_id)"
+        rows = self._rows(f"SELECT file FROM batches WHERE {status} NOT IN ('TERMINATED', 'FORGOTTEN')")
+        return {str(file) for (file,) in rows}
 
     # Artifacts
 
@@ -441,9 +475,10 @@ class Store:
         where = "client_id = ? AND parameter_digest = ? ORDER BY number DESC LIMIT 1"
         return self._one(ArtifactRow, "artifacts", where, client_id, parameter_digest)
 
-    def artifacts(self, client_id: str) -> list[ArtifactRow]:
-        """Return the artifacts of a client in the order they were made."""
-        return self._all(ArtifactRow, "artifacts", "client_id = ? ORDER BY number", client_id)
+    def artifacts(self, client_id: str, limit: int) -> list[ArtifactRow]:
+        """Return the newest artifacts of a client, in the order they were made."""
+        where = "client_id = ? ORDER BY number DESC LIMIT ?"
+        return self._all(ArtifactRow, "artifacts", where, client_id, limit)[::-1]
 
     # Statements
 

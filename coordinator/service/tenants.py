@@ -28,6 +28,11 @@ class Caller:
     expires: float
 
 
+def expired() -> ServiceAuthenticationError:
+    """Return the refusal of credentials that have come to their end."""
+    return ServiceAuthenticationError("expired", "the credentials have expired.", "Ask the operator for new ones.")
+
+
 def new_token() -> tuple[str, str]:
     """Return a new token and its SHA-256 in hexadecimal."""
     token = f"{_PREFIX}{secrets.token_urlsafe(_TOKEN_BYTES)}"
@@ -68,9 +73,7 @@ class Tenants:
             )
         ends = [each.expires for each in found if each.expires]
         if ends and min(ends) <= self._clock():
-            raise ServiceAuthenticationError(
-                "expired", "the credentials have expired.", "Ask the operator for new ones."
-            )
+            raise expired()
         return Caller(found[0].tenant, min(ends, default=0.0))
 
     def _by_token(self, header: str | bytes | None) -> list[Caller]:

@@ -68,10 +68,11 @@ class Turns:
         self._on_failure: Callable[[], Any] = lambda: None
         self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="desk", daemon=True)
+        # First, whoever calls before the start.
+        self._waiting.put(_Call(desk.begin, None))
 
     def start(self) -> None:
         """Begin to work; the desk goes on where it ended."""
-        self._waiting.put(_Call(self._desk.begin, None))
         self._thread.start()
 
     def when_failed(self, told: Callable[[], Any]) -> None:
@@ -162,7 +163,9 @@ class Turns:
     def _fail(self, error: BaseException) -> None:
         _LOG.error("a turn could not be ended: the service ends", exc_info=error)
         self.failure = error
-        self._on_failure()
+        # Its loop is closed where the server has ended before. A thread that died here would answer nobody.
+        with suppress(RuntimeError):
+            self._on_failure()
 
 
 def _settle(batch: list[_Call]) -> None:

@@ -7,6 +7,7 @@ tokens are kept for a while, and a watcher that falls behind with them is cut.
 import asyncio
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Final
 
 from raycloak.coordinator.client import service_pb2 as wire
@@ -154,7 +155,8 @@ class Watches:
     def publish(self, news: Sequence[News]) -> None:
         """Tell watchers the news of their clients."""
         if any(client_id in self._of for client_id, _ in news):
-            self._loop.call_soon_threadsafe(self._tell, news)
+            with suppress(RuntimeError):  # a loop that was closed: nobody waits there
+                self._loop.call_soon_threadsafe(self._tell, news)
 
     def _tell(self, news: Sequence[News]) -> None:
         for client_id, change in news:

@@ -105,7 +105,7 @@ class Reporting:
         begun: called once before the first step of an execution.
         evaluated: called with the finished steps and the result of every evaluation.
         traces: the spans of the execution.
-        measured: called with every release of a measurement.
+        measured: called with every release of a measurement, and the epsilon of the account after its charge.
         changed: called with every change of the members.
     """
 
@@ -120,7 +120,7 @@ class Reporting:
     begun: Callable[[Outset], None] = lambda outset: None
     evaluated: Callable[[int, Evaluation], None] = lambda steps, evaluation: None
     traces: Traces = OFF
-    measured: Callable[[Released], None] = lambda released: None
+    measured: Callable[[Released, float], None] = lambda released, epsilon: None
     changed: Callable[[MembershipReport], None] = lambda change: None
 
 

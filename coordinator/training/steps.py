@@ -367,7 +367,7 @@ class Training:
                 attempts=outcome.commit.attempts,
                 seconds=round(outcome.seconds, 6),
             )
-        self.reporting.measured(released)
+        self.reporting.measured(released, outcome.charged_epsilon)
 
     def _report(self, outcome: StepOutcome) -> None:
         """Tell metrics, events and progress of a finished step."""

@@ -145,20 +145,22 @@ def test_the_classes_are_those_of_the_model_s_output(module, loss, data, classes
 
 
 @pytest.mark.parametrize(
-    ("loss", "labels", "classes", "is_refused"),
+    ("loss", "labels", "outputs", "classes", "refusal"),
     [
-        ("cross_entropy", IDS[:, 0], 6, True),
-        ("cross_entropy", IDS[:, 0], 5, False),
-        ("cross_entropy", IDS[:, 0], None, False),
-        ("cross_entropy", VALUES[:, :5], 6, False),
-        ("models:own", IDS[:, 0], 6, False),
+        ("cross_entropy", IDS[:, 0], 5, 6, "the data has 6 classes, and the model outputs for 5"),
+        ("cross_entropy", IDS[:, 0], 5, 5, None),
+        ("cross_entropy", IDS[:, 0], 5, None, None),
+        ("cross_entropy", IDS[:, 0], 1, 2, "the model has one output, and cross_entropy needs one for each class"),
+        ("cross_entropy", IDS[:, 0], 1, None, "the model has one output, and cross_entropy needs one for each class"),
+        ("cross_entropy", VALUES[:, :5], 5, 6, None),
+        ("models:own", IDS[:, 0], 5, 6, None),
+        ("models:own", IDS[:, 0], 1, 2, None),
     ],
 )
-def test_more_declared_classes_than_the_model_has_outputs_are_refused(loss, labels, classes, is_refused):
-    """Labels beyond them would give no gradient in any step."""
-    told = pytest.raises(ConfigError, match="labels_beyond_head: the data has 6 classes, and the model outputs for 5")
-    with told if is_refused else nullcontext():
-        check_classes(nn.Linear(6, 5), loss, ArrayDataset(VALUES, labels), classes)
+def test_fewer_outputs_than_classes_are_refused(loss, labels, outputs, classes, refusal):
+    """Labels beyond them would give no gradient in any step, and a single output none for any label."""
+    with pytest.raises(ConfigError, match=f"labels_beyond_head: {refusal}") if refusal else nullcontext():
+        check_classes(nn.Linear(6, outputs), loss, ArrayDataset(VALUES, labels), classes)
 
 
 def test_a_worker_and_a_plan_refuse_them(tmp_path):

@@ -83,7 +83,7 @@ SET_F = ParameterSet(
     # A delta is at most 2^10 where a row of the adapter has norm 1. The modulus leaves 2^11 at both levels; the rest
     # is for the flooding noise, which the last bit holds with room to spare.
     amplitude_bits=10,
-    # Errors of an honest block stay below 2^54 even where all rows of an adapter are alike
+    # Errors of an honest block stay below 2^54, and below 2^56 where all rows of an adapter are alike
     # (tests/workers/encrypted/test_flooding.py measures them).
     flooding_shift_bits=55,
     # After the rescale the noise has a deviation of 2^35; 28 dropped bits add little to it, and halve a response.

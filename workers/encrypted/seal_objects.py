@@ -132,18 +132,18 @@ def galois_keys(elements: Sequence[int], keys: Residues) -> Any:
 def residues_of(source: Any) -> Residues:
     """Return the residues of SEAL's ciphertext, uint64 of shape [polynomials, primes, N]."""
     shape = (source.size(), source.coeff_modulus_size(), source.poly_modulus_degree())
-    return _residues(source, _CIPHERTEXT.size, shape)
+    start = _CIPHERTEXT.size + _HEADER.size + 8
+    body = _body(source, start + _RESIDUE_BYTES * int(np.prod(shape)))
+    return np.frombuffer(body, "<u8", offset=start).reshape(shape).astype(np.uint64)
 
 
 def key_residues(source: Any) -> Residues:
-    """Return the residues of SEAL's secret key at the key level, uint64 of shape [primes, N], in NTT form."""
-    return _residues(source, _PLAINTEXT.size, (len(SET_F.primes), SET_F.degree))
+    """Return the residues of SEAL's secret key at the key level, uint64 of shape [primes, N], in NTT form.
 
-
-def _residues(source: Any, fields_bytes: int, shape: tuple[int, ...]) -> Residues:
-    start = fields_bytes + _HEADER.size + 8
-    body = _body(source, start + _RESIDUE_BYTES * int(np.prod(shape)))
-    return np.frombuffer(body, "<u8", offset=start).reshape(shape).astype(np.uint64)
+    They are read one by one, since SEAL would save them to a file.
+    """
+    held = source.data()
+    return np.array([held.data(index) for index in range(held.coeff_count())], np.uint64).reshape(-1, SET_F.degree)
 
 
 def uniform_residues(seed: bytes, index: int, primes: int) -> Residues:

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from raycloak.metrics.errors import ConfigError
 from raycloak.workers.gradients.gradient_parts import GradientParts
 from raycloak.workers.gradients.kept_state import KeptState
 from raycloak.workers.gradients.numerics import exact_sums
@@ -128,6 +129,7 @@ class GradientEngine:
         counted: sums over the examples of the last clipped sum; None under a mechanism that is private.
 
     Raises:
+        ConfigError: ``batch_too_large``.
         ModelError: ``unsupported_layer``.
     """
 
@@ -141,7 +143,14 @@ class GradientEngine:
     ) -> None:
         self._sizes = [tensor.size for tensor in trainable_tensors(module)]
         assert mechanism.dimension == sum(self._sizes), "the mechanism was made for another model"
-        assert mechanism.micro_batches * mechanism.micro_batch_size <= MAX_ROWS, "the bound is derived for 2^17 rows"
+        rows = mechanism.micro_batches * mechanism.micro_batch_size
+        if rows > MAX_ROWS:
+            raise ConfigError(
+                "batch_too_large",
+                f"a virtual worker would compute {rows} rows in a step, over {MAX_ROWS}, for which the sensitivity is "
+                "proved.",
+                "Use more virtual workers, or a smaller batch.",
+            )
         self._device = torch.device(device)
         self._module = module.to(self._device)
         self._loss = RowLoss.of(loss_fn)

@@ -534,7 +534,8 @@ def _input_errors(form: DatasetForm) -> Iterator[None]:
             "model_input",
             f"the model fails on features of shape [n, {', '.join(map(str, form.feature_shape))}] "
             f"({form.feature_dtype}): {type(error).__name__}: {said}.",
-            "Let model and loss take the dataset's shapes.",
+            "Let model and loss take the dataset's shapes."
+            + (" Its labels have a point; classes are whole numbers." if form.label_dtype == "float32" else ""),
         ) from error
 
 

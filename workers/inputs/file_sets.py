@@ -209,7 +209,8 @@ class _Disk:
             if not self._path.exists() and _PATTERN.search(str(self._path)):
                 self._folder, found = _matching(self._path)
                 return tuple(sorted(each.relative_to(self._folder).as_posix() for each in found))
-            # Said by the system's own error when it is opened, if there is none.
+            # A name that is not there is said so, and not taken for a file by those who never open it.
+            self._path.stat()
             self._folder = self._path.parent
             return (self._path.name,)
         except OSError as error:

@@ -4,7 +4,8 @@ Hides how a file becomes pixels: decoding, channels and size. Pillow, the extra 
 when the first image is decoded.
 
 An example is uint8 [channels, height, width]. Its label is the place of its folder among the classes. The order is by
-class, then by name. Frames beyond the first and the orientation that a camera noted are ignored.
+class, then by name. Frames beyond the first and the orientation that a camera noted are ignored. An image of more than
+8 bits a channel in one channel, as scanners write them, is refused: Pillow would cut each larger value to white.
 """
 
 import io
@@ -22,6 +23,8 @@ from raycloak.workers.inputs.datasets import Arrays
 from raycloak.workers.inputs.file_sets import FileSet
 
 Channels = Literal["grey", "rgb"]
+TOO_DEEP = "has more than 8 bits a channel"
+DEPTH_REMEDY = "Bring its values to 0 .. 255 by public bounds, or give arrays (kind npz)."
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
 # Images of one chunk: bounds the memory beside the rows.
@@ -29,6 +32,12 @@ _CHUNK = 64
 _CHANNELS = {"grey": 1, "rgb": 3}
 # Of Pillow's names for how pixels are kept.
 _MODES = {"grey": "L", "rgb": "RGB"}
+# The modes of more than 8 bits start so: I;16, I;16B, I, F.
+_DEEP = ("I", "F")
+
+
+class DeepImageError(Exception):
+    """An image of more than 8 bits a channel."""
 
 
 def image_classes(files: FileSet, declared: tuple[str, ...]) -> tuple[str, ...]:
@@ -61,8 +70,8 @@ def image_rows(files: FileSet, classes: tuple[str, ...], size: tuple[int, int], 
         size: height and width; an image of another size is resized, whatever its proportions.
 
     Raises:
-        DatasetError: ``dataset_unreadable`` for a file that is no image; its name stays here, since it may tell of a
-            person.
+        DatasetError: ``dataset_unreadable`` for a file that is no image, ``dataset_dtype`` for one of more than 8 bits
+            a channel; its name stays here, since it may tell of a person.
     """
     pixels: list[NDArray[np.uint8]] = []
     labels: list[int] = []
@@ -70,6 +79,12 @@ def image_rows(files: FileSet, classes: tuple[str, ...], size: tuple[int, int], 
         folder = PurePosixPath(name).parts[0]
         try:
             pixels.append(decoded(file, size, channels))
+        except DeepImageError:
+            raise DatasetError(
+                "dataset_dtype",
+                f"an image in {files.text}, folder '{folder}', {TOO_DEEP}, and 8 are read.",
+                f"{DEPTH_REMEDY} 'raycloak data check' names it, on the owner's machine.",
+            ) from None
         except Exception:  # noqa: BLE001 - a damaged image raises what the decoder of its format raises
             raise DatasetError(
                 "dataset_unreadable",
@@ -85,10 +100,12 @@ def image_rows(files: FileSet, classes: tuple[str, ...], size: tuple[int, int], 
 
 
 def decoded(file: BinaryIO, size: tuple[int, int], channels: Channels) -> NDArray[np.uint8]:
-    """Return one image as [channels, height, width]."""
+    """Return one image as [channels, height, width]; DeepImageError for one of more than 8 bits a channel."""
     image_module = _pillow()
     # All bytes at once: a decoder may read a file lazily, and after it was closed.
     with image_module.open(io.BytesIO(file.read())) as image:
+        if image.mode.startswith(_DEEP):
+            raise DeepImageError
         plain = image.convert(_MODES[channels])
     height, width = size
     if plain.size != (width, height):
@@ -97,15 +114,15 @@ def decoded(file: BinaryIO, size: tuple[int, int], channels: Channels) -> NDArra
     return np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 
-def is_image(file: BinaryIO) -> bool:
-    """Return whether a file can be decoded."""
+def fault(file: BinaryIO) -> str:
+    """Return why a file is not read as an image, to follow its name; empty for one that is."""
     image_module = _pillow()
     try:
         with image_module.open(io.BytesIO(file.read())) as image:
             image.load()
+            return TOO_DEEP if image.mode.startswith(_DEEP) else ""
     except Exception:  # noqa: BLE001 - as in :func:`image_rows`
-        return False
-    return True
+        return "is no image, or damaged"
 
 
 def decoder_digest(classes: tuple[str, ...]) -> bytes:

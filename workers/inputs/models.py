@@ -85,6 +85,12 @@ class ModelSource:
         return lambda: _as_trained(self._called(function), ())
 
     def _called(self, function: Callable[[], Any]) -> nn.Module:
+        if isinstance(function, nn.Module):
+            raise ModelError(
+                "model_function",
+                f"{self.name} is a {type(function).__name__}, and no function that returns one.",
+                "Name a function without arguments that builds the module.",
+            )
         try:
             module = function()
         except Exception as error:

@@ -36,6 +36,8 @@ _SHOWN = 20  # columns of one error
 # What programs write for a value that is not there.
 _MISSING = ("", "NA", "N/A", "n/a", "null", "NULL", "None")
 
+_LEFT_OUT = "name the columns without it in dataset.features"
+
 _Read = TypeVar("_Read")
 
 
@@ -270,7 +272,7 @@ def _number_type(kind: Any, place: str, is_label: bool = False) -> np.dtype[Any]
     if pa.types.is_date(inner) or pa.types.is_timestamp(inner):
         raise _dates(place)
     raise DatasetError(
-        "dataset_dtype", f"{place} is {inner}, which is no number.", "Store it as numbers, or leave it out of features."
+        "dataset_dtype", f"{place} is {inner}, which is no number.", f"Store it as numbers, or {_LEFT_OUT}."
     )
 
 
@@ -278,7 +280,7 @@ def _dates(place: str) -> DatasetError:
     return DatasetError(
         "dataset_dtype",
         f"{place} holds dates.",
-        "Store dates as numbers, such as days since a public date, or leave the column out of dataset.features.",
+        f"Store dates as numbers, such as days since a public date, or {_LEFT_OUT}.",
     )
 
 
@@ -331,6 +333,8 @@ def class_numbers(array: Any, columns: Columns, place: str) -> NDArray[np.int64]
     if array.null_count:
         raise DatasetError("dataset_array", f"{place} has missing values.", "Leave rows without a label out.")
     numbers = pc.index_in(array.cast(pa.string()), value_set=pa.array(columns.classes, pa.string()))
+    if numbers.null_count and pc.any(pc.is_in(array.filter(numbers.is_null()), pa.array(_MISSING))).as_py():
+        raise DatasetError("dataset_array", f"{place} has missing values.", "Leave rows without a label out.")
     if numbers.null_count:
         # Which one it is stays here: it is an example's.
         raise DatasetError(
@@ -352,6 +356,14 @@ def _header(file: BinaryIO, where: str) -> list[str]:
         raise _not_csv(where) from None
     if not names:
         raise DatasetError("dataset_empty", f"{where} has no examples.", "Name a dataset with examples.")
+    other = next((mark for mark in (";", "\t", ",", "|") if mark in names[0]), None)
+    if len(names) == 1 and other is not None:
+        mark = "a tab" if other == "\t" else f"'{other}'"
+        raise DatasetError(
+            "dataset_array",
+            f"{where} has values that {mark} separates.",
+            "Separate them by commas, or by tabs in a file that ends in .tsv, with a point in numbers.",
+        )
     if all(_is_number(name) for name in names):
         raise DatasetError(
             "dataset_array", f"{where} starts with numbers.", "Give it a first line with the names of its columns."
@@ -438,9 +450,14 @@ def _parsed(array: Any, place: str, integers: bool) -> NDArray[Any]:
     if numbers is not None:
         with np.errstate(all="ignore"):
             return np.asarray(numbers) if integers else np.asarray(numbers).astype(np.float32)
-    if pc.any(pc.is_in(text, value_set=pa.array(_MISSING))).as_py():
-        raise DatasetError("dataset_array", f"{place} has missing values.", "Fill them with public constants.")
     whole = "whole numbers" if integers else "numbers"
+    missing = pc.is_in(text, value_set=pa.array(_MISSING))
+    if pc.any(missing).as_py():
+        rest, fill = "", "Fill them with public constants."
+        if _cast(text.filter(pc.invert(missing)), "int64" if integers else "float64") is None:
+            # Both at once: one round mends a column.
+            rest, fill = f", and others that are no {whole}", f"{fill} Store {whole} alone."
+        raise DatasetError("dataset_array", f"{place} has missing values{rest}.", fill)
     some = any(_is_number(value) for value in text.to_pylist())
     if some:
         raise DatasetError("dataset_dtype", f"{place} holds {whole} and something else.", f"Store {whole} alone.")
@@ -449,5 +466,5 @@ def _parsed(array: Any, place: str, integers: bool) -> NDArray[Any]:
     raise DatasetError(
         "dataset_dtype",
         f"{place} is text.",
-        "Leave it out of dataset.features; for a label, list its classes: dataset.classes: [one, two].",
+        f"Store it as numbers, or {_LEFT_OUT}; for a label, list its classes: dataset.classes: [one, two].",
     )

@@ -12,36 +12,34 @@ from raycloak.coordinator.console.tables import fields_table
 
 if TYPE_CHECKING:
     from raycloak.coordinator.ledger.entries import LedgerEntry
-    from raycloak.coordinator.ledger.leases import Lease
-    from raycloak.coordinator.ledger.view import AccountView
+    from raycloak.coordinator.ledger.view import AccountView, RunView
 
 
 def accounts_view(accounts: Iterable["AccountView"]) -> Table:
-    """Return the accounts, each with its runs below it."""
+    """Return the accounts, each with its runs below it, in a column that is wide enough for them in 80 columns."""
     table = Table(title="Budget", title_justify="left", title_style="bold")
-    for header in ("account", "ε charged so far", "ε cap", "δ", "accountant", "run", "steps charged", "held by"):
-        table.add_column(header, overflow="fold")
+    table.add_column("account, and its runs", overflow="fold")
+    for header in ("ε charged", "ε cap", "δ", "accountant"):
+        table.add_column(header, no_wrap=True)
     for account in accounts:
         spent = epsilon_text(account.spent_epsilon)
         name = f"{account.name} (closed)" if account.closed else account.name
         table.add_row(Text(name), spent, f"{account.epsilon_cap:g}", f"{account.delta:g}", account.accountant)
         for run in account.runs:
-            steps = f"{run.charged_steps} of {run.planned_steps}"
-            steps = f"{steps}, all prepaid" if run.prepaid else steps
-            steps = steps if run.private else f"{steps}, NOT PRIVATE"
-            table.add_row("", "", "", "", "", run.run_id, steps, _lease_text(run.lease))
-            for each in run.queries:
-                if each.query != "gradient":
-                    table.add_row("", "", "", "", "", "", f"{each.query}: {each.charged} of {each.planned}")
+            table.add_row(Text("\n".join(f"  {line}" for line in _run_lines(run))))
     return table
 
 
-def _lease_text(lease: "Lease | None") -> Text:
-    """Return which instance holds a run, and when it last charged one."""
-    if lease is None:
-        return Text("")
-    renewed = datetime.fromtimestamp(lease.renewed_at, UTC).isoformat(timespec="seconds")
-    return Text(f"instance {lease.fencing}, {lease.holder}, {renewed}")
+def _run_lines(run: "RunView") -> list[str]:
+    """Return which steps a run charged of those it planned, and which instance holds it."""
+    steps = f"run {run.run_id}: {run.charged_steps} of {run.planned_steps}"
+    steps = f"{steps}, all prepaid" if run.prepaid else steps
+    steps = steps if run.private else f"{steps}, NOT PRIVATE"
+    others = [f"{each.query}: {each.charged} of {each.planned}" for each in run.queries if each.query != "gradient"]
+    if run.lease is None:
+        return [steps, *others]
+    renewed = datetime.fromtimestamp(run.lease.renewed_at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return [steps, *others, f"held by instance {run.lease.fencing}, {run.lease.holder}, {renewed}"]
 
 
 def verified_view(facts: Mapping[str, Any]) -> Table:

@@ -177,7 +177,7 @@ def evidence_text(classes: Sequence[str]) -> str:
 def search_rows(cost: "SearchCost") -> list[tuple[str, str]]:
     """Return label and text of each line that ``plan --trials`` adds to the plan's table."""
     enough = (
-        f"{cost.noise_multiplier:.4g} would let all fit the cap {cost.epsilon_cap:g}"
+        f"{cost.noise_multiplier:.6g} would let all fit the cap {cost.epsilon_cap:g}"
         if cost.noise_multiplier is not None
         else f"no noise multiplier lets all fit the cap {cost.epsilon_cap:g}"
     )

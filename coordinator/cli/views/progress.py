@@ -1,19 +1,23 @@
-"""The live progress of a run, from its first second: a bar on a terminal, and a line every few seconds elsewhere.
+"""The live progress of a command, from its first second: a bar on a terminal, and a line every few seconds elsewhere.
 
 The start has phases, each shown with how long it takes. Then every step shows its rate, the time that is left, and the
 budget. A log gets a line at every change of phase, at the first step, and every few seconds in between, also while
-nothing is finished.
+nothing is finished. :func:`waiting` is for commands that have one phase alone, such as a plan.
 """
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.spinner import Spinner
+from rich.text import Text
 
 from raycloak.coordinator.console.figures import epsilon_text
 
@@ -64,6 +68,41 @@ def duration_text(seconds: int) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+@contextmanager
+def waiting(console: Console, what: str, every_s: float = EVERY_S) -> Iterator[None]:
+    """Show that a command works on ``what``: at once on a terminal, elsewhere by a line every few seconds.
+
+    Nothing of it stays on a terminal, and a command that is quick leaves none in a log either.
+    """
+    if console.is_terminal:
+        spinner = Spinner("dots", Text(what))
+        with Live(spinner, console=console, transient=True, redirect_stdout=False, redirect_stderr=False):
+            yield
+        return
+    over, began = threading.Event(), time.monotonic()
+
+    def say() -> None:
+        while not over.wait(every_s):
+            text = f"{what}, for {time.monotonic() - began:.1f} s"
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    thread = threading.Thread(target=say, name="waiting", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+class _Bar(Progress):
+    """A bar, and the status below it, which folds in a narrow terminal. Beside the bar it was cut."""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        yield from (Text(task.fields["status"]) for task in self.tasks)
+
+
 class ProgressDisplay:
     """A context manager that is told each phase, and called with each :class:`StepReport`.
 
@@ -90,11 +129,10 @@ class ProgressDisplay:
         self._lock = threading.Lock()
         self._said_at = self._began
         self._beat = threading.Thread(target=self._keep_alive, name="progress", daemon=True)
-        self._bar = Progress(
+        self._bar = _Bar(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[status]}", markup=False),
             TimeElapsedColumn(),
             console=console,
             disable=not console.is_terminal,
@@ -164,7 +202,7 @@ class ProgressDisplay:
                 if now - self._said_at < self._every_s:
                     continue
                 what, since = self._phase
-                if self._report is None or self._report.step == self._report.steps:
+                if self._report is None or since > self._ends[-1][0] or self._report.step == self._report.steps:
                     self._say(f"{what}, for {now - since:.1f} s", now)
                 else:
                     self._say(self._step_line(self._report), now)

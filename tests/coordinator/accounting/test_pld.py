@@ -73,6 +73,30 @@ def test_a_plan_of_several_mechanisms_costs_what_its_parts_cost_together():
     assert pld.epsilon(split, DELTA) == both
 
 
+def losses(*releases: Release) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the privacy losses of removing an example, on a coarse grid, and their probabilities."""
+    total = None
+    for each in releases:
+        part = pld._one(Release(each.sample_rate, each.noise_multiplier, 1), 2.0**-6, 0).self_compose(each.count)
+        total = part if total is None else total.compose(part)
+    found = total._pmf_remove.to_dense_pmf()
+    return (found._lower_loss + np.arange(len(found._probs))) * 2.0**-6, np.asarray(found._probs)
+
+
+def test_who_chooses_between_two_mechanisms_hides_more_delta_than_either():
+    """Why a pld account with several mechanisms pays for a whole plan or for none of it (proof 005, theorem 3)."""
+    seen, chance = losses(Release(0.01, 0.6, 300))
+    over = seen[:, None] - 7.443
+
+    def hidden(rest: Release) -> NDArray[np.float64]:
+        loss, weight = losses(rest)
+        return np.maximum(0.0, -np.expm1(-np.maximum(over + loss, 0.0))) @ weight
+
+    sampled, full = hidden(Release(0.01, 0.6, 700)), hidden(Release(1.0, 12.0, 230))
+    assert 0.9e-5 < chance @ full < chance @ sampled < 1.2e-5
+    assert chance @ np.maximum(sampled, full) > 1.35 * (chance @ sampled), "whoever looks takes what hides more"
+
+
 def test_plain_gaussians_are_merged_into_one():
     (one,) = merged((Release(1.0, 3.0, 5), Release(1.0, 4.0, 8)))
     assert one.noise_multiplier == pytest.approx((5 / 9 + 8 / 16) ** -0.5, rel=1e-12)

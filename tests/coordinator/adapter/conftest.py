@@ -85,7 +85,7 @@ def site(matrices, tmp_path):
     """Return a function that serves the adapter to this home's client, and to those given by key and name."""
 
     @contextmanager
-    def served(of_adapter=10**6, of_client=10**6, others=None, **limits):
+    def served(of_adapter=2**20, of_client=2**20, others=None, **limits):
         source = LocalPlatform(SimulatedVendor.load_or_create(home.simulator_folder()).platform())
         worker = AdapterWorker(Adapter(matrices), TOKENS, source)
         budgets = TokenBudgets(tmp_path / "budgets.sqlite", of_adapter, of_client)

@@ -31,7 +31,7 @@ def test_projections_that_share_a_block_are_answered_request_by_request(site, en
         assert model.traffic.blocks == 6
         assert model.traffic.tokens == 300
         assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
-        assert model.tokens_left == served.desk.tokens_left("me") == 10**6 - 2 * TOKENS
+        assert model.tokens_left == served.desk.tokens_left("me") == 2**20 - 2 * TOKENS
     expected = adapted(given)
     assert (found - expected).abs().max() < 1e-2 * (expected - encoder(given)).abs().max()
 
@@ -47,8 +47,7 @@ def test_a_request_whose_answer_would_be_too_long_is_refused_before_it_is_charge
         with pytest.raises(ProtocolError) as refusal:
             own._connection.call("Apply", iter([request]))
         assert refusal.value.code == "answer_size"
-        assert served.desk.tokens_left("me") == 10**6
-        # The number of what never became a request is still due.
+        assert served.desk.tokens_left("me") == 2**20
         model(torch.ones(1, 4, 16))
 
 

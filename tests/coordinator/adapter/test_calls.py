@@ -1,5 +1,6 @@
 """The server's threads, which all clients share: one client cannot take them all, and a full server says so."""
 
+import threading
 import time
 from contextlib import contextmanager, suppress
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from raycloak.attestation.core.keys import IdentityKey
+from raycloak.attestation.trust.channel import client_end
 from raycloak.coordinator.adapter import adapter_pb2 as wire
 from raycloak.coordinator.adapter import server
 from raycloak.coordinator.adapter.connection import AdapterAddress, AdapterConnection
@@ -92,3 +94,37 @@ def test_answers_that_nobody_reads_are_bounded_over_all_clients(site, monkeypatc
                 answered.append(call())
         assert len(answered) == 6
         assert other.call("Describe", wire.DescribeRequest()).projections
+
+
+class Gone:
+    """The context of a call whose client left before its thread began."""
+
+    def __init__(self, key):
+        self._leaf = client_end(key, bytes(32)).chain_pem
+
+    def auth_context(self):
+        return {"x509_pem_cert": (self._leaf,)}
+
+    def add_callback(self, _):
+        return False
+
+    def cancel(self):
+        pass
+
+    def set_trailing_metadata(self, _):
+        pass
+
+    def abort(self, *_):
+        raise ConnectionError
+
+
+def test_a_call_that_ended_before_it_began_leaves_no_timer(site):
+    """Each timer is a thread for two minutes, and nothing counts those of a client that opens calls and leaves."""
+    with site() as served:
+        servicer = server._Servicer(served.desk)
+        for _ in range(3):
+            with pytest.raises(ConnectionError):
+                servicer.Describe(iter(()), Gone(identity()))
+        timers = [each for each in threading.enumerate() if isinstance(each, threading.Timer)]
+        assert all(each.finished.is_set() for each in timers)
+        assert servicer.open_calls("me") == 0

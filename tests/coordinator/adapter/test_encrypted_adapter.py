@@ -10,6 +10,7 @@ import torch
 
 from raycloak.attestation.policy.policy import simulated_policy
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
+from raycloak.coordinator.adapter import encrypted_adapter
 from raycloak.coordinator.adapter.connection import AdapterAddress, AdapterConnection
 from raycloak.coordinator.adapter.encrypted_adapter import EncryptedAdapter, _replaced
 from raycloak.coordinator.config import home
@@ -98,7 +99,7 @@ def test_nothing_is_sent_behind_a_refusal(site, encoder, failing):
             model(states(2, TOKENS))
         assert refusal.value is error
         assert len(slow.sent) == failing
-        assert served.desk.tokens_left("me") == 10**6 - TOKENS * min(failing, 2)
+        assert served.desk.tokens_left("me") == 2**20 - TOKENS * min(failing, 2)
         model._session._answer = slow._answer
         assert model(states(1)).shape == (1, 50, 16)
 
@@ -175,7 +176,17 @@ def test_a_base_and_its_adapted_model_in_one_autocast_have_their_own_parameters(
         assert torch.equal(found, encoder(given))
 
 
-def test_a_refusal_of_a_call_that_was_not_read_leaves_its_number_due(site, encoder):
+def test_a_request_that_is_lost_on_its_way_ends_no_session(site, encoder, monkeypatch):
+    lost = RefusedError("adapter_unreachable", "as a network has it.", "Nothing.")
+    with site() as served, EncryptedAdapter(encoder, served.address) as model, monkeypatch.context() as patch:
+        patch.setattr(model._session._connection, "call", lambda *_: (_ for _ in ()).throw(lost))
+        with pytest.raises(RefusedError):
+            model(states(1))
+        patch.undo()
+        assert model(states(1)).shape == (1, 50, 16)
+
+
+def test_a_refusal_of_a_call_that_was_not_read_leaves_the_session_usable(site, encoder):
     with site() as served, EncryptedAdapter(encoder, served.address) as model:
         other = AdapterConnection(AdapterAddress.parse(served.address), identity())
         held = [threading.Event() for _ in range(4)]
@@ -255,13 +266,14 @@ def test_a_client_that_the_settings_do_not_name_is_refused(site, encoder, monkey
 
 
 def test_a_spent_budget_is_refused_for_ever(site, encoder):
-    with site(of_client=TOKENS) as served, EncryptedAdapter(encoder, served.address) as model:
+    # Half a block more can answer nothing.
+    with site(of_client=TOKENS * 3 // 2) as served, EncryptedAdapter(encoder, served.address) as model:
         model(states(1))
         assert model.tokens_left == 0
         with pytest.raises(BudgetError) as refusal:
             model(states(1))
         assert refusal.value.code == "tokens_spent"
-    with site(of_client=TOKENS) as served, EncryptedAdapter(encoder, served.address) as again:
+    with site(of_client=TOKENS * 3 // 2) as served, EncryptedAdapter(encoder, served.address) as again:
         assert again.tokens_left == 0
         with pytest.raises(BudgetError):
             again(states(1))
@@ -282,8 +294,12 @@ def test_another_base_model_is_refused(site, encoder):
 
 
 def test_a_model_in_training_mode_is_refused(site, encoder):
-    with site() as served, pytest.raises(ModelError, match="training mode"):
-        EncryptedAdapter(encoder.train(), served.address)
+    with site() as served, EncryptedAdapter(encoder, served.address) as model:
+        encoder.train()
+        for call in (lambda: model(states(1)), lambda: EncryptedAdapter(encoder, served.address)):
+            with pytest.raises(ModelError, match="training mode"):
+                call()
+        assert model.traffic.blocks == 0
 
 
 @pytest.mark.parametrize("text", ["", "127.0.0.1:1", "ab@127.0.0.1:1", "zz" * 32 + "@127.0.0.1:1", "ab" * 32 + "@"])
@@ -301,7 +317,7 @@ def test_states_that_are_not_finite_are_refused_by_name_and_the_session_goes_on(
         with pytest.raises(ModelError) as refusal:
             model(given)
         assert refusal.value.code == "states_not_finite"
-        assert served.desk.tokens_left("me") == 10**6
+        assert served.desk.tokens_left("me") == 2**20
         model(states())
 
 
@@ -312,3 +328,38 @@ def test_a_closed_adapter_says_so(site, encoder):
         with pytest.raises(RefusedError) as refusal:
             model(states())
         assert refusal.value.code == "adapter_closed"
+
+
+class Told:
+    """A lock that tells when somebody finds it taken."""
+
+    def __init__(self):
+        self._lock, self.found_taken = threading.Lock(), threading.Event()
+
+    def __enter__(self):
+        if not self._lock.acquire(blocking=False):
+            self.found_taken.set()
+            self._lock.acquire()
+
+    def __exit__(self, *_):
+        self._lock.release()
+
+
+def test_calls_of_two_threads_do_not_meet_in_one_model(site, encoder, adapted, monkeypatch):
+    """Each would add its deltas to the other's, and nothing would say so."""
+    lock, given, found = Told(), states(1), []
+    monkeypatch.setattr(encrypted_adapter, "_CALLS", lock)
+    with site() as served, EncryptedAdapter(encoder, served.address) as other:
+        thread = threading.Thread(target=lambda: found.append(other(given)))
+
+        def tell(done, _):
+            if done == 1:
+                thread.start()
+                assert lock.found_taken.wait(60)
+
+        with EncryptedAdapter(encoder, served.address, progress=tell) as model:
+            found.append(model(given))
+            thread.join(60)
+    expected = adapted(given)
+    assert all((each - expected).abs().max() < 1e-2 * expected.abs().max() for each in found)
+    assert len(found) == 2

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
 from raycloak.coordinator.adapter import adapter_pb2 as wire
@@ -9,7 +10,7 @@ from raycloak.coordinator.adapter import session
 from raycloak.coordinator.adapter.encrypted_adapter import EncryptedAdapter
 from raycloak.coordinator.config import home
 from raycloak.coordinator.evidence.sources import LocalPlatform
-from raycloak.metrics.errors import ProtocolError
+from raycloak.metrics.errors import ProtocolError, RefusedError
 from raycloak.workers.encrypted.adapter_worker import Adapter, AdapterWorker, LowRank
 from raycloak.workers.encrypted.client_keys import ClientKeys
 from raycloak.workers.encrypted.parameters import BlockShape
@@ -32,7 +33,7 @@ def test_a_request_that_is_repeated_in_another_session_gets_the_same_bytes(site,
                 )
                 answers.append(list(own._connection.call("Apply", iter([request])).answers))
         assert answers[0] == answers[1]
-        assert served.desk.tokens_left("me") == 10**6 - 2 * TOKENS
+        assert served.desk.tokens_left("me") == 2**20 - 2 * TOKENS
 
 
 @pytest.mark.parametrize("change", [{"shared": b"another head"}, {}])
@@ -56,4 +57,17 @@ def test_nothing_is_charged_in_a_session_without_keys(site, encoder):
         with pytest.raises(ProtocolError) as refusal:
             served.desk.apply("me", session_name, 1, model._session._keys.fingerprint, batch, NAMES[:1])
         assert refusal.value.code == "keys_of_another_session"
-        assert served.desk.tokens_left("me") == 10**6
+        assert served.desk.tokens_left("me") == 2**20
+
+
+def test_a_block_is_charged_before_it_is_computed(site, encoder, monkeypatch):
+    """What a worker computed in part may have shown, so an answer that fails costs its tokens."""
+
+    def fails(*_):
+        raise RefusedError("adapter_failed", "as a test wants it.", "Nothing.")
+
+    with site() as served, EncryptedAdapter(encoder, served.address) as model:
+        monkeypatch.setattr(served.worker, "apply", fails)
+        with pytest.raises(RefusedError):
+            model(torch.ones(1, 4, 16))
+        assert served.desk.tokens_left("me") == 2**20 - TOKENS

@@ -290,9 +290,9 @@ def test_a_sealed_package_is_served_as_its_run_is_and_a_worker_that_is_killed_is
             found = model(input_ids=TEXTS, attention_mask=MASK).logits
             os.kill(child_processes(process.pid)[-1], signal.SIGKILL)
             for call in (model, model):
-                with pytest.raises(RaycloakError) as refusal:
+                with pytest.raises(RefusedError) as refusal:
                     call(input_ids=TEXTS, attention_mask=MASK)
-                assert refusal.value.code == "worker_gone"
+                assert (type(refusal.value), refusal.value.code) == (RefusedError, "worker_gone")
         with urllib.request.urlopen(facts["metrics"], timeout=60) as page:
             assert 'raycloak_adapter_calls_total{code="worker_gone",method="Apply"} 2.0' in page.read().decode()
         (log,) = logs_of(facts["adapter"])

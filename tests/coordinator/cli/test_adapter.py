@@ -1,6 +1,7 @@
 """The commands of encrypted adapters, and what a plan says of an adapter."""
 
 import json
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,9 @@ from typer.testing import CliRunner
 
 from raycloak.attestation.core.keys import IdentityKey
 from raycloak.attestation.keys.run_secret import load_secret
+from raycloak.coordinator.adapter import serve
+from raycloak.coordinator.adapter.encrypted_adapter import EncryptedAdapter
+from raycloak.coordinator.adapter.serve import served_adapter
 from raycloak.coordinator.adapter.settings import AdapterSettings
 from raycloak.coordinator.cli.app import app
 from raycloak.coordinator.cli.views.plan import adapter_cover, adapter_rows
@@ -15,6 +19,7 @@ from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import parse_config, validated
 from raycloak.coordinator.runs.demo import demo_config
 from raycloak.metrics.errors import ConfigError
+from raycloak.workers.encrypted import parameters
 
 
 def test_a_client_is_told_the_key_that_it_is_known_by(capfd):
@@ -38,6 +43,24 @@ def test_settings_that_cannot_be_used_are_refused_before_anything_starts(tmp_pat
     assert json.loads(capfd.readouterr().out)["error"]["code"] == "config"
 
 
+def test_ctrl_c_ends_a_server_that_still_reads_its_adapter(tmp_path, monkeypatch):
+    handlers = []
+
+    def start(*_):
+        handlers.append(signal.getsignal(signal.SIGINT))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(serve, "served_adapter", start)
+    file = tmp_path / "adapter.yaml"
+    file.write_text(
+        f"{{evidence: simulated, clients: {{a: {'ab' * 32}}}, tokens_of_adapter: 64, tokens_of_client: 64}}"
+    )
+    done = CliRunner().invoke(app, ["adapter", "serve", "run", str(file), "--json"])
+    assert done.exit_code == 4
+    assert handlers == [signal.default_int_handler]
+    assert "starting the worker" in done.stderr
+
+
 def test_a_key_has_one_name_and_so_one_budget():
     key = "ab" * 32
     terms = {"tokens_of_adapter": 300, "tokens_of_client": 300, "evidence": "simulated"}
@@ -48,6 +71,19 @@ def test_a_key_has_one_name_and_so_one_budget():
         unbounded = {name: value for name, value in terms.items() if name != missing}
         with pytest.raises(ConfigError, match=missing):
             validated(AdapterSettings, {**unbounded, "clients": {"one": key}})
+        # Less than a block is charged for none.
+        with pytest.raises(ConfigError, match="no block of 64 tokens"):
+            validated(AdapterSettings, {**terms, missing: 63, "clients": {"one": key}})
+
+
+@pytest.mark.parametrize(
+    "begin", [lambda: EncryptedAdapter(None, "no address"), lambda: served_adapter("no run", None).__enter__()]
+)
+def test_both_ends_miss_the_extra_before_they_load_or_call_anything(monkeypatch, begin):
+    monkeypatch.setattr(parameters, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as refusal:
+        begin()
+    assert refusal.value.code == "encryption_missing"
 
 
 def test_a_plan_says_what_covers_an_adapter_that_leaks():

@@ -4,6 +4,7 @@ import datetime as dt
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -146,6 +147,12 @@ def test_loopback_addresses():
     assert not any(is_loopback(each) for each in ("localhost.example:1", "10.0.0.1:1", "0.0.0.0:1", "[::]:1"))
 
 
+@pytest.mark.parametrize("address", ["localhost", "http://localhost:1", "localhost:", ":1"])
+def test_an_address_that_is_none_is_refused_at_once(address):
+    with pytest.raises(raycloak.ServiceValidationError, match="write host:port"):
+        raycloak.ServiceClient(address, "t0ken")
+
+
 def test_a_service_that_is_not_there():
     with pytest.raises(raycloak.ServiceConnectionError, match=r"127\.0\.0\.1:1 does not answer") as caught:
         raycloak.ServiceClient("127.0.0.1:1", patience_s=0.3)
@@ -176,6 +183,28 @@ def test_calls_wait_for_a_service_that_restarts(memory_service, service):
     again.start()
     assert service.list_clients() == []
     again.join()
+
+
+def test_an_upload_of_minutes_that_breaks_is_sent_again(memory_service, monkeypatch):
+    now, sent = [0.0], []
+    connection = Connection(memory_service.address, raycloak.ServiceCredentials(), 60.0)
+    monkeypatch.setattr("raycloak.coordinator.client.connection.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    class Broken(grpc.RpcError):
+        def code(self):
+            return grpc.StatusCode.UNAVAILABLE
+
+    def send(pieces, timeout, metadata):
+        sent.append(list(pieces))
+        now[0] += 300.0
+        if len(sent) == 1:
+            raise Broken
+        return "taken"
+
+    connection._stub = SimpleNamespace(SendBatch=send)
+    assert connection.call("SendBatch", lambda: iter([1, 2])) == "taken"
+    assert sent == [[1, 2]] * 2
+    connection.close()
 
 
 def test_a_connection_that_is_closed_says_so(memory_service, service):

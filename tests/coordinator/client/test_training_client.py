@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 import tracemalloc
+import weakref
 from types import SimpleNamespace
 
 import grpc
@@ -203,6 +204,38 @@ def test_a_rewind_while_a_stream_is_opened_is_not_lost():
     assert asked == [7, 3]
 
 
+@pytest.mark.parametrize("breaks", ["stream", "call"])
+def test_a_stream_that_breaks_after_hours_is_opened_again(monkeypatch, breaks):
+    """It ends each hour by its deadline, and whenever the service is started again."""
+    asked, lost, now = [], [], [0.0]
+    monkeypatch.setattr("raycloak.coordinator.client.changes.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    class Connection:
+        patience_s = 60.0
+
+        def stream(self, method, request, opened):
+            asked.append(request.since)
+            now[0] += 3600.0
+            if len(asked) == 3:
+                changes.end()
+            if breaks == "stream":
+                raise raycloak.ServiceConnectionError("unreachable", "the stream broke.")
+            yield from ()
+
+        def pause(self, seconds):
+            return False
+
+        def call(self, method, request):
+            if breaks == "call":
+                raise raycloak.ServiceServerError("store_failed", "the service is being started again.")
+            return wire.Client()
+
+    changes = Changes(Connection(), Resolver(None), "c0", 7, lambda change: None, lambda: None, lost.append)
+    changes.start()
+    until(lambda: len(asked) == 3 or lost)
+    assert lost == []
+
+
 def test_pending_futures_fail_when_the_service_stays_away():
     with MemoryService(runs=False) as held, raycloak.ServiceClient(held.address, patience_s=0.5) as service:
         future = service.create_training_client(CONFIG).forward_backward()
@@ -308,6 +341,16 @@ def test_closing_cancels_what_waits_and_tells_it(held, holding):
         until(lambda: len(held.operations["c0"]) == 2)
     assert [future.cancelled() for future in futures] == [True, True]
     assert training.status is raycloak.ClientStatus.TERMINATED
+
+
+def test_nothing_is_kept_of_a_sample_that_was_refused_and_of_a_client_that_was_closed(memory_service, service):
+    client = service.create_training_client(CONFIG)
+    memory_service.failures["Submit"] = [KINDS["validation"]("a_code", "a sentence.")]
+    assert client.sample(["a"], on_token=print).exception(SOON).code == "a_code"
+    assert client._tokens._streams == {}
+    client.close()
+    client = weakref.ref(client)
+    until(lambda: gc.collect() >= 0 and client() is None)
 
 
 def test_cancel_one_that_the_service_has(held, holding):

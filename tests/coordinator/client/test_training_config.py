@@ -77,6 +77,12 @@ def test_a_wrong_field_is_named(change, field):
     assert caught.value.field == field
 
 
+def test_an_unknown_field_is_answered_with_the_one_that_was_meant():
+    for field, raw in {"expected_batch_size": {"batch_size": 1}, "optimizer.learning_rate": {"optimizer": {"lr": 1}}}.items():  # fmt: skip # noqa: E501
+        with pytest.raises(raycloak.ServiceValidationError, match=f"did you mean {field}?"):
+            parse_training_config({**CONFIG, **raw})
+
+
 def test_what_is_no_object_is_refused():
     for raw in ("[", "[]", 3, None):
         with pytest.raises(raycloak.ServiceValidationError):

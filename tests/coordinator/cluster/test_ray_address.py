@@ -55,7 +55,7 @@ def test_a_server_that_speaks_grpc_passes():
         server.stop(None).wait()
 
 
-@pytest.mark.parametrize("address", ["nowhere", "host:", ":6379", "host:x", "host:70000", "host:0"])
+@pytest.mark.parametrize("address", ["nowhere", "host:", ":6379", "host:x", "host:70000", "host:0", "http://host:8265"])
 def test_what_is_no_address_is_bad_input(address: str):
     with pytest.raises(ConfigError, match="ray_address: RAY_ADDRESS is") as refused:
         check_address(address)

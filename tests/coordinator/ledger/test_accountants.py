@@ -109,6 +109,15 @@ def test_a_plan_of_several_mechanisms_is_charged_together(ledger: PrivacyLedger)
     ledger.verify()
 
 
+def test_nobody_chooses_which_mechanism_of_a_plan_a_pld_account_pays_for(ledger: PrivacyLedger):
+    """`test_who_chooses_between_two_mechanisms_hides_more_delta_than_either` says what a choice would hide."""
+    sampled = planned(sample_rate=0.2, steps=2)
+    with pytest.raises(BudgetError, match="cap_exceeded: all that the run plans"):
+        register(ledger, sampled, planned(query="evaluation"))
+    register(ledger, sampled, planned(steps=2, query="evaluation"))
+    assert charge(ledger, 1, "evaluation") <= charge(ledger, 0) < CAP
+
+
 def test_a_second_run_on_a_pld_account_is_refused_by_name(ledger: PrivacyLedger):
     register(ledger)
     register(ledger)

@@ -349,23 +349,29 @@ def test_the_plan_lists_each_mechanism_with_its_own_epsilon_and_the_total():
 
 def test_the_cap_counts_what_is_measured_before_a_step():
     before_the_last = (Release(0.5, 2.0, 3), Release(1.0, 0.5, 1), Release(1.0, 2.0, 1))
-    cap = composed_epsilon(before_the_last, 1e-5, "pld") - 1e-6
-    capped = {"noise_multiplier": 2.0, "epsilon_cap": cap}
+    cap = composed_epsilon(before_the_last, 1e-5, "rdp") - 1e-6
+    capped = {"noise_multiplier": 2.0, "epsilon_cap": cap, "accountant": "rdp"}
     with_counts, without = plan(dp_config=capped), plan(dp_config=capped, measurements={})
     assert without.steps_within_cap == 3
     assert with_counts.steps_within_cap == 2
     assert with_counts.epsilon <= cap
 
 
-@pytest.mark.parametrize("accountant", ["rdp", "pld"])
-def test_a_cap_without_room_for_the_last_evaluation_ends_the_run_there(tmp_path, accountant: str):
-    held = {**MEASURED["dp_config"], "accountant": accountant}
-    full = composed_epsilon(plan(dp_config=held).releases, 1e-5, accountant)
+def test_a_cap_without_room_for_the_last_evaluation_ends_the_run_there(tmp_path):
+    held = {**MEASURED["dp_config"], "accountant": "rdp"}
+    full = composed_epsilon(plan(dp_config=held).releases, 1e-5, "rdp")
     run = trained(tmp_path, **{**MEASURED, "dp_config": held | {"epsilon_cap": full - 1e-6}})
     assert run.finished.steps == 3
     assert run.finished.ending.value == "cap_exceeded"
     assert charges(run) == BEFORE_THE_LAST
     assert run.finished.charged_epsilon == pytest.approx(run.finished.plan.epsilon)
+
+
+def test_under_pld_a_cap_has_room_for_all_steps_and_measurements_or_the_plan_is_refused():
+    full = plan().epsilon
+    assert plan(dp_config={"noise_multiplier": 2.0, "epsilon_cap": full}).steps_within_cap == 3
+    with pytest.raises(ConfigError, match=r"cap_too_small.*together only if all.*about 2 fit.*accountant: rdp"):
+        plan(dp_config={"noise_multiplier": 2.0, "epsilon_cap": full - 1e-6})
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,8 @@ def test_the_noise_lets_exactly_these_trials_fit_and_the_count_is_the_largest():
         return rdp.curve([every], limits.delta, rdp.fixed_orders(one, limits))[0]
 
     assert 0.995 * 4.0 <= spent(cost.noise_multiplier or 0, 20) <= 4.0
+    told = dict(search_rows(replace(cost, noise_multiplier=1.23444)))["search noise"]
+    assert told.startswith("1.23444 would"), "rounded down, it would not be enough"
     for trials, fits in ((cost.trials_within_cap, True), (cost.trials_within_cap + 1, False)):
         assert (spent(1.0, trials) <= 4.0) == fits
 

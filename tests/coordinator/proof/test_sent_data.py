@@ -9,6 +9,7 @@ import pytest
 from raycloak.coordinator.accounting.calibration import composed_epsilon
 from raycloak.coordinator.accounting.releases import Release
 from raycloak.coordinator.config import home
+from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.proof.budget_claims import epsilon, ledger
 from raycloak.coordinator.proof.case import Case
@@ -45,7 +46,7 @@ def case(record: Proved, tmp_path) -> Iterator[Case]:
 def test_the_epsilon_of_bounded_participations_is_derived_again_and_said_with_whose_word_it_rests_on(case: Case):
     ledger(case)
     said = epsilon(case)
-    assert said.startswith(f"{expected_epsilon(BOUND):.6g} at delta {DELTA:g}")
+    assert said.startswith(f"{epsilon_text(expected_epsilon(BOUND))} at delta {DELTA:g}")
     assert "no amplification is claimed" in said
     assert f"at most {BOUND} of 20 steps is the service's word" in said
     assert any("no example took part in more steps than the manifest's bound" in limit for limit in LIMITS)

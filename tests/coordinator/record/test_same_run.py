@@ -59,6 +59,7 @@ def test_another_manifest_is_refused_with_both_values(tmp_path):
         "computation.model_code": (manifest.computation.model_code.hex(), "00" * 32),
         "computation.dataset": (manifest.computation.dataset.hex(), "00" * 32),
         "ledger_key": (manifest.ledger_key.hex(), "00" * 32),
+        "policy_digest": (manifest.policy_digest.hex(), "00" * 32),
     }
     for path, (before, now) in cases.items():
         raw = manifest.model_dump(mode="json")
@@ -70,6 +71,8 @@ def test_another_manifest_is_refused_with_both_values(tmp_path):
         other = type(manifest).model_validate_json(__import__("json").dumps(raw))
         error = refused(RefusedError, require_same_manifest, manifest, other)
         assert f"{path} was {before}, now {now}" in error.message
+        # A newer raycloak is another policy under the simulator.
+        assert ("another version of raycloak" in error.message) == (path == "policy_digest")
 
 
 def test_differences_reach_every_leaf():

@@ -13,7 +13,8 @@ from raycloak.coordinator.planning.payer import data_place
 from raycloak.coordinator.record.folder import RunFolder
 from raycloak.coordinator.runs import execution
 from raycloak.coordinator.runs.execution import Execution
-from raycloak.coordinator.training.assignment import NewRun, Order
+from raycloak.coordinator.training.assignment import NewRun, Order, ResumedRun
+from raycloak.coordinator.training.reporting import StepReport
 from raycloak.metrics.errors import RunFailedError
 from raycloak.workers.inputs.fingerprint import dataset_fingerprint
 from raycloak.workers.inputs.models import ModelSource
@@ -51,6 +52,28 @@ def test_guarantee_an_execution_names_the_account_of_its_data(
         run._conduct(stack, launched, None, folder, NewRun())  # type: ignore[arg-type]
     assert handed.value.order.data == data_place(config.dataset, tmp_path)
     assert (handed.value.order.data == "") == public
+
+
+def test_a_resumed_run_says_where_it_begins_and_what_its_account_has_been_charged(tmp_path: Path):
+    said: list[str] = []
+    told: list[float | None] = []
+    run = Execution(
+        parse_config({**GOOD, "model": "m:f"}),
+        ModelSource.of("m:f"),
+        str(tmp_path),
+        notice=said.append,
+        progress=lambda report: told.append(report.epsilon),
+    )
+    plan: Any = SimpleNamespace(mechanism=SimpleNamespace(steps=79), epsilon=8.0, epsilon_cap=8.0, delta=1e-5)
+    outset: Any = SimpleNamespace(plan=plan, finished_steps=10, charged_steps=29, charged_epsilon=5.2)
+    folder: Any = SimpleNamespace(path=tmp_path)
+    run._callbacks = SimpleNamespace(started=lambda *_: None, stepped=lambda _: None)  # type: ignore[assignment]
+    run._outset(folder, ResumedRun(None, None), outset)  # type: ignore[arg-type]
+    # The receipts of steps 11 to 29 are of the time when they were charged.
+    for step, epsilon in ((11, 3.9), (29, 5.2), (30, 5.3)):
+        run._stepped(StepReport(step, 79, epsilon, 8.0, None, 2, "ab", 0.5))
+    assert said == ["resumed after step 10 of 79: steps that are charged already are not charged again"]
+    assert told == [5.2, 5.2, 5.3]
 
 
 def test_an_interrupted_run_counts_as_killed_since_its_log_was_not_exported(

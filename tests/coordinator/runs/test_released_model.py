@@ -17,7 +17,7 @@ from raycloak.attestation.sealed.package_keys import TrustStore, create_recipien
 from raycloak.coordinator.checkpoints.archive import Archive
 from raycloak.coordinator.cli import app
 from raycloak.coordinator.config.sections import CheckpointConfig
-from raycloak.coordinator.record.folder import RunFolder
+from raycloak.coordinator.record.folder import AUDIT, RunFolder
 from raycloak.coordinator.runs.export import export
 from raycloak.coordinator.runs.released_model import Keys, released_model
 from raycloak.coordinator.training.assignment import NewRun
@@ -179,6 +179,23 @@ def test_a_run_without_weights_says_so(runs, tmp_path):
     (folder / "manifest.json").unlink()
     assert code(lambda: raycloak.load(folder)) == "no_weights"
     assert code(lambda: raycloak.load(tmp_path)) == "not_a_run"
+
+
+def test_a_run_whose_folder_is_gone_asks_for_its_configuration(runs, tmp_path):
+    folder = shutil.copytree(runs("plain"), tmp_path / "run")
+    record = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(record | {"driver_base": str(tmp_path / "gone")}))
+    config = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(config.replace("tests.models:", "absent:"))
+    with pytest.raises(ConfigError, match=r"model_needed: .*/gone, .* is gone.* --config CONFIG"):
+        raycloak.load(folder)
+
+
+def test_an_audit_has_no_model_to_load(runs, tmp_path):
+    folder = shutil.copytree(runs("plain"), tmp_path / "run")
+    (folder / AUDIT).touch()
+    with pytest.raises(ConfigError, match=r"no_weights: .* is an audit"):
+        raycloak.load(folder)
 
 
 def test_a_model_that_was_given_in_python_is_given_again(runs, tmp_path):

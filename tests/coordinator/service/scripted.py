@@ -94,6 +94,7 @@ class World:
         room: steps that an account has room for, or after which a run is stopped early.
         ending: of a run that has taken them.
         manifest: of every run, but for its id; empty unless a test has a real one.
+        keeping: runs that keep the batches which were sent for them.
         load_refusal: code with which a load of a package is refused; none if empty.
     """
 
@@ -103,6 +104,7 @@ class World:
         self.ending = ending
         self.manifest = {}
         self.load_refusal = ""
+        self.keeping = set()
         folder.mkdir(exist_ok=True)
 
     def new_run(self):
@@ -129,6 +131,10 @@ class World:
     def steps(self, run_dir):
         """See `Records`."""
         return {step: released(step) for (step,) in self.facts(run_dir, "release")}
+
+    def keeps_batches(self, run_dir):
+        """See `Records`."""
+        return run_dir in self.keeping
 
     def package_bytes(self, location, package_digest):
         """See `Records`."""

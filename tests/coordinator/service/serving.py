@@ -62,6 +62,7 @@ class Served:
         self.world, self.refused, self.folder = World(folder / "world"), [], folder / "batches"
         self.folder.mkdir(exist_ok=True)
         drivers, self.sampler = LiveDrivers(self.world), ScriptedSampler()
+        self.pieces = lambda row: iter([b"one", b"two"])
 
         def make(watches):
             self.watches = watches
@@ -72,9 +73,7 @@ class Served:
             self.desk, self.turns = desk, Turns(desk, self.settings.limits.waiting_calls)
             self.turns.desk_of, drivers.turns = desk, self.turns
             self.turns.start()
-            return Parts(
-                desk, self.turns, self.folder, lambda row: iter([b"one", b"two"]), self.refused.append, "simulated"
-            )
+            return Parts(desk, self.turns, self.folder, lambda row: self.pieces(row), self.refused.append, "simulated")
 
         self.server = TrainingServer.start(make, self.settings, folder)
         self.address = f"localhost:{self.server.port}"

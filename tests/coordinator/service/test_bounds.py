@@ -6,22 +6,25 @@ from types import SimpleNamespace
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.config.run import validated
 from raycloak.coordinator.service import server as server_module
 from raycloak.coordinator.service.driver import PacedRun, Reports
+from raycloak.coordinator.service.limits import CALLS_OF_CONNECTION
 from raycloak.coordinator.service.pipe import parse_report
 from raycloak.coordinator.service.settings import ServiceSettings
+from raycloak.coordinator.service.store import ArtifactRow
 from raycloak.coordinator.training.reporting import StepReport
 from raycloak.coordinator.training.stop_signals import StopRequest
-from raycloak.metrics.errors import ConfigError
+from raycloak.metrics.errors import ConfigError, EvidenceError
 from raycloak.metrics.service_errors import ServiceAuthenticationError, ServiceQueueFullError, ServiceServerError
 from raycloak.workers.terms.measurement import Released as Measured
-from tests.coordinator.service.scripted import HASH, SENT, settings
+from tests.coordinator.service.scripted import HASH, KEYS, SENT, settings
 from tests.coordinator.service.serving import metadata, stub
 from tests.coordinator.service.test_drivers import REFUSED
-from tests.coordinator.service.test_server import DEADLINE_S, created, fails, head_of
+from tests.coordinator.service.test_server import DEADLINE_S, created, fails, head_of, pieces, sealed
 
 
 def test_off_loopback_private_data_needs_an_account_that_its_operator_has_opened():
@@ -91,18 +94,81 @@ def test_uploads_at_once_are_bounded_for_each_tenant(serve):
         over.set()
 
 
+def test_a_stranger_holds_few_calls_open_on_a_connection(serve):
+    served = serve(limits={"watches_per_tenant": 1})
+    request = health_pb2.HealthCheckRequest()
+    with grpc.insecure_channel(served.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        held = [health.Watch(request) for _ in range(1 + CALLS_OF_CONNECTION)]
+        assert [next(each).status for each in held] == [health_pb2.HealthCheckResponse.SERVING] * len(held)
+        with pytest.raises(grpc.RpcError, match="DEADLINE_EXCEEDED"):
+            health.Check(request, timeout=0.2)
+        held[0].cancel()
+        assert health.Check(request, timeout=DEADLINE_S)
+
+
+def expiring(serve):
+    """Return a service whose one tenant has a token that ends in a thousand years."""
+    token = {"sha256": HASH(b"north").hexdigest(), "expires": "2999-01-01"}
+    return serve(tenants={"north": {"token_sha256": [token], "datasets": ["digits"], "code": ["m:f"], "key_services": KEYS}})  # fmt: skip # noqa: E501
+
+
+def after_the_end(monkeypatch):
+    """Set the clock of streams beyond that end; a call that begins is still in time."""
+    monkeypatch.setattr(server_module, "time", SimpleNamespace(time=lambda: 40_000_000_000.0))
+
+
 def test_a_stream_of_changes_ends_with_the_credentials_it_was_opened_with(serve, monkeypatch):
-    hashed = HASH(b"north").hexdigest()
-    tenant = {"token_sha256": [{"sha256": hashed, "expires": "2999-01-01"}], "datasets": ["digits"], "code": ["m:f"]}
-    served = serve(tenants={"north": tenant})
-    with stub(served.address) as api:
+    with stub(expiring(serve).address) as api:
         client = created(api)
         call = api.Watch(wire.WatchRequest(client_id=client), metadata=metadata(), timeout=DEADLINE_S)
         next(call)
-        monkeypatch.setattr(server_module, "time", SimpleNamespace(time=lambda: 40_000_000_000.0))
+        after_the_end(monkeypatch)
         error = fails(lambda: list(call))
         assert isinstance(error, ServiceAuthenticationError)
         assert error.code == "expired"
+
+
+def test_an_upload_and_a_download_end_with_their_credentials_and_nothing_is_recorded(serve, monkeypatch):
+    served = expiring(serve)
+    with stub(served.address) as api:
+        client = created(api, config=SENT)
+        kept = ArtifactRow(client, 0, 1, "package", "ab" * 32, "cd" * 32, "{}", 1.0, 6)
+        served.turns.put(lambda: served.store.add_artifact(kept)).result(DEADLINE_S)
+        content = sealed(api, client)
+        head = head_of(client, content)
+        after_the_end(monkeypatch)
+
+        def send():
+            return api.SendBatch(pieces(head, content), metadata=metadata(), timeout=DEADLINE_S)
+
+        def pull():
+            return list(api.PullArtifact(wire.ArtifactRequest(artifact_id=f"{client}.0"), metadata=metadata()))
+
+        assert [fails(send).code, fails(pull).code] == ["expired", "expired"]
+        monkeypatch.undo()
+        assert [piece.data for piece in pull()] == [b"one", b"two"]
+        assert served.turns.put(served.store.batch_files).result(DEADLINE_S) == set()
+        assert send().state == "done"
+
+
+def test_a_package_that_is_gone_is_named_to_who_pulls_it_and_in_the_log(serve, caplog):
+    served = serve()
+    with stub(served.address) as api:
+        client = created(api)
+        kept = ArtifactRow(client, 0, 1, "package", "ab" * 32, "cd" * 32, "{}", 1.0, 6)
+        served.turns.put(lambda: served.store.add_artifact(kept)).result(DEADLINE_S)
+        request = wire.ArtifactRequest(artifact_id=f"{client}.0")
+
+        def gone(row):
+            yield b"one"
+            raise EvidenceError("package_file_missing", f"the {row.package} is not there.", "Save the state again.")
+
+        served.pieces = gone
+        error = fails(lambda: list(api.PullArtifact(request, metadata=metadata(), timeout=DEADLINE_S)))
+        assert isinstance(error, ServiceServerError)
+        assert (error.code, error.remedy) == ("package_file_missing", "Save the state again.")
+        assert [each for each in caplog.messages if error.request_id in each and error.code in each]
 
 
 def test_a_defect_is_in_the_log_by_request_id_and_its_text_reaches_nobody(serve, monkeypatch, caplog):
@@ -129,10 +195,11 @@ def test_a_loss_that_was_bought_for_a_model_is_that_of_the_step_from_this_model(
     with (tmp_path / "reports").open("wb") as file:
         run = PacedRun(REFUSED, iter(()), Reports(file.fileno(), stop), stop)
         run._measured(
-            Measured(query="evaluation", number=0, after=1, values={"loss": 0.25, "accuracy": 0.5}, deviation={})
+            Measured(query="evaluation", number=0, after=1, values={"loss": 0.25, "accuracy": 0.5}, deviation={}), 0.75
         )
         for step in (0, 1):
             run._computed(step, 0.5, None)
             run._stepped(StepReport(step + 1, 2, 0.5, 2.0, None, 3, "cd", 0.5))
-    reports = map(parse_report, (tmp_path / "reports").read_bytes().splitlines())
+    spent, *reports = map(parse_report, (tmp_path / "reports").read_bytes().splitlines())
+    assert spent.epsilon == 0.75
     assert [each.loss for each in reports] == [None, None, 0.25, 0.25]

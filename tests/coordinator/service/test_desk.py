@@ -8,7 +8,7 @@ import pytest
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.service.drivers import Exited
 from raycloak.coordinator.service.operation_queues import MOST_SAMPLES
-from raycloak.coordinator.service.pipe import Computed, Ended, Failed, Held, Opened, Released
+from raycloak.coordinator.service.pipe import Computed, Ended, Failed, Held, Opened, Over, Released, Spent
 from raycloak.coordinator.service.sampling.requests import request_of, wrong_field
 from raycloak.metrics.service_errors import (
     BudgetExceededError,
@@ -19,7 +19,7 @@ from raycloak.metrics.service_errors import (
     ServiceStateError,
     ServiceValidationError,
 )
-from tests.coordinator.service.scripted import GIVEN, SENT, TEXT, World, digest
+from tests.coordinator.service.scripted import GIVEN, SENT, TEXT, World, digest, released
 
 FB, OPT, SAVE, LOAD, SAMPLE = "forward_backward", "optim_step", "save_state", "load_state", "sample"
 TEXTS = {"prompts": ["a"], "max_tokens": 3, "top_p": 1.0, "completions": 1}
@@ -296,7 +296,7 @@ def test_a_queued_forward_backward_is_cancelled_with_its_optim_step_and_nothing_
     first, second, third = steps(site, client, 3)
     assert site.cancel(second[0]).state == "cancelled"
     assert site.get(second[1]).error.kind == "cancelled"
-    assert "nothing was charged" in site.get(second[1]).error.message
+    assert "no step was charged" in site.get(second[1]).error.message
     site.run()
     assert [site.get(each).state for each in (*first, *third)] == ["done"] * 4
     assert site.get(third[1]).optim_step.step == 2
@@ -333,7 +333,7 @@ def test_a_running_forward_backward_is_cancelled_stays_charged_and_its_step_is_u
     cancelled = site.get(forward)
     assert (cancelled.state, cancelled.error.kind) == ("cancelled", "cancelled")
     assert "stays charged" in cancelled.error.message
-    assert ["nothing was charged" in site.get(each).error.message for each in behind] == [True, True]
+    assert ["no step was charged" in site.get(each).error.message for each in behind] == [True, True]
     assert site.client(client).dp_metrics.epsilon_spent == pytest.approx(0.1)
     assert site.client(client).dp_metrics.steps_charged == 1
     # The driver is inside the step: nothing can be saved before it is released.
@@ -489,7 +489,7 @@ def test_a_cancellation_tells_whether_a_driver_that_was_lost_had_charged_the_ste
     site.run()
     found = site.get(running)
     assert found.state == "cancelled"
-    assert ("stays charged" in found.error.message, "nothing was charged" in found.error.message) == (
+    assert ("stays charged" in found.error.message, "no step was charged" in found.error.message) == (
         charged,
         not charged,
     )
@@ -506,10 +506,10 @@ def test_nothing_is_told_as_charged_where_nothing_is_private(site):
     site.cancel(forward)
     for report in reports:
         site.tell(client, report)
-    assert (site.get(forward).state, "nothing was charged" in site.get(forward).error.message) == ("cancelled", True)
+    assert (site.get(forward).state, "no step was charged" in site.get(forward).error.message) == ("cancelled", True)
 
 
-def test_a_state_is_saved_listed_and_loaded(site):
+def test_a_state_is_saved_listed_and_loaded(site, monkeypatch):
     client = site.create()
     steps(site, client, 1)
     save = site.submit(client, SAVE, metadata={"epoch": "1"})
@@ -525,6 +525,11 @@ def test_a_state_is_saved_listed_and_loaded(site):
     shown = site.client(client)
     # What was spent stays, and so does the number of steps.
     assert (shown.step, shown.parameter_digest, shown.dp_metrics.steps_charged) == (2, digest(1), 2)
+    later = [site.submit(client, SAVE) for _ in range(2)]
+    site.run()
+    monkeypatch.setattr("raycloak.coordinator.service.desk.MOST_LISTED", 2)
+    newest = [site.get(each).save_state.artifact for each in later]
+    assert site.ask(site.desk.artifacts, "north", client) == newest
 
 
 def test_a_refused_save_fails_alone(site):
@@ -722,6 +727,16 @@ def test_what_was_released_is_saved_loaded_and_sampled_although_no_step_will_fol
     assert site.drivers.of == {}
 
 
+def test_what_a_measurement_has_cost_is_told_although_no_step_follows(site):
+    client = site.create()
+    site.run()
+    seen = site.client(client).revision
+    site.tell(client, Spent(epsilon=0.75))
+    site.tell(client, Over(ending="early_stopped"))
+    assert site.client(client).dp_metrics.epsilon_spent == 0.75
+    assert site.ask(site.desk.changes, "north", client, seen)[-1].client.dp_metrics.epsilon_spent == 0.75
+
+
 def test_a_save_of_a_run_that_was_ended_elsewhere_fails_by_its_ending(site):
     client = site.create()
     steps(site, client, 1)
@@ -747,6 +762,29 @@ def test_a_failed_driver_fails_the_client_and_all_that_waits(site):
     with pytest.raises(ServiceStateError, match="client_failed"):
         site.submit(client, FB)
     assert site.drivers.of == {}
+
+
+@pytest.mark.parametrize("close", [False, True])
+def test_a_late_report_neither_gives_an_ended_client_another_cause_nor_opens_it_again(site, close):
+    client = site.create()
+    site.run()
+    steps(site, client, 1)
+    site.ask(site.desk.give_up, client)
+    if close:
+        site.ask(site.desk.close_client, "north", client)
+    site.tell(client, released(0))
+    assert site.client(client).status == ("TERMINATED" if close else "ERROR")
+    assert site.client(client).error.code == "report_lost"
+
+
+def test_a_driver_that_stops_though_nobody_told_it_to_is_lost(site):
+    client = site.create()
+    ((forward, _),) = steps(site, client, 1)
+    for _ in range(4):
+        site.tell(client, Ended(ending="stopped", metrics=None))
+        site.tell(client, Exited(code=0, last_words=""))
+    assert site.drivers.of == {}
+    assert site.get(forward).error.code == "driver_lost"
 
 
 def test_a_lost_driver_is_started_again_but_not_for_ever(site, caplog):
@@ -913,10 +951,11 @@ def test_a_refusal_of_a_shared_account_names_no_run_of_another_client(site):
     client, ours, other = site.create(), "0" * 16, "a1" * 8
     site.tell(client, Opened(run_id=ours, run_dir=site.folder))
     said = f"the account is held for the plan of run {other} alone, and run {ours} is another."
-    site.tell(client, Failed(code="account_not_shared", message=said, remedy=f"Resume run {other}.", exit_code=3, epsilon=None, step=None))  # fmt: skip # noqa: E501
+    site.tell(client, Failed(code="account_not_shared", message=said, remedy=f"Resume run {other}, or name one in ledger.account.", exit_code=3, epsilon=None, step=None))  # fmt: skip # noqa: E501
     error = site.client(client).error
     assert error.message == f"the account is held for the plan of another run alone, and run {ours} is another."
-    assert error.remedy == "Resume another run."
+    # A client has no ledger to configure.
+    assert error.remedy == "Resume another run, or name one in the service's settings, as the account of the data."
 
 
 def test_a_step_that_waits_when_its_client_is_closed_fails_by_the_closing(site):
@@ -1260,6 +1299,27 @@ def test_another_process_removes_files_that_no_operation_names(make_site):
     site.submit(client, OPT)
     site.run()
     assert len(site.drivers.of[client].files[0]) == 1
+
+
+@pytest.mark.parametrize("config", [GIVEN, SENT], ids=["registered", "sent"])
+def test_what_the_operator_has_withdrawn_is_trained_on_no_more_and_what_was_released_stays(make_site, config):
+    site = make_site()
+    client = site.create(config=config)
+    site.run()
+    site.send(client, "a") if config is SENT else site.submit(client, FB)
+    site.submit(client, OPT)
+    tenant = {"token_sha256": [{"sha256": sha256(b"north").hexdigest()}]}
+    site = make_site(world=site.world, tenants={"north": tenant})
+    site.run()
+    assert site.client(client).step == 1, "what was submitted before is done"
+    with pytest.raises((ServiceNotFoundError, ServicePermissionError)):
+        site.send(client, "b", key="b") if config is SENT else site.submit(client, FB, key="b")
+    save = site.submit(client, SAVE, key="save")
+    site.run()
+    assert site.get(save).state == "done"
+    site = make_site(world=site.world)
+    site.send(client, "b", key="b") if config is SENT else site.submit(client, FB, key="b")
+    assert site.get(site.submit(client, OPT, key="o")).state != "failed"
 
 
 def test_a_stopping_desk_stops_drivers_and_starts_none(site):

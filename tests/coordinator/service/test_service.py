@@ -2,6 +2,7 @@
 
 import json
 import logging
+import socket
 import time
 
 import pytest
@@ -11,6 +12,7 @@ from raycloak.coordinator.service import service as service_module
 from raycloak.coordinator.service.drivers import Exited
 from raycloak.coordinator.service.pipe import Ready
 from raycloak.coordinator.service.service import TrainingService
+from raycloak.metrics.errors import ConfigError
 from tests.coordinator.service.scripted import GIVEN, ScriptedDriver, World, settings
 
 DEADLINE_S = 60
@@ -56,7 +58,7 @@ def serve(tmp_path, raycloak_home):
     """Return a maker of services, which a test ends."""
 
     def make(drivers, **fields):
-        return TrainingService(settings(metrics={"bind": "127.0.0.1:0"}, **fields), tmp_path, drivers)
+        return TrainingService(settings(**{"metrics": {"bind": "127.0.0.1:0"}} | fields), tmp_path, drivers)
 
     return make
 
@@ -94,6 +96,22 @@ def test_a_driver_that_does_not_end_with_the_service_is_killed_and_its_run_goes_
         while client_id not in drivers.of and time.monotonic() < until:
             time.sleep(0.01)
         assert drivers.of[client_id].begin.run_id == client.summary.run_id
+
+
+@pytest.mark.parametrize("field", ["bind", "metrics"])
+def test_a_service_that_cannot_listen_starts_no_driver_and_leaves_its_store_to_the_next(serve, tmp_path, field):
+    with serve(Drivers(tmp_path, obey=True)) as service, ServiceClient(service.facts.address, "north") as connection:
+        client = connection.create_training_client(GIVEN)
+        client.forward_backward()
+        client.detach()
+    drivers = Drivers(tmp_path, obey=True)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError):
+            serve(drivers, **{field: {"bind": address} if field == "metrics" else address})
+    assert drivers.of == {}
+    with serve(drivers) as service, ServiceClient(service.facts.address, "north") as connection:
+        assert len(connection.list_clients()) == 1
 
 
 @pytest.mark.parametrize("evidence", ["simulated", "hardware"])

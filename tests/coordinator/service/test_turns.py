@@ -60,7 +60,12 @@ def test_calls_that_never_cease_do_not_keep_time_from_the_desk(clerk, turns):
 
 def test_a_defect_after_a_turn_refuses_calls_instead_of_leaving_them(clerk, turns, caplog):
     told = threading.Event()
-    turns.when_failed(told.set)
+
+    def tell():
+        told.set()
+        raise RuntimeError("the loop of the server is closed")
+
+    turns.when_failed(tell)
     clerk.acts.append(lambda: 1 / 0)
     for _ in range(2):
         with pytest.raises(ServiceServerError, match="store_failed"):

@@ -115,7 +115,9 @@ def test_ranks_are_padded_to_powers_of_two_from_2():
     assert [padded_rank(rank) for rank in (1, 2, 3, 8, 9)] == [2, 2, 4, 8, 16]
 
 
-def test_secret_keys_are_neither_pickled_nor_shown(client):
+def test_secret_keys_are_neither_pickled_nor_shown_nor_saved(seal, client, monkeypatch):
+    monkeypatch.setattr(seal.SecretKey, "save", lambda *_: pytest.fail("SEAL wrote the secret key to a file"))
+    ClientKeys(client.shape)
     with pytest.raises(TypeError, match="must not leave its process"):
         pickle.dumps(client)
     assert repr(client) == f"<ClientKeys {client.fingerprint.hex()[:16]}>"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from raycloak.metrics.errors import ModelError
+from raycloak.metrics.errors import ConfigError, ModelError
 from raycloak.workers.gradients.clipping import (
     CLIP_MARGIN,
     MAX_ROWS,
@@ -196,7 +196,7 @@ def test_what_the_bound_was_not_derived_for_is_refused() -> None:
         with pytest.raises(AssertionError):
             ClippedSum([1], clip, CPU)
     module = nn.Linear(2, 2)
-    with pytest.raises(AssertionError):
+    with pytest.raises(ConfigError, match=r"batch_too_large: .* 131136 rows in a step.*more virtual workers"):
         GradientEngine(module, cross_entropy, mechanism(6, rows=64, batches=2**11 + 1))
 
 

@@ -12,6 +12,7 @@ from raycloak.workers.inputs.datasets import dataset_form
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.inputs.file_sets import FileSet
 from raycloak.workers.inputs.fingerprint import dataset_fingerprint
+from raycloak.workers.inputs.inspection import faulty_images
 
 
 def described(**fields: Any) -> DatasetDescriptor:
@@ -88,6 +89,24 @@ def test_an_unreadable_image_is_refused_without_its_name(base: Path, content: by
     with pytest.raises(DatasetError, match=r"dataset_unreadable: .*folder 'cats'") as caught:
         described().open(base)
     assert "mary" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.float32])
+def test_an_image_of_more_than_8_bits_is_refused_and_named_to_its_owner_alone(base: Path, dtype: type):
+    from PIL import Image
+
+    # A scan of 12 bits, of which Pillow would cut nearly all values to white.
+    scan = np.linspace(0, 4095, 64).reshape(8, 8).astype(dtype)
+    Image.fromarray(scan).save(base / "pets" / "cats" / "mary.tiff")
+    with pytest.raises(DatasetError, match=r"dataset_dtype: .*folder 'cats', has more than 8 bits") as caught:
+        described().open(base)
+    assert "mary" not in str(caught.value)
+    assert faulty_images(described(), base) == {str(base / "pets" / "cats" / "mary.tiff"): images.TOO_DEEP}
+
+
+def test_a_folder_that_is_not_there_is_said_so(base: Path):
+    with pytest.raises(DatasetError, match=r"cannot read .*/pet: No such file or directory"):
+        described(path="pet").open(base)
 
 
 def test_the_decoder_and_the_classes_are_in_the_manifests_digest(base: Path):

@@ -318,6 +318,11 @@ def test_layers_are_refused_by_what_they_do(module: nn.Module, code: str, named:
     assert named in refusal(module)[1]
 
 
+def test_labels_with_a_point_under_a_loss_of_classes_are_told() -> None:
+    with pytest.raises(ModelError, match=r"model_input: .* classes are whole numbers\."):
+        check_trainable(nn.Linear(6, 3), FORM.model_copy(update={"label_dtype": "float32"}), cross_entropy)
+
+
 TEXTS = FORM.model_copy(update={"feature_dtype": "int64", "feature_shape": (9,)})
 
 

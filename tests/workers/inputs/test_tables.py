@@ -116,10 +116,13 @@ def test_quoted_values_and_tabs_are_read(tmp_path: Path):
         ("a,b,outcome\n", "dataset_empty", "no examples"),
         ("1,2,0\n3,4,1\n", "dataset_array", "starts with numbers"),
         ("a,a,outcome\n1,2,0\n", "dataset_array", "two columns 'a'"),
+        ("a;b;outcome\n1,5;2;0\n", "dataset_array", "has values that ';' separates"),
+        ("a\tb\toutcome\n1\t2\t0\n", "dataset_array", "has values that a tab separates"),
         ("a,b\n1,2\n", "dataset_array", "no column 'outcome'"),
         ("outcome\n1\n", "dataset_array", "no column but the label"),
         ("a,b,outcome\n1,,0\n", "dataset_array", "'b' has missing values"),
-        ("a,b,outcome\n1,NA,0\n", "dataset_array", "'b' has missing values"),
+        ("a,b,outcome\n1,NA,0\n", "dataset_array", "'b' has missing values."),
+        ("a,b,outcome\n1,,0\n2,<3,0\n", "dataset_array", "'b' has missing values, and others that are no numbers"),
         ("a,b,outcome\n1,secret,0\n2,3,0\n", "dataset_dtype", "'b' holds numbers and something else"),
         ("a,b,outcome\n1,secret,0\n", "dataset_dtype", "'b' is text"),
         ("a,b,outcome\n1,2,secret\n", "dataset_dtype", "'outcome' is text"),
@@ -181,6 +184,8 @@ def test_a_label_outside_the_public_list_is_refused_and_not_told(kind: str, tmp_
     pq.write_table(pa.table({"a": [1, 3], "b": [2, 4], "outcome": ["well", "secret"]}), tmp_path / "data.parquet")
     error = refusal(tmp_path, kind, f"data.{kind}", class_names=CLASSES)
     assert (error.code, "secret" in str(error)) == ("dataset_label", False)
+    (tmp_path / "gap.csv").write_text("a,outcome\n1,well\n2,\n")
+    assert "has missing values" in refusal(tmp_path, "csv", "gap.csv", class_names=("well", "ill")).message
     error = refusal(tmp_path, kind, f"data.{kind}")
     assert (error.code, "dataset.classes" in error.remedy) == ("dataset_dtype", True)
 

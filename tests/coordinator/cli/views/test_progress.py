@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from raycloak.coordinator.cli.views.progress import ProgressDisplay, duration_text, rate_text, status_line
+from raycloak.coordinator.cli.views.progress import ProgressDisplay, duration_text, rate_text, status_line, waiting
 from raycloak.coordinator.training.reporting import StepReport
 
 REPORT = StepReport(
@@ -60,9 +60,9 @@ def test_the_rate_and_what_is_left(steps_per_s, left, text):
 class Watched:
     """A display whose clock only the test moves, and what it printed."""
 
-    def __init__(self, terminal=False, every_s=10.0):
+    def __init__(self, terminal=False, every_s=10.0, width=160):
         self.now, self._stream = 100.0, io.StringIO()
-        console = Console(file=self._stream, force_terminal=terminal, width=160)
+        console = Console(file=self._stream, force_terminal=terminal, width=width)
         self.display = ProgressDisplay(console, "digits", every_s, lambda: self.now)
 
     def phase(self, what, after=0.0):
@@ -128,6 +128,16 @@ def test_a_log_stays_alive_while_nothing_is_finished(begun):
     assert not any(thread.name == "progress" and thread.is_alive() for thread in threading.enumerate())
 
 
+def test_a_log_says_what_follows_a_stop_and_no_step_that_is_over():
+    stream, said = io.StringIO(), threading.Event()
+    stream.write = lambda text: said.set() if "writing the result, for " in text else None
+    with ProgressDisplay(Console(file=stream, width=160), "digits", every_s=0.05) as display:
+        display.phase("training")
+        display(replace(REPORT, step=3))
+        display.phase("writing the result")
+        assert said.wait(DEADLINE_S)
+
+
 def test_a_display_that_said_something_lately_says_nothing_more():
     watched = Watched(every_s=0.05)
     with watched.display:
@@ -145,13 +155,26 @@ def test_the_last_accuracy_or_loss_stays_visible():
         assert text in watched.lines[-1]
 
 
-def test_a_terminal_shows_a_bar_with_rate_budget_accuracy_and_workers():
-    watched = Watched(terminal=True)
+def test_a_narrow_terminal_shows_all_of_bar_rate_budget_accuracy_and_workers():
+    watched = Watched(terminal=True, width=60)
     with watched.display:
         watched.phase("loading libraries")
         watched.phase("training", after=5.0)
         watched.step(199, after=0.5)
         watched.step(200, after=0.5, evaluation_accuracy=0.94)
     assert "200/200" in watched.text
-    assert f"2.0 steps/s · {STATUS} · accuracy 94.0% · 3 workers" in watched.text
+    assert f"2.0 steps/s · {STATUS} · accuracy 94.0% · 3 workers" in " ".join(watched.text.split())
     assert "started in 0:05: loading libraries 5.0 s" in watched.text
+    assert "…" not in watched.text
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_command_that_waits_says_so_and_one_that_is_quick_leaves_nothing(terminal):
+    stream, said = io.StringIO(), threading.Event()
+    stream.write = lambda text: said.set() if "reading all examples" in text else None
+    with waiting(Console(file=stream, force_terminal=terminal), "reading all examples", every_s=0.05):
+        assert said.wait(DEADLINE_S)
+    quick = io.StringIO()
+    with waiting(Console(file=quick, force_terminal=False), "reading all examples"):
+        pass
+    assert not quick.getvalue()
