@@ -267,10 +267,11 @@ def _code(lines: list[str]) -> Iterator[str]:
 
 def main() -> None:
     """Write all pages."""
+    written = pages()  # first, so that a docstring that cannot be written leaves the former pages
     FOLDER.mkdir(exist_ok=True)
     for path in FOLDER.glob("*.md"):
         path.unlink()
-    for name, text in pages().items():
+    for name, text in written.items():
         (FOLDER / name).write_text(text)
 
 

@@ -295,7 +295,7 @@ class Execution:
             elif assignment.recorded is None:
                 self._void(control, folder)
             raise
-        # An interrupt ends it at once and marks nothing, as a kill does: log and verdict are of earlier executions.
+        # An interrupt ends it at once and marks nothing, as a kill does: log and verdict stay those of before.
         assert finished.ending is not None, "a finished run has an ending"
         if assignment.charges:
             folder.mark("stopped" if finished.ending is Ending.STOPPED else "done")

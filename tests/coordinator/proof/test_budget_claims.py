@@ -5,6 +5,7 @@ from contextlib import closing
 
 import pytest
 
+from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.proof import budget_claims
 from raycloak.coordinator.proof.case import Case
@@ -61,7 +62,7 @@ def test_a_cap_that_was_lowered_between_two_points_of_a_quote_leaves_the_epsilon
     ledger.change_cap("patients", stated * 0.95)
     spent = ledger.view().accounts[0].spent_epsilon
     assert spent < stated
-    assert budget_claims.epsilon(case_of(ledger, planned)).startswith(f"{spent:.6g} at delta")
+    assert budget_claims.epsilon(case_of(ledger, planned)).startswith(f"{epsilon_text(spent)} at delta")
 
 
 def test_a_prepaid_run_that_was_charged_for_no_step_is_proved_to_have_cost_its_plan(ledger, case_of, record):
@@ -69,4 +70,4 @@ def test_a_prepaid_run_that_was_charged_for_no_step_is_proved_to_have_cost_its_p
     manifest = manifest_of(record, planned)
     ledger.open_account("patients", CAP, DELTA)
     ledger.register_run(manifest.run_id, "patients", (planned,), manifest.digest(), prepaid=True)
-    assert budget_claims.epsilon(case_of(ledger, planned)).startswith(f"{expected_epsilon(3):.6g} at delta")
+    assert budget_claims.epsilon(case_of(ledger, planned)).startswith(f"{epsilon_text(expected_epsilon(3))} at delta")
