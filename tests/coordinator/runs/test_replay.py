@@ -57,7 +57,7 @@ class _Asked(Exception):
 def test_a_replay_finds_the_runs_own_code_from_any_directory(
     is_gone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def asked(config: object, model: object, base: str, notice: object) -> None:
+    def asked(config: object, model: object, base: str, notice: object, phase: object) -> None:
         raise _Asked(base)
 
     project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
