@@ -69,7 +69,9 @@ def _view(report: "Report") -> "RenderableType":
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=f"Run {report.run_id}" if report.run_id else "Run", title_justify="left", title_style="bold")
+    # As text: in a string, a run's id could be markup.
+    title = Text(f"Run {report.run_id}" if report.run_id else "Run", style="bold")
+    table = Table(title=title, title_justify="left")
     table.add_column("claim", no_wrap=True)
     table.add_column("outcome", no_wrap=True)
     table.add_column("", overflow="fold")

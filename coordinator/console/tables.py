@@ -8,7 +8,8 @@ from rich.text import Text
 
 def fields_table(title: str, rows: Iterable[tuple[str, str]]) -> Table:
     """Return two columns, a label and its value; values are folded, never cut."""
-    table = Table(title=title, show_header=False, title_justify="left", title_style="bold")
+    # As text: in a string, a name that a user has given could be markup.
+    table = Table(title=Text(title, style="bold"), show_header=False, title_justify="left")
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
     for label, value in rows:
