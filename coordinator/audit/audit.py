@@ -14,7 +14,7 @@ import secrets
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -149,8 +149,7 @@ def audit(
         setup = _setup(audited, folder, task)
         # The audit's own folder is no place of the data.
         data = data_place(config.dataset, base)
-        told = progress, phase
-        finished, models, run_dir = _train(audited, session, setup, run_secret, canaries, told, data)
+        finished, models, run_dir = _train(audited, session, setup, run_secret, canaries, progress, phase, data)
     mechanism, delta, epsilon = finished.plan.mechanism, finished.plan.delta, _epsilon(audited, finished)
     bound = strongest_bound(_observed(models, audited), coins, mechanism, delta=delta, confidence=confidence)
     result = AuditResult(
@@ -224,12 +223,12 @@ def _train(
     setup: WorkerSetup,
     run_secret: Path | None,
     canaries: int,
-    told: tuple[Callable[[StepReport], None], Callable[[str], None]],
+    progress: Callable[[StepReport], None],
+    phase: Callable[[str], None],
     data: str,
 ) -> tuple[Finished, NDArray[np.float32], Path]:
     """Run to the end; return the outcome, the canaries' parameters around each step, and the run directory."""
     models = [np.zeros(canaries, np.float32)]
-    progress, phase = told
     with ExitStack() as stack:
         stack.callback(lambda: [actor.handle.close() for actor in session.control.actors.values()])
         stack.enter_context(run_lock(session.run_id))
@@ -247,7 +246,7 @@ def _train(
             progress(report)
 
         try:
-            reporting = replace(_reporting(config, events, after_step), phase=phase)
+            reporting = _reporting(config, events, after_step, phase)
             order = Order(config, session, setup, lambda: None, reporting, run_folder, NewRun(), data)
             coordinator = Coordinator(order)
             finished = coordinator.run()
@@ -273,11 +272,17 @@ def _setup(config: RunConfig, folder: Path, task: CanaryTask) -> WorkerSetup:
     )
 
 
-def _reporting(config: RunConfig, events: EventWriter, progress: Callable[[StepReport], None]) -> Reporting:
+def _reporting(
+    config: RunConfig,
+    events: EventWriter,
+    progress: Callable[[StepReport], None],
+    phase: Callable[[str], None],
+) -> Reporting:
     return Reporting(
         metrics=lambda manifest, evidence: RunMetrics(run_facts(manifest, evidence, config)),
         events=events,
         progress=progress,
+        phase=phase,
         departure=lambda departure: None,
         joined=lambda member_id: None,
         restart=lambda restart: None,
