@@ -116,7 +116,9 @@ def _shares(name: str, shape: tuple[int, ...], dtype) -> Iterator[tuple[str, dic
     mechanism = plan_mechanism(config, 60_000, parameter_count(module))
     parameters = read_flat(module)
     engine = GradientEngine(module, loss_function("cross_entropy", folder)[0], mechanism)
-    computers = {place: VirtualWorkerComputer(mechanism, engine, dataset) for place, dataset in datasets.items()}
+    # Any rows do: a full draw has no place without an example, and time does not depend on what a spare row holds.
+    spare = datasets["memory"].batch(np.zeros(1, np.int64))
+    computers = {place: VirtualWorkerComputer(mechanism, engine, dataset, spare) for place, dataset in datasets.items()}
     keys = VirtualWorkerKeys(stream=Secret(bytes(32)), data=Secret(bytes(32)))
     for computer in computers.values():
         computer.slice(0)  # Read once in a run, for its digest.

@@ -78,7 +78,8 @@ def worker(parameters: int, hosted: int) -> int:
     features = np.ones((examples, parameters // CLASSES), np.float32)
     data = ArrayDataset(features, np.arange(examples) % CLASSES)
     loss = torch.nn.CrossEntropyLoss(reduction="none")
-    computer = VirtualWorkerComputer(mechanism, GradientEngine(module, loss, mechanism), data)
+    spare = data.batch(np.zeros(1, np.int64))
+    computer = VirtualWorkerComputer(mechanism, GradientEngine(module, loss, mechanism), data, spare)
     keys = VirtualWorkerKeys(stream=Secret(bytes(32)), data=Secret(bytes(32)))
     received = read_flat(module)
 

@@ -68,6 +68,7 @@ from raycloak.workers.terms.receipt import Receipt, data_root
 from raycloak.workers.train_worker import TrainWorker
 from raycloak.workers.vectors.payload import Header, VectorRange
 from raycloak.workers.virtual_worker import VirtualWorkerComputer
+from tests.drawn import spare_of
 from tests.models import small_model, wide_model
 
 NOW = 1_800_000_000
@@ -150,7 +151,9 @@ def computer(
     """Return a computer of any virtual worker's vectors, outside of any worker."""
     module = build_model(ModelSource.of(f"tests.models:{model.__name__}"), ".", 0)
     dataset = ArrayDataset(*(examples() if data is None else data))
-    return VirtualWorkerComputer(mechanism, GradientEngine(module, cross_entropy, mechanism), dataset)
+    return VirtualWorkerComputer(
+        mechanism, GradientEngine(module, cross_entropy, mechanism), dataset, spare_of(dataset)
+    )
 
 
 def initial_parameters(model: Callable[[], nn.Module] = small_model) -> np.ndarray:

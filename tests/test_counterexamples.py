@@ -33,6 +33,7 @@ from raycloak.workers.vectors.payload import VectorRange
 from raycloak.workers.vectors.ring import decode
 from raycloak.workers.virtual_worker import VirtualWorkerComputer
 from tests.coordinator.ledger.ledger_cases import MANIFEST, PARAMETERS, opened
+from tests.drawn import spare_of
 from tests.models import wide_model
 from tests.noise import draws
 from tests.protocol import (
@@ -127,7 +128,7 @@ def test_two_queries_of_a_step_under_one_noise_tell_their_difference(monkeypatch
     renamed = counts.model_copy(update={"mechanism": counts.mechanism.model_copy(update={"query": "evaluation"})})
     data = ArrayDataset(*examples())
     first, second = (
-        VirtualWorkerComputer(of.mechanism, ClassCountEngine(counts), data).vector(
+        VirtualWorkerComputer(of.mechanism, ClassCountEngine(counts), data, spare_of(data)).vector(
             0, KEYS, 0, b"p" * 32, DATA_ROOT, START
         )
         for of in (counts, renamed)

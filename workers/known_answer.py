@@ -162,6 +162,8 @@ def known_answer(
     count = mechanism.micro_batch_size * mechanism.micro_batches
     public = mechanism.model_copy(update={"num_examples": count, "virtual_workers": 1, "sample_rate": 1.0})
     synthetic = _SyntheticDataset(dataset, count, vocabulary or 1, classes)
-    computer = VirtualWorkerComputer(public, engine, synthetic)
+    # There are no rows without an example, so any may be the spare one.
+    spare = synthetic.batch(np.zeros(1, np.int64))
+    computer = VirtualWorkerComputer(public, engine, synthetic, spare)
     keys = VirtualWorkerKeys(stream=_PUBLIC_KEY, data=_PUBLIC_KEY)
     return digest(computer.vector(0, keys, 0, bytes(32), bytes(32), parameters).values.data)

@@ -272,7 +272,10 @@ class RunMember:
         """Add the vectors of all hosted virtual workers; those kept for this step are not computed again."""
         hosted = roster.member(self._attester.member_id).virtual_workers
         computer = self.planned.computers[roster.query]
-        for v in self._hosted.missing(hosted, (roster.query, roster.step, inputs, root)):
+        missing = self._hosted.missing(hosted, (roster.query, roster.step, inputs, root))
+        if missing and roster.query == "gradient":
+            self.planned.check_released(roster.step, flat)
+        for v in missing:
             keys = self._key(roster, v)
             rows = None if sent is None else sent.rows(v, keys)
             of_step = roster.step, inputs, root, flat

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from raycloak.attestation.core.keys import Purpose, derive
 from raycloak.attestation.keys.release import VirtualWorkerKeys
 from raycloak.metrics.errors import ProtocolError
 from raycloak.workers.gradients.clipping import MicroBatch, micro_batches
 from raycloak.workers.gradients.sum_engines import SumEngine
-from raycloak.workers.inputs.datasets import Dataset, slice_digest, slice_ids
+from raycloak.workers.inputs.datasets import Batch, Dataset, slice_digest, slice_ids
 from raycloak.workers.inputs.sent_rows import SentRows
 from raycloak.workers.inputs.sent_slots import SentSlots
 from raycloak.workers.terms.mechanism import Mechanism
@@ -23,7 +24,7 @@ from raycloak.workers.terms.public_sums import PublicSums
 from raycloak.workers.vectors.noise import NoiseSampler
 from raycloak.workers.vectors.payload import vector_tag
 from raycloak.workers.vectors.ring import RingSpec, encode_into, ring_dtype
-from raycloak.workers.vectors.sampling import draw_ids
+from raycloak.workers.vectors.sampling import draw_ids, row_places
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +58,28 @@ class VirtualWorkerComputer:
         mechanism: how examples are sampled, clipped, encoded and noised.
         engine: computes what an example contributes, and clips it.
         dataset: all examples that this process may open.
+        spare: synthetic examples for rows that no example was drawn for; see
+            `raycloak.workers.gradients.spare_rows`.
         slices: by virtual worker, the slices whose digest is known; computers on one dataset may share them.
     """
 
     def __init__(
-        self, mechanism: Mechanism, engine: SumEngine, dataset: Dataset, slices: dict[int, Slice] | None = None
+        self,
+        mechanism: Mechanism,
+        engine: SumEngine,
+        dataset: Dataset,
+        spare: Batch,
+        slices: dict[int, Slice] | None = None,
     ) -> None:
         self._mechanism = mechanism
         self._engine = engine
         self._dataset = dataset
+        self._spare = spare
         self._slices = {} if slices is None else slices
 
     def beside(self, mechanism: Mechanism, engine: SumEngine) -> "VirtualWorkerComputer":
         """Return a computer for another mechanism on the same slices, which are read for their digests only once."""
-        return VirtualWorkerComputer(mechanism, engine, self._dataset, self._slices)
+        return VirtualWorkerComputer(mechanism, engine, self._dataset, self._spare, self._slices)
 
     def slice(self, v: int) -> Slice:
         """Return the slice of virtual worker ``v``; its digest reads every example once."""
@@ -113,7 +122,10 @@ class VirtualWorkerComputer:
         """
         mechanism, data = self._mechanism, self.slice(v)
         context = (mechanism.query, step, step_input, data.digest, data_root)
-        batches = self._sent(data, sent) if sent is not None else self._drawn(data, keys, context)
+        places = row_places(
+            derive(keys.stream, Purpose.PLACES, *context), mechanism.micro_batch_size, mechanism.micro_batches
+        )
+        batches = self._drawn(data, keys, context, places) if sent is None else self._sent(data, sent, places)
         batches = _until_cancelled(batches, is_cancelled)
         clipped_sum, words = self._engine.clipped_sum(parameters, batches), ring_dtype(mechanism.ring_bits)
         # In the sum's own memory where the words fit it: of a large model, both would be most of what a worker takes.
@@ -127,7 +139,11 @@ class VirtualWorkerComputer:
         return EncodedVector(values, tag, self._engine.counted)
 
     def _drawn(
-        self, data: Slice, keys: VirtualWorkerKeys, context: tuple[str, int, bytes, bytes, bytes]
+        self,
+        data: Slice,
+        keys: VirtualWorkerKeys,
+        context: tuple[str, int, bytes, bytes, bytes],
+        places: NDArray[np.int64],
     ) -> Iterator[MicroBatch]:
         """Yield the registered examples of the draw."""
         mechanism = self._mechanism
@@ -135,15 +151,24 @@ class VirtualWorkerComputer:
         capacity = mechanism.micro_batch_size * mechanism.micro_batches
         drawn = draw_ids(sampling_key, data.ids, mechanism.sample_rate, capacity)
         # Padding is an own example: of a sealed dataset a worker can read no other.
-        return micro_batches(self._dataset, drawn, mechanism, padding=int(data.ids[0]))
+        padding = int(data.ids[0])
+        return micro_batches(self._dataset, drawn, mechanism, padding=padding, places=places, spare=self._spare)
 
-    def _sent(self, data: Slice, sent: SentRows) -> Iterator[MicroBatch]:
-        """Yield all places of the step that are the virtual worker's, the empty ones too.
+    def _sent(self, data: Slice, sent: SentRows, places: NDArray[np.int64]) -> Iterator[MicroBatch]:
+        """Yield all slots of the step that are the virtual worker's, the empty ones too.
 
         So a missing example leaves every other one in its row.
         """
-        places = data.ids
-        return micro_batches(sent, places, self._mechanism, padding=int(places[0]), present=sent.present(places))
+        slots = data.ids
+        return micro_batches(
+            sent,
+            slots,
+            self._mechanism,
+            padding=int(slots[0]),
+            places=places,
+            spare=self._spare,
+            present=sent.present(slots),
+        )
 
     @cached_property
     def _noise(self) -> NoiseSampler:

@@ -15,10 +15,11 @@ from raycloak.attestation.core.roster import Query
 from raycloak.metrics.errors import ConfigError, ModelError, ProtocolError, RefusedError
 from raycloak.workers.evaluation import open_split
 from raycloak.workers.gradients.clipping import GradientEngine
-from raycloak.workers.gradients.model_checks import check_rows, check_trainable
+from raycloak.workers.gradients.model_checks import check_released, check_rows, check_trainable
 from raycloak.workers.gradients.numerics import current_numerics, pin_numerics, slow_products
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.row_memory import largest_rows
+from raycloak.workers.gradients.spare_rows import spare_rows
 from raycloak.workers.gradients.sum_engines import check_measurable, measurement_engine
 from raycloak.workers.inputs.datasets import Dataset, dataset_form
 from raycloak.workers.inputs.fingerprint import dataset_fingerprint
@@ -26,6 +27,7 @@ from raycloak.workers.inputs.models import (
     ModelRuntime,
     build_model,
     build_noted,
+    load_flat,
     loss_function,
     read_flat,
     tensor_contents,
@@ -175,14 +177,17 @@ class PlannedWorkload:
         if not noised and not workload.setup.dataset.public:
             raise RefusedError("not_public", "this worker's data is not declared public, so it trains only with noise")
         self.workload, self.mechanism, self.measurements = workload, mechanism, measurements
+        self._mechanisms = mechanisms
         dataset, runtime = workload.dataset, workload.runtime
         vocabulary = workload.vocabulary
         check_rows(workload.module, workload.form, runtime.loss_fn, mechanisms, runtime.deterministic, vocabulary)
         classes = _declared_classes(measurements) or workload.setup.dataset.classes
         if classes is None:
             classes = found_classes(workload.module, workload.loss, dataset, vocabulary, runtime.deterministic)
+        # Before the engine takes the model to its device.
+        spare = spare_rows(workload.module.train(), workload.form, runtime.deterministic, vocabulary)
         engine = GradientEngine(workload.module, runtime.loss_fn, mechanism, runtime.device, runtime.deterministic)
-        gradient = VirtualWorkerComputer(mechanism, engine, dataset)
+        gradient = VirtualWorkerComputer(mechanism, engine, dataset, spare)
         self.computers: dict[Query, VirtualWorkerComputer] = {mechanism.query: gradient}
         # The module has not seen a step yet. Copied late: the checks before take as much memory as a step.
         start = read_flat(workload.module)
@@ -197,6 +202,25 @@ class PlannedWorkload:
         if workload.loss.row_by_row:
             answers.append(_ROW_BY_ROW)
         self.known_answer = answers[0] if len(answers) == 1 else digest(b"".join(answers))
+
+    def check_released(self, step: int, parameters: np.ndarray) -> None:
+        """Check on synthetic rows, at public steps 1, 2, 4, 8 and so on, that the model still keeps examples apart.
+
+        A model may come to mix them as its parameters grow. Step 0 has the parameters that the run was checked with.
+
+        Args:
+            parameters: float32[d], of the step; released, so a refusal says nothing of the data.
+
+        Raises:
+            ModelError: as `raycloak.workers.gradients.model_checks.check_released`.
+        """
+        # The powers of two.
+        if step & (step - 1) or not step:
+            return
+        workload, runtime = self.workload, self.workload.runtime
+        load_flat(workload.module, parameters)
+        to_check = workload.module, workload.form, runtime.loss_fn, self._mechanisms
+        check_released(*to_check, runtime.deterministic, workload.vocabulary)
 
     def check(self, manifest: Manifest) -> None:
         """Require that ``manifest`` states this workload, and meets the demand that sealed data comes with.

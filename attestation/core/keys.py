@@ -32,6 +32,7 @@ class Purpose(StrEnum):
     DATA_COMMITMENT_HALVES = "raycloak/data-commitment-halves/v1"
     DATASET_FINGERPRINT = "raycloak/dataset-fingerprint/v1"
     SAMPLING = "raycloak/stream/sampling/v1"
+    PLACES = "raycloak/stream/places/v1"
     NOISE = "raycloak/stream/noise/v1"
     NOISE_INDEX = "raycloak/stream/noise-index/v1"
     NOISE_RESIDUE = "raycloak/stream/noise-residue/v1"

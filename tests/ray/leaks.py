@@ -14,13 +14,12 @@ import numpy as np
 from raycloak.attestation.core.keys import Purpose, Secret, derive
 from raycloak.attestation.keys.release import RunKeys
 from raycloak.coordinator.cluster.process_table import process_table
-from raycloak.workers.gradients.clipping import micro_batches
 from raycloak.workers.inputs.datasets import Dataset, slice_digest, slice_ids
 from raycloak.workers.inputs.models import load_flat, read_flat
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.receipt import data_root
 from raycloak.workers.vectors.ring import encode_into, ring_dtype
-from raycloak.workers.vectors.sampling import draw_ids
+from raycloak.workers.vectors.sampling import draw_ids, row_places
 
 Needles = Mapping[str, bytes]
 WINDOW = 32
@@ -132,11 +131,13 @@ def _virtual_worker(worker, v, keys, step, model, root):
     computer, mechanism = member.planned.computers["gradient"], member.planned.mechanism
     data = computer.slice(v)
     context = (mechanism.query, step, model, data.digest, root)
-    sampling, noise = (derive(keys.stream, purpose, *context) for purpose in (Purpose.SAMPLING, Purpose.NOISE))
+    purposes = Purpose.SAMPLING, Purpose.PLACES, Purpose.NOISE
+    sampling, placing, noise = (derive(keys.stream, purpose, *context) for purpose in purposes)
     capacity = mechanism.micro_batch_size * mechanism.micro_batches
     ids = draw_ids(sampling, data.ids, mechanism.sample_rate, capacity)
     parameters = read_flat(workload.module)
-    batches = micro_batches(workload.dataset, ids, mechanism, padding=int(data.ids[0]))
+    places = row_places(placing, mechanism.micro_batch_size, mechanism.micro_batches)
+    batches = computer._drawn(data, keys, context, places)
     clear = computer._engine.clipped_sum(parameters, batches)
     encoded = np.empty(mechanism.dimension, ring_dtype(mechanism.ring_bits))
     encode_into(clear, computer._ring, encoded)
@@ -144,7 +145,7 @@ def _virtual_worker(worker, v, keys, step, model, root):
     assert again.tag == member._hosted.tags[v], "these are the values the worker used"
     losses = _losses(workload, ids)
     needles = {}
-    named = {"stream": keys.stream, "data": keys.data, "sampling": sampling, "noise": noise}
+    named = {"stream": keys.stream, "data": keys.data, "sampling": sampling, "places": placing, "noise": noise}
     for name, key in named.items():
         needles |= key_needles(f"{name} key of {v}", key.reveal())
     needles |= array_needles(f"clear sum of {v}, float64", clear)

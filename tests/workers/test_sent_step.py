@@ -14,6 +14,7 @@ from raycloak.workers.messages import StepRequest
 from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.terms.step_input import step_input
 from raycloak.workers.virtual_worker import VirtualWorkerComputer
+from tests.drawn import spare_of
 from tests.protocol import DATA_ROOT, VIRTUAL_WORKERS, HandRun, examples, initial_parameters, keys_of, mechanism
 
 PLACES = 40
@@ -40,7 +41,9 @@ def of_sent() -> Mechanism:
 
 def computer(dataset, chosen: Mechanism, quiet: bool) -> VirtualWorkerComputer:
     module = build_model(ModelSource.of("tests.models:small_model"), ".", 0)
-    made = VirtualWorkerComputer(chosen, GradientEngine(module, cross_entropy, chosen), dataset)
+    made = VirtualWorkerComputer(
+        chosen, GradientEngine(module, cross_entropy, chosen), dataset, spare_of(ArrayDataset(*examples()))
+    )
     if quiet:
         made.__dict__["_noise"] = Silence()
     return made

@@ -68,8 +68,8 @@ def test_equal_inputs_give_equal_bytes_in_any_process_host_or_order():
     )
 
 
-def test_sampling_noise_and_tag_share_no_key(monkeypatch):
-    """Each of the three keys of a vector has a purpose of its own, so none says anything of another's stream."""
+def test_places_sampling_noise_and_tag_share_no_key(monkeypatch):
+    """Each of the four keys of a vector has a purpose of its own, so none says anything of another's stream."""
     derived: list[Purpose] = []
 
     def spy(secret, purpose, *fields):
@@ -78,7 +78,7 @@ def test_sampling_noise_and_tag_share_no_key(monkeypatch):
 
     monkeypatch.setattr("raycloak.workers.virtual_worker.derive", spy)
     vector(computer(mechanism()))
-    assert derived == [Purpose.SAMPLING, Purpose.NOISE, Purpose.VECTOR_TAG]
+    assert derived == [Purpose.PLACES, Purpose.SAMPLING, Purpose.NOISE, Purpose.VECTOR_TAG]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ not depend on the draw: always M micro-batches of m rows, so time and memory say
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,8 @@ from raycloak.workers.gradients.kept_state import KeptState
 from raycloak.workers.gradients.numerics import exact_sums
 from raycloak.workers.gradients.parts import Part
 from raycloak.workers.gradients.row_loss import RowLoss
-from raycloak.workers.inputs.datasets import Dataset
+from raycloak.workers.gradients.row_places import SilentRows, moved_rows
+from raycloak.workers.inputs.datasets import Batch, Dataset
 from raycloak.workers.inputs.models import LossFn, load_flat, trainable_tensors
 from raycloak.workers.inputs.rows import in_turn
 from raycloak.workers.terms.mechanism import Mechanism
@@ -175,33 +177,45 @@ class GradientEngine:
         class, if operations without a deterministic kernel are refused.
         No warning is shown, since one could depend on an example.
 
+        Guarantee: losses of rows that are not valid are zeroed before the backward pass. If a place of such a row then
+        gets a gradient, another row's stands there, and there is no sum. A micro-batch without such a row is not
+        checked.
+
         Args:
             parameters: float32 [d].
             batches: exactly M micro-batches of m rows: features [m, ...], labels [m] or [m, k], valid bool [m].
 
         Raises:
             ModelError: ``nondeterministic_op`` naming the operation; ``buffer_update`` or ``mixing_loss`` if the model
-                or the loss kept anything of these examples (:class:`raycloak.workers.gradients.kept_state.KeptState`).
+                or the loss kept anything of these examples (:class:`raycloak.workers.gradients.kept_state.KeptState`);
+                ``moved_rows``.
         """
         mechanism = self._mechanism
         load_flat(self._module, parameters)
         self._state.parameters_set()
         clipped = ClippedSum(self._sizes, mechanism.max_grad_norm if mechanism.private else None, self._device)
         count, self.counted = 0, None
+        moved = torch.zeros((), dtype=torch.bool, device=self._device)
         counted = None if mechanism.private else ExampleCounter()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for features, labels, valid in batches:
                 assert len(features) == len(labels) == len(valid) == mechanism.micro_batch_size, "one fixed shape"
                 on_losses = None if counted is None else partial(counted.add, features, valid)
-                parts = self._gradients(self._tensor(features), self._tensor(labels), on_losses)
-                clipped.add(parts, self._tensor(valid))
+                here = self._tensor(valid)
+                silent = SilentRows(~here)
+                parts = self._gradients(self._tensor(features), self._tensor(labels), on_losses, silent)
+                clipped.add(parts, here)
+                moved |= silent.reached
                 # Before the next rows' are computed: they are most of what an engine takes.
                 del parts
                 # Before the next rows meet what these left behind.
                 self._state.check()
                 count += 1
         assert count == mechanism.micro_batches, "M forward passes for every draw"
+        # After the last one: when an error comes says nothing of where.
+        if moved:
+            raise moved_rows("a row without an example got the gradient of one")
         self.counted = None if counted is None else counted.sums()
         return clipped.total()
 
@@ -216,26 +230,38 @@ def micro_batches(
     mechanism: Mechanism,
     *,
     padding: int,
+    places: NDArray[np.int64],
+    spare: Batch,
     present: NDArray[np.bool_] | None = None,
 ) -> Iterator[MicroBatch]:
     """Yield the drawn examples as exactly M micro-batches of m rows.
 
-    Rows beyond the draw repeat one example and are not valid, so the number of rows read does not depend on the draw.
+    Rows without an example hold synthetic ones and are not valid. As many rows are read as there are places, whatever
+    the draw: one example is read again in the place of those that are missing.
 
     Args:
         ids: int64 [n], n <= M * m, without repetition.
         padding: id of an example that the caller may read.
-        present: bool [n]; an example that is not present keeps its row, which is not valid. All are by default.
+        places: int64 [M * m], the place of each drawn example, and then those without one; see
+            `raycloak.workers.vectors.sampling.row_places`.
+        spare: the synthetic rows, at least one; see `raycloak.workers.gradients.spare_rows`.
+        present: bool [n]; an example that is not present keeps its place, which is not valid. All are by default.
     """
     rows = mechanism.micro_batch_size
     capacity = rows * mechanism.micro_batches
     assert len(ids) <= capacity, "the draw was cut to the capacity"
-    padded = np.full(capacity, padding, dtype=np.int64)
-    padded[: len(ids)] = ids
-    valid = np.arange(capacity) < len(ids)
-    if present is not None:
-        valid[: len(ids)] &= present
+    assert len(places) == capacity, "every row has a place"
+    padded, valid = np.full(capacity, padding, dtype=np.int64), np.zeros(capacity, np.bool_)
+    padded[places[: len(ids)]] = ids
+    valid[places[: len(ids)]] = True if present is None else present
+    chosen = np.arange(capacity) % len(spare[0])
     batches = in_turn(dataset, list(padded.reshape(-1, rows)))
-    for (features, labels), here in zip(batches, valid.reshape(-1, rows), strict=True):
+    for batch, here, other in zip(batches, valid.reshape(-1, rows), chosen.reshape(-1, rows), strict=True):
+        features, labels = (_where(here, part, held[other]) for part, held in zip(batch, spare, strict=True))
         assert len(features) == len(labels) == rows, "a batch has one row per id"
         yield features, labels, here
+
+
+def _where(rows: NDArray[np.bool_], left: NDArray[Any], right: NDArray[Any]) -> NDArray[Any]:
+    """Return ``left`` in these rows and ``right`` in the others, both [m, ...] of one type."""
+    return np.where(rows.reshape(-1, *[1] * (left.ndim - 1)), left, right)

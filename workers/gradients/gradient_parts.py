@@ -11,7 +11,8 @@ from raycloak.metrics.errors import ModelError
 from raycloak.workers.gradients.numerics import choose_kernels, exact_sums
 from raycloak.workers.gradients.parts import Part
 from raycloak.workers.gradients.row_loss import RowLoss
-from raycloak.workers.gradients.taps import Taps
+from raycloak.workers.gradients.row_places import SilentRows, silences
+from raycloak.workers.gradients.taps import Recording, Taps
 from raycloak.workers.inputs.models import LossFn
 
 # Torch's whole first sentence is matched, so no other error's text can pass for the name of an operation.
@@ -41,25 +42,47 @@ class GradientParts:
         self._deterministic = deterministic
 
     def __call__(
-        self, features: Tensor, labels: Tensor, on_losses: Callable[[Tensor], None] | None = None
+        self,
+        features: Tensor,
+        labels: Tensor,
+        on_losses: Callable[[Tensor], None] | None = None,
+        silent: SilentRows | None = None,
     ) -> list[Part]:
         """Return the part of each trained tensor in canonical order, n rows each.
 
         Args:
             on_losses: gets the loss of each row, [n], without a graph; it must not change them.
+            silent: rows whose losses are zeroed before the backward pass; it then tells whether one moved.
 
         Raises:
             ModelError: ``loss_shape``, ``unsupported_layer`` or ``nondeterministic_op``.
         """
+        with self._recorded(features, labels) as (recording, losses):
+            if on_losses is not None:
+                on_losses(losses.detach())
+            recording.backward(losses, silent)
+            with exact_sums(labels.device):
+                return recording.parts()
+
+    def moved_rows(self, features: Tensor, labels: Tensor) -> str | None:
+        """Return the name of a parameter where a row's loss gives a gradient to another row's place; None if nowhere.
+
+        Raises:
+            ModelError: as a call.
+        """
+        with self._recorded(features, labels) as (recording, losses):
+            tried = [SilentRows(rows.to(labels.device)) for rows in silences(len(labels))]
+            for silent in tried:
+                recording.try_places(losses, silent)
+            return next((silent.first for silent in tried if silent.first is not None), None)
+
+    @contextmanager
+    def _recorded(self, features: Tensor, labels: Tensor) -> Iterator[tuple[Recording, Tensor]]:
+        """Lend the record of a forward pass, and the loss of each row [n]."""
         with named_operations(self._deterministic), self._taps.recording(len(labels)) as recording:
             with recording:
                 output = self._module(features)
-            losses = self._loss(output, labels)
-            if on_losses is not None:
-                on_losses(losses.detach())
-            recording.backward(losses)
-            with exact_sums(labels.device):
-                return recording.parts()
+            yield recording, self._loss(output, labels)
 
 
 class PerExampleGradients:

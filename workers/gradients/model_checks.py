@@ -1,12 +1,16 @@
 """Checks of a model on synthetic data before anything is spent: is each example's gradient its own?
 
-The checks run on a copy of the model on the CPU, with slightly moved parameters so that a layer initialised to zero
-hides nothing. The start of a run is mostly these forward passes, so each serves several checks. They are evidence, not
-proof: they miss a layer that misbehaves only on certain inputs. No check is needed to keep examples apart in the loss:
+The assumption of the clipping bound is that every tensor keeps the examples in their rows. The checks try it forward
+(another example in the batch moves no output), backward (a row's loss reaches its own place of every tensor alone), and
+by what Python reads of the examples. They run on a copy of the model on the CPU, with slightly moved parameters so that
+a layer initialised to zero hides nothing, and once more with parameters of eight times the size. The start of a run is
+mostly these passes, so each serves several checks. They are evidence, not proof: they miss a layer that misbehaves only
+on certain inputs. No check is needed to keep examples apart in the loss:
 :class:`raycloak.workers.gradients.row_loss.RowLoss` shows it one example at a time.
 """
 
 import copy
+import math
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,8 +25,10 @@ from raycloak.metrics.errors import ConfigError, ModelError, RaycloakError, is_o
 from raycloak.workers.gradients.gradient_parts import GradientParts, named_operations
 from raycloak.workers.gradients.kept_state import KeptState
 from raycloak.workers.gradients.parts import Part
-from raycloak.workers.gradients.probes import Pair, Probes, odd_ids
+from raycloak.workers.gradients.probes import Examples, Pair, Probes, odd_ids
+from raycloak.workers.gradients.read_values import ReadValues
 from raycloak.workers.gradients.row_loss import RowLoss
+from raycloak.workers.gradients.row_places import moved_rows
 from raycloak.workers.inputs.compute_mode import has_autocast, in_full_precision, remove_autocast
 from raycloak.workers.inputs.datasets import DatasetForm
 from raycloak.workers.inputs.models import LossFn, check_layers, compiled_model, content_hash
@@ -33,6 +39,9 @@ _BATCH_SIZES = (5, 7)
 
 _COMPARED = 2**20
 """Elements that are compared at once."""
+
+_GROWN = 8.0
+"""Factor of the trained parameters when the checks are made again: a run may grow them, and with them what is rare."""
 
 _FIX = (
     "Treat each example alone: GroupNorm or LayerNorm, padding to one fixed length in place of the longest example, "
@@ -89,9 +98,11 @@ def check_trainable(
 
     Guarantee: on the synthetic examples tried, the forward pass and the loss draw no random number and change nothing
     that `workers/inputs/held_values.py` finds, in training and in evaluation mode; an example's output, loss and
-    gradient keep their bits, and every layer its shape, when another example or its label changes; an example's output
-    alone is its output in the batch up to rounding; the losses of a batch are those of its examples alone; and the
-    per-example gradients add up to the gradient of the summed loss. ``module`` itself is not changed.
+    gradient keep their bits, and every layer its shape, when another example or its label changes; no loss of an
+    example gives a gradient to another row of a tensor that a trained parameter enters; Python reads no value of a
+    tensor that depends on examples; an example's output alone is its output in the batch up to rounding; the losses of
+    a batch are those of its examples alone; and the per-example gradients add up to the gradient of the summed loss.
+    ``module`` itself is not changed.
 
     Batches are small here; :func:`check_rows` tries the size that a run computes. A model that computes in bfloat16 is
     checked twice: in float32, where numbers that differ by more than rounding are told apart, and as it is.
@@ -103,9 +114,9 @@ def check_trainable(
     Raises:
         ConfigError: ``vocabulary`` if features are integers and nobody says how many ids there are.
         ModelError: what `raycloak.workers.inputs.models.check_layers` refuses, ``model_input`` if the model or loss
-            fails on such data, ``buffer_update``, ``random_layer``, ``mixing_layer``, ``mixing_loss``, ``loss_shape``,
-            ``unsupported_layer``, ``nondeterministic_op``, ``compiled_model``, or ``bf16_unsupported`` if the model
-            fails in bfloat16 alone; the layer is named.
+            fails on such data, ``buffer_update``, ``random_layer``, ``mixing_layer``, ``moved_rows``, ``read_values``,
+            ``mixing_loss``, ``loss_shape``, ``unsupported_layer``, ``nondeterministic_op``, ``compiled_model``, or
+            ``bf16_unsupported`` if the model fails in bfloat16 alone; the layer is named.
     """
     check_layers(module)
     if has_autocast(module):
@@ -118,25 +129,41 @@ def check_trainable(
 
 def _check(probe: nn.Module, form: DatasetForm, loss_fn: LossFn, deterministic: bool, vocabulary: int | None) -> None:
     probes = _probes_of(probe, form, vocabulary)
+    _check_apart_in_both_modes(probe, probes, loss_fn, deterministic, grown=False)
+    # Another distribution at each size. A fault that hides from one shows in the forward pass, which met all of both.
+    for count, index in zip(_BATCH_SIZES, (0, -1), strict=True):
+        pair = list(probes.draws(count))[index]
+        _check_places(probe, pair.before, loss_fn, deterministic)
+        _check_gradients(probe, pair, slice(1, None), loss_fn, deterministic)
+        _check_sum(probe, pair.before, loss_fn, deterministic)
+    _grow(probe)
+    _check_apart_in_both_modes(probe, probes, loss_fn, deterministic, grown=True)
+
+
+def _check_apart_in_both_modes(
+    probe: nn.Module, probes: Probes, loss_fn: LossFn, deterministic: bool, *, grown: bool
+) -> None:
+    """Check all that holds to the bit; with parameters that did not grow, also what holds up to rounding."""
     # Private examples are evaluated in evaluation mode, where a module may mix rows that it keeps apart in
     # training; see `raycloak.workers.gradients.sum_engines.PrivateEvaluationEngine`.
     for training in (False, True):
         state = _state_of(probe.train(training), loss_fn)
         for count in _BATCH_SIZES:
             drawn = _check_draws(probe, probes, count, state)
-            if count == min(_BATCH_SIZES):
-                _check_repeats(probe, drawn[0].pair.before.features, state)
+            if count == _BATCH_SIZES[0]:
+                if not grown:
+                    _check_repeats(probe, drawn[0].pair.before.features, state)
                 # Before rows alone: of a batch that is trimmed to its longest text, it names the layer.
-                _check_fills(probe, probes, count, deterministic, state)
-                for each in drawn:
+                met = _check_fills(probe, probes, count, deterministic, state)
+                for each in () if grown else drawn:
                     _check_alone(probe, each.pair.before.features, each.output, state)
-            if training:
+                # After what names a layer that mixes rows by such a value.
+                _check_reads(probe, drawn[0].pair.before.features)
+            if training and not grown:
                 for each in drawn:
                     _check_loss(loss_fn, each.output, each.pair.before.labels, state)
                     _check_odd_labels(probes, loss_fn, each.output, each.pair.before.labels, state)
-    # Another distribution at each size. A fault that hides from one shows in the forward pass, which met all of both.
-    for count, index in zip(_BATCH_SIZES, (0, -1), strict=True):
-        _check_gradients(probe, list(probes.draws(count))[index], loss_fn, deterministic)
+    _check_met(probe, probes, met, loss_fn, deterministic)
 
 
 def check_rows(
@@ -158,25 +185,65 @@ def check_rows(
             ``nondeterministic_op``.
     """
     with _copy_of(module, form, deterministic) as probe:
-        probes = _probes_of(probe, form, vocabulary)
-        for mechanism in mechanisms:
-            count = mechanism.micro_batch_size
-            if mechanism.query != "class_counts":
-                state = _state_of(probe.train(mechanism.query == "gradient"), loss_fn)
-                ordinary = _check_fills(probe, probes, count, deterministic, state)
-                _check_alone(probe, ordinary.features, ordinary.output, state)
-            if mechanism.query == "evaluation":
-                _check_draws(probe, probes, count, state)
-            if mechanism.query == "gradient":
-                # Other rows' gradients show what other rows' outputs would; so these are not compared once more.
-                *_, pair = probes.draws(count)
-                _check_gradients(probe, pair, loss_fn, deterministic)
+        _check_sizes(probe, form, loss_fn, mechanisms, deterministic, vocabulary)
+
+
+def check_released(
+    module: nn.Module,
+    form: DatasetForm,
+    loss_fn: LossFn,
+    mechanisms: Iterable[Mechanism],
+    deterministic: bool = True,
+    vocabulary: int | None = None,
+) -> None:
+    """Refuse a model that mixes synthetic examples at the parameters that it has now, where it is now.
+
+    Guarantee: that of :func:`check_rows`. Parameters and examples are public, so a refusal says nothing of the data.
+    """
+    with _undisturbed(form, deterministic):
+        _check_sizes(module, form, loss_fn, mechanisms, deterministic, vocabulary)
+    module.train()
+
+
+def _check_sizes(
+    module: nn.Module,
+    form: DatasetForm,
+    loss_fn: LossFn,
+    mechanisms: Iterable[Mechanism],
+    deterministic: bool,
+    vocabulary: int | None,
+) -> None:
+    probes = _probes_of(module, form, vocabulary)
+    for mechanism in mechanisms:
+        if mechanism.query == "class_counts":
+            continue
+        count = mechanism.micro_batch_size
+        state = _state_of(module.train(mechanism.query == "gradient"), loss_fn)
+        met = _check_fills(module, probes, count, deterministic, state)
+        ordinary = met.batches[-1].ordinary
+        _check_alone(module, ordinary.features, ordinary.output, state)
+        if mechanism.query == "evaluation":
+            _check_draws(module, probes, count, state)
+        if mechanism.query == "gradient":
+            # Other rows' gradients show what other rows' outputs would; so these are not compared once more.
+            *_, pair = probes.draws(count)
+            _check_met(module, probes, met, loss_fn, deterministic)
+            _check_gradients(module, pair, slice(1, None), loss_fn, deterministic)
+            _check_sum(module, pair.before, loss_fn, deterministic)
 
 
 @contextmanager
 def _copy_of(module: nn.Module, form: DatasetForm, deterministic: bool) -> Iterator[nn.Module]:
     """Lend a copy of ``module`` with moved parameters; the process's random state stays as it is."""
     probe = copy.deepcopy(module).cpu()
+    with _undisturbed(form, deterministic):
+        _perturb(probe)
+        yield probe
+
+
+@contextmanager
+def _undisturbed(form: DatasetForm, deterministic: bool) -> Iterator[None]:
+    """Let a model meet synthetic examples: the same ones each time, and the process's random state stays as it is."""
     with (
         torch.random.fork_rng(devices=[]),
         _no_compiler(),
@@ -187,8 +254,7 @@ def _copy_of(module: nn.Module, form: DatasetForm, deterministic: bool) -> Itera
         warnings.filterwarnings("ignore", "Full backward hook is firing")
         warnings.filterwarnings("ignore", ".* does not have a deterministic implementation")
         torch.default_generator.manual_seed(1)
-        _perturb(probe)
-        yield probe
+        yield
 
 
 def _perturb(module: nn.Module) -> None:
@@ -198,17 +264,25 @@ def _perturb(module: nn.Module) -> None:
                 tensor.add_(torch.randn_like(tensor), alpha=0.05)
 
 
+def _grow(module: nn.Module) -> None:
+    with torch.no_grad():
+        for tensor in module.parameters():
+            if tensor.requires_grad:
+                tensor.mul_(_GROWN)
+
+
 def _probes_of(module: nn.Module, form: DatasetForm, vocabulary: int | None) -> Probes:
     """Return probes with all ids that the data may have."""
+    device = next((tensor.device for tensor in module.parameters()), torch.device("cpu"))
     if form.feature_dtype != "int64":
-        return Probes(form)
+        return Probes(form, device=device)
     if vocabulary is None:
         raise ConfigError(
             "vocabulary",
             "features are integers, and nothing public says how many ids there are.",
             "Set dataset.vocabulary to N if they are ids 0 .. N-1, or let the dataset give floating-point features.",
         )
-    return Probes(form, vocabulary, odd_ids(module))
+    return Probes(form, vocabulary, odd_ids(module), device)
 
 
 def _state_of(module: nn.Module, loss_fn: LossFn) -> KeptState:
@@ -242,7 +316,32 @@ def _check_repeats(module: nn.Module, features: Tensor, state: KeptState) -> Non
             raise _random_layer(name)
 
 
-def _check_fills(module: nn.Module, probes: Probes, count: int, deterministic: bool, state: KeptState) -> _Pass:
+@dataclass(frozen=True, slots=True)
+class _Mixed:
+    """A batch of ordinary rows, and others like it.
+
+    Attributes:
+        mixes: features [n, ...], and how many of the first rows are others than in the ordinary batch.
+    """
+
+    ordinary: _Pass
+    mixes: tuple[tuple[Tensor, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Met:
+    """The batches of fills that a model took.
+
+    Attributes:
+        batches: one for each group of values that were tried together; at least one.
+        fills: the values that a whole batch of them may have.
+    """
+
+    batches: tuple[_Mixed, ...]
+    fills: tuple[float, ...]
+
+
+def _check_fills(module: nn.Module, probes: Probes, count: int, deterministic: bool, state: KeptState) -> _Met:
     """Require that examples that are almost all one value, and ordinary ones, do not move each other.
 
     For each value all rows are filled, then rows of several values stand in one batch with ordinary rows, each where
@@ -251,19 +350,18 @@ def _check_fills(module: nn.Module, probes: Probes, count: int, deterministic: b
     One mixed batch serves for several values. Suppose that what a row gets depends on some statistic of the batch,
     such as its longest text. If that differs between the ordinary batch and a filled one, the mixed batch differs from
     at least one of them, whatever else is in it: either the ordinary rows or the filled row then meet another value.
-
-    Returns:
-        The pass of ordinary rows.
     """
     # At least one row stays ordinary.
     most = max(1, count - 1)
+    batches, fills = list[_Mixed](), list[float]()
     for filling in probes.fillings(count):
-        ordinary = _watched(module, filling.ordinary, state)
+        ordinary, mixes = _watched(module, filling.ordinary, state), list[tuple[Tensor, int]]()
         accepted: list[tuple[Tensor, _Pass]] = []
-        for example in filling.filled:
+        for fill, example in filling.filled.items():
             found = _if_accepted(module, example.expand_as(filling.ordinary).contiguous(), deterministic, state)
             if found is not None:
                 accepted.append((example, found.of_row(len(accepted) % most)))
+                fills.append(fill)
                 continue
             # Not in a batch of its own, but perhaps in one with others.
             alone = _if_accepted(module, _with_rows(filling.ordinary, [example]), deterministic, state)
@@ -271,11 +369,30 @@ def _check_fills(module: nn.Module, probes: Probes, count: int, deterministic: b
                 _check_apart(module, ordinary, alone, slice(1, None))
         for start in range(0, len(accepted), most):
             group = accepted[start : start + most]
-            mixed = _watched(module, _with_rows(filling.ordinary, [example for example, _ in group]), state)
+            features = _with_rows(filling.ordinary, [example for example, _ in group])
+            mixed = _watched(module, features, state)
             _check_apart(module, ordinary, mixed, slice(len(group), None))
             for row, (_, found) in enumerate(group):
                 _check_apart(module, found, mixed, slice(row, row + 1))
-    return ordinary
+            mixes.append((features, len(group)))
+        batches.append(_Mixed(ordinary, tuple(mixes)))
+    return _Met(tuple(batches), tuple(fills))
+
+
+def _check_met(module: nn.Module, probes: Probes, met: _Met, loss_fn: LossFn, deterministic: bool) -> None:
+    """Require that gradients stay apart, and in their places, where ordinary rows meet filled and shorter ones."""
+    # Finite ones alone, and first: what is not finite may hide what it meets.
+    fills = [fill for fill in met.fills if math.isfinite(fill)]
+    varied = probes.varied(len(met.batches[0].ordinary.features), fills)
+    _check_places(module, varied, loss_fn, deterministic)
+    for mixed in met.batches:
+        ordinary = probes.labelled(mixed.ordinary.features)
+        for features, others in mixed.mixes:
+            among = Examples(features, ordinary.labels)
+            # First, because it names what moves rows; gradients that mix in any other way are told apart below.
+            _check_places(module, among, loss_fn, deterministic)
+            if others < len(features):
+                _check_gradients(module, Pair(ordinary, among), slice(others, None), loss_fn, deterministic)
 
 
 def _with_rows(features: Tensor, examples: Sequence[Tensor]) -> Tensor:
@@ -365,6 +482,38 @@ def _check_alone(module: nn.Module, features: Tensor, output: Tensor, state: Kep
             )
 
 
+def _check_reads(module: nn.Module, features: Tensor) -> None:
+    """Require that the forward pass gives Python no value of a tensor that depends on examples."""
+    values, entered = ReadValues(features), list[str]()
+    where: list[str] = []
+
+    def enter(layer: nn.Module, _inputs: object) -> None:
+        entered.append(names[layer])
+
+    def leave(_layer: nn.Module, _inputs: object, _output: object) -> None:
+        # Inner layers finish first.
+        if values.found is not None and not where:
+            where.append(entered[-1])
+        entered.pop()
+
+    names = {layer: name or "model" for name, layer in module.named_modules()}
+    hooks = [layer.register_forward_pre_hook(enter) for layer in names]
+    hooks += [layer.register_forward_hook(leave) for layer in names]
+    try:
+        with values.watching():
+            module(features)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if values.found is not None:
+        raise ModelError(
+            "read_values",
+            f"layer '{where[0]}' reads a value of its examples into Python ({values.found}), so one example could "
+            "decide what is computed for all.",
+            "Keep it a tensor: torch.where in place of if, fixed lengths, and a mask in place of a loop that ends.",
+        )
+
+
 def _check_loss(loss_fn: LossFn, output: Tensor, labels: Tensor, state: KeptState) -> None:
     """Require that the loss of a batch is that of each example alone, and keeps no state."""
     alone, whole = RowLoss(loss_fn)(output, labels), loss_fn(output, labels)
@@ -397,24 +546,30 @@ def _mixing_loss() -> ModelError:
     )
 
 
-def _check_gradients(module: nn.Module, pair: Pair, loss_fn: LossFn, deterministic: bool) -> None:
-    """Require that no row's gradient changes with the first row, and that the rows add up to autograd's gradient."""
-    row_loss, count = RowLoss.of(loss_fn), len(pair.before.labels)
+def _check_gradients(module: nn.Module, pair: Pair, rows: slice, loss_fn: LossFn, deterministic: bool) -> None:
+    """Require that the gradients of ``rows``, which are equal in both batches, have the same bits in both."""
     # On the probe itself: taps keep nothing of a pass in it, and another copy would be all of the model again.
-    gradients = GradientParts(module, row_loss, deterministic)
+    gradients = GradientParts(module, RowLoss.of(loss_fn), deterministic)
     trained = {name: tensor.numel() for name, tensor in module.named_parameters() if tensor.requires_grad}
-    names, sizes = list(trained), list(trained.values())
-    after = gradients(pair.after.features, pair.after.labels)
-    moved = [_other_rows(part, count, size) for part, size in zip(after, sizes, strict=True)]
-    del after
-    parts = gradients(pair.before.features, pair.before.labels)
-    row_loss(module(pair.before.features), pair.before.labels).sum().backward()  # type: ignore[no-untyped-call]
-    wholes = [module.get_parameter(name).grad for name in names]
-    module.zero_grad(set_to_none=True)
-    tolerance = _tolerance_of_gradients(module, wholes)
-    for name, part, others, size, whole in zip(names, parts, moved, sizes, wholes, strict=True):
-        if _other_rows(part, count, size) != others:
+    found = [
+        # One batch's at a time: the gradients of a large model may all be alive at once.
+        [_digest_of(part, rows, size) for part, size in zip(gradients(*batch), trained.values(), strict=True)]
+        for batch in ((each.features, each.labels) for each in (pair.before, pair.after))
+    ]
+    for name, before, after in zip(trained, *found, strict=True):
+        if before != after:
             raise ModelError("mixing_layer", f"one example changes another's gradient of parameter '{name}'.", _FIX)
+
+
+def _check_sum(module: nn.Module, examples: Examples, loss_fn: LossFn, deterministic: bool) -> None:
+    """Require that the rows' gradients add up to autograd's gradient of the summed loss."""
+    row_loss, count = RowLoss.of(loss_fn), len(examples.labels)
+    parts = GradientParts(module, row_loss, deterministic)(examples.features, examples.labels)
+    row_loss(module(examples.features), examples.labels).sum().backward()  # type: ignore[no-untyped-call]
+    wholes = {name: tensor.grad for name, tensor in module.named_parameters() if tensor.requires_grad}
+    module.zero_grad(set_to_none=True)
+    tolerance = _tolerance_of_gradients(module, wholes.values())
+    for (name, whole), part in zip(wholes.items(), parts, strict=True):
         # Loose: the two sums round in different orders. A wrong rule is off by far more.
         if whole is None or not _close(_sum(part, count, whole), whole, tolerance):
             raise ModelError(
@@ -424,19 +579,28 @@ def _check_gradients(module: nn.Module, pair: Pair, loss_fn: LossFn, determinist
             )
 
 
-def _other_rows(part: Part, count: int, size: int) -> bytes:
-    """Return digests of all rows but the first: of their squares, and of their sum with a weight of its own for each.
+def _check_places(module: nn.Module, examples: Examples, loss_fn: LossFn, deterministic: bool) -> None:
+    """Require that a row's loss gives a gradient to its own place of every tensor that a parameter enters, alone."""
+    moved = GradientParts(module, RowLoss.of(loss_fn), deterministic).moved_rows(examples.features, examples.labels)
+    if moved is not None:
+        raise moved_rows(f"the loss of one example reaches another's row where parameter '{moved}' is used")
+
+
+def _digest_of(part: Part, rows: slice, size: int) -> bytes:
+    """Return digests of ``rows``: of their squares, and of their sum with a weight of its own for each.
 
     Whole gradients of every row of a large model would not fit in memory.
     """
-    total = torch.zeros(size, dtype=torch.float64)
-    part.add(torch.arange(count, dtype=torch.float64) / count, total)
-    return content_hash(total) + content_hash(part.squares()[1:])
+    squares = part.squares()
+    weights, total = torch.zeros_like(squares), torch.zeros(size, dtype=torch.float64, device=squares.device)
+    weights[rows] = (torch.arange(1, len(squares) + 1, dtype=torch.float64, device=squares.device) / len(squares))[rows]
+    part.add(weights, total)
+    return content_hash(total) + content_hash(squares[rows].nan_to_num())
 
 
 def _sum(part: Part, count: int, like: Tensor) -> Tensor:
-    total = torch.zeros(like.numel(), dtype=torch.float64)
-    part.add(torch.ones(count, dtype=torch.float64), total)
+    total = torch.zeros(like.numel(), dtype=torch.float64, device=like.device)
+    part.add(torch.ones(count, dtype=torch.float64, device=like.device), total)
     return total.view(like.shape)
 
 

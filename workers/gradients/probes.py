@@ -4,7 +4,7 @@ Everything here is a function of public shapes and of the model's structure.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +14,9 @@ from raycloak.workers.inputs.datasets import DatasetForm
 
 _DTYPES = {"float32": torch.float32, "int64": torch.int64}
 # Padding is mostly 0 or 1; -100 is the index that losses of torch ignore; ids may be hashes far above a vocabulary.
-_ODD_IDS = (0, 1, -1, -100, 2**20)
-_ODD_VALUES = (0.0, 1.0, -1.0, 1e4, math.nan)
+_ODD_IDS = (0, 1, -1, -100, 2**20, 255, 65535, -999, -9999)
+# Tables spell a missing value as one of these; 255 and 65535 are white, or no measurement, of an image.
+_ODD_VALUES = (0.0, 1.0, -1.0, 255.0, 65535.0, 1e4, -1e4, -999.0, -9999.0, math.inf, -math.inf, math.nan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,25 +41,32 @@ class Filling:
 
     Attributes:
         ordinary: features [n, ...], of which none has any of the values.
-        filled: per value, the features [1, ...] of an example that has it everywhere but in its middle.
+        filled: by value, the features [1, ...] of an example that has it everywhere but in its middle.
     """
 
     ordinary: Tensor
-    filled: tuple[Tensor, ...]
+    filled: Mapping[float, Tensor]
 
 
 class Probes:
     """Synthetic batches in the form of a dataset, with labels in {0, 1} or [0, 1).
 
-    Draws come from torch's global CPU generator.
+    Draws come from torch's global CPU generator, on whatever device the batches are then.
 
     Args:
         ids_below: integer features are drawn below it; at least 2.
         odd_ids: further ids that may stand for no token.
+        device: where the batches are to be.
     """
 
-    def __init__(self, form: DatasetForm, ids_below: int = 2, odd_ids: tuple[int, ...] = ()) -> None:
-        self._form, self._ids_below = form, ids_below
+    def __init__(
+        self,
+        form: DatasetForm,
+        ids_below: int = 2,
+        odd_ids: tuple[int, ...] = (),
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._form, self._ids_below, self._device = form, ids_below, device
         self._integers = form.feature_dtype == "int64"
         odd = dict.fromkeys((*_ODD_IDS, ids_below - 1, *odd_ids)) if self._integers else dict.fromkeys(_ODD_VALUES)
         self.fills: tuple[float, ...] = tuple(odd)
@@ -76,9 +84,29 @@ class Probes:
             ordinary = self._features(count)
             # Once for each value: the next id may be another of them. The remainder keeps it inside the vocabulary.
             for _ in fills if self._integers else ():
-                hit = torch.isin(ordinary, torch.tensor(fills))
+                hit = torch.isin(ordinary, torch.tensor(fills, device=self._device))
                 ordinary = torch.where(hit, (ordinary + 1) % self._ids_below, ordinary)
-            yield Filling(ordinary, tuple(_filled(ordinary[:1], fill) for fill in fills))
+            yield Filling(ordinary, {fill: _filled(ordinary[:1], fill) for fill in fills})
+
+    def varied(self, count: int, fills: Sequence[float]) -> Examples:
+        """Return ``count`` rows of different lengths and sizes, each ending in one of ``fills``, in no order.
+
+        A length runs over the first extent of an example or over its last one, in turn. A size is a factor of
+        floating-point features, from 0.1 to 100.
+        """
+        features, numbers = self._features(count, normal=True), torch.randperm(count).tolist()
+        for row, number in zip(features, numbers, strict=True):
+            if not self._integers:
+                row *= 10.0 ** (number % 4 - 1)
+            axis = 0 if number % 2 else row.ndim - 1
+            if row.ndim:
+                kept = 1 + number * row.shape[axis] // count
+                row.narrow(axis, kept, row.shape[axis] - kept).fill_(fills[number % len(fills)] if fills else 0)
+        return Examples(features, self._labels(count))
+
+    def labelled(self, features: Tensor) -> Examples:
+        """Return ``features`` with ordinary labels."""
+        return Examples(features, self._labels(len(features)))
 
     def odd_labels(self, ordinary: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield pairs of labels that differ in their first row: some of no class beside ``ordinary`` ones, and the
@@ -95,14 +123,14 @@ class Probes:
     def _features(self, count: int, normal: bool = False) -> Tensor:
         shape = (count, *self._form.feature_shape)
         if self._integers:
-            return torch.randint(self._ids_below, shape)
-        return torch.randn(shape) if normal else torch.rand(shape)
+            return torch.randint(self._ids_below, shape).to(self._device)
+        return (torch.randn(shape) if normal else torch.rand(shape)).to(self._device)
 
     def _labels(self, count: int) -> Tensor:
         shape = (count, *self._form.label_shape)
         if _DTYPES[self._form.label_dtype] == torch.int64:
-            return torch.randint(2, shape)
-        return torch.rand(shape)
+            return torch.randint(2, shape).to(self._device)
+        return torch.rand(shape).to(self._device)
 
     def _changed(self, before: Examples) -> Pair:
         features, labels = before.features.clone(), before.labels.clone()

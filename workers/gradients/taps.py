@@ -29,6 +29,7 @@ from raycloak.workers.gradients.attention import multi_head_attention
 from raycloak.workers.gradients.numerics import exact_sums
 from raycloak.workers.gradients.parts import Part, Products
 from raycloak.workers.gradients.patches import patches
+from raycloak.workers.gradients.row_places import SilentRows
 from raycloak.workers.gradients.uses import LookupUse, ProductUse, RowUse, Use, dense_rows, part_of, settled
 
 _FIX = "Use it through Linear, Conv, Embedding or a norm, with the batch as the first dimension, or freeze it."
@@ -64,10 +65,11 @@ class _Record:
         finish: see above.
         kept: the operation's inputs that ``finish`` takes.
         name: of a trained parameter in it, for messages.
+        meet: takes the gradient first; returns whether its uses are wanted.
     """
 
-    def __init__(self, finish: _Finish, kept: Sequence[Tensor], name: str) -> None:
-        self._finish, self._name = finish, name
+    def __init__(self, finish: _Finish, kept: Sequence[Tensor], name: str, meet: Callable[[str, Tensor], bool]) -> None:
+        self._finish, self._name, self._meet = finish, name, meet
         self._versions = [each._version for each in kept]
         # Until autograd has them.
         self._kept = tuple(each.detach() for each in kept)
@@ -87,6 +89,8 @@ class _Record:
         Raises:
             ModelError: ``unsupported_layer`` if an input was overwritten in the meantime.
         """
+        if not self._meet(self._name, gradient):
+            return
         try:
             kept = take()
         except RuntimeError as error:
@@ -159,17 +163,38 @@ class Recording(TorchFunctionMode):
         self._records: list[_Record] = []
         # Gives the first tapped output a backward pass, whatever entered it.
         self._anchor = torch.zeros((), requires_grad=True)
+        self._silent: SilentRows | None = None
+        self._uses_wanted = True
 
-    def backward(self, losses: Tensor) -> None:
-        """Run the backward pass of the sum of ``losses``; what runs again in it is seen as before."""
-        total = losses.sum()
-        if not total.requires_grad:
+    def backward(self, losses: Tensor, silent: SilentRows | None = None) -> None:
+        """Run the backward pass of the sum of ``losses`` [m]; what runs again in it is seen as before.
+
+        Args:
+            silent: the rows whose losses are zeroed; it meets every captured gradient.
+        """
+        self._run_backward(losses, silent, again=False)
+
+    def try_places(self, losses: Tensor, silent: SilentRows) -> None:
+        """Run a backward pass that only ``silent`` looks at, and that another one may follow."""
+        self._uses_wanted = False
+        try:
+            self._run_backward(losses, silent, again=True)
+        finally:
+            self._uses_wanted = True
+
+    def _run_backward(self, losses: Tensor, silent: SilentRows | None, *, again: bool) -> None:
+        if not losses.requires_grad:
             return
+        self._silent = silent
+        weights = torch.ones_like(losses) if silent is None else silent.weights(losses)
         with self:
             # Torch's own function for it would leave this mode first.
-            torch.autograd.Variable._execution_engine.run_backward(
-                (total,), (torch.ones_like(total),), False, False, (), True, True
-            )
+            torch.autograd.Variable._execution_engine.run_backward((losses,), (weights,), again, False, (), True, True)
+
+    def _meet(self, name: str, gradient: Tensor) -> bool:
+        if self._silent is not None:
+            self._silent.meet(name, gradient)
+        return self._uses_wanted
 
     def parts(self) -> list[Part]:
         """Return the part of each trained parameter in canonical order, after the backward pass; once."""
@@ -234,7 +259,7 @@ class Recording(TorchFunctionMode):
 
     def tap(self, output: Tensor, name: str, finish: _Finish, *kept: Tensor) -> Tensor:
         """Return ``output``, tapped; ``name`` is of a trained parameter in it, for messages."""
-        record = _Record(finish, kept, name)
+        record = _Record(finish, kept, name, self._meet)
         self._records.append(record)
         if self._anchor.device != output.device:
             self._anchor = torch.zeros((), device=output.device, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Poisson sampling of a virtual worker's examples from a keyed stream.
+"""Poisson sampling of a virtual worker's examples from a keyed stream, and the places of the drawn ones.
 
 It is a pure function of a key and public numbers, so that tests can compare it with the law that it promises.
 """
@@ -58,3 +58,23 @@ def draw_ids(key: Secret, ids: NDArray[np.int64], sample_rate: float, capacity: 
         order = np.argsort(draws[drawn], kind="stable")
         drawn = np.sort(drawn[order[:capacity]])
     return ids[drawn]
+
+
+def row_places(key: Secret, rows: int, micro_batches: int) -> NDArray[np.int64]:
+    """Return the place of each drawn example among all rows of a step, in the order of the draw.
+
+    The examples fill the micro-batches evenly, each at a keyed place. So what is left over is spread over all of them:
+    every micro-batch has a row without an example if there are as many such rows as micro-batches.
+
+    Args:
+        key: place key of one (virtual worker, step, parameters).
+        rows: of one micro-batch, m.
+        micro_batches: M.
+
+    Returns:
+        int64 [M * m], a permutation; place p is row ``p % m`` of micro-batch ``p // m``.
+    """
+    words = np.empty((micro_batches, rows), "<u8")
+    KeyStream(key).into(words)
+    slots = np.argsort(words, axis=1, kind="stable")
+    return (slots + rows * np.arange(micro_batches)[:, None]).T.ravel()

@@ -9,9 +9,9 @@ from raycloak.attestation.core.messages import parse
 from raycloak.attestation.keys.halves import ServiceContract
 from raycloak.coordinator.planning.manifest import build_computation, epochs, run_terms
 from raycloak.metrics.errors import ProtocolError
-from raycloak.workers.gradients.clipping import micro_batches
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.parameter_digest import TensorContent
+from tests.drawn import batches_of
 from tests.protocol import HandRun, config
 
 
@@ -78,9 +78,7 @@ def test_physical_shape_and_dtypes_are_in_the_manifest(hand):
     assert len({computation.model_copy(update=each).digest() for each in others} | {computation.digest()}) == 3
     clipped = hand.workers["worker-0"]._stage.planned.computers["gradient"]._engine.clipped_sum
     nothing = np.zeros(0, np.int64)
-    batches = micro_batches(
-        hand.workers["worker-0"]._stage.planned.workload.dataset, nothing, computation.mechanism, padding=0
-    )
+    batches = batches_of(hand.workers["worker-0"]._stage.planned.workload.dataset, nothing, computation.mechanism)
     assert str(clipped(hand.facts.initial_parameters, batches).dtype) == computation.accumulation_dtype
     assert str(hand.facts.initial_parameters.dtype) == computation.parameter_dtype
 

@@ -15,14 +15,15 @@ from raycloak.workers.gradients.clipping import (
     MAX_ROWS,
     ClippedSum,
     GradientEngine,
-    micro_batches,
 )
 from raycloak.workers.gradients.gradient_parts import named_operations
 from raycloak.workers.gradients.numerics import pin_numerics
 from raycloak.workers.gradients.parts import DensePart, Part
+from raycloak.workers.gradients.row_places import SilentRows
 from raycloak.workers.inputs.datasets import ArrayDataset
 from raycloak.workers.inputs.models import cross_entropy, read_flat
 from raycloak.workers.terms.mechanism import Mechanism
+from tests.drawn import batches_of, spare_of
 
 CPU = torch.device("cpu")
 
@@ -208,7 +209,7 @@ def test_the_engine_sums_the_clipped_gradient_of_each_example() -> None:
     for example in drawn:
         gradient = true_gradient(module, data, example)
         expected += gradient * min(1.0, plan.max_grad_norm / np.linalg.norm(gradient))
-    found = engine.clipped_sum(parameters, micro_batches(data, drawn, plan, padding=0))
+    found = engine.clipped_sum(parameters, batches_of(data, drawn, plan))
     assert found.dtype == np.float64
     np.testing.assert_allclose(found, expected, rtol=3e-5, atol=1e-6)
     assert any(np.linalg.norm(true_gradient(module, data, each)) > plan.max_grad_norm for each in drawn)
@@ -218,7 +219,7 @@ def test_without_privacy_the_plain_sum_comes_out() -> None:
     module, data = network(), examples()
     engine, plan, parameters = engine_of(module, private=False, clip=1e-3)
     expected = sum(true_gradient(module, data, example) for example in range(20))
-    found = engine.clipped_sum(parameters, micro_batches(data, np.arange(20), plan, padding=0))
+    found = engine.clipped_sum(parameters, batches_of(data, np.arange(20), plan))
     np.testing.assert_allclose(found, expected, rtol=3e-5, atol=1e-6)
 
 
@@ -226,9 +227,9 @@ def test_without_privacy_the_plain_sum_comes_out() -> None:
 def test_the_sum_does_not_depend_on_the_micro_batch_beyond_rounding(rows: int, batches: int) -> None:
     module, data, drawn = network(), examples(), np.arange(3, 23)
     reference, plan, parameters = engine_of(module)
-    expected = reference.clipped_sum(parameters, micro_batches(data, drawn, plan, padding=0))
+    expected = reference.clipped_sum(parameters, batches_of(data, drawn, plan))
     engine, other, _ = engine_of(module, rows=rows, batches=batches)
-    found = engine.clipped_sum(parameters, micro_batches(data, drawn, other, padding=0))
+    found = engine.clipped_sum(parameters, batches_of(data, drawn, other))
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
 
 
@@ -236,11 +237,11 @@ def test_the_same_arguments_give_the_same_bytes() -> None:
     module, data, drawn = network(), examples(), np.arange(17)
     first, plan, parameters = engine_of(module)
     parameters.setflags(write=False)
-    once = first.clipped_sum(parameters, micro_batches(data, drawn, plan, padding=0))
-    first.clipped_sum(parameters * 2, micro_batches(data, drawn[:5], plan, padding=0))
+    once = first.clipped_sum(parameters, batches_of(data, drawn, plan))
+    first.clipped_sum(parameters * 2, batches_of(data, drawn[:5], plan))
     second, _, _ = engine_of(module)
-    assert first.clipped_sum(parameters, micro_batches(data, drawn, plan, padding=0)).tobytes() == once.tobytes()
-    assert second.clipped_sum(parameters, micro_batches(data, drawn, plan, padding=0)).tobytes() == once.tobytes()
+    assert first.clipped_sum(parameters, batches_of(data, drawn, plan)).tobytes() == once.tobytes()
+    assert second.clipped_sum(parameters, batches_of(data, drawn, plan)).tobytes() == once.tobytes()
 
 
 @pytest.mark.parametrize("poison", [1e30, math.nan, math.inf])
@@ -253,7 +254,7 @@ def test_an_adversarial_example_moves_the_engines_sum_by_at_most_c(poison: float
     drawn = np.arange(20)
 
     def total(absent: int | None) -> np.ndarray:
-        batches = micro_batches(data, drawn, plan, padding=0)
+        batches = batches_of(data, drawn, plan)
         marked = ((x, y, mask & (np.arange(8) + 8 * index != absent)) for index, (x, y, mask) in enumerate(batches))
         return engine.clipped_sum(parameters, marked)
 
@@ -270,9 +271,9 @@ def test_a_label_that_is_no_class_contributes_zero_and_raises_nothing() -> None:
     wrong = labels.copy()
     wrong[[3, 5]] = (77, -100)
     engine, plan, parameters = engine_of(network())
-    found = engine.clipped_sum(parameters, micro_batches(ArrayDataset(features, wrong), np.arange(8), plan, padding=0))
+    found = engine.clipped_sum(parameters, batches_of(ArrayDataset(features, wrong), np.arange(8), plan))
     drawn = np.array([0, 1, 2, 4, 6, 7])
-    expected = engine.clipped_sum(parameters, micro_batches(ArrayDataset(features, labels), drawn, plan, padding=0))
+    expected = engine.clipped_sum(parameters, batches_of(ArrayDataset(features, labels), drawn, plan))
     np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
 
 
@@ -291,14 +292,15 @@ def test_work_and_shapes_are_the_same_whatever_was_drawn(drawn: int) -> None:
     engine, plan, parameters = engine_of(module)
     gradients = engine._gradients
 
-    def watched(features: torch.Tensor, labels: torch.Tensor, on_losses: object) -> list[Part]:
+    def watched(features: torch.Tensor, labels: torch.Tensor, on_losses: object, silent: SilentRows) -> list[Part]:
         assert on_losses is None, "nothing is counted of private examples"
         seen.append(tuple(features.shape))
-        return gradients(features, labels)
+        return gradients(features, labels, silent=silent)
 
     # Around the model: one that keeps what it sees is refused.
     engine._gradients = watched  # type: ignore[assignment]
-    total = engine.clipped_sum(parameters, micro_batches(data, np.arange(drawn, dtype=np.int64), plan, padding=0))
+    batches = batches_of(data, np.arange(drawn, dtype=np.int64), plan, spare=spare_of(examples()))
+    total = engine.clipped_sum(parameters, batches)
     assert seen == [(8, 36)] * 3
     assert read == [8] * 3
     assert total.any() == (drawn > 0)
@@ -306,7 +308,7 @@ def test_work_and_shapes_are_the_same_whatever_was_drawn(drawn: int) -> None:
 
 def test_an_empty_draw_is_a_zero_vector() -> None:
     engine, plan, parameters = engine_of(network())
-    total = engine.clipped_sum(parameters, micro_batches(examples(), np.empty(0, np.int64), plan, padding=0))
+    total = engine.clipped_sum(parameters, batches_of(examples(), np.empty(0, np.int64), plan))
     assert total.shape == parameters.shape
     assert not total.any()
 
@@ -314,8 +316,8 @@ def test_an_empty_draw_is_a_zero_vector() -> None:
 def test_a_draw_beyond_the_capacity_or_another_number_of_batches_is_refused() -> None:
     engine, plan, parameters = engine_of(network())
     with pytest.raises(AssertionError):
-        next(micro_batches(examples(), np.arange(25), plan, padding=0))
-    batches = list(micro_batches(examples(), np.arange(3), plan, padding=0))
+        next(batches_of(examples(), np.arange(25), plan))
+    batches = list(batches_of(examples(), np.arange(3), plan))
     with pytest.raises(AssertionError):
         engine.clipped_sum(parameters, batches[:2])
     with pytest.raises(AssertionError):
@@ -331,7 +333,7 @@ def test_no_warning_leaves_the_engine() -> None:
     engine, plan, parameters = engine_of(nn.Sequential(Warns(), nn.Linear(36, 3)))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        engine.clipped_sum(parameters, micro_batches(examples(), np.arange(5), plan, padding=0))
+        engine.clipped_sum(parameters, batches_of(examples(), np.arange(5), plan))
     assert not caught
 
 
@@ -341,7 +343,7 @@ def test_frozen_tensors_are_neither_counted_nor_moved() -> None:
     frozen = module[1].weight.detach().clone()
     engine, plan, parameters = engine_of(module)
     assert len(parameters) == sum(tensor.numel() for tensor in module.parameters()) - frozen.numel()
-    total = engine.clipped_sum(parameters + 1, micro_batches(examples(), np.arange(9), plan, padding=0))
+    total = engine.clipped_sum(parameters + 1, batches_of(examples(), np.arange(9), plan))
     assert total.shape == parameters.shape
     assert torch.equal(engine._module[1].weight, frozen)
 
@@ -354,7 +356,7 @@ def test_tied_parameters_get_one_gradient_with_both_uses() -> None:
     draw = np.random.default_rng(0)
     data = ArrayDataset(draw.random((4, 6), dtype=np.float32), draw.integers(0, 6, 4))
     engine, plan, parameters = engine_of(module, clip=100.0)
-    found = engine.clipped_sum(parameters, micro_batches(data, np.arange(4), plan, padding=0))
+    found = engine.clipped_sum(parameters, batches_of(data, np.arange(4), plan))
     expected = sum(true_gradient(module, data, example) for example in range(4))
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
 
@@ -366,7 +368,7 @@ def test_an_operation_without_deterministic_kernel_is_named() -> None:
 
     engine, plan, parameters = engine_of(nn.Sequential(nn.Linear(36, 3), Puts()))
     with pytest.raises(ModelError) as caught:
-        engine.clipped_sum(parameters, micro_batches(examples(), np.arange(5), plan, padding=0))
+        engine.clipped_sum(parameters, batches_of(examples(), np.arange(5), plan))
     assert caught.value.code == "nondeterministic_op"
     assert "put_" in caught.value.message
 
@@ -410,5 +412,5 @@ def test_a_loss_that_is_not_per_example_is_refused() -> None:
     plan = mechanism(111)
     engine = GradientEngine(copy.deepcopy(module), lambda out, y: cross_entropy(out, y).mean(), plan)
     with pytest.raises(ModelError) as caught:
-        engine.clipped_sum(read_flat(module), micro_batches(examples(), np.arange(5), plan, padding=0))
+        engine.clipped_sum(read_flat(module), batches_of(examples(), np.arange(5), plan))
     assert caught.value.code == "loss_shape"

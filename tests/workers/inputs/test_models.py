@@ -431,11 +431,11 @@ def test_gradients_are_compared_at_each_size(rows: int) -> None:
 
     module = around(OnlyThen())
     code, message = refusal(module) if rows < 8 else refusal_of_rows(module)
-    assert (code, "another's gradient of parameter '0." in message) == ("mixing_layer", True)
+    assert (code, "another's row where parameter '0." in message) == ("moved_rows", True)
 
 
 def test_a_micro_batch_is_computed_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once ordinary, once filled with each of six ids, once mixed, two rows alone; gradients beside it."""
+    """Once ordinary, once filled with each of ten ids, once mixed, two rows alone; gradients beside it."""
     counts: list[int] = []
     forward = model_checks._forward
     monkeypatch.setattr(
@@ -443,8 +443,8 @@ def test_a_micro_batch_is_computed_few_times(monkeypatch: pytest.MonkeyPatch) ->
     )
     module = nn.Sequential(nn.Embedding(11, 5), nn.Flatten(), nn.Linear(45, 3))
     check_rows(module, TEXTS, cross_entropy, [mechanism(193, micro_batch_size=12)], vocabulary=11)
-    # Of the six, -1, -100 and 2^20 are in no table: each is also tried in one row.
-    assert (counts.count(12), counts.count(1)) == (1 + 6 + 3 + 1, 2)
+    # Of the ten, 0, 1 and 10 are in the table: each other one is also tried in one row.
+    assert (counts.count(12), counts.count(1)) == (1 + 10 + 7 + 1, 2)
 
 
 def refusal_of_rows(module: nn.Module, form: DatasetForm = FORM, vocabulary: int | None = None) -> tuple[str, str]:
@@ -461,7 +461,9 @@ def test_padding_is_tried_at_the_physical_micro_batch() -> None:
 
     class TrimsMany(TrimmedTo):
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return super().forward(ids if len(ids) > 7 else ids.where(ids != self.padding, 0))
+            if len(ids) > 7:
+                return super().forward(ids)
+            return self.head(torch.tanh(self.words(ids.clamp(0, 10)).mean(1)))
 
     code, message = refusal_of_rows(TrimsMany("the last word", padding=-100), TEXTS, vocabulary=11)
     assert code == "mixing_layer"
@@ -519,7 +521,7 @@ def test_an_extent_that_equals_the_micro_batch_by_chance_is_refused() -> None:
     module = ReckonedPlaces()
     check_trainable(module, FORM, cross_entropy)
     check_rows(module, FORM, cross_entropy, [mechanism(30, micro_batch_size=8)])
-    with pytest.raises(ModelError, match=r"another's gradient of parameter 'places\.weight'"):
+    with pytest.raises(ModelError, match=r"another's row where parameter 'places\.weight'"):
         check_rows(module, FORM, cross_entropy, [mechanism(30, micro_batch_size=6)])
 
 

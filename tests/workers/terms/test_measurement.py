@@ -22,6 +22,7 @@ from raycloak.workers.terms.measurement import LARGEST_NORM, Measurement, releas
 from raycloak.workers.vectors.ring import decode
 from raycloak.workers.virtual_worker import VirtualWorkerComputer
 from tests.coordinator.checkpoints.tssp_cases import run_manifest
+from tests.drawn import spare_of
 from tests.models import small_model
 from tests.protocol import DATA_ROOT, computer, examples, initial_parameters, keys_of, mechanism
 
@@ -187,7 +188,8 @@ def test_a_loss_without_classes_is_released_alone():
 def test_the_noise_of_a_released_count_vector_is_what_the_ledger_charged_for():
     """Chi-square over 4,000 counts, and their mean; false-alarm rate 1e-6."""
     of = measurement("class_counts", 4000)
-    vectors = VirtualWorkerComputer(of.mechanism, ClassCountEngine(of), ArrayDataset(*examples()))
+    data = ArrayDataset(*examples())
+    vectors = VirtualWorkerComputer(of.mechanism, ClassCountEngine(of), data, spare_of(data))
     total = sum(vectors.vector(v, keys_of(COMPUTATION, v), 0, MODEL, DATA_ROOT, PARAMETERS).values for v in range(8))
     values = np.array(list(released(of, 0, 3, decode(total, of.mechanism.gamma_log2)).values.values()))
     truth = np.bincount(examples()[1], minlength=4000)
@@ -237,7 +239,7 @@ def test_a_measurement_reads_every_row_it_may_whatever_the_labels_are():
     for data in (examples(), wild(), examples(33)):
         dataset = Counting(*data)
         of = measurement("evaluation", 2, len(dataset), every=1)
-        vectors = VirtualWorkerComputer(of.mechanism, engine(of), dataset)
+        vectors = VirtualWorkerComputer(of.mechanism, engine(of), dataset, spare_of(dataset))
         dataset.asked = []
         vectors.slice(7)
         dataset.asked = []

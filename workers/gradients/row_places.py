@@ -1,0 +1,83 @@
+"""The places of rows in the backward pass: a row's loss may reach its own place of every tensor, and no other.
+
+Taps take place j of a tensor for example j. A model that sorts its rows and puts them back keeps examples apart in its
+output, and yet another example's gradient then stands at place j. So some losses are zeroed before a backward pass, and
+the gradients that taps capture at those places must be exactly zero.
+"""
+
+from itertools import combinations
+from math import comb
+
+import torch
+from torch import Tensor
+
+from raycloak.metrics.errors import ModelError
+
+
+class SilentRows:
+    """Rows whose losses are zeroed before a backward pass, and the places of theirs that got a gradient all the same.
+
+    A place with a number that is not finite counts as zero: zero times infinity is NaN, so a loss of zero may give one.
+
+    Args:
+        rows: bool [m], true where the loss is zeroed.
+    """
+
+    def __init__(self, rows: Tensor) -> None:
+        self._rows = rows
+        self._met: list[tuple[str, Tensor]] = []
+
+    def weights(self, losses: Tensor) -> Tensor:
+        """Return the factor of each loss in the sum that is differentiated: 0 or 1, like ``losses`` [m]."""
+        return (~self._rows).to(losses.dtype)
+
+    def meet(self, name: str, gradient: Tensor) -> None:
+        """Look at the gradient [m * k, ...] of the output of an operation, k places a row.
+
+        Work and shapes do not depend on which rows are silent.
+
+        Args:
+            name: of a trained parameter that enters the operation.
+        """
+        if gradient.numel():
+            low, high = gradient.detach().reshape(len(self._rows), -1).aminmax(dim=1)
+            moved = low.isfinite() & high.isfinite() & ((low != 0) | (high != 0))
+            self._met.append((name, (moved.to(self._rows.device) & self._rows).any()))
+
+    @property
+    def reached(self) -> Tensor:
+        """Return whether a silent row's place got a gradient, bool [] on the device of the rows."""
+        none = torch.zeros((), dtype=torch.bool, device=self._rows.device)
+        return torch.stack([none, *(moved for _, moved in self._met)]).any()
+
+    @property
+    def first(self) -> str | None:
+        """Return the name that came with the first such gradient of the backward pass; None if there was none."""
+        return next((name for name, moved in self._met if moved), None)
+
+
+def silences(count: int) -> list[Tensor]:
+    """Return masks bool [count] of rows to silence, so that each ordered pair of rows is told apart by one of them.
+
+    Guarantee: for any rows i and j that differ, some mask silences j and not i. The rows that a mask leaves are subsets
+    of one size, of which none contains another (Sperner 1928). So about log2(count) backward passes show what one pass
+    for each row would.
+    """
+    width = next(n for n in range(1, count + 2) if comb(n, n // 2) >= count)
+    loud = torch.zeros(width, count, dtype=torch.bool)
+    for row, members in zip(range(count), combinations(range(width), width // 2), strict=False):
+        loud[list(members), row] = True
+    return list(~loud)
+
+
+def moved_rows(what: str) -> ModelError:
+    """Return the error for a model that puts an example's row into the place of another.
+
+    Args:
+        what: a clause that says so.
+    """
+    return ModelError(
+        "moved_rows",
+        f"{what}, so the gradients of both would be clipped as one example's.",
+        "Keep each example in its row of every tensor: pad and mask in place of sorting, packing and gathering.",
+    )
