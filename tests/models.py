@@ -62,3 +62,20 @@ def linear_regression() -> nn.Module:
 def user_loss(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """A loss that is none of the built-in ones."""
     return nn.functional.cross_entropy(output, labels, reduction="none")
+
+
+class CentreOnceGrown(nn.Module):
+    """A layer that subtracts the mean of a batch once its weights are larger than any that the checks try."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        large = self.layer.weight.detach().abs().amax() > 100.0
+        return self.layer(torch.where(large, x - x.mean(0), x))
+
+
+def with_late_centring() -> nn.Module:
+    """What mixes the examples of a batch with parameters that a run may come to."""
+    return CentreOnceGrown()

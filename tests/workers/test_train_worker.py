@@ -707,3 +707,25 @@ def test_what_is_as_large_as_the_model_is_not_kept_twice(hand):
     assert left() is None
     assert hand.facts.initial_parameters.size == hand.mechanism.dimension
     assert hand.workers["worker-0"]._stage.planned.workload.facts.initial_parameters.size == 0
+
+
+def test_released_parameters_are_checked_at_public_steps_before_anything_is_computed(hand, monkeypatch):
+    """Steps 1, 2, 4, 8 and so on; what is refused then is a function of released parameters."""
+    planned = hand.workers["worker-0"]._stage.planned
+    checked: list[int] = []
+    monkeypatch.setattr("raycloak.workers.workload.check_released", lambda *_: checked.append(step))
+    for step in range(20):
+        planned.check_released(step, hand.facts.initial_parameters)
+    assert checked == [1, 2, 4, 8, 16]
+
+
+def test_a_model_that_comes_to_mix_rows_ends_the_step_with_a_code(tmp_path, computed):
+    hand = HandRun(tmp_path, model="tests.models:with_late_centring")
+    commit = hand.advance(hand.roster())
+    hand.parameters = tuple(part * 1e4 for part in hand.parameters)
+    hand.digest = parameter_digest(
+        hand.facts.tensors, tensor_digests(np.concatenate(hand.parameters), hand.facts.tensors)
+    )
+    before = len(computed)
+    assert hand.code("worker-0", hand.request(hand.roster(1, commit=commit), 1)) == "mixing_layer"
+    assert len(computed) == before
