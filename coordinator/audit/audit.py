@@ -73,7 +73,9 @@ class AuditResult:
             (epsilon', delta) private for any smaller epsilon'. 0 if nothing was refuted.
         confidence: chance that the bound holds, over the coins and the run's randomness.
         epsilon, delta: the ledger's charge for this run.
-        contradicted: whether the bound exceeds the ledger's epsilon.
+        sensitivity: most by which taking one synthetic example away moved a clipped sum of the user's own model, in
+            units of C, at the first and at the last parameters; 1 is what the noise is made for.
+        contradicted: whether the bound exceeds the ledger's epsilon, or the sensitivity 1.
         epsilon_ceiling: the bound if every guess had been right. This audit could not have shown more.
         canaries, included: m, and the number of included ones.
         guesses, correct, score: the basis of the bound; see `raycloak.coordinator.audit.bound`.
@@ -87,6 +89,7 @@ class AuditResult:
     confidence: float
     epsilon: float
     delta: float
+    sensitivity: float
     contradicted: bool
     epsilon_ceiling: float
     canaries: int
@@ -152,12 +155,14 @@ def audit(
         finished, models, run_dir = _train(audited, session, setup, run_secret, canaries, progress, phase, data)
     mechanism, delta, epsilon = finished.plan.mechanism, finished.plan.delta, _epsilon(audited, finished)
     bound = strongest_bound(_observed(models, audited), coins, mechanism, delta=delta, confidence=confidence)
+    sensitivity = task.largest_move(mechanism, finished.parameters, config)
     result = AuditResult(
         epsilon_lower=bound.epsilon,
         confidence=confidence,
         epsilon=epsilon,
         delta=delta,
-        contradicted=bound.epsilon > epsilon,
+        sensitivity=sensitivity,
+        contradicted=bound.epsilon > epsilon or sensitivity > 1,
         epsilon_ceiling=bound.ceiling,
         canaries=canaries,
         included=int(coins.sum()),

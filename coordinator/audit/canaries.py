@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from raycloak.coordinator.audit.removals import largest_move
 from raycloak.coordinator.config.run import ModelField, RunConfig
 from raycloak.coordinator.config.sections import DatasetConfig, Section
 from raycloak.coordinator.planning.model_source import model_source
@@ -32,8 +33,9 @@ from raycloak.workers.gradients.gradient_parts import PerExampleGradients
 from raycloak.workers.inputs.canaries import CanaryDataset
 from raycloak.workers.inputs.datasets import Dataset, dataset_form
 from raycloak.workers.inputs.descriptor import AuditedExamples, DatasetDescriptor
-from raycloak.workers.inputs.models import LossFn, build_model, loss_function
+from raycloak.workers.inputs.models import LossFn, build_model, loss_function, read_flat
 from raycloak.workers.inputs.text_model import check_text
+from raycloak.workers.terms.mechanism import Mechanism
 
 RAW_NORM = 2.0**10
 """The norm of a canary's gradient before clipping, in units of C: a missing or late clip cannot be overlooked."""
@@ -211,6 +213,23 @@ class CanaryTask(Section):
         if own.shape != marker.shape:
             return own  # refused by the caller, which asked for one loss per example
         return torch.where((marker >= 0) & (marker < 1), own, self.raw_norm * output[:, -2])
+
+    def largest_move(self, mechanism: Mechanism, last: NDArray[np.float32], config: RunConfig) -> float:
+        """Measure removals in the user's own model; see :func:`raycloak.coordinator.audit.removals.largest_move`.
+
+        Args:
+            last: float32[d], the last parameters of this task's model.
+        """
+        module = build_model(model_source(self.model), Path(self.base), config.seed)
+        return largest_move(
+            module,
+            self._inner_loss,
+            dataset_form(self._examples),
+            mechanism,
+            (read_flat(module), last[: -len(self.included)]),
+            deterministic=not config.allow_nondeterministic,
+            vocabulary=self.vocabulary,
+        )
 
     @cached_property
     def _examples(self) -> Dataset:

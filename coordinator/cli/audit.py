@@ -48,10 +48,13 @@ def _audit(output: Output, config: RunConfig, base: Path, canaries: int, confide
     output.result(asdict(result), audit_table(result))
     if not result.contradicted:
         return 0
-    output.note(
-        f"error: claim_contradicted: the released model shows an epsilon of at least {_down(result.epsilon_lower)}, "
-        f"but the ledger charged {epsilon_text(result.epsilon)}. Do not rely on this build's epsilon."
+    shown = (
+        f"taking one example away moves a clipped sum by {result.sensitivity:.3f} C"
+        if result.sensitivity > 1
+        else f"the released model shows an epsilon of at least {_down(result.epsilon_lower)}, but the ledger charged "
+        f"{epsilon_text(result.epsilon)}"
     )
+    output.note(f"error: claim_contradicted: {shown}. Do not rely on this build's epsilon.")
     return RefusedError.exit_code
 
 
@@ -64,6 +67,7 @@ def audit_table(result: "AuditResult") -> Table:
             ("ε, shown", f"at least {_down(result.epsilon_lower)} with confidence {result.confidence:g}: {verdict}"),
             ("ε, charged", f"{epsilon_text(result.epsilon)} at δ = {result.delta:g}, by the ledger"),
             ("ε, ceiling", f"{_down(result.epsilon_ceiling)}: what so many canaries can show at most"),
+            ("sensitivity", f"{_up(result.sensitivity)} C moved by one synthetic example at most; noise is made for 1"),
             ("guesses", f"{result.correct} of {result.guesses} right, by {result.score}"),
             ("canaries", f"{result.canaries}, {result.included} of them in, beside {result.examples:,} examples"),
             (
@@ -75,6 +79,11 @@ def audit_table(result: "AuditResult") -> Table:
             ("run directory", str(result.run_dir)),
         ],
     )
+
+
+def _up(value: float) -> str:
+    """Format three decimals, rounded up: a move is never stated smaller than it is."""
+    return f"{math.ceil(value * 1000) / 1000:.3f}"
 
 
 def _down(value: float) -> str:

@@ -15,21 +15,27 @@ from raycloak.workers.gradients.gradient_parts import named_operations
 from raycloak.workers.gradients.probes import Probes, odd_ids
 from raycloak.workers.inputs.datasets import Batch, DatasetForm
 
-_CANDIDATES = 24
+CANDIDATES = 24
 """Enough that neighbours in a micro-batch differ, and few enough to hold."""
 
 
 def spare_rows(
-    module: nn.Module, form: DatasetForm, deterministic: bool = True, vocabulary: int | None = None
+    module: nn.Module,
+    form: DatasetForm,
+    deterministic: bool = True,
+    vocabulary: int | None = None,
+    *,
+    candidates: int = CANDIDATES,
 ) -> Batch:
     """Return the synthetic examples that ``module`` gives a finite output for, at least one.
 
     Args:
         module: was passed by `raycloak.workers.gradients.model_checks.check_trainable`, with the other arguments; on
             the CPU.
+        candidates: how many are drawn.
 
     Returns:
-        features [n, ...] and labels [n] or [n, k], n <= 24.
+        features [n, ...] and labels [n] or [n, k], n <= candidates.
 
     Raises:
         ModelError: ``model_input`` if there is none.
@@ -41,8 +47,8 @@ def spare_rows(
         fillings = [filling.filled.items() for filling in probes.fillings(1)]
         tried = [(fill, example) for filled in fillings for fill, example in filled if math.isfinite(fill)]
         fills = [fill for fill, example in tried if _is_finite(module, example)]
-        examples = probes.varied(_CANDIDATES, fills)
-        kept = [row for row in range(_CANDIDATES) if _is_finite(module, examples.features[row : row + 1])]
+        examples = probes.varied(candidates, fills)
+        kept = [row for row in range(candidates) if _is_finite(module, examples.features[row : row + 1])]
     if not kept:
         raise ModelError(
             "model_input",

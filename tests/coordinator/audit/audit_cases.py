@@ -9,16 +9,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from raycloak.attestation.core.canonical import digest
 from raycloak.attestation.core.keys import Purpose, derive
 from raycloak.attestation.keys.release import KeyContract
+from raycloak.coordinator.audit import audit as audit_module
 from raycloak.coordinator.audit.audit import AuditResult, audit
 from raycloak.coordinator.config.run import RunConfig, parse_config
-from raycloak.coordinator.planning import plan
-from raycloak.workers import virtual_worker
+from raycloak.coordinator.planning import dry_run, plan
+from raycloak.workers import virtual_worker, workload
 from raycloak.workers.gradients import clipping
 from raycloak.workers.gradients.clipping import ClippedSum
+from raycloak.workers.gradients.row_places import SilentRows
 from raycloak.workers.run_member import RunMember
 from raycloak.workers.vectors.noise import NoiseSampler
 from raycloak.workers.virtual_worker import VirtualWorkerComputer
@@ -154,6 +158,29 @@ def noise_key_reused_across_steps(monkeypatch):
         return derive(secret, purpose, *(context[-1:] if purpose == Purpose.NOISE else context))
 
     monkeypatch.setattr(virtual_worker, "derive", forgetful)
+
+
+class SortedBySize(nn.Module):
+    """Sorts the rows, and puts them back behind its first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        order = x.abs().sum(1).argsort(descending=True)
+        return self.head(torch.tanh(self.first(x[order]))[order.argsort()])
+
+
+def sorted_model() -> nn.Module:
+    return SortedBySize()
+
+
+def checks_that_find_nothing(monkeypatch):
+    for caller in (workload, dry_run, audit_module):
+        for check in ("check_trainable", "check_rows", "check_released"):
+            monkeypatch.setattr(caller, check, lambda *_: None, raising=False)
+    monkeypatch.setattr(SilentRows, "meet", lambda self, name, gradient: None)
 
 
 def every_example_in_every_batch(monkeypatch):

@@ -54,7 +54,22 @@ def home(tmp_path):
 def test_a_correct_build_stays_below_the_ledgers_epsilon(tmp_path, seed):
     result = audited(tmp_path, seed)
     assert result.epsilon_lower < result.epsilon <= 1
+    assert 0.99 < result.sensitivity < 1
     assert not result.contradicted
+
+
+def test_a_model_that_puts_one_example_into_the_place_of_another_is_flagged(tmp_path, monkeypatch):
+    """The idiom of recurrent models, in a build whose checks find nothing."""
+    cases.checks_that_find_nothing(monkeypatch)
+    result = audited(tmp_path, 0, canaries=32, model="tests.coordinator.audit.audit_cases:sorted_model")
+    assert result.epsilon_lower < result.epsilon
+    assert result.sensitivity > 1.5
+    assert result.contradicted
+
+
+def test_such_a_model_is_refused_before_an_audit_charges_anything(tmp_path):
+    with pytest.raises(ModelError, match=r"moved_rows|mixing_layer"):
+        audited(tmp_path, 0, canaries=32, model="tests.coordinator.audit.audit_cases:sorted_model")
 
 
 @pytest.mark.parametrize("settings", [ONE_WORKERS_NOISE, LARGE_BATCHES, FULL_BATCHES], ids=lambda s: str(len(s)))

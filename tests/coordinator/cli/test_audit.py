@@ -18,6 +18,7 @@ RESULT = AuditResult(
     confidence=0.95,
     epsilon=1.0,
     delta=1e-5,
+    sensitivity=0.99998,
     contradicted=False,
     epsilon_ceiling=4.1,
     canaries=1000,
@@ -83,6 +84,16 @@ def test_exit_code_3_and_one_line_where_the_claim_is_contradicted(raycloak, conf
     assert all(line.startswith("error: claim_contradicted: ") for line in errors)
     code, stdout, _ = raycloak("audit", config_file, "--json")
     assert json.loads(stdout)["contradicted"] == contradicted
+
+
+def test_a_sum_that_one_example_moves_too_far_is_told_as_such(raycloak, config_file, monkeypatch):
+    changed = {name: getattr(RESULT, name) for name in RESULT.__slots__}
+    result = AuditResult(**{**changed, "sensitivity": 25.0312, "contradicted": True})
+    monkeypatch.setattr(audit, "audit", lambda *arguments, **options: result)
+    code, stdout, stderr = raycloak("audit", config_file)
+    assert code == 3
+    assert "25.032 C moved by one synthetic example" in stdout
+    assert "error: claim_contradicted: taking one example away moves a clipped sum by 25.031 C" in stderr
 
 
 def test_what_cannot_be_audited_is_one_line(raycloak, config_file):

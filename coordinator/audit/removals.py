@@ -1,0 +1,74 @@
+"""The move of a clipped sum when one synthetic example is taken away: the bound that noise is made for, measured.
+
+Canaries that a run trains on have axes of their own. So they show what noise, sampling and clipping do to an example,
+and nothing of a model that puts one example into the place of another. The canaries here go through the user's own
+layers, in one micro-batch: of many lengths, so that they would be sorted among each other; some drawn, and some in
+places that no example was drawn for.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from raycloak.workers.gradients.clipping import GradientEngine
+from raycloak.workers.gradients.numerics import pin_numerics
+from raycloak.workers.gradients.spare_rows import CANDIDATES, spare_rows
+from raycloak.workers.inputs.datasets import DatasetForm
+from raycloak.workers.inputs.models import LossFn, load_flat
+from raycloak.workers.terms.mechanism import Mechanism
+
+CLIP = 2.0**-30
+"""So low that every example with a gradient is clipped: a row in the place of another then counts in full."""
+
+_UNDRAWN = 4
+"""One row in so many has no example."""
+
+_REMOVED = 24
+"""Rows that are taken away, one at a time."""
+
+
+def largest_move(
+    module: nn.Module,
+    loss_fn: LossFn,
+    form: DatasetForm,
+    mechanism: Mechanism,
+    parameters: Iterable[NDArray[np.float32]],
+    *,
+    deterministic: bool,
+    vocabulary: int | None,
+) -> float:
+    """Return the most by which taking one example away moved the clipped sum, in units of the clipping norm.
+
+    Guarantee: at most 1 where the sensitivity is what the noise is made for. Only public examples are computed.
+
+    Args:
+        module: the user's model; it belongs to this function from then on.
+        mechanism: of the run; its number of rows at once is taken.
+        parameters: float32[d] each, to measure at.
+
+    Raises:
+        ModelError: as `raycloak.workers.gradients.clipping.GradientEngine` and
+            `raycloak.workers.gradients.spare_rows.spare_rows`.
+    """
+    pin_numerics(deterministic, torch.get_num_threads())
+    rows = mechanism.micro_batch_size
+    pool = spare_rows(module.train(), form, deterministic, vocabulary, candidates=max(CANDIDATES, rows))
+    size = sum(tensor.numel() for tensor in module.parameters() if tensor.requires_grad)
+    terms = {"max_grad_norm": CLIP, "dimension": size, "micro_batches": 1}
+    engine = GradientEngine(module, loss_fn, mechanism.model_copy(update=terms), "cpu", deterministic)
+    chosen = np.arange(rows) % len(pool[0])
+    drawn = np.arange(rows) % _UNDRAWN > 0
+    largest = 0.0
+    for flat in parameters:
+        load_flat(module, flat)
+        features, labels = (part[chosen] for part in pool)
+        whole = engine.clipped_sum(flat, [(features, labels, drawn)])
+        for row in np.flatnonzero(drawn)[:_REMOVED]:
+            left, others = drawn.copy(), features.copy()
+            left[row], others[row] = False, pool[0][(row + len(pool[0]) // 2) % len(pool[0])]
+            moved = np.linalg.norm(whole - engine.clipped_sum(flat, [(others, labels, left)]))
+            largest = max(largest, float(moved) / CLIP)
+    return largest
