@@ -25,7 +25,8 @@ class SilentRows:
 
     def __init__(self, rows: Tensor) -> None:
         self._rows = rows
-        self._met: list[tuple[str, Tensor]] = []
+        # Name, and the least and the largest number at each place; compared all at once, since operations take time.
+        self._met: list[tuple[str, Tensor, Tensor]] = []
 
     def weights(self, losses: Tensor) -> Tensor:
         """Return the factor of each loss in the sum that is differentiated: 0 or 1, like ``losses`` [m]."""
@@ -40,20 +41,28 @@ class SilentRows:
             name: of a trained parameter that enters the operation.
         """
         if gradient.numel():
-            low, high = gradient.detach().reshape(len(self._rows), -1).aminmax(dim=1)
-            moved = low.isfinite() & high.isfinite() & ((low != 0) | (high != 0))
-            self._met.append((name, (moved.to(self._rows.device) & self._rows).any()))
+            self._met.append((name, *gradient.detach().reshape(len(self._rows), -1).aminmax(dim=1)))
 
     @property
     def reached(self) -> Tensor:
         """Return whether a silent row's place got a gradient, bool [] on the device of the rows."""
-        none = torch.zeros((), dtype=torch.bool, device=self._rows.device)
-        return torch.stack([none, *(moved for _, moved in self._met)]).any()
+        return self._moved().any()
 
     @property
     def first(self) -> str | None:
         """Return the name that came with the first such gradient of the backward pass; None if there was none."""
-        return next((name for name, moved in self._met if moved), None)
+        moved = self._moved().any(1).tolist()
+        return next((name for (name, *_), here in zip(self._met, moved, strict=True) if here), None)
+
+    def _moved(self) -> Tensor:
+        """Return for each gradient the silent rows whose place got it, bool [gradients, m]."""
+        if not self._met:
+            return torch.zeros(0, len(self._rows), dtype=torch.bool, device=self._rows.device)
+        low, high = (
+            torch.stack([each.to(self._rows.device, torch.float64) for each in side])
+            for side in zip(*((low, high) for _, low, high in self._met), strict=True)
+        )
+        return low.isfinite() & high.isfinite() & ((low != 0) | (high != 0)) & self._rows
 
 
 def silences(count: int) -> list[Tensor]:
