@@ -86,6 +86,8 @@ class Workload:
         fingerprint = dataset_fingerprint(setup.dataset, opened, setup.base)
         self.module, notes = build_noted(setup.model, setup.base, setup.seed, setup.mode)
         loss_fn, loss_code = loss_function(setup.loss, setup.base)
+        # Once more: modules of a user may set torch up as they are imported.
+        pin_numerics(deterministic, setup.threads)
         contents = tensor_contents(self.module, loss_fn)
         if setup.contents is not None:
             check_same_tensors(setup.contents, contents)

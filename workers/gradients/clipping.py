@@ -75,7 +75,7 @@ class ClippedSum:
         """
         self._rows += len(valid)
         assert self._rows <= MAX_ROWS, "the bound is derived for 2^17 rows"
-        with exact_sums(valid.device):
+        with exact_sums():
             weights = self._weights(parts, valid)
             for part, target in zip(parts, self._targets, strict=True):
                 part.add(weights, target)

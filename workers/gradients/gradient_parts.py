@@ -11,6 +11,7 @@ from raycloak.metrics.errors import ModelError
 from raycloak.workers.gradients.numerics import choose_kernels, exact_sums
 from raycloak.workers.gradients.parts import Part
 from raycloak.workers.gradients.row_loss import RowLoss
+from raycloak.workers.gradients.settings import held_settings
 from raycloak.workers.gradients.taps import Taps
 from raycloak.workers.inputs.models import LossFn
 
@@ -49,7 +50,7 @@ class GradientParts:
             on_losses: gets the loss of each row, [n], without a graph; it must not change them.
 
         Raises:
-            ModelError: ``loss_shape``, ``unsupported_layer`` or ``nondeterministic_op``.
+            ModelError: ``loss_shape``, ``unsupported_layer``, ``nondeterministic_op`` or ``changed_setting``.
         """
         with named_operations(self._deterministic), self._taps.recording(len(labels)) as recording:
             with recording:
@@ -58,7 +59,7 @@ class GradientParts:
             if on_losses is not None:
                 on_losses(losses.detach())
             recording.backward(losses)
-            with exact_sums(labels.device):
+            with exact_sums():
                 return recording.parts()
 
 
@@ -84,18 +85,20 @@ class PerExampleGradients:
 
 @contextmanager
 def named_operations(deterministic: bool) -> Iterator[None]:
-    """Refuse operations without a deterministic kernel, by name.
+    """Refuse operations without a deterministic kernel, by name, and what changes a setting of torch.
 
     Args:
         deterministic: False lets them run, with a warning by torch; all others still use their deterministic kernels.
 
     Raises:
-        ModelError: ``nondeterministic_op``.
+        ModelError: ``nondeterministic_op``, or ``changed_setting`` as
+            :func:`raycloak.workers.gradients.settings.held_settings`.
     """
     before = torch.get_deterministic_debug_mode()
     choose_kernels(deterministic)
     try:
-        yield
+        with held_settings():
+            yield
     except RuntimeError as error:
         found = _NONDETERMINISTIC.match(str(error))
         if found is None:
