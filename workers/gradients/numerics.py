@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from raycloak.metrics.errors import ConfigError
+from raycloak.metrics.proof_bounds import require_assertions
 from raycloak.workers.gradients.settings import held_settings, pin_settings
 from raycloak.workers.terms.manifest import NumericsClass
 
@@ -66,8 +67,9 @@ def pin_numerics(deterministic: bool = True, threads: int = 1) -> None:
         threads: within one operation.
 
     Raises:
-        ConfigError: ``numerics`` if the process already runs inter-op work on several threads.
+        ConfigError: ``numerics`` if the process already runs inter-op work on several threads, or ``assertions_off``.
     """
+    require_assertions()
     if torch.get_num_interop_threads() != 1:
         try:
             torch.set_num_interop_threads(1)

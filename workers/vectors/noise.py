@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from raycloak.attestation.core.keys import Purpose, Secret, derive
 from raycloak.metrics.errors import ConfigError
+from raycloak.metrics.proof_bounds import require_bound
 from raycloak.workers.vectors.streams import BLOCK_BYTES, KeyStream
 
 # The range of the proof: shares add up well from 16 on (theorem 2), and six base draws reach 2^40 (theorem 1).
@@ -226,9 +227,8 @@ class NoiseSampler:
         Raises:
             RefusedError: ``keystream_exhausted`` beyond 2^37 / n draws; the vector is then unchanged.
         """
-        assert vector.dtype == self._word
-        assert vector.ndim == 1
-        assert start >= 0
+        require_bound(vector.dtype == self._word and vector.ndim == 1, "noise is added to one vector of the ring")
+        require_bound(start >= 0, "draws of noise are counted from 0")
         done = 0
         for block in self._blocks(key, start, vector.size):
             part = vector[done : done + block.size]
