@@ -209,8 +209,8 @@ class PlannedWorkload:
         """Require that ``manifest`` states this workload, and meets the demand that sealed data comes with.
 
         Raises:
-            ProtocolError: ``manifest_mismatch``, with the field named; ``mechanism_bounds`` or ``malformed`` if it breaks
-                a rule of its own.
+            ProtocolError: ``manifest_mismatch``, with the field named; ``mechanism_bounds`` or ``malformed`` for a rule
+                of its own that it breaks.
             EvidenceError: ``sealed_demand``, with what differs.
         """
         manifest = checked(Manifest, manifest)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
@@ -13,12 +13,11 @@ from raycloak.attestation.core.roster import Query
 from raycloak.coordinator.accounting.accountants import AccountLimits, Quote, Spend, accountant_of, smallest_epsilon
 from raycloak.coordinator.accounting.batch_shape import overflow_bound
 from raycloak.coordinator.accounting.outward import sum_up, weighted_sum_up
-from raycloak.coordinator.accounting.releases import Release, Releases, release_of
+from raycloak.coordinator.accounting.releases import Releases, release_of
 from raycloak.coordinator.accounting.renyi import (
     SLACK_SHARE,
     SMALLEST_NOISE_MULTIPLIER,
     accountant_delta,
-    effective_noise_multiplier,
     release_rdp,
     slack_reserve,
     total_slack,
@@ -74,7 +73,7 @@ class PricedRun:
         ]
         orders = len(self.registered.step_rdp[0])
         rdp = weighted_sum_up([(count, each.step_rdp) for count, each in private], orders)
-        releases = tuple(_release(each.mechanism, count) for count, each in private if count)
+        releases = tuple(release_of(each.mechanism, count) for count, each in private if count)
         return Spend(rdp, tuple(count for count, _ in private), releases, self.quote)
 
 
@@ -141,7 +140,7 @@ def quoted(terms: AccountOpened, mechanisms: Sequence[Mechanism]) -> Quote:
 
 def planned(mechanisms: Sequence[Mechanism]) -> Releases:
     """Return all that a run of these mechanisms plans to release with noise."""
-    return tuple(_release(each, each.steps) for each in mechanisms if each.private)
+    return tuple(release_of(each, each.steps) for each in mechanisms if each.private)
 
 
 def orders_for(terms: AccountOpened, mechanisms: Sequence[Mechanism]) -> tuple[float, ...]:
@@ -192,19 +191,7 @@ def mechanism_rdp(mechanism: Mechanism, orders: tuple[float, ...]) -> tuple[floa
     """Return the RDP of one release of a mechanism at each order."""
     if not mechanism.private:
         return (0.0,) * len(orders)
-    return tuple(float(each) for each in release_rdp(_release(mechanism, 1), orders))
-
-
-def charged_noise(mechanism: Mechanism) -> float:
-    """Return the noise multiplier that a mechanism is charged for: what it claims, or what its shares add up to.
-
-    The smaller of the two, which differ by rounding.
-    """
-    return min(mechanism.noise_multiplier, effective_noise_multiplier(mechanism, mechanism.uncounted_shares))
-
-
-def _release(mechanism: Mechanism, count: int) -> Release:
-    return replace(release_of(mechanism, count), noise_multiplier=charged_noise(mechanism))
+    return tuple(float(each) for each in release_rdp(release_of(mechanism, 1), orders))
 
 
 def check_claims(run_id: str, mechanism: Mechanism) -> None:

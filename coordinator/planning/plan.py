@@ -61,7 +61,7 @@ from raycloak.coordinator.planning.payer import PayingAccount, accountant_for, c
 from raycloak.metrics.errors import ConfigError, DatasetError, ModelError, RefusedError
 from raycloak.metrics.proof_bounds import require_assertions
 from raycloak.workers.terms.measurement import Measurement
-from raycloak.workers.terms.mechanism import MAX_DIMENSION, AccountantName, Mechanism
+from raycloak.workers.terms.mechanism import MAX_DIMENSION, AccountantName, Mechanism, honest_share_of
 from raycloak.workers.vectors.noise import decompose
 from raycloak.workers.vectors.ring import RingFit, fit_ring
 
@@ -379,7 +379,7 @@ def _honest_share(config: RunConfig, virtual_workers: int) -> float:
             f"{virtual_workers} virtual workers, so no noise could be counted on.",
             "Lower colluding_workers, or raise min_workers.",
         )
-    return 1 - known / virtual_workers
+    return honest_share_of(virtual_workers, known)
 
 
 def _noised_releases(config: RunConfig, sample_rate: float, accountant: AccountantName) -> Releases:

@@ -9,6 +9,7 @@ that the shares do not add up to, is no mechanism.
 
 import math
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -47,7 +48,7 @@ class Mechanism(Message):
         steps: number of releases the noise was planned for.
         max_grad_norm: C, the l2 bound of one example's contribution before encoding.
         noise_multiplier: z, standard deviation of the counted noise in units of ``sensitivity``.
-        honest_share: h, the share of virtual workers whose noise is counted on, in (0, 1]: 1 - k/V.
+        honest_share: h, the share of virtual workers whose noise is counted on, in (0, 1]: (V - k)/V.
         expected_batch_size: the public divisor of the released sum.
         dimension: d, number of coordinates.
         ring_bits, gamma_log2: the ring Z_{2^ring_bits} with grid step gamma = 2^gamma_log2.
@@ -120,8 +121,8 @@ class Mechanism(Message):
         for name in ("overflow_probability", "mask_split_probability"):
             yield name, "it must be in [0, 1)", 0 <= getattr(self, name) < 1
         yield "honest_share", "it must be in (0, 1]", 0 < self.honest_share <= 1
-        share = 1 - self.uncounted_shares / self.virtual_workers
-        yield "honest_share", "it must leave out a whole number of virtual workers", self.honest_share == share > 0
+        whole = self.honest_share == honest_share_of(self.virtual_workers, self.uncounted_shares)
+        yield "honest_share", "it must leave out a whole number of virtual workers", whole
         if self.private:
             yield "noise_multiplier", "it must be above 0", self.noise_multiplier > 0
             yield "sigma", "it must be in [2^4, 2^40]", MIN_SIGMA <= self.sigma <= MAX_SIGMA
@@ -145,7 +146,7 @@ class Mechanism(Message):
     @property
     def uncounted_shares(self) -> int:
         """The number of virtual workers whose noise is not counted on."""
-        # A share of a whole number is rounded, by less than half a virtual worker.
+        # A whole number, but for the rounding of its share.
         return round(self.virtual_workers * (1 - self.honest_share))
 
     def participations(self, releases: int) -> int:
@@ -169,6 +170,16 @@ class Mechanism(Message):
         added here: clipping aims below C by more than every rounding error (see `workers/gradients/clipping.py`).
         """
         return self.max_grad_norm + self.gamma * math.sqrt(self.dimension)
+
+
+def honest_share_of(virtual_workers: int, uncounted: int) -> float:
+    """Return h if the noise of ``uncounted`` virtual workers is not counted on.
+
+    Guarantee: ``virtual_workers * h`` is at most the number of the others, in exact arithmetic.
+    """
+    share = (virtual_workers - uncounted) / virtual_workers
+    above = virtual_workers * Fraction(share) > virtual_workers - uncounted
+    return math.nextafter(share, 0.0) if above else share
 
 
 def check_together(mechanisms: Sequence[Mechanism]) -> None:

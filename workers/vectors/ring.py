@@ -123,7 +123,7 @@ def fit_ring(
 
     Guarantee: the sum of V clamped vectors cannot overflow, and overflows with noise only beyond 16 standard
     deviations of the whole noise: V·clamp/γ + V/2 + 16·σ·√V < 2^(bits-1). Noise pays for the rounded sensitivity:
-    V·h·σ² ≥ (z·C'/γ)² + 4 with C' = C + γ√d, in exact arithmetic and in floats, and 16 ≤ σ ≤ 2^40.
+    V·h·σ² ≥ (z·C'/γ)² + 4 with C' = C + γ√d, in exact arithmetic, and 16 ≤ σ ≤ 2^40.
 
     Args:
         max_grad_norm: C, l2 bound of one example's contribution; positive.
@@ -159,14 +159,19 @@ def noise_pays(
     noise_multiplier: float,
     honest_share: float,
 ) -> bool:
-    """Return whether noise of ``sigma`` ring units pays for the sensitivity that the grid step leaves, in floats.
+    """Return whether noise of ``sigma`` ring units pays for the sensitivity that the grid step leaves, exactly.
 
     The inequality of :func:`fit_ring`, with its arguments.
     """
-    gamma = math.ldexp(1.0, gamma_log2)
-    sensitivity = max_grad_norm + gamma * math.sqrt(dimension)
-    needed = (noise_multiplier * sensitivity / gamma) ** 2 + ROUNDING_VARIANCE
-    return virtual_workers * honest_share * sigma**2 >= needed
+    needed = _needed_variance(gamma_log2, max_grad_norm, dimension, noise_multiplier)
+    return virtual_workers * Fraction(honest_share) * Fraction(sigma) ** 2 >= needed
+
+
+def _needed_variance(gamma_log2: int, max_grad_norm: float, dimension: int, noise_multiplier: float) -> Fraction:
+    """Return a number above (z·C'/γ)² + 4, by far less than a float rounds."""
+    root = Fraction(math.isqrt(dimension << 104) + 1, 1 << 52)
+    sensitivity = Fraction(max_grad_norm) / Fraction(2) ** gamma_log2 + root
+    return (Fraction(noise_multiplier) * sensitivity) ** 2 + Fraction(ROUNDING_VARIANCE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,33 +190,17 @@ class _Demand:
         return _cut(math.floor(Fraction(self.clamp) / Fraction(2) ** gamma_log2))
 
     def sigma(self, gamma_log2: int) -> float:
-        """Return the least float that satisfies the variance inequality, exactly and when evaluated in floats.
-
-        Infinite where it would be far beyond ``MAX_SIGMA``.
-        """
+        """Return the least float that satisfies the variance inequality; infinite if far above ``MAX_SIGMA``."""
         if self.noise_multiplier == 0:
             return 0.0
-        root = Fraction(math.isqrt(self.dimension << 104) + 1, 1 << 52)
-        sensitivity = Fraction(self.max_grad_norm) / Fraction(2) ** gamma_log2 + root
-        total = (Fraction(self.noise_multiplier) * sensitivity) ** 2 + Fraction(ROUNDING_VARIANCE)
+        total = _needed_variance(gamma_log2, self.max_grad_norm, self.dimension, self.noise_multiplier)
         share = self.virtual_workers * Fraction(self.honest_share)
         if total > share * Fraction(2 * MAX_SIGMA) ** 2:
             return math.inf
         sigma = math.sqrt(total / share)
-        while share * Fraction(sigma) ** 2 < total or not self._holds_in_floats(sigma, gamma_log2):
+        while share * Fraction(sigma) ** 2 < total:
             sigma = math.nextafter(sigma, math.inf)
         return sigma
-
-    def _holds_in_floats(self, sigma: float, gamma_log2: int) -> bool:
-        return noise_pays(
-            sigma,
-            gamma_log2,
-            max_grad_norm=self.max_grad_norm,
-            dimension=self.dimension,
-            virtual_workers=self.virtual_workers,
-            noise_multiplier=self.noise_multiplier,
-            honest_share=self.honest_share,
-        )
 
     def load(self, gamma_log2: int, sigma: float) -> int:
         """Return the largest magnitude that the decoded sum is sized for, in ring units, rounded up."""
