@@ -22,12 +22,13 @@ from importlib.metadata import version
 import numpy as np
 from numpy.typing import NDArray
 
+from raycloak.attestation.core.counted_noise import counted_noise
 from raycloak.coordinator.accounting.opacus_modules import opacus_module
 from raycloak.coordinator.accounting.outward import lowered, raised, sum_up, weighted_sum_up
 from raycloak.coordinator.accounting.releases import Cut, Release
 from raycloak.metrics.proof_bounds import require_bound
 from raycloak.workers.terms.mechanism import Mechanism
-from raycloak.workers.vectors.noise import ROUNDING_DISTANCE, ROUNDING_VARIANCE, SAMPLER_DISTANCE
+from raycloak.workers.vectors.noise import ROUNDING_DISTANCE, SAMPLER_DISTANCE
 from raycloak.workers.vectors.ring import TAIL_DEVIATIONS
 
 ORDERS: tuple[float, ...] = (
@@ -249,10 +250,5 @@ def total_slack(mechanisms: Iterable[Mechanism], epsilon: float) -> DeltaSlack:
 
 
 def effective_noise_multiplier(mechanism: Mechanism, missing_virtual_workers: float) -> float:
-    """Return noise over sensitivity for an adversary who knows the noise of some virtual workers; 0 if none is left.
-
-    The ``V - k`` unknown shares have variance ``(V - k) sigma^2`` in squared ring units, of which the rounding
-    argument takes ``ROUNDING_VARIANCE``.
-    """
-    variance = (mechanism.virtual_workers - missing_virtual_workers) * mechanism.sigma**2 - ROUNDING_VARIANCE
-    return math.sqrt(variance) * mechanism.gamma / mechanism.sensitivity if variance > 0 else 0.0
+    """Return noise over sensitivity for an adversary who knows the noise of some virtual workers; 0 if none is left."""
+    return counted_noise(mechanism, mechanism.virtual_workers - missing_virtual_workers)

@@ -256,8 +256,7 @@ class Manifest(KeyContract):
     @property
     def stated(self) -> StatedRun:
         """The part that an owner of sealed data may make demands of."""
-        noise = ((each.private, each.noise_multiplier) for each in self.computation.mechanisms)
-        return StatedRun.of(self.ledger_key, self.account, noise)
+        return StatedRun.of(self.ledger_key, self.account, self.computation.mechanisms)
 
     @property
     def log_owner(self) -> SignerPublic:

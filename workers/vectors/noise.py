@@ -36,9 +36,8 @@ BLOCK = 8192
 # Total variation between one draw and the ideal discrete Gaussian, for an ideal keystream. V times this also covers
 # the randomised-rounding argument for a sum of V draws (theorem 2 of the proof).
 SAMPLER_DISTANCE = 2.0**-110
-# A discrete Gaussian of variance s^2 + ROUNDING_VARIANCE is a randomised rounding of a continuous one of variance
-# s^2, up to ROUNDING_DISTANCE in total variation (theorem 2).
-ROUNDING_VARIANCE = 4.0
+# A discrete Gaussian of variance s^2 + 4 is a randomised rounding of a continuous one of variance s^2, up to this
+# total variation (theorem 2); see `raycloak.attestation.core.counted_noise.ROUNDING_VARIANCE`.
 ROUNDING_DISTANCE = 2.0**-112
 
 # The proof is for tables of at most 8,593 outcomes, which a deviation of 320 needs at the tail below.

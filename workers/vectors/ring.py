@@ -13,9 +13,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from raycloak.attestation.core.counted_noise import ROUNDING_VARIANCE
 from raycloak.metrics.errors import ConfigError, ProtocolError
 from raycloak.metrics.proof_bounds import require_bound
-from raycloak.workers.vectors.noise import MAX_SIGMA, MIN_SIGMA, ROUNDING_VARIANCE, decompose
+from raycloak.workers.vectors.noise import MAX_SIGMA, MIN_SIGMA, decompose
 
 RingBits = Literal[32, 64]
 RingVector = NDArray[np.uint32] | NDArray[np.uint64]

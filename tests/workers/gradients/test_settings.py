@@ -170,7 +170,9 @@ def test_what_changes_a_setting_is_refused_before_anything_is_charged(where: str
 
 
 def test_an_evaluation_refuses_it_too() -> None:
-    counted = mechanism(query="evaluation", dimension=2, max_grad_norm=1.0, micro_batch_size=ROWS, micro_batches=1)
+    counted = mechanism(
+        query="evaluation", sample_rate=1.0, dimension=2, max_grad_norm=1.0, micro_batch_size=ROWS, micro_batches=1
+    )
     module = Forward(CHANGES["torch.backends.cuda.matmul.allow_tf32"])
     engine = PrivateEvaluationEngine(Measurement(mechanism=counted, every=1, loss_bound=10.0), module, cross_entropy)
     with pytest.raises(ModelError, match="changed_setting"):
