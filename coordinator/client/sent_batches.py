@@ -117,7 +117,8 @@ class DataKeys:
 
         Guarantee: returns only for a run whose workers this owner's key service must accept by this owner's policy.
         Every step has at least the noise of `terms`, as its shares add up to it, all of them at most. It is charged to
-        the account by the ledger of `terms`, for at most the participations in `terms`. What the result seals opens in no run of another manifest.
+        the account by the ledger of `terms`, for at most the participations in `terms`. What the result seals opens in
+        no run of another manifest.
 
         Args:
             manifest: the run's, as JSON; `Client.manifest_json` of the service has it. Its origin need not be trusted.
