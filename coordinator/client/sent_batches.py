@@ -132,7 +132,7 @@ class DataKeys:
             stated = parse(Manifest, canonical_json(json.loads(manifest)))
         except (ValueError, ProtocolError) as error:
             if isinstance(error, ProtocolError) and error.code == "mechanism_bounds":
-                raise _terms_refused(f"states what no proof covers: {error.message.rstrip('.')}") from None
+                raise _terms_refused(f"states what no proof covers: {error.message.removesuffix('.')}") from None
             raise EvidenceError(
                 "run_manifest", "the service gave no manifest of a run.", "Wait until the client is READY."
             ) from None
