@@ -7,6 +7,7 @@ while it is added. A sum is enough, since only the sum ever leaves, under masks.
 import numpy as np
 
 from raycloak.attestation.core.roster import Query
+from raycloak.metrics.proof_bounds import require_bound
 from raycloak.workers.terms.public_sums import PublicSums
 from raycloak.workers.vectors.ring import RingVector
 from raycloak.workers.virtual_worker import EncodedVector
@@ -48,7 +49,7 @@ class HostedSum:
 
     def add(self, v: int, vector: EncodedVector) -> None:
         """Add a vector of the present place. Its memory may become the sum's own."""
-        assert v not in self.tags, "each is in the sum once"
+        require_bound(v not in self.tags, "a virtual worker is in a sum once")
         if self._words is None:
             self._words = vector.values
         else:

@@ -21,6 +21,7 @@ from raycloak.attestation.log.watch import LogWatch
 from raycloak.attestation.orchestrator.data_commitments import DataCommitments
 from raycloak.attestation.policy.key_policy import KeyKind
 from raycloak.metrics.errors import EvidenceError, ProtocolError
+from raycloak.metrics.proof_bounds import require_bound
 from raycloak.workers.evaluation import SliceEvaluator
 from raycloak.workers.hosted_sum import HostedSum
 from raycloak.workers.messages import Admission, StepReply, StepRequest
@@ -82,7 +83,7 @@ class RunMember:
 
     def renew(self, admission: Admission) -> None:
         """Take a later admission by the same manifest, for evidence of another epoch."""
-        assert admission.manifest.digest() == self.manifest_digest, "a member has one manifest for life"
+        require_bound(admission.manifest.digest() == self.manifest_digest, "a member has one manifest for life")
         self._admission = admission
 
     def accept_keys(self, release: KeyRelease) -> Envelope:

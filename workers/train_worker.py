@@ -68,7 +68,7 @@ class TrainWorker:
         """Return the digest of the public synthetic batch's vectors; the evidence presented later contains it.
 
         Raises:
-            ProtocolError: ``already_presented``.
+            ProtocolError: ``already_presented``; ``mechanism_bounds`` if no proof covers a mechanism.
             ConfigError: ``batch_too_large``, ``measurement_labels`` or ``measurement_too_large``.
             RefusedError: ``not_public`` if there is to be no noise on data that is not declared public.
             ModelError: ``nondeterministic_op``, with the operation's name: no example is in reach of it yet.
@@ -84,8 +84,8 @@ class TrainWorker:
         """Check the manifest against what this process really runs, then answer the challenge with evidence.
 
         Raises:
-            ProtocolError: ``manifest_mismatch`` with the field named, ``policy_mismatch``, ``challenge_mismatch``, or
-                ``already_presented`` if this worker is bound to another manifest.
+            ProtocolError: ``manifest_mismatch`` with the field named, ``mechanism_bounds``, ``policy_mismatch``,
+                ``challenge_mismatch``, or ``already_presented`` if this worker is bound to another manifest.
             EvidenceError: why the orchestrator's own evidence is refused; nothing has been sent then.
         """
         manifest, member = admission.manifest, self._stage

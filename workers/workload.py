@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from raycloak.attestation.core.canonical import digest
+from raycloak.attestation.core.messages import checked
 from raycloak.attestation.core.roster import Query
 from raycloak.metrics.errors import ConfigError, ModelError, ProtocolError, RefusedError
 from raycloak.workers.evaluation import open_split
@@ -41,9 +42,8 @@ from raycloak.workers.known_answer import check_classes, found_classes, known_an
 from raycloak.workers.messages import WorkerFacts, WorkerSetup
 from raycloak.workers.terms.manifest import Manifest, NumericsClass
 from raycloak.workers.terms.measurement import Measurement
-from raycloak.workers.terms.mechanism import Mechanism
+from raycloak.workers.terms.mechanism import Mechanism, check_together
 from raycloak.workers.terms.parameter_digest import check_same_tensors, frozen_digest, parameter_digest, tensor_digests
-from raycloak.workers.vectors.ring import noise_pays
 from raycloak.workers.virtual_worker import VirtualWorkerComputer
 
 # Marks the known answer of a loss that does not run under vmap: its last bits may be others.
@@ -88,6 +88,8 @@ class Workload:
         fingerprint = dataset_fingerprint(setup.dataset, opened, setup.base)
         self.module, notes = build_noted(setup.model, setup.base, setup.seed, setup.mode)
         loss_fn, loss_code = loss_function(setup.loss, setup.base)
+        # Once more: modules of a user may set torch up as they are imported.
+        pin_numerics(deterministic, setup.threads)
         contents = tensor_contents(self.module, loss_fn)
         if setup.contents is not None:
             check_same_tensors(setup.contents, contents)
@@ -162,6 +164,7 @@ class PlannedWorkload:
         known_answer: digest of the public synthetic batch's vectors, 32 bytes; see `workers/known_answer.py`.
 
     Raises:
+        ProtocolError: ``mechanism_bounds`` or ``malformed`` if no proof covers one of them, or all of them together.
         ConfigError: ``batch_too_large``, ``measurement_labels`` or ``measurement_too_large``.
         RefusedError: ``not_public`` if anything is to be released without noise, of data that is sealed or is not
             declared public.
@@ -170,7 +173,11 @@ class PlannedWorkload:
     """
 
     def __init__(self, workload: Workload, mechanism: Mechanism, measurements: tuple[Measurement, ...]) -> None:
+        # They came as objects, which nothing has checked.
+        mechanism = checked(Mechanism, mechanism)
+        measurements = tuple(checked(Measurement, each) for each in measurements)
         mechanisms = (mechanism, *(measurement.mechanism for measurement in measurements))
+        check_together(mechanisms)
         noised = all(each.private for each in mechanisms)
         if not noised and workload.slices.demand is not None:
             raise RefusedError("not_public", "this worker's data is sealed, so nothing leaves it without noise")
@@ -226,9 +233,11 @@ class PlannedWorkload:
         """Require that ``manifest`` states this workload, and meets the demand that sealed data comes with.
 
         Raises:
-            ProtocolError: ``manifest_mismatch``, with the field named.
+            ProtocolError: ``manifest_mismatch``, with the field named; ``mechanism_bounds`` or ``malformed`` for a rule
+                of its own that it breaks.
             EvidenceError: ``sealed_demand``, with what differs.
         """
+        manifest = checked(Manifest, manifest)
         computation, facts, setup = manifest.computation, self.workload.facts, self.workload.setup
         bounded, sent = computation.mechanism.max_participations is not None, setup.dataset.sent is not None
         checks = {
@@ -252,9 +261,6 @@ class PlannedWorkload:
         for field, (stated, found) in checks.items():
             if stated != found:
                 raise ProtocolError("manifest_mismatch", f"the manifest's {field} is not what this worker has")
-        # All were stated by the coordinator: a grid that is coarser than the noise pays for would show here alone.
-        if not all(_noise_pays(each) for each in (self.mechanism, *(each.mechanism for each in self.measurements))):
-            raise ProtocolError("manifest_mismatch", "the manifest's sigma does not pay for its grid step")
         if self.workload.slices.demand is not None:
             self.workload.slices.demand.require(manifest.stated)
 
@@ -262,18 +268,6 @@ class PlannedWorkload:
 def _numerics(setup: WorkerSetup, module: nn.Module) -> NumericsClass:
     mode = {"precision": setup.mode.precision, "gradient_checkpointing": setup.mode.gradient_checkpointing}
     return current_numerics(setup.device).model_copy(update={"model_libraries": libraries(module), **mode})
-
-
-def _noise_pays(mechanism: Mechanism) -> bool:
-    return not mechanism.private or noise_pays(
-        mechanism.sigma,
-        mechanism.gamma_log2,
-        max_grad_norm=mechanism.max_grad_norm,
-        dimension=mechanism.dimension,
-        virtual_workers=mechanism.virtual_workers,
-        noise_multiplier=mechanism.noise_multiplier,
-        honest_share=mechanism.honest_share,
-    )
 
 
 def _declared_classes(measurements: tuple[Measurement, ...]) -> int | None:

@@ -18,6 +18,7 @@ from raycloak.attestation.core.canonical import DIGEST_BYTES
 from raycloak.attestation.core.keys import Purpose, Secret, derive
 from raycloak.attestation.core.roster import MaskCircle, Member, Query, Roster
 from raycloak.metrics.errors import ProtocolError
+from raycloak.metrics.proof_bounds import require_bound
 
 MAX_ATTEMPTS_PER_STEP: Final = 4096
 """A step that is tried so often never ends. Each attempt may draw one circle, so the number is in the bound below."""
@@ -25,8 +26,8 @@ MAX_ATTEMPTS_PER_STEP: Final = 4096
 LARGEST_COMPLETE: Final = 32
 """Up to so many workers, all pairs mask: a circle would hardly save anything."""
 
-SPLIT_BITS: Final = 40
-"""Over a whole run the honest workers may split with probability 2^-40 at most."""
+SPLIT_PROBABILITY: Final = 2.0**-40
+"""The most by which the honest workers may split over a whole run. Delta pays for it."""
 
 
 def split_bound(workers: int, colluding: int, reach: int) -> Fraction:
@@ -35,8 +36,8 @@ def split_bound(workers: int, colluding: int, reach: int) -> Fraction:
     Guarantee: at least that probability, for any ``colluding`` workers that were fixed before the circle was drawn. It
     counts groups of every size, not only single workers.
     """
-    assert 0 <= colluding <= workers
-    assert 0 < 2 * reach < workers
+    require_bound(0 <= colluding <= workers, "colluding workers are some of the workers")
+    require_bound(0 < 2 * reach < workers, "a worker's neighbours on a circle are different ones")
     # Two runs of `reach` colluding workers at given places: both exact, where the power of their share is an estimate.
     taken = Fraction(prod(colluding - i for i in range(2 * reach)), prod(workers - i for i in range(2 * reach)))
     return comb(workers, 2) * taken if colluding >= 2 * reach else Fraction(0)
@@ -63,7 +64,7 @@ def least_reach(workers: int, colluding: int, releases: int) -> int | None:
     for reach in count(1):
         if 2 * reach >= workers - 1:
             return None
-        if circles * split_bound(workers, colluding, reach) <= Fraction(1, 2**SPLIT_BITS):
+        if circles * split_bound(workers, colluding, reach) <= Fraction(SPLIT_PROBABILITY):
             return reach
     raise AssertionError("a reach of half the circle ends the search")
 

@@ -60,6 +60,14 @@ def parse(cls: type[M], body: bytes) -> M:
     return message
 
 
+def checked(cls: type[M], message: M) -> M:
+    """Return ``message`` as its bytes say; errors as :func:`parse`, and those of the class's own rules.
+
+    For a message that came as an object: a pickle, or a copy with changed fields, is not validated.
+    """
+    return parse(cls, message.encode())
+
+
 def seal(message: Message, key: IdentityKey) -> Envelope:
     """Sign ``message`` with ``key``."""
     body = message.encode()

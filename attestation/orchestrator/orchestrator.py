@@ -46,6 +46,7 @@ from raycloak.attestation.orchestrator.state import SessionId, state_file
 from raycloak.attestation.sealed.package_keys import run_recipient_key
 from raycloak.attestation.trust.channel import server_end
 from raycloak.metrics.errors import ConfigError, EvidenceError, ProtocolError
+from raycloak.metrics.proof_bounds import require_assertions
 
 # The form of `run_id_of`. Any other text could lead out of the folder.
 _RUN_ID: Final = re.compile(r"[0-9a-f]{16}")
@@ -107,6 +108,7 @@ class OpenRun:
     def __init__(
         self, directory: Path, secret: Secret, clock: Callable[[], float], *, generated: Path | None, is_new: bool
     ) -> None:
+        require_assertions()
         self.run_id = run_id_of(secret)
         seed = derive(secret, Purpose.ORCHESTRATOR_IDENTITY)
         signer = HybridSigner(seed, derive(secret, Purpose.ORCHESTRATOR_ML_DSA))

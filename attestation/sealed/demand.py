@@ -5,15 +5,18 @@ nothing. The orchestrator checks it before it releases a slice key, each worker 
 run's manifest, so a driver that tells either of them anything else gets nothing.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from raycloak.attestation.core.canonical import digest, length_prefixed
+from raycloak.attestation.core.counted_noise import NoiseTerms, counted_noise
 from raycloak.attestation.core.messages import Message
 from raycloak.metrics.errors import EvidenceError
+
+_ROUNDING: Final = 1e-9
 
 MANIFEST_DOMAIN: Final = "raycloak/manifest/v1"
 """The domain of a run's manifest, whose type is in a room above this one."""
@@ -25,7 +28,8 @@ class StatedRun:
 
     Attributes:
         ledger_key: raw Ed25519 key of the ledger that signs its receipts.
-        noise_multipliers: of everything that it may release; 0 for a release without noise.
+        noise_multipliers: of everything that it may release, as the shares of its virtual workers add up to it; 0 for a
+            release without noise.
     """
 
     ledger_key: bytes
@@ -33,9 +37,14 @@ class StatedRun:
     noise_multipliers: tuple[float, ...]
 
     @classmethod
-    def of(cls, ledger_key: bytes, account: str, mechanisms: Iterable[tuple[bool, float]]) -> Self:
-        """Return what a manifest states; of each mechanism, whether it is private, and its noise multiplier."""
-        return cls(ledger_key, account, tuple(noise if private else 0.0 for private, noise in mechanisms))
+    def of(cls, ledger_key: bytes, account: str, mechanisms: Sequence[NoiseTerms]) -> Self:
+        """Return what a manifest states.
+
+        Args:
+            mechanisms: the gradient's first. Its virtual workers are those of the run, whatever the others say.
+        """
+        workers = mechanisms[0].virtual_workers
+        return cls(ledger_key, account, tuple(_noise_of(each, workers) for each in mechanisms))
 
     @classmethod
     def read(cls, manifest: bytes, manifest_digest: bytes) -> Self:
@@ -54,7 +63,7 @@ class StatedRun:
             raise _refusal("the run's manifest does not state ledger, account and mechanisms") from None
         computation = stated.computation
         mechanisms = [computation.mechanism, *(each.mechanism for each in computation.measurements)]
-        return cls.of(stated.ledger_key, stated.account, ((each.private, each.noise_multiplier) for each in mechanisms))
+        return cls.of(stated.ledger_key, stated.account, mechanisms)
 
 
 class SealedDemand(Message):
@@ -96,6 +105,12 @@ class _StatedMechanism(BaseModel):
 
     private: bool
     noise_multiplier: float
+    virtual_workers: int
+    honest_share: float
+    sigma: float
+    gamma_log2: int
+    max_grad_norm: float
+    dimension: int
 
 
 class _StatedMeasurement(BaseModel):
@@ -118,6 +133,14 @@ class _StatedManifest(BaseModel):
     ledger_key: bytes
     account: str
     computation: _StatedComputation
+
+
+def _noise_of(terms: NoiseTerms, virtual_workers: int) -> float:
+    """Return the noise multiplier that a release claims, or what it has where that is less by more than rounding."""
+    if not terms.private:
+        return 0.0
+    found = counted_noise(terms, virtual_workers * min(terms.honest_share, 1.0))
+    return terms.noise_multiplier if found >= terms.noise_multiplier * (1 - _ROUNDING) else found
 
 
 def _refusal(why: str) -> EvidenceError:

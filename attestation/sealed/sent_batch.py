@@ -25,6 +25,7 @@ from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.attestation.core.keys import Purpose, Secret, derive
 from raycloak.attestation.core.messages import Message, parse
 from raycloak.metrics.errors import ProtocolError
+from raycloak.metrics.proof_bounds import require_bound
 
 HASH_BYTES: Final = 16
 """Length of a keyed hash of an example's id: two of a billion ids are alike with a chance of 2^-69."""
@@ -112,8 +113,8 @@ def seal_sent(head: SentHead, rows: Sequence[bytes], key_of: Callable[[int], Sec
         rows: the encoded examples, in order, each of ``head.row_bytes``.
         key_of: the key of a virtual worker in ``head.epoch``; see `raycloak.attestation.keys.halves.sent_key`.
     """
-    assert len(rows) == head.examples, "one row for each hash"
-    assert all(len(row) == head.row_bytes for row in rows), "rows have one size"
+    sized = len(rows) == head.examples and all(len(row) == head.row_bytes for row in rows)
+    require_bound(sized, "a sent batch has one row for each example that is counted, all of one size")
     encoded = head.encode()
     parts = [_PREFIX, len(encoded).to_bytes(_LENGTH_BYTES, "big"), encoded]
     name = digest(encoded)

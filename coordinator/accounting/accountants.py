@@ -16,7 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raycloak.coordinator.accounting import pld, renyi
+from raycloak.coordinator.accounting.outward import weighted_sum_up
 from raycloak.coordinator.accounting.releases import Release, Releases, merged
+from raycloak.metrics.proof_bounds import require_bound
 from raycloak.workers.terms.mechanism import AccountantName
 
 QUOTE_POINTS = 16
@@ -292,8 +294,8 @@ def largest_part(accountant: Accountant, plan: Sequence[Release], cap: float, de
 def _total(spends: Sequence[Spend], limits: AccountLimits) -> NDArray[np.float64]:
     # A run without private releases has no RDP, and may have been registered before the orders in use were known.
     made = [spend.rdp for spend in spends if spend.releases]
-    assert all(len(rdp) == len(limits.orders) for rdp in made)
-    return sum(made, np.zeros(len(limits.orders)))
+    require_bound(all(len(rdp) == len(limits.orders) for rdp in made), "runs of an account are charged at its orders")
+    return weighted_sum_up([(1, rdp) for rdp in made], len(limits.orders))
 
 
 def _sixteenths(start: int, end: int) -> list[int]:

@@ -8,11 +8,11 @@ from raycloak.coordinator.accounting import renyi
 from raycloak.coordinator.accounting.accountants import accountant_of
 from raycloak.coordinator.accounting.releases import Release, Releases, cut_of, release_of
 from raycloak.coordinator.accounting.renyi import (
-    SLACK_SHARE,
     SMALLEST_NOISE_MULTIPLIER,
     WHOLE_ORDERS,
     accountant_delta,
     effective_noise_multiplier,
+    slack_reserve,
     total_slack,
 )
 from raycloak.metrics.errors import ConfigError
@@ -86,13 +86,13 @@ def epsilon_against(
     )
     spent = composed_epsilon(releases, delta, mechanism.accountant)
     slack = total_slack((each for each, _ in made), spent)
-    if slack.total <= SLACK_SHARE * delta:
+    if slack.total <= slack_reserve(delta):
         return spent
     cuts = (None if each.sample_rate == 1 else cut_of(each) for each, _ in made)
     charged = tuple(replace(release, cut=cut) for release, cut in zip(releases, cuts, strict=True))
     spent = composed_epsilon(charged, delta, mechanism.accountant)
     slack = replace(total_slack((each for each, _ in made), spent), batch_overflow=0.0)
-    return spent if slack.total <= SLACK_SHARE * delta else math.inf
+    return spent if slack.total <= slack_reserve(delta) else math.inf
 
 
 def rounding_cost(release: Release, inflation: float, delta: float) -> float:

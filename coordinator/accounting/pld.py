@@ -18,6 +18,7 @@ from functools import lru_cache
 from importlib.metadata import version
 from typing import Any
 
+from raycloak.coordinator.accounting.outward import lowered
 from raycloak.coordinator.accounting.releases import Cut, Release, Releases, merged, uncut
 from raycloak.metrics.errors import ConfigError
 
@@ -119,7 +120,7 @@ def _on_grid(releases: Releases, delta: float, interval: float) -> float:
 
         found = float(get_epsilon_gaussian(releases[0].noise_multiplier, delta))
         return (found + GAUSSIAN_ROUNDING) * (1 + GAUSSIAN_ROUNDING)
-    share = delta - FLOAT_ERROR * sum(release.count for release in releases)
+    share = lowered(delta - FLOAT_ERROR * sum(release.count for release in releases))
     if share < 0.99 * delta:
         raise ConfigError(
             "delta_too_small",

@@ -9,6 +9,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from raycloak.coordinator.accounting.outward import lowered, sum_up
+from raycloak.metrics.proof_bounds import require_bound
 from raycloak.workers.terms.mechanism import Mechanism
 
 
@@ -25,8 +27,8 @@ class Cut:
     capacity: int
 
     def __post_init__(self) -> None:
-        assert self.slice_sizes
-        assert 1 <= self.capacity < max(self.slice_sizes), "a draw that always fits is never cut"
+        cuts = 1 <= self.capacity < max(self.slice_sizes, default=0)
+        require_bound(cuts, "a draw is cut to less than it may hold, and at least to 1")
 
     def chances(self, sample_rate: float) -> tuple[tuple[float, float], ...]:
         """Return, per slice size, P[E] and P[E and the example stays].
@@ -61,10 +63,9 @@ class Release:
     cut: Cut | None = None
 
     def __post_init__(self) -> None:
-        assert 0 < self.sample_rate <= 1
-        assert 0 < self.noise_multiplier < math.inf
-        assert self.count >= 1
-        assert self.cut is None or self.sample_rate < 1, "a full batch holds whole slices"
+        sampled = 0 < self.sample_rate <= 1 and 0 < self.noise_multiplier < math.inf
+        require_bound(sampled and self.count >= 1, "a release is sampled, has noise, and is made at least once")
+        require_bound(self.cut is None or self.sample_rate < 1, "a full batch holds whole slices")
 
 
 Releases = tuple[Release, ...]
@@ -109,18 +110,19 @@ def merged(releases: Iterable[Release]) -> Releases:
     """Return the same composition in its one shortest form, so that equal ones compare equal.
 
     Equal mechanisms add up their counts. All plain Gaussians together are one Gaussian, of noise multiplier
-    ``(sum of count / z^2)^(-1/2)``: exact, and the reason that full batches cost no numerical composition.
+    ``(sum of count / z^2)^(-1/2)``, rounded down: the reason that full batches cost no numerical composition.
     """
     counts: dict[Release, int] = {}
-    precision = 0.0
+    precisions = []
     for release in releases:
         if release.sample_rate == 1:
-            precision += release.count / release.noise_multiplier**2
+            precisions.append(release.count / release.noise_multiplier**2)
         else:
             one = replace(release, count=1)
             counts[one] = counts.get(one, 0) + release.count
     sampled = tuple(replace(one, count=counts[one]) for one in sorted(counts, key=_order))
-    return (*sampled, Release(1.0, precision**-0.5, 1)) if precision else sampled
+    # Less noise than there is, by some last bits.
+    return (*sampled, Release(1.0, lowered(sum_up(precisions) ** -0.5), 1)) if precisions else sampled
 
 
 def _order(release: Release) -> tuple[float, float, tuple[int, ...]]:

@@ -8,7 +8,7 @@ releases that are chosen after others were seen, and has no such choice: it is h
 first release (Feldman and Zrnic, arXiv 2008.11193), or shares delta over several (:func:`filter_epsilon`). See
 `docs/proofs/004-renyi-filter.md`.
 
-Delta is split once for all. The accountant is given ``(1 - SLACK_SHARE) * delta``. The rest is a reserve that pays for
+Delta is split once for all. The accountant is given :func:`accountant_delta`. The rest is a reserve that pays for
 the distance between the ideal mechanism and the one that runs (:class:`DeltaSlack`). The split does not depend on what
 is spent, so a second run on an account never raises the first one's epsilon by its slack.
 """
@@ -22,10 +22,13 @@ from importlib.metadata import version
 import numpy as np
 from numpy.typing import NDArray
 
+from raycloak.attestation.core.counted_noise import counted_noise
 from raycloak.coordinator.accounting.opacus_modules import opacus_module
+from raycloak.coordinator.accounting.outward import lowered, raised, sum_up, weighted_sum_up
 from raycloak.coordinator.accounting.releases import Cut, Release
+from raycloak.metrics.proof_bounds import require_bound
 from raycloak.workers.terms.mechanism import Mechanism
-from raycloak.workers.vectors.noise import ROUNDING_DISTANCE, ROUNDING_VARIANCE, SAMPLER_DISTANCE
+from raycloak.workers.vectors.noise import ROUNDING_DISTANCE, SAMPLER_DISTANCE
 from raycloak.workers.vectors.ring import TAIL_DEVIATIONS
 
 ORDERS: tuple[float, ...] = (
@@ -66,8 +69,7 @@ def step_rdp(sample_rate: float, noise_multiplier: float, orders: tuple[float, .
         sample_rate: q in (0, 1]; 1 is the plain Gaussian.
         noise_multiplier: z > 0, standard deviation over l2 sensitivity.
     """
-    assert 0 < sample_rate <= 1
-    assert noise_multiplier > 0
+    require_bound(0 < sample_rate <= 1 and noise_multiplier > 0, "a release is sampled, and has noise")
     if sample_rate == 1:
         return tuple(order / (2 * noise_multiplier**2) for order in orders)
     rdp = opacus_module("opacus.accountants.analysis.rdp")
@@ -113,14 +115,15 @@ def epsilon(rdp: Sequence[float] | NDArray[np.float64], delta: float, orders: tu
     vector = np.asarray(rdp, dtype=np.float64)
     if not vector.any():
         return 0.0
-    return max(0.0, float((vector + _conversion(delta, orders)).min()))
+    return max(0.0, math.nextafter(float((vector + _conversion(delta, orders)).min()), math.inf))
 
 
 @lru_cache(maxsize=256)
 def _conversion(delta: float, orders: tuple[float, ...]) -> NDArray[np.float64]:
-    """Return what Theorem 21 of Balle et al. (arXiv 1905.09982) adds to RDP at each order."""
+    """Return what Theorem 21 of Balle et al. (arXiv 1905.09982) adds to RDP at each order, rounded up."""
     alpha: NDArray[np.float64] = np.asarray(orders, dtype=np.float64)
-    return np.asarray(np.log1p(-1 / alpha) - (math.log(delta) + np.log(alpha)) / (alpha - 1))
+    first, second, third = np.log1p(-1 / alpha), math.log(delta) / (alpha - 1), np.log(alpha) / (alpha - 1)
+    return raised(np.asarray(first - second - third), np.abs(first) + np.abs(second) + np.abs(third))
 
 
 def filter_epsilon(rdp: Sequence[float] | NDArray[np.float64], delta: float, orders: tuple[float, ...]) -> float:
@@ -129,12 +132,16 @@ def filter_epsilon(rdp: Sequence[float] | NDArray[np.float64], delta: float, ord
     Guarantee: ``orders`` share ``delta`` equally, so a bound holds at all of them at once, whichever is the smallest
     in the end. Precondition: ``orders`` were fixed before the first release.
     """
-    return epsilon(rdp, delta / len(orders), orders)
+    return epsilon(rdp, _each_share(delta, orders), orders)
 
 
 def filter_caps(epsilon_cap: float, delta: float, orders: tuple[float, ...]) -> list[float]:
     """Return the total RDP at each order at which :func:`filter_epsilon` reaches the cap."""
-    return [float(cap) for cap in epsilon_cap - _conversion(delta / len(orders), orders)]
+    return [float(cap) for cap in epsilon_cap - _conversion(_each_share(delta, orders), orders)]
+
+
+def _each_share(delta: float, orders: tuple[float, ...]) -> float:
+    return delta if len(orders) == 1 else lowered(delta / len(orders))
 
 
 def order_shares(
@@ -165,16 +172,21 @@ def least_share_order(
 
 
 def accountant_delta(delta: float) -> float:
-    """Return the share of an account's ``delta`` that the accountant may use."""
-    return delta * (1 - SLACK_SHARE)
+    """Return the share of an account's ``delta`` that the accountant may use.
+
+    Guarantee: with :func:`slack_reserve` it is not more than ``delta``, in exact arithmetic.
+    """
+    return lowered(delta * (1 - SLACK_SHARE))
+
+
+def slack_reserve(delta: float) -> float:
+    """Return the share of an account's ``delta`` that is set aside for slack."""
+    return lowered(delta * SLACK_SHARE)
 
 
 def composed_rdp(releases: Iterable[Release], orders: tuple[float, ...] = ORDERS) -> NDArray[np.float64]:
-    """Return the RDP of all ``releases`` together."""
-    total = np.zeros(len(orders))
-    for release in releases:
-        total += release.count * release_rdp(release, orders)
-    return total
+    """Return the RDP of all ``releases`` together, rounded up."""
+    return weighted_sum_up([(each.count, release_rdp(each, orders)) for each in releases], len(orders))
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,17 +202,20 @@ class DeltaSlack:
         rounding: distance of the summed shares from a randomized rounding of a continuous Gaussian.
         ring_wrap: chance that noise leaves its 16 standard deviations and wraps. Wrapping is post-processing and
             costs no privacy; it is counted all the same, so that delta also bounds a wrong decode.
+        mask_split: chance that the masks of the honest workers fall apart; 0 where all pairs mask. It does not depend
+            on the data, so delta pays for it once, without the factor.
     """
 
     sampler: float
     batch_overflow: float
     rounding: float
     ring_wrap: float
+    mask_split: float
 
     @property
     def total(self) -> float:
-        """The sum of all parts."""
-        return self.sampler + self.batch_overflow + self.rounding + self.ring_wrap
+        """The sum of all parts, rounded up."""
+        return sum_up((self.sampler, self.batch_overflow, self.rounding, self.ring_wrap, self.mask_split))
 
 
 def delta_slack(mechanism: Mechanism, epsilon: float) -> DeltaSlack:
@@ -209,15 +224,16 @@ def delta_slack(mechanism: Mechanism, epsilon: float) -> DeltaSlack:
     Call it at the account's cap: the terms grow with epsilon, so what holds there holds at every smaller spend.
     """
     if not mechanism.private:
-        return DeltaSlack(0.0, 0.0, 0.0, 0.0)
+        return DeltaSlack(0.0, 0.0, 0.0, 0.0, 0.0)
     factor = 1 + math.exp(epsilon) if epsilon < 700 else math.inf
     coordinates = float(mechanism.dimension) * mechanism.steps
     draws = coordinates * mechanism.virtual_workers
     return DeltaSlack(
-        sampler=draws * factor * SAMPLER_DISTANCE,
-        batch_overflow=factor * mechanism.overflow_probability if mechanism.overflow_probability else 0.0,
-        rounding=draws * factor * ROUNDING_DISTANCE,
-        ring_wrap=coordinates * factor * 2 * math.exp(-(TAIL_DEVIATIONS**2) / 2),
+        sampler=raised(draws * factor * SAMPLER_DISTANCE),
+        batch_overflow=raised(factor * mechanism.overflow_probability) if mechanism.overflow_probability else 0.0,
+        rounding=raised(draws * factor * ROUNDING_DISTANCE),
+        ring_wrap=raised(coordinates * factor * 2 * math.exp(-(TAIL_DEVIATIONS**2) / 2)),
+        mask_split=mechanism.mask_split_probability,
     )
 
 
@@ -225,18 +241,14 @@ def total_slack(mechanisms: Iterable[Mechanism], epsilon: float) -> DeltaSlack:
     """Return the slack of all mechanisms of a run together; see :func:`delta_slack`."""
     terms = [delta_slack(mechanism, epsilon) for mechanism in mechanisms]
     return DeltaSlack(
-        sampler=sum(each.sampler for each in terms),
-        batch_overflow=sum(each.batch_overflow for each in terms),
-        rounding=sum(each.rounding for each in terms),
-        ring_wrap=sum(each.ring_wrap for each in terms),
+        sampler=sum_up(each.sampler for each in terms),
+        batch_overflow=sum_up(each.batch_overflow for each in terms),
+        rounding=sum_up(each.rounding for each in terms),
+        ring_wrap=sum_up(each.ring_wrap for each in terms),
+        mask_split=sum_up(each.mask_split for each in terms),
     )
 
 
 def effective_noise_multiplier(mechanism: Mechanism, missing_virtual_workers: float) -> float:
-    """Return noise over sensitivity for an adversary who knows the noise of some virtual workers; 0 if none is left.
-
-    The ``V - k`` unknown shares have variance ``(V - k) sigma^2`` in squared ring units, of which the rounding
-    argument takes ``ROUNDING_VARIANCE``.
-    """
-    variance = (mechanism.virtual_workers - missing_virtual_workers) * mechanism.sigma**2 - ROUNDING_VARIANCE
-    return math.sqrt(variance) * mechanism.gamma / mechanism.sensitivity if variance > 0 else 0.0
+    """Return noise over sensitivity for an adversary who knows the noise of some virtual workers; 0 if none is left."""
+    return counted_noise(mechanism, mechanism.virtual_workers - missing_virtual_workers)

@@ -39,6 +39,7 @@ from raycloak.coordinator.training.reporting import Reporting, StepReport
 from raycloak.metrics.collectors import RunMetrics
 from raycloak.metrics.errors import ConfigError
 from raycloak.metrics.events import EventWriter
+from raycloak.metrics.proof_bounds import require_bound
 from raycloak.workers.messages import WorkerSetup
 from raycloak.workers.terms.mechanism import Mechanism
 
@@ -137,7 +138,7 @@ def audit(
     if coins is None:
         drawn = np.frombuffer(secrets.token_bytes(-(-canaries // 8)), np.uint8)
         coins = np.unpackbits(drawn)[:canaries].astype(np.bool_)
-    assert len(coins) == canaries, "one coin per canary"
+    require_bound(len(coins) == canaries, "an audit tosses one coin for each canary")
     with tempfile.TemporaryDirectory(prefix="raycloak-audit-") as home:
         folder = Path(home)
         task = CanaryTask.of(config, base, coins.tolist())

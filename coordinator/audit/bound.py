@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from raycloak.metrics.proof_bounds import require_bound
 from raycloak.workers.terms.mechanism import Mechanism
 
 _RESOLUTION = 2.0**-20  # six digits
@@ -41,7 +42,7 @@ def p_value(epsilon: float, delta: float, *, canaries: int, guesses: int, correc
     """
     from scipy.stats import binom  # importing it takes a second
 
-    assert 0 <= correct <= guesses <= canaries
+    require_bound(0 <= correct <= guesses <= canaries, "right guesses are some of the guesses about canaries")
     accuracy = 1 / (1 + math.exp(-epsilon))
     beta = float(binom.sf(correct - 1, guesses, accuracy))
     if correct == 0 or delta == 0:

@@ -259,7 +259,7 @@ def _mechanism(work: Workload) -> Mechanism:
         ring_bits=32,
         gamma_log2=-20,
         clamp=100.0,
-        sigma=100.0,
+        sigma=2.0**21,
         micro_batch_size=work.case.rows,
         micro_batches=work.case.micro_batches,
         overflow_probability=0.0,

@@ -116,8 +116,9 @@ class DataKeys:
         """Check a run's terms, and return what seals batches for it.
 
         Guarantee: returns only for a run whose workers this owner's key service must accept by this owner's policy.
-        Every step is noised, and charged to the account by the ledger of `terms`, for at most the participations in
-        `terms`. What the result seals opens in no run of another manifest.
+        Every step has at least the noise of `terms`, as its shares add up to it, all of them at most. It is charged to
+        the account by the ledger of `terms`, for at most the participations in `terms`. What the result seals opens in
+        no run of another manifest.
 
         Args:
             manifest: the run's, as JSON; `Client.manifest_json` of the service has it. Its origin need not be trusted.
@@ -129,7 +130,9 @@ class DataKeys:
         """
         try:
             stated = parse(Manifest, canonical_json(json.loads(manifest)))
-        except (ValueError, ProtocolError):
+        except (ValueError, ProtocolError) as error:
+            if isinstance(error, ProtocolError) and error.code == "mechanism_bounds":
+                raise _terms_refused(f"states what no proof covers: {error.message.removesuffix('.')}") from None
             raise EvidenceError(
                 "run_manifest", "the service gave no manifest of a run.", "Wait until the client is READY."
             ) from None
@@ -169,9 +172,7 @@ class DataKeys:
         }
         for what, differs in differing.items():
             if differs:
-                raise EvidenceError(
-                    "data_terms", f"the run {what}.", "Nothing was encrypted. Agree on the terms with who runs it."
-                )
+                raise _terms_refused(what)
 
     def _committed(self, epoch: int) -> bool:
         contract = self.contract
@@ -386,6 +387,12 @@ def _below(values: Array, most: int) -> bool:
 
 def _wrong(name: str, message: str) -> ServiceValidationError:
     return ServiceValidationError("batch", message, "Nothing was sent. Correct the batch.", field=name)
+
+
+def _terms_refused(what: str) -> EvidenceError:
+    return EvidenceError(
+        "data_terms", f"the run {what}.", "Nothing was encrypted. Agree on the terms with who runs it."
+    )
 
 
 def _load_contract(path: Path) -> ServiceContract:

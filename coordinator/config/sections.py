@@ -95,7 +95,7 @@ class DPConfig(Section):
     epsilon_cap: float | None = Field(default=None, gt=0)
     max_grad_norm: float = Field(
         default=1.0, ge=2.0**-100, le=2.0**100
-    )  # see `raycloak.workers.gradients.clipping.ClippedSum`
+    )  # those of `raycloak.workers.terms.mechanism`, whose import takes long
     colluding_workers: int = Field(default=0, ge=0)
     accountant: Literal["auto", "rdp", "pld"] = "auto"
 

@@ -46,7 +46,9 @@ from raycloak.coordinator.ledger.rules import (
     planned,
     quoted,
 )
-from raycloak.metrics.errors import BudgetError
+from raycloak.metrics.errors import BudgetError, ProtocolError
+from raycloak.metrics.proof_bounds import require_assertions
+from raycloak.workers.terms.mechanism import check_together
 
 _TOLERANCE = 1e-6
 """The relative difference that is allowed between versions of the accountant."""
@@ -169,10 +171,10 @@ class AuditedChain:
         _require(event.account in self.accounts, entry, "its account was never opened")
         account = self.accounts[event.account].terms
         charges: dict[Query, dict[int, int]] = {mechanism.query: {} for mechanism in event.mechanisms}
-        _require(len(charges) == len(event.mechanisms) > 0, entry, "it does not name each mechanism once")
         _require(event.epsilon_cap == account.epsilon_cap, entry, "it states another cap than its account has")
         private = [mechanism for mechanism in event.mechanisms if mechanism.private]
         with _held_to(entry):
+            check_together(event.mechanisms)
             self.accounts[event.account].require_open()
             check_dataset(account, event.dataset_fingerprint)
             check_noised(event.run_id, account, event.mechanisms)
@@ -256,7 +258,9 @@ def audit(entries: Iterable[LedgerEntry], public_key: bytes) -> AuditedChain:
 
     Raises:
         BudgetError: ``chain_broken``, naming the first entry that is wrong.
+        ConfigError: ``assertions_off``.
     """
+    require_assertions()
     audited = AuditedChain(public_key)
 
     def followed() -> Iterator[LedgerEntry]:
@@ -307,7 +311,7 @@ def _held_to(entry: LedgerEntry) -> Iterator[None]:
     """Turn a refusal by the ledger's own rules into one that names the entry."""
     try:
         yield
-    except BudgetError as refusal:
+    except (BudgetError, ProtocolError) as refusal:
         if refusal.code == "chain_broken":
             raise
         raise broken(entry.sequence, f"the ledger would have refused it with {refusal.code}") from None

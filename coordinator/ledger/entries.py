@@ -263,7 +263,7 @@ class LedgerEntry:
         try:
             return parse(cls, self.body)
         except ProtocolError as error:
-            raise broken(self.sequence, f"its body is {error.message}") from None
+            raise broken(self.sequence, f"its body is {error.message.removesuffix('.')}") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,7 @@ from raycloak.coordinator.ledger.rules import (
 from raycloak.coordinator.ledger.store import Rows, RunRow
 from raycloak.coordinator.quick_imports import quickly
 from raycloak.metrics.errors import BudgetError
+from raycloak.metrics.proof_bounds import require_assertions
 from raycloak.workers.terms.binding import Binding
 from raycloak.workers.terms.mechanism import AccountantName, Mechanism
 from raycloak.workers.terms.receipt import Receipt
@@ -66,12 +67,14 @@ class PrivacyLedger(LedgerReader):
             `raycloak.coordinator.ledger.witness`.
 
     Raises:
-        ConfigError, BudgetError: as in `raycloak.coordinator.ledger.store.LedgerStore`. ConfigError ``witness``.
+        ConfigError, BudgetError: as in `raycloak.coordinator.ledger.store.LedgerStore`. ConfigError ``witness`` or
+            ``assertions_off``.
             BudgetError ``chain_broken`` if this instance is to write and an entry was changed. BudgetError
             ``ledger_rolled_back`` or ``witness_unavailable``.
     """
 
     def __init__(self, url: str, create: bool = True, witness: str | None = None) -> None:
+        require_assertions()
         super().__init__(url, create, witness)
         self._renewed_at = 0
         if create:

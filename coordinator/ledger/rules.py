@@ -2,29 +2,30 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from raycloak.attestation.core.messages import checked
 from raycloak.attestation.core.roster import Query
 from raycloak.coordinator.accounting.accountants import AccountLimits, Quote, Spend, accountant_of, smallest_epsilon
 from raycloak.coordinator.accounting.batch_shape import overflow_bound
-from raycloak.coordinator.accounting.releases import Release, Releases, release_of
+from raycloak.coordinator.accounting.outward import sum_up, weighted_sum_up
+from raycloak.coordinator.accounting.releases import Releases, release_of
 from raycloak.coordinator.accounting.renyi import (
     SLACK_SHARE,
     SMALLEST_NOISE_MULTIPLIER,
     accountant_delta,
-    delta_slack,
-    effective_noise_multiplier,
     release_rdp,
+    slack_reserve,
+    total_slack,
 )
 from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.ledger.entries import AccountOpened, RunPrepaid, RunRegistered, RunRegisteredAtOrders
 from raycloak.metrics.errors import BudgetError
-from raycloak.workers.terms.mechanism import Mechanism
-from raycloak.workers.vectors.noise import MAX_SIGMA, MIN_SIGMA
+from raycloak.workers.terms.mechanism import Mechanism, check_together
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +71,9 @@ class PricedRun:
             for query, each in self.priced.items()
             if each.mechanism.private
         ]
-        rdp = sum((count * each.step_rdp for count, each in private), np.zeros(len(self.registered.step_rdp[0])))
-        releases = tuple(_release(each.mechanism, count) for count, each in private if count)
+        orders = len(self.registered.step_rdp[0])
+        rdp = weighted_sum_up([(count, each.step_rdp) for count, each in private], orders)
+        releases = tuple(release_of(each.mechanism, count) for count, each in private if count)
         return Spend(rdp, tuple(count for count, _ in private), releases, self.quote)
 
 
@@ -92,12 +94,14 @@ def registration(
         prepaid: whether the event charges all that the run plans.
 
     Raises:
-        BudgetError: ``dataset_mismatch`` or ``account_private``, or a flaw of a mechanism: ``mechanism_inconsistent``,
-            ``honest_share``, ``sigma_too_small`` or ``accountant_mismatch``.
+        BudgetError: ``dataset_mismatch`` or ``account_private``, or a flaw of a mechanism: ``mechanism_inconsistent``
+            or ``accountant_mismatch``.
+        ProtocolError: ``mechanism_bounds`` or ``malformed`` if no proof covers one of them, or all of them together.
         ConfigError: ``delta_too_small`` for the accountant.
     """
-    if len({mechanism.query for mechanism in mechanisms}) != len(mechanisms) or not mechanisms:
-        raise BudgetError("mechanism_inconsistent", f"run {run_id} does not name each of its mechanisms once.")
+    # They came as objects, which nothing has checked.
+    mechanisms = tuple(checked(Mechanism, each) for each in mechanisms)
+    check_together(mechanisms)
     check_dataset(terms, dataset_fingerprint)
     check_noised(run_id, terms, mechanisms)
     for mechanism in mechanisms:
@@ -136,7 +140,7 @@ def quoted(terms: AccountOpened, mechanisms: Sequence[Mechanism]) -> Quote:
 
 def planned(mechanisms: Sequence[Mechanism]) -> Releases:
     """Return all that a run of these mechanisms plans to release with noise."""
-    return tuple(_release(each, each.steps) for each in mechanisms if each.private)
+    return tuple(release_of(each, each.steps) for each in mechanisms if each.private)
 
 
 def orders_for(terms: AccountOpened, mechanisms: Sequence[Mechanism]) -> tuple[float, ...]:
@@ -187,48 +191,28 @@ def mechanism_rdp(mechanism: Mechanism, orders: tuple[float, ...]) -> tuple[floa
     """Return the RDP of one release of a mechanism at each order."""
     if not mechanism.private:
         return (0.0,) * len(orders)
-    return tuple(float(each) for each in release_rdp(_release(mechanism, 1), orders))
-
-
-def charged_noise(mechanism: Mechanism) -> float:
-    """Return the noise multiplier that a mechanism is charged for: what it claims, or what its shares add up to.
-
-    The smaller of the two, because :func:`check_claims` lets the sum be short by rounding.
-    """
-    return min(mechanism.noise_multiplier, _counted_noise(mechanism))
-
-
-def _counted_noise(mechanism: Mechanism) -> float:
-    return effective_noise_multiplier(mechanism, mechanism.virtual_workers * (1 - mechanism.honest_share))
-
-
-def _release(mechanism: Mechanism, count: int) -> Release:
-    return replace(release_of(mechanism, count), noise_multiplier=charged_noise(mechanism))
+    return tuple(float(each) for each in release_rdp(release_of(mechanism, 1), orders))
 
 
 def check_claims(run_id: str, mechanism: Mechanism) -> None:
-    """Refuse a private mechanism that claims more noise than its shares add up to, or too few cut batches.
+    """Refuse a private mechanism with too little noise to account for, or one that claims too few cut batches.
 
-    Guarantee: passes only if a release's cost, and its part of delta, follow from the rest of the mechanism. Noise may
-    be short of the claim by rounding, which :func:`charged_noise` charges for.
+    Guarantee: passes only if a release's cost, and its part of delta, follow from the rest of the mechanism. That its
+    shares add up to the noise that it claims, every mechanism guarantees by itself.
 
     Raises:
-        BudgetError: ``mechanism_inconsistent``, or a code of :func:`check_shares`.
+        BudgetError: ``mechanism_inconsistent``.
     """
-    check_shares(run_id, mechanism)
-    counted = _counted_noise(mechanism)
-    claimed = mechanism.noise_multiplier
-    usable = 0 < mechanism.sample_rate <= 1 and claimed >= SMALLEST_NOISE_MULTIPLIER
-    if not usable or counted < claimed * (1 - 1e-9):
+    if mechanism.noise_multiplier < SMALLEST_NOISE_MULTIPLIER:
         raise BudgetError(
             "mechanism_inconsistent",
-            f"mechanism {mechanism.query} of run {run_id} claims noise multiplier {claimed:g} at sampling rate "
-            f"{mechanism.sample_rate:g}, but its shares add up to {counted:g}.",
+            f"mechanism {mechanism.query} of run {run_id} has a noise multiplier of {mechanism.noise_multiplier:g}, "
+            f"which hides nothing; the least is {SMALLEST_NOISE_MULTIPLIER:g}.",
         )
     capacity = mechanism.micro_batch_size * mechanism.micro_batches
     largest_slice = -(-mechanism.num_examples // mechanism.virtual_workers)
     if mechanism.overflow_probability == 0:
-        if capacity < 1 or (mechanism.sample_rate == 1 and capacity < largest_slice):
+        if mechanism.sample_rate == 1 and capacity < largest_slice:
             raise BudgetError(
                 "mechanism_inconsistent",
                 f"mechanism {mechanism.query} of run {run_id} cuts batches to {capacity} examples, which no accountant "
@@ -291,31 +275,15 @@ def check_admission(
         check_cap(terms, [*spent, least], "all that the run plans" if whole else "the step")
 
 
-def check_shares(run_id: str, mechanism: Mechanism) -> None:
-    """Refuse noise shares that the argument of `docs/privacy.md` does not cover."""
-    if not 0 < mechanism.honest_share <= 1:
-        raise BudgetError(
-            "honest_share",
-            f"mechanism {mechanism.query} of run {run_id} counts on the share {mechanism.honest_share:g} of the "
-            "noise, which is not in (0, 1].",
-        )
-    if not MIN_SIGMA <= mechanism.sigma <= MAX_SIGMA:
-        raise BudgetError(
-            "sigma_too_small" if mechanism.sigma < MIN_SIGMA else "sigma_too_large",
-            f"mechanism {mechanism.query} of run {run_id} gives a virtual worker noise of {mechanism.sigma:.4g} ring "
-            f"units; it must be in [{MIN_SIGMA:g}, {MAX_SIGMA:g}].",
-        )
-
-
 def slack_at(registered: RunRegistered, epsilon_cap: float) -> float:
     """Return the part of delta that a run's slack takes if epsilon may reach ``epsilon_cap``; at most 1."""
-    return min(sum(delta_slack(mechanism, epsilon_cap).total for mechanism in registered.mechanisms), 1.0)
+    return min(total_slack(registered.mechanisms, epsilon_cap).total, 1.0)
 
 
 def check_reserve(terms: AccountOpened, registered: Sequence[RunRegistered]) -> None:
     """Refuse runs whose slack together, at the cap of ``terms``, would not fit the reserve of delta."""
-    total = sum(slack_at(each, terms.epsilon_cap) for each in registered)
-    if total > SLACK_SHARE * terms.delta:
+    total = sum_up(slack_at(each, terms.epsilon_cap) for each in registered)
+    if total > slack_reserve(terms.delta):
         raise BudgetError(
             "delta_exceeded",
             f"with run {registered[-1].run_id} and cap {terms.epsilon_cap:g} the slack of account '{terms.account}' "

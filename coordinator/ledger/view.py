@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from raycloak.attestation.core.roster import Query
 from raycloak.coordinator.accounting.accountants import Spend, accountant_of
+from raycloak.coordinator.accounting.outward import sum_up
 from raycloak.coordinator.accounting.renyi import ORDERS
 from raycloak.coordinator.ledger.accounts import Account
 from raycloak.coordinator.ledger.entries import AccountOpened, Head, RunPrepaid, RunRegistered
@@ -99,7 +100,7 @@ def account_view(
         accountant=terms.accountant,
         spent_epsilon=epsilon_at(terms, spent),
         spent_ratio=accountant_of(terms.accountant).ratio(spent, account_limits(terms)),
-        delta_slack=sum(slack_at(event, terms.epsilon_cap) for event, *_ in runs),
+        delta_slack=sum_up(slack_at(event, terms.epsilon_cap) for event, *_ in runs),
         runs=tuple(_run_view(*each) for each in runs),
         closed=account.closed,
         authority=terms.authority,
@@ -190,7 +191,7 @@ def data_standing(view: LedgerView, account: str) -> DataStanding:
     return DataStanding(
         accounts=tuple(each.name for each in about),
         runs=sum(run.private for each in about for run in each.runs),
-        epsilon_charged=sum(each.spent_epsilon for each in about),
-        epsilon_cap=sum(each.epsilon_cap for each in about),
-        delta=sum(each.delta for each in about),
+        epsilon_charged=sum_up(each.spent_epsilon for each in about),
+        epsilon_cap=sum_up(each.epsilon_cap for each in about),
+        delta=sum_up(each.delta for each in about),
     )

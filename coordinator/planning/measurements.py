@@ -12,12 +12,9 @@ from raycloak.coordinator.config.sections import ClassCountsConfig, PrivateEvalu
 from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.planning.batches import UNMEASURED_ROWS
 from raycloak.metrics.errors import ConfigError
-from raycloak.workers.terms.measurement import Measurement
+from raycloak.workers.terms.measurement import NORM, Measurement
 from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.vectors.ring import fit_ring
-
-NORM = 1.0
-"""l2 bound of one example's contribution to a measurement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +192,7 @@ def _measurement(config: RunConfig, section: Section, training: Mechanism, large
             "micro_batch_size": rows,
             "micro_batches": batches,
             "overflow_probability": 0.0,
+            "mask_split_probability": 0.0,
         }
     )
     return Measurement(mechanism=own, every=every, loss_bound=loss_bound)

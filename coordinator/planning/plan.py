@@ -16,6 +16,7 @@ import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from raycloak.attestation.core.mask_graph import SPLIT_PROBABILITY
 from raycloak.coordinator.accounting.accountants import AccountLimits, accountant_of
 from raycloak.coordinator.accounting.calibration import (
     affordable_rounding,
@@ -33,6 +34,7 @@ from raycloak.coordinator.accounting.renyi import (
     SMALLEST_NOISE_MULTIPLIER,
     DeltaSlack,
     accountant_delta,
+    slack_reserve,
     total_slack,
 )
 from raycloak.coordinator.config.run import RunConfig
@@ -57,8 +59,9 @@ from raycloak.coordinator.planning.measurements import (
 )
 from raycloak.coordinator.planning.payer import PayingAccount, accountant_for, cap_for, orders_for
 from raycloak.metrics.errors import ConfigError, DatasetError, ModelError, RefusedError
+from raycloak.metrics.proof_bounds import require_assertions
 from raycloak.workers.terms.measurement import Measurement
-from raycloak.workers.terms.mechanism import AccountantName, Mechanism
+from raycloak.workers.terms.mechanism import MAX_DIMENSION, AccountantName, Mechanism, honest_share_of
 from raycloak.workers.vectors.noise import decompose
 from raycloak.workers.vectors.ring import RingFit, fit_ring
 
@@ -191,10 +194,11 @@ def make_plan(
     """Return the mechanism of a run and all that follows from it; arguments as :func:`plan_mechanism`.
 
     Raises:
-        ConfigError, DatasetError, ModelError, RefusedError: as :func:`plan_mechanism`; also ``delta_slack`` and
-            ``cap_too_small``, also if not all of a plan fits the cap that must: a prepaid one, or one that
-            `raycloak.coordinator.accounting.accountants.Accountant.needs_whole_plan` names.
+        ConfigError, DatasetError, ModelError, RefusedError: as :func:`plan_mechanism`; also ``assertions_off``,
+            ``delta_slack`` and ``cap_too_small``. The last also if not all of a plan fits the cap that must: a prepaid
+            one, or one that `raycloak.coordinator.accounting.accountants.Accountant.needs_whole_plan` names.
     """
+    require_assertions()
     config = config.sized(num_examples)
     mechanism = plan_mechanism(config, num_examples, dimension, account, largest_rows)
     run = Schedule(mechanism, plan_measurements(config, mechanism, largest_rows))
@@ -298,6 +302,7 @@ def plan_mechanism(
         micro_batch_size=batch.rows,
         micro_batches=batch.batches,
         overflow_probability=batch.overflow_probability,
+        mask_split_probability=SPLIT_PROBABILITY if private and config.masks.colluding_workers is not None else 0.0,
         accountant=accountant,
         max_participations=config.max_participations,
     )
@@ -326,6 +331,12 @@ def _check_sizes(config: RunConfig, num_examples: int, dimension: int) -> None:
     if dimension <= 0:
         raise ModelError(
             "no_parameters", "the model has no trainable parameters.", "Set requires_grad on some of them."
+        )
+    if dimension > MAX_DIMENSION:
+        raise ModelError(
+            "model_too_large",
+            f"the model has {dimension:,} trainable parameters, over 2^31, for which the sensitivity is proved.",
+            "Train fewer of them, for example adapters, and set requires_grad = False on the others.",
         )
 
 
@@ -368,7 +379,7 @@ def _honest_share(config: RunConfig, virtual_workers: int) -> float:
             f"{virtual_workers} virtual workers, so no noise could be counted on.",
             "Lower colluding_workers, or raise min_workers.",
         )
-    return 1 - known / virtual_workers
+    return honest_share_of(virtual_workers, known)
 
 
 def _noised_releases(config: RunConfig, sample_rate: float, accountant: AccountantName) -> Releases:
@@ -459,13 +470,14 @@ def _rounding_cost(mechanism: Mechanism, delta: float) -> float:
 def _slack(run: Schedule, cap: float, delta: float) -> DeltaSlack:
     """Return what delta covers besides the accountant at the cap; ConfigError ``delta_slack`` if that is too much."""
     slack = total_slack(run.mechanisms, cap)
-    if slack.total > SLACK_SHARE * delta:
+    if slack.total > slack_reserve(delta):
         numbers = ", ".join(f"{name} {value:.2g}" for name, value in asdict(slack).items())
         raise ConfigError(
             "delta_slack",
             f"at the cap {cap:g}, slack takes {slack.total:.2g} of delta {delta:g}, over {SLACK_SHARE:.0%} "
             f"({numbers}).",
-            "Lower the cap, the steps, the virtual workers or the size of the model.",
+            "Lower the cap, the steps, the virtual workers or the size of the model"
+            f"{', or leave masks.colluding_workers out' if slack.mask_split else ''}.",
         )
     return slack
 

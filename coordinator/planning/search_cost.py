@@ -11,7 +11,7 @@ from typing import Any
 from raycloak.coordinator.accounting.accountants import AccountLimits, accountant_of
 from raycloak.coordinator.accounting.calibration import composed_epsilon, solve_noise_multiplier
 from raycloak.coordinator.accounting.releases import Release, Releases, releases_of, uncut
-from raycloak.coordinator.accounting.renyi import ORDERS, SLACK_SHARE, accountant_delta
+from raycloak.coordinator.accounting.renyi import ORDERS, accountant_delta, slack_reserve
 from raycloak.coordinator.planning.batches import OVERFLOW_SHARE
 from raycloak.coordinator.planning.measurements import Schedule
 from raycloak.coordinator.planning.plan import Plan
@@ -79,7 +79,7 @@ def search_cost(
     one = (training, *others)
     limits = AccountLimits(epsilon_cap, accountant_delta(delta), ORDERS)
     in_use = orders or accountant_of("rdp").fixed_orders(one, limits)
-    slack_share = trials * slack / (SLACK_SHARE * delta)
+    slack_share = trials * slack / slack_reserve(delta)
     return SearchCost(
         trials=trials,
         epsilon_cap=epsilon_cap,

@@ -17,6 +17,7 @@ from raycloak.coordinator.planning.model_source import model_source
 from raycloak.coordinator.record.folder import RunFolder
 from raycloak.coordinator.runs.execution import Execution
 from raycloak.metrics.errors import ConfigError
+from raycloak.metrics.proof_bounds import require_bound
 from raycloak.workers.inputs.user_code import portable_base
 
 _STEPS = re.compile(r"(\d+):(\d+)")
@@ -91,7 +92,7 @@ def replay(
     execution = Execution(config, model_source(config.model), _base(folder), notice=notice, phase=phase)
     finished = execution.replay(folder, manifest, *steps)
     after = _charged_steps(config, folder)
-    assert after == before, "a replay charges nothing"
+    require_bound(after == before, "a replay charges nothing")
     outcomes = finished.outcomes
     return Replay(
         run_dir=run_dir,

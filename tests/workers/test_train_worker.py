@@ -25,6 +25,7 @@ from raycloak.metrics.errors import (
     ModelError,
     ProtocolError,
     RaycloakError,
+    RefusedError,
     RunFailedError,
 )
 from raycloak.workers.messages import StepReply, StepRequest
@@ -37,12 +38,15 @@ from raycloak.workers.train_worker import TrainWorker
 from raycloak.workers.vectors.payload import Header, VectorRange
 from raycloak.workers.vectors.ring import decode
 from raycloak.workers.virtual_worker import VirtualWorkerComputer
+from raycloak.workers.workload import PlannedWorkload
 from tests.protocol import VIRTUAL_WORKERS, HandRun, computer, config, correlation, worker_setup
 
 COMPUTATION_CHANGES = {
     "numerics": lambda c: {"numerics": c.numerics.model_copy(update={"cpu_capability": "ANOTHER"})},
     "num_examples": lambda c: {"mechanism": c.mechanism.model_copy(update={"num_examples": 41})},
-    "max_participations": lambda c: {"mechanism": c.mechanism.model_copy(update={"max_participations": 3})},
+    "max_participations": lambda c: {
+        "mechanism": c.mechanism.model_copy(update={"max_participations": 3, "sample_rate": 1.0})
+    },
     "mechanism": lambda c: {"mechanism": c.mechanism.model_copy(update={"private": False})},
     "loss": lambda c: {"loss": "mse"},
     "tensors": lambda c: {"tensors": (*c.tensors[:-1], TensorSpec(name="another", shape=(3,)))},
@@ -237,17 +241,51 @@ def test_a_manifest_of_anything_but_what_runs_here_is_refused_by_name(still, fie
     assert error.value.code == "manifest_mismatch"
 
 
-def test_a_grid_that_the_noise_does_not_pay_for_is_refused(still, monkeypatch):
-    """Nothing else in a worker would tell: it was told this very mechanism when it computed its known answer."""
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: {"gamma_log2": m.gamma_log2 - 1},
+        lambda m: {"sigma": m.sigma * (1 - 1e-9)},
+        lambda m: {"sigma": m.sigma / 1000, "honest_share": 1.1e6},
+        lambda m: {"max_grad_norm": -m.max_grad_norm},
+    ],
+)
+def test_a_grid_that_the_noise_does_not_pay_for_is_refused(still, change):
+    """By whoever reads of it: in the known answer's call, and in the manifest."""
     worker, computation = still.workers["worker-0"], still.manifest.computation
     challenge = still.orchestrator.challenge("worker-0", "worker")
-    for change in ({"gamma_log2": still.mechanism.gamma_log2 - 1}, {"sigma": still.mechanism.sigma * (1 - 1e-9)}):
-        short = still.mechanism.model_copy(update=change)
-        stated = still.manifest.model_copy(update={"computation": computation.model_copy(update={"mechanism": short})})
-        monkeypatch.setattr(worker._stage.planned, "mechanism", short)
-        with pytest.raises(ProtocolError, match="sigma does not pay for its grid step") as error:
-            worker.present(challenge, replace(still.admission, manifest=stated))
-        assert error.value.code == "manifest_mismatch"
+    short = still.mechanism.model_copy(update=change(still.mechanism))
+    stated = still.manifest.model_copy(update={"computation": computation.model_copy(update={"mechanism": short})})
+    assert refused(worker.present, challenge, replace(still.admission, manifest=stated)) == "mechanism_bounds"
+    with pytest.raises(ProtocolError, match="mechanism_bounds"):
+        PlannedWorkload(worker._stage.planned.workload, short, ())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"honest_share": 1.1e6},
+        {"virtual_workers": 8_000_000},
+        {"num_examples": 8},
+        {"max_participations": 1},
+        {"max_grad_norm": 1e-3},
+        {"sample_rate": 0.1},
+    ],
+)
+def test_a_measurement_with_a_thousandth_of_the_noise_that_it_claims_is_refused(tmp_path, change):
+    """Each of these numbers once thinned the noise or the charge of a measurement, and workers computed it."""
+    counts = {"class_counts": {"classes": 3, "noise_multiplier": 5.0}}
+    run = HandRun(tmp_path, measurements=counts, ring={"bits": 64})
+    (measured,), worker = run.measurements, run.workers["worker-0"]
+    thin = measured.mechanism.model_copy(update={"sigma": measured.mechanism.sigma / 1000} | change)
+    released = measured.model_copy(update={"mechanism": thin})
+    with pytest.raises(RefusedError, match=r"mechanism_bounds|malformed"):
+        PlannedWorkload(worker._stage.planned.workload, run.mechanism, (released,))
+    computation = run.manifest.computation.model_copy(update={"measurements": (released,)})
+    stated = run.manifest.model_copy(update={"computation": computation})
+    challenge = run.orchestrator.challenge("worker-0", "worker")
+    found = refused(worker.present, challenge, replace(run.admission, manifest=stated))
+    assert found in ("mechanism_bounds", "malformed")
 
 
 def test_what_was_presented_stays_what_runs(still):
@@ -383,7 +421,7 @@ def test_nothing_is_computed_for_other_parameters_than_were_charged(still, roste
     changed = parameters.copy()
     changed[7] = np.nextafter(changed[7], np.float32(2))
     assert still.code("worker-0", still.request(roster), [changed]) == "receipt_mismatch"
-    assert still.code("worker-0", still.request(roster), [parameters[:-1]]) == "worker_error"
+    assert still.code("worker-0", still.request(roster), [parameters[:-1]]) == "proof_bound"
     assert computed == []
 
 

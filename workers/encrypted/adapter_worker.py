@@ -24,6 +24,7 @@ from raycloak.attestation.log.watch import LogWatch
 from raycloak.attestation.policy.policy import Policy
 from raycloak.attestation.trust.channel import ChannelEnd, server_end
 from raycloak.metrics.errors import EvidenceError, ProtocolError
+from raycloak.metrics.proof_bounds import require_assertions
 from raycloak.workers.encrypted.evaluation_keys import EvaluationKeys
 from raycloak.workers.encrypted.flooding import Rerandomiser
 from raycloak.workers.encrypted.parameters import BlockShape
@@ -116,6 +117,7 @@ class AdapterWorker:
     """
 
     def __init__(self, adapter: Adapter, tokens: int, source: EvidenceSource) -> None:
+        require_assertions()
         matrices = adapter.projections
         rank = max((each.down.shape[0] for each in matrices.values()), default=1)
         shape = BlockShape(tokens, padded_rank(rank))

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from raycloak.metrics.errors import ConfigError
+from raycloak.metrics.proof_bounds import require_bound
 from raycloak.workers.gradients.gradient_parts import GradientParts
 from raycloak.workers.gradients.kept_state import KeptState
 from raycloak.workers.gradients.numerics import exact_sums
@@ -24,13 +25,12 @@ from raycloak.workers.gradients.row_places import SilentRows, moved_rows
 from raycloak.workers.inputs.datasets import Batch, Dataset
 from raycloak.workers.inputs.models import LossFn, load_flat, trainable_tensors
 from raycloak.workers.inputs.rows import in_turn
-from raycloak.workers.terms.mechanism import Mechanism
+from raycloak.workers.terms.mechanism import MAX_CLIP, MAX_DIMENSION, MIN_CLIP, Mechanism
 from raycloak.workers.terms.public_sums import PublicSums
 
-# These three carry the derivation in ClippedSum: a change of one needs a new derivation.
+# These two carry the derivation in ClippedSum, as the bounds of a mechanism do: a change needs a new derivation.
 MAX_ROWS = 2**17
 CLIP_MARGIN = 2.0**-16
-_MAX_DIMENSION = 2**31
 MicroBatch = tuple[NDArray[np.float32] | NDArray[np.int64], NDArray[np.float32] | NDArray[np.int64], NDArray[np.bool_]]
 
 
@@ -58,11 +58,14 @@ class ClippedSum:
         sizes: number of coordinates of each tensor, in canonical order.
         clip: C, or None to add gradients as they are (data declared public); non-finite ones still contribute zero.
         device: where the gradients are.
+
+    Raises:
+        RefusedError: ``proof_bound`` outside these bounds.
     """
 
     def __init__(self, sizes: Sequence[int], clip: float | None, device: torch.device) -> None:
-        assert sum(sizes) <= _MAX_DIMENSION, "the bound is derived for d up to 2^31"
-        assert clip is None or 2.0**-100 <= clip <= 2.0**100, "the bound is derived for C within 2^-100 .. 2^100"
+        require_bound(sum(sizes) <= MAX_DIMENSION, "a sum has at most 2^31 coordinates")
+        require_bound(clip is None or MIN_CLIP <= clip <= MAX_CLIP, "a clip is within 2^-100 .. 2^100")
         self._target = None if clip is None else clip * (1.0 - CLIP_MARGIN)
         self._total = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
         self._targets = torch.split(self._total, list(sizes))
@@ -76,8 +79,8 @@ class ClippedSum:
             valid: bool [m].
         """
         self._rows += len(valid)
-        assert self._rows <= MAX_ROWS, "the bound is derived for 2^17 rows"
-        with exact_sums(valid.device):
+        require_bound(self._rows <= MAX_ROWS, "a sum has at most 2^17 rows")
+        with exact_sums():
             weights = self._weights(parts, valid)
             for part, target in zip(parts, self._targets, strict=True):
                 part.add(weights, target)
@@ -160,7 +163,7 @@ class GradientEngine:
         deterministic: bool = True,
     ) -> None:
         self._sizes = [tensor.size for tensor in trainable_tensors(module)]
-        assert mechanism.dimension == sum(self._sizes), "the mechanism was made for another model"
+        require_bound(mechanism.dimension == sum(self._sizes), "a mechanism has the dimension of its model")
         check_batch(mechanism)
         self._device = torch.device(device)
         self._module = module.to(self._device)
@@ -200,7 +203,8 @@ class GradientEngine:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for features, labels, valid in batches:
-                assert len(features) == len(labels) == len(valid) == mechanism.micro_batch_size, "one fixed shape"
+                shaped = len(features) == len(labels) == len(valid) == mechanism.micro_batch_size
+                require_bound(shaped, "every micro-batch has the one fixed shape")
                 on_losses = None if counted is None else partial(counted.add, features, valid)
                 here = self._tensor(valid)
                 silent = SilentRows(~here)
@@ -212,7 +216,7 @@ class GradientEngine:
                 # Before the next rows meet what these left behind.
                 self._state.check()
                 count += 1
-        assert count == mechanism.micro_batches, "M forward passes for every draw"
+        require_bound(count == mechanism.micro_batches, "every draw takes the same number of forward passes")
         # After the last one: when an error comes says nothing of where.
         if moved:
             raise moved_rows("a row without an example got the gradient of one")
@@ -249,8 +253,8 @@ def micro_batches(
     """
     rows = mechanism.micro_batch_size
     capacity = rows * mechanism.micro_batches
-    assert len(ids) <= capacity, "the draw was cut to the capacity"
-    assert len(places) == capacity, "every row has a place"
+    require_bound(len(ids) <= capacity, "a draw is cut to the capacity")
+    require_bound(len(places) == capacity, "every row of a step has a place")
     padded, valid = np.full(capacity, padding, dtype=np.int64), np.zeros(capacity, np.bool_)
     padded[places[: len(ids)]] = ids
     valid[places[: len(ids)]] = True if present is None else present
@@ -258,7 +262,7 @@ def micro_batches(
     batches = in_turn(dataset, list(padded.reshape(-1, rows)))
     for batch, here, other in zip(batches, valid.reshape(-1, rows), chosen.reshape(-1, rows), strict=True):
         features, labels = (_where(here, part, held[other]) for part, held in zip(batch, spare, strict=True))
-        assert len(features) == len(labels) == rows, "a batch has one row per id"
+        require_bound(len(features) == len(labels) == rows, "a batch has one row for each id")
         yield features, labels, here
 
 

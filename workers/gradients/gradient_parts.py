@@ -12,6 +12,7 @@ from raycloak.workers.gradients.numerics import choose_kernels, exact_sums
 from raycloak.workers.gradients.parts import Part
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.row_places import SilentRows, silences
+from raycloak.workers.gradients.settings import held_settings
 from raycloak.workers.gradients.taps import Recording, Taps
 from raycloak.workers.inputs.models import LossFn
 
@@ -55,13 +56,13 @@ class GradientParts:
             silent: rows whose losses are zeroed before the backward pass; it then tells whether one moved.
 
         Raises:
-            ModelError: ``loss_shape``, ``unsupported_layer`` or ``nondeterministic_op``.
+            ModelError: ``loss_shape``, ``unsupported_layer``, ``nondeterministic_op`` or ``changed_setting``.
         """
         with self._recorded(features, labels) as (recording, losses):
             if on_losses is not None:
                 on_losses(losses.detach())
             recording.backward(losses, silent)
-            with exact_sums(labels.device):
+            with exact_sums():
                 return recording.parts()
 
     def moved_rows(self, features: Tensor, labels: Tensor) -> str | None:
@@ -107,18 +108,20 @@ class PerExampleGradients:
 
 @contextmanager
 def named_operations(deterministic: bool) -> Iterator[None]:
-    """Refuse operations without a deterministic kernel, by name.
+    """Refuse operations without a deterministic kernel, by name, and what changes a setting of torch.
 
     Args:
         deterministic: False lets them run, with a warning by torch; all others still use their deterministic kernels.
 
     Raises:
-        ModelError: ``nondeterministic_op``.
+        ModelError: ``nondeterministic_op``, or ``changed_setting`` as
+            :func:`raycloak.workers.gradients.settings.held_settings`.
     """
     before = torch.get_deterministic_debug_mode()
     choose_kernels(deterministic)
     try:
-        yield
+        with held_settings():
+            yield
     except RuntimeError as error:
         found = _NONDETERMINISTIC.match(str(error))
         if found is None:

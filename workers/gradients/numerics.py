@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 from raycloak.metrics.errors import ConfigError
+from raycloak.metrics.proof_bounds import require_assertions
+from raycloak.workers.gradients.settings import held_settings, pin_settings
 from raycloak.workers.terms.manifest import NumericsClass
 
 # Each of these chooses kernels, so processes that differ in one of them are of different classes.
@@ -57,16 +59,17 @@ def choose_kernels(deterministic: bool) -> None:
 def pin_numerics(deterministic: bool = True, threads: int = 1) -> None:
     """Fix this process's settings that change bits: threads, deterministic kernels, no TF32, denormals kept.
 
-    May be called any number of times; the last bits of a computation before the first call are not promised.
+    May be called any number of times; the last bits of a computation before the first call are not promised. User code
+    that is imported afterwards may change them, and no sum is computed under what it left (:func:`exact_sums`).
 
     Args:
         deterministic: False lets an operation without a deterministic kernel run; the others keep theirs.
         threads: within one operation.
 
     Raises:
-        ConfigError: ``numerics`` if the process already runs inter-op work on several threads.
+        ConfigError: ``numerics`` if the process already runs inter-op work on several threads, or ``assertions_off``.
     """
-    torch.set_num_threads(threads)
+    require_assertions()
     if torch.get_num_interop_threads() != 1:
         try:
             torch.set_num_interop_threads(1)
@@ -77,35 +80,26 @@ def pin_numerics(deterministic: bool = True, threads: int = 1) -> None:
                 "Start in a new process.",
             ) from None
     choose_kernels(deterministic)
-    # Torch's fused transformer layers have other bits than their parts, and no gradients.
-    torch.backends.mha.set_fastpath_enabled(False)
-    # A denormal that is flushed on one CPU alone would be another bit.
-    torch.set_flush_denormal(False)
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cuda.matmul.allow_tf32 = False
-    # Products of narrow numbers are summed in float32, whole.
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    torch.backends.cudnn.allow_tf32 = False
-    # A benchmark picks the kernel that is fastest today.
-    torch.backends.cudnn.benchmark = False
-    torch.backends.cudnn.deterministic = True
+    pin_settings(threads)
 
 
 @contextmanager
-def exact_sums(device: torch.device) -> Iterator[None]:
+def exact_sums() -> Iterator[None]:
     """Compute in the types that the proof names: a model may run in others, its gradients are summed in none but these.
 
+    Guarantee: whatever was set before, this block runs under the settings of `workers/gradients/settings.py`.
     Memory is not filled before it is written, as deterministic algorithms else do: nothing here reads it earlier.
+
+    Raises:
+        ModelError: ``changed_setting`` if one changed in the meantime.
     """
     settings: Any = torch.utils.deterministic
-    before = settings.fill_uninitialized_memory
-    settings.fill_uninitialized_memory = False
-    try:
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+    with held_settings(), torch.no_grad():
+        filled, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
+        try:
             yield
-    finally:
-        settings.fill_uninitialized_memory = before
+        finally:
+            settings.fill_uninitialized_memory = filled
 
 
 def current_numerics(device: str | torch.device) -> NumericsClass:

@@ -18,6 +18,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from raycloak.metrics.proof_bounds import require_bound
+
 # Float64 copies of so many elements at a time: small enough for the cache of a CPU, large enough to fill a GPU.
 _BLOCK = {"cpu": 2**17, "cuda": 2**24}
 # With 4096 columns a block of 64 rows stays in the second cache of a CPU.
@@ -324,8 +326,8 @@ class GramPart:
         self._tokens = sum(each.shape[2] for each in products) + sum(each.ids.shape[1] for each in lookups)
         # The merged lookups of a table are one more number at a coordinate, however many there are.
         self._terms = sum(each.shape[2] for each in products) + len(lookups)
-        assert self._tokens <= MAX_GRAM_TOKENS, "the bound is derived for so many tokens"
-        assert max(self._height, self._width) <= MAX_GRAM_WIDTH, "the bound is derived for sides of 2^16"
+        require_bound(self._tokens <= MAX_GRAM_TOKENS, "a Gram matrix has at most 2^10 tokens")
+        require_bound(max(self._height, self._width) <= MAX_GRAM_WIDTH, "sides of a Gram part have length 2^16 at most")
 
     def squares(self) -> Tensor:
         """Return the squared norms with their charges."""

@@ -100,7 +100,7 @@ class _Record:
         # Autograd compares no versions of what a checkpointed layer computed again.
         if [each._version for each in kept] != self._versions:
             raise self._overwritten()
-        with exact_sums(gradient.device):
+        with exact_sums():
             self.uses = [(leaf, settled(use)) for leaf, use in self._finish(gradient, kept)]
 
     def _overwritten(self) -> ModelError:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from raycloak.attestation.core.canonical import DIGEST_BYTES, digest, length_prefixed
 from raycloak.attestation.core.messages import Message
 from raycloak.metrics.errors import DatasetError
+from raycloak.metrics.proof_bounds import require_bound
 
 Batch = tuple[NDArray[Any], NDArray[Any]]
 Arrays = tuple[NDArray[Any], NDArray[Any]]
@@ -230,7 +231,7 @@ def slice_ids(virtual_worker: int, virtual_workers: int, num_examples: int) -> N
     Raises:
         DatasetError: ``dataset_small`` if there are fewer examples than virtual workers.
     """
-    assert 0 <= virtual_worker < virtual_workers, "virtual workers are numbered 0 .. V-1"
+    require_bound(0 <= virtual_worker < virtual_workers, "virtual workers are numbered 0 .. V-1")
     if num_examples < virtual_workers:
         raise DatasetError(
             "dataset_small",

@@ -10,6 +10,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import ValidationError, model_validator
 
 from raycloak.attestation.core.hybrid_signature import SignerPublic
+from raycloak.attestation.core.mask_graph import SPLIT_PROBABILITY
 from raycloak.attestation.core.messages import Message
 from raycloak.attestation.core.roster import Query
 from raycloak.attestation.keys.halves import ServiceContract
@@ -17,7 +18,7 @@ from raycloak.attestation.keys.release import KeyContract
 from raycloak.attestation.sealed.demand import StatedRun
 from raycloak.metrics.errors import ProtocolError
 from raycloak.workers.terms.measurement import Measurement
-from raycloak.workers.terms.mechanism import Mechanism
+from raycloak.workers.terms.mechanism import Mechanism, check_together
 
 
 class TensorSpec(Message):
@@ -156,6 +157,11 @@ class Computation(Message):
     metrics: tuple[UserCode, ...] = ()
     epoch_steps: int
 
+    @model_validator(mode="after")
+    def _mechanisms_are_of_one_run(self) -> Self:
+        check_together(self.mechanisms)
+        return self
+
     @property
     def mechanisms(self) -> tuple[Mechanism, ...]:
         """All mechanisms that the run may release by, the gradient's first."""
@@ -225,11 +231,21 @@ class Manifest(KeyContract):
 
     @model_validator(mode="after")
     def _uncounted_noise_is_bounded(self) -> Self:
-        mechanism, most = self.computation.mechanism, self.keys_per_machine
-        # A share of a whole number is rounded, by less than half a virtual worker.
-        uncounted = round(mechanism.virtual_workers * (1 - mechanism.honest_share))
-        if (most is None) != (uncounted == 0) or (most is not None and not 1 <= most <= uncounted):
+        uncounted, most = self.computation.mechanism.uncounted_shares, self.keys_per_machine
+        # So many of whole machines: each that colludes knows the noise of `most`.
+        fits = uncounted == 0 if most is None else 1 <= most <= uncounted and uncounted % most == 0
+        if not fits:
             raise ValueError(f"{uncounted} virtual workers' noise is not counted on, and one machine may have {most}")
+        return self
+
+    @model_validator(mode="after")
+    def _masks_withstand_what_delta_and_noise_count_on(self) -> Self:
+        mechanism, colluders = self.computation.mechanism, self.mask_colluders
+        paid = mechanism.mask_split_probability
+        if (paid != 0) if colluders is None else (paid < SPLIT_PROBABILITY and mechanism.private):
+            raise ValueError(f"delta pays for masks that fall apart with a chance of {paid:g}")
+        if colluders is not None and mechanism.uncounted_shares > colluders:
+            raise ValueError(f"the masks withstand {colluders} workers, and more shares of noise may be known")
         return self
 
     @property
@@ -240,8 +256,7 @@ class Manifest(KeyContract):
     @property
     def stated(self) -> StatedRun:
         """The part that an owner of sealed data may make demands of."""
-        noise = ((each.private, each.noise_multiplier) for each in self.computation.mechanisms)
-        return StatedRun.of(self.ledger_key, self.account, noise)
+        return StatedRun.of(self.ledger_key, self.account, self.computation.mechanisms)
 
     @property
     def log_owner(self) -> SignerPublic:

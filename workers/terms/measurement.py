@@ -12,16 +12,20 @@ ring, masks, a sum that is only decoded whole. It does not enter the update of t
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, model_validator
 
 from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.attestation.core.messages import Message
 from raycloak.attestation.core.roster import Query
 from raycloak.metrics.errors import ProtocolError
 from raycloak.workers.terms.mechanism import Mechanism
+
+NORM = 1.0
+"""l2 bound of one example's contribution to a measurement."""
 
 LARGEST_NORM = 1.0 - 2.0**-15
 """The norm that a contribution is scaled to at most. It is below what clipping to 1 aims at, so clipping never binds,
@@ -73,8 +77,17 @@ class Measurement(Message):
     DOMAIN: ClassVar[str] = "raycloak/measurement/v1"
 
     mechanism: Mechanism
-    every: int
-    loss_bound: float
+    every: int = Field(ge=0)
+    loss_bound: float = Field(ge=0)
+
+    @model_validator(mode="after")
+    def _counts_every_example_in_full(self) -> Self:
+        own = self.mechanism
+        if own.query == "gradient" or own.sample_rate != 1 or own.max_grad_norm != NORM:
+            raise ValueError("in a measurement every example contributes one vector of norm at most 1")
+        if own.micro_batch_size * own.micro_batches < -(-own.num_examples // own.virtual_workers):
+            raise ValueError("a measurement holds whole slices")
+        return self
 
     @property
     def query(self) -> Query:

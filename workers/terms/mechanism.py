@@ -2,22 +2,41 @@
 
 Sampler, clipper, encoder, noise and ledger event are all built from a :class:`Mechanism`; none takes a loose q, z
 or C. Hosting and speed settings are not fields, so they cannot change its digest.
+
+Whoever reads a mechanism checks it: ledger, worker, owner of data and auditor. A number that no proof is for, or noise
+that the shares do not add up to, is no mechanism.
 """
 
 import math
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from raycloak.attestation.core.messages import Message
 from raycloak.attestation.core.roster import Query
+from raycloak.metrics.errors import ProtocolError
+from raycloak.workers.vectors.noise import MAX_SIGMA, MIN_SIGMA
+from raycloak.workers.vectors.ring import RingSpec, noise_pays
+
+# These carry the derivation in `workers/gradients/clipping.py`: a change of one needs a new derivation.
+MAX_DIMENSION = 2**31
+MIN_CLIP, MAX_CLIP = 2.0**-100, 2.0**100
 
 AccountantName = Literal["rdp", "pld"]
 """Accountants that can hold a cap: Renyi differential privacy, or privacy loss distributions."""
 
 
+_SHARED = ("num_examples", "virtual_workers", "honest_share", "accountant", "max_participations")
+
+
 class Mechanism(Message):
     """A Gaussian sum query over sampled or sent examples, repeated ``steps`` times, in an integer ring.
+
+    Guarantee: every number is within the bounds that its proof needs, and a private mechanism has the noise that it
+    claims: ``V·h·sigma² >= (z·C'/gamma)² + 4``, with ``V·(1 - h)`` virtual workers, a whole number, left out. A copy by
+    ``model_copy``, or one that was unpickled, is checked by `raycloak.attestation.core.messages.checked` alone.
 
     Attributes:
         query: the quantity of an example that is summed.
@@ -29,7 +48,7 @@ class Mechanism(Message):
         steps: number of releases the noise was planned for.
         max_grad_norm: C, the l2 bound of one example's contribution before encoding.
         noise_multiplier: z, standard deviation of the counted noise in units of ``sensitivity``.
-        honest_share: h, the share of virtual workers whose noise is counted on, in (0, 1].
+        honest_share: h, the share of virtual workers whose noise is counted on, in (0, 1]: (V - k)/V.
         expected_batch_size: the public divisor of the released sum.
         dimension: d, number of coordinates.
         ring_bits, gamma_log2: the ring Z_{2^ring_bits} with grid step gamma = 2^gamma_log2.
@@ -38,6 +57,8 @@ class Mechanism(Message):
         micro_batch_size, micro_batches: fixed physical shape m and count M; at most m*M examples are used.
         overflow_probability: eta, bound on the chance that any draw of the run exceeds m*M and is cut, for which delta
             pays. 0 if epsilon pays: the accountant then composes the cut mechanism itself.
+        mask_split_probability: bound on the chance that in any attempt of the run the masks of the honest workers fall
+            apart, for which delta pays once, with the gradient. 0 where all pairs mask, and then left out of the bytes.
         accountant: which accountant holds the cap.
         max_participations: k of sent data: most releases that one example takes part in, whoever chooses them. None for
             a dataset, every example of which may take part in every release. Left out of the bytes then: ledgers of
@@ -66,6 +87,7 @@ class Mechanism(Message):
     micro_batch_size: int
     micro_batches: int
     overflow_probability: float
+    mask_split_probability: float = Field(default=0.0, exclude_if=lambda chance: chance == 0)
     accountant: AccountantName = "rdp"
     max_participations: int | None = Field(default=None, gt=0, exclude_if=lambda bound: bound is None)
 
@@ -74,6 +96,58 @@ class Mechanism(Message):
         if self.max_participations is not None and (self.sample_rate != 1 or not self.private):
             raise ValueError("examples that a client sends are private, and none is left to chance")
         return self
+
+    @model_validator(mode="after")
+    def _is_within_bounds(self) -> Self:
+        """Raise ProtocolError ``mechanism_bounds`` for the first bound that does not hold."""
+        # One after the other: the last ones compute with what the first ones have bounded.
+        for name, bound, holds in self._bounds():
+            if not holds:
+                raise ProtocolError(
+                    "mechanism_bounds",
+                    f"a mechanism of query {self.query} has {name} {getattr(self, name):g}: {bound}.",
+                    "Plan the run again with this version; no proof covers such a mechanism.",
+                )
+        return self
+
+    def _bounds(self) -> Iterator[tuple[str, str, bool]]:
+        """Yield a field, what is asked of it, and whether it is so."""
+        for name in ("num_examples", "virtual_workers", "steps", "micro_batch_size", "micro_batches"):
+            yield name, "it must be at least 1", getattr(self, name) >= 1
+        yield "sample_rate", "it must be in (0, 1]", 0 < self.sample_rate <= 1
+        yield "max_grad_norm", "it must be in [2^-100, 2^100]", MIN_CLIP <= self.max_grad_norm <= MAX_CLIP
+        yield "expected_batch_size", "it must be above 0", self.expected_batch_size > 0
+        yield "dimension", "it must be in [1, 2^31]", 1 <= self.dimension <= MAX_DIMENSION
+        for name in ("overflow_probability", "mask_split_probability"):
+            yield name, "it must be in [0, 1)", 0 <= getattr(self, name) < 1
+        yield "honest_share", "it must be in (0, 1]", 0 < self.honest_share <= 1
+        whole = self.honest_share == honest_share_of(self.virtual_workers, self.uncounted_shares)
+        yield "honest_share", "it must leave out a whole number of virtual workers", whole
+        if self.private:
+            yield "noise_multiplier", "it must be above 0", self.noise_multiplier > 0
+            yield "sigma", "it must be in [2^4, 2^40]", MIN_SIGMA <= self.sigma <= MAX_SIGMA
+        spec = RingSpec(self.ring_bits, self.gamma_log2, self.clamp)
+        held = spec.holds(self.virtual_workers, self.sigma if self.private else 0.0)
+        yield "clamp", "the ring does not hold the sum of so many of them on this grid", held
+        if self.private:
+            yield "sigma", "it does not pay for the noise that is claimed on this grid", self._noise_pays()
+
+    def _noise_pays(self) -> bool:
+        return noise_pays(
+            self.sigma,
+            self.gamma_log2,
+            max_grad_norm=self.max_grad_norm,
+            dimension=self.dimension,
+            virtual_workers=self.virtual_workers,
+            noise_multiplier=self.noise_multiplier,
+            honest_share=self.honest_share,
+        )
+
+    @property
+    def uncounted_shares(self) -> int:
+        """The number of virtual workers whose noise is not counted on."""
+        # A whole number, but for the rounding of its share.
+        return round(self.virtual_workers * (1 - self.honest_share))
 
     def participations(self, releases: int) -> int:
         """Return how many of so many releases one example can take part in, and so how many it is charged for.
@@ -96,3 +170,40 @@ class Mechanism(Message):
         added here: clipping aims below C by more than every rounding error (see `workers/gradients/clipping.py`).
         """
         return self.max_grad_norm + self.gamma * math.sqrt(self.dimension)
+
+
+def honest_share_of(virtual_workers: int, uncounted: int) -> float:
+    """Return h if the noise of ``uncounted`` virtual workers is not counted on.
+
+    Guarantee: ``virtual_workers * h`` is at most the number of the others, in exact arithmetic.
+    """
+    share = (virtual_workers - uncounted) / virtual_workers
+    above = virtual_workers * Fraction(share) > virtual_workers - uncounted
+    return math.nextafter(share, 0.0) if above else share
+
+
+def check_together(mechanisms: Sequence[Mechanism]) -> None:
+    """Require that mechanisms may be of one run, the gradient's first.
+
+    Guarantee: all of them count the same examples, virtual workers, shares of noise and participations. Workers take
+    these from the gradient's mechanism; another number would claim noise that nobody adds.
+
+    Raises:
+        ProtocolError: ``mechanism_bounds``.
+    """
+    queries = [each.query for each in mechanisms]
+    if queries[:1] != ["gradient"] or len(set(queries)) != len(queries):
+        raise _apart("a run has one mechanism of each query, the gradient's first.")
+    first, *others = mechanisms
+    for other in others:
+        for name in _SHARED:
+            if getattr(other, name) != getattr(first, name):
+                raise _apart(f"the mechanism of {other.query} has another {name} than the gradient's.")
+        if other.mask_split_probability:
+            raise _apart(f"the mechanism of {other.query} pays for masks, which the gradient's does.")
+
+
+def _apart(why: str) -> ProtocolError:
+    return ProtocolError(
+        "mechanism_bounds", why, "Plan the run again with this version; no proof covers such mechanisms."
+    )

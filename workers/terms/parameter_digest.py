@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.metrics.errors import ProtocolError
+from raycloak.metrics.proof_bounds import require_bound
 from raycloak.workers.terms.manifest import TensorSpec
 
 ATTRIBUTES = "attributes"
@@ -21,7 +22,7 @@ def dimension(tensors: Sequence[TensorSpec]) -> int:
 
 def split_flat(flat: NDArray[np.float32], tensors: Sequence[TensorSpec]) -> list[NDArray[np.float32]]:
     """Return one view of ``flat`` per tensor, in order, each of shape [size]."""
-    assert flat.shape == (dimension(tensors),), "the vector does not have the tensors' size"
+    require_bound(flat.shape == (dimension(tensors),), "a vector of parameters has its tensors' size")
     parts, start = [], 0
     for tensor in tensors:
         parts.append(flat[start : start + tensor.size])
@@ -44,7 +45,7 @@ def tensor_digests(flat: NDArray[np.float32], tensors: Sequence[TensorSpec]) -> 
     Args:
         flat: float32 [d], the tensors one after the other, each in C order.
     """
-    assert flat.dtype == np.dtype("<f4"), "parameters are little-endian float32"
+    require_bound(flat.dtype == np.dtype("<f4"), "parameters are little-endian float32")
     return [digest(np.ascontiguousarray(part).data.cast("B")) for part in split_flat(flat, tensors)]
 
 

@@ -13,6 +13,7 @@ from raycloak.attestation.core.keys import AgreementKey, Purpose, Secret, derive
 from raycloak.attestation.core.mask_graph import MaskGraph
 from raycloak.attestation.core.roster import Member, Roster
 from raycloak.metrics.errors import ProtocolError
+from raycloak.metrics.proof_bounds import require_bound
 from raycloak.workers.vectors.payload import VectorRange
 from raycloak.workers.vectors.ring import CACHE_BLOCK_BYTES, RingVector
 from raycloak.workers.vectors.streams import KeyStream
@@ -169,9 +170,9 @@ def masked_sum(vectors: Sequence[RingVector], masks: Sequence[tuple[Secret, int]
         masks: (key, +1 or -1); each keystream starts at block 0 and is read as little-endian ring words.
         out: C-contiguous.
     """
-    assert vectors
-    assert all(vector.shape == out.shape and vector.dtype == out.dtype for vector in vectors)
-    assert all(sign in (1, -1) for _, sign in masks)
+    alike = all(vector.shape == out.shape and vector.dtype == out.dtype for vector in vectors)
+    require_bound(bool(vectors) and alike, "vectors of one ring and length are masked")
+    require_bound(all(sign in (1, -1) for _, sign in masks), "a mask is added or subtracted once")
     block = CACHE_BLOCK_BYTES // out.itemsize
     streams = [(KeyStream(key), np.add if sign > 0 else np.subtract) for key, sign in masks]
     keystream = np.empty(min(block, len(out)), out.dtype)

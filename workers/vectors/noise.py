@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from raycloak.attestation.core.keys import Purpose, Secret, derive
 from raycloak.metrics.errors import ConfigError
+from raycloak.metrics.proof_bounds import require_bound
 from raycloak.workers.vectors.streams import BLOCK_BYTES, KeyStream
 
 # The range of the proof: shares add up well from 16 on (theorem 2), and six base draws reach 2^40 (theorem 1).
@@ -35,9 +36,8 @@ BLOCK = 8192
 # Total variation between one draw and the ideal discrete Gaussian, for an ideal keystream. V times this also covers
 # the randomised-rounding argument for a sum of V draws (theorem 2 of the proof).
 SAMPLER_DISTANCE = 2.0**-110
-# A discrete Gaussian of variance s^2 + ROUNDING_VARIANCE is a randomised rounding of a continuous one of variance
-# s^2, up to ROUNDING_DISTANCE in total variation (theorem 2).
-ROUNDING_VARIANCE = 4.0
+# A discrete Gaussian of variance s^2 + 4 is a randomised rounding of a continuous one of variance s^2, up to this
+# total variation (theorem 2); see `raycloak.attestation.core.counted_noise.ROUNDING_VARIANCE`.
 ROUNDING_DISTANCE = 2.0**-112
 
 # The proof is for tables of at most 8,593 outcomes, which a deviation of 320 needs at the tail below.
@@ -226,9 +226,8 @@ class NoiseSampler:
         Raises:
             RefusedError: ``keystream_exhausted`` beyond 2^37 / n draws; the vector is then unchanged.
         """
-        assert vector.dtype == self._word
-        assert vector.ndim == 1
-        assert start >= 0
+        require_bound(vector.dtype == self._word and vector.ndim == 1, "noise is added to one vector of the ring")
+        require_bound(start >= 0, "draws of noise are counted from 0")
         done = 0
         for block in self._blocks(key, start, vector.size):
             part = vector[done : done + block.size]

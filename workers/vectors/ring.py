@@ -13,8 +13,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from raycloak.attestation.core.counted_noise import ROUNDING_VARIANCE
 from raycloak.metrics.errors import ConfigError, ProtocolError
-from raycloak.workers.vectors.noise import MAX_SIGMA, MIN_SIGMA, ROUNDING_VARIANCE, decompose
+from raycloak.metrics.proof_bounds import require_bound
+from raycloak.workers.vectors.noise import MAX_SIGMA, MIN_SIGMA, decompose
 
 RingBits = Literal[32, 64]
 RingVector = NDArray[np.uint32] | NDArray[np.uint64]
@@ -54,6 +56,31 @@ class RingSpec:
     bits: RingBits
     gamma_log2: int
     clamp: float
+
+    def holds(self, virtual_workers: int, sigma: float) -> bool:
+        """Return whether ``virtual_workers`` noised vectors add up as :func:`fit_ring` guarantees, on a grid as above.
+
+        Args:
+            sigma: standard deviation of one virtual worker's noise in ring units.
+        """
+        if not abs(self.gamma_log2) <= _GAMMA_LOG2_LIMIT:
+            return False
+        units = Fraction(self.clamp) / Fraction(2) ** self.gamma_log2
+        whole = units.denominator == 1 and units == _cut(units.numerator) and units > 0
+        return whole and _load(virtual_workers, units.numerator, sigma) < 1 << (self.bits - 1)
+
+
+def _cut(units: int) -> int:
+    """Return ``units`` rounded down to an integer of at most 24 significant bits."""
+    spare = max(units.bit_length() - _SIGNIFICAND_BITS, 0)
+    return units >> spare << spare
+
+
+def _load(virtual_workers: int, clamp_units: int, sigma: float) -> int:
+    """Return the largest magnitude that the decoded sum is sized for, in ring units, rounded up."""
+    # A square root of at most 2^63 is off by far less than the unit added here, next to 16·σ.
+    tail = math.ceil(TAIL_DEVIATIONS * Fraction(sigma) * Fraction(math.sqrt(virtual_workers))) + 1
+    return virtual_workers * clamp_units + (virtual_workers + 1) // 2 + tail
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +124,7 @@ def fit_ring(
 
     Guarantee: the sum of V clamped vectors cannot overflow, and overflows with noise only beyond 16 standard
     deviations of the whole noise: V·clamp/γ + V/2 + 16·σ·√V < 2^(bits-1). Noise pays for the rounded sensitivity:
-    V·h·σ² ≥ (z·C'/γ)² + 4 with C' = C + γ√d, in exact arithmetic and in floats, and 16 ≤ σ ≤ 2^40.
+    V·h·σ² ≥ (z·C'/γ)² + 4 with C' = C + γ√d, in exact arithmetic, and 16 ≤ σ ≤ 2^40.
 
     Args:
         max_grad_norm: C, l2 bound of one example's contribution; positive.
@@ -114,9 +141,10 @@ def fit_ring(
     Raises:
         ConfigError: ``ring_capacity`` or ``ring_sigma``, with the numbers.
     """
-    assert min(max_grad_norm, clamp, dimension, virtual_workers) > 0
-    assert noise_multiplier >= 0
-    assert 0 < honest_share <= 1
+    positive = min(max_grad_norm, clamp, dimension, virtual_workers) > 0
+    require_bound(positive, "clip, clamp, dimension and virtual workers are above 0")
+    require_bound(noise_multiplier >= 0, "a noise multiplier is at least 0")
+    require_bound(0 < honest_share <= 1, "the noise that is counted on is a share in (0, 1]")
     demand = _Demand(max_grad_norm, clamp, dimension, virtual_workers, noise_multiplier, honest_share)
     demand, finest = _auto_fit(demand, least_clamp or clamp) if bits == "auto" else (demand, _fit(demand, bits))
     return finest if affordable is None or finest.sigma == 0 else _fewest_draws(demand, finest, affordable)
@@ -132,14 +160,19 @@ def noise_pays(
     noise_multiplier: float,
     honest_share: float,
 ) -> bool:
-    """Return whether noise of ``sigma`` ring units pays for the sensitivity that the grid step leaves, in floats.
+    """Return whether noise of ``sigma`` ring units pays for the sensitivity that the grid step leaves, exactly.
 
     The inequality of :func:`fit_ring`, with its arguments.
     """
-    gamma = math.ldexp(1.0, gamma_log2)
-    sensitivity = max_grad_norm + gamma * math.sqrt(dimension)
-    needed = (noise_multiplier * sensitivity / gamma) ** 2 + ROUNDING_VARIANCE
-    return virtual_workers * honest_share * sigma**2 >= needed
+    needed = _needed_variance(gamma_log2, max_grad_norm, dimension, noise_multiplier)
+    return virtual_workers * Fraction(honest_share) * Fraction(sigma) ** 2 >= needed
+
+
+def _needed_variance(gamma_log2: int, max_grad_norm: float, dimension: int, noise_multiplier: float) -> Fraction:
+    """Return a number above (z·C'/γ)² + 4, by far less than a float rounds."""
+    root = Fraction(math.isqrt(dimension << 104) + 1, 1 << 52)
+    sensitivity = Fraction(max_grad_norm) / Fraction(2) ** gamma_log2 + root
+    return (Fraction(noise_multiplier) * sensitivity) ** 2 + Fraction(ROUNDING_VARIANCE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,45 +187,25 @@ class _Demand:
     honest_share: float
 
     def clamp_units(self, gamma_log2: int) -> int:
-        """Return the clamp in ring units, rounded down to an integer of at most 24 significant bits."""
-        units = math.floor(Fraction(self.clamp) / Fraction(2) ** gamma_log2)
-        spare = max(units.bit_length() - _SIGNIFICAND_BITS, 0)
-        return units >> spare << spare
+        """Return the clamp in ring units, rounded down to what a float32 holds."""
+        return _cut(math.floor(Fraction(self.clamp) / Fraction(2) ** gamma_log2))
 
     def sigma(self, gamma_log2: int) -> float:
-        """Return the least float that satisfies the variance inequality, exactly and when evaluated in floats.
-
-        Infinite where it would be far beyond ``MAX_SIGMA``.
-        """
+        """Return the least float that satisfies the variance inequality; infinite if far above ``MAX_SIGMA``."""
         if self.noise_multiplier == 0:
             return 0.0
-        root = Fraction(math.isqrt(self.dimension << 104) + 1, 1 << 52)
-        sensitivity = Fraction(self.max_grad_norm) / Fraction(2) ** gamma_log2 + root
-        total = (Fraction(self.noise_multiplier) * sensitivity) ** 2 + Fraction(ROUNDING_VARIANCE)
+        total = _needed_variance(gamma_log2, self.max_grad_norm, self.dimension, self.noise_multiplier)
         share = self.virtual_workers * Fraction(self.honest_share)
         if total > share * Fraction(2 * MAX_SIGMA) ** 2:
             return math.inf
         sigma = math.sqrt(total / share)
-        while share * Fraction(sigma) ** 2 < total or not self._holds_in_floats(sigma, gamma_log2):
+        while share * Fraction(sigma) ** 2 < total:
             sigma = math.nextafter(sigma, math.inf)
         return sigma
 
-    def _holds_in_floats(self, sigma: float, gamma_log2: int) -> bool:
-        return noise_pays(
-            sigma,
-            gamma_log2,
-            max_grad_norm=self.max_grad_norm,
-            dimension=self.dimension,
-            virtual_workers=self.virtual_workers,
-            noise_multiplier=self.noise_multiplier,
-            honest_share=self.honest_share,
-        )
-
     def load(self, gamma_log2: int, sigma: float) -> int:
         """Return the largest magnitude that the decoded sum is sized for, in ring units, rounded up."""
-        # A square root of at most 2^63 is off by far less than the unit added here, next to 16·σ.
-        tail = math.ceil(TAIL_DEVIATIONS * Fraction(sigma) * Fraction(math.sqrt(self.virtual_workers))) + 1
-        return self.virtual_workers * self.clamp_units(gamma_log2) + (self.virtual_workers + 1) // 2 + tail
+        return _load(self.virtual_workers, self.clamp_units(gamma_log2), sigma)
 
     def inflation(self, gamma_log2: int) -> float:
         return math.ldexp(math.sqrt(self.dimension), gamma_log2) / self.max_grad_norm
@@ -293,11 +306,11 @@ def encode_into(values: FloatVector, spec: RingSpec, out: RingVector) -> None:
         ProtocolError: ``encode_non_finite``; a caller's bug, since per-example gradients are made finite before
             they are summed. ``out`` is then undefined.
     """
-    assert values.ndim == 1
-    assert values.shape == out.shape
-    assert out.dtype == ring_dtype(spec.bits)
-    assert values.dtype in (np.float32, np.float64)
-    assert values.itemsize == out.itemsize or not np.may_share_memory(values, out), "a narrower word is written ahead"
+    require_bound(values.ndim == 1 and values.shape == out.shape, "a vector and its words have one length")
+    exact = out.dtype == ring_dtype(spec.bits) and values.dtype in (np.float32, np.float64)
+    require_bound(exact, "floats of 32 or 64 bits become words of the ring")
+    ahead = values.itemsize != out.itemsize and np.may_share_memory(values, out)
+    require_bound(not ahead, "no word is written over a value that is still to be read")
     block = CACHE_BLOCK_BYTES // values.itemsize
     scratch, finite = np.empty(block, values.dtype), np.empty(block, np.bool_)
     # Scalars of the input's own type: each is exact in float32 (see RingSpec).

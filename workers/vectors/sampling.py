@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from raycloak.attestation.core.keys import Secret
 from raycloak.metrics.errors import ConfigError
+from raycloak.metrics.proof_bounds import require_bound
 from raycloak.workers.vectors.streams import KeyStream
 
 # At most 2^-64 of probability is lost to rounding q down; a wider draw would cost keystream for nothing.
@@ -46,9 +47,8 @@ def draw_ids(key: Secret, ids: NDArray[np.int64], sample_rate: float, capacity: 
     Raises:
         ConfigError: ``sample_rate``.
     """
-    assert ids.ndim == 1
-    assert ids.dtype == np.int64
-    assert capacity >= 0
+    require_bound(ids.ndim == 1 and ids.dtype == np.int64, "each example has one draw")
+    require_bound(capacity >= 0, "a step holds no fewer than 0 examples")
     threshold = inclusion_threshold(sample_rate)
     draws = np.empty(ids.size, "<u8")
     KeyStream(key).into(draws)

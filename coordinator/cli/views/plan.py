@@ -148,6 +148,7 @@ def _slack_rows(plan: "Plan") -> list[tuple[str, str]]:
     unpaid = "0 (ε pays)" if plan.mechanism.max_participations is None else "0 (more are refused)"
     paid = f"{terms.batch_overflow:.2g}" if plan.mechanism.overflow_probability else unpaid
     others = f"sampler {terms.sampler:.2g}, rounding {terms.rounding:.2g}, ring wrap {terms.ring_wrap:.2g}"
+    others += f", sparse masks {terms.mask_split:.2g}" if terms.mask_split else ""
     return [("δ slack", f"{terms.total:.2g} of δ: cut batches {paid}, {others}")]
 
 

@@ -3,6 +3,7 @@
 import math
 import time
 import warnings
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,15 @@ from scipy import integrate
 from raycloak.coordinator.accounting.calibration import epsilon_against, epsilon_of, solve_noise_multiplier
 from raycloak.coordinator.accounting.renyi import (
     ORDERS,
+    SLACK_SHARE,
     SMALLEST_NOISE_MULTIPLIER,
     accountant_delta,
     delta_slack,
     effective_noise_multiplier,
     epsilon,
+    slack_reserve,
     step_rdp,
+    total_slack,
 )
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.terms.mechanism import Mechanism
@@ -168,7 +172,10 @@ def test_noise_is_solved_where_a_large_delta_leaves_no_epsilon_at_all():
 
 
 def test_the_accountant_leaves_the_reserve():
-    assert accountant_delta(DELTA) == pytest.approx(0.99 * DELTA, abs=0)
+    assert accountant_delta(DELTA) == pytest.approx(0.99 * DELTA, rel=1e-14, abs=0)
+    for delta in (DELTA, 1e-9, 1 / 3, math.nextafter(1, 0), 5e-301):
+        assert Fraction(accountant_delta(delta)) + Fraction(slack_reserve(delta)) <= Fraction(delta)
+        assert slack_reserve(delta) == pytest.approx(SLACK_SHARE * delta, rel=1e-14, abs=0)
     assert epsilon_of(1.0, 5.0, 10, DELTA) > rdp_epsilon(1.0, 5.0, 10)
 
 
@@ -179,7 +186,19 @@ def test_slack_terms_are_the_formulas():
     assert terms.batch_overflow == pytest.approx(factor * 1e-16, rel=1e-9, abs=0)
     assert terms.rounding == pytest.approx(coordinates * 8 * factor * 2.0**-112, rel=1e-9, abs=0)
     assert terms.ring_wrap == pytest.approx(coordinates * factor * 2 * math.exp(-128), rel=1e-9, abs=0)
-    assert terms.total == terms.sampler + terms.batch_overflow + terms.rounding + terms.ring_wrap
+    assert terms.mask_split == 0
+    parts = (terms.sampler, terms.batch_overflow, terms.rounding, terms.ring_wrap)
+    assert sum(map(Fraction, parts)) <= Fraction(terms.total)
+    assert terms.total == pytest.approx(sum(parts), rel=1e-14, abs=0)
+
+
+def test_delta_pays_once_for_masks_that_fall_apart_whatever_epsilon_is():
+    paid = [delta_slack(mechanism(mask_split_probability=2.0**-40), cap) for cap in (0.0, 8.0)]
+    assert [each.mask_split for each in paid] == [2.0**-40] * 2
+    assert paid[0].total == pytest.approx(2.0**-40 + delta_slack(mechanism(), 0.0).total, rel=1e-14, abs=0)
+    assert total_slack([mechanism(mask_split_probability=2.0**-40), mechanism()], 8.0).mask_split == 2.0**-40
+    # The least delta whose hundredth part has room for it.
+    assert slack_reserve(9.2e-11) > 2.0**-40 > slack_reserve(9.0e-11)
 
 
 def test_slack_grows_without_bound_with_epsilon_and_is_zero_without_privacy():
@@ -199,7 +218,7 @@ def test_all_shares_give_at_least_the_planned_noise_and_missing_ones_less():
 
 
 def test_four_squared_ring_units_are_taken_from_the_noise():
-    coarse = mechanism(sigma=16.0, gamma_log2=0)
+    coarse = mechanism(sigma=16.0, gamma_log2=0, noise_multiplier=0.4)
     expected = math.sqrt(8 * 256 - 4) / coarse.sensitivity
     assert effective_noise_multiplier(coarse, 0) == pytest.approx(expected, rel=1e-12)
 

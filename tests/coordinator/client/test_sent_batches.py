@@ -1,6 +1,7 @@
 """A client's side of sent data: what it refuses to encrypt, and what it encrypts."""
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -100,6 +101,16 @@ def test_an_owner_accepts_its_own_terms_alone(owner, manifest, tmp_path):
         with pytest.raises(EvidenceError, match="data_terms") as refusal:
             own.accept(other.encode(), DATASET)
         assert what in refusal.value.message
+    for thin in (
+        {"honest_share": 1.1e6},
+        {"honest_share": math.nextafter(1.0, 2.0)},
+        {"gamma_log2": -60},
+        {"virtual_workers": 0},
+        {"max_grad_norm": -1.0},
+    ):
+        less = {"sigma": manifest.computation.mechanism.sigma / 1000} | thin
+        with pytest.raises(EvidenceError, match="data_terms: the run states what no proof covers: a mechanism of"):
+            own.accept(with_mechanism(manifest, **less).encode(), DATASET)
     for other in (
         manifest.model_copy(update={"key_service": None}),
         manifest.model_copy(update={"policy_digest": b"x" * 32}),

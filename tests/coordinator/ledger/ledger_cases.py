@@ -50,6 +50,11 @@ def mechanism(**changes: Any) -> Mechanism:
     return Mechanism(**values | changes)
 
 
+def unchecked(**changes: Any) -> Mechanism:
+    """Return the same with changes that nobody has checked, as a pickle may have them."""
+    return mechanism().model_copy(update=changes)
+
+
 def expected_epsilon(steps: int, noise_multiplier: float = 2.6) -> float:
     """Return the epsilon that the account should state after that many steps of one run."""
     return epsilon_at_orders([steps * value for value in step_rdp(1.0, noise_multiplier, IN_USE)])

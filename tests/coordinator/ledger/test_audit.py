@@ -19,6 +19,7 @@ from tests.coordinator.ledger.ledger_cases import (
     opened,
     receipt_of,
     tamper,
+    unchecked,
 )
 
 
@@ -129,7 +130,8 @@ def test_a_signed_chain_that_could_not_have_happened_is_refused(ledger: PrivacyL
 
 
 @pytest.mark.parametrize(
-    "claim", [{"sigma": 1e5}, {"max_grad_norm": 1.1}, {"honest_share": 0.9}, {"sample_rate": 0.0}, {"micro_batches": 0}]
+    "claim",
+    [{"sigma": 1e5}, {"max_grad_norm": 1.1}, {"honest_share": 7 / 8}, {"sample_rate": 0.0}, {"micro_batches": 0}],
 )
 def test_a_signed_registration_whose_mechanism_is_not_what_it_claims_is_refused(
     ledger: PrivacyLedger, claim: dict[str, float]
@@ -137,7 +139,7 @@ def test_a_signed_registration_whose_mechanism_is_not_what_it_claims_is_refused(
     *others, entry, _ = ledger.history()
     event = entry.event
     assert isinstance(event, RunRegistered)
-    claimed = event.model_copy(update={"mechanisms": (mechanism(**claim),)})
+    claimed = event.model_copy(update={"mechanisms": (unchecked(**claim),)})
     head = check_chain(others, ledger.public_key)
-    with pytest.raises(BudgetError, match="entry 2: the ledger would have refused it with mechanism_inconsistent"):
+    with pytest.raises(BudgetError, match="entry 2: its body is a mechanism of query gradient has"):
         audit([*others, make_entry(head, claimed, ledger._store.key)], ledger.public_key)

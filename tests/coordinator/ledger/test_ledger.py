@@ -18,14 +18,13 @@ from raycloak.coordinator.ledger.entries import Head, RunRegistered
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.rules import (
     PricedRun,
-    charged_noise,
     check_cap,
     check_claims,
     epsilon_at,
     registration,
 )
 from raycloak.coordinator.ledger.store import LedgerStore
-from raycloak.metrics.errors import BudgetError, ConfigError, ProtocolError
+from raycloak.metrics.errors import BudgetError, ConfigError, ProtocolError, RefusedError
 from raycloak.workers.terms.receipt import check_receipt
 from tests.coordinator.ledger.ledger_cases import (
     CAP,
@@ -41,6 +40,7 @@ from tests.coordinator.ledger.ledger_cases import (
     opened,
     receipt_of,
     spent,
+    unchecked,
 )
 
 
@@ -184,16 +184,22 @@ def test_charges_that_fit_no_run_are_refused(ledger: PrivacyLedger, arguments: t
         (("run-a", "patients", (mechanism(steps=30),), MANIFEST), "run_mismatch"),
         (("run-a", "patients", (mechanism(),), b"n" * 32), "run_mismatch"),
         (("run-b", "nobody", (mechanism(),), MANIFEST), "account_unknown"),
-        (("run-b", "patients", (mechanism(noise_multiplier=2.7),), MANIFEST), "mechanism_inconsistent"),
-        (("run-b", "patients", (mechanism(honest_share=0.9),), MANIFEST), "mechanism_inconsistent"),
-        (("run-b", "patients", (mechanism(sample_rate=0.0),), MANIFEST), "mechanism_inconsistent"),
+        (("run-b", "patients", (unchecked(noise_multiplier=2.7),), MANIFEST), "mechanism_bounds"),
+        (("run-b", "patients", (unchecked(honest_share=7 / 8),), MANIFEST), "mechanism_bounds"),
+        (("run-b", "patients", (unchecked(honest_share=1.1e6, sigma=1.0),), MANIFEST), "mechanism_bounds"),
+        (("run-b", "patients", (unchecked(sample_rate=0.0),), MANIFEST), "mechanism_bounds"),
+        (("run-b", "patients", (mechanism(noise_multiplier=0.01),), MANIFEST), "mechanism_inconsistent: .* hides"),
         (("run-b", "patients", (mechanism(micro_batch_size=99),), MANIFEST), "mechanism_inconsistent: .* cuts batches"),
+        (
+            ("run-b", "patients", (mechanism(), mechanism(query="evaluation", virtual_workers=9)), MANIFEST),
+            "mechanism_bounds",
+        ),
         (("run-b", "patients", (mechanism(overflow_probability=1e-10),), MANIFEST), "delta_exceeded"),
     ],
 )
 def test_runs_that_cannot_be_charged_honestly_are_refused(ledger: PrivacyLedger, arguments: Any, code: str):
     before = ledger.view()
-    with pytest.raises(BudgetError, match=code):
+    with pytest.raises(RefusedError, match=code):
         ledger.register_run(*arguments)
     assert ledger.view() == before
 
@@ -209,28 +215,18 @@ def test_a_cap_holds_to_the_last_bit():
         check_cap(terms.model_copy(update={"epsilon_cap": math.nextafter(exact, 0)}), charged)
 
 
-def test_noise_that_is_short_of_its_claim_by_rounding_is_charged_as_what_it_is(ledger: PrivacyLedger):
-    claimed = mechanism().noise_multiplier
-    needed = claimed * mechanism().sensitivity / mechanism().gamma
-    run = mechanism(sigma=math.sqrt((needed**2 + 4) / 8) * (1 - 4e-10))
-    assert claimed * (1 - 1e-9) < charged_noise(run) < claimed
-    assert charged_noise(mechanism()) == claimed
-    ledger.register_run("run-b", "patients", (run,), MANIFEST)
-    (event,) = [e.event for e in ledger.history() if isinstance(e.event, RunRegistered) and e.event.run_id == "run-b"]
-    assert event.step_rdp == (step_rdp(1.0, charged_noise(run), IN_USE),)
-    assert event.step_rdp > (step_rdp(1.0, claimed, IN_USE),)
-    assert PricedRun.of(event).spend({"gradient": 1}).releases[0].noise_multiplier == charged_noise(run)
-    ledger.verify()
+def test_a_release_is_charged_as_noisy_as_it_claims(ledger: PrivacyLedger):
+    (event,) = [e.event for e in ledger.history() if isinstance(e.event, RunRegistered) and e.event.run_id == "run-a"]
+    assert event.step_rdp == (step_rdp(1.0, 2.6, IN_USE),)
+    assert PricedRun.of(event).spend({"gradient": 1}).releases[0].noise_multiplier == 2.6
 
 
-def test_what_a_mechanism_claims_may_be_short_of_nothing():
-    needed = mechanism().noise_multiplier * mechanism().sensitivity / mechanism().gamma
-    least, cut = math.sqrt((needed**2 + 4) / 8), overflow_bound(100, 0.5, 20 * 8, 88)
-    claimed = {"sample_rate": 0.5, "micro_batch_size": 88, "overflow_probability": cut, "sigma": least}
+def test_what_a_mechanism_claims_of_cuts_may_be_short_of_nothing():
+    cut = overflow_bound(100, 0.5, 20 * 8, 88)
+    claimed = {"sample_rate": 0.5, "micro_batch_size": 88, "overflow_probability": cut}
     check_claims("run-b", mechanism(**claimed))
-    for short in ({"sigma": least * (1 - 1e-8)}, {"overflow_probability": cut / 8}):
-        with pytest.raises(BudgetError, match="mechanism_inconsistent"):
-            check_claims("run-b", mechanism(**claimed | short))
+    with pytest.raises(BudgetError, match="mechanism_inconsistent"):
+        check_claims("run-b", mechanism(**claimed | {"overflow_probability": cut / 8}))
 
 
 def test_the_slack_of_all_runs_together_stays_within_its_share_of_delta(ledger: PrivacyLedger):
@@ -431,7 +427,7 @@ def test_a_mechanism_is_released_as_often_as_planned_and_no_other_exists(tmp_pat
 
 def test_a_run_names_each_of_its_mechanisms_once(ledger: PrivacyLedger):
     for mechanisms in ((), (mechanism(), mechanism(steps=3))):
-        with pytest.raises(BudgetError, match="mechanism_inconsistent"):
+        with pytest.raises(ProtocolError, match="mechanism_bounds"):
             ledger.register_run("run-b", "patients", mechanisms, MANIFEST)
 
 

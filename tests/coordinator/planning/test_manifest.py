@@ -8,8 +8,9 @@ import pytest
 from raycloak.attestation.core.messages import parse
 from raycloak.attestation.keys.halves import ServiceContract
 from raycloak.coordinator.planning.manifest import build_computation, epochs, run_terms
+from raycloak.coordinator.planning.measurements import plan_measurements
 from raycloak.metrics.errors import ProtocolError
-from raycloak.workers.terms.manifest import Manifest
+from raycloak.workers.terms.manifest import Computation, Manifest
 from raycloak.workers.terms.parameter_digest import TensorContent
 from tests.drawn import batches_of
 from tests.protocol import HandRun, config
@@ -64,7 +65,7 @@ def test_whatever_decides_the_bytes_of_the_weights_enters(hand):
         digests.add(
             build_computation(hand.config, hand.setup.model.name, hand.setup.dataset, facts, hand.mechanism).digest()
         )
-    other = hand.mechanism.model_copy(update={"noise_multiplier": 3.0})
+    other = hand.mechanism.model_copy(update={"noise_multiplier": 0.5})
     digests.add(build_computation(hand.config, hand.setup.model.name, hand.setup.dataset, hand.facts, other).digest())
     assert len(digests) == 1 + len(settings) + len(changed_facts) + 1
 
@@ -108,12 +109,23 @@ def test_the_manifest_names_everybody_who_may_sign_and_survives_the_wire(hand):
 
 @pytest.mark.parametrize(
     ("honest_share", "most", "fits"),
-    [(1.0, None, True), (1.0, 1, False), (0.25, None, False), (0.25, 3, True), (0.25, 6, True), (0.25, 7, False)],
+    [
+        (1.0, None, True),
+        (1.0, 1, False),
+        (0.25, None, False),
+        (0.25, 3, True),
+        (0.25, 4, False),
+        (0.25, 6, True),
+        (0.25, 7, False),
+    ],
 )
 def test_a_manifest_bounds_keys_by_machine_exactly_where_some_noise_is_not_counted_on(hand, honest_share, most, fits):
-    """Of eight virtual workers, two machines with three each may be known at a share of a quarter; never seven."""
+    """Of eight virtual workers, two machines with three each may be known at a share of a quarter; never seven.
+
+    Nor four, which whole machines do not add up to.
+    """
     computation = hand.manifest.computation
-    mechanism = computation.mechanism.model_copy(update={"honest_share": honest_share})
+    mechanism = computation.mechanism.model_copy(update={"honest_share": honest_share, "noise_multiplier": 0.1})
     changes = {"computation": computation.model_copy(update={"mechanism": mechanism}), "keys_per_machine": most}
     body = hand.manifest.model_copy(update=changes).encode()
     if fits:
@@ -121,6 +133,53 @@ def test_a_manifest_bounds_keys_by_machine_exactly_where_some_noise_is_not_count
     else:
         with pytest.raises(ProtocolError, match="malformed"):
             parse(Manifest, body)
+
+
+@pytest.mark.parametrize(
+    ("colluders", "paid", "uncounted", "fits"),
+    [
+        (None, 0.0, 0, True),
+        (None, 2.0**-40, 0, False),
+        (100, 2.0**-40, 0, True),
+        (100, 0.0, 0, False),
+        (100, 2.0**-41, 0, False),
+        (6, 2.0**-40, 6, True),
+        (5, 2.0**-40, 6, False),
+    ],
+)
+def test_a_manifest_has_masks_with_holes_exactly_where_delta_pays_for_them(hand, colluders, paid, uncounted, fits):
+    computation = hand.manifest.computation
+    share = {"honest_share": 1 - uncounted / 8, "noise_multiplier": 0.1, "mask_split_probability": paid}
+    changes = {
+        "computation": computation.model_copy(update={"mechanism": computation.mechanism.model_copy(update=share)}),
+        "keys_per_machine": 3 if uncounted else None,
+        "mask_colluders": colluders,
+    }
+    body = hand.manifest.model_copy(update=changes).encode()
+    if fits:
+        assert parse(Manifest, body).mask_colluders == colluders
+    else:
+        with pytest.raises(ProtocolError, match="malformed"):
+            parse(Manifest, body)
+
+
+def test_a_measurement_counts_on_the_shares_of_the_run_it_is_in(hand):
+    """Its own number of virtual workers would claim the noise of workers that there are not."""
+    counts = plan_measurements(
+        config(measurements={"class_counts": {"classes": 3, "noise_multiplier": 5.0}}), hand.mechanism
+    )
+    computation = hand.manifest.computation.model_copy(update={"measurements": counts})
+    assert parse(Computation, computation.encode()) == computation
+    one = counts[0].mechanism
+    for changes in (
+        {"virtual_workers": 8000, "sigma": one.sigma / 30},
+        {"max_participations": 1},
+        {"num_examples": 8},
+        {"honest_share": 0.5, "noise_multiplier": 0.1},
+    ):
+        thin = counts[0].model_copy(update={"mechanism": one.model_copy(update=changes)})
+        with pytest.raises(ProtocolError, match="mechanism_bounds: the mechanism of class_counts has another"):
+            parse(Computation, computation.model_copy(update={"measurements": (thin,)}).encode())
 
 
 def test_a_key_context_differs_with_every_field_but_the_commitments_to_its_own_keys(hand):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from scipy.stats import binom
 
+from raycloak.attestation.core.mask_graph import SPLIT_PROBABILITY
 from raycloak.coordinator.accounting.batch_shape import least_within, overflow_bound, physical_shape
 from raycloak.coordinator.accounting.calibration import composed_epsilon, epsilon_of
 from raycloak.coordinator.accounting.pld import cut_excess
@@ -26,11 +27,13 @@ from raycloak.coordinator.planning.outlook import with_account
 from raycloak.coordinator.planning.payer import PayingAccount, paying_account
 from raycloak.coordinator.planning.plan import make_plan, plan_mechanism
 from raycloak.metrics.errors import BudgetError, ConfigError, DatasetError, ModelError, RefusedError
+from raycloak.workers.terms.mechanism import MAX_CLIP, MIN_CLIP
 from raycloak.workers.vectors.noise import decompose
 
 README = Path(__file__).resolve().parents[3] / "README.md"
 DIGITS = {"kind": "digits"}
 MANIFEST = b"m" * 32
+CLIPPED = {"noise_multiplier": 10.0, "epsilon_cap": 8.0}
 
 
 def config(**changes: Any) -> RunConfig:
@@ -147,11 +150,24 @@ def test_the_masks_of_a_large_run_are_planned_for_the_colluders_that_they_must_w
     assert plan.masks is not None
     assert plan.masks.split_log2 is not None
     assert -45 < plan.masks.split_log2 <= -40
+    assert plan.mechanism.mask_split_probability == plan.delta_terms.mask_split == SPLIT_PROBABILITY
+    assert ", sparse masks 9.1e-13" in dict(plan_rows(plan))["δ slack"]
+    assert make_plan(config(**more | {"masks": {}}), 1437, 4810).delta_terms.mask_split == 0
     with pytest.raises(ConfigError, match=r"mask_graph: to withstand 62 .* Leave masks.colluding_workers out"):
         make_plan(config(**many | {"min_workers": 64}, masks={"colluding_workers": 62}), 1437, 4810)
     dp = {"noise_multiplier": 10.0, "epsilon_cap": 8.0, "colluding_workers": 3}
     with pytest.raises(ConfigError, match=r"mask_graph: dp_config.colluding_workers"):
         make_plan(config(**many, masks={"colluding_workers": 2}, dp_config=dp), 1437, 4810)
+
+
+def test_masks_that_fit_no_delta_are_refused_and_may_be_left_out():
+    small = {"noise_multiplier": 30.0, "epsilon_cap": 8.0, "target_delta": 9e-11}
+    more = {"num_workers": 64, "min_workers": 60, "virtual_workers": 64, "dp_config": small}
+    with pytest.raises(ConfigError, match=r"delta_slack: .* mask_split 9\.1e-13\).*leave masks.colluding_workers out"):
+        make_plan(config(**more, masks={"colluding_workers": 10}), 1437, 100)
+    assert make_plan(config(**more), 1437, 100).masks is None
+    fits = config(**more | {"dp_config": small | {"target_delta": 1e-10}}, masks={"colluding_workers": 10})
+    assert make_plan(fits, 1437, 100).masks is not None
 
 
 def test_colluders_who_may_host_everything_are_refused():
@@ -333,6 +349,14 @@ def test_a_single_worker_leaves_no_guarantee_against_itself():
     assert make_plan(alone, 1437, 4810).epsilon_one_worker is None
 
 
+def test_a_configuration_bounds_the_clip_as_a_mechanism_does():
+    for clip in (MIN_CLIP, MAX_CLIP):
+        assert plan_mechanism(config(dp_config=CLIPPED | {"max_grad_norm": clip}), 1437, 10).max_grad_norm == clip
+    for clip in (math.nextafter(MIN_CLIP, 0), math.nextafter(MAX_CLIP, math.inf)):
+        with pytest.raises(ConfigError, match="max_grad_norm"):
+            config(dp_config=CLIPPED | {"max_grad_norm": clip})
+
+
 def test_a_shared_accounts_cap_replaces_the_runs_own():
     plan = make_plan(config(), 1437, 4810, account=PayingAccount(3.0, "rdp"))
     assert plan.epsilon_cap == 3.0
@@ -347,6 +371,7 @@ def test_a_shared_accounts_cap_replaces_the_runs_own():
         ({}, 2, 10, DatasetError, "dataset_too_small: 2 examples cannot be spread over 3"),
         ({}, 1436, 10, ConfigError, "batch_too_large: an expected batch of 1437 is more than the 1436"),
         ({}, 1437, 0, ModelError, "no_parameters"),
+        ({}, 1437, 2**31 + 1, ModelError, "model_too_large: the model has 2,147,483,649 trainable parameters"),
         ({"dp_config": {"noise_multiplier": 1e-3, "epsilon_cap": 8}}, 1437, 10, ConfigError, "noise_too_small"),
         ({"dp_config": {"noise_multiplier": 1.0, "epsilon_cap": 0.5}}, 1437, 10, ConfigError, "cap_too_small.*cap 0.5"),
         ({"dp_config": {"noise_multiplier": 1.0, "epsilon_cap": 90}}, 1437, 10**6, ConfigError, "delta_slack.*sampler"),

@@ -1,6 +1,7 @@
 """Forgeries: each is made by one who has some of the site's keys, and each breaks the claim that it is about."""
 
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +20,7 @@ from raycloak.attestation.sealed.package_manifest import PackageManifest
 from raycloak.coordinator.ledger.entries import RunRegistered, StepCharged, VectorsBound
 from raycloak.coordinator.ledger.extract import check_extract
 from raycloak.coordinator.proof.verify import verify_parts
+from raycloak.workers.terms.mechanism import Mechanism
 from tests.coordinator.proof.proof_cases import Proved, joined, parts_of, reledgered, relogged
 
 Forgery = Callable[[Proved, Proved], dict[str, bytes]]
@@ -377,12 +379,16 @@ def another_dataset(record, other):
     return reledgered(record, edit)
 
 
-@forgery("ledger", "noise|cost|refused")
+@forgery("ledger", "cost|order")
 def a_mechanism_with_more_noise(record, other):
     def edit(events):
         at = next(i for i, event in enumerate(events) if isinstance(event, RunRegistered))
         first, *more = events[at].mechanisms
-        louder = first.model_copy(update={"noise_multiplier": first.noise_multiplier * 2})
+        # A coarser grid has room for it: the mechanism is sound, and another one than was charged.
+        grid = first.gamma_log2 + 2
+        clamp = math.ldexp(math.floor(math.ldexp(first.clamp, -grid)), grid)
+        changes = {"noise_multiplier": first.noise_multiplier * 2, "gamma_log2": grid, "clamp": clamp}
+        louder = Mechanism(**first.model_dump() | changes)
         events[at] = events[at].model_copy(update={"mechanisms": (louder, *more)})
 
     return reledgered(record, edit)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from raycloak.attestation.core.keys import Purpose, Secret, derive
+from raycloak.attestation.core.messages import parse
 from raycloak.attestation.keys.release import key_commitment
 from raycloak.attestation.orchestrator.revocations import revoke
 from raycloak.attestation.orchestrator.state import state_file
@@ -22,11 +23,20 @@ from raycloak.coordinator.cli.views.plan import plan_rows
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.report.words import evaluation_text, sealed_text
 from raycloak.coordinator.training import admitted
-from raycloak.metrics.errors import BudgetError, ConfigError, DatasetError, EvidenceError, RaycloakError, RefusedError
+from raycloak.metrics.errors import (
+    BudgetError,
+    ConfigError,
+    DatasetError,
+    EvidenceError,
+    ProtocolError,
+    RaycloakError,
+    RefusedError,
+)
 from raycloak.workers.inputs.datasets import ArrayDataset, dataset_form, slice_ids
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.inputs.fingerprint import dataset_fingerprint
 from raycloak.workers.inputs.sealed import SealedDataset, seal_dataset
+from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.train_worker import TrainWorker
 from raycloak.workers.workload import PlannedWorkload
@@ -197,7 +207,9 @@ def test_a_worker_computes_nothing_without_noise_on_sealed_data_whatever_it_is_t
     worker = TrainWorker("worker-0", None, lambda: 0.0)
     worker.prepare(replace(setup, dataset=descriptor))
     clear = mechanism(private=False)
-    counts = Measurement(mechanism=mechanism(private=False, query="class_counts"), every=0, loss_bound=0.0)
+    counts = Measurement(
+        mechanism=mechanism(private=False, query="class_counts", sample_rate=1.0), every=0, loss_bound=0.0
+    )
     for released in ((clear,), (mechanism(), counts)):
         with pytest.raises(RefusedError, match="not_public: this worker's data is sealed"):
             worker.compute_known_answer(*released)
@@ -206,7 +218,9 @@ def test_a_worker_computes_nothing_without_noise_on_sealed_data_whatever_it_is_t
 def test_a_measurement_without_noise_needs_public_data_too(tmp_path):
     worker = TrainWorker("worker-0", None, lambda: 0.0)
     worker.prepare(worker_setup(config(), tmp_path))
-    counts = Measurement(mechanism=mechanism(private=False, query="class_counts"), every=0, loss_bound=0.0)
+    counts = Measurement(
+        mechanism=mechanism(private=False, query="class_counts", sample_rate=1.0), every=0, loss_bound=0.0
+    )
     with pytest.raises(RefusedError, match="not_public"):
         worker.compute_known_answer(mechanism(), counts)
 
@@ -349,6 +363,36 @@ def test_a_driver_that_shows_the_orchestrator_another_manifest_gets_no_slice(pla
     without = run.model_copy(update={"computation": run.computation.model_copy(update={"mechanism": clear})})
     with pytest.raises(EvidenceError, match="the run has a release with 0"):
         keys.require_demand(without.encode(), without.digest())
+
+
+THIN = {
+    "share": {"honest_share": 1.1e6},
+    "sigma": {},
+    "grid": {"gamma_log2": -60},
+    "shares of nobody": {"virtual_workers": 8_000_000},
+    "no sensitivity": {"max_grad_norm": -1.0},
+}
+
+
+@pytest.mark.parametrize("thin", THIN)
+def test_a_demand_is_held_against_the_noise_that_a_release_has_and_not_what_it_claims(plain, tmp_path, thin):
+    """The orchestrator reads numbers that no `Mechanism` could have; a worker cannot even read such a manifest."""
+    counts = {"class_counts": {"classes": 3, "noise_multiplier": 5.0}}
+    run = HandRun(tmp_path, measurements=counts).manifest
+    terms = {"ledger_key": run.ledger_key, "account": run.account, "least_noise_multiplier": 1.0}
+    header = seal_dataset(plain, COUNT, POLICY, KEY, tmp_path / "sealed", demand=DEMAND.model_copy(update=terms))
+    keys = SliceKeys(header, KEY)
+    keys.require_demand(run.encode(), run.digest())
+    (measured,) = run.computation.measurements
+    changes = {"sigma": measured.mechanism.sigma / 1000} | THIN[thin]
+    thinned = measured.model_copy(update={"mechanism": measured.mechanism.model_copy(update=changes)})
+    computation = run.computation.model_copy(update={"measurements": (thinned,)})
+    stated = run.model_copy(update={"computation": computation})
+    with pytest.raises(EvidenceError, match=r"sealed_demand: .* and the run has a release with") as refusal:
+        keys.require_demand(stated.encode(), stated.digest())
+    assert float(refusal.value.message.rpartition("with ")[2].rstrip(".")) < 0.01
+    with pytest.raises(ProtocolError, match="mechanism_bounds"):
+        parse(Manifest, stated.encode())
 
 
 def test_an_account_that_is_bound_to_another_seal_pays_nothing_for_this_one(tmp_path):

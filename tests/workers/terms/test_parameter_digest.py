@@ -5,6 +5,7 @@ import hashlib
 import numpy as np
 import pytest
 
+from raycloak.metrics.errors import RefusedError
 from raycloak.workers.terms.manifest import TensorSpec
 from raycloak.workers.terms.parameter_digest import dimension, parameter_digest, split_flat, tensor_digests
 
@@ -53,7 +54,7 @@ def test_a_read_only_vector_is_accepted_and_another_size_or_dtype_is_not() -> No
     frozen.setflags(write=False)
     assert tensor_digests(frozen, TENSORS) == tensor_digests(FLAT, TENSORS)
     assert dimension(TENSORS) == 10
-    with pytest.raises(AssertionError):
+    with pytest.raises(RefusedError, match="proof_bound"):
         split_flat(FLAT[:9], TENSORS)
-    with pytest.raises(AssertionError):
+    with pytest.raises(RefusedError, match="proof_bound"):
         tensor_digests(FLAT.astype(np.float64), TENSORS)
