@@ -237,9 +237,9 @@ def test_a_measurement_reads_every_row_it_may_whatever_the_labels_are():
             return super().batch(ids)
 
     for data in (examples(), wild(), examples(33)):
-        dataset = Counting(*data)
+        dataset, spare = Counting(*data), spare_of(ArrayDataset(*data))
         of = measurement("evaluation", 2, len(dataset), every=1)
-        vectors = VirtualWorkerComputer(of.mechanism, engine(of), dataset, spare_of(dataset))
+        vectors = VirtualWorkerComputer(of.mechanism, engine(of), dataset, spare)
         dataset.asked = []
         vectors.slice(7)
         dataset.asked = []
