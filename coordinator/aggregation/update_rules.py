@@ -29,6 +29,7 @@ import torch
 from numpy.typing import NDArray
 
 from raycloak.metrics.errors import ConfigError, ProtocolError, RunFailedError, is_out_of_memory
+from raycloak.metrics.proof_bounds import require_bound
 from raycloak.workers.inputs.user_code import own_words, resolve, source_digest
 from raycloak.workers.terms.manifest import OptimizerSpec, TensorSpec
 from raycloak.workers.terms.parameter_digest import dimension
@@ -223,7 +224,7 @@ class Optimizer:
             ConfigError: ``schedule`` as :func:`own_schedule`.
         """
         size = dimension(self._tensors)
-        assert parameters.shape == averaged_gradient.shape == (size,), "vectors have the range's size"
+        require_bound(parameters.shape == averaged_gradient.shape == (size,), "an update has the size of its range")
         updated, rate = np.empty(size, np.float32), self.rate(step)
         new_state: State = {}
         for pieces in self._turns:

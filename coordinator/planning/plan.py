@@ -190,6 +190,7 @@ def make_plan(
     dimension: int,
     account: PayingAccount | None = None,
     largest_rows: int = UNMEASURED_ROWS,
+    sparse_masks: bool | None = None,
 ) -> Plan:
     """Return the mechanism of a run and all that follows from it; arguments as :func:`plan_mechanism`.
 
@@ -200,7 +201,7 @@ def make_plan(
     """
     require_assertions()
     config = config.sized(num_examples)
-    mechanism = plan_mechanism(config, num_examples, dimension, account, largest_rows)
+    mechanism = plan_mechanism(config, num_examples, dimension, account, largest_rows, sparse_masks)
     run = Schedule(mechanism, plan_measurements(config, mechanism, largest_rows))
     cap, delta = cap_for(config, account), config.dp_config.target_delta
     slack = _slack(run, cap, delta)
@@ -252,6 +253,7 @@ def plan_mechanism(
     dimension: int,
     account: PayingAccount | None = None,
     largest_rows: int = UNMEASURED_ROWS,
+    sparse_masks: bool | None = None,
 ) -> Mechanism:
     """Return the frozen mechanism of a run.
 
@@ -266,6 +268,8 @@ def plan_mechanism(
         account: the named one that pays, if it is not the run's own.
         largest_rows: most rows of a micro-batch that memory holds, see `raycloak.workers.gradients.row_memory`; used
             where the configuration does not say.
+        sparse_masks: whether some pairs of workers may not mask, as the manifest of a run that is repeated has it; as
+            the configuration says, if None.
 
     Raises:
         ConfigError, DatasetError, ModelError: the configuration does not fit the data or the ring; with numbers.
@@ -276,6 +280,8 @@ def plan_mechanism(
     _check_sizes(config, num_examples, dimension)
     sample_rate = _sample_rate(config, num_examples)
     private, accountant = config.dp_config.enabled, accountant_for(config, account)
+    if sparse_masks is None:
+        sparse_masks = config.masks.colluding_workers is not None
     releases = _noised_releases(config, sample_rate, accountant) if private else ()
     cap = cap_for(config, account)
     batch = choose_batch(config, BatchTerms(num_examples, sample_rate, releases, accountant, cap, largest_rows))
@@ -302,7 +308,7 @@ def plan_mechanism(
         micro_batch_size=batch.rows,
         micro_batches=batch.batches,
         overflow_probability=batch.overflow_probability,
-        mask_split_probability=SPLIT_PROBABILITY if private and config.masks.colluding_workers is not None else 0.0,
+        mask_split_probability=SPLIT_PROBABILITY if private and sparse_masks else 0.0,
         accountant=accountant,
         max_participations=config.max_participations,
     )

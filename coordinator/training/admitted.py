@@ -98,15 +98,18 @@ def admit(
     base = order.setup.base
     try_rule(optimizer_spec(config.optimizer, base), facts.tensors, config.planned_steps, base)
     dimension = sum(tensor.size for tensor in facts.tensors)
-    planned = make_plan(config, facts.num_examples, dimension, paying, facts.largest_rows)
+    recorded = order.assignment.recorded
+    # A replay by fewer workers masks all pairs, and repeats what the run promised.
+    sparse = None if recorded is None else recorded.mask_colluders is not None
+    planned = make_plan(config, facts.num_examples, dimension, paying, facts.largest_rows, sparse)
     plan = with_notes(planned, facts.model_notes)
     reporter.planned(_beside_others(order, facts, plan, ledger, account))
     reporter.to.phase("admitting workers")
     known_answer, plan = _compared(order, founders, plan)
     plan = replace(plan, data_check=recorded_check(facts.dataset_fingerprint))
-    if order.assignment.recorded is not None and not order.assignment.charges:
+    if recorded is not None and not order.assignment.charges:
         # A replay measures nothing.
-        metrics = order.assignment.recorded.computation.metrics
+        metrics = recorded.computation.metrics
     manifest, rollback_witness = _manifest(order, config, facts, plan, account, known_answer, metrics)
     # Before the account: a resumed run that differs from its record must open and register nothing.
     committed = _committed(order, manifest)

@@ -1,12 +1,17 @@
 """What a proof needs is an error where it does not hold, also in an interpreter that drops assertions."""
 
+import ast
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from raycloak.metrics.errors import RefusedError
 from raycloak.metrics.proof_bounds import require_assertions, require_bound
+
+ROOT = Path(__file__).resolve().parents[2]
 
 # Each line is one way into a process that computes or charges, or past a bound.
 OPTIMISED = """
@@ -74,6 +79,26 @@ for call in (worker, aggregator, ledger, auditor, planner, orchestrator, clip, s
     print(call.__name__, code(call))
 """
 PROCESSES = ("worker", "aggregator", "ledger", "auditor", "planner", "orchestrator")
+
+
+# Their modules carry proofs, so no bound is an assertion: one tells the type checker what a value is.
+PROVED = ("workers/vectors", "workers/terms", "workers/gradients", "coordinator/accounting", "attestation/core")
+
+
+def narrows(condition: ast.expr) -> bool:
+    """Return whether a condition is of the type of a value alone."""
+    text = ast.unparse(condition)
+    return text.endswith(" is not None") or re.fullmatch(r"(not )?isinstance\(.*\)", text) is not None
+
+
+@pytest.mark.parametrize("room", PROVED)
+def test_no_bound_of_a_proof_is_an_assertion(room: str):
+    paths = sorted((ROOT / room).glob("*.py"))
+    assert paths
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Assert):
+                assert narrows(node.test), f"{path}:{node.lineno}: an error for a bound, or require_bound"
 
 
 def test_a_bound_that_does_not_hold_is_an_error_that_says_which():

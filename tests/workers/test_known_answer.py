@@ -180,7 +180,7 @@ def test_classes_that_a_run_declares_come_before_those_that_are_found(tmp_path, 
         return known_answer(*arguments, classes=classes)
 
     monkeypatch.setattr("raycloak.workers.workload.known_answer", noted)
-    plan = mechanism(8, query="class_counts", max_grad_norm=1.0, steps=1)
+    plan = mechanism(8, query="class_counts", sample_rate=1.0, max_grad_norm=1.0, steps=1)
     counts = Measurement(mechanism=plan, every=0, loss_bound=0)
     for measurements in ((), (counts,)):
         PlannedWorkload(Workload(worker_setup(config(), tmp_path)), mechanism(), measurements)

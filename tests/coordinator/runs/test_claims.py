@@ -67,7 +67,7 @@ def test_a_run_that_its_user_stopped_claims_its_plan_in_verdict_and_packages(tmp
     plan, stated = run.finished.plan, verdict(run, run.finished)
     whole = epsilon_against(plan.mechanism, 0, plan.delta, STEPS)
     assert stated.privacy_epsilon == whole == plan.epsilon_outsiders
-    assert max(stated.epsilon_by_accountant.values()) >= whole
+    assert max(stated.epsilon_by_accountant.values()) >= whole * (1 - 1e-12)
     blind = stated.privacy_epsilon_if_stop_was_blind
     assert blind == epsilon_against(plan.mechanism, 0, plan.delta, 2) < 0.5 * whole
     # An rdp account counts at the order that suits the plan's share of its cap, so it states more than the plan alone.
