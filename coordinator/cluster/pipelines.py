@@ -23,6 +23,7 @@ from typing import Any
 
 import ray
 
+from raycloak.attestation.core.private_memory import keep_memory_private
 from raycloak.metrics.errors import ConfigError, DatasetError, RaycloakError
 from raycloak.metrics.file_errors import file_error
 from raycloak.workers.inputs.built_rows import PipelineIndex, write_rows
@@ -31,6 +32,8 @@ from raycloak.workers.inputs.user_code import resolve, told, unexecuted_digest
 # Not a name that a pipeline would give to a column.
 _ORDER = "__raycloak_order__"
 _BATCH_ROWS = 2**14
+_CLOSES_MEMORY = f"{keep_memory_private.__module__}.{keep_memory_private.__name__}"
+"""Called by each process of the pipeline's Ray as it starts: they have the rows."""
 
 
 def build_folder(function: str, base: Path, folder: Path) -> PipelineIndex:
@@ -111,7 +114,7 @@ def _start_ray(files: str, python_path: str) -> None:
             include_dashboard=False,
             log_to_driver=False,
             configure_logging=False,
-            runtime_env={"env_vars": {"PYTHONPATH": python_path}},
+            runtime_env={"env_vars": {"PYTHONPATH": python_path}, "worker_process_setup_hook": _CLOSES_MEMORY},
             _temp_dir=files,
         )
     except Exception as error:  # noqa: BLE001 - Ray names no exceptions; nothing has been read yet

@@ -3,6 +3,7 @@
 from raycloak.coordinator.quick_imports import quickly
 
 with quickly():
+    from raycloak.attestation.core.private_memory import keep_memory_private
     from raycloak.attestation.simulators.tdx_platform import SimulatedPlatform
     from raycloak.attestation.simulators.tdx_vendor import code_measurement
     from raycloak.metrics.errors import EvidenceError
@@ -15,6 +16,9 @@ class NodePlatform:
     """
 
     _platform: SimulatedPlatform | None = None
+
+    def __init__(self) -> None:
+        keep_memory_private()
 
     def install(self, keys: bytes) -> None:
         """Take the platform's keys."""

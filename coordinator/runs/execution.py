@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from raycloak.attestation.core.hybrid_signature import SignerPublic
+from raycloak.attestation.core.private_memory import keep_memory_private
 from raycloak.attestation.keys.run_secret import exposure
 from raycloak.attestation.service.serving_orchestrator import EvidenceOrchestrator
 from raycloak.coordinator.checkpoints.archive import Archive
@@ -251,6 +252,8 @@ class Execution:
 
     def _launch(self, stack: ExitStack, bind: str | None) -> Launched:
         """Join or start Ray, take the signals over from it, and start every process of a session."""
+        # It may have the examples, and the keys of simulated platforms.
+        keep_memory_private()
         with self._traces.span("connect"):
             if start_ray(self._config, self._phase):
                 stack.callback(disconnect)
