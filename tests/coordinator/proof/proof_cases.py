@@ -37,9 +37,11 @@ from raycloak.coordinator.ledger.extract import check_extract, extract_lines
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.location import recorded
 from raycloak.coordinator.ledger.rules import PricedRun, epsilon_at
+from raycloak.coordinator.proof.case import Case
 from raycloak.coordinator.proof.gather import gather, site_signer, trust_of
 from raycloak.coordinator.proof.parts import Part, Parts
 from raycloak.coordinator.proof.trust import Trust
+from raycloak.coordinator.proof.verify import CHECKS
 from raycloak.coordinator.record.folder import RunFolder
 from raycloak.coordinator.runs.verdict import verdict_of
 from raycloak.coordinator.training.assignment import NewRun
@@ -85,6 +87,19 @@ class Proved:
 
 def parts_of(contents: dict[str, bytes]) -> Parts:
     return Parts({name: Part.of(content) for name, content in contents.items()})
+
+
+UNSIGNED = {"metrics.jsonl", "verdict.json"}
+"""Parts of which only some fields repeat signed records; their claims have the same names."""
+
+
+def established_case(record: Proved) -> Case:
+    """Return a case all of whose claims hold, to change one part of."""
+    case = Case(record.parts, record.trust, None)
+    for check in CHECKS[2:]:
+        if check.name not in UNSIGNED:
+            check.derive(case)
+    return case
 
 
 CHECKPOINT = CheckpointConfig(checkpoint_frequency=2, storage="packages")
