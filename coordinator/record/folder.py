@@ -205,6 +205,10 @@ class RunFolder:
         """Keep the verdict of the newest execution, one JSON object, as ``verdict.json``."""
         write_whole(self.path / "verdict.json", verdict.encode() + b"\n")
 
+    def drop_verdict(self) -> None:
+        """Remove the verdict of an execution before, which the newest one contradicts and could not replace."""
+        (self.path / "verdict.json").unlink(missing_ok=True)
+
     def write_parameters(self, manifest: Manifest, parameters: np.ndarray, parameter_digest: bytes) -> None:
         """Keep the released parameters as ``parameters.safetensors``; they are on disk when this returns."""
         write_weights(self.path / "parameters.safetensors", manifest, parameters, parameter_digest)

@@ -333,17 +333,18 @@ class Execution:
 
         A run that was never charged has nothing to resume, so a generated secret goes at once. A resumed run stays
         resumable, whatever kept it from training.
+
+        Guarantee: a run that was charged is marked as failed only beside its newest evidence log. Without that it
+        counts as killed, and an auditor is given nothing.
         """
         begun, seconds = coordinator.begun, time.monotonic() - started
-        try:
-            folder.mark("failed" if begun else "void")
-        except OSError as trouble:  # a full disk may be what ended the run; a resume takes "running" as well
-            self._notice(f"the run directory was not marked as failed: {trouble.strerror}")
         try:
             finished = coordinator.salvage(destroy=not begun and self._config.secret_retention == "run")
         except (ActorLost, RaycloakError, OSError) as trouble:
             self._notice(f"not everything could be saved: {trouble}")
             finished = None
+        if coordinator.log_is_saved or not begun:
+            self._mark_failed(folder, begun, is_stale=finished is None and coordinator.charged_epsilon is not None)
         if isinstance(error, RaycloakError) and begun:
             # The ledger's record, where it answered: a charge whose receipt was lost is in no receipt.
             error.spent_epsilon = finished.charged_epsilon if finished else coordinator.charged_epsilon
@@ -356,6 +357,20 @@ class Execution:
         so_far = error.result["metrics"] if isinstance(error, RaycloakError) and error.result else None
         code = error.code if isinstance(error, RaycloakError) else "unexpected"
         self._callbacks.ended(folder.path, code, so_far)
+
+    def _mark_failed(self, folder: RunFolder, begun: bool, is_stale: bool) -> None:
+        """Mark a failed run.
+
+        Args:
+            is_stale: whether a verdict, if there is one, is of an execution before, and charges came since.
+        """
+        try:
+            folder.mark("failed" if begun else "void")
+            if is_stale:
+                folder.drop_verdict()
+                self._show(folder)
+        except OSError as trouble:  # a full disk may be what ended the run; a resume takes "running" as well
+            self._notice(f"the run directory was not marked as failed: {trouble.strerror}")
 
     def _keep(self, outcome: "Outcome") -> None:
         """Write the verdict into the run directory, where the weights are on disk by now."""
