@@ -100,7 +100,7 @@ Account = Annotated[str, typer.Argument(help="Name of the account.", show_defaul
 SomeAccount = Annotated[str | None, typer.Argument(help="Name of an account; default: all.")]
 LedgerUrl = Annotated[str | None, typer.Option(help="URL of the ledger; default: the one in RAYCLOAK_HOME.")]
 Witness = Annotated[
-    str | None, typer.Option(metavar="PLACE", help="The ledger's witness: absolute folder, or http(s) URL.")
+    str | None, typer.Option(metavar="PLACE", help="The ledger's witness: absolute folder, or file with its URL.")
 ]
 
 

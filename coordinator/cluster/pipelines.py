@@ -24,6 +24,7 @@ from typing import Any
 import ray
 
 from raycloak.attestation.core.private_memory import keep_memory_private
+from raycloak.attestation.files.private import publish
 from raycloak.metrics.errors import ConfigError, DatasetError, RaycloakError
 from raycloak.metrics.file_errors import file_error
 from raycloak.workers.inputs.built_rows import PipelineIndex, write_rows
@@ -90,13 +91,14 @@ def _own_ray(base: Path) -> Iterator[None]:
             "Install it: pip install 'raycloak[data]'.",
         ) from None
     path = os.pathsep.join([str(base.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])])
-    own = {"RAY_AUTH_TOKEN": os.urandom(32).hex()}
-    before = {name: os.environ.get(name) for name in (*own, "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS")}
+    before = {name: os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS")}
     with tempfile.TemporaryDirectory(prefix="raycloak-", ignore_cleanup_errors=True) as files:
         try:
             for name in before:
                 os.environ.pop(name, None)
-            os.environ.update(own)
+            token = Path(files) / "token"
+            publish(token, os.urandom(32).hex().encode())
+            os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
             _start_ray(files, path)
             yield
         finally:

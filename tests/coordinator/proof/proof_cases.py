@@ -35,7 +35,6 @@ from raycloak.coordinator.ledger.entries import (
 )
 from raycloak.coordinator.ledger.extract import check_extract, extract_lines
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
-from raycloak.coordinator.ledger.location import recorded
 from raycloak.coordinator.ledger.rules import PricedRun, epsilon_at
 from raycloak.coordinator.proof.case import Case
 from raycloak.coordinator.proof.gather import gather, site_signer, trust_of
@@ -127,7 +126,7 @@ def proved(home: Path, run: WholeRun, secret: str = SECRET) -> Proved:
     """Gather the record of a run, whose directory gets what a run on Ray writes into its own."""
     result = verdict_of(run.finished, run.folder, 1.0, run.finished.ending.value, ())
     RunFolder(run.folder, run.coordinator.order.folder.record).mark("done")
-    (run.folder / "config.yaml").write_text(yaml.safe_dump(recorded(run.config).model_dump(mode="json")))
+    (run.folder / "config.yaml").write_text(yaml.safe_dump(run.config.model_dump(mode="json")))
     text = json_text({"run_dir": str(run.folder), **result.metrics()})
     (run.folder / "verdict.json").write_bytes(text.encode() + b"\n")
     with pytest.MonkeyPatch.context() as patch:

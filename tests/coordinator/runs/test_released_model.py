@@ -359,9 +359,10 @@ def test_a_format_that_a_model_does_not_have_is_refused(runs, tmp_path):
         with pytest.raises(ConfigError, match=rf"^export_format: .*--format {remedy}"):
             export(released_model(runs(name), run_code=True), form, tmp_path / "out")
     (tmp_path / "there").touch()
-    assert code(lambda: export(released_model(runs("plain")), "torch", tmp_path / "there")) == "out_exists"
-    assert code(lambda: export(released_model(runs("plain")), "hf", tmp_path / "no" / "out")) == "export_format"
-    assert code(lambda: export(released_model(runs("plain")), "torch", tmp_path / "no" / "out")) == "out"
+    plain = released_model(runs("plain"), run_code=True)
+    assert code(lambda: export(plain, "torch", tmp_path / "there")) == "out_exists"
+    assert code(lambda: export(plain, "hf", tmp_path / "no" / "out")) == "export_format"
+    assert code(lambda: export(plain, "torch", tmp_path / "no" / "out")) == "out"
 
 
 @pytest.fixture(scope="module")
@@ -402,7 +403,7 @@ def test_a_package_opens_for_a_recipient_and_for_nobody_else(package, tmp_path):
 def test_the_command_writes_one_object_and_the_file(runs, package, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(app, "leave_stdout", lambda: None)
     out = tmp_path / "model.pt"
-    assert raycloak_command("export", runs("plain"), "--format", "torch", "--out", out, "--json") == 0
+    assert raycloak_command("export", runs("plain"), "--run-code", "--format", "torch", "--out", out, "--json") == 0
     fields = json.loads(capfd.readouterr().out)
     assert (fields["format"], fields["out"]) == ("torch", str(out))
     assert "weights_only=True" in fields["opened_by"]
