@@ -18,6 +18,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
@@ -62,6 +63,8 @@ START_DEADLINE_S = 120.0
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 """Hides every GPU from a process. NVML sees them all the same."""
 _WIRED = {EvidenceOrchestrator: OrchestratorActor, PrivacyLedger: LedgerActor}
+_UNPACKED = "working_dir_files"
+"""The folder in which Ray unpacks working directories."""
 _inherited: dict[str, str] = {}
 """Variables that every process of the present cluster has from its start; of a cluster of others, none is known."""
 
@@ -384,6 +387,15 @@ def _set(environment: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+def job_folder() -> Path | None:
+    """Return this process's copy of the working directory that was uploaded for its job; None if none was."""
+    if not ray.get_runtime_context().runtime_env.get("working_dir"):
+        return None
+    # An entry point may have changed into a folder of it.
+    working = Path.cwd()
+    return next((each for each in (working, *working.parents) if each.parent.name == _UNPACKED), working)
 
 
 def require_no_secret_in_job() -> None:

@@ -26,6 +26,7 @@ from raycloak.coordinator.cluster.actors import (
     cluster_gpus,
     disconnect,
     fetch,
+    job_folder,
     require_no_secret_in_job,
 )
 from raycloak.coordinator.cluster.backend import ActorLost
@@ -39,6 +40,7 @@ from raycloak.coordinator.console.output import attach_log, json_text
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.view import LedgerView
 from raycloak.coordinator.membership.departures import Departure
+from raycloak.coordinator.planning.key_files import require_none_in_job
 from raycloak.coordinator.planning.manifest import BY_HAND
 from raycloak.coordinator.planning.model_source import compute_mode
 from raycloak.coordinator.planning.own_metrics import Metric
@@ -266,6 +268,8 @@ class Execution:
             if start_ray(self._config, self._phase):
                 stack.callback(disconnect)
             require_no_secret_in_job()
+            if (uploaded := job_folder()) is not None:
+                require_none_in_job(uploaded)
         # After Ray, which replaces the handler of SIGTERM when it starts.
         if self._handle_signals:
             stack.enter_context(stop_on_signals(self._stop, self._notice))
