@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from raycloak.attestation.core.private_memory import keep_memory_private
 from raycloak.metrics.errors import ConfigError
 from raycloak.metrics.file_errors import file_error
 
@@ -77,12 +78,16 @@ def publish(path: Path, data: bytes, mode: int = 0o600) -> bool:
 def read_private(path: Path, code: str) -> bytes:
     """Read a file that only its owner can read.
 
+    Guarantee: the content comes into no process whose memory is open to another one of its user; see
+    `raycloak.attestation.core.private_memory`.
+
     Raises:
-        ConfigError: ``code`` if the file's mode lets others read it.
+        ConfigError: ``code`` if the file's mode lets others read it. ``memory_exposed``.
         OSError: as `Path.read_bytes`.
     """
     mode = stat.S_IMODE(path.stat().st_mode)
     # A key that others could have read is not used silently.
     if mode & 0o077:
         raise ConfigError(code, f"{path} holds keys and has mode {mode:04o}.", f"Run chmod 600 {path}, or remove it.")
+    keep_memory_private()
     return path.read_bytes()

@@ -7,6 +7,7 @@ import stat
 from pathlib import Path
 
 from raycloak.attestation.core.keys import Purpose, Secret, derive
+from raycloak.attestation.core.private_memory import keep_memory_private
 from raycloak.attestation.files.whole import sync
 from raycloak.metrics.errors import ConfigError
 from raycloak.metrics.file_errors import file_error
@@ -21,6 +22,7 @@ def load_secret(path: Path) -> Secret:
     Raises:
         ConfigError: ``run_secret`` if it cannot be read or does not hold 64 hexadecimal digits.
     """
+    keep_memory_private()
     try:
         text = path.read_bytes().strip()
     except OSError as error:

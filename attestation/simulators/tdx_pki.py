@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
     PublicFormat,
     load_der_private_key,
+    load_der_public_key,
 )
 from cryptography.x509.oid import NameOID, ObjectIdentifier
 from pydantic import Field
@@ -115,13 +116,38 @@ def new_tcb_signer(root: Credential) -> Credential:
     return _issue("Intel SGX TCB Signing", root)
 
 
-def new_platform_credential(
-    ca: Credential, *, ppid: bytes, fmspc: bytes, instance_id: bytes, component_svns: bytes, pce_svn: int
-) -> Credential:
-    """Make the PCK credential of one platform."""
+def certify_platform(
+    ca: Credential,
+    key: EllipticCurvePublicKey,
+    *,
+    ppid: bytes,
+    fmspc: bytes,
+    instance_id: bytes,
+    component_svns: bytes,
+    pce_svn: int,
+) -> x509.Certificate:
+    """Make the PCK certificate of one platform for its ``key``."""
     der = sgx_extension(ppid=ppid, fmspc=fmspc, instance_id=instance_id, component_svns=component_svns, pce_svn=pce_svn)
     extension = x509.UnrecognizedExtension(ObjectIdentifier(SGX_EXTENSION_OID), der)
-    return _issue("Intel SGX PCK Certificate", ca, extension=extension)
+    return _certify("Intel SGX PCK Certificate", key, ca.certificate.subject, ca.key, extension=extension)
+
+
+def public_bytes(key: EllipticCurvePrivateKey) -> bytes:
+    """Return the public half of a key, in DER."""
+    return key.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+
+
+def read_public(der: bytes) -> EllipticCurvePublicKey:
+    """Read a key of :func:`public_bytes`; ValueError if it is none."""
+    key = load_der_public_key(der)
+    if not isinstance(key, EllipticCurvePublicKey):
+        raise ValueError("not an elliptic-curve key")
+    return key
+
+
+def new_key() -> EllipticCurvePrivateKey:
+    """Make a P-256 key."""
+    return generate_private_key(SECP256R1())
 
 
 def new_crl(issuer: Credential, revoked: tuple[int, ...], start: datetime, end: datetime, number: int) -> bytes:
@@ -137,26 +163,34 @@ def new_crl(issuer: Credential, revoked: tuple[int, ...], start: datetime, end: 
 
 
 def _issue(
+    common_name: str, issuer: Credential | None, *, is_ca: bool = False, path_length: int | None = None
+) -> Credential:
+    """Make a key and its certificate, which it signs itself without an ``issuer``."""
+    key = new_key()
+    by, signer = (issuer.certificate.subject, issuer.key) if issuer else (subject(common_name), key)
+    return Credential(key, _certify(common_name, key.public_key(), by, signer, is_ca=is_ca, path_length=path_length))
+
+
+def _certify(
     common_name: str,
-    issuer: Credential | None,
+    key: EllipticCurvePublicKey,
+    issuer_name: x509.Name,
+    issuer_key: EllipticCurvePrivateKey,
     *,
     is_ca: bool = False,
     path_length: int | None = None,
     extension: x509.UnrecognizedExtension | None = None,
-) -> Credential:
-    key = generate_private_key(SECP256R1())
-    name = subject(common_name)
-    issuer_name, issuer_key = (issuer.certificate.subject, issuer.key) if issuer else (name, key)
-    builder = x509.CertificateBuilder(issuer_name, name, key.public_key(), x509.random_serial_number())
+) -> x509.Certificate:
+    builder = x509.CertificateBuilder(issuer_name, subject(common_name), key, x509.random_serial_number())
     builder = builder.not_valid_before(VALID_FROM).not_valid_after(VALID_UNTIL)
     builder = builder.add_extension(x509.BasicConstraints(is_ca, path_length), critical=True)
     builder = builder.add_extension(key_usage(is_ca), critical=True)
-    builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
     authority = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key())
     builder = builder.add_extension(authority, critical=False)
     if extension is not None:
         builder = builder.add_extension(extension, critical=False)
-    return Credential(key, builder.sign(issuer_key, SHA256()))
+    return builder.sign(issuer_key, SHA256())
 
 
 def subject(common_name: str) -> x509.Name:

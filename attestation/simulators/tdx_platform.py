@@ -9,21 +9,13 @@ import secrets
 from dataclasses import dataclass
 from typing import ClassVar, Final, Self
 
-from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, EllipticCurvePrivateKey, generate_private_key
-from pydantic import Field
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey, EllipticCurvePublicKey
+from cryptography.hazmat.primitives.serialization import Encoding
 
 from raycloak.attestation.core.evidence import MEASUREMENT_BYTES, REPORT_DATA_BYTES
-from raycloak.attestation.core.messages import Message, parse
-from raycloak.attestation.simulators.tdx_pki import (
-    Credential,
-    StoredCredential,
-    load_key,
-    new_platform_credential,
-    raw_point,
-    sign_raw,
-    store_key,
-)
+from raycloak.attestation.core.messages import Message
+from raycloak.attestation.simulators.tdx_pki import Credential, certify_platform, new_key, raw_point, sign_raw
 from raycloak.attestation.tdx.quote import QE_REPORT_BYTES
 from raycloak.metrics.errors import ProtocolError
 
@@ -68,13 +60,12 @@ class QuoteVariant:
 GENUINE: Final = QuoteVariant()
 
 
-class PlatformKeys(Message):
-    """The serialized form of a platform; the keys do not appear in its repr."""
+class PlatformCertificate(Message):
+    """The vendor's word for a platform's key, and who the platform is. Nothing of it is secret."""
 
-    DOMAIN: ClassVar[str] = "raycloak/simulator/platform/v1"
+    DOMAIN: ClassVar[str] = "raycloak/simulator/platform-certificate/v1"
 
-    pck: StoredCredential
-    attestation_key_pkcs8: bytes = Field(repr=False)
+    certificate_der: bytes
     issuers_pem: str
     instance_id: bytes
 
@@ -96,41 +87,23 @@ class SimulatedPlatform:
         self._certifications: dict[QuoteVariant, bytes] = {}
 
     @classmethod
-    def create(cls, ca: Credential, root: Credential, machine: str | None = None) -> Self:
-        """Make a new platform certified by ``ca``; its identity follows from the name ``machine``, if it has one."""
-        instance_id = secrets.token_bytes(16) if machine is None else hashlib.sha256(machine.encode()).digest()[:16]
-        pck = new_platform_credential(
-            ca,
-            ppid=secrets.token_bytes(16),
-            fmspc=FMSPC,
-            instance_id=instance_id,
-            component_svns=COMPONENT_SVNS,
-            pce_svn=PCE_SVN,
-        )
-        return cls(pck, generate_private_key(SECP256R1()), ca.pem + root.pem, instance_id)
+    def certified(cls, key: EllipticCurvePrivateKey, certificate: PlatformCertificate) -> Self:
+        """Return the platform whose PCK key was certified; its attestation key is new.
+
+        Raises:
+            ProtocolError: ``malformed`` if the certificate is none, or one of another key.
+        """
+        try:
+            own = x509.load_der_x509_certificate(certificate.certificate_der)
+        except ValueError:
+            own = None
+        if own is None or own.public_key() != key.public_key():
+            raise ProtocolError("malformed", "the certificate is not one of the simulated platform's key")
+        return cls(Credential(key, own), new_key(), certificate.issuers_pem, certificate.instance_id)
 
     @property
     def chain_pem(self) -> str:
         return self.pck.pem + self._issuers_pem
-
-    def to_bytes(self) -> bytes:
-        """Serialize the platform with its private keys, for the one process that quotes for its node."""
-        return PlatformKeys(
-            pck=self.pck.store(),
-            attestation_key_pkcs8=store_key(self._attestation_key),
-            issuers_pem=self._issuers_pem,
-            instance_id=self.instance_id,
-        ).encode()
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Self:
-        """Invert :meth:`to_bytes`; ProtocolError ``malformed`` if ``data`` is not its result."""
-        keys = parse(PlatformKeys, data)
-        try:
-            pck, key = Credential.load(keys.pck), load_key(keys.attestation_key_pkcs8)
-        except (ValueError, TypeError, UnsupportedAlgorithm):
-            raise ProtocolError("malformed", "the simulated platform's keys cannot be read") from None
-        return cls(pck, key, keys.issuers_pem, keys.instance_id)
 
     def quote(self, report_data: bytes, measurement: bytes, variant: QuoteVariant = GENUINE) -> bytes:
         """Make a TDX quote.
@@ -145,7 +118,7 @@ class SimulatedPlatform:
         if len(report_data) != REPORT_DATA_BYTES or len(measurement) != MEASUREMENT_BYTES:
             raise ValueError("report data has 64 bytes and a measurement 48")
         signed = _header(variant) + _body(report_data, measurement, variant)
-        signer = generate_private_key(SECP256R1()) if variant.foreign_attestation_key else self._attestation_key
+        signer = new_key() if variant.foreign_attestation_key else self._attestation_key
         public = raw_point(signer.public_key())
         if variant not in self._certifications:  # once, as on hardware, and not for every quote
             own = raw_point(self._attestation_key.public_key())
@@ -159,6 +132,22 @@ class SimulatedPlatform:
         report = _qe_report(hashlib.sha256(attestation_key + authentication_data).digest(), variant)
         length = len(authentication_data).to_bytes(2, "little")
         return report + self.pck.sign(report) + length + authentication_data + _sized(5, self.chain_pem.encode())
+
+
+def certify(ca: Credential, root: Credential, key: EllipticCurvePublicKey, machine: str | None) -> PlatformCertificate:
+    """Certify a platform's key; its identity follows from the name ``machine``, if it has one."""
+    instance_id = secrets.token_bytes(16) if machine is None else hashlib.sha256(machine.encode()).digest()[:16]
+    certificate = certify_platform(
+        ca,
+        key,
+        ppid=secrets.token_bytes(16),
+        fmspc=FMSPC,
+        instance_id=instance_id,
+        component_svns=COMPONENT_SVNS,
+        pce_svn=PCE_SVN,
+    )
+    der = certificate.public_bytes(Encoding.DER)
+    return PlatformCertificate(certificate_der=der, issuers_pem=ca.pem + root.pem, instance_id=instance_id)
 
 
 def _header(variant: QuoteVariant) -> bytes:

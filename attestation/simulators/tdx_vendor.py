@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final, Self
 
 from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from raycloak.attestation.core.canonical import canonical_json, length_prefixed
@@ -25,6 +26,7 @@ from raycloak.attestation.simulators.tdx_pki import (
     Credential,
     StoredCredential,
     new_crl,
+    new_key,
     new_platform_ca,
     new_root,
     new_tcb_signer,
@@ -38,7 +40,9 @@ from raycloak.attestation.simulators.tdx_platform import (
     QE_PRODUCT,
     QE_SVN,
     TEE_TCB_SVN,
+    PlatformCertificate,
     SimulatedPlatform,
+    certify,
 )
 from raycloak.metrics.errors import ConfigError, ProtocolError
 from raycloak.metrics.file_errors import file_error
@@ -132,7 +136,12 @@ class SimulatedVendor:
             machine: name of the machine that it stands for; all platforms of one name have the same identity. None for
                 a machine that is used only once.
         """
-        return SimulatedPlatform.create(self._platform_ca, self._root, machine)
+        key = new_key()
+        return SimulatedPlatform.certified(key, self.certify(key.public_key(), machine))
+
+    def certify(self, key: EllipticCurvePublicKey, machine: str | None = None) -> PlatformCertificate:
+        """Certify the key that a platform made for itself, so that no other process has it; see :meth:`platform`."""
+        return certify(self._platform_ca, self._root, key, machine)
 
     def collateral(self, now: int, variant: CollateralVariant = CURRENT) -> CollateralBundle:
         """Return everything the vendor publishes at unix second ``now``; see :meth:`tdx_collateral`."""

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from raycloak.attestation.attester.attester import EvidenceSource
 from raycloak.attestation.core.messages import Envelope
+from raycloak.attestation.core.private_memory import keep_memory_private
 from raycloak.attestation.keys.release import KeyRelease
 from raycloak.attestation.trust.channel import ChannelEnd
 from raycloak.metrics.errors import RaycloakError, RefusedError, RunFailedError
@@ -111,6 +112,7 @@ def _serve(pipe: Connection, load: Callable[[], Adapter], tokens: int, source: C
     # Ctrl-C reaches both: the parent first awaits what is under way.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
+        keep_memory_private()
         worker = AdapterWorker(load(), tokens, source())
     except RaycloakError as error:
         pipe.send(error)

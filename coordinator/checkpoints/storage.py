@@ -18,6 +18,7 @@ from typing import Any, Protocol, Self
 from pyarrow import fs
 from pyarrow.lib import ArrowException
 
+from raycloak.attestation.core.secret_urls import secret_in
 from raycloak.attestation.files.whole import sync
 from raycloak.coordinator.config import home
 from raycloak.metrics.errors import ConfigError
@@ -72,10 +73,13 @@ class PackageStorage:
         """Open the storage at a path or ``s3://bucket/prefix``. An S3 URL may carry pyarrow's options as its query.
 
         Raises:
-            ConfigError: ``storage`` if the location is neither, or the bucket does not answer.
+            ConfigError: ``storage`` if the location is neither, or the bucket does not answer; ``url_secret`` if it has
+                a key, which the error does not repeat.
         """
         if "://" not in location:
             return cls(fs.LocalFileSystem(), str(Path(location).expanduser().absolute()))
+        if (found := secret_in(location)) is not None:
+            raise ConfigError("url_secret", "the storage's URL holds a secret.", f"{found[0].upper()}{found[1:]}.")
         if not re.match(r"s3://[^/?]", location):
             raise ConfigError(
                 "storage", f"{location} is neither a path nor s3://bucket/prefix.", "Write it as one of the two."

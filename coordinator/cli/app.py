@@ -259,15 +259,23 @@ def export_command(
     ] = None,
     trust: Annotated[Path | None, typer.Option(metavar="STORE", help="Trust store, for a package.")] = None,
     key: Annotated[Path | None, typer.Option(metavar="FILE", help="Private key of a recipient, for a package.")] = None,
+    run_code: Annotated[bool, typer.Option("--run-code", help="Run Python that a run from elsewhere names.")] = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Write the trained model of a run for other libraries: hf opens with from_pretrained, peft with PeftModel."""
-    _execute(as_json, debug, lambda output: _export(output, source, form, out, config, trust, key))
+    _execute(as_json, debug, lambda output: _export(output, source, form, out, config, trust, key, run_code))
 
 
 def _export(
-    output: Output, source: str, form: str, out: Path, config: Path | None, trust: Path | None, key: Path | None
+    output: Output,
+    source: str,
+    form: str,
+    out: Path,
+    config: Path | None,
+    trust: Path | None,
+    key: Path | None,
+    run_code: bool,
 ) -> int:
     from raycloak.coordinator.console.tables import fields_table
     from raycloak.metrics.file_errors import require_absent
@@ -278,7 +286,7 @@ def _export(
     from raycloak.coordinator.runs.released_model import Keys, released_model
 
     wanted = known_format(form)
-    model = released_model(source, None, config, Keys.of(trust, key))
+    model = released_model(source, None, config, Keys.of(trust, key), run_code)
     written = export(model, wanted, out)
     fields = {
         "out": written.out,

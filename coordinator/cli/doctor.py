@@ -23,6 +23,7 @@ from raycloak.attestation.attester.tsm import TSM_REMEDY, TSM_REPORTS, tee_nodes
 from raycloak.coordinator.config import home
 from raycloak.coordinator.ledger.location import check_file_system, file_system
 from raycloak.coordinator.ledger.store import LedgerStore
+from raycloak.coordinator.planning.key_files import WHERE, keys_below
 from raycloak.metrics.errors import RaycloakError
 from raycloak.metrics.gpu_readings import GpuSampler
 
@@ -57,6 +58,7 @@ def examine() -> list[Check]:
         partial(check_auth_mode, os.environ),
         partial(check_token, os.environ),
         check_home,
+        partial(check_working_folder, Path.cwd()),
         partial(check_ledger, mounts),
         partial(check_ray_temp, Path(os.environ.get("RAY_TMPDIR", "/tmp")), mounts),
         partial(check_shared_memory, Path("/dev/shm")),
@@ -135,6 +137,15 @@ def check_home() -> Check:
     if mode & 0o077:
         return Check("state", "warn", f"{path} has mode {mode:04o}: others can look into it", f"chmod 700 {path}")
     return Check("state", "ok", str(path))
+
+
+def check_working_folder(folder: Path) -> Check:
+    """Check that no key lies below the folder that a job would be submitted from, nor the state folder."""
+    path, what = next(keys_below(folder), (None, ""))
+    if path is None:
+        return Check("working folder", "ok", f"no key of a known form is below {folder}")
+    finding = f"{path} is {what}: ray job submit --working-dir . uploads it, unless .gitignore or .rayignore lists it"
+    return Check("working folder", "warn", finding, f"Keep it in {WHERE}.")
 
 
 def check_ledger(mounts: str) -> Check:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from raycloak.attestation.core.private_memory import keep_memory_private
 from raycloak.coordinator.console.output import Output, command_output
 from raycloak.metrics.errors import ConfigError, RaycloakError, is_out_of_memory
 
@@ -29,7 +30,10 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 
 
 def execute(as_json: bool, debug: bool, body: Callable[[Output], int]) -> NoReturn:
-    """Run ``body`` with the standard streams owned by the command; every outcome becomes an exit code."""
+    """Run ``body`` with the standard streams owned by the command; every outcome becomes an exit code.
+
+    Its memory is closed to other processes: almost every command has a key in it, if only the ledger's.
+    """
     with command_output(as_json, debug) as output:
         code = _guard(output, body)
     raise typer.Exit(code)
@@ -37,6 +41,7 @@ def execute(as_json: bool, debug: bool, body: Callable[[Output], int]) -> NoRetu
 
 def _guard(output: Output, body: Callable[[Output], int]) -> int:
     try:
+        keep_memory_private()
         return body(output)
     except RaycloakError as error:
         output.error(error)
@@ -95,7 +100,7 @@ Account = Annotated[str, typer.Argument(help="Name of the account.", show_defaul
 SomeAccount = Annotated[str | None, typer.Argument(help="Name of an account; default: all.")]
 LedgerUrl = Annotated[str | None, typer.Option(help="URL of the ledger; default: the one in RAYCLOAK_HOME.")]
 Witness = Annotated[
-    str | None, typer.Option(metavar="PLACE", help="The ledger's witness: absolute folder, or http(s) URL.")
+    str | None, typer.Option(metavar="PLACE", help="The ledger's witness: absolute folder, or file with its URL.")
 ]
 
 

@@ -8,7 +8,8 @@ more: it starts sooner without torch, SQLAlchemy or the verifiers that it has no
 Rules of every actor:
 
 * ``max_restarts=0``, because a restarted actor would keep an identity without fresh evidence;
-* no secret in a constructor argument, because those stay readable in Ray's control store;
+* no secret in an argument, a message or an environment: Ray's control store keeps constructors' arguments and jobs'
+  variables;
 * no GPU is visible unless the actor was given one;
 * no call without a deadline.
 """
@@ -17,6 +18,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
@@ -35,6 +37,7 @@ from ray.exceptions import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raycloak.attestation.service.serving_orchestrator import EvidenceOrchestrator
+from raycloak.attestation.simulators.tdx_pki import read_public
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
 from raycloak.coordinator.cluster.backend import ActorLost
 from raycloak.coordinator.cluster.ledger_actor import LedgerActor
@@ -45,6 +48,8 @@ from raycloak.coordinator.cluster.platform_actor import NodePlatform
 from raycloak.coordinator.cluster.processes import nvml_missing, own_node
 from raycloak.coordinator.cluster.ray_address import check_address, unreachable
 from raycloak.coordinator.cluster.remote import Reference
+from raycloak.coordinator.config.home import ray_token_file
+from raycloak.coordinator.config.secret_variables import SECRET_VARIABLES, require_none_among
 from raycloak.coordinator.console.output import divert_logger
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.metrics.errors import RaycloakError, RunFailedError
@@ -58,6 +63,8 @@ START_DEADLINE_S = 120.0
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 """Hides every GPU from a process. NVML sees them all the same."""
 _WIRED = {EvidenceOrchestrator: OrchestratorActor, PrivacyLedger: LedgerActor}
+_UNPACKED = "working_dir_files"
+"""The folder in which Ray unpacks working directories."""
 _inherited: dict[str, str] = {}
 """Variables that every process of the present cluster has from its start; of a cluster of others, none is known."""
 
@@ -158,10 +165,11 @@ class Platforms:
 
     def _install(self, handle: Any, label: str | None) -> None:
         machine = fetch(ask_process(handle, machine_name, label), START_DEADLINE_S)
-        fetch(ask(handle, NodePlatform.install, self._vendor.platform(machine).to_bytes()), START_DEADLINE_S)
+        own = read_public(fetch(ask(handle, NodePlatform.public_key), START_DEADLINE_S))
+        fetch(ask(handle, NodePlatform.install, self._vendor.certify(own, machine)), START_DEADLINE_S)
 
     def wait(self) -> None:
-        """Wait until every platform that was started has its keys; raises as :func:`fetch`."""
+        """Wait until every platform that was started has its certificate; raises as :func:`fetch`."""
         installing, self._installing = self._installing, []
         for each in installing:
             each.result()
@@ -181,7 +189,7 @@ class Platforms:
 
 
 def start_platforms(vendor: SimulatedVendor) -> dict[str, Any]:
-    """Start one simulated platform per node; returns them by node id, once they have their keys."""
+    """Start one simulated platform per node; returns them by node id, once they are certified."""
     platforms = Platforms(vendor)
     platforms.wait()
     return platforms.handles
@@ -321,7 +329,10 @@ def is_connected() -> bool:
 def connect(num_cpus: int, environment: Mapping[str, str] = MappingProxyType({})) -> bool:
     """Join the cluster of RAY_ADDRESS, or start a local one; returns whether this call connected.
 
-    A local cluster gets a token of its own in the environment, so that nothing is written to the user's home.
+    A local cluster gets a token of its own, in a file of the state folder.
+
+    Guarantee: no process of a local cluster is started with a variable of `SECRET_VARIABLES`, but for a RAY_AUTH_TOKEN
+    of the user's own.
 
     Args:
         environment: variables that every process of a local cluster inherits. An actor that needs just these starts
@@ -344,8 +355,9 @@ def connect(num_cpus: int, environment: Mapping[str, str] = MappingProxyType({})
         return True
     # Ray authenticates a new local cluster by token unless RAY_AUTH_MODE says otherwise.
     if not os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
-        os.environ["RAY_AUTH_TOKEN"] = os.urandom(32).hex()
-    with _variables(environment):
+        os.environ["RAY_AUTH_TOKEN_PATH"] = str(ray_token_file())
+    withheld = dict.fromkeys(SECRET_VARIABLES.keys() - {"RAY_AUTH_TOKEN"})
+    with _variables({**environment, **withheld}):
         # Ray starts processes ahead, one per CPU. Actors without variables of their own take them.
         ray.init(
             address="local",
@@ -359,18 +371,37 @@ def connect(num_cpus: int, environment: Mapping[str, str] = MappingProxyType({})
 
 
 @contextmanager
-def _variables(environment: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of this process, which others inherit that are started meanwhile."""
+def _variables(environment: Mapping[str, str | None]) -> Iterator[None]:
+    """Set variables of this process, which others inherit that are started meanwhile; None removes one."""
     before = {name: os.environ.get(name) for name in environment}
-    os.environ.update(environment)
+    _set(environment)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        _set(before)
+
+
+def _set(environment: Mapping[str, str | None]) -> None:
+    for name, value in environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def job_folder() -> Path | None:
+    """Return this process's copy of the working directory that was uploaded for its job; None if none was."""
+    if not ray.get_runtime_context().runtime_env.get("working_dir"):
+        return None
+    # An entry point may have changed into a folder of it.
+    working = Path.cwd()
+    return next((each for each in (working, *working.parents) if each.parent.name == _UNPACKED), working)
+
+
+def require_no_secret_in_job() -> None:
+    """Refuse a job whose runtime_env has secrets, which Ray's control store keeps; ConfigError ``secret_variable``."""
+    variables = ray.get_runtime_context().runtime_env.get("env_vars") or {}
+    require_none_among(variables, "the env_vars of this job's runtime_env, which Ray keeps and shows")
 
 
 def disconnect() -> None:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import ray
 
-from raycloak.coordinator.cluster.processes import forbid_core_dump
 from raycloak.coordinator.quick_imports import quickly
 
 with quickly():
+    from raycloak.attestation.core.private_memory import keep_memory_private
     from raycloak.attestation.orchestrator.admissions import OrchestratorView
     from raycloak.attestation.service.serving_orchestrator import EvidenceOrchestrator
     from raycloak.metrics.collectors import ServiceFigures
@@ -20,7 +20,7 @@ class OrchestratorActor(EvidenceOrchestrator):
     """An EvidenceOrchestrator whose view and figures answer while another method runs."""
 
     def __init__(self, state_directory: str, clock: Callable[[], float], bind: str | None = None) -> None:
-        forbid_core_dump()
+        keep_memory_private()
         super().__init__(state_directory, clock, bind)
 
     @ray.method(concurrency_group="control")

@@ -23,6 +23,8 @@ from typing import Any
 
 import ray
 
+from raycloak.attestation.core.private_memory import keep_memory_private
+from raycloak.attestation.files.private import publish
 from raycloak.metrics.errors import ConfigError, DatasetError, RaycloakError
 from raycloak.metrics.file_errors import file_error
 from raycloak.workers.inputs.built_rows import PipelineIndex, write_rows
@@ -31,6 +33,8 @@ from raycloak.workers.inputs.user_code import resolve, told, unexecuted_digest
 # Not a name that a pipeline would give to a column.
 _ORDER = "__raycloak_order__"
 _BATCH_ROWS = 2**14
+_CLOSES_MEMORY = f"{keep_memory_private.__module__}.{keep_memory_private.__name__}"
+"""Called by each process of the pipeline's Ray as it starts: they have the rows."""
 
 
 def build_folder(function: str, base: Path, folder: Path) -> PipelineIndex:
@@ -87,13 +91,14 @@ def _own_ray(base: Path) -> Iterator[None]:
             "Install it: pip install 'raycloak[data]'.",
         ) from None
     path = os.pathsep.join([str(base.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])])
-    own = {"RAY_AUTH_TOKEN": os.urandom(32).hex()}
-    before = {name: os.environ.get(name) for name in (*own, "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS")}
+    before = {name: os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS")}
     with tempfile.TemporaryDirectory(prefix="raycloak-", ignore_cleanup_errors=True) as files:
         try:
             for name in before:
                 os.environ.pop(name, None)
-            os.environ.update(own)
+            token = Path(files) / "token"
+            publish(token, os.urandom(32).hex().encode())
+            os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
             _start_ray(files, path)
             yield
         finally:
@@ -111,7 +116,7 @@ def _start_ray(files: str, python_path: str) -> None:
             include_dashboard=False,
             log_to_driver=False,
             configure_logging=False,
-            runtime_env={"env_vars": {"PYTHONPATH": python_path}},
+            runtime_env={"env_vars": {"PYTHONPATH": python_path}, "worker_process_setup_hook": _CLOSES_MEMORY},
             _temp_dir=files,
         )
     except Exception as error:  # noqa: BLE001 - Ray names no exceptions; nothing has been read yet

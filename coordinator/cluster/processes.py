@@ -1,7 +1,6 @@
-"""An actor's own process: answers questions asked by ``__ray_call__``, and leaves no core file behind."""
+"""An actor's own process: answers questions asked by ``__ray_call__``."""
 
 import os
-import resource
 import signal
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,14 +37,6 @@ class ActorProcess:
         if self.is_alive():
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
-
-
-def forbid_core_dump() -> None:
-    """Have the kernel write no core file of this process, because keys and examples would be in it.
-
-    If ``kernel.core_pattern`` names a program, that program is told the limit and has to respect it.
-    """
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def own_process(_: Any) -> ActorProcess | None:

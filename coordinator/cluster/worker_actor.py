@@ -8,12 +8,12 @@ from types import FrameType
 import numpy as np
 import ray
 
-from raycloak.coordinator.cluster.processes import forbid_core_dump
 from raycloak.coordinator.quick_imports import quickly
 
 with quickly():
     from raycloak.attestation.attester.attester import EvidenceSource, GpuSource
     from raycloak.attestation.core.messages import Envelope
+    from raycloak.attestation.core.private_memory import keep_memory_private
     from raycloak.workers.messages import StepReply, StepRequest
     from raycloak.workers.train_worker import TrainWorker
     from raycloak.workers.vectors.ring import RingVector
@@ -29,7 +29,7 @@ class TrainWorkerActor(TrainWorker):
     def __init__(
         self, member_id: str, source: EvidenceSource, clock: Callable[[], float], gpus: GpuSource | None
     ) -> None:
-        forbid_core_dump()
+        keep_memory_private()
         super().__init__(member_id, source, clock, gpus)
         self._leaving = False
         # The former handler, which ends the process, is put back at the first signal.

@@ -1,9 +1,9 @@
 """The state folder: ``RAYCLOAK_HOME``, and the paths below it.
 
 The home is absolute because the working directory of a Ray job is temporary: a ledger there would start the budget
-at zero. Layout: ``ledger.sqlite``, ``data.key``, ``simulator/``, ``signer/``, ``orchestrator/<run_id>.sqlite``,
-``packages/<run_id>/``, ``checks/<fingerprint>``, ``runs/<name>-<run_id>[-k]/``, ``service/``, ``training-service/``,
-``collateral/``, ``adapters/``.
+at zero. Layout: ``ledger.sqlite``, ``data.key``, ``ray.token``, ``simulator/``, ``signer/``,
+``orchestrator/<run_id>.sqlite``, ``packages/<run_id>/``, ``checks/<fingerprint>``, ``runs/<name>-<run_id>[-k]/``,
+``service/``, ``training-service/``, ``collateral/``, ``adapters/``.
 """
 
 import itertools
@@ -79,6 +79,11 @@ def adapter_identity_file() -> Path:
 def data_key_file() -> Path:
     """Return the file of the key that examples given in memory are fingerprinted with; made, mode 0600, if missing."""
     return _random_key(home() / "data.key")
+
+
+def ray_token_file() -> Path:
+    """Return the file of the token of the local Ray clusters that runs start; made, mode 0600, if missing."""
+    return _random_key(home() / "ray.token")
 
 
 def _random_key(path: Path) -> Path:

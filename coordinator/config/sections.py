@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
+from raycloak.attestation.core.secret_urls import secret_in
+
 Kept = Literal["sealed", "clear"]
 
 LARGEST_NOISE = 2.0**40
@@ -54,14 +56,31 @@ def host_and_port(text: str) -> str:
     return text
 
 
+def without_secret(text: str) -> str:
+    """Return a path or URL that holds no secret; ValueError, which does not repeat it, for any other."""
+    if (found := secret_in(text)) is not None:
+        raise ValueError(found)
+    return text
+
+
+def witness_place(text: str) -> str:
+    """Return a place of a witness that is no URL; ValueError, which does not repeat it, for one."""
+    if "://" in text:
+        raise ValueError("a URL stands in a file of mode 0600: whoever knows it can write there. Name that file here")
+    return text
+
+
 Address = Annotated[str, AfterValidator(host_and_port)]
+Place = Annotated[str, AfterValidator(without_secret)]
+"""A path or URL without a secret: Ray keeps what its actors are given."""
 Side = Annotated[int, Field(gt=0, le=2**14)]
 
 
 class Section(BaseModel):
     """The base of all sections: frozen, no unknown fields, no infinities, no booleans for numbers."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    # No error repeats a value: it may be a secret in the wrong place.
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -180,7 +199,7 @@ class DatasetConfig(Section):
         "sealed",
         "sent",
     ]
-    path: str | None = None
+    path: Place | None = None
     function: str | None = None
     split: Literal["train", "public"] = "train"
     features: str | list[str] | None = None
@@ -502,16 +521,17 @@ class LedgerConfig(Section):
     """The ledger and the account that pay.
 
     Attributes:
-        url: of the ledger; the file in the state folder if absent. A password in it is written and shown nowhere.
+        url: of the ledger, without a password; the file in the state folder if absent.
         account: the account that pays; the account of the data if absent.
-        witness: absolute folder on other storage, or http(s) URL, that receives every head of the ledger.
+        witness: absolute folder on other storage, which receives every head of the ledger; or absolute file of mode
+            0600 with the http(s) URL of a witness.
         prepaid: whether the whole plan is charged when the run is registered, before anything is computed; what the run
             does not use stays charged.
     """
 
-    url: str | None = Field(default=None, min_length=1, repr=False)
+    url: Annotated[Place, Field(min_length=1)] | None = None
     account: str | None = None
-    witness: str | None = None
+    witness: Annotated[str, AfterValidator(witness_place)] | None = None
     prepaid: bool = False
 
 
@@ -595,7 +615,7 @@ class CheckpointConfig(Section):
     checkpoint_frequency: int = Field(default=50, ge=0)
     num_to_keep: int = Field(default=2, gt=0)
     keep_best: Literal["evaluation_accuracy", "evaluation_loss"] | None = None
-    storage: str | None = Field(default=None, min_length=1)
+    storage: Annotated[Place, Field(min_length=1)] | None = None
     recipients: list[str] = Field(default_factory=list)
 
     @field_validator("storage")

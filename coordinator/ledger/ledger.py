@@ -60,11 +60,11 @@ class PrivacyLedger(LedgerReader):
     All methods may be called from several threads.
 
     Args:
-        url: ``sqlite:////absolute/file`` or ``postgresql://...``.
+        url: ``sqlite:////absolute/file`` or ``postgresql://...`` without a password.
         create: whether a missing ledger may be created. With False this instance takes no fencing number and only
             reads; a charge by it is refused.
-        witness: absolute folder on other storage, or http(s) URL, that is told every head. See
-            `raycloak.coordinator.ledger.witness`.
+        witness: absolute folder on other storage that is told every head, or absolute file of mode 0600 with the
+            http(s) URL of one. See `raycloak.coordinator.ledger.witness`.
 
     Raises:
         ConfigError, BudgetError: as in `raycloak.coordinator.ledger.store.LedgerStore`. ConfigError ``witness`` or

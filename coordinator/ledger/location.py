@@ -1,4 +1,4 @@
-"""The location of a ledger: its URL, the form of it without secrets, and the file of an embedded one.
+"""The location of a ledger: its URL, and the file of an embedded one.
 
 The file is private to its owner, on a file system whose locks and syncs hold.
 """
@@ -9,14 +9,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from raycloak.attestation.core.secret_urls import secret_in
 from raycloak.attestation.files.whole import sync
 from raycloak.metrics.errors import BudgetError, ConfigError
 from raycloak.metrics.file_errors import file_error
 
 if TYPE_CHECKING:
     import sqlalchemy as sa
-
-    from raycloak.coordinator.config.run import RunConfig
 
 _MOUNTS = Path("/proc/mounts")
 _NETWORK = {
@@ -83,12 +82,21 @@ def check_file_system(path: Path, mounts: str) -> None:
     """
     # A link may lead from a local disk to a network file system.
     kind = file_system(Path(os.path.realpath(path)), mounts)
-    if kind in _NETWORK or kind.startswith("fuse."):
+    if _is_network(kind):
         raise ConfigError(
             "network_file_system",
             f"{path} is on a {kind} file system, where a charge may not be durable or may be made twice.",
             "Keep the ledger on a local disk, or use a PostgreSQL URL.",
         )
+
+
+def is_network_file_system(path: Path) -> bool:
+    """Return whether a path is below a network or FUSE mount, as far as can be told."""
+    return _is_network(file_system(Path(os.path.realpath(path)), _MOUNTS.read_text() if _MOUNTS.exists() else ""))
+
+
+def _is_network(kind: str) -> bool:
+    return kind in _NETWORK or kind.startswith("fuse.")
 
 
 def file_system(path: Path, mounts: str) -> str:
@@ -105,9 +113,6 @@ def file_system(path: Path, mounts: str) -> str:
 
 URL_REMEDY = "Use sqlite:////absolute/path/ledger.sqlite or postgresql://user@host/database."
 
-_SECRETS = ("password", "sslpassword")
-"""The secrets that libpq also accepts as parameters of a URL."""
-
 
 def parse_url(url: str) -> "sa.URL":
     """Parse a ledger's URL; ConfigError ``ledger_url`` if it cannot be parsed. The error never repeats the URL."""
@@ -120,7 +125,16 @@ def parse_url(url: str) -> "sa.URL":
 
 
 def usable_url(url: str) -> "sa.URL":
-    """Parse a URL under which a ledger can be kept; ConfigError ``ledger_url`` for any other."""
+    """Parse a URL under which a ledger can be kept.
+
+    Guarantee: it has no password, neither before the host nor as a parameter. The driver asks ``~/.pgpass``, or the
+    file that the parameter ``passfile`` names.
+
+    Raises:
+        ConfigError: ``ledger_url`` for any other; ``url_secret`` if it has one, which the error does not repeat.
+    """
+    if (found := secret_in(url)) is not None:
+        raise ConfigError("url_secret", "the ledger's URL holds a secret.", f"{found[0].upper()}{found[1:]}.")
     parsed = parse_url(url)
     kind = parsed.get_backend_name()
     if kind not in ("sqlite", "postgresql"):
@@ -129,23 +143,3 @@ def usable_url(url: str) -> "sa.URL":
         path = parsed.database or ""
         raise ConfigError("ledger_url", f"'{path}' is not an absolute path of a ledger.", URL_REMEDY)
     return parsed
-
-
-def without_secrets(url: str) -> str:
-    """Return the URL without its passwords. The driver then asks ``PGPASSWORD`` and ``~/.pgpass``.
-
-    Guarantee: the result contains no password of the URL, neither before the host nor as a parameter.
-
-    Raises:
-        ConfigError: ``ledger_url``.
-    """
-    bare = parse_url(url)._replace(password=None).difference_update_query(_SECRETS)
-    return bare.render_as_string(hide_password=False)
-
-
-def recorded(config: "RunConfig") -> "RunConfig":
-    """Return the configuration as it may be written down and shown: its ledger's URL is `without_secrets`."""
-    if config.ledger.url is None:
-        return config
-    ledger = config.ledger.model_copy(update={"url": without_secrets(config.ledger.url)})
-    return config.model_copy(update={"ledger": ledger})

@@ -4,6 +4,8 @@ Nothing is left to the defaults of server, database or role. A stale snapshot co
 asynchronous commit could lose a charge. A lock without a deadline could stop every run.
 """
 
+from typing import Any
+
 import sqlalchemy as sa
 from sqlalchemy.exc import NoSuchModuleError
 
@@ -75,6 +77,13 @@ def begin_write(connection: sa.Connection, deadline_s: float) -> None:
     values = {"lock": _LOCK, "deadline": f"{int(deadline_s * 1000)}"}
     settings = connection.execute(_BEGIN_WRITE, values).one()
     check_settings(settings.synchronous_commit, settings.fsync, settings.full_page_writes)
+
+
+def server_of(connection: sa.Connection) -> str:
+    """Return the address of the server behind a connection, or the folder of its socket."""
+    info: Any = connection.connection.driver_connection.info  # type: ignore[union-attr]  # it is open
+    # Of several hosts in a URL, the address is of the one that answered. A socket has none.
+    return str(info.hostaddr or info.host)
 
 
 def check_settings(synchronous_commit: str, fsync: str, full_page_writes: str) -> None:

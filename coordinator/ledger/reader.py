@@ -32,10 +32,11 @@ from raycloak.coordinator.ledger.entries import (
 )
 from raycloak.coordinator.ledger.export import write_export
 from raycloak.coordinator.ledger.extract import extract_lines
+from raycloak.coordinator.ledger.places import is_apart
 from raycloak.coordinator.ledger.rules import PricedRun, check_admission, now, registration
 from raycloak.coordinator.ledger.store import AccountRow, LedgerStore, Rows, RunRow
 from raycloak.coordinator.ledger.view import AccountView, LedgerView, Outlook, StepStatus, account_view
-from raycloak.coordinator.ledger.witness import Witnessed, is_apart, open_witness
+from raycloak.coordinator.ledger.witness import Witnessed, open_witness
 from raycloak.metrics.errors import BudgetError
 from raycloak.workers.terms.mechanism import Mechanism
 
@@ -51,10 +52,11 @@ class LedgerReader:
         self._rollback_witness = False
         try:
             if witness is not None:
-                self._witnessed = Witnessed(open_witness(witness, self.public_key), self._store.key, self.hash_at, now)
+                opened = open_witness(witness, self.public_key)
+                self._witnessed = Witnessed(opened, self._store.key, self.hash_at, now)
                 self._witnessed.check()
                 # Taken once, so that a ledger that is lost later cannot take a run's result with it.
-                self._rollback_witness = is_apart(witness, self._store.file)
+                self._rollback_witness = is_apart(opened.place, self._store.place())
         except BaseException:
             self.close()
             raise

@@ -27,6 +27,8 @@ from raycloak.coordinator.ledger.engine import (
 from raycloak.coordinator.ledger.entries import Head, LedgerEntry, StepCharged
 from raycloak.coordinator.ledger.leases import Lease, Leases
 from raycloak.coordinator.ledger.location import ledger_missing
+from raycloak.coordinator.ledger.places import Place
+from raycloak.coordinator.ledger.postgres import server_of
 from raycloak.metrics.errors import BudgetError
 
 _FAMILY = "raycloak ledger v"
@@ -160,7 +162,7 @@ class LedgerStore:
         create: whether a ledger may be created, and this instance may write. Otherwise it only reads.
 
     Raises:
-        ConfigError: ``ledger_url``, ``ledger_driver``, ``ledger_missing`` or ``network_file_system``.
+        ConfigError: ``ledger_url``, ``url_secret``, ``ledger_driver``, ``ledger_missing`` or ``network_file_system``.
         BudgetError: ``ledger_foreign``, ``ledger_exposed``, ``ledger_not_durable`` or ``ledger_unavailable``.
     """
 
@@ -190,11 +192,13 @@ class LedgerStore:
         """This instance's fencing number, above the number of every earlier instance; 0 if it was opened to read."""
         return self._fencing
 
-    @property
-    def file(self) -> Path | None:
-        """The file of an embedded ledger; None for a ledger on a server."""
+    def place(self) -> Place:
+        """Return the file of an embedded ledger, or the server that this instance is connected to."""
         url = sa.make_url(self._url)
-        return Path(url.database) if url.get_backend_name() == "sqlite" and url.database else None
+        if url.get_backend_name() == "sqlite" and url.database:
+            return Place(path=Path(url.database))
+        with storage_errors(), self._reader.connect() as connection:
+            return Place(host=server_of(connection))
 
     @contextmanager
     def write(self) -> Iterator["Rows"]:

@@ -5,25 +5,32 @@ has checked against its own chain. So two ledgers that diverged cannot both cont
 
 It is a folder with one file of JSON lines per ledger, appended to and synced. Or it is an http(s) URL that answers GET
 and conditional PUT (RFC 9110: ETag, If-Match, If-None-Match).
+
+Whoever knows the URL can write there. So it stands in a file of mode 0600, and only the file is named in
+configurations, arguments and messages.
 """
 
 import fcntl
 import http.client
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import SplitResult, urlsplit
 
 from raycloak.attestation.core.keys import IdentityKey
+from raycloak.attestation.files.private import read_private
 from raycloak.attestation.files.whole import sync
 from raycloak.coordinator.ledger.entries import Head
 from raycloak.coordinator.ledger.heads import LedgerHead, head_line, read_head_line, rolled_back
+from raycloak.coordinator.ledger.places import Place
 from raycloak.metrics.errors import BudgetError, ConfigError, ProtocolError
+from raycloak.metrics.file_errors import file_error
 
 TIMEOUT_S = 5.0
 """Bounds the wait for one answer of a URL, and for another process to release a folder's file."""
@@ -77,36 +84,50 @@ class Witness(Protocol):
         """Release open resources. The witness may be asked again."""
         ...
 
+    @property
+    def place(self) -> Place:
+        """Where the heads are kept."""
+        ...
+
 
 def open_witness(location: str, public_key: bytes) -> Witness:
     """Open the witness of the ledger with this key.
 
     Args:
-        location: absolute folder, or http(s) URL.
+        location: absolute folder; or absolute file of mode 0600 with one http(s) URL.
 
     Raises:
-        ConfigError: ``witness`` if it is neither.
+        ConfigError: ``witness`` if it is neither, which does not repeat a URL.
     """
-    url = urlsplit(location)
-    if url.scheme in ("http", "https") and url.hostname:
-        return UrlWitness(url, public_key)
-    if not Path(location).is_absolute():
+    path = Path(location)
+    if "://" in location or not path.is_absolute():
+        shown = "A URL" if "://" in location else f"'{location}'"
         raise ConfigError(
             "witness",
-            f"'{location}' is neither an absolute folder nor an http(s) URL.",
-            "Give a folder on other storage than the ledger's, or the URL of a witness.",
+            f"{shown} names neither an absolute folder nor an absolute file.",
+            f"Give a folder on other storage than the ledger's, or a file that holds a URL: {_MAKE_FILE}.",
         )
-    return FolderWitness(Path(location), public_key)
+    return UrlWitness(_url_in(path), public_key) if path.is_file() else FolderWitness(path, public_key)
 
 
-def is_apart(location: str, ledger_file: Path | None) -> bool:
-    """Return whether a person who puts an older ledger back does not put back the witness with it.
+_MAKE_FILE = "(umask 077; echo https://HOST/PATH > FILE)"
 
-    A URL and a ledger in PostgreSQL count as apart. A folder does if its file system is not that of the ledger's file.
-    """
-    if ledger_file is None or urlsplit(location).scheme in ("http", "https"):
-        return True
-    return Path(location).stat().st_dev != ledger_file.stat().st_dev
+
+def _url_in(path: Path) -> SplitResult:
+    """Read the URL of a witness; ConfigError ``witness``."""
+    try:
+        text = read_private(path, "witness").strip()
+    except OSError as error:
+        raise file_error("witness", "read", path, error) from None
+    # Anything else, a library would refuse later with an error that repeats it.
+    if re.fullmatch(rb"https?://[!-~]+", text):
+        url = urlsplit(text.decode())
+        with suppress(ValueError):  # of a port that is none
+            if url.hostname and url.username is None and (url.port is None or url.port > 0):
+                return url
+    raise ConfigError(
+        "witness", f"{path} holds no http(s) URL, or one with a user, which is never sent.", f"Make it: {_MAKE_FILE}."
+    )
 
 
 class FolderWitness:
@@ -157,6 +178,11 @@ class FolderWitness:
 
     def close(self) -> None:
         """Do nothing, because no resource stays open."""
+
+    @property
+    def place(self) -> Place:
+        """Return the folder."""
+        return Place(path=self._path.parent)
 
     def _whole_bytes(self, size: int) -> int:
         """Return the number of bytes up to the end of the last whole line."""
@@ -233,6 +259,11 @@ class UrlWitness:
             raise self._unavailable(f"PUT was answered with {status}")
         return etag
 
+    @property
+    def place(self) -> Place:
+        """Return the server."""
+        return Place(host=str(self._url.hostname))
+
     def close(self) -> None:
         """Close the connection, if one is open."""
         if self._connection is not None:
@@ -266,7 +297,8 @@ class UrlWitness:
         return self._connection
 
     def _unavailable(self, why: str) -> BudgetError:
-        return _unavailable(f"{self._url.scheme}://{self._url.hostname}{self._path}", why)
+        # Without its path, which is a secret.
+        return _unavailable(f"the witness at {self._url.scheme}://{self._url.netloc}", why)
 
 
 class Witnessed:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig
+from raycloak.coordinator.config.secret_variables import require_none_needed
 from raycloak.coordinator.ledger.witness import open_witness
 from raycloak.coordinator.planning.payer import data_place, existing_account, ledger_to_read
 from raycloak.coordinator.planning.references import preflight
@@ -33,11 +34,12 @@ def first_look(config: RunConfig, base: Path, run_secret: Path | None = None, re
         resumes: whether an earlier execution of the run may be in the ledger.
 
     Raises:
-        ConfigError, BudgetError: as `preflight`; ``tracing``, ``home_unusable``, ``relative_home``, ``run_secret``,
-            ``metrics_bind``, ``bind``, ``logger_library``, ``ledger_missing``, ``witness_unavailable``, or why the
-            account would refuse a new run.
+        ConfigError, BudgetError: as `preflight`; ``secret_variable``, ``tracing``, ``home_unusable``,
+            ``relative_home``, ``run_secret``, ``metrics_bind``, ``bind``, ``logger_library``, ``ledger_missing``,
+            ``witness_unavailable``, or why the account would refuse a new run.
     """
     preflight(config, base)
+    require_none_needed(config)
     tracing_is_on()
     for tool in config.loggers.tools:
         require_library(tool)

@@ -50,6 +50,7 @@ class Case:
 
     Attributes:
         bundle: name of the bundle; None for a run directory, which has no index.
+        released: what the measurements released, by query and number, in order.
     """
 
     parts: Parts
@@ -60,7 +61,7 @@ class Case:
     history: History = field(init=False)
     extract: CheckedExtract = field(init=False)
     packages: dict[str, PackageManifest] = field(default_factory=dict)
-    released: tuple[Released, ...] = ()
+    released: Mapping[tuple[Query, int], Released] = field(default_factory=dict)
 
     @cached_property
     def manifest(self) -> Manifest:

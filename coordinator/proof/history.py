@@ -9,6 +9,7 @@ Guarantee: of each kind of record, the first that breaks a rule is noted, and no
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
@@ -164,6 +165,7 @@ class History:
         commits: committed releases; ``made`` is how many of each mechanism.
         data: commitment to the slice of each virtual worker.
         machines: by machine and epoch, the virtual workers whose keys went there.
+        sealed: the packages that the log has as sealed. published: those that it has as published, in order.
         loads: states of earlier packages that the run went on from, in order.
         used: names of the documents that entries name.
         finished: whether the log was ended for good.
@@ -185,12 +187,14 @@ class History:
     made: Counter[Query] = field(default_factory=Counter)
     data: dict[int, bytes] = field(default_factory=dict)
     machines: dict[tuple[str, int], set[int]] = field(default_factory=lambda: defaultdict(set))
-    sealed: list[LoggedPackage] = field(default_factory=list)
-    published: list[LoggedPackage] = field(default_factory=list)
+    sealed: set[LoggedPackage] = field(default_factory=set)
+    published: dict[bytes, LoggedPackage] = field(default_factory=dict)
     loads: list[LoggedLoad] = field(default_factory=list)
     used: set[bytes] = field(default_factory=set)
     finished: bool = False
+    _loaded_after: dict[int, LoggedLoad] = field(default_factory=dict)
     _members: dict[str, Appraisal] = field(default_factory=dict)
+    _expiring: list[tuple[int, str]] = field(default_factory=list)
     _epochs: dict[bytes, int] = field(default_factory=dict)
     _grants: dict[tuple[str, int], set[int]] = field(default_factory=lambda: defaultdict(set))
     _enrolment: Enrolment = field(default_factory=Enrolment)
@@ -209,7 +213,7 @@ class History:
 
     def load_after(self, steps: int) -> LoggedLoad | None:
         """Return the load that the step after so many started from; of several in one place, the last."""
-        return next((load for load in reversed(self.loads) if load.after_step == steps), None)
+        return self._loaded_after.get(steps)
 
     def follow(self, entry: Entry) -> None:
         """Take the next entry."""
@@ -235,6 +239,7 @@ class History:
             raise _broken(entry, "its session was of another manifest or policy")
         self._document(entry, body.policy_digest, "policy")
         self._members.clear()
+        self._expiring.clear()
         self._grants.clear()
         self._checked.clear()
         self._circle = None
@@ -269,12 +274,16 @@ class History:
             raise _broken(entry, f"{body.member_id} computes other bytes than the manifest's known answer")
         self._require_not_revoked(entry, appraisal)
         # A member whose evidence ran out may have left without an entry, as when the orchestrator restarted.
-        for name in [name for name, each in self._members.items() if each.expires_at <= body.appraised_at]:
-            self._enrolment.drop(name)
+        while self._expiring and self._expiring[0][0] <= body.appraised_at:
+            _, name = heappop(self._expiring)
+            # It may have been expelled, or have presented itself anew since.
+            if (known := self._members.get(name)) is None or known.expires_at <= body.appraised_at:
+                self._enrolment.drop(name)
         self._enrolment.check(appraisal, self.policy)
         self._enrolment.put(appraisal)
         self._floors.keep(appraisal.facts)
         self._members[body.member_id] = appraisal
+        heappush(self._expiring, (appraisal.expires_at, body.member_id))
         self._checked.clear()
         self.classes |= set(map(str, appraisal.evidence_classes))
         self.admissions += 1
@@ -436,21 +445,25 @@ class History:
         self._check_members(entry, order.members, None)
 
     def _sealed(self, entry: Entry, body: LoggedPackage) -> None:
-        self.sealed.append(body)
+        self.sealed.add(body)
 
     def _published(self, entry: Entry, body: LoggedPackage) -> None:
         if body not in self.sealed:
             raise _broken(entry, f"a package of step {body.step} was published that was not sealed before")
-        self.published.append(body)
+        # Put last, should it be there already.
+        self.published.pop(body.package_digest, None)
+        self.published[body.package_digest] = body
 
     def _loaded(self, entry: Entry, body: LoggedLoad) -> None:
         self.loads.append(body)
+        self._loaded_after[body.after_step] = body
         if body.after_step != self.made["gradient"]:
             raise _broken(entry, f"it loads a state after step {body.after_step}, which is not the last by then")
         known = self.commits.get(("gradient", body.step - 1))
         if known is None or known.parameter_digest != body.parameter_digest:
             raise _broken(entry, f"it loads parameters that step {body.step} was not committed with")
-        if LoggedPackage(step=body.step, package_digest=body.package_digest) not in self.published:
+        published = self.published.get(body.package_digest)
+        if published is None or published.step != body.step:
             raise _broken(entry, f"it loads a package of step {body.step} that was not published before")
 
     def _finished(self, entry: Entry, body: _Finished) -> None:

@@ -2,7 +2,8 @@
 
 import json
 import math
-from typing import Any, NoReturn, TypeGuard
+from collections.abc import Mapping
+from typing import Any, NoReturn, TypeGuard, TypeVar
 
 from safetensors.numpy import load, save
 
@@ -14,9 +15,12 @@ from raycloak.coordinator.ledger.rules import epsilon_at
 from raycloak.coordinator.proof.budget_claims import TOLERANCE
 from raycloak.coordinator.proof.case import Case
 from raycloak.coordinator.proof.claims import Broken, NotThere
+from raycloak.coordinator.proof.history import LoggedLoad, LoggedPackage
 from raycloak.coordinator.proof.parts import MEASUREMENTS, METRICS, PACKAGE, PARAMETERS, VERDICT
 from raycloak.workers.terms.measurement import ReleasedValues, average_of, released, values_digest
 from raycloak.workers.terms.parameter_digest import parameter_digest, tensor_digests
+
+T = TypeVar("T")
 
 _LARGEST_HEADER = 2**24
 _BEHIND = "of a run that has not ended: a resume repeats steps that are committed, and may be stopped among them"
@@ -25,17 +29,18 @@ _LARGEST_PACKAGE_TEXT = 2**26
 
 def packages(case: Case) -> str:
     """Each sealed package is signed, and states what log and ledger have; the newest published one is there."""
-    names = case.parts.packages()
+    names, present = case.parts.packages(), set[bytes]()
     for name in names:
-        case.packages[name] = _package(case, name)
-    published = [each.package_digest for each in case.history.published]
-    if published and published[-1] not in {each.digest() for each in case.packages.values()}:
-        step = case.history.published[-1].step
-        raise Broken(PACKAGE, f"the package of step {step}, which was published last, is not there")
+        case.packages[name] = found = _package(case, name)
+        present.add(found.digest())
+    published = case.history.published
+    last = next(reversed(published.values()), None)
+    if last is not None and last.package_digest not in present:
+        raise Broken(PACKAGE, f"the package of step {last.step}, which was published last, is not there")
     if not names:
         raise NotThere("the run published no package")
     recipients = sorted({each.name for found in case.packages.values() for each in found.recipients})
-    gone = len(set(published) - {each.digest() for each in case.packages.values()})
+    gone = len(published.keys() - present)
     retired = f"; {gone} that were published earlier are not kept" if gone else ""
     return f"{len(names)} packages, for {', '.join(recipients)}; their encrypted files are not part of this{retired}"
 
@@ -46,16 +51,16 @@ def _package(case: Case, name: str) -> PackageManifest:
     _, found = open_manifest(body, signature, case.trust.signers)
     where, manifest, history = f"package {name}", case.manifest, case.history
     commit = history.commits.get(("gradient", found.step - 1))
-    sealed = [each.package_digest for each in history.sealed if each.step == found.step]
+    own = LoggedPackage(step=found.step, package_digest=found.digest())
     agrees = {
         "run": (found.run_id, found.manifest_digest) == (manifest.run_id, manifest.digest()),
-        "step": commit is not None and found.digest() in sealed,
+        "step": commit is not None and own in history.sealed,
         "parameters": commit is not None and found.parameter_digest == commit.parameter_digest,
         "ledger": commit is not None
         and (found.ledger_sequence, found.ledger_hash) == (commit.ledger_sequence, commit.ledger_hash),
         "evidence log": case.log.root_at(found.log_length) == found.log_hash,
         "roster": found.roster_digest in history.rosters.get(("gradient", found.step - 1), []),
-        "predecessor": found.previous == b"" or found.previous in {each.package_digest for each in history.published},
+        "predecessor": found.previous == b"" or found.previous in history.published,
         "evidence class": set(found.evidence_class.split("+")) <= history.classes,
         # With what follows the number: step 5 must not pass for step 51.
         "name": name.startswith((f"step-{found.step:06d}.", f"step-{found.step:06d}-")),
@@ -127,9 +132,10 @@ def measurements(case: Case) -> str:
     made = {place: each for place, each in case.history.commits.items() if place[0] != "gradient"}
     if not made and MEASUREMENTS not in case.parts:
         raise NotThere("the run made no measurements")
-    case.released = parse(ReleasedValues, case.parts.line(MEASUREMENTS)).releases
+    releases = parse(ReleasedValues, case.parts.line(MEASUREMENTS)).releases
+    case.released = {(each.query, each.number): each for each in releases}
     seen: set[tuple[str, int]] = set()
-    for each in case.released:
+    for each in releases:
         where = f"{MEASUREMENTS}, {each.query} {each.number}"
         place = each.query, each.number
         if place in seen or not (place in made or case.may_wait_for_its_commit(*place)):
@@ -160,10 +166,11 @@ def metrics(case: Case) -> NoReturn:
     if METRICS not in case.parts:
         raise NotThere("there is no metrics.jsonl")
     seen: set[int] = set()
+    loads = {(each.after_step, each.step, each.parameter_digest.hex()): each for each in case.history.loads}
     for number, line in enumerate(case.parts.lines(METRICS) if case.parts.by_name[METRICS].size else [], 1):
         where = f"{METRICS}, line {number}"
         event = _object(line, where)
-        for name, expected in _expected(case, event).items():
+        for name, expected in _expected(case, event, loads).items():
             if name in event and not _same(event[name], expected):
                 raise Broken(where, f"it states {name} {event[name]}, the signed record {expected}")
         if event.get("event") == "step" and isinstance(step := event.get("step"), int):
@@ -174,8 +181,8 @@ def metrics(case: Case) -> NoReturn:
     )
 
 
-def _expected(case: Case, event: dict[str, Any]) -> dict[str, Any]:
-    """Return what the signed records say of an event's fields."""
+def _expected(case: Case, event: dict[str, Any], loads: Mapping[tuple[int, int, str], LoggedLoad]) -> dict[str, Any]:
+    """Return what the signed records say of an event's fields; ``loads`` are those of the log."""
     computation, kind = case.manifest.computation, event.get("event")
     if kind == "step" and isinstance(step := event.get("step"), int):
         commit = case.history.commits.get(("gradient", step))
@@ -185,8 +192,7 @@ def _expected(case: Case, event: dict[str, Any]) -> dict[str, Any]:
         charge = case.charge(case.run.charges["gradient"][step])
         return {"parameter_digest": commit.parameter_digest.hex(), "epsilon": charge.charged_epsilon}
     if kind == "measurement":
-        place = event.get("query"), event.get("release")
-        made = next((each for each in case.released if (each.query, each.number) == place), None)
+        made = _among(case.released, event.get("query"), event.get("release"))
         name = event.get("value_name")
         if made is None or not isinstance(name, str) or name not in made.values:
             return {"event": "of no measurement that was committed"}
@@ -198,9 +204,8 @@ def _expected(case: Case, event: dict[str, Any]) -> dict[str, Any]:
             "epsilon": charge.charged_epsilon,
         }
     if kind == "load":
-        told = event.get("steps"), event.get("step"), event.get("parameter_digest")
-        known = ((each.after_step, each.step, each.parameter_digest.hex()) for each in case.history.loads)
-        return {} if told in tuple(known) else {"event": "of no state that was loaded there"}
+        known = _among(loads, event.get("steps"), event.get("step"), event.get("parameter_digest"))
+        return {} if known else {"event": "of no state that was loaded there"}
     if kind == "admitted":
         mechanism, planned = computation.mechanism, event.get("epsilon_planned")
         account = case.extract.audited.accounts[case.manifest.account].terms
@@ -217,6 +222,11 @@ def _expected(case: Case, event: dict[str, Any]) -> dict[str, Any]:
             "epsilon_planned": planned if _may_claim(case, planned, 0) else "that no claim of the run could have",
         }
     return {}
+
+
+def _among(known: Mapping[Any, T], *place: Any) -> T | None:
+    """Return what is known under a place that a file states; None if there is no such place, such as a list."""
+    return known.get(place) if all(isinstance(each, str | int) for each in place) else None
 
 
 def verdict(case: Case) -> NoReturn:
@@ -241,7 +251,7 @@ def verdict(case: Case) -> NoReturn:
         "evidence_class": _class_of(case, found.get("evidence_class")),
         "parameter_digest": last.hex() if last else None,
         "virtual_workers": mechanism.virtual_workers,
-        "measurements": [each.model_dump(mode="json") for each in case.released],
+        "measurements": [each.model_dump(mode="json") for each in case.released.values()],
     }
     # Verdicts of earlier versions have no such field.
     if mechanism.max_participations is not None or found.get("max_participations") is not None:

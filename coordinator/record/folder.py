@@ -24,7 +24,6 @@ from raycloak.attestation.core.messages import Message, parse
 from raycloak.attestation.files.whole import sync, write_whole
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig, parse_config
-from raycloak.coordinator.ledger.location import recorded
 from raycloak.metrics.errors import ConfigError, ProtocolError, RefusedError
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.measurement import Released, ReleasedValues
@@ -111,9 +110,9 @@ class RunFolder:
 
     @classmethod
     def create(cls, config: RunConfig, run_id: str, base: str, secret_file: str | None) -> "RunFolder":
-        """Make the directory of a run that begins now; the ledger's password is not written into it."""
+        """Make the directory of a run that begins now."""
         path = home.create_run_folder(config.name, run_id)
-        (path / "config.yaml").write_text(yaml.safe_dump(recorded(config).model_dump(mode="json"), sort_keys=False))
+        (path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         record = RunRecord(
             run_id=run_id,
             name=config.name,
@@ -152,7 +151,7 @@ class RunFolder:
         write_whole(self.path / "run.json", self.record.encode() + b"\n")
 
     def config(self) -> RunConfig:
-        """Read the configuration that the run began with, without the password of its ledger's URL."""
+        """Read the configuration that the run began with."""
         try:
             raw = yaml.safe_load((self.path / "config.yaml").read_text())
         except (OSError, yaml.YAMLError):
@@ -204,6 +203,10 @@ class RunFolder:
     def write_verdict(self, verdict: str) -> None:
         """Keep the verdict of the newest execution, one JSON object, as ``verdict.json``."""
         write_whole(self.path / "verdict.json", verdict.encode() + b"\n")
+
+    def drop_verdict(self) -> None:
+        """Remove the verdict of an execution before, which the newest one contradicts and could not replace."""
+        (self.path / "verdict.json").unlink(missing_ok=True)
 
     def write_parameters(self, manifest: Manifest, parameters: np.ndarray, parameter_digest: bytes) -> None:
         """Keep the released parameters as ``parameters.safetensors``; they are on disk when this returns."""

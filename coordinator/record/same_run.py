@@ -5,7 +5,6 @@ from typing import Any
 
 from raycloak.attestation.orchestrator.commits import StepCommit
 from raycloak.coordinator.config.run import RunConfig
-from raycloak.coordinator.ledger.location import recorded
 from raycloak.metrics.errors import BudgetError, RefusedError
 from raycloak.workers.terms.manifest import Manifest
 
@@ -30,13 +29,13 @@ stay."""
 
 
 def require_same_config(before: RunConfig, now: RunConfig) -> None:
-    """Refuse to resume with another configuration. The ledger's password may differ, and is not shown.
+    """Refuse to resume with another configuration.
 
     Raises:
         RefusedError: ``resume_differs``; names every field that differs, with both values.
     """
     exclude: dict[str, bool | set[str]] = {**dict.fromkeys(OPERATIONAL, True), "ledger": {"witness"}}
-    old, new = (recorded(each).model_dump(mode="json", exclude=exclude) for each in (before, now))
+    old, new = (each.model_dump(mode="json", exclude=exclude) for each in (before, now))
     _refuse(differences(old, new), "the configuration")
 
 

@@ -15,10 +15,20 @@ from types import TracebackType
 from typing import Any
 
 from raycloak.attestation.core.hybrid_signature import SignerPublic
+from raycloak.attestation.core.private_memory import keep_memory_private
 from raycloak.attestation.keys.run_secret import exposure
 from raycloak.attestation.service.serving_orchestrator import EvidenceOrchestrator
 from raycloak.coordinator.checkpoints.archive import Archive
-from raycloak.coordinator.cluster.actors import GpuSamplers, alive_nodes, ask, cluster_gpus, disconnect, fetch
+from raycloak.coordinator.cluster.actors import (
+    GpuSamplers,
+    alive_nodes,
+    ask,
+    cluster_gpus,
+    disconnect,
+    fetch,
+    job_folder,
+    require_no_secret_in_job,
+)
 from raycloak.coordinator.cluster.backend import ActorLost
 from raycloak.coordinator.cluster.control import Control, Restart
 from raycloak.coordinator.cluster.placement import Placement
@@ -30,6 +40,7 @@ from raycloak.coordinator.console.output import attach_log, json_text
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.view import LedgerView
 from raycloak.coordinator.membership.departures import Departure
+from raycloak.coordinator.planning.key_files import require_none_in_job
 from raycloak.coordinator.planning.manifest import BY_HAND
 from raycloak.coordinator.planning.model_source import compute_mode
 from raycloak.coordinator.planning.own_metrics import Metric
@@ -251,9 +262,14 @@ class Execution:
 
     def _launch(self, stack: ExitStack, bind: str | None) -> Launched:
         """Join or start Ray, take the signals over from it, and start every process of a session."""
+        # It may have the examples, and the keys of simulated platforms.
+        keep_memory_private()
         with self._traces.span("connect"):
             if start_ray(self._config, self._phase):
                 stack.callback(disconnect)
+            require_no_secret_in_job()
+            if (uploaded := job_folder()) is not None:
+                require_none_in_job(uploaded)
         # After Ray, which replaces the handler of SIGTERM when it starts.
         if self._handle_signals:
             stack.enter_context(stop_on_signals(self._stop, self._notice))
@@ -330,17 +346,18 @@ class Execution:
 
         A run that was never charged has nothing to resume, so a generated secret goes at once. A resumed run stays
         resumable, whatever kept it from training.
+
+        Guarantee: a run that was charged is marked as failed only beside its newest evidence log. Without that it
+        counts as killed, and an auditor is given nothing.
         """
         begun, seconds = coordinator.begun, time.monotonic() - started
-        try:
-            folder.mark("failed" if begun else "void")
-        except OSError as trouble:  # a full disk may be what ended the run; a resume takes "running" as well
-            self._notice(f"the run directory was not marked as failed: {trouble.strerror}")
         try:
             finished = coordinator.salvage(destroy=not begun and self._config.secret_retention == "run")
         except (ActorLost, RaycloakError, OSError) as trouble:
             self._notice(f"not everything could be saved: {trouble}")
             finished = None
+        if coordinator.log_is_saved or not begun:
+            self._mark_failed(folder, begun, is_stale=finished is None and coordinator.charged_epsilon is not None)
         if isinstance(error, RaycloakError) and begun:
             # The ledger's record, where it answered: a charge whose receipt was lost is in no receipt.
             error.spent_epsilon = finished.charged_epsilon if finished else coordinator.charged_epsilon
@@ -353,6 +370,20 @@ class Execution:
         so_far = error.result["metrics"] if isinstance(error, RaycloakError) and error.result else None
         code = error.code if isinstance(error, RaycloakError) else "unexpected"
         self._callbacks.ended(folder.path, code, so_far)
+
+    def _mark_failed(self, folder: RunFolder, begun: bool, is_stale: bool) -> None:
+        """Mark a failed run.
+
+        Args:
+            is_stale: whether a verdict, if there is one, is of an execution before, and charges came since.
+        """
+        try:
+            folder.mark("failed" if begun else "void")
+            if is_stale:
+                folder.drop_verdict()
+                self._show(folder)
+        except OSError as trouble:  # a full disk may be what ended the run; a resume takes "running" as well
+            self._notice(f"the run directory was not marked as failed: {trouble.strerror}")
 
     def _keep(self, outcome: "Outcome") -> None:
         """Write the verdict into the run directory, where the weights are on disk by now."""

@@ -2,6 +2,9 @@
 
 A run directory has the weights of its last finished step. A package has those of its own step, and needs a reader's
 trust store and key. Neither has the model's code or its frozen base, so the model is built again and compared.
+
+To build a model may mean to run Python that the run directory names. A directory from elsewhere names what somebody
+else likes, so its reader has to allow that.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,6 +19,7 @@ from torch import nn
 from raycloak.attestation.sealed.package_keys import load_recipient_key
 from raycloak.coordinator.checkpoints.reader import package_at, parameters_of
 from raycloak.coordinator.checkpoints.storage import is_package
+from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig, load_config
 from raycloak.coordinator.planning.model_source import model_source
 from raycloak.coordinator.record.folder import AUDIT, RunFolder
@@ -23,6 +27,7 @@ from raycloak.coordinator.record.run_list import find_run
 from raycloak.metrics.errors import ConfigError, ModelError, RefusedError
 from raycloak.metrics.file_errors import file_error
 from raycloak.workers.inputs.models import (
+    BUILT_IN_LOSSES,
     ModelSource,
     build_model,
     load_flat,
@@ -74,12 +79,29 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class _Described:
-    """A description of the model: how to build it, where its paths start, and the tokenizer that goes with it."""
+    """A description of the model: how to build it, where its paths start, and the tokenizer that goes with it.
+
+    Attributes:
+        is_own: whether the caller may be taken to know its code: it named the configuration, or the run is of its own
+            state folder.
+        loss: the configuration's; None where only a function is given.
+    """
 
     source: ModelSource
     base: Path
     seed: int
     tokenizer: str | None
+    is_own: bool
+    loss: str | None
+
+    def code(self, loss: str) -> list[str]:
+        """Return the names of what runs as Python when the model and ``loss`` are built; none of a function given."""
+        source, names = self.source, []
+        if source.hub is not None and source.hub.allow_remote_code:
+            names.append(f"the Python files of {source.hub.hf}")
+        if source.hub is None and not source.pickled:
+            names.append(source.name)
+        return names if loss in BUILT_IN_LOSSES else [*names, loss]
 
 
 def load(
@@ -89,10 +111,14 @@ def load(
     config: RunConfig | str | Path | None = None,
     trust: str | Path | None = None,
     key: str | Path | None = None,
+    run_code: bool = False,
 ) -> nn.Module:
     """Return the trained model of a run directory or a sealed package, in evaluation mode.
 
     Guarantee: the weights have the digest that the run stated, and everything frozen is what the run trained on.
+
+    Guarantee: no Python that a run directory names is run, unless the directory is one of this state folder, ``config``
+    names the same, or ``run_code`` allows it. A Hugging Face model by configuration with a built-in loss runs none.
 
     Args:
         path: run directory, run name, beginning of an id, or ``last``; or folder, file or s3:// URL of a package,
@@ -101,14 +127,15 @@ def load(
         config: configuration, or its file, that names the model; a run directory has its own.
         trust: trust store of a package's reader.
         key: private key file of one of a package's recipients.
+        run_code: whether Python may run that a run directory from elsewhere names.
 
     Raises:
         ConfigError: ``not_a_run``, ``run_unknown``, ``run_ambiguous``, ``no_weights``, ``model_needed`` or
             ``package_keys``; as the model's source.
-        ModelError: ``model_mismatch`` if the model that is built here is not the run's.
+        ModelError: ``runs_code``; ``model_mismatch`` if the model that is built here is not the run's.
         RefusedError: ``weights_changed``; EvidenceError, why a package is refused.
     """
-    return released_model(path, model_init_fn, config, Keys.of(trust, key)).module
+    return released_model(path, model_init_fn, config, Keys.of(trust, key), run_code).module
 
 
 def released_model(
@@ -116,11 +143,14 @@ def released_model(
     model_init_fn: Callable[[], nn.Module] | None = None,
     config: RunConfig | str | Path | None = None,
     keys: Keys | None = None,
+    run_code: bool = False,
 ) -> ReleasedModel:
     """Return the trained model with all that an export needs; arguments and errors as :func:`load`."""
     if is_package(str(path)):
         described = _described(config, model_init_fn)
-        return _built(described, *_package(str(path), keys))
+        manifest, arrays = _package(str(path), keys)
+        _require_allowed(described, manifest, run_code)
+        return _built(described, manifest, arrays)
     folder = RunFolder.open(find_run(str(path)))
     if (folder.path / AUDIT).exists():
         raise ConfigError(
@@ -129,8 +159,10 @@ def released_model(
             "Name a run of the configuration: raycloak runs list",
         )
     described = _described(config, model_init_fn, folder)
+    manifest, arrays = _weights(folder)
+    _require_allowed(described, manifest, run_code)
     try:
-        return _built(described, *_weights(folder))
+        return _built(described, manifest, arrays)
     except ConfigError as error:
         if error.code != "module_function" or described.base.is_dir():
             raise
@@ -143,6 +175,8 @@ def released_model(
 
 def model_at(run: Path, parameters: Path, parameter_digest: str) -> ReleasedModel:
     """Return the model of the run directory ``run`` with released weights that lie in a file.
+
+    Precondition: the run is the caller's own, since its code runs.
 
     Guarantee: the weights have ``parameter_digest``, and everything frozen is what the run trained on.
 
@@ -175,11 +209,11 @@ def _described(
     config: RunConfig | str | Path | None, function: Callable[[], nn.Module] | None, folder: RunFolder | None = None
 ) -> _Described:
     """Return what the caller says of the model, or else the run directory."""
-    base = Path.cwd()
+    base, is_own = Path.cwd(), config is not None
     if isinstance(config, str | Path):
         base, config = Path(config).resolve().parent, load_config(Path(config))
     elif config is None and folder is not None:
-        base, config = folder.base, folder.config()
+        base, config, is_own = folder.base, folder.config(), _is_of_this_home(folder)
     named = config.model if config is not None else None
     if function is None and named is None:
         raise ConfigError(
@@ -193,6 +227,27 @@ def _described(
         base=base,
         seed=config.seed if config is not None else 0,
         tokenizer=dataset.tokenizer if dataset is not None else None,
+        is_own=is_own,
+        loss=config.loss if config is not None else None,
+    )
+
+
+def _is_of_this_home(folder: RunFolder) -> bool:
+    """Return whether a run directory lies in the state folder, whose runs this user made."""
+    return folder.path.resolve().is_relative_to((home.home_path() / "runs").resolve())
+
+
+def _require_allowed(described: _Described, manifest: Manifest, run_code: bool) -> None:
+    """Refuse to run Python that only a run directory from elsewhere names; ModelError ``runs_code``."""
+    loss = manifest.computation.loss
+    named = described.code(loss)
+    # Whoever names the configuration names its loss as well, and a manifest may state another one.
+    if run_code or not named or (described.is_own and described.loss == loss):
+        return
+    raise ModelError(
+        "runs_code",
+        f"to build this model, Python would run that the run names: {' and '.join(named)}, from {described.base}.",
+        "Read it; then allow it: --run-code, or run_code=True in Python. Or name a configuration of your own.",
     )
 
 

@@ -11,10 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from raycloak.coordinator.cluster.tuning import trainable_class
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig, parse_config
-from raycloak.coordinator.ledger.location import recorded
 from raycloak.coordinator.planning.first_look import first_look
 from raycloak.coordinator.planning.references import require_at_hand
 from raycloak.coordinator.record.folder import RunFolder, unfinished_run
@@ -66,8 +67,8 @@ def tunable(config: RunConfig, *, config_dir: Path | None = None) -> type[Any]:
     _check(config)
     require_at_hand(config.dataset, "a search")
     first_look(config, base)
-    # Without the ledger's password: Ray and Tune keep what a trial starts from in files and in the cluster's store.
-    raw = recorded(config).model_dump(mode="json")
+    # It holds no secret: Ray and Tune keep what a trial starts from in files and in the cluster's store.
+    raw = config.model_dump(mode="json")
     return trainable_class(partial(_start, raw, base), partial(trial_config, raw, "trial"), home.home_path())
 
 
@@ -91,10 +92,10 @@ def trial_config(raw: Mapping[str, Any], trial_id: str, chosen: Mapping[str, Any
 
     Args:
         raw: of the search.
-        chosen: by Tune, nested or by dotted names.
+        chosen: by Tune, nested or by dotted names. A section as an object counts as the fields that it was given.
 
     Raises:
-        ConfigError: ``tune_param`` for a field of `FIXED`, or ``config``.
+        ConfigError: ``tune_param`` for a field of `FIXED`, or a value that is no plain one; or ``config``.
     """
     # Parsed first, so that a section that a trial changes is its own copy.
     changed: dict[str, Any] = parse_config(dict(raw)).model_dump(mode="json")
@@ -112,12 +113,28 @@ def trial_config(raw: Mapping[str, Any], trial_id: str, chosen: Mapping[str, Any
 
 
 def _flat(chosen: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in chosen.items():
+    """Yield each field by its dotted name, with a plain value: an object would hide fields from the rules."""
+    for name, given in chosen.items():
+        # Samplers may give scalars of NumPy.
+        value = given.item() if hasattr(given, "item") else given
+        if isinstance(value, BaseModel):
+            value = value.model_dump(mode="json", exclude_unset=True)
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")
+        elif _is_plain(value):
+            yield f"{prefix}{name}", value
         else:
-            # Samplers may give scalars of NumPy.
-            yield f"{prefix}{name}", value.item() if hasattr(value, "item") else value
+            raise ConfigError(
+                "tune_param",
+                f"param_space: {prefix}{name} is a {type(value).__name__}, and no number, text or list of them.",
+                "Name each field that the trials choose, such as optimizer.learning_rate.",
+            )
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _set(raw: dict[str, Any], name: str, value: Any) -> None:

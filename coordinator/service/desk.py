@@ -12,7 +12,6 @@ from typing import Any, Final
 from raycloak.attestation.sealed.sent_batch import SentHead
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.config.run import RunConfig
-from raycloak.coordinator.ledger.location import recorded
 from raycloak.coordinator.service.driver_desk import DriverDesk, closed
 from raycloak.coordinator.service.operation_queues import (
     ENDINGS,
@@ -132,8 +131,7 @@ class Desk(DriverDesk):
             fingerprint=mark,
             name=training.name,
             config=training.to_json(),
-            # Without the passwords of the ledger's URL, which the settings have.
-            run_config=self._with_recipient(recorded(run)).model_dump_json(),
+            run_config=self._with_recipient(run).model_dump_json(),
             sent=int(sent),
             most_sent=(getattr(dataset, "max_examples_per_step", None) or 0) if sent else 0,
             most_uses=(getattr(dataset, "max_participations", None) or 0) if sent else 0,

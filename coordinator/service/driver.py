@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from raycloak.attestation.core.private_memory import keep_memory_private
 from raycloak.coordinator.cluster.ray_address import check_address
 from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.console.output import Output, command_output, leave_stdout
@@ -338,6 +339,7 @@ def _ended_before(folder: RunFolder) -> Ended:
 def _guarded(run: PacedRun, output: Output, reports: Reports) -> int:
     """Execute the run; every outcome becomes a last report and an exit code."""
     try:
+        keep_memory_private()
         run.run(output)
     except RaycloakError as error:
         output.error(error)

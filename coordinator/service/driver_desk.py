@@ -415,10 +415,9 @@ class DriverDesk(OperationQueues):
     def _start(self, client_id: str, tenant: str) -> None:
         client = self._store.client(client_id)
         assert client is not None, "a client that waits is in the store"
-        config = json.loads(client.run_config)
-        if "url" in self._settings.run.get("ledger", {}):
-            config["ledger"]["url"] = self._settings.run["ledger"]["url"]
-        begin = Begin(config=config, base=self._base, run_secret=None, run_id=client.run_id or None)
+        begin = Begin(
+            config=json.loads(client.run_config), base=self._base, run_secret=None, run_id=client.run_id or None
+        )
         self._served[tenant] = self._monotonic()
         self._drivers[client_id] = DriverState(Place(tenant, self._served[tenant]))
         self._after.append(lambda: self._processes.start(client_id, begin))

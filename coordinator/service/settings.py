@@ -16,6 +16,7 @@ from raycloak.coordinator.config.sections import (
     EvaluationConfig,
     MetricsConfig,
     ModelConfig,
+    Place,
     Section,
 )
 from raycloak.coordinator.service.limits import LimitsConfig
@@ -126,14 +127,14 @@ class ServiceSettings(Section):
     Attributes:
         bind: ``host:port``; port 0 takes a free one.
         tls: required unless ``bind`` is a loopback address.
-        store: ``postgresql://...``; SQLite in the state folder if absent. A password in it is shown nowhere.
+        store: ``postgresql://...``; without a password; SQLite in the state folder if absent.
         run: fields of a run that the service decides for all clients.
         models: ``hf`` models, or ``module:function`` names, that clients know by a name.
     """
 
     bind: Address
     tls: TlsConfig | None = None
-    store: str | None = Field(default=None, min_length=1, repr=False)
+    store: Annotated[Place, Field(min_length=1)] | None = None
     run: dict[str, Any] = Field(default_factory=dict)
     datasets: dict[Name, RegisteredDataset] = Field(default_factory=dict)
     models: dict[Name, ModelConfig | str] = Field(default_factory=dict)

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from raycloak.coordinator.config.run import RunConfig
-from raycloak.coordinator.ledger.location import recorded
 from raycloak.coordinator.record.outcome import Evaluation
 from raycloak.coordinator.training.callbacks import (
     EVENTS,
@@ -233,7 +232,7 @@ class CallbackCaller:
                 delta=plan.delta if private else None,
                 noise_multiplier=mechanism.noise_multiplier if private else None,
                 sample_rate=mechanism.sample_rate,
-                config=recorded(config).model_dump(mode="json"),
+                config=config.model_dump(mode="json"),
             )
         )
         early, self._early = self._early, []

@@ -31,7 +31,7 @@ class RunStarted:
         epsilon_planned, epsilon_cap, delta: what the plan costs a fresh account, what the account may spend, and the
             delta of both.
         noise_multiplier, sample_rate: z and q of the gradients.
-        config: the configuration, as ``config.yaml`` in the run directory has it, without the ledger's password.
+        config: the configuration, as ``config.yaml`` in the run directory has it.
     """
 
     run_dir: Fact[Path]

@@ -46,17 +46,19 @@ class Conclusion:
                 finish_log(self.order, destroy=self.order.config.secret_retention == "run")
         return finished
 
-    def salvage(self, *, destroy: bool) -> Finished | None:
-        """Seal and write what a failed execution has, and end its log as :func:`end_log`.
+    def salvage(self) -> Finished | None:
+        """Seal, commit and write what a failed execution has.
 
         Returns:
             The result so far; None if no step was finished.
         """
-        with suppress(RunFailedError):  # The model itself may have been lost; earlier packages stay.
-            self.training.seal()
-        self._close_checkpoints()
-        self.training.runner.commit()
-        end_log(self.order, destroy=destroy)
+        try:
+            with suppress(RunFailedError):  # The model itself may have been lost; earlier packages stay.
+                self.training.seal()
+            self._close_checkpoints()
+        finally:
+            # Whatever keeps the model from being sealed: its steps were released.
+            self.training.runner.commit()
         if self.training.finished_steps == 0:
             return None
         parameters = self.training.parameters()

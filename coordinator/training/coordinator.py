@@ -82,6 +82,8 @@ class Coordinator:
             backoff=Backoff(timer),
             workers=workers,
         )
+        # Whether the run directory has the evidence log of an execution that failed.
+        self.log_is_saved = False
         # None until members are admitted: an execution that fails before has nothing to conclude.
         self._conclusion: Conclusion | None = None
 
@@ -179,10 +181,13 @@ class Coordinator:
     def salvage(self, destroy: bool) -> Finished | None:
         """Seal and write what a failed execution has, export the log, and destroy a generated secret if asked.
 
+        Guarantee: the log is exported whatever else fails, if the orchestrator answers; ``log_is_saved`` tells.
+
         Returns:
             The result so far; None if no step was finished.
         """
-        if self._conclusion is None:
+        try:
+            return self._conclusion.salvage() if self._conclusion else None
+        finally:
             end_log(self.order, destroy=destroy)
-            return None
-        return self._conclusion.salvage(destroy=destroy)
+            self.log_is_saved = True

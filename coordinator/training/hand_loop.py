@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from raycloak.attestation.orchestrator.commits import StepCommit
 from raycloak.coordinator.cluster.backend import ActorLost
 from raycloak.coordinator.planning.plan import Plan
 from raycloak.coordinator.record.outcome import Ending
@@ -19,10 +18,9 @@ from raycloak.coordinator.training.assignment import Order
 from raycloak.coordinator.training.conclusion import finish_log
 from raycloak.coordinator.training.coordinator import Coordinator
 from raycloak.coordinator.training.model import Model
-from raycloak.coordinator.training.step import Gathered, StepRunner
-from raycloak.metrics.errors import RaycloakError, RunFailedError
+from raycloak.coordinator.training.step import Done, Gathered, StepRunner
+from raycloak.metrics.errors import ConfigError, RaycloakError, RunFailedError
 from raycloak.metrics.registry import FAILED
-from raycloak.workers.terms.binding import Binding
 from raycloak.workers.terms.parameter_digest import parameter_digest, tensor_digests
 
 
@@ -30,7 +28,8 @@ class HandLoop:
     """The admitted members of a run, and its steps one by one.
 
     Guarantee: whatever its caller computes from an average costs no epsilon, since the average is released. A step is
-    charged before a worker computes it, and only the whole sum of its bound vectors is decoded. Wherever the loop ends,
+    charged before a worker computes it, only the whole sum of its bound vectors is decoded, and only once. Wherever the
+    loop ends,
     the run claims ``plan.epsilon_outsiders``: its caller may have looked. Precondition: the caller sees only released
     values.
 
@@ -66,8 +65,10 @@ class HandLoop:
         self.plan: Plan = self._admitted.plan
         self.initial_parameters: NDArray[np.float32] = self._admitted.facts.initial_parameters
         self._finished = 0
+        # What the next `aggregate` may be given.
+        self._gathered: Gathered | None = None
         # The newest step, until the parameters that its caller makes of it are known.
-        self._released: tuple[Gathered, Binding] | None = None
+        self._released: Done | None = None
 
     @property
     def finished_steps(self) -> int:
@@ -85,8 +86,10 @@ class HandLoop:
 
         Raises:
             BudgetError: ``cap_exceeded``; nothing was computed.
+            ConfigError: ``loop_over`` once the loop has ended.
             RunFailedError: ``non_finite_parameters``, ``complete`` after the planned steps, or what failed.
         """
+        self._require_open()
         if self._finished == self.plan.mechanism.steps:
             raise RunFailedError("complete", f"all {self._finished} planned steps are done.", "Plan more steps.")
         flat = self._flat(parameters)
@@ -95,20 +98,32 @@ class HandLoop:
         self._commit(digest)
         backend = self._order.session.backend
         parts = tuple(backend.put(flat[owned.start : owned.stop].copy()) for owned in self._admitted.ranges)
-        return self._runner.gather(self._finished, Model(parts, (), digest))
+        self._gathered = self._runner.gather(self._finished, Model(parts, (), digest))
+        return self._gathered
 
     def aggregate(self, vectors: Gathered) -> NDArray[np.float64]:
         """Have the ledger bind the vectors for good and the aggregators add them.
+
+        Args:
+            vectors: the newest ones; they are given once.
 
         Returns:
             The released average, float64 [d]: sum of clipped gradients and noise, over the expected batch size.
 
         Raises:
-            RunFailedError: ``unreachable`` if an aggregator was lost; the step stays charged.
+            ConfigError: ``vectors_used`` for vectors that were aggregated, or are not the newest; ``loop_over``.
+            RunFailedError: ``unreachable`` if an aggregator was lost; the step stays charged, and the vectors may be
+                given again.
         """
-        average, binding = self._runner.release(vectors)
-        # Committed with the parameters that its caller makes of it, which are known later.
-        self._released = vectors, binding
+        self._require_open()
+        if vectors is not self._gathered:
+            raise ConfigError(
+                "vectors_used",
+                f"after {self._finished} steps, these vectors were aggregated already, or newer ones were gathered.",
+                "Give aggregate what vectors returned last, and once: both take one step.",
+            )
+        average, self._released = self._runner.release(vectors)
+        self._gathered = None
         self._finished += 1
         self._admitted.metrics.steps_finished(self._finished)
         return average
@@ -118,7 +133,11 @@ class HandLoop:
 
         Returns:
             The hexadecimal digest of the parameters.
+
+        Raises:
+            ConfigError: ``loop_over`` once the loop has ended. RunFailedError: ``non_finite_parameters``.
         """
+        self._require_open()
         flat = self._flat(parameters)
         digest = self._digest(flat)
         self._commit(digest)
@@ -138,6 +157,10 @@ class HandLoop:
             with suppress(ActorLost, RaycloakError):
                 finish_log(self._order, destroy=True)
 
+    def _require_open(self) -> None:
+        if self._is_over:
+            raise ConfigError("loop_over", "the loop was finished, or left.", "Start another one: raycloak.by_hand.")
+
     def _flat(self, parameters: NDArray[np.floating[Any]]) -> NDArray[np.float32]:
         with np.errstate(over="ignore"):
             flat = np.array(parameters).astype(np.float32).reshape(-1)
@@ -151,11 +174,13 @@ class HandLoop:
         return flat
 
     def _commit(self, digest: bytes) -> None:
-        """Have the newest step committed with the parameters that its caller made of it."""
+        """Have the newest step committed, and logged, with the parameters that its caller made of it."""
         if self._released is not None:
-            (step, attempts), bound = (self._released[0].task.step, self._released[0].attempts), self._released[1]
-            self._runner.uncommitted += (StepCommit(step, digest, attempts, bound.sequence, bound.head),)
-            self._released = None
+            outcome, self._released = self._runner.outcome(self._released, digest), None
+            metrics, private = self._admitted.metrics, self.plan.mechanism.private
+            metrics.step_committed(outcome.seconds)
+            metrics.masked_bytes_received(outcome.masked_bytes)
+            self._order.reporting.write_step(outcome, private, len(self._admitted.membership.members.workers))
 
     def _renew(self) -> None:
         """Replace lost workers, and have evidence renewed that ages or that another epoch needs."""

@@ -9,7 +9,7 @@ from raycloak.attestation.orchestrator.admissions import OrchestratorView
 from raycloak.coordinator.cluster.control import Restart
 from raycloak.coordinator.membership.departures import Departure
 from raycloak.coordinator.planning.plan import Plan
-from raycloak.coordinator.record.outcome import Evaluation
+from raycloak.coordinator.record.outcome import Evaluation, StepOutcome
 from raycloak.metrics.collectors import RunMetrics
 from raycloak.metrics.events import EventWriter
 from raycloak.metrics.registry import exactness_mark, privacy_mark
@@ -122,6 +122,31 @@ class Reporting:
     traces: Traces = OFF
     measured: Callable[[Released, float], None] = lambda released, epsilon: None
     changed: Callable[[MembershipReport], None] = lambda change: None
+
+    def write_step(
+        self,
+        outcome: StepOutcome,
+        private: bool,
+        workers: int,
+        accuracy: float | None = None,
+        loss: float | None = None,
+    ) -> None:
+        """Log a committed training step, with its result on the public split if there is one."""
+        self.events.write(
+            "step",
+            step=outcome.commit.step,
+            parameter_digest=outcome.commit.parameter_digest.hex(),
+            epsilon=outcome.charged_epsilon if private else None,
+            evaluation_accuracy=accuracy,
+            evaluation_loss=loss,
+            workers=workers,
+            attempts=outcome.commit.attempts,
+            seconds=round(outcome.seconds, 6),
+            charge_seconds=round(outcome.charge_seconds, 6),
+            compute_seconds=round(outcome.compute_seconds, 6),
+            reduce_seconds=round(outcome.reduce_seconds, 6),
+            masked_bytes=outcome.masked_bytes,
+        )
 
 
 @dataclass(slots=True)

@@ -37,7 +37,6 @@ from raycloak.coordinator.training.sent import NO_BATCHES, StepBatches
 from raycloak.metrics.collectors import RunMetrics
 from raycloak.metrics.errors import BudgetError, EvidenceError, RunFailedError
 from raycloak.metrics.traces import OFF, Traces
-from raycloak.workers.terms.binding import Binding
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.measurement import Measurement, Released, released, values_digest
 from raycloak.workers.terms.parameter_digest import parameter_digest
@@ -60,6 +59,7 @@ class Gathered:
     Attributes:
         model: the one that they were computed for.
         answers: references to the vectors, and their signed headers.
+        seconds: wall time until they were there; ``charge_seconds`` and ``compute_seconds`` of it as in `StepOutcome`.
     """
 
     task: Task
@@ -67,10 +67,13 @@ class Gathered:
     answers: Answers
     paid: Receipt
     attempts: int
+    seconds: float
+    charge_seconds: float
+    compute_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class _Done:
+class Done:
     """A step that every aggregator has reduced, the receipt that paid for it, and its times; see `StepOutcome`."""
 
     task: Task
@@ -113,7 +116,7 @@ class StepRunner:
     _attempting: AttemptRunner = field(init=False)
     _manifest_digest: bytes = field(init=False)
     _prepared: tuple[object, _AskedRoster] | None = None
-    _last_paid: int = 0
+    _last_paid: tuple[int, tuple[Query, int] | None] = (0, None)
     _data_bound: bool = False
 
     def __post_init__(self) -> None:
@@ -145,7 +148,7 @@ class StepRunner:
         parameters = parameter_digest(self.manifest.computation.tensors, digests)
         updated = done.reduced.updated
         model = Model(tuple(p for p, _ in updated), tuple(s for _, s in updated), parameters)
-        return model, self._outcome(done, parameters)
+        return model, self.outcome(done, parameters)
 
     def measure(self, measurement: Measurement, number: int, model: Model) -> tuple[Released, StepOutcome]:
         """Make release ``number`` of a measurement of ``model``, which does not change; otherwise as :meth:`run`."""
@@ -156,7 +159,7 @@ class StepRunner:
         average = done.reduced.measured.average
         values = values_digest(measurement.query, number, average)
         planned = self.manifest.computation.mechanism.steps
-        return released(measurement, number, planned, average), self._outcome(done, values)
+        return released(measurement, number, planned, average), self.outcome(done, values)
 
     def gather(self, step: int, model: Model) -> Gathered:
         """Charge a training step once, and have every worker sample, clip, add noise and mask; worker by worker.
@@ -164,32 +167,56 @@ class StepRunner:
         Raises:
             BudgetError, RunFailedError: as :meth:`run`.
         """
-        task = Task("gradient", step, self._vector_ranges(), updates=False)
+        task, started = Task("gradient", step, self._vector_ranges(), updates=False), time.perf_counter()
         with self.traces.span("step", run=self.manifest.run_id, step=step):
             with self.traces.span("charge"):
                 receipt, paid, asked = self._charge(task, model)
-            attempts = 1
+            attempts, charged = 1, time.perf_counter()
+            begun = charged
             self.metrics.attempt_started()
             while (answers := self._collect(task, model, asked)) is None:
                 self.metrics.attempt_failed()
-                attempts, asked = attempts + 1, self._attempting.ask(task, model, receipt, self._roster_again(task))
+                attempts, begun = attempts + 1, time.perf_counter()
+                asked = self._attempting.ask(task, model, receipt, self._roster_again(task))
                 self.metrics.attempt_started()
-        return Gathered(task, model, answers, paid, attempts)
+        now = time.perf_counter()
+        return Gathered(
+            task=task,
+            model=model,
+            answers=answers,
+            paid=paid,
+            attempts=attempts,
+            seconds=now - started,
+            charge_seconds=charged - started,
+            compute_seconds=now - begun,
+        )
 
-    def release(self, gathered: Gathered) -> tuple[NDArray[np.float64], Binding]:
-        """Return the average of a gathered step, float64 [d], and the ledger's binding of its vectors.
+    def release(self, gathered: Gathered) -> tuple[NDArray[np.float64], Done]:
+        """Return the average of a gathered step, float64 [d], and the step for :meth:`outcome`.
 
         Raises:
             RunFailedError: ``unreachable`` if an aggregator was lost, or a vector failed its checks.
         """
-        task = gathered.task
+        task, started = gathered.task, time.perf_counter()
         with self.traces.span("reduce", step=task.step):
             reduced = self._attempting.reduce(task, gathered.model, gathered.answers)
         if reduced is None:
             raise RunFailedError(
                 "unreachable", f"{task.name} lost an aggregator or a vector.", "Run it again.", task.step
             )
-        return np.concatenate(reduced.averages), reduced.binding
+        took = time.perf_counter() - started
+        done = Done(
+            task=task,
+            answers=gathered.answers,
+            reduced=reduced,
+            paid=gathered.paid,
+            attempts=gathered.attempts,
+            seconds=gathered.seconds + took,
+            charge_seconds=gathered.charge_seconds,
+            compute_seconds=gathered.compute_seconds,
+            reduce_seconds=took,
+        )
+        return np.concatenate(reduced.averages), done
 
     def _charge(self, task: Task, model: Model) -> tuple[Envelope, Receipt, Asked]:
         """Charge a step, and ask the workers for its first attempt."""
@@ -210,7 +237,7 @@ class StepRunner:
         self.place(self.manifest.computation.epoch_of(task.query, task.step))
         return self._receive(task, self._ask_roster(task))
 
-    def _execute(self, task: Task, model: Model) -> _Done:
+    def _execute(self, task: Task, model: Model) -> Done:
         """Charge a step once, and attempt it until every aggregator has reduced it."""
         started = time.perf_counter()
         with self.traces.span("charge"):
@@ -229,7 +256,7 @@ class StepRunner:
         answers, reduced, computed = finished
         # A step is as long as it takes the machines, and not its owner.
         now = time.perf_counter() - self._attempting.waited_s
-        return _Done(
+        return Done(
             task=task,
             answers=answers,
             reduced=reduced,
@@ -262,18 +289,25 @@ class StepRunner:
         return receipt, asked
 
     def _require_later(self, task: Task, paid: Receipt) -> None:
-        """Refuse a ledger that was rolled back during the run: a later charge must stand later in its chain."""
-        if paid.sequence <= self._last_paid:
+        """Refuse a ledger that was rolled back during the run: a later charge must stand later in its chain.
+
+        A step that its caller gathers again has the charge that it had.
+        """
+        step, (sequence, paid_for) = (task.query, task.step), self._last_paid
+        if paid.sequence < sequence or (paid.sequence == sequence and paid_for != step):
             raise BudgetError(
                 "ledger_rolled_back",
-                f"{task.name} was charged by the ledger's entry {paid.sequence}, but entry {self._last_paid} was seen "
-                "before.",
+                f"{task.name} was charged by the ledger's entry {paid.sequence}, but entry {sequence} was seen before.",
                 "Put the ledger's newest file back; an older one forgets what was spent.",
             )
-        self._last_paid = paid.sequence
+        self._last_paid = paid.sequence, step
 
-    def _outcome(self, done: _Done, released: bytes) -> StepOutcome:
-        """Return the record of a finished step, and leave its commit to the next roster."""
+    def outcome(self, done: Done, released: bytes) -> StepOutcome:
+        """Return the record of a finished step, and leave its commit to the next roster.
+
+        Args:
+            released: digest of the parameters after the step, or of the values of a measurement.
+        """
         task, paid, bound = done.task, done.paid, done.reduced.binding
         # The binding's entry and not the charge's: the evidence log then pins both against a ledger that is put back.
         commit = StepCommit(task.step, released, done.attempts, bound.sequence, bound.head, task.query)

@@ -382,21 +382,7 @@ class Training:
         metrics.steps_finished(done)
         metrics.step_committed(outcome.seconds)
         metrics.masked_bytes_received(outcome.masked_bytes)
-        self.reporting.events.write(
-            "step",
-            step=outcome.commit.step,
-            parameter_digest=self.model.digest.hex(),
-            epsilon=outcome.charged_epsilon if private else None,
-            evaluation_accuracy=accuracy,
-            evaluation_loss=loss,
-            workers=len(self.membership.members.workers),
-            attempts=outcome.commit.attempts,
-            seconds=round(outcome.seconds, 6),
-            charge_seconds=round(outcome.charge_seconds, 6),
-            compute_seconds=round(outcome.compute_seconds, 6),
-            reduce_seconds=round(outcome.reduce_seconds, 6),
-            masked_bytes=outcome.masked_bytes,
-        )
+        self.reporting.write_step(outcome, private, len(self.membership.members.workers), accuracy, loss)
         self.reporting.progress(
             StepReport(
                 step=done,

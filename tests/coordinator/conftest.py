@@ -18,18 +18,27 @@ def undisturbed(tmp_path_factory) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def bucket_urls() -> Iterator[Iterator[str]]:
-    """Yield URLs of empty prefixes in the bucket ``packages`` of a moto server on this machine."""
+def bucket_urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Iterator[str]]:
+    """Yield URLs of empty prefixes in the bucket ``packages`` of a moto server on this machine.
+
+    The keys are in a file, as those of a user: no URL may have them.
+    """
     from moto.server import ThreadedMotoServer
 
+    file = tmp_path_factory.mktemp("aws") / "credentials"
+    file.touch(0o600)
+    file.write_text("[default]\naws_access_key_id = key\naws_secret_access_key = secret\n")
+    patch = pytest.MonkeyPatch()
+    patch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
     query = f"scheme=http&endpoint_override={host}:{port}&region=us-east-1"
-    bucket, _ = fs.FileSystem.from_uri(f"s3://key:secret@packages?{query}&allow_bucket_creation=true")
+    bucket, _ = fs.FileSystem.from_uri(f"s3://packages?{query}&allow_bucket_creation=true")
     bucket.create_dir("packages")
-    yield (f"s3://key:secret@packages/{number}?{query}" for number in itertools.count())
+    yield (f"s3://packages/{number}?{query}" for number in itertools.count())
     server.stop()
+    patch.undo()
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.server)])

@@ -186,7 +186,7 @@ def _wait_until_served(url, process):
     raise AssertionError(f"{url} did not come up")
 
 
-def submitted(head, checkout, raycloak_home, *command):
+def submitted(head, checkout, raycloak_home, *command, succeeds=True):
     """Return the output of a command that ran as a job of the cluster, with a copy of the product as its folder."""
     address, environment = head
     for name in (*PACKAGES, "raycloak", "examples"):
@@ -197,24 +197,36 @@ def submitted(head, checkout, raycloak_home, *command):
         submit, cwd=checkout, env=environment | {"RAYCLOAK_HOME": str(raycloak_home)}, capture_output=True, text=True,
         timeout=DEADLINE_S, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert (done.returncode == 0) is succeeds, done.stdout + done.stderr
     return done.stdout
 
 
-def test_a_ray_job_ends_with_the_same_verdict_as_a_local_run(head, ray_cluster, tmp_path, raycloak_home, monkeypatch):
+def test_guarantee_a_job_in_whose_uploaded_folder_a_key_lies_is_refused(head, tmp_path, raycloak_home):
+    """Whatever the configuration names: Ray has spread the folder by then, so the error says to take another key."""
     checkout = tmp_path / "checkout"
     checkout.mkdir()
-    (checkout / "secret.hex").write_text("7a" * 32)
+    (checkout / "owner.key").write_text("7a" * 32)
+    command = ("-m", "raycloak", "run", "examples/digits.yaml", "--set", "steps=1")
+    output = submitted(head, checkout, raycloak_home, *command, succeeds=False)
+    assert re.search(r"key_in_job: .*owner\.key is .*uploaded.* Take a new one", " ".join(output.split()))
+    assert "7a" * 32 not in output
+
+
+def test_a_ray_job_ends_with_the_same_verdict_as_a_local_run(head, ray_cluster, tmp_path, raycloak_home, monkeypatch):
+    checkout, secret = tmp_path / "checkout", tmp_path / "secret.hex"
+    checkout.mkdir()
+    secret.touch(0o600)
+    secret.write_text("7a" * 32)
     settle(raycloak_home)
     settle(tmp_path / "other")
     output = submitted(
         head, checkout, raycloak_home, "-m", "raycloak", "run", "examples/digits.yaml", "--json", "--set", "steps=5",
-        "--set", "num_workers=2", "--set", RDP, "--run-secret", "secret.hex",
+        "--set", "num_workers=2", "--set", RDP, "--run-secret", str(secret),
     )  # fmt: skip
     (line,) = (line for line in output.splitlines() if line.startswith('{"') and "parameter_digest" in line)
     job = json.loads(line)
     monkeypatch.setenv("RAYCLOAK_HOME", str(tmp_path / "other"))
-    examples, secret = checkout / "examples", checkout / "secret.hex"
+    examples = checkout / "examples"
     config = load_config(examples / "digits.yaml", ["steps=5", "num_workers=1", "secure_aggregation=false", RDP])
     local = Trainer(config, config_dir=examples, run_secret=secret, notice=lambda line: None).train()["metrics"]
     same = ("steps", "privacy_epsilon", "evaluation_accuracy", "evidence_class", "parameter_digest", "epsilon_cap")

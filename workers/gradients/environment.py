@@ -1,4 +1,6 @@
-"""The environment of a process that computes gradients. Imports nothing: it is set before a process imports torch."""
+"""The environment of a process that computes gradients. Imports no torch: it is set before a process does."""
+
+from raycloak.attestation.core.private_memory import NO_GPU_CORE_DUMPS
 
 # The names of oneDNN and MKL for the instruction sets that ATen calls avx2 and avx512.
 _KERNEL_CAPS = {
@@ -35,4 +37,5 @@ def worker_environment(cpu_capability: str, threads: int = 1) -> dict[str, str]:
         "MKL_NUM_THREADS": str(threads),
         "OMP_NUM_THREADS": str(threads),
         "TORCHINDUCTOR_DETERMINISTIC": "1",
+        **NO_GPU_CORE_DUMPS,
     }

@@ -19,6 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 from raycloak.attestation.core.canonical import digest, length_prefixed
+from raycloak.attestation.core.secret_urls import secret_in
 from raycloak.metrics.errors import DatasetError
 from raycloak.metrics.file_errors import file_error
 
@@ -42,7 +43,8 @@ class FileSet:
         names: of the files, relative to their folder, in the order of the examples: ascending if they were found.
 
     Raises:
-        DatasetError: ``dataset_unreadable`` if the path names no file.
+        DatasetError: ``dataset_unreadable`` if the path names no file; ``url_secret`` if it has a key, which the error
+            does not repeat.
     """
 
     def __init__(
@@ -232,9 +234,10 @@ class _Bucket:
     def __init__(self, uri: str) -> None:
         from pyarrow import ArrowException, fs
 
+        if (found := secret_in(uri)) is not None:
+            raise DatasetError("url_secret", "the dataset's URL holds a secret.", f"{found[0].upper()}{found[1:]}.")
         plain, _, query = uri.partition("?")
-        # No message has credentials, which query and bucket may come with.
-        self.text, self._pattern = re.sub(r"://[^/@]*@", "://", plain), ""
+        self.text, self._pattern = plain, ""
         start = _PATTERN.search(plain)
         if start:
             folder, _, _ = plain[: start.start()].rpartition("/")

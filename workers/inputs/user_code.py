@@ -11,15 +11,18 @@ A relative base is relative to the process's working directory: see :func:`porta
 """
 
 import ast
+import hashlib
 import importlib
 import importlib.util
 import inspect
 import os
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from importlib.machinery import SourceFileLoader
+from importlib import metadata
+from importlib.machinery import PathFinder, SourceFileLoader, all_suffixes
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -89,22 +92,27 @@ def resolve(target: str, base: Path | str) -> Callable[..., Any]:
 def source_digest(target: str | Callable[..., Any], base: Path | str) -> bytes:
     """Return a SHA-256 that names the source of ``target``, 32 bytes.
 
-    For ``module:function`` it covers the module's file and every file of ``base`` that import statements lead to from
-    there, also statements inside functions. It does not cover imports by a computed name, nor installed packages. For a
-    callable it covers its source text and its pickled form, with the globals it uses if it is not importable.
+    For ``module:function`` beside the configuration it covers the module's file and every file of ``base`` that import
+    statements lead to from there, also statements inside functions. For one of an installed package it covers every
+    file of the package. It does not cover imports by a computed name, nor other installed packages. For a callable it
+    covers its source text, its pickled form with the globals it uses if it is not importable, and the files of its
+    module as of one that is named.
 
     Raises:
         ConfigError: ``module_function``, as :func:`resolve`.
     """
     if isinstance(target, str):
         resolve(target, base)
-        return _files_digest(_source_file(_split(target)[0], base, target), Path(base).resolve())
+        return unexecuted_digest(target, base)
     try:
         source = inspect.getsource(target)
     # A callable from an interactive session has no source; its pickled form names it all the same.
     except (OSError, TypeError):
         source = ""
-    return digest(length_prefixed("raycloak/callable/v1", source, cloudpickle.dumps(target)))
+    module = getattr(target, "__module__", None) or "__main__"
+    # A program's own file is left out: what it holds besides the callable computes no gradient.
+    files = _installed_digest(module) if module != "__main__" else None
+    return digest(length_prefixed("raycloak/callable/v2", source, cloudpickle.dumps(target), files or b""))
 
 
 def unexecuted_digest(target: str, base: Path | str) -> bytes:
@@ -114,20 +122,15 @@ def unexecuted_digest(target: str, base: Path | str) -> bytes:
         ConfigError: ``module_function`` if the text has another form, or its module is not found.
     """
     module, _ = _split(target)
-    try:
-        local, found = _local_file(module, base), None
-        found = None if local else importlib.util.find_spec(module)
-    # A parent package that fails, or is none.
-    except Exception as error:  # noqa: BLE001 - only its type is told: its text may hold private data
-        raise _failed(module, error) from told(error)
-    path = local or (Path(found.origin) if found and found.has_location and found.origin else None)
-    if path is None:
+    local = _local_file(module, base)
+    found = _files_digest(local, Path(base).resolve()) if local else _installed_digest(module)
+    if found is None:
         raise ConfigError(
             "module_function",
             f"no module '{module}' with a file: it is neither in {Path(base).resolve()} nor installed.",
             "Modules are looked up beside the config file first.",
         )
-    return _files_digest(path, Path(base).resolve())
+    return found
 
 
 def require_module(target: str, base: Path | str) -> None:
@@ -163,6 +166,103 @@ def _files_digest(start: Path, base: Path) -> bytes:
     # Sorted and relative, so that the digest depends neither on the order of a set nor on the folder.
     named = sorted((os.path.relpath(path, start.parent), path.read_bytes()) for path in found)
     return digest(length_prefixed("raycloak/source/v1", *(field for pair in named for field in pair)))
+
+
+def _installed_digest(module: str) -> bytes | None:
+    """Return a SHA-256 over the files of the installed package that ``module`` lies in, without importing any of it.
+
+    A module that lies in no package is covered with the others of its distribution. If it has none, as in a source
+    folder on the path, it is covered with the files that it imports from its folder.
+
+    Returns:
+        None for a module that is not there, or has no file.
+    """
+    found = _installed(module)
+    if found is None:
+        return None
+    path, is_package = found
+    if is_package or "." in module:
+        return _named_digest(path.parent, _files_below(path.parent))
+    if _is_library(path.parent):
+        return _named_digest(path.parent, _distribution_of(path))
+    return _files_digest(path, path.parent)
+
+
+def _installed(module: str) -> tuple[Path, bool] | None:
+    """Return the file of the outermost package that a module lies in, or the module's own if no package has a file.
+
+    The second value says which. Nothing of the package is imported.
+    """
+    top, *rest = module.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return None
+    name = top
+    # A namespace package has parts in several distributions, and no file of its own.
+    while spec is not None and spec.origin is None and spec.submodule_search_locations is not None and rest:
+        name = f"{name}.{rest.pop(0)}"
+        spec = PathFinder.find_spec(name, list(spec.submodule_search_locations))
+    if spec is None:
+        return None
+    # Some of Python's own modules are frozen into it, and know their file all the same.
+    origin = spec.origin if spec.has_location else getattr(spec.loader_state, "filename", None)
+    is_package = spec.submodule_search_locations is not None
+    if origin is None or (rest and not (is_package and _has_submodule(Path(origin).parent, rest))):
+        return None
+    return Path(origin), is_package
+
+
+def _has_submodule(package: Path, names: list[str]) -> bool:
+    """Return whether a package's folder has a submodule: a file of source, a compiled one, or a package."""
+    *parents, last = names
+    folder = package.joinpath(*parents)
+    return (folder / last).is_dir() or any((folder / f"{last}{suffix}").is_file() for suffix in all_suffixes())
+
+
+def _files_below(folder: Path) -> list[Path]:
+    """Return every file below a folder but Python's caches, which repeat their sources; also below links."""
+    files: list[Path] = []
+    seen: set[str] = set()
+    for inner, folders, names in os.walk(folder, followlinks=True):
+        # A link may lead back to where it lies.
+        if (real := os.path.realpath(inner)) in seen or Path(inner).name == "__pycache__":
+            folders.clear()
+            continue
+        seen.add(real)
+        files += [Path(inner, name) for name in names if not name.endswith(".pyc")]
+    return files
+
+
+def _is_library(folder: Path) -> bool:
+    """Return whether a folder holds installed modules or Python's own, whatever distribution they are of."""
+    known = {os.path.realpath(path) for path in sysconfig.get_paths().values()}
+    return folder.name in ("site-packages", "dist-packages") or os.path.realpath(folder) in known
+
+
+def _distribution_of(path: Path) -> list[Path]:
+    """Return the files of the distribution that installed a module, those about the distribution left out."""
+    for each in metadata.distributions():
+        files = each.files or []
+        if any(file.name == path.name and Path(str(each.locate_file(file))) == path for file in files):
+            code = (Path(str(each.locate_file(file))) for file in files if file.suffix != ".pyc")
+            return [file for file in code if file.is_file() and file.is_relative_to(path.parent) and not _about(file)]
+    return [path]
+
+
+def _about(path: Path) -> bool:
+    """Return whether a file describes a distribution: it changes with the way that it was installed."""
+    return path.parent.suffix in (".dist-info", ".egg-info")
+
+
+def _named_digest(root: Path, files: list[Path]) -> bytes:
+    """Return a SHA-256 over the names, relative to ``root``, and the content of files."""
+    fields: list[bytes | str] = []
+    for name, path in sorted((os.path.relpath(path, root), path) for path in files):
+        # One after the other: some packages are larger than memory should be.
+        with path.open("rb") as file:
+            fields += [name, hashlib.file_digest(file, "sha256").digest()]
+    return digest(length_prefixed("raycloak/package-source/v1", *fields))
 
 
 def _local_imports(path: Path, base: Path) -> set[Path]:
@@ -201,18 +301,6 @@ def _split(target: str) -> tuple[str, str]:
 def _local_file(module: str, base: Path | str) -> Path | None:
     stem = Path(base).resolve().joinpath(*module.split("."))
     return next((path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()), None)
-
-
-def _source_file(module: str, base: Path | str, target: str) -> Path:
-    local = _local_file(module, base)
-    origin = str(local) if local else getattr(importlib.import_module(module), "__file__", None)
-    if origin is None:
-        raise ConfigError(
-            "module_function",
-            f"{target}: module '{module}' has no source file.",
-            "Put the function into a module of yours.",
-        )
-    return Path(origin)
 
 
 def _load(name: str, base: Path | str) -> ModuleType:

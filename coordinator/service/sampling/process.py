@@ -16,6 +16,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TextIO
 
+from raycloak.attestation.core.private_memory import keep_memory_private
 from raycloak.coordinator.service.sampling.requests import SampleRequest
 from raycloak.coordinator.service.sampling.sampler import Completion
 from raycloak.metrics.errors import RaycloakError, is_out_of_memory
@@ -30,6 +31,8 @@ def main(threads: int, memory_bytes: int) -> None:
     Args:
         threads: that a model's operations use. memory_bytes: that this process may allocate.
     """
+    # Prompts and what is made of them are a tenant's own.
+    keep_memory_private()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     # Whatever a model's code prints must not end up between two answers.
     os.dup2(2, 1)

@@ -1,16 +1,18 @@
 import pytest
 
 from raycloak.attestation.core.messages import seal
-from raycloak.attestation.simulators.tdx_platform import PlatformKeys, SimulatedPlatform
+from raycloak.attestation.simulators.tdx_pki import new_key, public_bytes, read_public
+from raycloak.attestation.simulators.tdx_platform import SimulatedPlatform
 from raycloak.metrics.errors import ProtocolError
 from tests.attestation.conftest import MEASUREMENT, Member, Session
 
 
-def test_a_platform_handed_over_as_bytes_quotes_as_before(session: Session) -> None:
-    moved = SimulatedPlatform.from_bytes(session.platform.to_bytes())
-    member = Member(moved)
+def test_a_platform_that_made_its_own_key_quotes_once_it_is_certified(session: Session) -> None:
+    key = new_key()
+    certificate = session.vendor.certify(read_public(public_bytes(key)), "node")
+    member = Member(SimulatedPlatform.certified(key, certificate))
     appraisal = session.appraise(seal(member.presentation(), member.identity))
-    assert appraisal.platform_id == session.platform.instance_id
+    assert appraisal.platform_id == certificate.instance_id == session.vendor.platform("node").instance_id
 
 
 def test_platforms_are_distinct(session: Session) -> None:
@@ -19,22 +21,12 @@ def test_platforms_are_distinct(session: Session) -> None:
     assert other.chain_pem != session.platform.chain_pem
 
 
-@pytest.mark.parametrize("data", [b"", b"{}", b"\xff"])
-def test_bytes_that_are_no_platform_are_malformed(data: bytes) -> None:
-    with pytest.raises(ProtocolError):
-        SimulatedPlatform.from_bytes(data)
-
-
-def test_damaged_keys_are_malformed(session: Session) -> None:
-    keys = PlatformKeys.model_validate_json(session.platform.to_bytes())
-    damaged = keys.model_copy(update={"attestation_key_pkcs8": b"00"})
-    with pytest.raises(ProtocolError):
-        SimulatedPlatform.from_bytes(damaged.encode())
-
-
-def test_serialized_keys_are_not_printed(session: Session) -> None:
-    keys = PlatformKeys.model_validate_json(session.platform.to_bytes())
-    assert "pkcs8" not in repr(keys)
+@pytest.mark.parametrize("der", [b"", b"00", None])
+def test_a_certificate_that_is_none_or_anothers_is_malformed(session: Session, der: bytes | None) -> None:
+    other = session.vendor.certify(new_key().public_key())
+    damaged = other if der is None else other.model_copy(update={"certificate_der": der})
+    with pytest.raises(ProtocolError, match="malformed"):
+        SimulatedPlatform.certified(new_key(), damaged)
 
 
 @pytest.mark.parametrize(("report_data", "measurement"), [(bytes(63), MEASUREMENT), (bytes(64), bytes(32))])

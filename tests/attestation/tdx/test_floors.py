@@ -1,9 +1,8 @@
 """Numbers of TDX collateral that may only rise, and bundles of collateral of several platform families."""
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
 
-from raycloak.attestation.simulators.tdx_pki import new_platform_credential
+from raycloak.attestation.simulators.tdx_pki import Credential, certify_platform, new_key
 from raycloak.attestation.simulators.tdx_platform import COMPONENT_SVNS, PCE_SVN, SimulatedPlatform
 from raycloak.attestation.simulators.tdx_vendor import COLLATERAL_LIFETIME_S, CollateralVariant, SimulatedVendor
 from tests.attestation.conftest import MEASUREMENT, NOW, Session, with_tdx
@@ -43,8 +42,10 @@ def test_the_floor_of_one_platform_family_is_none_for_another(session: Session, 
 def replace_family(vendor: SimulatedVendor, fmspc: bytes) -> SimulatedPlatform:
     """Return a machine of another platform family under the same vendor."""
     instance_id = bytes(range(16))
-    pck = new_platform_credential(
+    key = new_key()
+    certificate = certify_platform(
         vendor._platform_ca,
+        key.public_key(),
         ppid=bytes(16),
         fmspc=fmspc,
         instance_id=instance_id,
@@ -52,7 +53,7 @@ def replace_family(vendor: SimulatedVendor, fmspc: bytes) -> SimulatedPlatform:
         pce_svn=PCE_SVN,
     )
     issuers = vendor._platform_ca.pem + vendor._root.pem
-    return SimulatedPlatform(pck, generate_private_key(SECP256R1()), issuers, instance_id)
+    return SimulatedPlatform(Credential(key, certificate), new_key(), issuers, instance_id)
 
 
 def test_the_newest_list_of_a_common_issuer_counts_whichever_family_it_came_with(

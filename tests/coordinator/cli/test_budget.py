@@ -215,9 +215,11 @@ def test_a_ledger_is_made_by_opening_an_account_and_by_nothing_else(raycloak: An
     assert refused(raycloak(*command)) == (3, "account_unknown")
 
 
-def test_every_command_that_writes_tells_the_witness_and_verify_asks_it(raycloak: Any, raycloak_home: Path):
+def test_every_command_that_writes_tells_the_witness_and_verify_asks_it(
+    raycloak: Any, raycloak_home: Path, tmp_path: Path
+):
     with witness_server() as server:
-        place = ("--witness", server.url)
+        place = ("--witness", server.named_in(tmp_path))
         assert raycloak("open", "one", "--epsilon-cap", 4, *place)[0] == 0
         assert raycloak("cap", "one", "--epsilon-cap", 3, *place)[0] == 0
         older = (raycloak_home / "ledger.sqlite").read_bytes()

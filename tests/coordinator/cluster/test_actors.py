@@ -1,11 +1,23 @@
 """The variables of an actor's process, without a cluster."""
 
 import os
+import stat
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
 from raycloak.coordinator.cluster import actors
-from raycloak.coordinator.cluster.actors import NO_GPU, actor, connect, disconnect
+from raycloak.coordinator.cluster.actors import (
+    NO_GPU,
+    actor,
+    connect,
+    disconnect,
+    job_folder,
+    require_no_secret_in_job,
+)
+from raycloak.coordinator.config.secret_variables import SECRET_VARIABLES
+from raycloak.metrics.errors import ConfigError
 from raycloak.workers.gradients.environment import worker_environment
 
 WORKER = worker_environment("avx2")
@@ -51,6 +63,49 @@ def test_an_actor_has_no_variable_of_its_own_that_its_process_inherits(started):
     }
     disconnect()
     assert variables() == NO_GPU
+
+
+def test_guarantee_a_local_ray_inherits_no_secret_of_the_driver(started, monkeypatch, raycloak_home):
+    for name in SECRET_VARIABLES:
+        monkeypatch.setenv(name, "s3cret")
+    monkeypatch.delenv("RAY_AUTH_TOKEN")
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
+    before = dict(os.environ)
+    connect(3)
+    assert not any("s3cret" in value for value in started.values())
+    token = raycloak_home / "ray.token"
+    assert started["RAY_AUTH_TOKEN_PATH"] == str(token)
+    assert (stat.S_IMODE(token.stat().st_mode), len(bytes.fromhex(token.read_text()))) == (0o600, 32)
+    assert {name: os.environ[name] for name in before} == before
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
+
+
+@pytest.mark.parametrize(
+    ("variables", "code"),
+    [({}, None), ({"PLAIN": "1"}, None), ({"HF_TOKEN": "s3cret"}, "HF_TOKEN"), ({"PGPASSWORD": ""}, "PGPASSWORD")],
+)
+def test_a_job_is_refused_whose_own_variables_hold_a_secret(monkeypatch, variables, code):
+    context = SimpleNamespace(runtime_env={"env_vars": variables} if variables else {})
+    monkeypatch.setattr(actors.ray, "get_runtime_context", lambda: context)
+    if code is None:
+        require_no_secret_in_job()
+        return
+    with pytest.raises(ConfigError, match=f"secret_variable: {code} is in .* then unset {code}") as refusal:
+        require_no_secret_in_job()
+    assert "s3cret" not in str(refusal.value)
+
+
+def test_the_folder_of_a_job_is_where_ray_unpacked_it(monkeypatch, tmp_path):
+    inner = tmp_path / "working_dir_files" / "_ray_pkg_0123" / "deep"
+    inner.mkdir(parents=True)
+    for env, working, expected in (
+        ({}, inner, None),
+        ({"working_dir": "gcs://_ray_pkg_0123.zip"}, inner, inner.parent),
+        ({"working_dir": "gcs://_ray_pkg_0123.zip"}, tmp_path, tmp_path),
+    ):
+        monkeypatch.setattr(actors.ray, "get_runtime_context", partial(SimpleNamespace, runtime_env=env))
+        monkeypatch.chdir(working)
+        assert job_folder() == expected
 
 
 def test_the_driver_keeps_its_own_variables_when_it_starts_ray(started):

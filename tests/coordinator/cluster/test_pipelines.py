@@ -18,7 +18,15 @@ from raycloak.metrics.errors import ConfigError, DatasetError
 from raycloak.workers.inputs.built_rows import PipelineIndex
 from tests.test_snippets import ROOT, blocks_of
 
-NEIGHBOUR = "def share(age):\n    return age / 100\n"
+# What a task calls: it fails where another process of the user could read the rows.
+NEIGHBOUR = """
+from tests.private_memory import memory_is_private
+
+
+def share(age):
+    assert memory_is_private()
+    return age / 100
+"""
 
 
 def ordered(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

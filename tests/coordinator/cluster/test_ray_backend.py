@@ -1,7 +1,6 @@
 """The additions of the wired classes to the plain ones, without a cluster."""
 
 import os
-import resource
 import signal
 import time
 from dataclasses import replace
@@ -9,10 +8,13 @@ from dataclasses import replace
 import pytest
 
 from raycloak.coordinator.cluster.aggregator_actor import MaskedAggregatorActor
+from raycloak.coordinator.cluster.ledger_actor import LedgerActor
 from raycloak.coordinator.cluster.orchestrator_actor import OrchestratorActor
+from raycloak.coordinator.cluster.platform_actor import NodePlatform
 from raycloak.coordinator.cluster.worker_actor import TrainWorkerActor
 from raycloak.workers.messages import StepReply
 from raycloak.workers.train_worker import TrainWorker
+from tests.private_memory import memory_is_private, open_memory
 
 
 class NoSource:
@@ -67,12 +69,14 @@ def test_a_spare_aggregator_holds_no_key_until_it_takes_part():
     [
         lambda _: TrainWorkerActor("worker-0", NoSource(), time.time, None),
         lambda home: OrchestratorActor(str(home), time.time),
+        lambda home: LedgerActor(f"sqlite:///{home / 'ledger.sqlite'}").close(),
+        lambda _: MaskedAggregatorActor(NoSource()),
+        lambda _: NodePlatform(),
     ],
 )
-def test_processes_that_hold_keys_leave_no_core_file(start, tmp_path, monkeypatch):
-    limits = []
-    monkeypatch.setattr(resource, "setrlimit", lambda *limit: limits.append(limit))
+def test_guarantee_an_actor_that_holds_keys_closes_its_memory_as_it_starts(start, tmp_path):
+    open_memory()
     before = signal.getsignal(signal.SIGTERM)
     start(tmp_path)
     signal.signal(signal.SIGTERM, before)
-    assert limits == [(resource.RLIMIT_CORE, (0, 0))]
+    assert memory_is_private()

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from raycloak.coordinator.config.run import RunConfig, load_config, parse_config
 from raycloak.coordinator.config.sections import LOSSES
@@ -215,3 +216,33 @@ def test_steps_and_epochs_exclude_each_other_and_a_record_keeps_which_was_given(
     assert parse_config(GOOD).steps == 200
     with pytest.raises(ConfigError, match=r"warmup_steps \(9\) exceeds steps \(4\)"):
         parse_config({**GOOD, "epochs": 2, "optimizer": {"warmup_steps": 9}}).sized(200)
+
+
+@pytest.mark.parametrize(
+    ("field", "url", "remedy"),
+    [
+        ("ledger.url", "postgresql://ada:s3cr%2Ft@db.example/ledger", "~/.pgpass"),
+        ("ledger.url", "postgresql://ada@db.example/ledger?sslpassword=s3cr", "~/.pgpass"),
+        ("ledger.witness", "https://host/s3cr", "mode 0600"),
+        ("dataset.path", "s3://AKIA:s3cr@bucket/data", "~/.aws/credentials"),
+        ("evaluation.dataset.path", "s3://AKIA:s3cr@bucket/data", "~/.aws/credentials"),
+        ("checkpoint.storage", "s3://AKIA:s3cr@bucket/packages", "~/.aws/credentials"),
+        ("loggers.mlflow.tracking_uri", "https://ada:s3cr@host", "MLFLOW_TRACKING_PASSWORD"),
+    ],
+)
+def test_guarantee_no_configuration_holds_a_secret_of_a_url(field: str, url: str, remedy: str) -> None:
+    """Ray keeps what its actors are given, the run directory keeps the configuration, and loggers upload it."""
+    data = {"kind": "parquet", "path": "train.parquet", "labels": "y"}
+    raw = GOOD | {"dataset": data, "evaluation": {"dataset": data | {"public": True}}}
+    parse_config(raw)
+    with pytest.raises(ConfigError, match=field) as wrong:
+        parse_config(raw, [f"{field}={url}"])
+    assert remedy in str(wrong.value)
+    with pytest.raises(ValidationError) as raised:
+        RunConfig.model_validate(_with(raw, field.split("."), url))
+    assert "s3cr" not in f"{wrong.value}{raised.value}{raised.value!r}"
+
+
+def _with(raw: dict[str, Any], names: list[str], value: str) -> dict[str, Any]:
+    first, *rest = names
+    return raw | {first: _with(raw.get(first, {}), rest, value) if rest else value}

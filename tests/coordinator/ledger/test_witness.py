@@ -11,15 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from raycloak.attestation.core.keys import IdentityKey
+from raycloak.coordinator.config.sections import LedgerConfig
+from raycloak.coordinator.ledger import places
 from raycloak.coordinator.ledger.entries import Head
 from raycloak.coordinator.ledger.heads import head_line
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
-from raycloak.coordinator.ledger.witness import FolderWitness, Witnessed, WitnessState, is_apart, open_witness
+from raycloak.coordinator.ledger.witness import FolderWitness, Witnessed, WitnessState, open_witness
 from raycloak.metrics.errors import BudgetError, ConfigError
 from tests.coordinator.ledger.ledger_cases import CAP, DATA, DELTA, MANIFEST, PARAMETERS, mechanism, receipt_of
-from tests.coordinator.ledger.witness_server import WitnessServer, witness_server
+from tests.coordinator.ledger.witness_server import WitnessServer, url_file, witness_server
 
 
 @pytest.fixture
@@ -34,7 +37,7 @@ def witness(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Return the location of an empty witness of each kind."""
     if request.param == "url":
         server: WitnessServer = request.getfixturevalue("server")
-        return server.url
+        return server.named_in(tmp_path)
     (tmp_path / "witness").mkdir()
     return str(tmp_path / "witness")
 
@@ -153,9 +156,10 @@ def test_instances_of_one_ledger_share_its_witness(path: Path, witness: str):
 
 
 def test_a_charge_whose_head_cannot_be_kept_is_refused_by_name_and_the_repeat_gives_its_receipt(
-    path: Path, server: WitnessServer
+    path: Path, server: WitnessServer, tmp_path: Path
 ):
-    ledger = begin(path, server.url)
+    location = server.named_in(tmp_path)
+    ledger = begin(path, location)
     server.answers = [503]
     assert ledger.view().witness == WitnessState(answers=True, entries=3)
     with pytest.raises(BudgetError, match=r"witness_unavailable: .*503.*stays charged"):
@@ -166,14 +170,15 @@ def test_a_charge_whose_head_cannot_be_kept_is_refused_by_name_and_the_repeat_gi
     assert ledger.view().head.sequence == 4
     receipt = receipt_of(ledger, ledger.charge("run-a", 0, PARAMETERS, MANIFEST))
     assert receipt.sequence == ledger.status("run-a", 0).sequence == 4
-    assert newest(ledger, server.url).sequence == 4
+    assert newest(ledger, location).sequence == 4
     assert ledger.view().witness == WitnessState(answers=True, entries=4)
     ledger.verify()
     ledger.close()
 
 
-def test_a_repeat_has_its_head_kept_too_before_it_returns(path: Path, server: WitnessServer):
-    ledger = begin(path, server.url)
+def test_a_repeat_has_its_head_kept_too_before_it_returns(path: Path, server: WitnessServer, tmp_path: Path):
+    location = server.named_in(tmp_path)
+    ledger = begin(path, location)
     server.answers = [503]
     with pytest.raises(BudgetError, match="witness_unavailable"):
         ledger.charge("run-a", 0, PARAMETERS, MANIFEST)
@@ -183,16 +188,18 @@ def test_a_repeat_has_its_head_kept_too_before_it_returns(path: Path, server: Wi
     ledger.close()
 
 
-def test_a_put_whose_answer_was_lost_is_found_done(path: Path, server: WitnessServer):
-    ledger = begin(path, server.url)
+def test_a_put_whose_answer_was_lost_is_found_done(path: Path, server: WitnessServer, tmp_path: Path):
+    location = server.named_in(tmp_path)
+    ledger = begin(path, location)
     server.lost = 1
     ledger.charge("run-a", 0, PARAMETERS, MANIFEST)
-    assert newest(ledger, server.url).sequence == 4
+    assert newest(ledger, location).sequence == 4
     ledger.close()
 
 
-def test_one_put_a_charge_is_all_that_a_url_is_asked(path: Path, server: WitnessServer):
-    ledger = begin(path, server.url)
+def test_one_put_a_charge_is_all_that_a_url_is_asked(path: Path, server: WitnessServer, tmp_path: Path):
+    location = server.named_in(tmp_path)
+    ledger = begin(path, location)
     before = len(server.asked)
     for step in range(4):
         ledger.charge("run-a", step, PARAMETERS, MANIFEST)
@@ -241,42 +248,75 @@ def test_what_the_ledger_did_not_sign_is_no_head(tmp_path: Path, server: Witness
     line = head_line(Head(9, b"h" * 32), other, 0)
     (tmp_path / f"{key.public.hex()[:32]}.heads.jsonl").write_bytes(line + b"\n")
     server.kept[f"/witness/{key.public.hex()}"] = line
-    for location in (str(tmp_path), server.url):
+    for location in (str(tmp_path), server.named_in(tmp_path)):
         store = open_witness(location, key.public)
         with pytest.raises(BudgetError, match=r"witness_unavailable: .*not a head that this ledger signed"):
             store.newest()
         store.close()
 
 
-def nowhere() -> str:
+def nowhere(folder: Path) -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{free.getsockname()[1]}"
+        return url_file(folder, f"http://127.0.0.1:{free.getsockname()[1]}/{SECRET_PATH}")
 
 
-@pytest.mark.parametrize("location", [lambda _: nowhere(), lambda folder: str(folder / "missing")])
+SECRET_PATH = "s3cret-path"
+
+
+@pytest.mark.parametrize("location", [nowhere, lambda folder: str(folder / "missing")])
 def test_without_its_witness_a_ledger_does_not_open(path: Path, tmp_path: Path, location: Callable[[Path], str]):
-    with pytest.raises(BudgetError, match="witness_unavailable"):
+    with pytest.raises(BudgetError, match="witness_unavailable") as refusal:
         PrivacyLedger(f"sqlite:///{path}", witness=location(tmp_path))
+    assert SECRET_PATH not in str(refusal.value)
 
 
-@pytest.mark.parametrize("location", ["relative/folder", "ftp://host/x", "http://", ""])
-def test_a_witness_is_an_absolute_folder_or_a_url(path: Path, location: str):
-    with pytest.raises(ConfigError, match="witness: "):
+@pytest.mark.parametrize(
+    "location", ["relative/folder", "ftp://host/x", "http://", "", f"https://host/{SECRET_PATH}", "file:///x"]
+)
+def test_guarantee_a_witness_is_named_by_an_absolute_path_alone(path: Path, location: str):
+    """Arguments, configurations and command lines are read by others, and a URL lets them write there."""
+    with pytest.raises(ConfigError, match="witness: ") as refusal:
         PrivacyLedger(f"sqlite:///{path}", witness=location)
+    assert SECRET_PATH not in str(refusal.value)
+    if "://" in location:
+        with pytest.raises(ValidationError, match="a URL stands in a file of mode 0600") as wrong:
+            LedgerConfig(witness=location)
+        assert SECRET_PATH not in str(wrong.value)
 
 
-def test_a_witness_on_the_ledgers_own_storage_covers_no_rollback(path: Path, server: WitnessServer, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("content", "mode"),
+    [
+        (f"ftp://host/{SECRET_PATH}", 0o600),
+        (f"http://ada:{SECRET_PATH}@host/x", 0o600),
+        (f"http://host:99999/{SECRET_PATH}", 0o600),
+        (f"http://host/{SECRET_PATH} http://other", 0o600),
+        (f"http://host/{SECRET_PATH}\x00", 0o600),
+        (f"http://h\u00f6st/{SECRET_PATH}", 0o600),
+        ("http://", 0o600),
+        ("", 0o600),
+        (f"http://host/{SECRET_PATH}", 0o640),
+    ],
+)
+def test_the_file_of_a_witness_holds_one_url_and_is_private(tmp_path: Path, content: str, mode: int):
+    with pytest.raises(ConfigError, match="witness: ") as refusal:
+        open_witness(url_file(tmp_path, content, mode), bytes(32))
+    assert SECRET_PATH not in str(refusal.value)
+
+
+def test_guarantee_a_witness_on_the_ledgers_own_machine_covers_no_rollback(
+    path: Path, server: WitnessServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     (tmp_path / "witness").mkdir()
-    for location, covered in ((str(tmp_path / "witness"), False), (server.url, True), (None, False)):
+    for location in (str(tmp_path / "witness"), server.named_in(tmp_path), None):
         ledger = PrivacyLedger(f"sqlite:///{path}", witness=location)
-        assert ledger.view().rollback_witness is covered
+        assert ledger.view().rollback_witness is False
         ledger.close()
-    assert is_apart(str(tmp_path), None)
-    # Tests may have their files in memory.
-    for other in (Path("/dev/shm"), Path.home()):
-        if other.is_dir() and other.stat().st_dev != path.stat().st_dev:
-            assert is_apart(str(other), path)
+    monkeypatch.setattr(places, "_machine", lambda _: "another one")
+    ledger = PrivacyLedger(f"sqlite:///{path}", witness=server.named_in(tmp_path))
+    assert ledger.view().rollback_witness is True
+    ledger.close()
 
 
 def test_killed_at_any_act_of_ledger_or_witness_no_receipt_is_without_its_head(run_python: Any):

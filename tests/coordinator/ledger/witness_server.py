@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 
@@ -32,6 +33,18 @@ class WitnessServer(ThreadingHTTPServer):
     def url(self) -> str:
         """Return the URL of the server."""
         return f"http://127.0.0.1:{self.server_port}/witness"
+
+    def named_in(self, folder: Path) -> str:
+        """Return the path of a private file with the URL, which names this witness."""
+        return url_file(folder, self.url)
+
+
+def url_file(folder: Path, url: str, mode: int = 0o600) -> str:
+    """Return the path of a new file with a URL."""
+    path = folder / f"witness-{len(list(folder.iterdir()))}.url"
+    path.touch(mode)
+    path.write_text(f"{url}\n")
+    return str(path)
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -11,12 +11,14 @@ import pytest
 
 from raycloak.coordinator.config.home import ledger_url
 from raycloak.coordinator.config.run import RunConfig, parse_config
+from raycloak.coordinator.config.secret_variables import require_none_needed
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.planning.first_look import first_look
 from raycloak.coordinator.planning.payer import data_place
 from raycloak.coordinator.planning.plan import make_plan
 from raycloak.coordinator.runs.trainer import Trainer
 from raycloak.metrics.errors import RaycloakError
+from tests.coordinator.ledger.witness_server import url_file
 
 GOOD: dict[str, Any] = {
     "expected_batch_size": 100,
@@ -83,7 +85,8 @@ def test_a_witness_that_does_not_answer_is_named(tmp_path: Path, taken: str):
     assert refusal(config(ledger={"witness": str(tmp_path / "none")}), tmp_path) == "witness_unavailable"
     with socket.create_server(("127.0.0.1", 0)) as closing_soon:
         dead = closing_soon.getsockname()[1]
-    assert refusal(config(ledger={"witness": f"http://127.0.0.1:{dead}"}), tmp_path) == "witness_unavailable"
+    silent = url_file(tmp_path, f"http://127.0.0.1:{dead}")
+    assert refusal(config(ledger={"witness": silent}), tmp_path) == "witness_unavailable"
     first_look(config(ledger={"witness": str(tmp_path)}), tmp_path)
 
 
@@ -119,3 +122,35 @@ def test_spans_that_could_not_be_exported_are_refused(tmp_path: Path, monkeypatc
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4318")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
     assert refusal(config(), tmp_path) == "tracing"
+
+
+ON_S3 = {"kind": "parquet", "path": "s3://b/d", "labels": "y"}
+
+
+@pytest.mark.parametrize(
+    ("variable", "changes", "code"),
+    [
+        ("PGPASSWORD", {"ledger": {"url": "postgresql://u@127.0.0.1:1/l"}}, "secret_variable"),
+        (
+            "AWS_SECRET_ACCESS_KEY",
+            {"dataset": {"kind": "parquet", "path": "s3://b/d", "labels": "y"}},
+            "secret_variable",
+        ),
+    ],
+)
+def test_a_secret_that_only_this_process_has_is_refused_where_an_actor_needs_it(
+    variable: str, changes: dict[str, Any], code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A local Ray starts without it, and would end with an error that names no cause."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv(variable, "s3cret")
+    assert refusal(config(**changes), tmp_path) == code
+    require_none_needed(config())
+    monkeypatch.delenv(variable)
+    require_none_needed(config(**changes))
+
+
+def test_workers_of_a_cluster_that_is_there_have_keys_of_their_own(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s3cret")
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    require_none_needed(config(dataset=ON_S3))

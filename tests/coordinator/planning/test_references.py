@@ -11,6 +11,7 @@ from raycloak.coordinator.planning.dry_run import plan_of
 from raycloak.coordinator.planning.references import descriptor, preflight
 from raycloak.coordinator.runs.trainer import Trainer
 from raycloak.metrics.errors import ConfigError, ModelError
+from tests.coordinator.ledger.witness_server import url_file
 from tests.protocol import config, worker_setup
 
 GOOD: dict[str, Any] = {
@@ -159,10 +160,10 @@ def test_what_could_not_be_used_later_is_refused_by_name(changes: dict[str, Any]
 
 
 def test_what_can_be_used_is_connected_to_by_nobody(tmp_path: Path):
-    ledger = {"url": "postgresql://127.0.0.1:1/none", "witness": "http://127.0.0.1:1/none"}
+    ledger = {"url": "postgresql://127.0.0.1:1/none", "witness": url_file(tmp_path, "http://127.0.0.1:1/none")}
     preflight(parse_config(GOOD | {"ledger": ledger}), tmp_path)
     preflight(parse_config(GOOD | {"ledger": {"witness": str(tmp_path / "not-there-yet")}}), tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    assert [str(path) for path in tmp_path.iterdir()] == [ledger["witness"]]
 
 
 def test_the_trainer_and_the_plan_look_first(tmp_path: Path):

@@ -35,11 +35,12 @@ from raycloak.coordinator.ledger.entries import (
 )
 from raycloak.coordinator.ledger.extract import check_extract, extract_lines
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
-from raycloak.coordinator.ledger.location import recorded
 from raycloak.coordinator.ledger.rules import PricedRun, epsilon_at
+from raycloak.coordinator.proof.case import Case
 from raycloak.coordinator.proof.gather import gather, site_signer, trust_of
 from raycloak.coordinator.proof.parts import Part, Parts
 from raycloak.coordinator.proof.trust import Trust
+from raycloak.coordinator.proof.verify import CHECKS
 from raycloak.coordinator.record.folder import RunFolder
 from raycloak.coordinator.runs.verdict import verdict_of
 from raycloak.coordinator.training.assignment import NewRun
@@ -87,6 +88,19 @@ def parts_of(contents: dict[str, bytes]) -> Parts:
     return Parts({name: Part.of(content) for name, content in contents.items()})
 
 
+UNSIGNED = {"metrics.jsonl", "verdict.json"}
+"""Parts of which only some fields repeat signed records; their claims have the same names."""
+
+
+def established_case(record: Proved) -> Case:
+    """Return a case all of whose claims hold, to change one part of."""
+    case = Case(record.parts, record.trust, None)
+    for check in CHECKS[2:]:
+        if check.name not in UNSIGNED:
+            check.derive(case)
+    return case
+
+
 CHECKPOINT = CheckpointConfig(checkpoint_frequency=2, storage="packages")
 
 
@@ -112,7 +126,7 @@ def proved(home: Path, run: WholeRun, secret: str = SECRET) -> Proved:
     """Gather the record of a run, whose directory gets what a run on Ray writes into its own."""
     result = verdict_of(run.finished, run.folder, 1.0, run.finished.ending.value, ())
     RunFolder(run.folder, run.coordinator.order.folder.record).mark("done")
-    (run.folder / "config.yaml").write_text(yaml.safe_dump(recorded(run.config).model_dump(mode="json")))
+    (run.folder / "config.yaml").write_text(yaml.safe_dump(run.config.model_dump(mode="json")))
     text = json_text({"run_dir": str(run.folder), **result.metrics()})
     (run.folder / "verdict.json").write_bytes(text.encode() + b"\n")
     with pytest.MonkeyPatch.context() as patch:

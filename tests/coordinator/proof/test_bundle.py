@@ -18,11 +18,9 @@ from raycloak.coordinator.proof.parts import Part, Parts
 from raycloak.coordinator.proof.verify import CHECKS, verify_bundle, verify_parts
 from raycloak.metrics.errors import ConfigError, RaycloakError
 from raycloak.workers.terms.manifest import Manifest
-from tests.coordinator.proof.proof_cases import Proved, joined, parts_of
+from tests.coordinator.proof.proof_cases import UNSIGNED, Proved, established_case, joined, parts_of
 
 MADE_AT = 1_800_000_000
-UNSIGNED = {"metrics.jsonl", "verdict.json"}
-"""Parts of which only some fields repeat signed records; their claims have the same names."""
 BLOCK = 512
 
 
@@ -198,12 +196,7 @@ def test_a_file_that_cannot_be_read_is_the_users_mistake(record, tmp_path):
 
 @pytest.fixture(scope="module")
 def established(record) -> Case:
-    """Return a case all of whose claims hold, to change one part of."""
-    case = Case(record.parts, record.trust, None)
-    for check in CHECKS[2:]:
-        if check.name not in UNSIGNED:
-            check.derive(case)
-    return case
+    return established_case(record)
 
 
 READERS = {

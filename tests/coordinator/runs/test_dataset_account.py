@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from raycloak.coordinator.ledger import places
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.planning.data_check import check_data
 from raycloak.coordinator.record.verdict import Verdict
@@ -155,14 +156,20 @@ def test_a_worker_that_opened_other_data_does_not_take_part(home: Path):
 
 
 @pytest.fixture
-def witness_url() -> Iterator[str]:
-    """Yield an empty witness on another machine, as far as the ledger can tell."""
+def witness(tmp_path: Path) -> Iterator[str]:
+    """Yield the name of an empty witness that answers over HTTP."""
     with witness_server() as server:
-        yield server.url
+        yield server.named_in(tmp_path)
 
 
-def test_under_a_witness_apart_the_verdict_claims_that_a_rollback_is_noticed(tmp_path: Path, witness_url: str):
-    run = trained(tmp_path, ledger={"witness": witness_url})
+def test_under_a_witness_apart_the_verdict_claims_that_a_rollback_is_noticed(
+    tmp_path: Path, witness: str, monkeypatch: pytest.MonkeyPatch
+):
+    here = trained(tmp_path / "here", ledger={"witness": witness})
+    assert here.finished is not None
+    assert not verdict_of(here.finished, tmp_path, 1.0, "complete", ()).rollback_witness, "it is on this machine"
+    monkeypatch.setattr(places, "_machine", lambda _: "another one")
+    run = trained(tmp_path, ledger={"witness": witness})
     assert run.finished is not None
     assert verdict_of(run.finished, tmp_path, 1.0, "complete", ()).rollback_witness
     plain = trained(tmp_path / "plain")

@@ -93,6 +93,11 @@ def directory_of(run):
     return folder.path.rename(run.home / "directory")
 
 
+def load(path, **options):
+    """Load a run of these tests, which lies in no state folder."""
+    return raycloak.load(path, **{"run_code": True, **options})
+
+
 def inputs():
     return torch.tensor([[2, 4, 6, 7, 3], [2, 9, 5, 8, 3]])
 
@@ -110,7 +115,7 @@ def code(call, kind=ConfigError):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_weights_of_a_loaded_model_are_those_that_the_run_released(runs, name):
-    module = raycloak.load(runs(name))
+    module = load(runs(name))
     released = load_file(runs(name) / "parameters.safetensors")
     found = {each: tensor for each, tensor in module.named_parameters() if tensor.requires_grad}
     # A model of transformers comes without the wrapper that gave it its batches.
@@ -125,18 +130,18 @@ def test_a_run_is_loaded_and_exported_by_its_name(runs, tmp_path, raycloak_home,
     monkeypatch.setattr(app, "leave_stdout", lambda: None)
     shutil.copytree(runs("plain"), raycloak_home / "runs" / "mine")
     run_id = RunFolder.open(runs("plain")).record.run_id
-    wanted = raycloak.load(runs("plain")).state_dict()
+    wanted = load(runs("plain")).state_dict()
     for named in ("last", "mine", run_id[:6]):
-        found = raycloak.load(named).state_dict()
+        found = load(named).state_dict()
         assert all(torch.equal(found[each], wanted[each]) for each in wanted)
     assert raycloak_command("export", "last", "--format", "torch", "--out", tmp_path / "model.pt") == 0
     assert set(torch.load(tmp_path / "model.pt", weights_only=True)) == set(wanted)
-    assert code(lambda: raycloak.load("nowhere")) == "run_unknown"
+    assert code(lambda: load("nowhere")) == "run_unknown"
 
 
 def test_a_bare_transformers_or_peft_model_is_what_comes_back(runs):
-    assert type(raycloak.load(runs("gpt2 whole"))) is transformers.GPT2LMHeadModel
-    assert isinstance(raycloak.load(runs("bert lora")), peft.PeftModel)
+    assert type(load(runs("gpt2 whole"))) is transformers.GPT2LMHeadModel
+    assert isinstance(load(runs("bert lora")), peft.PeftModel)
 
 
 def test_weights_that_were_changed_are_refused(runs, tmp_path):
@@ -145,20 +150,20 @@ def test_weights_that_were_changed_are_refused(runs, tmp_path):
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    assert code(lambda: raycloak.load(folder), RefusedError) == "weights_changed"
+    assert code(lambda: load(folder), RefusedError) == "weights_changed"
     path.write_bytes(content[:20])
-    assert code(lambda: raycloak.load(folder), RefusedError) == "weights_changed"
+    assert code(lambda: load(folder), RefusedError) == "weights_changed"
     save_file({"other": np.zeros(3, np.float32)}, path)
-    assert code(lambda: raycloak.load(folder), RefusedError) == "weights_changed"
+    assert code(lambda: load(folder), RefusedError) == "weights_changed"
 
 
 def test_another_model_or_base_is_refused(runs, site, tmp_path):
-    assert code(lambda: raycloak.load(runs("plain"), model_init_fn=models.wide_model), ModelError) == "model_mismatch"
+    assert code(lambda: load(runs("plain"), model_init_fn=models.wide_model), ModelError) == "model_mismatch"
     settings = raycloak.RunConfig(
         **of_text(write_other(tmp_path, site), lora=LORA), expected_batch_size=4, dp_config=RENYI
     )
     with pytest.raises(ModelError, match="a frozen tensor") as refusal:
-        raycloak.load(runs("bert lora"), config=settings)
+        load(runs("bert lora"), config=settings)
     assert refusal.value.code == "model_mismatch"
 
 
@@ -175,10 +180,10 @@ def write_other(folder, site):
 def test_a_run_without_weights_says_so(runs, tmp_path):
     folder = shutil.copytree(runs("plain"), tmp_path / "run")
     (folder / "parameters.safetensors").unlink()
-    assert code(lambda: raycloak.load(folder)) == "no_weights"
+    assert code(lambda: load(folder)) == "no_weights"
     (folder / "manifest.json").unlink()
-    assert code(lambda: raycloak.load(folder)) == "no_weights"
-    assert code(lambda: raycloak.load(tmp_path)) == "not_a_run"
+    assert code(lambda: load(folder)) == "no_weights"
+    assert code(lambda: load(tmp_path)) == "not_a_run"
 
 
 def test_a_run_whose_folder_is_gone_asks_for_its_configuration(runs, tmp_path):
@@ -188,23 +193,23 @@ def test_a_run_whose_folder_is_gone_asks_for_its_configuration(runs, tmp_path):
     config = (folder / "config.yaml").read_text()
     (folder / "config.yaml").write_text(config.replace("tests.models:", "absent:"))
     with pytest.raises(ConfigError, match=r"model_needed: .*/gone, .* is gone.* --config CONFIG"):
-        raycloak.load(folder)
+        load(folder)
 
 
 def test_an_audit_has_no_model_to_load(runs, tmp_path):
     folder = shutil.copytree(runs("plain"), tmp_path / "run")
     (folder / AUDIT).touch()
     with pytest.raises(ConfigError, match=r"no_weights: .* is an audit"):
-        raycloak.load(folder)
+        load(folder)
 
 
 def test_a_model_that_was_given_in_python_is_given_again(runs, tmp_path):
     folder = shutil.copytree(runs("plain"), tmp_path / "run")
     text = (folder / "config.yaml").read_text()
     (folder / "config.yaml").write_text(text.replace("model: tests.models:small_model", "model: null"))
-    assert code(lambda: raycloak.load(folder)) == "model_needed"
-    module = raycloak.load(folder, model_init_fn=models.small_model)
-    assert torch.equal(next(module.parameters()), next(raycloak.load(runs("plain")).parameters()))
+    assert code(lambda: load(folder)) == "model_needed"
+    module = load(folder, model_init_fn=models.small_model)
+    assert torch.equal(next(module.parameters()), next(load(runs("plain")).parameters()))
 
 
 def test_paths_start_where_the_run_was_started_and_not_where_it_is_loaded(runs, tmp_path, monkeypatch):
@@ -218,15 +223,78 @@ def test_paths_start_where_the_run_was_started_and_not_where_it_is_loaded(runs, 
     made = RunFolder.create(RunFolder.open(folder).config(), "ab" * 8, ".", None)
     shutil.copy2(made.path / "run.json", folder)
     monkeypatch.chdir(tmp_path)
-    assert raycloak.load(folder) is not None
+    assert load(folder) is not None
+
+
+@pytest.fixture
+def strange(runs, tmp_path):
+    """Return a run directory as somebody else may hand it over, whose Python says that it ran."""
+    folder = shutil.copytree(runs("plain"), tmp_path / "from elsewhere")
+    ran = tmp_path / "ran"
+    for name in ("net", "loss"):
+        body = f"from tests.models import small_model as model\nopen({str(ran)!r}, 'w').close()\n"
+        (folder / f"{name}.py").write_text(body + "def loss(output, labels): ...\n")
+    record = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(record | {"driver_base": str(folder)}))
+    text = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(text.replace("tests.models:small_model", "net:model"))
+    return folder, ran
+
+
+def test_guarantee_python_of_a_run_directory_from_elsewhere_runs_only_if_it_is_allowed(
+    strange, runs, tmp_path, raycloak_home, capfd, monkeypatch
+):
+    folder, ran = strange
+    with pytest.raises(ModelError, match=r"runs_code: .* net:model, from .*from elsewhere.* --run-code"):
+        raycloak.load(folder)
+    monkeypatch.setattr(app, "leave_stdout", lambda: None)
+    export_it = ("export", folder, "--format", "torch", "--out", tmp_path / "model.pt")
+    assert raycloak_command(*export_it) == 2
+    assert "runs_code" in capfd.readouterr().err
+    # A link into the state folder does not make it one of its runs.
+    (raycloak_home / "runs").mkdir(parents=True)
+    (raycloak_home / "runs" / "mine").symlink_to(folder)
+    assert code(lambda: raycloak.load("mine"), ModelError) == "runs_code"
+    assert not ran.exists()
+    # The function is the caller's own, and the loss is built in.
+    assert raycloak.load(folder, model_init_fn=models.small_model) is not None
+    assert not ran.exists()
+    assert raycloak_command(*export_it, "--run-code") == 0
+    assert ran.exists()
+    (raycloak_home / "runs" / "mine").unlink()
+    shutil.copytree(runs("plain"), raycloak_home / "runs" / "mine")
+    assert raycloak.load("mine") is not None
+
+
+@pytest.mark.parametrize("given", ["nothing", "model_init_fn", "config"])
+def test_guarantee_a_loss_that_a_directory_from_elsewhere_names_is_python_too(strange, runs, given):
+    """Also where the caller names a configuration of its own, with another loss."""
+    folder, ran = strange
+    manifest = RunFolder.open(folder).manifest()
+    computation = manifest.computation.model_copy(update={"loss": "loss:loss"})
+    (folder / "manifest.json").write_bytes(manifest.model_copy(update={"computation": computation}).encode() + b"\n")
+    options = {"model_init_fn": models.small_model, "config": RunFolder.open(runs("plain")).config()}
+    with pytest.raises(ModelError, match=r"runs_code: .* loss:loss"):
+        raycloak.load(folder, **{name: each for name, each in options.items() if name == given})
+    assert not ran.exists()
+
+
+def test_a_hugging_face_model_by_configuration_runs_no_code_of_a_directory(runs, site, tmp_path):
+    for name in ("gpt2 whole", "bert lora"):
+        assert raycloak.load(runs(name)) is not None
+    folder = shutil.copytree(runs("gpt2 whole"), tmp_path / "remote")
+    text = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(text.replace("allow_remote_code: false", "allow_remote_code: true"))
+    with pytest.raises(ModelError, match=r"runs_code: .* the Python files of .*gpt2"):
+        raycloak.load(folder)
 
 
 @pytest.mark.parametrize("form", ["safetensors", "torch"])
 @pytest.mark.parametrize("name", ["plain", "gpt2 whole", "bert lora"])
 def test_a_file_has_every_tensor_of_the_module(runs, tmp_path, name, form):
-    wanted = {each: tensor.clone() for each, tensor in raycloak.load(runs(name)).state_dict().items()}
-    export(released_model(runs(name)), form, tmp_path / "model")
-    blank = raycloak.load(runs(name))
+    wanted = {each: tensor.clone() for each, tensor in load(runs(name)).state_dict().items()}
+    export(released_model(runs(name), run_code=True), form, tmp_path / "model")
+    blank = load(runs(name))
     with torch.no_grad():
         for tensor in blank.parameters():
             tensor.zero_()
@@ -242,7 +310,7 @@ def test_a_file_has_every_tensor_of_the_module(runs, tmp_path, name, form):
 def test_from_pretrained_opens_an_exported_decoder_and_its_tokenizer(runs, tmp_path):
     export(released_model(runs("gpt2 whole")), "hf", tmp_path / "out")
     opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
-    assert torch.equal(logits(opened), logits(raycloak.load(runs("gpt2 whole"))))
+    assert torch.equal(logits(opened), logits(load(runs("gpt2 whole"))))
     assert opened.config.use_cache
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("the film")["input_ids"] == [2, 9, 6, 3]
 
@@ -257,10 +325,10 @@ def test_from_pretrained_opens_an_exported_decoder_and_its_tokenizer(runs, tmp_p
     ],
 )
 def test_peft_opens_an_exported_adapter_over_its_base(runs, site, tmp_path, name, auto, more):
-    export(released_model(runs(name)), "peft", tmp_path / "out")
+    export(released_model(runs(name), run_code=True), "peft", tmp_path / "out")
     base = auto.from_pretrained(site / name.split()[0], attn_implementation="eager", **more)
     opened = peft.PeftModel.from_pretrained(base, tmp_path / "out").eval()
-    assert torch.equal(logits(opened), logits(raycloak.load(runs(name))))
+    assert torch.equal(logits(opened), logits(load(runs(name))))
     settings = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == str(site / name.split()[0])
     written = sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
@@ -269,11 +337,11 @@ def test_peft_opens_an_exported_adapter_over_its_base(runs, site, tmp_path, name
 
 @pytest.mark.parametrize("name", ["bert lora", "unpooled lora"])
 def test_from_pretrained_opens_a_merged_adapter(runs, tmp_path, name):
-    export(released_model(runs(name)), "hf", tmp_path / "out")
+    export(released_model(runs(name), run_code=True), "hf", tmp_path / "out")
     auto = transformers.AutoModelForSequenceClassification
     opened = auto.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
     # Merging adds two matrices and so rounds once more.
-    assert torch.allclose(logits(opened), logits(raycloak.load(runs(name))), rtol=1e-4, atol=1e-5)
+    assert torch.allclose(logits(opened), logits(load(runs(name))), rtol=1e-4, atol=1e-5)
 
 
 def test_an_adapter_to_weights_that_were_drawn_is_refused(runs, tmp_path):
@@ -289,11 +357,12 @@ def test_a_format_that_a_model_does_not_have_is_refused(runs, tmp_path):
         ("plain", "hf", "safetensors"), ("plain", "peft", "safetensors"), ("gpt2 whole", "peft", "hf"),
     ]:  # fmt: skip
         with pytest.raises(ConfigError, match=rf"^export_format: .*--format {remedy}"):
-            export(released_model(runs(name)), form, tmp_path / "out")
+            export(released_model(runs(name), run_code=True), form, tmp_path / "out")
     (tmp_path / "there").touch()
-    assert code(lambda: export(released_model(runs("plain")), "torch", tmp_path / "there")) == "out_exists"
-    assert code(lambda: export(released_model(runs("plain")), "hf", tmp_path / "no" / "out")) == "export_format"
-    assert code(lambda: export(released_model(runs("plain")), "torch", tmp_path / "no" / "out")) == "out"
+    plain = released_model(runs("plain"), run_code=True)
+    assert code(lambda: export(plain, "torch", tmp_path / "there")) == "out_exists"
+    assert code(lambda: export(plain, "hf", tmp_path / "no" / "out")) == "export_format"
+    assert code(lambda: export(plain, "torch", tmp_path / "no" / "out")) == "out"
 
 
 @pytest.fixture(scope="module")
@@ -319,26 +388,26 @@ def raycloak_command(*arguments):
 
 def test_a_package_opens_for_a_recipient_and_for_nobody_else(package, tmp_path):
     path, keys, released = package
-    opened = raycloak.load(path, model_init_fn=models.small_model, trust=keys.trust, key=keys.key)
+    opened = load(path, model_init_fn=models.small_model, trust=keys.trust, key=keys.key)
     assert {name: tensor.tolist() for name, tensor in opened.state_dict().items()} == {
         name: array.tolist() for name, array in released.items()
     }
-    assert code(lambda: raycloak.load(path, model_init_fn=models.small_model)) == "package_keys"
-    assert code(lambda: raycloak.load(path, model_init_fn=models.small_model, trust=keys.trust)) == "package_keys"
-    assert code(lambda: raycloak.load(path, trust=keys.trust, key=keys.key)) == "model_needed"
+    assert code(lambda: load(path, model_init_fn=models.small_model)) == "package_keys"
+    assert code(lambda: load(path, model_init_fn=models.small_model, trust=keys.trust)) == "package_keys"
+    assert code(lambda: load(path, trust=keys.trust, key=keys.key)) == "model_needed"
     create_recipient(tmp_path / "eve.key")
     eve = {"trust": keys.trust, "key": tmp_path / "eve.key", "model_init_fn": models.small_model}
-    assert code(lambda: raycloak.load(path, **eve), EvidenceError) == "not_a_recipient"
+    assert code(lambda: load(path, **eve), EvidenceError) == "not_a_recipient"
 
 
 def test_the_command_writes_one_object_and_the_file(runs, package, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(app, "leave_stdout", lambda: None)
     out = tmp_path / "model.pt"
-    assert raycloak_command("export", runs("plain"), "--format", "torch", "--out", out, "--json") == 0
+    assert raycloak_command("export", runs("plain"), "--run-code", "--format", "torch", "--out", out, "--json") == 0
     fields = json.loads(capfd.readouterr().out)
     assert (fields["format"], fields["out"]) == ("torch", str(out))
     assert "weights_only=True" in fields["opened_by"]
-    assert set(torch.load(out, weights_only=True)) == set(raycloak.load(runs("plain")).state_dict())
+    assert set(torch.load(out, weights_only=True)) == set(load(runs("plain")).state_dict())
     assert raycloak_command("export", runs("plain"), "--format", "onnx", "--out", tmp_path / "m") == 2
     assert "there is no format 'onnx'" in capfd.readouterr().err
     path, keys, _ = package

@@ -14,14 +14,19 @@ from safetensors.numpy import load_file
 
 from raycloak.attestation.log.evidence_log import read_exported_log
 from raycloak.coordinator.checkpoints.archive import Archive
+from raycloak.coordinator.cluster.backend import ActorLost
 from raycloak.coordinator.config.sections import CheckpointConfig
 from raycloak.coordinator.ledger.entries import StepCharged
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.record.folder import RunFolder, RunRecord, run_lock
 from raycloak.coordinator.record.outcome import Ending
+from raycloak.coordinator.record.run_list import read_summary
 from raycloak.coordinator.runs.discard import discard
 from raycloak.coordinator.runs.execution import Execution
+from raycloak.coordinator.training import coordinator
 from raycloak.coordinator.training.assignment import NewRun, ReplayedRun, ResumedRun
+from raycloak.coordinator.training.conclusion import Conclusion
+from raycloak.coordinator.training.steps import Training
 from raycloak.coordinator.training.stop_signals import StopRequest
 from raycloak.metrics.errors import BudgetError, ConfigError, EvidenceError, RaycloakError, RefusedError, RunFailedError
 from raycloak.workers.inputs.models import ModelSource
@@ -180,6 +185,76 @@ def test_a_run_that_fails_seals_what_it_has(tmp_path, undisturbed):
     second = resumed(tmp_path, run)
     second.train()
     assert second.digests == undisturbed[3:]
+
+
+def _ended_badly(home: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> tuple[RunFolder, list[int], list[str]]:
+    """Resume a stopped run of two steps, which fails after its fourth, where ``what`` cannot be saved.
+
+    Returns:
+        Its directory, the steps that the evidence log there has as committed, and the lines that a watcher was told.
+    """
+    stop, said = StopRequest(), []
+    first = whole_run(
+        home,
+        steps=STEPS,
+        assignment=NewRun(archive(home, every=0), stop),
+        disturb=lambda call: stop.make() if (call.method, call.index) == ("reduce", 1) else None,
+    )
+    first.train()
+    second = resumed(
+        home,
+        first,
+        overrides=["failure.join_timeout_s=0"],
+        disturb=lambda call: "dies" if (call.method, call.index) == ("step", 2) else None,
+    )
+    # Here each execution has a directory of its own.
+    shutil.copy(first.folder / "evidence.jsonl", second.folder)
+    (second.folder / "verdict.json").write_text('{"steps": 2}')
+    folder = RunFolder(second.folder, RunRecord(**RECORD))
+    folder.mark("running")
+    execution = Execution(second.config, ModelSource.of(small_model), "/", notice=said.append)
+    with second.events:
+        with pytest.raises(RaycloakError) as failure:
+            second.coordinator.run()
+        with monkeypatch.context() as patch:
+
+            def fail(*_: object, **__: object) -> None:
+                raise OSError(28, "No space left on device") if what != "log" else ActorLost("died")
+
+            place = {
+                "packages": (Training, "seal"),
+                "checkpoints": (Conclusion, "_close_checkpoints"),
+                "model": (RunFolder, "write_parameters"),
+                "result": (Conclusion, "_result"),
+                "log": (coordinator, "end_log"),
+            }[what]
+            patch.setattr(*place, fail)
+            execution._fail(second.coordinator, folder, failure.value, time.monotonic())
+        for actor in second.session.control.actors.values():
+            actor.handle.close()
+    return folder, [body["step"] for kind, body in second.evidence if kind == "committed"], said
+
+
+RECORD = {"run_id": "", "name": "run", "base": "/", "secret_file": None, "started_at": 0.0, "status": "running"}
+
+
+@pytest.mark.parametrize("what", ["packages", "checkpoints", "model", "result"])
+def test_guarantee_a_run_whose_salvage_fails_too_is_marked_beside_its_newest_log(tmp_path, what, monkeypatch):
+    folder, committed, said = _ended_badly(tmp_path, what, monkeypatch)
+    assert RunFolder.open(folder.path).record.status == "failed"
+    assert committed == [0, 1, 2, 3]
+    assert any("not everything could be saved: [Errno 28]" in line for line in said)
+    # The verdict of two steps would contradict log and ledger.
+    listed = read_summary(folder.path)
+    assert (listed.state, listed.steps) == ("failed", 4)
+
+
+def test_guarantee_a_run_whose_newest_log_is_lost_counts_as_killed(tmp_path, monkeypatch):
+    """Marked as failed, it would give an auditor the log of an earlier execution beside newer charges."""
+    folder, committed, said = _ended_badly(tmp_path, "log", monkeypatch)
+    assert RunFolder.open(folder.path).record.status == "running"
+    assert committed == [0, 1]
+    assert any("not everything could be saved" in line for line in said)
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import ray
 
 from raycloak.coordinator.cluster.tuning import trainable_class
 from raycloak.coordinator.config.run import RunConfig
+from raycloak.coordinator.config.sections import DatasetConfig, DPConfig, LedgerConfig, OptimizerConfig, Section
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.record.folder import RunFolder
 from raycloak.coordinator.runs import search
@@ -41,6 +42,38 @@ def test_no_trial_chooses_who_is_charged_for_it(name: str):
     section, _, last = name.rpartition(".")
     with pytest.raises(ConfigError, match="tune_param"):
         trial_config(raw(), "a", {section: {last: "other"}} if section else {name: "other"})
+
+
+class Hidden:
+    """A value that turns into a section once it is asked, as a scalar of NumPy turns into a number."""
+
+    def item(self) -> Section:
+        return DPConfig(enabled=False)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "name"),
+    [
+        ({"ledger": LedgerConfig(account="another")}, "ledger.account"),
+        ({"ledger": {"url": "sqlite:////elsewhere"}}, "ledger.url"),
+        ({"dp_config": DPConfig(enabled=False)}, "dp_config.enabled"),
+        ({"dp_config": DPConfig(noise_multiplier=1, epsilon_cap=9, target_delta=0.1)}, "dp_config.target_delta"),
+        ({"dataset": DatasetConfig(kind="digits", public=True)}, "dataset.public"),
+        ({"dp_config": Hidden()}, "dp_config.enabled"),
+        ({"dp_config": object()}, "dp_config is a object"),
+        ({"dp_config": [DPConfig(enabled=False)]}, "dp_config is a list"),
+    ],
+)
+def test_guarantee_no_object_hides_a_field_that_no_trial_may_choose(chosen: dict[str, Any], name: str):
+    with pytest.raises(ConfigError, match=f"tune_param: .*{name}"):
+        trial_config(raw(), "a", chosen)
+
+
+def test_a_section_as_an_object_counts_as_the_fields_that_it_was_given():
+    wanted = {"learning_rate": 0.125, "momentum": 0.5}
+    one = trial_config(raw(optimizer={"weight_decay": 0.25}), "a", {"optimizer": OptimizerConfig(**wanted)})
+    assert one.optimizer == OptimizerConfig(**wanted, weight_decay=0.25)
+    assert trial_config(raw(), "a", {"ledger": LedgerConfig()}).ledger.account == "search"
 
 
 def test_a_wrong_field_of_param_space_is_named():

@@ -1,6 +1,7 @@
 """The settings of a service: what is refused before it starts. How a client's configuration is completed: test_desk."""
 
 import pytest
+from pydantic import ValidationError
 
 from raycloak.coordinator.config.run import validated
 from raycloak.coordinator.service.limits import Slots
@@ -60,8 +61,12 @@ def test_public_data_needs_no_account_anywhere_and_private_data_none_on_this_mac
     assert away.datasets["open"].account is settings().datasets["digits"].account is None
 
 
-def test_the_stores_password_is_shown_nowhere():
-    assert "hidden" not in repr(settings(store="postgresql://u:hidden@h/d"))
+@pytest.mark.parametrize("field", ["store", "run"])
+def test_guarantee_settings_hold_no_password(field: str):
+    url = "postgresql://u:hidden@h/d"
+    with pytest.raises(ValidationError, match="it has a password: put it into") as wrong:
+        settings(**{field: url if field == "store" else {"ledger": {"url": url}}})
+    assert "hidden" not in str(wrong.value)
 
 
 def test_slots_are_counted_for_each_tenant():

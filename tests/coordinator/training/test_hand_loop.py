@@ -5,8 +5,10 @@ import pytest
 
 from raycloak.coordinator.config.sections import OptimizerConfig
 from raycloak.coordinator.planning.manifest import BY_HAND
+from raycloak.coordinator.record.folder import RunFolder
+from raycloak.coordinator.record.run_list import read_summary
 from raycloak.coordinator.training.hand_loop import HandLoop
-from raycloak.metrics.errors import BudgetError, RunFailedError
+from raycloak.metrics.errors import BudgetError, ConfigError, RunFailedError
 from tests.protocol import RENYI, WholeRun, trained, whole_run
 
 SGD = {"optimizer": {"learning_rate": 0.5}, "dp_config": RENYI}
@@ -38,6 +40,8 @@ def by_hand(tmp_path_factory) -> tuple[WholeRun, HandLoop, list[str], str]:
             average = loop.aggregate(vectors)
             parameters = parameters - np.float32(0.5) * average.astype(np.float32)
             digests.append(loop._digest(parameters).hex())
+        with pytest.raises(RunFailedError, match="complete"):
+            loop.vectors(parameters)
         last = loop.finish(parameters)
     return run, loop, digests, last
 
@@ -57,8 +61,43 @@ def test_each_step_is_charged_once_and_committed_with_the_callers_parameters(by_
     assert committed == digests
     assert len(run.stage.calls("charge")) == 3
     assert loop.plan.mechanism.steps == 3
-    with pytest.raises(RunFailedError, match="complete"):
-        loop.vectors(loop.initial_parameters)
+
+
+def test_guarantee_the_vectors_of_a_step_are_aggregated_once(tmp_path) -> None:
+    """A second aggregate of one step, or of an older one, would count a step that nobody charged."""
+    run = whole_run(tmp_path, **SGD)
+    with run.events:
+        loop = loop_of(run)
+        older = loop.vectors(loop.initial_parameters)
+        vectors = loop.vectors(loop.initial_parameters)
+        with pytest.raises(ConfigError, match="vectors_used"):
+            loop.aggregate(older)
+        loop.aggregate(vectors)
+        for used in (vectors, older):
+            with pytest.raises(ConfigError, match="vectors_used: after 1 steps"):
+                loop.aggregate(used)
+        assert loop.finished_steps == 1
+        loop.aggregate(loop.vectors(loop.initial_parameters - 1))
+        loop.finish(loop.initial_parameters)
+    assert [body["step"] for kind, body in run.evidence if kind == "committed"] == [0, 1]
+    for late in (loop.vectors, loop.finish):
+        with pytest.raises(ConfigError, match="loop_over"):
+            late(loop.initial_parameters)
+    with pytest.raises(ConfigError, match="loop_over"):
+        loop.aggregate(vectors)
+
+
+def test_a_finished_loop_is_listed_with_its_steps_and_what_they_cost(by_hand) -> None:
+    run, loop, digests, _ = by_hand
+    RunFolder(run.folder, run.coordinator.order.folder.record).mark("done")
+    listed = read_summary(run.folder)
+    assert (listed.state, listed.steps, listed.planned_steps) == ("done", 3, 3)
+    assert listed.epsilon_charged == run.session.control.ledger.view().accounts[0].spent_epsilon
+    assert listed.epsilon_claimed == loop.plan.epsilon_outsiders
+    assert listed.parameter_digest == digests[-1]
+    events = [each for each in run.told if each["event"] == "step"]
+    assert [each["attempts"] for each in events] == [1, 2, 1]
+    assert all(each["seconds"] >= each["charge_seconds"] + each["reduce_seconds"] > 0 for each in events)
 
 
 def test_its_manifest_names_no_update_rule(tmp_path) -> None:
@@ -78,10 +117,10 @@ def test_the_cap_ends_a_loop_before_anything_is_computed(tmp_path) -> None:
     run = whole_run(tmp_path, dp_config={**RENYI, "epsilon_cap": 2.0}, steps=40)
     with run.events:
         loop = loop_of(run)
-    within = loop.plan.steps_within_cap
-    assert within < 40
-    for _ in range(within):
-        loop.aggregate(loop.vectors(loop.initial_parameters))
-    with pytest.raises(BudgetError, match="cap_exceeded"):
-        loop.vectors(loop.initial_parameters)
-    loop.close()
+        within = loop.plan.steps_within_cap
+        assert within < 40
+        for _ in range(within):
+            loop.aggregate(loop.vectors(loop.initial_parameters))
+        with pytest.raises(BudgetError, match="cap_exceeded"):
+            loop.vectors(loop.initial_parameters)
+        loop.close()

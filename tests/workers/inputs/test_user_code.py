@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from raycloak.metrics.errors import ConfigError
-from raycloak.workers.inputs.user_code import portable_base, resolve, source_digest
+from raycloak.workers.inputs.user_code import portable_base, resolve, source_digest, unexecuted_digest
 
 
 def refused(target: str, base: Path) -> str:
@@ -123,3 +123,92 @@ def test_the_source_digest_of_a_callable_covers_its_text_and_what_it_closes_over
     assert len(set(digests)) == len(digests)
     assert source_digest(maker(1), ".") == digests[0]
     assert source_digest(other, ".") == digests[2]
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return installed packages: a regular one, two halves of a namespace, and a distribution of modules."""
+    folder = tmp_path / "lib" / "site-packages"
+    files = {
+        "rc_nets/__init__.py": "raise SystemExit('no digest imports it')\n",
+        "rc_nets/zoo/__init__.py": "",
+        "rc_nets/zoo/small.py": "def net(): return 1\n",
+        "rc_nets/layers.py": "WIDTH = 1\n",
+        "rc_nets/weights/table.bin": "0123",
+        "rc_nets/__pycache__/layers.cpython-311.pyc": "cache",
+        "rc_space/one/__init__.py": "",
+        "rc_space/one/net.py": "def net(): return 1\n",
+        "rc_space/two/__init__.py": "",
+        "rc_single.py": "import rc_beside\ndef net(): return 1\n",
+        "rc_beside.py": "WIDTH = 1\n",
+        "rc_single-1.dist-info/METADATA": "Metadata-Version: 2.1\nName: rc-single\nVersion: 1\n",
+        "rc_single-1.dist-info/RECORD": "rc_single.py,,\nrc_beside.py,,\nrc_single-1.dist-info/METADATA,,\n",
+    }
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    monkeypatch.syspath_prepend(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("target", "covered"),
+    [
+        (
+            "rc_nets.zoo.small:net",
+            {
+                "rc_nets/__init__.py",
+                "rc_nets/zoo/__init__.py",
+                "rc_nets/zoo/small.py",
+                "rc_nets/layers.py",
+                "rc_nets/weights/table.bin",
+            },
+        ),
+        ("rc_space.one.net:net", {"rc_space/one/__init__.py", "rc_space/one/net.py"}),
+        ("rc_single:net", {"rc_single.py", "rc_beside.py"}),
+    ],
+)
+def test_guarantee_the_digest_of_installed_code_covers_every_file_of_its_package(
+    target: str, covered: set[str], site: Path, tmp_path: Path
+) -> None:
+    """Nothing of the package is executed, and what lies beside it changes nothing."""
+    before = unexecuted_digest(target, tmp_path)
+    assert unexecuted_digest(target, tmp_path / "elsewhere") == before
+    changed = set()
+    for path in (each for each in site.rglob("*") if each.is_file() and "dist-info" not in each.parent.name):
+        text = path.read_text()
+        path.write_text(text + "\n# changed")
+        if unexecuted_digest(target, tmp_path) != before:
+            changed.add(path.relative_to(site).as_posix())
+        path.write_text(text)
+    assert changed == covered
+    (site / max(covered)).with_name("one_more").touch()
+    assert (unexecuted_digest(target, tmp_path) == before) is (target == "rc_single:net")
+
+
+def test_a_source_folder_on_the_path_is_covered_as_far_as_the_module_imports_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "src"
+    folder.mkdir()
+    files = {"rc_own.py": "import rc_layers\ndef net(): return 1\n", "rc_layers.py": "WIDTH = 1\n", "rc_other.py": ""}
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    monkeypatch.syspath_prepend(folder)
+    before, called = source_digest("rc_own:net", tmp_path), resolve("rc_own:net", tmp_path)
+    callable_before = source_digest(called, tmp_path)
+    changed = {}
+    for name, text in files.items():
+        (folder / name).write_text(text + "# changed\n")
+        changed[name] = (
+            unexecuted_digest("rc_own:net", tmp_path) != before,
+            source_digest(called, tmp_path) != callable_before,
+        )
+        (folder / name).write_text(text)
+    assert changed == {"rc_own.py": (True, True), "rc_layers.py": (True, True), "rc_other.py": (False, False)}
+
+
+@pytest.mark.parametrize("module", ["sys", "rc_absent", "json.rc_absent", "rc_nets.absent", "rc_space"])
+def test_code_without_a_file_has_no_digest(module: str, site: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no module"):
+        unexecuted_digest(f"{module}:f", tmp_path)

@@ -1,0 +1,258 @@
+"""Secrets are in no argument, message or environment of an actor, and so in nothing that Ray keeps.
+
+A run with every secret that a configuration can name is searched for them while it trains: the memory of Ray's control
+store and raylet, the environment of every process, Ray's session folder, and all that the driver sends to actors. That
+the search would find them is seen by planting: an actor that is started as the ledger was before.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+from cryptography.hazmat.primitives.serialization import load_der_private_key
+
+from raycloak.attestation.core.messages import parse
+from raycloak.attestation.simulators.tdx_vendor import VendorKeys
+from raycloak.coordinator.cluster.actors import actor, on_this_node
+from raycloak.coordinator.cluster.process_table import Process, descendants, process_table
+from raycloak.coordinator.cluster.ray_backend import RayBackend
+from raycloak.coordinator.cluster.ray_control import RayControl
+from raycloak.coordinator.config.run import parse_config
+from raycloak.coordinator.config.secret_variables import SECRET_VARIABLES
+from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.runs.demo import demo_config
+from raycloak.coordinator.runs.trainer import Trainer
+from raycloak.metrics.errors import ConfigError
+from tests.coordinator.ledger.witness_server import url_file, witness_server
+from tests.private_memory import memory_is_private
+from tests.ray import leaks
+
+DEADLINE_S = 240
+# In two parts, so that no copy of this file holds one.
+PASSWORD = "Planted-" + "pg-password"
+WITNESS_PATH = "Planted-" + "witness-path"
+VARIABLE = "Planted-" + "variable"
+RUN_SECRET, FINGERPRINT_KEY = bytes(range(150, 182)), bytes(range(50, 82))
+
+
+def _session() -> Path:
+    return Path(ray._private.worker._global_node.get_session_dir_path())
+
+
+def _ray_processes() -> list[Process]:
+    """Return the processes of this session's cluster, Ray's own and its workers."""
+    table = process_table()
+    raylets = [each.pid for each in table if "raylet" in each.title.split(" ")[0] and _session().name in each.title]
+    stores = [each for each in table if "gcs_server" in each.title.split(" ")[0] and _session().name in each.title]
+    found = [*stores, *(each for each in table if each.pid in raylets), *descendants(raylets, table)]
+    assert stores
+    assert raylets
+    return found
+
+
+def _memory(process: Process) -> Iterator[tuple[str, bytes]]:
+    """Yield what a process has written into its memory."""
+    regions = [line.split() for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()]
+    with open(f"/proc/{process.pid}/mem", "rb", 0) as memory:
+        for place, rights, *_ in regions:
+            start, end = (int(each, 16) for each in place.split("-"))
+            if not rights.startswith("rw") or rights[3] == "s":
+                continue
+            try:
+                memory.seek(start)
+                yield f"memory of {process.title[:40]}", memory.read(end - start)
+            except OSError:
+                continue
+
+
+def _places() -> Iterator[tuple[str, bytes]]:
+    yield from leaks.files_below(_session())
+    yield from leaks.object_stores(_session().name)
+    for process in _ray_processes():
+        try:
+            yield f"environment of {process.title[:40]}", Path(f"/proc/{process.pid}/environ").read_bytes()
+        except OSError:
+            continue
+        if "gcs_server" in process.title or "raylet" in process.title.split(" ")[0]:
+            yield from _memory(process)
+
+
+class Sent:
+    """All that the driver gives to actors, pickled: arguments of their constructors and of their methods."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[tuple[str, bytes]] = []
+        for kind in (ray.actor.ActorClass, ray.actor.ActorMethod):
+            genuine = kind._remote
+            monkeypatch.setattr(kind, "_remote", self._recording(genuine))
+
+    def _recording(self, genuine):
+        def remote(caller, args=None, kwargs=None, *rest, **options):
+            # A reference stands for what another actor made, and is no content.
+            plain = [each for each in (*(args or ()), *(kwargs or {}).values()) if not isinstance(each, ray.ObjectRef)]
+            name = getattr(caller, "_method_name", "a constructor")
+            self.seen.append((f"arguments of {name}", ray.cloudpickle.dumps((plain, options.get("runtime_env")))))
+            return genuine(caller, args, kwargs, *rest, **options)
+
+        return remote
+
+
+class Watched(RayControl):
+    """Knows the handles of ledger and orchestrator."""
+
+    handles: dict = {}
+
+    def _launch(self, role):
+        started = super()._launch(role)
+        self.handles[role] = started.handle
+        return started
+
+
+class WatchedBackend(RayBackend):
+    """Knows the handles of all workers and aggregators."""
+
+    def start_worker(self, member_id):
+        started = super().start_worker(member_id)
+        Watched.handles[member_id] = started.handle
+        return started
+
+    def start_aggregator(self, member_id):
+        started = super().start_aggregator(member_id)
+        Watched.handles[member_id] = started.handle
+        return started
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> Path:
+    """Return a folder with data and with each secret of a run in a file of its own; it is not searched."""
+    folder = tmp_path / "inputs"
+    folder.mkdir()
+    generator = np.random.default_rng(5)
+    np.savez(folder / "data.npz", images=generator.random((60, 64), np.float32), labels=np.arange(60) % 10)
+    contents = {
+        "run.secret": RUN_SECRET.hex(),
+        "data.key": FINGERPRINT_KEY.hex(),
+        "pgpass": f"*:*:*:*:{PASSWORD}\n",
+    }
+    for name, content in contents.items():
+        (folder / name).touch(0o600)
+        (folder / name).write_text(content)
+    return folder
+
+
+def _vendor_key(home: Path) -> bytes:
+    """Return the number that is the private key of the simulated platforms' certificate authority."""
+    keys = parse(VendorKeys, (home / "simulator" / "vendor.json").read_bytes())
+    return load_der_private_key(keys.platform_ca.key_pkcs8, None).private_numbers().private_value.to_bytes(32)
+
+
+def _needles(home: Path) -> dict[str, bytes]:
+    return {
+        "password of the ledger": PASSWORD.encode(),
+        "path of the witness": WITNESS_PATH.encode(),
+        **leaks.key_needles("run secret", RUN_SECRET),
+        **leaks.key_needles("key of the fingerprint", FINGERPRINT_KEY),
+        **leaks.key_needles("key of the simulated platforms", _vendor_key(home)),
+    }
+
+
+def test_guarantee_no_secret_of_a_run_is_in_what_ray_keeps_or_an_actor_is_given(
+    ray_cluster, raycloak_home, inputs, postgres, monkeypatch
+):
+    monkeypatch.setattr("raycloak.coordinator.runs.ray_session.RayControl", Watched)
+    monkeypatch.setattr("raycloak.coordinator.runs.ray_session.RayBackend", WatchedBackend)
+    monkeypatch.setattr(Watched, "handles", {})
+    sent, found, private = Sent(monkeypatch), [], {}
+
+    def search(report):
+        if report.step == 1:
+            found.extend(leaks.leaks(_needles(raycloak_home), [*sent.seen, *_places()]))
+            asked = {name: each.__ray_call__.remote(memory_is_private) for name, each in Watched.handles.items()}
+            private.update({name: ray.get(each, timeout=DEADLINE_S) for name, each in asked.items()})
+
+    with witness_server() as server:
+        witness = url_file(inputs, f"http://127.0.0.1:{server.server_port}/{WITNESS_PATH}")
+        config = parse_config(
+            demo_config()
+            | {
+                "num_workers": 2,
+                "virtual_workers": 4,
+                "steps": 2,
+                "expected_batch_size": 20,
+                "evaluation": None,
+                "dataset": {"kind": "npz", "path": "data.npz", "fingerprint_key": "data.key"},
+                "ledger": {"url": f"{postgres.url()}&passfile={inputs / 'pgpass'}", "witness": witness},
+            }
+        )
+        options = {"config_dir": inputs, "run_secret": inputs / "run.secret", "notice": lambda line: None}
+        result = Trainer(config, progress=search, **options).train()
+        assert any(WITNESS_PATH in path for _, path in server.asked), "the ledger has read the file"
+    assert result["metrics"]["steps"] == 2
+    assert not result["metrics"]["rollback_witness"], "the witness is on this machine"
+    assert found == []
+    assert {"ledger", "orchestrator", "worker-0", "worker-1"} < private.keys()
+    assert len(private) == 5
+    assert all(private.values()), private
+
+
+def test_the_search_finds_a_password_that_is_an_actors_argument(ray_cluster, monkeypatch):
+    """As it was before: in the control store, and in what was given."""
+    sent = Sent(monkeypatch)
+    url = f"postgresql://raycloak:{PASSWORD}@127.0.0.1:9/ledger"
+    handle = actor(PrivacyLedger, scheduling_strategy=on_this_node()).remote(url, True, None)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(handle.__ray_ready__.remote(), timeout=DEADLINE_S)
+    found = leaks.leaks({"password": PASSWORD.encode()}, [*sent.seen, *_places()])
+    assert "password in arguments of a constructor" in found
+    assert any("memory of" in line and "gcs_server" in line for line in found)
+
+
+STARTS_RAY = """
+import os, sys
+from pathlib import Path
+from raycloak.coordinator.cluster.actors import connect, disconnect
+from raycloak.coordinator.cluster.process_table import descendants, process_table
+assert connect(1, {"CUDA_VISIBLE_DEVICES": ""})
+children = descendants([os.getpid()], process_table())
+assert any("raylet" in each.title for each in children)
+for each in children:
+    try:
+        content = Path(f"/proc/{each.pid}/environ").read_bytes()
+    except OSError:
+        continue
+    for line in content.split(b"\\0"):
+        if sys.argv[1].encode() in line or line.startswith(b"RAY_AUTH_TOKEN="):
+            print("leaked", each.title[:30], line)
+print("token", os.environ["RAY_AUTH_TOKEN_PATH"], oct(os.stat(os.environ["RAY_AUTH_TOKEN_PATH"]).st_mode & 0o777))
+print("kept", all(os.environ[name] == sys.argv[1] for name in sys.argv[2:]))
+disconnect()
+"""
+
+
+def test_guarantee_no_process_of_a_local_ray_inherits_a_secret_of_the_driver(raycloak_home: Path):
+    """The driver keeps its variables: it uploads packages and tells loggers."""
+    names = sorted(SECRET_VARIABLES.keys() - {"RAY_AUTH_TOKEN"})
+    environment = {**os.environ, **dict.fromkeys(names, VARIABLE)}
+    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        environment.pop(name, None)
+    command = [sys.executable, "-c", STARTS_RAY, VARIABLE, *names]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.stdout.splitlines() == [f"token {raycloak_home / 'ray.token'} 0o600", "kept True"], done.stderr[-3000:]
+
+
+def test_a_job_whose_variables_hold_a_secret_is_refused(ray_cluster, inputs, monkeypatch):
+    class Context:
+        runtime_env = {"env_vars": {"PLAIN": "1", "WANDB_API_KEY": VARIABLE}}
+
+    monkeypatch.setattr(ray, "get_runtime_context", Context)
+    config = parse_config(demo_config() | {"steps": 1})
+    with pytest.raises(
+        ConfigError, match=r"secret_variable: WANDB_API_KEY is in .*runtime_env.*wandb login"
+    ) as refused:
+        Trainer(config, config_dir=inputs, notice=lambda line: None).train()
+    assert VARIABLE not in str(refused.value)
