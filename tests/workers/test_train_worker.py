@@ -38,7 +38,7 @@ from raycloak.workers.train_worker import TrainWorker
 from raycloak.workers.vectors.payload import Header, VectorRange
 from raycloak.workers.vectors.ring import decode
 from raycloak.workers.virtual_worker import VirtualWorkerComputer
-from raycloak.workers.workload import PlannedWorkload
+from raycloak.workers.workload import PlannedWorkload, Workload
 from tests.protocol import VIRTUAL_WORKERS, HandRun, computer, config, correlation, worker_setup
 
 COMPUTATION_CHANGES = {
@@ -745,3 +745,27 @@ def test_what_is_as_large_as_the_model_is_not_kept_twice(hand):
     assert left() is None
     assert hand.facts.initial_parameters.size == hand.mechanism.dimension
     assert hand.workers["worker-0"]._stage.planned.workload.facts.initial_parameters.size == 0
+
+
+SETS_TORCH = """
+import torch
+from torch import nn
+
+torch.set_float32_matmul_precision("high")
+torch.set_num_threads(2)
+
+def model():
+    torch.backends.cudnn.benchmark = True
+    return nn.Linear(6, 3)
+"""
+
+
+def test_what_a_module_sets_in_torch_as_it_is_imported_has_no_effect_in_a_run(tmp_path):
+    """Such lines stand at the head of many a training script. The class that the worker states is the run's."""
+    plain = Workload(worker_setup(config(), tmp_path / "plain")).facts.numerics
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "sets_torch.py").write_text(SETS_TORCH)
+    workload = Workload(worker_setup(config(model="sets_torch:model"), tmp_path))
+    assert workload.facts.numerics == plain
+    assert (torch.get_float32_matmul_precision(), torch.get_num_threads()) == ("highest", 1)
+    assert not torch.backends.cudnn.benchmark
