@@ -12,6 +12,10 @@ ROUNDING_VARIANCE: Final = 4.0
 randomised rounding of a continuous one of variance s² (`docs/proofs/001-noise-sampler.md`, theorem 2)."""
 
 
+_LARGEST: Final = 2.0**64
+_LARGEST_EXPONENT: Final = 500
+
+
 class NoiseTerms(Protocol):
     """The numbers of a mechanism that its noise follows from; see `raycloak.workers.terms.mechanism.Mechanism`."""
 
@@ -62,8 +66,9 @@ def counted_noise(terms: NoiseTerms, shares: float) -> float:
     The shares have variance ``shares * sigma^2`` in squared ring units, of which the rounding argument takes
     ``ROUNDING_VARIANCE``.
     """
-    variance = shares * terms.sigma**2 - ROUNDING_VARIANCE
-    if not (variance > 0 and terms.sigma > 0 and terms.max_grad_norm > 0 and terms.dimension > 0):
+    # Whoever asks may have read them from bytes of anybody's: within these no float overflows.
+    usable = 0 < shares < _LARGEST and 0 < terms.sigma < _LARGEST and 0 < terms.dimension < _LARGEST
+    if not (usable and terms.max_grad_norm > 0 and abs(terms.gamma_log2) < _LARGEST_EXPONENT):
         return 0.0
-    grid = math.ldexp(1.0, min(terms.gamma_log2, 1000))
-    return math.sqrt(variance) * grid / (terms.max_grad_norm + grid * math.sqrt(terms.dimension))
+    variance, grid = shares * terms.sigma**2 - ROUNDING_VARIANCE, math.ldexp(1.0, terms.gamma_log2)
+    return math.sqrt(max(variance, 0.0)) * grid / (terms.max_grad_norm + grid * math.sqrt(terms.dimension))

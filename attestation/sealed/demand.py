@@ -139,7 +139,8 @@ def _noise_of(terms: NoiseTerms, virtual_workers: int) -> float:
     """Return the noise multiplier that a release claims, or what it has where that is less by more than rounding."""
     if not terms.private:
         return 0.0
-    found = counted_noise(terms, virtual_workers * min(terms.honest_share, 1.0))
+    # A number beyond all floats counts as none.
+    found = counted_noise(terms, min(virtual_workers, 2**64) * min(terms.honest_share, 1.0))
     return terms.noise_multiplier if found >= terms.noise_multiplier * (1 - _ROUNDING) else found
 
 

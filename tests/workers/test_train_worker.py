@@ -38,7 +38,7 @@ from raycloak.workers.train_worker import TrainWorker
 from raycloak.workers.vectors.payload import Header, VectorRange
 from raycloak.workers.vectors.ring import decode
 from raycloak.workers.virtual_worker import VirtualWorkerComputer
-from raycloak.workers.workload import PlannedWorkload
+from raycloak.workers.workload import PlannedWorkload, Workload
 from tests.protocol import VIRTUAL_WORKERS, HandRun, computer, config, correlation, worker_setup
 
 COMPUTATION_CHANGES = {
@@ -767,3 +767,27 @@ def test_a_model_that_comes_to_mix_rows_ends_the_step_with_a_code(tmp_path, comp
     before = len(computed)
     assert hand.code("worker-0", hand.request(hand.roster(1, commit=commit), 1)) == "mixing_layer"
     assert len(computed) == before
+
+
+SETS_TORCH = """
+import torch
+from torch import nn
+
+torch.set_float32_matmul_precision("high")
+torch.set_num_threads(2)
+
+def model():
+    torch.backends.cudnn.benchmark = True
+    return nn.Linear(6, 3)
+"""
+
+
+def test_what_a_module_sets_in_torch_as_it_is_imported_has_no_effect_in_a_run(tmp_path):
+    """Such lines stand at the head of many a training script. The class that the worker states is the run's."""
+    plain = Workload(worker_setup(config(), tmp_path / "plain")).facts.numerics
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "sets_torch.py").write_text(SETS_TORCH)
+    workload = Workload(worker_setup(config(model="sets_torch:model"), tmp_path))
+    assert workload.facts.numerics == plain
+    assert (torch.get_float32_matmul_precision(), torch.get_num_threads()) == ("highest", 1)
+    assert not torch.backends.cudnn.benchmark

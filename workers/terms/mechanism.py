@@ -24,6 +24,9 @@ from raycloak.workers.vectors.ring import RingSpec, noise_pays
 MAX_DIMENSION = 2**31
 MIN_CLIP, MAX_CLIP = 2.0**-100, 2.0**100
 
+# Every whole number up to here is a float.
+_MAX_COUNT = 2**53
+
 AccountantName = Literal["rdp", "pld"]
 """Accountants that can hold a cap: Renyi differential privacy, or privacy loss distributions."""
 
@@ -105,7 +108,7 @@ class Mechanism(Message):
             if not holds:
                 raise ProtocolError(
                     "mechanism_bounds",
-                    f"a mechanism of query {self.query} has {name} {getattr(self, name):g}: {bound}.",
+                    f"a mechanism of query {self.query} has {name} {getattr(self, name)}: {bound}.",
                     "Plan the run again with this version; no proof covers such a mechanism.",
                 )
         return self
@@ -113,7 +116,7 @@ class Mechanism(Message):
     def _bounds(self) -> Iterator[tuple[str, str, bool]]:
         """Yield a field, what is asked of it, and whether it is so."""
         for name in ("num_examples", "virtual_workers", "steps", "micro_batch_size", "micro_batches"):
-            yield name, "it must be at least 1", getattr(self, name) >= 1
+            yield name, "it must be in [1, 2^53]", 1 <= getattr(self, name) <= _MAX_COUNT
         yield "sample_rate", "it must be in (0, 1]", 0 < self.sample_rate <= 1
         yield "max_grad_norm", "it must be in [2^-100, 2^100]", MIN_CLIP <= self.max_grad_norm <= MAX_CLIP
         yield "expected_batch_size", "it must be above 0", self.expected_batch_size > 0

@@ -371,6 +371,8 @@ THIN = {
     "grid": {"gamma_log2": -60},
     "shares of nobody": {"virtual_workers": 8_000_000},
     "no sensitivity": {"max_grad_norm": -1.0},
+    "beyond floats": {"sigma": 1e300, "honest_share": 1e300},
+    "beyond all floats": {"gamma_log2": 10**400},
 }
 
 

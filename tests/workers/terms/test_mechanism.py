@@ -93,7 +93,9 @@ def sent(bound: int) -> Mechanism:
 # Each is a number that proof 001, 002, 004 or 006 has no place for, or noise that the shares do not add up to.
 OUT_OF_BOUNDS: list[tuple[str, Any]] = [
     ("num_examples", 0),
+    ("num_examples", 10**4000),
     ("virtual_workers", 0),
+    ("virtual_workers", 10**400),
     ("virtual_workers", -8),
     ("sample_rate", 0.0),
     ("sample_rate", 1.0000001),
@@ -115,6 +117,7 @@ OUT_OF_BOUNDS: list[tuple[str, Any]] = [
     ("dimension", 2**31 + 1),
     ("gamma_log2", -121),
     ("gamma_log2", 2000),
+    ("gamma_log2", 10**400),
     ("gamma_log2", -25),
     ("clamp", 0.0),
     ("clamp", -14.0),
@@ -124,6 +127,9 @@ OUT_OF_BOUNDS: list[tuple[str, Any]] = [
     ("sigma", 3.9e6),
     ("sigma", 5e7),
     ("sigma", 2.0**41),
+    ("sigma", 1e300),
+    ("clamp", 1e300),
+    ("noise_multiplier", 1e300),
     ("sigma", -2e7),
     ("micro_batch_size", 0),
     ("micro_batches", -1),
