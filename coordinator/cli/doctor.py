@@ -21,6 +21,7 @@ from rich.text import Text
 
 from raycloak.attestation.attester.tsm import TSM_REMEDY, TSM_REPORTS, tee_nodes
 from raycloak.coordinator.config import home
+from raycloak.coordinator.config.secret_variables import SECRET_VARIABLES
 from raycloak.coordinator.ledger.location import check_file_system, file_system
 from raycloak.coordinator.ledger.store import LedgerStore
 from raycloak.coordinator.planning.key_files import WHERE, keys_below
@@ -57,6 +58,7 @@ def examine() -> list[Check]:
         *(partial(check_version, name, installed_version(name)) for name in SUPPORTED),
         partial(check_auth_mode, os.environ),
         partial(check_token, os.environ),
+        partial(check_variables, os.environ),
         check_home,
         partial(check_working_folder, Path.cwd()),
         partial(check_ledger, mounts),
@@ -123,6 +125,16 @@ def check_token(environ: Mapping[str, str]) -> Check:
     if mode & 0o077:
         return Check("ray token", "fail", f"{path} has mode {mode:04o}: others can read it", f"chmod 600 {path}")
     return Check("ray token", "ok", f"{path} has mode {mode:04o}")
+
+
+def check_variables(environ: Mapping[str, str]) -> Check:
+    """Check that no secret is in the environment, which a Ray that is started here hands to all its processes."""
+    # The token has a check of its own.
+    found = [name for name in SECRET_VARIABLES if name in environ and name != "RAY_AUTH_TOKEN"]
+    if not found:
+        return Check("environment", "ok", "no secret that ray start would hand on")
+    finding = f"{', '.join(found)}: ray start would hand them to every process; a run's own Ray gets none"
+    return Check("environment", "warn", finding, f"{SECRET_VARIABLES[found[0]]}, before ray start.")
 
 
 def check_home() -> Check:

@@ -13,6 +13,8 @@ from raycloak.metrics.errors import ConfigError
 _AWS = "Put both keys into ~/.aws/credentials of each machine, mode 0600, or give the machine a role"
 _DRIVER = "Set it for the driver alone"
 SECRET_VARIABLES = {
+    # No secret, but a library that finds it without the other looks no further.
+    "AWS_ACCESS_KEY_ID": _AWS,
     "AWS_SECRET_ACCESS_KEY": _AWS,
     "AWS_SESSION_TOKEN": _AWS,
     "HF_TOKEN": "Use `hf auth login`",

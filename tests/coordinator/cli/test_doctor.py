@@ -172,3 +172,14 @@ def test_tee_devices_are_found(tmp_path):
     check = doctor.check_tee(tmp_path)
     assert check.status == "ok"
     assert check.finding.startswith("/sys/kernel/config/tsm/report (")
+
+
+def test_a_secret_in_the_environment_is_named_and_not_shown():
+    assert doctor.check_variables({"PATH": "/bin", "RAY_AUTH_TOKEN": "s3cret"}).status == "ok"
+    check = doctor.check_variables({"WANDB_API_KEY": "s3cret", "PGPASSWORD": "s3cret"})
+    assert (check.status, "PGPASSWORD, WANDB_API_KEY" in check.finding, "~/.pgpass" in check.remedy) == (
+        "warn",
+        True,
+        True,
+    )
+    assert "s3cret" not in f"{check}"
