@@ -87,6 +87,10 @@ class DataMarks(Message):
         return not (self.fingerprint or self.places)
 
 
+NO_MARKS = DataMarks()
+"""Of data that nothing is known of, such as examples that a client sends."""
+
+
 def joined(parts: AbstractSet[bytes]) -> bytes:
     """Return the codes or places of a set as marks have them."""
     return b"".join(sorted(parts))
