@@ -28,6 +28,7 @@ from raycloak.metrics.file_errors import file_error
 from raycloak.workers.terms.mechanism import AccountantName
 
 if TYPE_CHECKING:
+    from raycloak.attestation.core.data_marks import DataMarks
     from raycloak.coordinator.ledger.cap_authority import CapAuthorisation
     from raycloak.coordinator.ledger.ledger import PrivacyLedger
 
@@ -83,16 +84,17 @@ def open_command(
             metavar="HEX", help="Bind the account to the dataset of this fingerprint, from `budget fingerprint`."
         ),
     ] = None,
+    also: Annotated[
+        bool, typer.Option("--also", help="One more budget for people whose data another account pays for already.")
+    ] = False,
     ledger: LedgerUrl = None,
     witness: Witness = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Open an account that runs may name; opening it again with the same terms changes nothing."""
-    terms = epsilon_cap, delta, accountant
-    execute(
-        as_json, debug, lambda output: _open(output, account, terms, authority, dataset, fingerprint, ledger, witness)
-    )
+    terms, at = (epsilon_cap, delta, accountant), (ledger, witness)
+    execute(as_json, debug, lambda output: _open(output, account, terms, authority, dataset, fingerprint, also, *at))
 
 
 def _open(
@@ -102,19 +104,46 @@ def _open(
     authority: Path | None,
     dataset: Path | None,
     fingerprint: str | None,
+    also: bool,
     url: str | None,
     witness: str | None,
 ) -> int:
+    from raycloak.attestation.core.data_marks import DataMarks
     from raycloak.coordinator.ledger.cap_authority import load_authority
+    from raycloak.coordinator.ledger.rules import OpeningTerms
 
     if dataset is not None and fingerprint is not None:
         raise ConfigError("usage", "give --dataset or --fingerprint, not both.", "Leave one out.")
     key = load_authority(authority).key if authority else b""
-    bound = _fingerprint_of(dataset) if dataset else hexadecimal(fingerprint) or b""
+    given = hexadecimal(fingerprint) or b""
+    if len(given) not in (0, 32):
+        raise ConfigError("usage", "a fingerprint has 64 digits.", "Take it as `budget fingerprint` gives it.")
+    data = _marks_of(dataset) if dataset else DataMarks(fingerprint=given)
     with ledger_at(url, create=True, witness=witness) as ledger:
-        epsilon_cap, delta, accountant = terms
-        ledger.open_account(name, epsilon_cap, delta, key, bound, accountant)
+        ledger.open_account(name, OpeningTerms(*terms), authority=key, data=data, also=also)
         return _account(output, ledger, name)
+
+
+@budget.command("bind")
+def bind_command(
+    account: Account,
+    dataset: Annotated[
+        Path, typer.Option(metavar="CONFIG", help="Configuration of the data, with its new key.", show_default=False)
+    ],
+    ledger: LedgerUrl = None,
+    witness: Witness = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Let an account know its data also as CONFIG names it: under another fingerprint key, or after it moved."""
+    execute(as_json, debug, lambda output: _bind(output, account, dataset, ledger, witness))
+
+
+def _bind(output: Output, account: str, dataset: Path, url: str | None, witness: str | None) -> int:
+    data = _marks_of(dataset)
+    with existing_ledger(url, witness) as ledger:
+        ledger.add_data(account, data)
+        return _account(output, ledger, account)
 
 
 def _account(output: Output, ledger: "PrivacyLedger", *names: str) -> int:
@@ -151,15 +180,15 @@ def fingerprint_command(config: ConfigFile, as_json: AsJson = False, debug: Debu
 def _fingerprint(output: Output, config: Path) -> int:
     from raycloak.coordinator.console.tables import fields_table
 
-    found = _fingerprint_of(config)
+    found = _marks_of(config).fingerprint
     output.result({"fingerprint": found}, fields_table("Dataset", [("fingerprint", found.hex())]))
     return 0
 
 
-def _fingerprint_of(path: Path) -> bytes:
+def _marks_of(path: Path) -> "DataMarks":
     from raycloak.coordinator.config.run import load_config
     from raycloak.coordinator.planning.references import descriptor
-    from raycloak.workers.inputs.fingerprint import dataset_fingerprint
+    from raycloak.workers.inputs.fingerprint import data_marks
 
     config = load_config(path)
     if config.dataset is None or (config.dataset.fingerprint_key is None and config.dataset.kind != "sealed"):
@@ -169,7 +198,7 @@ def _fingerprint_of(path: Path) -> bytes:
             "Make a key beside the data: (umask 077; openssl rand -hex 32 > FILE).",
         )
     described = descriptor(config.dataset)
-    return dataset_fingerprint(described, described.open_slices(path.parent), path.parent)
+    return data_marks(described, described.open_slices(path.parent), path.parent)
 
 
 @budget.command("keygen")

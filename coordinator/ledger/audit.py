@@ -119,7 +119,9 @@ class AuditedChain:
     def standing(self, account: str) -> Standing:
         """Return an account with its charges."""
         registered = [run.registered for run in self.runs.values() if run.registered.account == account]
-        return Standing(self.accounts[account], self.spent(account), registered, self.learning.known.accounts.get(account, ()))
+        return Standing(
+            self.accounts[account], self.spent(account), registered, self.learning.known.accounts.get(account, ())
+        )
 
     def _open(self, entry: LedgerEntry, event: AccountOpened) -> None:
         _require(event.account not in self.accounts, entry, "it opens an account a second time")

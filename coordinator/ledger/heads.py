@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 def check_links(rows: "Rows", public_key: bytes) -> None:
     """Refuse a ledger with a changed, dropped or moved entry, or with tables that count other charges.
 
-    Guarantee: returns only if ``public_key`` signed the content of every entry, in this order, and the tables count the
-    same charges as the chain, and name the same bound data and the same known data. Takes 50 us per entry on two busy cores. A ledger whose end
-    was cut off, or that was put back as a whole, passes: only a head kept elsewhere shows that.
+    Guarantee: returns only if ``public_key`` signed the content of each entry, in this order. The tables then count the
+    same charges as the chain, and name the same data of runs and accounts. Takes 50 us per entry on two busy cores. A
+    ledger whose end was cut off, or that was put back as a whole, passes: only a head kept elsewhere shows that.
 
     Raises:
         BudgetError: ``chain_broken``, naming the entry.

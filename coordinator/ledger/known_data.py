@@ -4,8 +4,8 @@ Pure functions of events. The ledger calls them before it writes an entry, the a
 an entry to the same rules, whoever asked for it: a run, an audit, a search, a service or a person.
 
 Guarantee: the ledger admits no private release, and none without noise, of data that another account is known by, if
-the marks say so (`raycloak.attestation.core.data_marks`): only an account that somebody opened deliberately beside it
-pays for it too. A fingerprint key that the ledger does not know compares with nothing, so it is refused like known data.
+the marks say so (`raycloak.attestation.core.data_marks`). Only an account that somebody opened deliberately beside it
+pays for it too. Marks under a fingerprint key that is new to the ledger compare with nothing, so they are refused too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,6 +32,7 @@ class Known:
 
     accounts: Mapping[str, Sequence[DataMarks]]
     whole: bool = True
+
 
 ALSO = "If the people in it are to have one more budget, open it deliberately: raycloak budget open NAME --also"
 
@@ -83,13 +84,21 @@ def check_opening(event: AccountOpened, known: Known) -> None:
     """Refuse to open an account of data that another one is known by, unless that is meant.
 
     Raises:
+        BudgetError: as :func:`check_unknown`.
+    """
+    if not event.also:
+        check_unknown(event.account, event.data, known)
+
+
+def check_unknown(account: str, data: DataMarks, known: Known) -> None:
+    """Refuse data that any account is known by, or may be.
+
+    Raises:
         BudgetError: ``account_known`` or ``fingerprint_key_unknown``.
     """
-    if event.also:
-        return
-    _require_comparable(event.data, known)
-    if others := accounts_of(known, event.data):
-        raise _known(event.account, others)
+    _require_comparable(data, known)
+    if others := accounts_of(known, data):
+        raise _known(account, others)
 
 
 def check_addition(event: DataKnown, opened: AccountOpened, known: Known) -> None:
@@ -151,12 +160,13 @@ def _require_comparable(data: DataMarks, known: Known) -> None:
         return
     others = accounts_of(known, data)
     at = f"account '{next(iter(others))}' is known by data at this place, and " if others else ""
-    again = f"raycloak budget bind {next(iter(others), 'ACCOUNT')} --dataset CONFIG"
+    compared = ", ".join(key.hex()[:16] for key in keys)
     raise BudgetError(
         "fingerprint_key_unknown",
-        f"{at}the ledger compares data under the fingerprint keys {', '.join(key.hex()[:16] for key in keys)}; this data "
-        f"was read with the key {data.key.hex()[:16]}, so nobody can tell whether an account pays for it.",
-        f"Name a key that the ledger knows: dataset.fingerprint_key. To let an account know its data under another key: {again}. {ALSO}.",
+        f"{at}the ledger compares data under the fingerprint keys {compared}; this data was read with the key "
+        f"{data.key.hex()[:16]}, so nobody can tell whether an account pays for it.",
+        "Name a key that the ledger knows: dataset.fingerprint_key. To let an account know its data under another key: "
+        f"raycloak budget bind {next(iter(others), 'ACCOUNT')} --dataset CONFIG. {ALSO}.",
     )
 
 

@@ -20,7 +20,6 @@ from raycloak.coordinator.ledger.entries import (
     CapChanged,
     CapTransferred,
     DataBound,
-    DataKnown,
     Event,
     Head,
     LedgerEntry,

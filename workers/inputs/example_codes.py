@@ -130,7 +130,8 @@ class _Absorber:
         words = blocks.view(np.uint64)
         words ^= masks
         encrypted = _encrypted(self._cipher, words).reshape(self._blocks, -1)
-        return np.bitwise_xor.reduce(encrypted, axis=0).reshape(len(values), 2)
+        found: NDArray[np.uint64] = np.bitwise_xor.reduce(encrypted, axis=0).reshape(len(values), 2)
+        return found
 
 
 def _code_key(key: Secret, *fields: str | int) -> bytes:
