@@ -87,10 +87,6 @@ class DataMarks(Message):
         return not (self.fingerprint or self.places)
 
 
-NO_MARKS = DataMarks()
-"""Of data that nothing is known of, such as examples that a client sends."""
-
-
 def joined(parts: AbstractSet[bytes]) -> bytes:
     """Return the codes or places of a set as marks have them."""
     return b"".join(sorted(parts))
@@ -122,3 +118,7 @@ def _are_alike(one: bytes, other: bytes) -> bool:
 
 def _split(field: bytes, size: int) -> list[bytes]:
     return [field[start : start + size] for start in range(0, len(field), size)]
+
+
+NO_MARKS = DataMarks()
+"""Of data that nothing is known of, such as examples that a client sends."""

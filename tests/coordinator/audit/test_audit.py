@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from raycloak.attestation.core.data_marks import DataMarks
 from raycloak.coordinator.audit.audit import audit
 from raycloak.coordinator.audit.canaries import CanaryTask, canary_signs
 from raycloak.coordinator.config.run import parse_config
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.ledger.rules import OpeningTerms
 from raycloak.coordinator.planning.dry_run import plan_of
 from raycloak.coordinator.planning.plan import plan_mechanism
 from raycloak.coordinator.planning.references import descriptor
@@ -141,7 +143,7 @@ def test_the_noise_is_that_of_the_run_where_epsilon_pays_for_cut_draws(home):
 def test_the_noise_is_that_of_the_account_that_pays(home, raycloak_home):
     raycloak_home.mkdir()
     ledger = PrivacyLedger(f"sqlite:///{raycloak_home / 'ledger.sqlite'}")
-    ledger.open_account("hospital", 4.0, 1e-5, accountant="rdp")
+    ledger.open_account("hospital", OpeningTerms(4.0, 1e-5, "rdp"))
     ledger.close()
     open_choice = {"target_epsilon": 4.0, "target_delta": 1e-5}
     config = small_config(dp_config=open_choice, ledger={"account": "hospital"})
@@ -181,7 +183,7 @@ def test_a_named_account_pays_to_its_cap_and_only_this_runs_epsilon_is_compared(
     raycloak_home.mkdir()
     url = f"sqlite:///{raycloak_home / 'ledger.sqlite'}"
     ledger = PrivacyLedger(url)
-    ledger.open_account("hospital", 1.5, cases.DELTA)
+    ledger.open_account("hospital", OpeningTerms(1.5, cases.DELTA))
     ledger.close()
     config = small_config(ledger={"account": "hospital"})
     first, second = audit(config, home, canaries=100), audit(config, home, canaries=100)
@@ -208,7 +210,7 @@ def test_an_account_that_is_bound_to_a_file_pays_for_its_audit_and_for_no_other(
     raycloak_home.mkdir()
     (tmp_path / "witness").mkdir()
     ledger = PrivacyLedger(f"sqlite:///{raycloak_home / 'ledger.sqlite'}", witness=str(tmp_path / "witness"))
-    ledger.open_account("hospital", 5.0, cases.DELTA, fingerprint=fingerprint)
+    ledger.open_account("hospital", OpeningTerms(5.0, cases.DELTA), data=DataMarks(fingerprint=fingerprint))
     ledger.close()
     assert audit(config, home, canaries=100).account == "hospital"
     assert any((tmp_path / "witness").rglob("*"))
@@ -255,8 +257,8 @@ def test_a_named_account_pays_for_its_audit_even_if_the_data_is_declared_public(
     fingerprint = fingerprinted(home, dataset)
     raycloak_home.mkdir()
     ledger = PrivacyLedger(f"sqlite:///{raycloak_home / 'ledger.sqlite'}")
-    ledger.open_account("hospital", 5.0, cases.DELTA, fingerprint=fingerprint)
-    ledger.open_account("others", 5.0, cases.DELTA, fingerprint=b"o" * 32)
+    ledger.open_account("hospital", OpeningTerms(5.0, cases.DELTA), data=DataMarks(fingerprint=fingerprint))
+    ledger.open_account("others", OpeningTerms(5.0, cases.DELTA), data=DataMarks(fingerprint=b"o" * 32))
     declared = {"dataset": {**dataset, "public": True}}
     result = audit(small_config(**declared, ledger={"account": "hospital"}), home, canaries=100)
     assert result.account == "hospital"

@@ -13,8 +13,10 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from raycloak.attestation.core.data_marks import DataMarks
 from raycloak.attestation.core.messages import Envelope, open_envelope
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.ledger.rules import OpeningTerms, RunTerms
 from raycloak.metrics.errors import BudgetError
 from raycloak.workers.terms.binding import Binding
 from raycloak.workers.terms.receipt import Receipt
@@ -28,7 +30,7 @@ from tests.coordinator.ledger.ledger_cases import (
     mechanism,
 )
 
-FINGERPRINT = b"f" * 32
+PEOPLE = DataMarks(fingerprint=b"f" * 32)
 
 
 def main(mode: str, url: str) -> None:
@@ -38,7 +40,7 @@ def main(mode: str, url: str) -> None:
 
 
 def open_account(name: str) -> Callable[[PrivacyLedger], None]:
-    return lambda ledger: ledger.open_account(name, CAP, DELTA, fingerprint=FINGERPRINT)
+    return lambda ledger: ledger.open_account(name, OpeningTerms(CAP, DELTA), data=PEOPLE)
 
 
 def charge(step: int) -> Callable[[PrivacyLedger], Envelope]:
@@ -53,8 +55,8 @@ ACTS: tuple[tuple[str, Callable[[PrivacyLedger], Envelope | None]], ...] = (
     ("account_opened", open_account("patients")),
     ("account_opened", open_account("reserve")),
     (
-        "run_registered_at_orders",
-        lambda ledger: ledger.register_run("run-a", "patients", (mechanism(),), MANIFEST, FINGERPRINT),
+        "run_registered",
+        lambda ledger: ledger.register_run(RunTerms("run-a", "patients", (mechanism(),), MANIFEST, PEOPLE)),
     ),
     ("data_bound", lambda ledger: ledger.bind_data("run-a", MANIFEST, DATA)),
     ("step_charged", charge(0)),
@@ -208,10 +210,10 @@ def race(url: str) -> list[tuple[str, int, int]]:
 def charge_all(url: str, run_id: str) -> tuple[str, int, int]:
     """Charge a run until the account refuses."""
     ledger = PrivacyLedger(url)
-    ledger.open_account("patients", CAP, DELTA)
+    ledger.open_account("patients", OpeningTerms(CAP, DELTA))
     charged = 0
     try:
-        ledger.register_run(run_id, "patients", (mechanism(),), MANIFEST)
+        ledger.register_run(RunTerms(run_id, "patients", (mechanism(),), MANIFEST))
         ledger.bind_data(run_id, MANIFEST, DATA)
         for step in range(20):
             ledger.charge(run_id, step, PARAMETERS, MANIFEST)

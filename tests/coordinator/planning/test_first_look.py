@@ -12,6 +12,7 @@ import pytest
 from raycloak.coordinator.config.home import ledger_url
 from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.ledger.rules import OpeningTerms, RunTerms
 from raycloak.coordinator.planning.first_look import first_look
 from raycloak.coordinator.planning.payer import data_place
 from raycloak.coordinator.planning.plan import make_plan
@@ -91,7 +92,7 @@ def test_an_account_that_would_refuse_the_run_is_named(tmp_path: Path):
     assert refusal(config(ledger={"account": "clinic"}), tmp_path) == "ledger_missing"
     with closing(PrivacyLedger(ledger_url())) as ledger:
         for name in ("clinic", "closed"):
-            ledger.open_account(name, 8.0, 1e-6)
+            ledger.open_account(name, OpeningTerms(8.0, 1e-6))
         ledger.close_account("closed")
         dp = {"target_epsilon": 8.0, "target_delta": 1e-6}
         assert refusal(config(ledger={"account": "others"}), tmp_path) == "account_unknown"
@@ -106,9 +107,9 @@ def test_a_second_run_on_the_same_data_is_refused_unless_it_may_be_the_first(tmp
     settings = config()
     name, plan = data_place(settings.dataset, tmp_path), make_plan(settings, 1437, 100)
     with closing(PrivacyLedger(ledger_url())) as ledger:
-        ledger.open_account(name, 8.0, 1e-5, accountant="pld")
+        ledger.open_account(name, OpeningTerms(8.0, 1e-5, "pld"))
         first_look(settings, tmp_path)
-        ledger.register_run("a", name, (plan.mechanism,), b"m" * 32)
+        ledger.register_run(RunTerms("a", name, (plan.mechanism,), b"m" * 32))
     assert refusal(settings, tmp_path) == "account_not_shared"
     first_look(settings, tmp_path, resumes=True)
     first_look(config(dataset={"kind": "digits", "public": True}), tmp_path)

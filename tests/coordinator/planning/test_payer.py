@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from raycloak.attestation.core.data_marks import DataMarks
 from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.ledger.rules import OpeningTerms, RunTerms
 from raycloak.coordinator.ledger.view import data_standing
 from raycloak.coordinator.planning.payer import account_of, data_place, existing_account
 from raycloak.coordinator.planning.plan import make_plan
@@ -44,8 +46,10 @@ def run(ledger: PrivacyLedger, run_id: str, settings: RunConfig, data: str, fing
     plan = make_plan(settings, 1437, 100, paying)
     if paying is None:
         accountant = plan.mechanism.accountant
-        ledger.open_account(name, plan.epsilon_cap, plan.delta, fingerprint=fingerprint, accountant=accountant)
-    ledger.register_run(run_id, name, (plan.mechanism,), MANIFEST, fingerprint)
+        ledger.open_account(
+            name, OpeningTerms(plan.epsilon_cap, plan.delta, accountant), data=DataMarks(fingerprint=fingerprint)
+        )
+    ledger.register_run(RunTerms(run_id, name, (plan.mechanism,), MANIFEST, DataMarks(fingerprint=fingerprint)))
     ledger.bind_data(run_id, MANIFEST, bytes(32))
     ledger.charge(run_id, 0, bytes(32), MANIFEST)
     return name
@@ -76,22 +80,22 @@ def test_a_second_run_beside_a_tight_plan_is_refused_with_what_is_spent(ledger: 
 
 
 def test_an_account_bound_to_the_data_pays_whatever_its_name(ledger: PrivacyLedger):
-    ledger.open_account("patients", 8.0, 1e-5, fingerprint=FINGERPRINT)
+    ledger.open_account("patients", OpeningTerms(8.0, 1e-5), data=DataMarks(fingerprint=FINGERPRINT))
     view = ledger.view()
     assert account_of(view, config(), "", FINGERPRINT) == "patients"
     assert account_of(view, config(), "", b"o" * 32) == f"data-{(b'o' * 8).hex()}"
-    ledger.open_account("study", 8.0, 1e-5, fingerprint=FINGERPRINT)
+    ledger.open_account("study", OpeningTerms(8.0, 1e-5), data=DataMarks(fingerprint=FINGERPRINT))
     with pytest.raises(BudgetError, match=r"account_ambiguous: the accounts patients, study"):
         account_of(ledger.view(), config(), "", FINGERPRINT)
     assert account_of(ledger.view(), config(ledger={"account": "study"}), "", FINGERPRINT) == "study"
     for name in ("patients", "study"):
         ledger.close_account(name)
-    ledger.open_account("last", 8.0, 1e-5, fingerprint=FINGERPRINT)
+    ledger.open_account("last", OpeningTerms(8.0, 1e-5), data=DataMarks(fingerprint=FINGERPRINT))
     assert account_of(ledger.view(), config(), "", FINGERPRINT) == "last"
 
 
 def test_a_closed_account_is_not_replaced_by_a_fresh_one(ledger: PrivacyLedger):
-    ledger.open_account("patients", 8.0, 1e-5, fingerprint=FINGERPRINT)
+    ledger.open_account("patients", OpeningTerms(8.0, 1e-5), data=DataMarks(fingerprint=FINGERPRINT))
     ledger.close_account("patients")
     name = account_of(ledger.view(), config(), "", FINGERPRINT)
     with pytest.raises(BudgetError, match="account_closed"):
@@ -141,8 +145,8 @@ def test_functions_and_digits_have_a_place(tmp_path: Path):
 
 def test_all_accounts_of_one_fingerprint_are_added_up(ledger: PrivacyLedger):
     run(ledger, "a", config(), "", FINGERPRINT)
-    ledger.open_account("second", 4.0, 1e-6, fingerprint=FINGERPRINT)
-    ledger.open_account("others", 5.0, 1e-5)
+    ledger.open_account("second", OpeningTerms(4.0, 1e-6), data=DataMarks(fingerprint=FINGERPRINT))
+    ledger.open_account("others", OpeningTerms(5.0, 1e-5))
     view = ledger.view()
     standing = data_standing(view, "second")
     assert (standing.runs, standing.epsilon_cap, standing.delta) == (1, 12.0, 1e-5 + 1e-6)

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from raycloak.attestation.core.data_marks import DataMarks
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.ledger.rules import OpeningTerms
 from raycloak.coordinator.planning.data_check import check_data
 from raycloak.coordinator.record.verdict import Verdict
 from raycloak.coordinator.report.words import verdict_rows
@@ -36,7 +38,7 @@ def home(tmp_path: Path) -> Path:
     setup = worker_setup(config(dataset=DATASET), tmp_path)
     fingerprint = dataset_fingerprint(setup.dataset, setup.dataset.open_slices(setup.base), setup.base)
     with closing(PrivacyLedger(f"sqlite:///{tmp_path / 'ledger.sqlite'}")) as ledger:
-        ledger.open_account("patients", 20.0, 1e-5, fingerprint=fingerprint)
+        ledger.open_account("patients", OpeningTerms(20.0, 1e-5), data=DataMarks(fingerprint=fingerprint))
     return tmp_path
 
 

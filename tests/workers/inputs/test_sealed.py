@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from raycloak.attestation.core.data_marks import DataMarks
 from raycloak.attestation.core.keys import Purpose, Secret, derive
 from raycloak.attestation.keys.release import key_commitment
 from raycloak.attestation.orchestrator.revocations import revoke
@@ -20,6 +21,7 @@ from raycloak.attestation.sealed.sealed_data import SealedHeader, SealedSource, 
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
 from raycloak.coordinator.cli.views.plan import plan_rows
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.ledger.rules import OpeningTerms
 from raycloak.coordinator.report.words import evaluation_text, sealed_text
 from raycloak.coordinator.training import admitted
 from raycloak.metrics.errors import BudgetError, ConfigError, DatasetError, EvidenceError, RaycloakError, RefusedError
@@ -222,7 +224,9 @@ def sealed_run(home, policy_digest=None, demand=(), fingerprint=None, **argument
         demanded = DEMAND.model_copy(update={"ledger_key": ledger.public_key, **dict(demand)})
         judged_by, data = policy_digest or own, ArrayDataset(*examples())
         header = seal_dataset(data, VIRTUAL_WORKERS, judged_by, KEY, home / "sealed", demand=demanded)
-        ledger.open_account("patients", 20.0, 1e-5, fingerprint=fingerprint or header.digest())
+        ledger.open_account(
+            "patients", OpeningTerms(20.0, 1e-5), data=DataMarks(fingerprint=fingerprint or header.digest())
+        )
     seal_dataset(ArrayDataset(*split()), VIRTUAL_WORKERS, own, KEY, home / "split", "evaluation")
     (home / "data.key").touch(mode=0o600)
     (home / "data.key").write_text(KEY.reveal().hex())
