@@ -26,7 +26,7 @@ from raycloak.metrics.errors import BudgetError, ConfigError, ModelError, RunFai
 from raycloak.workers.gradients.gradient_parts import PerExampleGradients
 from raycloak.workers.inputs.canaries import CanaryDataset
 from raycloak.workers.inputs.datasets import ArrayDataset
-from raycloak.workers.inputs.fingerprint import dataset_fingerprint
+from raycloak.workers.inputs.fingerprint import data_marks
 from raycloak.workers.inputs.models import ModelSource, build_model, read_flat
 from raycloak.workers.run_member import RunMember
 from tests.coordinator.audit import audit_cases as cases
@@ -200,7 +200,7 @@ def fingerprinted(home, dataset):
     key.touch(mode=0o600)
     key.write_text("0f" * 32)
     described = descriptor(small_config(dataset=dataset).dataset)
-    return dataset_fingerprint(described, described.open_slices(home), home)
+    return data_marks(described, described.open_slices(home), home).fingerprint
 
 
 def test_an_account_that_is_bound_to_a_file_pays_for_its_audit_and_for_no_other(home, raycloak_home, tmp_path):

@@ -62,7 +62,7 @@ def main(url: str, rounds: int) -> None:
     ledger = PrivacyLedger(url)
     # The first run fixes the order that `expected_epsilon` counts on, which is that of CAP.
     for account, epsilon in (("patients", CAP), ("reserve", 100.0)):
-        ledger.open_account(account, OpeningTerms(epsilon, DELTA), data=PEOPLE)
+        ledger.open_account(account, OpeningTerms(epsilon, DELTA), data=PEOPLE, also=account == "reserve")
     line.round()
     ledger.change_cap("patients", cap(0))
     for step in range(rounds):

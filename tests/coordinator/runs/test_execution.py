@@ -16,7 +16,7 @@ from raycloak.coordinator.runs.execution import Execution
 from raycloak.coordinator.training.assignment import NewRun, Order, ResumedRun
 from raycloak.coordinator.training.reporting import StepReport
 from raycloak.metrics.errors import RunFailedError
-from raycloak.workers.inputs.fingerprint import dataset_fingerprint
+from raycloak.workers.inputs.fingerprint import data_marks
 from raycloak.workers.inputs.models import ModelSource
 from tests.coordinator.config.test_run import GOOD
 
@@ -126,7 +126,7 @@ def test_data_in_memory_is_known_by_its_content(tmp_path: Path, monkeypatch: pyt
         run = Execution(config, ModelSource.of("m:f"), str(tmp_path), in_memory=examples, notice=print)
         with ExitStack() as stack:
             described = run._descriptor(stack, RunFolder.create(config, name, str(tmp_path), None))
-            return dataset_fingerprint(described, described.open_slices(tmp_path), tmp_path)
+            return data_marks(described, described.open_slices(tmp_path), tmp_path).fingerprint
 
     first, again, other = fingerprint(values, "a"), fingerprint(values, "b"), fingerprint(values[:8], "c")
     assert len(first) == 32
