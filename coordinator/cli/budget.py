@@ -4,7 +4,7 @@ import math
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from raycloak.attestation.core.data_marks import DataMarks
     from raycloak.coordinator.ledger.cap_authority import CapAuthorisation
     from raycloak.coordinator.ledger.ledger import PrivacyLedger
+    from raycloak.coordinator.ledger.view import AccountView
 
 budget = typer.Typer(help="The ledger: what each account may spend and has spent.")
 budget.command("history")(history_command)
@@ -60,8 +61,15 @@ def _show(output: Output, name: str | None, url: str | None) -> int:
             f"there is no account '{name}'.",
             f"Open it: raycloak budget open {name} --epsilon-cap E",
         )
-    output.result({**asdict(view), "accounts": [asdict(account) for account in accounts]}, accounts_view(accounts))
+    shown = [_facts(account) for account in accounts]
+    output.result({**asdict(view), "accounts": shown}, accounts_view(accounts))
     return 0
+
+
+def _facts(account: "AccountView") -> dict[str, Any]:
+    """Return an account as JSON shows it: of its data, the fingerprints and the names of their keys."""
+    data = [{"fingerprint": each.fingerprint, "key": each.key} for each in account.data]
+    return {**asdict(account), "data": data}
 
 
 @budget.command("open")
@@ -151,7 +159,7 @@ def _account(output: Output, ledger: "PrivacyLedger", *names: str) -> int:
     from raycloak.coordinator.cli.views.budget import accounts_view
 
     accounts = [account for account in ledger.view().accounts if account.name in names]
-    shown = [asdict(account) for account in accounts]
+    shown = [_facts(account) for account in accounts]
     output.result(shown[0] if len(names) == 1 else {"accounts": shown}, accounts_view(accounts))
     return 0
 

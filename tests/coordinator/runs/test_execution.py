@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from raycloak.coordinator.config.run import parse_config
-from raycloak.coordinator.planning.payer import data_place
+from raycloak.coordinator.planning.payer import data_name
 from raycloak.coordinator.record.folder import RunFolder
 from raycloak.coordinator.runs import execution
 from raycloak.coordinator.runs.execution import Execution
@@ -50,7 +50,7 @@ def test_guarantee_an_execution_names_the_account_of_its_data(
     folder = RunFolder.create(config, "ab12", str(tmp_path), None)
     with ExitStack() as stack, pytest.raises(Handed) as handed:
         run._conduct(stack, launched, None, folder, NewRun())  # type: ignore[arg-type]
-    assert handed.value.order.data == data_place(config.dataset, tmp_path)
+    assert handed.value.order.data == data_name(config.dataset, tmp_path)
     assert (handed.value.order.data == "") == public
 
 
