@@ -263,7 +263,7 @@ class HandRun:
             computation,
             run_id=self.run_id,
             account="by-hand",
-            dataset_fingerprint=self.facts.dataset_fingerprint,
+            dataset_fingerprint=self.facts.data.fingerprint,
             known_answer=self.known_answer,
             policy_digest=self.policy.digest(),
             ledger_key=self.ledger_key.public,

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from raycloak.attestation.core.data_marks import DataMarks
 from raycloak.attestation.core.evidence import CollateralBundle
 from raycloak.attestation.core.messages import Envelope
 from raycloak.attestation.policy.policy import Policy
@@ -50,8 +51,7 @@ class WorkerFacts:
     """The facts that a prepared worker contributes to the manifest.
 
     Attributes:
-        dataset_fingerprint: the only one that depends on the content of examples. It is keyed, or the digest of a
-            sealed dataset's header; empty for data in the clear without a key.
+        data: what the dataset is known by. Alone of all facts it depends on the content of examples, and then is keyed.
         tokenizer: digest of the tokenizer that made examples of text, of the decoder of images, or of the pipeline's
             code; empty for other data.
         model_notes: sentences about what was changed or drawn when the model was built.
@@ -66,7 +66,7 @@ class WorkerFacts:
     model_code: bytes
     loss_code: bytes
     numerics: NumericsClass
-    dataset_fingerprint: bytes
+    data: DataMarks
     largest_rows: int
     tokenizer: bytes = b""
     model_notes: tuple[str, ...] = ()

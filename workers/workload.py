@@ -23,7 +23,7 @@ from raycloak.workers.gradients.row_memory import largest_rows
 from raycloak.workers.gradients.spare_rows import spare_rows
 from raycloak.workers.gradients.sum_engines import check_measurable, measurement_engine
 from raycloak.workers.inputs.datasets import Dataset, dataset_form
-from raycloak.workers.inputs.fingerprint import dataset_fingerprint
+from raycloak.workers.inputs.fingerprint import data_marks
 from raycloak.workers.inputs.models import (
     ModelRuntime,
     build_model,
@@ -85,7 +85,7 @@ class Workload:
         self.dataset: Dataset = opened.examples
         self.slices: SliceLocks = opened.slices
         # Before any code of the model or loss runs.
-        fingerprint = dataset_fingerprint(setup.dataset, opened, setup.base)
+        marks = data_marks(setup.dataset, opened, setup.base)
         self.module, notes = build_noted(setup.model, setup.base, setup.seed, setup.mode)
         loss_fn, loss_code = loss_function(setup.loss, setup.base)
         # Once more: modules of a user may set torch up as they are imported.
@@ -116,7 +116,7 @@ class Workload:
             model_code=setup.model.code_digest(setup.base),
             loss_code=loss_code,
             numerics=_numerics(setup, self.module),
-            dataset_fingerprint=fingerprint,
+            data=marks,
             largest_rows=rows,
             tokenizer=opened.tokenizer,
             model_notes=(*notes, *slow_products(self.module, setup.device, torch.backends.cpu.get_cpu_capability())),
@@ -256,7 +256,7 @@ class PlannedWorkload:
             "dataset": (computation.dataset, setup.dataset.identity_digest()),
             "tokenizer": (computation.tokenizer, facts.tokenizer),
             "known_answer": (manifest.known_answer, self.known_answer),
-            "dataset_fingerprint": (manifest.dataset_fingerprint, facts.dataset_fingerprint),
+            "dataset_fingerprint": (manifest.dataset_fingerprint, facts.data.fingerprint),
         }
         for field, (stated, found) in checks.items():
             if stated != found:

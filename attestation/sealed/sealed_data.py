@@ -18,6 +18,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, JsonValue, model_validator
 
 from raycloak.attestation.core.canonical import canonical_json, length_prefixed
+from raycloak.attestation.core.data_marks import DataMarks
 from raycloak.attestation.core.keys import Purpose, Secret, derive
 from raycloak.attestation.core.messages import Message, parse
 from raycloak.attestation.files.private import read_private
@@ -50,19 +51,21 @@ class SealedHeader(Message):
         demand: the owner's demand of every run that trains on it; None for an evaluation split, whose results are
             exact.
         form: shapes and types of the examples.
+        marks: fingerprint and sketch of the examples under the owner's key, by which another seal of them is known.
         key_commitments: the commitments to the slice keys.
         slices: the encrypted file of each slice.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/sealed-data/header/v1"
 
-    format: Literal[3] = 3
+    format: Literal[4] = 4
     use: Use
     dataset_id: bytes = Field(min_length=16, max_length=16)
     virtual_workers: int = Field(gt=0)
     policy_digest: bytes = Field(min_length=32, max_length=32)
     demand: SealedDemand | None
     form: dict[str, JsonValue]
+    marks: DataMarks
     key_commitments: tuple[bytes, ...]
     slices: tuple[Payload, ...] = ()
 
@@ -91,7 +94,7 @@ class SealedHeader(Message):
             if _is_older(content):
                 raise ConfigError(
                     "sealed_data",
-                    f"{folder} was sealed by an earlier version, without a demand of its owner.",
+                    f"{folder} was sealed by an earlier version, in a format that is no longer read.",
                     "Seal it again: raycloak data seal.",
                 ) from None
             raise ConfigError(
@@ -123,7 +126,7 @@ def _is_older(content: bytes) -> bool:
         found = json.loads(content)
     except (ValueError, RecursionError):
         return False
-    return isinstance(found, dict) and found.get("format") in (1, 2)
+    return isinstance(found, dict) and found.get("format") in (1, 2, 3)
 
 
 def slice_file(folder: Path, v: int) -> Path:

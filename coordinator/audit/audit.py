@@ -5,8 +5,9 @@ the ones that run on Ray, here in one process (`coordinator/runs/local_session.p
 rate, steps, noise and clipping come from the configuration. The update rule is plain SGD, so that every released sum
 can be computed from two consecutive models. Any other rule is a function of the same sums.
 
-The run charges its account like any other. Only if the data is declared public and the configuration names no account
-is the ledger thrown away. The bound is computed from the released models, and from nothing else about the data.
+The run charges its account like any other. Only if the data is declared public, the configuration names no account, and
+no account of the ledger knows the data, is the ledger thrown away. The bound is computed from the released models, and
+from nothing else about the data.
 """
 
 import json
@@ -28,7 +29,7 @@ from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.console.output import attach_log
 from raycloak.coordinator.planning.dry_run import mechanism_of
 from raycloak.coordinator.planning.model_source import compute_mode, model_source
-from raycloak.coordinator.planning.payer import account_cap, data_place
+from raycloak.coordinator.planning.payer import account_cap, data_name
 from raycloak.coordinator.record.folder import AUDIT, RunFolder, run_lock
 from raycloak.coordinator.record.outcome import Finished
 from raycloak.coordinator.runs.local_session import local_session
@@ -117,6 +118,7 @@ def audit(
     run_secret: Path | None = None,
     progress: Callable[[StepReport], None] = lambda report: None,
     phase: Callable[[str], None] = lambda what: None,
+    small_epsilon: bool = False,
 ) -> AuditResult:
     """Train ``config`` with canaries and bound epsilon from below.
 
@@ -129,6 +131,7 @@ def audit(
         run_secret: as for a run.
         progress: called after every step.
         phase: called with a few words when another phase begins.
+        small_epsilon: whether an epsilon below 0.1 is meant, where the audit opens the account of its data.
 
     Raises:
         ConfigError: ``audit_canaries``, ``audit_confidence``, ``nothing_to_audit`` (privacy is off), and as a plan.
@@ -151,9 +154,10 @@ def audit(
         url = None if paid is None else paid.url or ledger_url()
         session, _ = local_session(folder, run_secret, ledger_url=url, witness=paid.witness if paid else None)
         setup = _setup(audited, folder, task)
-        # The audit's own folder is no place of the data.
-        data = data_place(config.dataset, base)
-        finished, models, run_dir = _train(audited, session, setup, run_secret, canaries, progress, phase, data)
+        # The audit's own folder is no name of the data.
+        data = data_name(config.dataset, base)
+        watch = progress, phase
+        finished, models, run_dir = _train(audited, session, setup, run_secret, canaries, *watch, data, small_epsilon)
     mechanism, delta, epsilon = finished.plan.mechanism, finished.plan.delta, _epsilon(audited, finished)
     bound = strongest_bound(_observed(models, audited), coins, mechanism, delta=delta, confidence=confidence)
     sensitivity = task.largest_move(mechanism, finished.parameters, config)
@@ -232,6 +236,7 @@ def _train(
     progress: Callable[[StepReport], None],
     phase: Callable[[str], None],
     data: str,
+    small_epsilon: bool,
 ) -> tuple[Finished, NDArray[np.float32], Path]:
     """Run to the end; return the outcome, the canaries' parameters around each step, and the run directory."""
     models = [np.zeros(canaries, np.float32)]
@@ -253,7 +258,8 @@ def _train(
 
         try:
             reporting = _reporting(config, events, after_step, phase)
-            order = Order(config, session, setup, lambda: None, reporting, run_folder, NewRun(), data)
+            run = run_folder, NewRun()
+            order = Order(config, session, setup, lambda: None, reporting, *run, data, small_epsilon=small_epsilon)
             coordinator = Coordinator(order)
             finished = coordinator.run()
         except BaseException:

@@ -22,7 +22,7 @@ from raycloak.coordinator.cli.budget import budget
 from raycloak.coordinator.cli.data import data
 from raycloak.coordinator.cli.init import init_command
 from raycloak.coordinator.cli.model import model
-from raycloak.coordinator.cli.options import RUN_OR_OTHER, AsJson, ConfigFile, Debug, Overrides, RunName
+from raycloak.coordinator.cli.options import RUN_OR_OTHER, AsJson, ConfigFile, Debug, Overrides, RunName, SmallEpsilon
 from raycloak.coordinator.cli.options import execute as _execute
 from raycloak.coordinator.cli.package import package
 from raycloak.coordinator.cli.report import report_command
@@ -92,6 +92,7 @@ def run(
     run_secret: RunSecret = None,
     resume: Resume = False,
     once: Once = False,
+    yes: SmallEpsilon = False,
     progress: ProgressEvery = EVERY_S,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -100,10 +101,10 @@ def run(
 
     def body(output: Output) -> int:
         if not once:
-            return _train(output, load_config(config, overrides), config.parent, run_secret, resume, progress)
+            return _train(output, load_config(config, overrides), config.parent, run_secret, resume, progress, yes)
         if resume:
             raise ConfigError("usage", "give --resume or --once, not both.", "Leave one out.")
-        return _train_once(output, load_config(config, overrides), config.parent, run_secret, progress)
+        return _train_once(output, load_config(config, overrides), config.parent, run_secret, progress, yes)
 
     _execute(as_json, debug, body)
 
@@ -133,7 +134,13 @@ def demo(
 
 
 def _train(
-    output: Output, config: RunConfig, config_dir: Path | None, run_secret: Path | None, resume: bool, every_s: float
+    output: Output,
+    config: RunConfig,
+    config_dir: Path | None,
+    run_secret: Path | None,
+    resume: bool,
+    every_s: float,
+    small_epsilon: bool = False,
 ) -> int:
     from raycloak.coordinator.cluster.ray_address import check_address
     from raycloak.coordinator.planning.first_look import first_look
@@ -168,6 +175,7 @@ def _train(
                 phase=display.phase,
                 notice=output.announce,
                 handle_signals=True,
+                small_epsilon=small_epsilon,
             )
             try:
                 result = trainer.train()
@@ -181,7 +189,14 @@ def _train(
     return RaycloakError.exit_code if verdict.ending == "stopped" else 0
 
 
-def _train_once(output: Output, config: RunConfig, config_dir: Path, run_secret: Path | None, every_s: float) -> int:
+def _train_once(
+    output: Output,
+    config: RunConfig,
+    config_dir: Path,
+    run_secret: Path | None,
+    every_s: float,
+    small_epsilon: bool,
+) -> int:
     """Train as the newest run of the configuration's name asks for, which a scheduler may repeat at will.
 
     Guarantee: however often it is called, one run of that name is charged, unless the user discards it.
@@ -192,7 +207,7 @@ def _train_once(output: Output, config: RunConfig, config_dir: Path, run_secret:
     if newest is not None and newest.record.status == "done":
         return _show_done(output, newest, config)
     try:
-        return _train(output, config, config_dir, run_secret, newest is not None, every_s)
+        return _train(output, config, config_dir, run_secret, newest is not None, every_s, small_epsilon)
     except ConfigError as error:
         # Its process had ended after the last step, and before it could mark the run as done.
         if error.code != "nothing_to_resume" or newest is None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from raycloak.coordinator.cli.options import AsJson, ConfigFile, Debug, Overrides, execute
+from raycloak.coordinator.cli.options import AsJson, ConfigFile, Debug, Overrides, SmallEpsilon, execute
 from raycloak.coordinator.config.run import RunConfig, load_config
 from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.console.output import Output
@@ -24,6 +24,7 @@ def audit_command(
     canaries: Annotated[int, typer.Option(help="Canaries to insert; more can show a larger epsilon.")] = 1000,
     confidence: Annotated[float, typer.Option(help="Chance that the bound holds.")] = 0.95,
     overrides: Overrides = None,
+    yes: SmallEpsilon = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -32,11 +33,11 @@ def audit_command(
     execute(
         as_json,
         debug,
-        lambda output: _audit(output, load_config(config, overrides), config.parent, canaries, confidence),
+        lambda output: _audit(output, load_config(config, overrides), config.parent, canaries, confidence, yes),
     )
 
 
-def _audit(output: Output, config: RunConfig, base: Path, canaries: int, confidence: float) -> int:
+def _audit(output: Output, config: RunConfig, base: Path, canaries: int, confidence: float, small_epsilon: bool) -> int:
     from raycloak.coordinator.cli.views.progress import ProgressDisplay
 
     with ProgressDisplay(output.progress, f"{config.name}-audit") as display:
@@ -44,7 +45,15 @@ def _audit(output: Output, config: RunConfig, base: Path, canaries: int, confide
         from raycloak.coordinator.audit.audit import audit
 
         display.phase("trying the model")
-        result = audit(config, base, canaries=canaries, confidence=confidence, progress=display, phase=display.phase)
+        result = audit(
+            config,
+            base,
+            canaries=canaries,
+            confidence=confidence,
+            progress=display,
+            phase=display.phase,
+            small_epsilon=small_epsilon,
+        )
     output.result(asdict(result), audit_table(result))
     if not result.contradicted:
         return 0

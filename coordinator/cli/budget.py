@@ -4,7 +4,7 @@ import math
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,8 +28,10 @@ from raycloak.metrics.file_errors import file_error
 from raycloak.workers.terms.mechanism import AccountantName
 
 if TYPE_CHECKING:
+    from raycloak.attestation.core.data_marks import DataMarks
     from raycloak.coordinator.ledger.cap_authority import CapAuthorisation
     from raycloak.coordinator.ledger.ledger import PrivacyLedger
+    from raycloak.coordinator.ledger.view import AccountView
 
 budget = typer.Typer(help="The ledger: what each account may spend and has spent.")
 budget.command("history")(history_command)
@@ -59,8 +61,15 @@ def _show(output: Output, name: str | None, url: str | None) -> int:
             f"there is no account '{name}'.",
             f"Open it: raycloak budget open {name} --epsilon-cap E",
         )
-    output.result({**asdict(view), "accounts": [asdict(account) for account in accounts]}, accounts_view(accounts))
+    shown = [_facts(account) for account in accounts]
+    output.result({**asdict(view), "accounts": shown}, accounts_view(accounts))
     return 0
+
+
+def _facts(account: "AccountView") -> dict[str, Any]:
+    """Return an account as JSON shows it: of its data, the fingerprints and the names of their keys."""
+    data = [{"fingerprint": each.fingerprint, "key": each.key} for each in account.data]
+    return {**asdict(account), "data": data}
 
 
 @budget.command("open")
@@ -83,16 +92,17 @@ def open_command(
             metavar="HEX", help="Bind the account to the dataset of this fingerprint, from `budget fingerprint`."
         ),
     ] = None,
+    also: Annotated[
+        bool, typer.Option("--also", help="One more budget for people whose data another account pays for already.")
+    ] = False,
     ledger: LedgerUrl = None,
     witness: Witness = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Open an account that runs may name; opening it again with the same terms changes nothing."""
-    terms = epsilon_cap, delta, accountant
-    execute(
-        as_json, debug, lambda output: _open(output, account, terms, authority, dataset, fingerprint, ledger, witness)
-    )
+    terms, at = (epsilon_cap, delta, accountant), (ledger, witness)
+    execute(as_json, debug, lambda output: _open(output, account, terms, authority, dataset, fingerprint, also, *at))
 
 
 def _open(
@@ -102,19 +112,46 @@ def _open(
     authority: Path | None,
     dataset: Path | None,
     fingerprint: str | None,
+    also: bool,
     url: str | None,
     witness: str | None,
 ) -> int:
+    from raycloak.attestation.core.data_marks import DataMarks
     from raycloak.coordinator.ledger.cap_authority import load_authority
+    from raycloak.coordinator.ledger.rules import OpeningTerms
 
     if dataset is not None and fingerprint is not None:
         raise ConfigError("usage", "give --dataset or --fingerprint, not both.", "Leave one out.")
     key = load_authority(authority).key if authority else b""
-    bound = _fingerprint_of(dataset) if dataset else hexadecimal(fingerprint) or b""
+    given = hexadecimal(fingerprint) or b""
+    if len(given) not in (0, 32):
+        raise ConfigError("usage", "a fingerprint has 64 digits.", "Take it as `budget fingerprint` gives it.")
+    data = _marks_of(dataset) if dataset else DataMarks(fingerprint=given)
     with ledger_at(url, create=True, witness=witness) as ledger:
-        epsilon_cap, delta, accountant = terms
-        ledger.open_account(name, epsilon_cap, delta, key, bound, accountant)
+        ledger.open_account(name, OpeningTerms(*terms), authority=key, data=data, also=also)
         return _account(output, ledger, name)
+
+
+@budget.command("bind")
+def bind_command(
+    account: Account,
+    dataset: Annotated[
+        Path, typer.Option(metavar="CONFIG", help="Configuration of the data, with its new key.", show_default=False)
+    ],
+    ledger: LedgerUrl = None,
+    witness: Witness = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Let an account know its data also as CONFIG names it: under another fingerprint key, or after it moved."""
+    execute(as_json, debug, lambda output: _bind(output, account, dataset, ledger, witness))
+
+
+def _bind(output: Output, account: str, dataset: Path, url: str | None, witness: str | None) -> int:
+    data = _marks_of(dataset)
+    with existing_ledger(url, witness) as ledger:
+        ledger.add_data(account, data)
+        return _account(output, ledger, account)
 
 
 def _account(output: Output, ledger: "PrivacyLedger", *names: str) -> int:
@@ -122,7 +159,7 @@ def _account(output: Output, ledger: "PrivacyLedger", *names: str) -> int:
     from raycloak.coordinator.cli.views.budget import accounts_view
 
     accounts = [account for account in ledger.view().accounts if account.name in names]
-    shown = [asdict(account) for account in accounts]
+    shown = [_facts(account) for account in accounts]
     output.result(shown[0] if len(names) == 1 else {"accounts": shown}, accounts_view(accounts))
     return 0
 
@@ -151,15 +188,15 @@ def fingerprint_command(config: ConfigFile, as_json: AsJson = False, debug: Debu
 def _fingerprint(output: Output, config: Path) -> int:
     from raycloak.coordinator.console.tables import fields_table
 
-    found = _fingerprint_of(config)
+    found = _marks_of(config).fingerprint
     output.result({"fingerprint": found}, fields_table("Dataset", [("fingerprint", found.hex())]))
     return 0
 
 
-def _fingerprint_of(path: Path) -> bytes:
+def _marks_of(path: Path) -> "DataMarks":
     from raycloak.coordinator.config.run import load_config
     from raycloak.coordinator.planning.references import descriptor
-    from raycloak.workers.inputs.fingerprint import dataset_fingerprint
+    from raycloak.workers.inputs.fingerprint import data_marks
 
     config = load_config(path)
     if config.dataset is None or (config.dataset.fingerprint_key is None and config.dataset.kind != "sealed"):
@@ -169,7 +206,7 @@ def _fingerprint_of(path: Path) -> bytes:
             "Make a key beside the data: (umask 077; openssl rand -hex 32 > FILE).",
         )
     described = descriptor(config.dataset)
-    return dataset_fingerprint(described, described.open_slices(path.parent), path.parent)
+    return data_marks(described, described.open_slices(path.parent), path.parent)
 
 
 @budget.command("keygen")

@@ -96,6 +96,9 @@ def run_or_path(named: str) -> Path:
         return path
 
 
+SmallEpsilon = Annotated[
+    bool, typer.Option("--yes", help="Yes, an epsilon below 0.1 is meant: data keeps the account of its first run.")
+]
 Account = Annotated[str, typer.Argument(help="Name of the account.", show_default=False)]
 SomeAccount = Annotated[str | None, typer.Argument(help="Name of an account; default: all.")]
 LedgerUrl = Annotated[str | None, typer.Option(help="URL of the ledger; default: the one in RAYCLOAK_HOME.")]

@@ -218,12 +218,10 @@ class _Overlaps(_Method[P, T]):
 class LedgerFace(_Face):
     """The ledger's methods that a run needs; see `raycloak.coordinator.ledger.ledger.PrivacyLedger`."""
 
-    bind_data = _Waits(PrivacyLedger.bind_data)
     bind_vectors = _Overlaps(PrivacyLedger.bind_vectors)
     charge = _Overlaps(PrivacyLedger.charge)
     hash_at = _Waits(PrivacyLedger.hash_at)
     load_accountant = _Overlaps(PrivacyLedger.load_accountant)
-    open_account = _Waits(PrivacyLedger.open_account)
     outlook = _Waits(PrivacyLedger.outlook)
     price = _Overlaps(PrivacyLedger.price)
     register_run = _Waits(PrivacyLedger.register_run)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Final
 
+from raycloak.attestation.core.data_marks import NO_MARKS, DataMarks
 from raycloak.coordinator.accounting.accountants import Spend
 from raycloak.coordinator.accounting.renyi import ORDERS
 from raycloak.coordinator.console.figures import epsilon_text
@@ -21,14 +22,20 @@ from raycloak.coordinator.ledger.entries import (
     AccountOpened,
     CapChanged,
     CapTransferred,
-    DeltaShared,
+    DataKnown,
     Head,
     RunRegistered,
-    RunRegisteredAtOrders,
 )
-from raycloak.coordinator.ledger.rules import check_reserve, epsilon_at, is_private, now, shared_delta
+from raycloak.coordinator.ledger.known_data import Known, check_run_data
+from raycloak.coordinator.ledger.rules import (
+    OpeningTerms,
+    check_admission,
+    check_reserve,
+    epsilon_at,
+    is_private,
+    now,
+)
 from raycloak.metrics.errors import BudgetError, ConfigError
-from raycloak.workers.terms.mechanism import AccountantName
 
 _TERMS: Final = "A cap is a finite number from 0 on; a delta lies between 0 and 1."
 
@@ -42,7 +49,7 @@ class Account:
         terms: the opening's terms, with the cap that holds now and, once ``fixed``, the orders in use.
         changed: the entry that last set the cap.
         fixed: whether the orders in use are fixed, which the first private run does.
-        shared: whether they are several that share delta, because an earlier version registered that run.
+        unit: of all its runs; empty before the first.
     """
 
     opened: AccountOpened
@@ -51,7 +58,7 @@ class Account:
     changed: Head
     closed: bool = False
     fixed: bool = False
-    shared: bool = False
+    unit: str = ""
 
     @classmethod
     def of(cls, event: AccountOpened, at: Head) -> "Account":
@@ -65,12 +72,21 @@ class Account:
         return replace(self, changed=at, terms=terms, closed=isinstance(event, AccountClosed))
 
     def with_run(self, event: RunRegistered) -> "Account":
-        """Return the account after the registration of a run: the first private one fixes the orders in use."""
+        """Return the account after a registration: the first fixes the unit, the first private one the orders."""
+        known = replace(self, unit=event.unit)
         if self.fixed or not is_private(event):
-            return self
-        if not isinstance(event, RunRegisteredAtOrders):
-            return replace(self, fixed=True, shared=self.opened.accountant == "rdp")
-        return replace(self, fixed=True, terms=self.terms.model_copy(update={"orders": event.orders}))
+            return known
+        return replace(known, fixed=True, terms=self.terms.model_copy(update={"orders": event.orders}))
+
+    def require_unit(self, event: RunRegistered) -> None:
+        """Raise BudgetError ``unit_mismatch`` if runs of the account count epsilon for something else."""
+        if self.unit not in ("", event.unit):
+            raise BudgetError(
+                "unit_mismatch",
+                f"account '{event.account}' counts epsilon for one {self.unit}, and run {event.run_id} for one "
+                f"{event.unit}.",
+                "Name an account of this unit: the two numbers cannot be added.",
+            )
 
     def require_open(self) -> None:
         """Raise BudgetError ``account_closed`` if the account is closed."""
@@ -84,27 +100,44 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """An account with the charges of each of its runs, and their registrations.
-
-    Attributes:
-        unstated: whether an earlier version still charged it, at the best of its orders. Only an audit says so.
-    """
+    """An account with the charges of each of its runs, their registrations, and what data it is known by."""
 
     account: Account
     spent: Sequence[Spend]
     registered: Sequence[RunRegistered]
-    unstated: bool = False
+    data: Sequence[DataMarks] = ()
 
 
-def named(event: AccountOpened | CapChanged | CapTransferred | AccountClosed | DeltaShared) -> tuple[str, ...]:
+def admitted(standing: Standing, known: Known, event: RunRegistered) -> Account:
+    """Return the account after the registration of a run, if it may pay for it.
+
+    Args:
+        known: the data that each account of the ledger is known by.
+
+    Raises:
+        BudgetError: ``account_closed``, ``unit_mismatch``, or as
+            `raycloak.coordinator.ledger.known_data.check_run_data` and
+            `raycloak.coordinator.ledger.rules.check_admission`.
+    """
+    account = standing.account
+    account.require_open()
+    account.require_unit(event)
+    check_run_data(event.run_id, event.mechanisms, event.data, account.opened, known)
+    after = account.with_run(event)
+    check_admission(after.terms, standing.registered, standing.spent, event)
+    return after
+
+
+def named(event: AccountOpened | DataKnown | CapChanged | CapTransferred | AccountClosed) -> tuple[str, ...]:
     """Return the accounts that an event is about."""
     return (event.source, event.target) if isinstance(event, CapTransferred) else (event.account,)
 
 
 def opening(
-    name: str, epsilon_cap: float, delta: float, authority: bytes, fingerprint: bytes, accountant: AccountantName
+    name: str, terms: OpeningTerms, authority: bytes = b"", data: DataMarks = NO_MARKS, also: bool = False
 ) -> AccountOpened:
     """Build the event that opens an account; ConfigError ``account_terms`` if a value makes no sense."""
+    epsilon_cap, delta = terms.epsilon_cap, terms.delta
     if not (name.strip() and name.isprintable()):
         raise ConfigError("account_terms", f"{name!r} is not a name for an account.", "Use printable characters.")
     if not (0 <= epsilon_cap < math.inf and 0 < delta < 1):
@@ -113,21 +146,20 @@ def opening(
             f"account '{name}' cannot have epsilon cap {epsilon_cap} and delta {delta}.",
             _TERMS,
         )
-    if len(authority) not in (0, 32) or len(fingerprint) not in (0, 32):
+    if len(authority) not in (0, 32):
         raise ConfigError(
-            "account_terms",
-            f"authority and fingerprint of account '{name}' have 32 bytes, or none.",
-            "Take them as `budget keygen` and `budget fingerprint` give them.",
+            "account_terms", f"the authority of account '{name}' has 32 bytes, or none.", "Make it: budget keygen."
         )
     return AccountOpened(
         recorded_at=now(),
         account=name,
         epsilon_cap=float(epsilon_cap),
         delta=float(delta),
-        accountant=accountant,
+        accountant=terms.accountant,
         orders=ORDERS,
         authority=authority,
-        fingerprint=fingerprint,
+        data=data,
+        also=also,
     )
 
 
@@ -140,7 +172,7 @@ def check_same_terms(account: Account, event: AccountOpened) -> None:
     known = account.opened
     differing = [
         name
-        for name in ("epsilon_cap", "delta", "accountant", "authority", "fingerprint")
+        for name in ("epsilon_cap", "delta", "accountant", "authority", "data", "also")
         if getattr(known, name) != getattr(event, name)
     ]
     if differing:
@@ -250,13 +282,12 @@ def check_transfer(source: Standing, target: Standing, event: CapTransferred) ->
     for each in (source, target):
         each.account.require_open()
     giver, taker = source.account.terms, target.account.terms
-    differing = [
-        name
-        for name in ("fingerprint", "delta", "accountant", "authority")
-        if getattr(giver, name) != getattr(taker, name)
-    ]
-    # Accounts that are bound to no data may be about anybody.
-    if differing or not giver.fingerprint or giver.accountant != "rdp":
+    differing = [name for name in ("delta", "accountant", "authority") if getattr(giver, name) != getattr(taker, name)]
+    # Who is in one dataset alone was promised the cap of its account: more rows, or data without a key, may be others.
+    datasets = [_fingerprints(standing) for standing in (source, target)]
+    if datasets[0] != datasets[1]:
+        differing.append("fingerprint")
+    if differing or len(datasets[0]) != 1 or b"" in datasets[0] or giver.accountant != "rdp":
         raise BudgetError(
             "transfer_mismatch",
             f"'{giver.account}' and '{taker.account}' must be bound to one dataset, with one delta, authority and the "
@@ -271,15 +302,10 @@ def check_transfer(source: Standing, target: Standing, event: CapTransferred) ->
     _check_fits(target, event.target_cap)
 
 
-def sharing(standing: Standing) -> DeltaShared:
-    """Build the statement of how an account counts that an earlier version charged."""
-    terms = standing.account.terms
-    return DeltaShared(
-        recorded_at=now(),
-        account=terms.account,
-        orders=terms.orders,
-        charged_epsilon=epsilon_at(terms, standing.spent),
-    )
+def _fingerprints(standing: Standing) -> set[bytes]:
+    """Return the fingerprints of all data that an account was opened for, is known by, or has registered runs on."""
+    ran = (event.data for event in standing.registered if is_private(event))
+    return {data.fingerprint for data in (*standing.data, *ran)}
 
 
 def closing(account: Account) -> AccountClosed | None:
@@ -292,12 +318,11 @@ def closing(account: Account) -> AccountClosed | None:
 def _check_fits(standing: Standing, epsilon_cap: float) -> None:
     """Check that an account's past fits another cap: its spending, and at that cap the slack of its runs."""
     terms = standing.account.terms.model_copy(update={"epsilon_cap": epsilon_cap})
-    spent = epsilon_at(terms, standing.spent, standing.unstated)
+    spent = epsilon_at(terms, standing.spent)
     if epsilon_cap < 0 or spent > epsilon_cap:
         raise BudgetError(
             "cap_below_spent",
-            f"account '{terms.account}' has spent epsilon {epsilon_text(spent)}, more than {epsilon_cap:g}"
-            f"{shared_delta(terms)}.",
+            f"account '{terms.account}' has spent epsilon {epsilon_text(spent)}, more than {epsilon_cap:g}.",
             "What is spent cannot be taken back; the cap can be lowered to it.",
         )
     check_reserve(terms, standing.registered)

@@ -20,24 +20,22 @@ from raycloak.coordinator.ledger.entries import (
     CapChanged,
     CapTransferred,
     DataBound,
-    DeltaShared,
+    DataKnown,
     Head,
     LedgerEntry,
     RunPrepaid,
     RunRegistered,
-    RunRegisteredAtOrders,
     StepCharged,
     VectorsBound,
     broken,
     check_chain,
 )
+from raycloak.coordinator.ledger.known_data import Learning, check_addition, check_opening, check_run_data
 from raycloak.coordinator.ledger.rules import (
     PricedRun,
     account_limits,
     check_accountant,
     check_claims,
-    check_dataset,
-    check_noised,
     check_reserve,
     check_shareable,
     epsilon_at,
@@ -85,12 +83,12 @@ class AuditedChain:
     """The totals of a chain: accounts by name, and runs by id. ``public_key`` is the ledger's.
 
     Attributes:
-        unstated: accounts that an earlier version charged at the best of their orders, up to the end of the chain.
+        learning: what the accounts are known by. An extract has not all accounts of its ledger.
     """
 
     public_key: bytes
     accounts: dict[str, Account] = field(default_factory=dict)
-    unstated: set[str] = field(default_factory=set)
+    learning: Learning = field(default_factory=Learning)
     runs: dict[str, AuditedRun] = field(default_factory=dict)
     head: Head = field(default_factory=Head)
 
@@ -98,12 +96,11 @@ class AuditedChain:
         """Add the next event; BudgetError ``chain_broken`` if it cannot follow the events before it."""
         event = entry.event
         if isinstance(event, AccountOpened):
-            _require(event.account not in self.accounts, entry, "it opens an account a second time")
-            self.accounts[event.account] = Account.of(event, _head(entry))
+            self._open(entry, event)
+        elif isinstance(event, DataKnown):
+            self._know(entry, event)
         elif isinstance(event, RunRegistered):
             self._register(entry, event)
-        elif isinstance(event, DeltaShared):
-            self._share_delta(entry, event)
         elif isinstance(event, DataBound):
             self._bind_data(entry, event)
         elif isinstance(event, StepCharged):
@@ -124,7 +121,22 @@ class AuditedChain:
     def standing(self, account: str) -> Standing:
         """Return an account with its charges."""
         registered = [run.registered for run in self.runs.values() if run.registered.account == account]
-        return Standing(self.accounts[account], self.spent(account), registered, account in self.unstated)
+        return Standing(
+            self.accounts[account], self.spent(account), registered, self.learning.known.accounts.get(account, ())
+        )
+
+    def _open(self, entry: LedgerEntry, event: AccountOpened) -> None:
+        _require(event.account not in self.accounts, entry, "it opens an account a second time")
+        with _held_to(entry):
+            check_opening(event, self.learning.known)
+        self.accounts[event.account] = Account.of(event, _head(entry))
+        self.learning.add(entry.sequence, event)
+
+    def _know(self, entry: LedgerEntry, event: DataKnown) -> None:
+        _require(event.account in self.accounts, entry, "its account was never opened")
+        with _held_to(entry):
+            check_addition(event, self.accounts[event.account].opened, self.learning.known)
+        self.learning.add(entry.sequence, event)
 
     def _change(self, entry: LedgerEntry, event: CapChanged | CapTransferred | AccountClosed) -> None:
         for name in named(event):
@@ -141,29 +153,15 @@ class AuditedChain:
         for name in named(event):
             self.accounts[name] = self.accounts[name].after(event, _head(entry))
 
-    def _share_delta(self, entry: LedgerEntry, event: DeltaShared) -> None:
-        _require(event.account in self.unstated, entry, "its account has no charges of an earlier version to state")
-        self.unstated.remove(event.account)
-        terms = self.accounts[event.account].terms
-        _require(event.orders == terms.orders, entry, "it names other orders than its account has")
-        spent = epsilon_at(terms, self.spent(event.account))
-        _require(_close(spent, event.charged_epsilon), entry, "its epsilon is not what the charges add up to")
-
     def _fix_orders(self, entry: LedgerEntry, event: RunRegistered) -> None:
         """Check the orders of a registration, and put them to use if it is the account's first private one."""
         account = self.accounts[event.account]
-        if isinstance(event, RunRegisteredAtOrders):
-            if not is_private(event):
-                _require(event.orders == (), entry, "it names orders for a run that is not private")
-            elif account.fixed:
-                _require(event.orders == account.terms.orders, entry, "it names other orders than its account uses")
-                _require(event.account not in self.unstated, entry, "its account has charges of an earlier version")
-            else:
-                _require(_is_least(event, account.terms), entry, "its order is not the one that its plan fixes")
-        elif account.terms.accountant == "rdp" and is_private(event):
-            earlier = not account.fixed or event.account in self.unstated
-            _require(earlier, entry, "it does not name the order that its account uses")
-            self.unstated.add(event.account)
+        if not is_private(event):
+            _require(event.orders == (), entry, "it names orders for a run that is not private")
+        elif account.fixed:
+            _require(event.orders == account.terms.orders, entry, "it names other orders than its account uses")
+        else:
+            _require(_is_least(event, account.terms), entry, "its order is not the one that its plan fixes")
         self.accounts[event.account] = account.with_run(event)
 
     def _register(self, entry: LedgerEntry, event: RunRegistered) -> None:
@@ -176,8 +174,8 @@ class AuditedChain:
         with _held_to(entry):
             check_together(event.mechanisms)
             self.accounts[event.account].require_open()
-            check_dataset(account, event.dataset_fingerprint)
-            check_noised(event.run_id, account, event.mechanisms)
+            self.accounts[event.account].require_unit(event)
+            check_run_data(event.run_id, event.mechanisms, event.data, account, self.learning.known)
             for mechanism in private:
                 check_claims(event.run_id, mechanism)
                 check_accountant(event.run_id, mechanism, account)
@@ -186,11 +184,8 @@ class AuditedChain:
             if private:
                 check_shareable(account, registered)
         self._fix_orders(entry, event)
-        _require(
-            _same_cost(event, self.accounts[event.account].opened.orders),
-            entry,
-            "its cost per step is not that of its mechanism",
-        )
+        self.learning.add(entry.sequence, event)
+        _require(_same_cost(event), entry, "its cost per step is not that of its mechanism")
         _require(_same_quote(event, quoted(account, event.mechanisms)), entry, "its quote is not what its plan costs")
         self.runs[event.run_id] = AuditedRun(entry.sequence, event, PricedRun.of(event), charges=charges)
         if isinstance(event, RunPrepaid) and private:
@@ -238,7 +233,7 @@ class AuditedChain:
             self._require_within(entry, registered.account)
 
     def _epsilon(self, account: str) -> float:
-        return epsilon_at(self.accounts[account].terms, self.spent(account), account in self.unstated)
+        return epsilon_at(self.accounts[account].terms, self.spent(account))
 
     def _require_within(self, entry: LedgerEntry, account: str) -> None:
         within = self._epsilon(account) <= self.accounts[account].terms.epsilon_cap * (1 + _TOLERANCE)
@@ -250,11 +245,11 @@ def audit(entries: Iterable[LedgerEntry], public_key: bytes) -> AuditedChain:
 
     Guarantee: returns only if ``public_key`` signed every entry and none is missing before the last. No step was
     charged twice, and each charge costs what its mechanism costs. Each mechanism has the noise it claims. No private
-    charge crosses its account's cap, at the one order that the first private plan of an rdp account fixed. A charge of
-    an earlier version was held to the best of its account's orders; ``unstated`` and entries of kind ``delta_shared``
-    name these accounts. Every cap was set by the opening, a lowering, a signature of the account's
-    authority, or a transfer. Each run was bound to its data once, before its first charge. Each charged step was bound
-    to its vectors once at most, after its charge.
+    charge crosses its account's cap, at the one order that the first private plan of an rdp account fixed. Every cap
+    was set by the opening, a lowering, a signature of the account's authority, or a transfer. Each run was bound to its
+    data once, before its first charge. Each charged step was bound to its vectors once at most, after its charge. No
+    run was charged to another account than the one that its data was known by, and none released such data without
+    noise, as far as the marks of data tell.
 
     Raises:
         BudgetError: ``chain_broken``, naming the first entry that is wrong.
@@ -273,14 +268,13 @@ def audit(entries: Iterable[LedgerEntry], public_key: bytes) -> AuditedChain:
     return audited
 
 
-def _same_cost(event: RunRegistered, opened_with: tuple[float, ...]) -> bool:
-    orders = event.orders if isinstance(event, RunRegisteredAtOrders) else opened_with
-    expected = tuple(mechanism_rdp(mechanism, orders) for mechanism in event.mechanisms)
+def _same_cost(event: RunRegistered) -> bool:
+    expected = tuple(mechanism_rdp(mechanism, event.orders) for mechanism in event.mechanisms)
     same = [len(cost) for cost in event.step_rdp] == [len(cost) for cost in expected]
     return same and bool(np.allclose(event.step_rdp, expected, rtol=_TOLERANCE, atol=0))
 
 
-def _is_least(event: RunRegisteredAtOrders, terms: AccountOpened) -> bool:
+def _is_least(event: RunRegistered, terms: AccountOpened) -> bool:
     """Return whether a first private run put to use what it had to."""
     if terms.accountant != "rdp":
         return event.orders == terms.orders

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from raycloak.attestation.core.canonical import DIGEST_BYTES, digest, length_prefixed
+from raycloak.attestation.core.data_marks import DataMarks
 from raycloak.attestation.core.keys import IdentityKey, signature_is_valid
 from raycloak.attestation.core.messages import Message, parse
 from raycloak.attestation.core.roster import Query
@@ -26,11 +27,10 @@ class AccountOpened(Message):
 
     Attributes:
         accountant: the accountant that holds its cap.
-        orders: the Renyi orders that its first private run fixes one of. An account of an earlier version that was
-        charged before orders were fixed uses all of them.
+        orders: the Renyi orders that its first private run fixes one of.
         authority: raw Ed25519 key that may let the cap be raised; empty if it can only be lowered.
-        fingerprint: of the only dataset whose runs may charge, see `workers/inputs/fingerprint.py`; empty for any
-        dataset.
+        data: marks of the only dataset whose runs may charge; empty for any dataset.
+        also: whether it may pay for data that another account pays for: one more budget, given deliberately.
     """
 
     DOMAIN: ClassVar[str] = "account_opened"
@@ -42,7 +42,18 @@ class AccountOpened(Message):
     accountant: AccountantName
     orders: tuple[float, ...]
     authority: bytes
-    fingerprint: bytes
+    data: DataMarks
+    also: bool
+
+
+class DataKnown(Message):
+    """The marks of data that an account is to be known by from now on: under another key, or at another place."""
+
+    DOMAIN: ClassVar[str] = "data_known"
+
+    recorded_at: int
+    account: str
+    data: DataMarks
 
 
 class CapChanged(Message):
@@ -85,16 +96,19 @@ class AccountClosed(Message):
 
 
 class RunRegistered(Message):
-    """The registration of a run, which may then charge to an account, as earlier versions wrote it.
+    """The registration of a run, which may then charge to an account.
 
-    They held an rdp account at all its orders at once, and admitted what fitted at any of them.
+    The first one with a private mechanism fixes the one order of an rdp account, before anything was released from it.
 
     Attributes:
         mechanisms: all that the run may release, each with a ``query`` of its own.
-        step_rdp: per mechanism, RDP of one release at the account's orders in use; zeros where nothing is private.
+        unit: what one example is to the people in the data; the same for all runs of an account.
+        orders: the account's in use. Empty where nothing is private; all that the account has under ``pld``.
+        step_rdp: per mechanism, RDP of one release at ``orders``; zeros where nothing is private.
         epsilon_cap: the account's cap at the registration. The run was planned for it.
         delta_slack: part of the account's delta that the run's slack takes at that cap.
-        dataset_fingerprint: from the run's manifest; empty without a key.
+        data: marks of the run's data, as its workers state them.
+        public: whether the data was declared to need no protection. The account is then about nobody.
         quote_counts, quote_epsilon: the cost of parts of the run, if the account's accountant holds a fixed plan. Per
             part: releases of each private mechanism, and epsilon. Empty for a Renyi filter.
         accountant_version: libraries that computed ``step_rdp`` and ``quote_epsilon``.
@@ -106,8 +120,11 @@ class RunRegistered(Message):
     run_id: str
     account: str
     mechanisms: tuple[Mechanism, ...]
+    unit: str
     manifest_digest: bytes
-    dataset_fingerprint: bytes
+    data: DataMarks
+    public: bool
+    orders: tuple[float, ...]
     step_rdp: tuple[tuple[float, ...], ...]
     quote_counts: tuple[tuple[int, ...], ...]
     quote_epsilon: tuple[float, ...]
@@ -116,46 +133,13 @@ class RunRegistered(Message):
     accountant_version: str
 
 
-class RunRegisteredAtOrders(RunRegistered):
-    """The registration of a run, with the orders in use.
-
-    The first one with a private mechanism fixes the one order of an rdp account, before anything was released from it.
-
-    Attributes:
-        orders: of ``step_rdp``. Empty where nothing is private; all that the account has under ``pld``.
-    """
-
-    DOMAIN: ClassVar[str] = "run_registered_at_orders"
-
-    orders: tuple[float, ...]
-
-
-class RunPrepaid(RunRegisteredAtOrders):
+class RunPrepaid(RunRegistered):
     """The registration of a run that charges all that it plans at once, in this entry.
 
     Its steps are charged one by one all the same, because each needs a receipt, but add nothing to the account.
     """
 
     DOMAIN: ClassVar[str] = "run_prepaid"
-
-
-class DeltaShared(Message):
-    """The statement of how an account counts that was charged before orders were fixed.
-
-    It keeps all its orders, and each has an equal share of its delta. So what was charged is covered, and nothing more
-    is admitted than before.
-
-    Attributes:
-        orders: all of the account's.
-        charged_epsilon: of its charges, by this rule.
-    """
-
-    DOMAIN: ClassVar[str] = "delta_shared"
-
-    recorded_at: int
-    account: str
-    orders: tuple[float, ...]
-    charged_epsilon: float
 
 
 class DataBound(Message):
@@ -220,17 +204,16 @@ class VectorsBound(Message):
 
 
 RunEvent = DataBound | StepCharged | VectorsBound
-Event = AccountOpened | CapChanged | CapTransferred | AccountClosed | DeltaShared | RunRegistered | RunEvent
+Event = AccountOpened | DataKnown | CapChanged | CapTransferred | AccountClosed | RunRegistered | RunEvent
 _KINDS: dict[str, type[Event]] = {
     kind.DOMAIN: kind
     for kind in (
         AccountOpened,
+        DataKnown,
         CapChanged,
         CapTransferred,
         AccountClosed,
-        DeltaShared,
         RunRegistered,
-        RunRegisteredAtOrders,
         RunPrepaid,
         DataBound,
         StepCharged,

@@ -31,6 +31,7 @@ from raycloak.coordinator.ledger.entries import (
     check_chain,
 )
 from raycloak.coordinator.ledger.export import ExportedEntry, exported_entry
+from raycloak.coordinator.ledger.known_data import Learning
 from raycloak.metrics.errors import ProtocolError
 
 _LARGEST = 2**63 - 1  # of a sequence, in every database
@@ -120,7 +121,7 @@ def check_extract(lines: Sequence[bytes], ledger_key: bytes) -> CheckedExtract:
     """
     *body, last = lines or [b""]
     entries = [_entry(line, number) for number, line in enumerate(body, 1)]
-    audited = AuditedChain(ledger_key)
+    audited = AuditedChain(ledger_key, learning=Learning(whole=False))
     before = Head()
     for entry in entries:
         if entry.sequence <= before.sequence:

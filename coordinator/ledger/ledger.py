@@ -7,24 +7,27 @@ plan.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
+from raycloak.attestation.core.data_marks import NO_MARKS, DataMarks
 from raycloak.attestation.core.messages import Envelope, seal
 from raycloak.attestation.core.roster import Query
 from raycloak.coordinator.accounting.accountants import AccountLimits, accountant_of
 from raycloak.coordinator.accounting.renyi import ORDERS, accountant_delta
 from raycloak.coordinator.ledger.accounts import (
     Account,
-    Standing,
+    admitted,
     cap_change,
     check_same_terms,
     closing,
     opening,
-    sharing,
     transfer,
 )
 from raycloak.coordinator.ledger.cap_authority import SignedCap
 from raycloak.coordinator.ledger.entries import (
+    AccountOpened,
     DataBound,
+    DataKnown,
     Head,
     LedgerEntry,
     RunPrepaid,
@@ -33,10 +36,12 @@ from raycloak.coordinator.ledger.entries import (
     VectorsBound,
 )
 from raycloak.coordinator.ledger.heads import check_links
+from raycloak.coordinator.ledger.known_data import check_addition, check_opening, learned
 from raycloak.coordinator.ledger.reader import LedgerReader
 from raycloak.coordinator.ledger.rules import (
+    OpeningTerms,
     PricedRun,
-    check_admission,
+    RunTerms,
     check_cap,
     epsilon_at,
     now,
@@ -51,6 +56,28 @@ from raycloak.metrics.proof_bounds import require_assertions
 from raycloak.workers.terms.binding import Binding
 from raycloak.workers.terms.mechanism import AccountantName, Mechanism
 from raycloak.workers.terms.receipt import Receipt
+
+
+@dataclass(frozen=True, slots=True)
+class RunStart:
+    """The start of a run, which its first charge records.
+
+    Attributes:
+        run: what it is registered with.
+        data_root: see `raycloak.workers.terms.receipt.data_root`.
+    """
+
+    run: RunTerms
+    data_root: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Priced:
+    """The registration of a run, priced for an account as it was."""
+
+    terms: AccountOpened
+    fixed: bool
+    event: RunRegistered
 
 
 class PrivacyLedger(LedgerReader):
@@ -104,30 +131,45 @@ class PrivacyLedger(LedgerReader):
     def open_account(
         self,
         name: str,
-        epsilon_cap: float,
-        delta: float,
+        terms: OpeningTerms,
+        *,
         authority: bytes = b"",
-        fingerprint: bytes = b"",
-        accountant: AccountantName = "rdp",
+        data: DataMarks = NO_MARKS,
+        also: bool = False,
     ) -> None:
         """Open an account, or check that it was opened with the same terms.
 
         Args:
             authority: raw Ed25519 key that may let the cap be raised. Without one the cap can only be lowered.
-            fingerprint: of the only dataset whose runs may charge; see `workers/inputs/fingerprint.py`.
-            accountant: the one that holds the cap. Several runs may share the account under ``rdp`` only.
+            data: marks of the only dataset whose runs may charge; empty for any.
+            also: whether it may pay for data that another account pays for.
 
         Raises:
             ConfigError: ``account_terms`` if a value makes no sense.
-            BudgetError: ``account_mismatch`` if it was opened with other terms.
+            BudgetError: ``account_mismatch`` if it was opened with other terms. ``account_known`` or
+                ``fingerprint_key_unknown`` if another account is, or may be, known by this data.
         """
-        event = opening(name, epsilon_cap, delta, authority, fingerprint, accountant)
+        event = opening(name, terms, authority, data, also)
         with self._write() as rows:
             existing = self._book.account(rows, name)
             if existing is None:
-                self._book.append(rows, event)
+                check_opening(event, self._book.known_data(rows))
+                self._book.append_known(rows, event)
             else:
                 check_same_terms(existing, event)
+
+    def add_data(self, account: str, data: DataMarks) -> None:
+        """Let an account be known by its data under another key, or at another place, from now on.
+
+        Raises:
+            BudgetError: ``account_unknown``, or ``account_known`` if another account is known by this data.
+        """
+        event = DataKnown(recorded_at=now(), account=account, data=data)
+        with self._write() as rows:
+            known = self._book.known_data(rows)
+            check_addition(event, self._book.known(rows, account).opened, known)
+            if learned(event, known):
+                self._book.append_known(rows, event)
 
     def change_cap(self, account: str, epsilon_cap: float, authorisation: SignedCap | None = None) -> None:
         """Lower an account's cap, or raise it as its authority has signed it.
@@ -136,7 +178,7 @@ class PrivacyLedger(LedgerReader):
             ConfigError, BudgetError: ``account_unknown``, or as in `raycloak.coordinator.ledger.accounts.cap_change`.
         """
         with self._write() as rows:
-            standing = self._stated(rows, account)
+            standing = self._book.standing(rows, account)
             event = cap_change(standing, epsilon_cap, authorisation, self.public_key)
             if event is not None:
                 self._book.append(rows, event)
@@ -148,7 +190,7 @@ class PrivacyLedger(LedgerReader):
             ConfigError, BudgetError: ``account_unknown``, or as in `raycloak.coordinator.ledger.accounts.transfer`.
         """
         with self._write() as rows:
-            giver, taker = (self._stated(rows, name) for name in (source, target))
+            giver, taker = (self._book.standing(rows, name) for name in (source, target))
             self._book.append(rows, transfer(giver, taker, amount))
 
     def close_account(self, account: str) -> None:
@@ -158,60 +200,30 @@ class PrivacyLedger(LedgerReader):
             BudgetError: ``account_unknown``.
         """
         with self._write() as rows:
-            event = closing(self._stated(rows, account).account)
+            event = closing(self._book.known(rows, account))
             if event is not None:
                 self._book.append(rows, event)
 
-    def register_run(
-        self,
-        run_id: str,
-        account: str,
-        mechanisms: tuple[Mechanism, ...],
-        manifest_digest: bytes,
-        dataset_fingerprint: bytes = b"",
-        prepaid: bool = False,
-    ) -> None:
-        """Let a run charge to an account, and make this instance the run's owner. Idempotent for the same arguments.
+    def register_run(self, run: RunTerms) -> None:
+        """Let a run charge to an account, and make this instance the run's owner. Idempotent for the same terms.
 
-        Args:
-            mechanisms: all that the run may release. Each has a query of its own, and is paid for release by release.
-            dataset_fingerprint: from the run's manifest; empty without a key.
-            prepaid: whether all that the run plans is charged now, and stays charged if the run does less.
+        The account that the run opens, if it is not open yet, is opened in the same entry of the store, or not at all.
 
         Raises:
             BudgetError: ``account_unknown``, ``account_closed`` or ``fenced``. ``run_mismatch`` if the id belongs to a
-                run of another account, mechanism, dataset or manifest. ``account_not_shared`` if another run has the
-                account's one plan. ``delta_exceeded`` without slack left in delta. ``cap_exceeded`` if not even one
-                release of each mechanism is left, or less than a run plans that is prepaid or needs all. Also as in
+                run of another account, mechanism, dataset or manifest. ``account_mismatch`` if another run opened the
+                account with other terms. ``account_known``, ``account_private``, ``dataset_mismatch`` or
+                ``fingerprint_key_unknown`` as `raycloak.coordinator.ledger.known_data.check_run_data`.
+                ``unit_mismatch``. ``account_not_shared`` if another run has the account's one plan. ``delta_exceeded``
+                without slack left in delta. ``cap_exceeded`` if not even one release of each mechanism is left, or
+                less than a run plans that is prepaid or needs all. Also as in
                 `raycloak.coordinator.ledger.rules.registration`.
-            ConfigError: ``delta_too_small`` for the account's accountant.
+            ConfigError: ``delta_too_small`` for the account's accountant; ``account_terms``.
             ProtocolError: ``malformed`` if a mechanism has a value that no entry can hold, such as a NaN.
         """
-        with self._store.read() as rows:
-            known = self._book.standing(rows, account).account
-        # Price the run before taking the lock: pricing takes seconds the first time, and others wait for the lock.
-        run = mechanisms, manifest_digest, dataset_fingerprint
-        event = registration(run_id, known.terms, *run, known.fixed, prepaid)
+        priced = self._priced(run)
         with self._write() as rows:
-            known_run = rows.run(run_id)
-            if known_run is not None:
-                row, _ = known_run
-                self._check_same_run(rows, row, event)
-                self._check_fencing(row)
-                self._take(rows, row)
-                return
-            standing = self._stated(rows, account)
-            now_known = standing.account
-            now_known.require_open()
-            # The account may have changed between the two transactions: another run may have fixed its order.
-            if (now_known.terms, now_known.fixed) != (known.terms, known.fixed):
-                event = registration(run_id, now_known.terms, *run, now_known.fixed, prepaid)
-            terms = now_known.with_run(event).terms
-            check_admission(terms, standing.registered, standing.spent, event)
-            counts = {mechanism.query: 0 for mechanism in mechanisms}
-            entry = self._book.append(rows, event)
-            rows.add_run(RunRow(run_id, account, entry.sequence, self.fencing, counts))
-            rows.renew_lease(self.fencing)
+            self._register(rows, run, priced)
 
     def bind_data(self, run_id: str, manifest_digest: bytes, data_root: bytes) -> None:
         """Bind a run to its data, before its first charge. The same again changes nothing.
@@ -227,28 +239,16 @@ class PrivacyLedger(LedgerReader):
                 ``witness_unavailable``.
         """
         with self._write() as rows:
-            row, _, _ = self._owned(rows, run_id, manifest_digest)
-            bound = self._book.data_root(rows, row)
-            if bound is None:
-                event = DataBound(
-                    recorded_at=now(),
-                    run_id=run_id,
-                    manifest_digest=manifest_digest,
-                    data_root=data_root,
-                    fencing=self.fencing,
-                )
-                self._book.append(rows, event)
-            elif bound != data_root:
-                raise BudgetError(
-                    "data_changed",
-                    f"the examples of run {run_id} are not those it began with: their root was {bound.hex()}, now "
-                    f"{data_root.hex()}.",
-                    "Put the data back, or start a new run: it draws fresh noise and is charged in full.",
-                )
-            self._take(rows, row)
+            self._bind_data(rows, run_id, manifest_digest, data_root)
 
     def charge(
-        self, run_id: str, step: int, parameter_digest: bytes, manifest_digest: bytes, query: Query = "gradient"
+        self,
+        run_id: str,
+        step: int,
+        parameter_digest: bytes,
+        manifest_digest: bytes,
+        query: Query = "gradient",
+        start: RunStart | None = None,
     ) -> Envelope:
         """Charge one step of one mechanism and return the signed :class:`raycloak.workers.terms.receipt.Receipt` for
         it.
@@ -260,13 +260,24 @@ class PrivacyLedger(LedgerReader):
         number of calls. For a later instance only the fencing number differs. A charge that would cross the cap is
         refused and changes nothing. A closed account gives no receipt, not even an old one.
 
+        Guarantee: a run that is registered with its first charge, and the account that it opens, are in the ledger
+        only if that charge is.
+
+        Args:
+            start: what the run is registered with and bound to, if it is not yet. The same again changes nothing.
+
         Raises:
+            BudgetError, ConfigError: as :meth:`register_run` and :meth:`bind_data` for a ``start``.
             BudgetError: ``run_unknown``, ``run_mismatch``, ``fenced``, ``step_not_planned``,
                 ``step_already_charged`` (for other parameters), ``data_unbound``, ``account_closed``,
                 ``cap_exceeded``, ``ledger_unavailable``, ``ledger_rolled_back`` or ``witness_unavailable``. The step
                 may be charged after the last two: see :meth:`status`.
         """
+        priced = self._priced(start.run) if start else None
         with self._write() as rows:
+            if start is not None:
+                self._register(rows, start.run, priced)
+                self._bind_data(rows, run_id, manifest_digest, start.data_root)
             row, run, account = self._owned(rows, run_id, manifest_digest)
             data_root = self._book.data_root(rows, row)
             if data_root is None:
@@ -318,6 +329,69 @@ class PrivacyLedger(LedgerReader):
             self._take(rows, row)
         return binding
 
+    def _priced(self, run: RunTerms) -> _Priced | None:
+        """Price a new run before the lock is taken: it takes seconds the first time, and others wait for the lock."""
+        with self._store.read() as rows:
+            if rows.run(run.run_id) is not None:
+                return None
+            account = self._book.standing_for(rows, run).account
+        return _Priced(account.terms, account.fixed, registration(run, account.terms, account.fixed))
+
+    def _register(self, rows: Rows, run: RunTerms, priced: _Priced | None) -> None:
+        """Register a run, and open the account that it is to open; or check that it is the one that is registered."""
+        found = rows.run(run.run_id)
+        if found is not None:
+            row, _ = found
+            self._check_same_run(rows, row, run)
+            self._check_fencing(row)
+            self._take(rows, row)
+            return
+        if run.opens is not None:
+            self._open_for(rows, run.account, run.opens)
+        standing, known = self._book.standing(rows, run.account), self._book.known_data(rows)
+        account = standing.account
+        # The account may have changed since: another run may have opened it, or fixed its order.
+        if priced is None or (priced.terms, priced.fixed) != (account.terms, account.fixed):
+            priced = _Priced(account.terms, account.fixed, registration(run, account.terms, account.fixed))
+        admitted(standing, known, priced.event)
+        entry = self._book.append_known(rows, priced.event)
+        counts = {mechanism.query: 0 for mechanism in run.mechanisms}
+        rows.add_run(RunRow(run.run_id, run.account, entry.sequence, self.fencing, counts))
+        rows.renew_lease(self.fencing)
+
+    def _open_for(self, rows: Rows, name: str, terms: OpeningTerms) -> None:
+        """Open the account of a run, unless it is open with the same terms."""
+        event = opening(name, terms)
+        existing = self._book.account(rows, name)
+        if existing is None:
+            self._book.append_known(rows, event)
+        else:
+            # Whoever opened it may also have named its authority, and its data.
+            own = existing.opened
+            same = {"authority": own.authority, "data": own.data, "also": own.also}
+            check_same_terms(existing, event.model_copy(update=same))
+
+    def _bind_data(self, rows: Rows, run_id: str, manifest_digest: bytes, data_root: bytes) -> None:
+        row, _, _ = self._owned(rows, run_id, manifest_digest)
+        bound = self._book.data_root(rows, row)
+        if bound is None:
+            event = DataBound(
+                recorded_at=now(),
+                run_id=run_id,
+                manifest_digest=manifest_digest,
+                data_root=data_root,
+                fencing=self.fencing,
+            )
+            self._book.append(rows, event)
+        elif bound != data_root:
+            raise BudgetError(
+                "data_changed",
+                f"the examples of run {run_id} are not those it began with: their root was {bound.hex()}, now "
+                f"{data_root.hex()}.",
+                "Put the data back, or start a new run: it draws fresh noise and is charged in full.",
+            )
+        self._take(rows, row)
+
     def _owned(self, rows: Rows, run_id: str, manifest_digest: bytes) -> tuple[RunRow, PricedRun, Account]:
         """Return a run that this instance may charge, and its account; BudgetError otherwise, with the code."""
         found = rows.run(run_id)
@@ -352,8 +426,6 @@ class PrivacyLedger(LedgerReader):
             )
         runs = rows.runs(row.account)
         account = self._book.with_runs(rows, account, runs)
-        if account.shared:
-            self._stated(rows, row.account)
         terms, spent = account.terms, self._book.spent(rows, runs, (row.run_id, query))
         # A public release costs nothing, so no cap can refuse it.
         charged = check_cap(terms, spent) if priced.mechanism.private else epsilon_at(terms, spent)
@@ -374,17 +446,6 @@ class PrivacyLedger(LedgerReader):
             rows.renew_lease(self.fencing)
             self._renewed_at = event.recorded_at
         return self._book.append(rows, event)
-
-    def _stated(self, rows: Rows, name: str) -> Standing:
-        """Return an account's standing. If an earlier version charged it, first state, once, how it counts."""
-        standing = self._book.standing(rows, name)
-        if standing.account.shared and not self._book.is_stated(rows, name):
-            self._book.append(rows, sharing(standing))
-            # A process of the earlier version may still hold a run here, and would charge by the earlier rule.
-            for row in rows.runs(name):
-                if row.fencing < self.fencing:
-                    self._take(rows, row)
-        return standing
 
     def _receipt(self, entry: LedgerEntry, run: RunRegistered, parameter_digest: bytes, data_root: bytes) -> Envelope:
         event = entry.event
@@ -408,7 +469,7 @@ class PrivacyLedger(LedgerReader):
             sequence=entry.sequence,
             head=entry.hash,
             charged_epsilon=event.charged_epsilon,
-            dataset_fingerprint=run.dataset_fingerprint,
+            dataset_fingerprint=run.data.fingerprint,
             data_root=data_root,
         )
         return seal(receipt, self._store.key)
@@ -438,18 +499,32 @@ class PrivacyLedger(LedgerReader):
     @contextmanager
     def _write(self) -> Iterator[Rows]:
         """Open a transaction of the store. Once it has committed, give its head to the witness."""
-        with self._store.write() as rows:
-            yield rows
-            head = rows.head() if self._witnessed else Head()
+        try:
+            with self._store.write() as rows:
+                try:
+                    yield rows
+                except BaseException:
+                    # While the lock is held: entries that are undone now must be remembered by no other thread.
+                    self._book.forget()
+                    raise
+                head = rows.head() if self._witnessed else Head()
+        except BaseException:
+            self._book.forget()
+            raise
         # The witness is asked after the commit, so that it never holds a head that the ledger could still undo.
         if self._witnessed:
             self._witnessed.keep(head)
 
-    def _check_same_run(self, rows: Rows, row: RunRow, event: RunRegistered) -> None:
+    def _check_same_run(self, rows: Rows, row: RunRow, run: RunTerms) -> None:
         known = self._book.run(rows, row).registered
-        compared = ("account", "mechanisms", "manifest_digest", "dataset_fingerprint")
-        same_kind = isinstance(known, RunPrepaid) == isinstance(event, RunPrepaid)
-        if not same_kind or any(getattr(known, name) != getattr(event, name) for name in compared):
+        # Its data may have moved since, or gained a key of its account: the fingerprint says whether it is the same.
+        same = (known.account, known.mechanisms, known.manifest_digest, known.data.fingerprint) == (
+            run.account,
+            run.mechanisms,
+            run.manifest_digest,
+            run.data.fingerprint,
+        )
+        if not same or isinstance(known, RunPrepaid) != run.prepaid:
             raise run_mismatch(row.run_id)
 
     def _take(self, rows: Rows, row: RunRow) -> None:

@@ -3,14 +3,16 @@
 Guarantee: terms, caps and costs come from entries whose signature was checked; the tables say only where they are.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from raycloak.attestation.core.data_marks import DataMarks
 from raycloak.attestation.core.keys import IdentityKey
 from raycloak.attestation.core.messages import parse
 from raycloak.attestation.core.roster import Query
 from raycloak.coordinator.accounting.accountants import Spend
-from raycloak.coordinator.ledger.accounts import Account, Standing, named
+from raycloak.coordinator.ledger.accounts import Account, Standing, admitted, named, opening
 from raycloak.coordinator.ledger.audit import AuditedChain, audit
 from raycloak.coordinator.ledger.entries import (
     AccountClosed,
@@ -18,7 +20,6 @@ from raycloak.coordinator.ledger.entries import (
     CapChanged,
     CapTransferred,
     DataBound,
-    DeltaShared,
     Event,
     Head,
     LedgerEntry,
@@ -32,13 +33,13 @@ from raycloak.coordinator.ledger.entries import (
 )
 from raycloak.coordinator.ledger.export import write_export
 from raycloak.coordinator.ledger.extract import extract_lines
+from raycloak.coordinator.ledger.known_data import Known, StatesData, learned
 from raycloak.coordinator.ledger.places import is_apart
-from raycloak.coordinator.ledger.rules import PricedRun, check_admission, now, registration
+from raycloak.coordinator.ledger.rules import PricedRun, RunTerms, now, registration
 from raycloak.coordinator.ledger.store import AccountRow, LedgerStore, Rows, RunRow
 from raycloak.coordinator.ledger.view import AccountView, LedgerView, Outlook, StepStatus, account_view
 from raycloak.coordinator.ledger.witness import Witnessed, open_witness
 from raycloak.metrics.errors import BudgetError
-from raycloak.workers.terms.mechanism import Mechanism
 
 
 class LedgerReader:
@@ -84,14 +85,13 @@ class LedgerReader:
     def view(self) -> LedgerView:
         """Return all accounts as they are now, over a connection of its own. Never waits for a charge."""
         with self._store.read() as rows:
-            accounts = tuple(self._account_view(rows, row) for row in rows.accounts())
+            data = self._book.known_data(rows).accounts
+            accounts = tuple(self._account_view(rows, row, data.get(row.name, ())) for row in rows.accounts())
             witness = self._witnessed.state if self._witnessed else None
             return LedgerView(self.public_key, self.fencing, rows.head(), accounts, self._rollback_witness, witness)
 
-    def outlook(
-        self, account: str, mechanisms: tuple[Mechanism, ...], dataset_fingerprint: bytes = b"", prepaid: bool = False
-    ) -> Outlook:
-        """Return what one more run of ``mechanisms`` would find on an account; writes nothing.
+    def outlook(self, run: RunTerms) -> Outlook:
+        """Return what one more run would find on its account; writes nothing.
 
         Guarantee: refuses what `PrivacyLedger.register_run` would refuse now, with the same code.
 
@@ -99,12 +99,10 @@ class LedgerReader:
             BudgetError, ConfigError: as `PrivacyLedger.register_run`.
         """
         with self._store.read() as rows:
-            standing = self._book.standing(rows, account)
-        known = standing.account
-        known.require_open()
-        event = registration("(planned)", known.terms, mechanisms, b"", dataset_fingerprint, known.fixed, prepaid)
-        terms = known.with_run(event).terms
-        check_admission(terms, standing.registered, standing.spent, event)
+            standing, known = self._book.standing_for(rows, run), self._book.known_data(rows)
+        account = standing.account
+        event = registration(run, account.terms, account.fixed)
+        terms = admitted(standing, known, event).terms
         return Outlook(terms, PricedRun.of(event), tuple(standing.spent))
 
     def hash_at(self, sequence: int) -> bytes | None:
@@ -165,12 +163,12 @@ class LedgerReader:
             self._witnessed.close()
         self._store.close()
 
-    def _account_view(self, rows: Rows, row: AccountRow) -> AccountView:
+    def _account_view(self, rows: Rows, row: AccountRow, data: Sequence[DataMarks]) -> AccountView:
         runs = rows.runs(row.name)
         account = self._book.with_runs(rows, self._book.account_of(rows, row), runs)
         leases = rows.leases(runs)
         shown = [(self._book.run(rows, run).registered, run.charged, leases.get(run.fencing)) for run in runs]
-        return account_view(account, shown, self._book.spent(rows, runs))
+        return account_view(account, shown, self._book.spent(rows, runs), data)
 
 
 def _check_tables(rows: Rows, audited: AuditedChain) -> None:
@@ -178,6 +176,8 @@ def _check_tables(rows: Rows, audited: AuditedChain) -> None:
     accounts = [AccountRow(name, each.opened_at, each.changed.sequence) for name, each in audited.accounts.items()]
     if rows.accounts() != accounts:
         raise broken(audited.head.sequence, "the table of accounts does not follow from the chain")
+    if rows.known() != audited.learning.entries:
+        raise broken(audited.head.sequence, "the table of known data does not follow from the chain")
     found = {row.run_id: row for row in rows.runs()}
     for run_id, run in audited.runs.items():
         row = found.pop(run_id, None)
@@ -209,10 +209,14 @@ class Book:
 
     def __init__(self, key: IdentityKey) -> None:
         self._key = key
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget everything: a transaction that was undone may have been remembered."""
         self._accounts: dict[tuple[str, int], Account] = {}
         self._runs: dict[int, PricedRun] = {}
         self._data: dict[int, bytes] = {}
-        self._sharing: dict[str, int] = {}
+        self._marks: dict[int, DataMarks] = {}
 
     def account(self, rows: Rows, name: str) -> Account | None:
         """Return an account as it is now, but without its runs; None if it was never opened."""
@@ -236,6 +240,13 @@ class Book:
                 f"Open it: raycloak budget open {name} --epsilon-cap E",
             )
         return account
+
+    def known_data(self, rows: Rows) -> Known:
+        """Return the data that each account is known by, in the order of the chain."""
+        found: dict[str, tuple[DataMarks, ...]] = {}
+        for sequence, account in rows.known():
+            found[account] = (*found.get(account, ()), self._marks_of(rows, sequence, account))
+        return Known(found)
 
     def account_of(self, rows: Rows, row: AccountRow) -> Account:
         """Return the account of a row, from the entry that opened it and the one that changed it last."""
@@ -285,18 +296,19 @@ class Book:
         runs = rows.runs(name)
         account = self.with_runs(rows, self.known(rows, name), runs)
         registered = [self.run(rows, row).registered for row in runs]
-        return Standing(account, self.spent(rows, runs), registered)
+        return Standing(account, self.spent(rows, runs), registered, self.known_data(rows).accounts.get(name, ()))
 
-    def is_stated(self, rows: Rows, name: str) -> bool:
-        """Return whether an entry states how an account counts that an earlier version charged."""
-        # The entry remembered may have been undone with its transaction, so it is read again.
-        known = rows.entry(self._sharing[name]) if name in self._sharing else None
-        for entry in [known] if known else rows.of_kind(DeltaShared.DOMAIN):
-            event = entry.event
-            if isinstance(event, DeltaShared) and event.account == name:
-                self._sharing[name] = entry.sequence
-                return True
-        return False
+    def standing_for(self, rows: Rows, run: RunTerms) -> Standing:
+        """Return the account of a run as :meth:`standing`, or as the run is to open it.
+
+        Raises:
+            BudgetError: ``account_unknown``, if the run opens none.
+            ConfigError: ``account_terms``.
+        """
+        if run.opens is not None and rows.account(run.account) is None:
+            event = opening(run.account, run.opens)
+            return Standing(Account.of(event, rows.head()), (), ())
+        return self.standing(rows, run.account)
 
     def append(self, rows: Rows, event: Event) -> LedgerEntry:
         """Append ``event`` as the newest entry, and file it under its step, its run or its accounts.
@@ -321,6 +333,14 @@ class Book:
                 rows.change_account(name, entry.sequence)
         return entry
 
+    def append_known(self, rows: Rows, event: StatesData) -> LedgerEntry:
+        """Append an event that states data, and file it if its account was not known by that data."""
+        is_new = learned(event, self.known_data(rows))
+        entry = self.append(rows, event)
+        if is_new:
+            rows.add_known(entry.sequence, event.account)
+        return entry
+
     def _opened(self, rows: Rows, row: AccountRow) -> Account:
         opened = self._signed(rows, row.sequence)
         event = opened.event
@@ -335,6 +355,14 @@ class Book:
         if not isinstance(event, CapChanged | CapTransferred | AccountClosed) or row.name not in named(event):
             raise broken(row.changed, f"it does not change account '{row.name}'")
         return account.after(event, Head(last.sequence, last.hash))
+
+    def _marks_of(self, rows: Rows, sequence: int, account: str) -> DataMarks:
+        if sequence not in self._marks:
+            event = self._signed(rows, sequence).event
+            if not isinstance(event, StatesData) or event.account != account:
+                raise broken(sequence, f"it states no data of account '{account}'")
+            self._marks[sequence] = event.data
+        return self._marks[sequence]
 
     def _signed(self, rows: Rows, sequence: int) -> LedgerEntry:
         entry = rows.entry(sequence)

@@ -8,9 +8,10 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from raycloak.attestation.core.data_marks import NO_MARKS, DataMarks
 from raycloak.attestation.core.messages import checked
 from raycloak.attestation.core.roster import Query
-from raycloak.coordinator.accounting.accountants import AccountLimits, Quote, Spend, accountant_of, smallest_epsilon
+from raycloak.coordinator.accounting.accountants import AccountLimits, Quote, Spend, accountant_of
 from raycloak.coordinator.accounting.batch_shape import overflow_bound
 from raycloak.coordinator.accounting.outward import sum_up, weighted_sum_up
 from raycloak.coordinator.accounting.releases import Releases, release_of
@@ -23,9 +24,9 @@ from raycloak.coordinator.accounting.renyi import (
     total_slack,
 )
 from raycloak.coordinator.console.figures import epsilon_text
-from raycloak.coordinator.ledger.entries import AccountOpened, RunPrepaid, RunRegistered, RunRegisteredAtOrders
+from raycloak.coordinator.ledger.entries import AccountOpened, RunPrepaid, RunRegistered
 from raycloak.metrics.errors import BudgetError
-from raycloak.workers.terms.mechanism import Mechanism, check_together
+from raycloak.workers.terms.mechanism import AccountantName, Mechanism, check_together
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,33 +78,59 @@ class PricedRun:
         return Spend(rdp, tuple(count for count, _ in private), releases, self.quote)
 
 
-def registration(
-    run_id: str,
-    terms: AccountOpened,
-    mechanisms: tuple[Mechanism, ...],
-    manifest_digest: bytes,
-    dataset_fingerprint: bytes,
-    fixed: bool,
-    prepaid: bool = False,
-) -> RunRegisteredAtOrders:
+UNIT = "row"
+"""The unit of every run: epsilon is for the presence of one row."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpeningTerms:
+    """The promise of an account: its cap, at its delta, and the accountant that holds it."""
+
+    epsilon_cap: float
+    delta: float
+    accountant: AccountantName = "rdp"
+
+
+@dataclass(frozen=True, slots=True)
+class RunTerms:
+    """All that a run is registered with.
+
+    Attributes:
+        account: that pays.
+        mechanisms: all that the run may release. Each has a query of its own, and is paid for release by release.
+        data: marks of its data, as its workers state them.
+        public: whether the data is declared to need no protection.
+        prepaid: whether all that the run plans is charged with its registration, and stays charged if it does less.
+        opens: terms of the account if it is not open yet, and the run is to open it; None if somebody has opened it.
+        unit: what one example is to the people in the data.
+    """
+
+    run_id: str
+    account: str
+    mechanisms: tuple[Mechanism, ...]
+    manifest_digest: bytes
+    data: DataMarks = NO_MARKS
+    public: bool = False
+    prepaid: bool = False
+    opens: OpeningTerms | None = None
+    unit: str = UNIT
+
+
+def registration(run: RunTerms, terms: AccountOpened, fixed: bool) -> RunRegistered:
     """Build the event of a new run, with its cost.
 
     Args:
         terms: of the account.
         fixed: whether its orders in use are fixed. If not, a private run fixes them.
-        prepaid: whether the event charges all that the run plans.
 
     Raises:
-        BudgetError: ``dataset_mismatch`` or ``account_private``, or a flaw of a mechanism: ``mechanism_inconsistent``
-            or ``accountant_mismatch``.
+        BudgetError: a flaw of a mechanism: ``mechanism_inconsistent`` or ``accountant_mismatch``.
         ProtocolError: ``mechanism_bounds`` or ``malformed`` if no proof covers one of them, or all of them together.
         ConfigError: ``delta_too_small`` for the accountant.
     """
     # They came as objects, which nothing has checked.
-    mechanisms = tuple(checked(Mechanism, each) for each in mechanisms)
+    run_id, mechanisms = run.run_id, tuple(checked(Mechanism, each) for each in run.mechanisms)
     check_together(mechanisms)
-    check_dataset(terms, dataset_fingerprint)
-    check_noised(run_id, terms, mechanisms)
     for mechanism in mechanisms:
         # First, because the price follows from what the mechanism claims.
         if mechanism.private:
@@ -112,17 +139,18 @@ def registration(
     orders = terms.orders if fixed else orders_for(terms, mechanisms)
     if not any(mechanism.private for mechanism in mechanisms):
         orders = ()
-    costs = tuple(mechanism_rdp(mechanism, orders) for mechanism in mechanisms)
     quote = quoted(terms, mechanisms)
-    event = (RunPrepaid if prepaid else RunRegisteredAtOrders)(
+    event = (RunPrepaid if run.prepaid else RunRegistered)(
         recorded_at=now(),
         run_id=run_id,
         account=terms.account,
         mechanisms=mechanisms,
-        manifest_digest=manifest_digest,
-        dataset_fingerprint=dataset_fingerprint,
-        step_rdp=costs,
+        unit=run.unit,
+        manifest_digest=run.manifest_digest,
+        data=run.data,
+        public=run.public,
         orders=orders,
+        step_rdp=tuple(mechanism_rdp(mechanism, orders) for mechanism in mechanisms),
         quote_counts=quote.counts,
         quote_epsilon=quote.epsilon,
         epsilon_cap=terms.epsilon_cap,
@@ -157,34 +185,6 @@ def is_private(event: RunRegistered) -> bool:
 def account_limits(terms: AccountOpened) -> AccountLimits:
     """Return the part of an account's terms that its accountant needs."""
     return AccountLimits(terms.epsilon_cap, accountant_delta(terms.delta), terms.orders)
-
-
-def check_dataset(terms: AccountOpened, dataset_fingerprint: bytes) -> None:
-    """Refuse a run on data other than the account was opened for; BudgetError ``dataset_mismatch``."""
-    if terms.fingerprint in (b"", dataset_fingerprint):
-        return
-    found = f"is {dataset_fingerprint.hex()}" if dataset_fingerprint else "was not computed"
-    raise BudgetError(
-        "dataset_mismatch",
-        f"account '{terms.account}' is bound to the dataset with fingerprint {terms.fingerprint.hex()}; the "
-        f"fingerprint of the run's data {found}.",
-        "Name the account of this data, and with dataset.fingerprint_key the key the account was opened with.",
-    )
-
-
-def check_noised(run_id: str, terms: AccountOpened, mechanisms: Sequence[Mechanism]) -> None:
-    """Refuse a release without noise on an account that is bound to a dataset; BudgetError ``account_private``.
-
-    A mechanism that is not private costs nothing. Only the account's owner, not the run's, says whose data it is.
-    """
-    clear = [mechanism.query for mechanism in mechanisms if not mechanism.private]
-    if terms.fingerprint and clear:
-        raise BudgetError(
-            "account_private",
-            f"account '{terms.account}' is bound to a dataset, and run {run_id} would release its {clear[0]} without "
-            "noise.",
-            "Set dp_config.enabled: true; an account that is bound to data pays only for noised releases.",
-        )
 
 
 def mechanism_rdp(mechanism: Mechanism, orders: tuple[float, ...]) -> tuple[float, ...]:
@@ -303,30 +303,14 @@ def check_cap(terms: AccountOpened, spent: Sequence[Spend], what: str = "the ste
         raise BudgetError(
             "cap_exceeded",
             f"{what} would bring account '{terms.account}' to epsilon {epsilon_text(after)}, over its cap "
-            f"{terms.epsilon_cap:g} at delta {terms.delta:g}{shared_delta(terms)}.",
+            f"{terms.epsilon_cap:g} at delta {terms.delta:g}.",
             "The budget of this data is spent; another account is another promise to the people in it.",
         )
     return after
 
 
-def shared_delta(terms: AccountOpened) -> str:
-    """Return the reason, for a refusal, why an account that an earlier version charged admits less than it did."""
-    if terms.accountant != "rdp" or len(terms.orders) == 1:
-        return ""
-    return (
-        f"; an earlier version charged it before it had one fixed order, so its {len(terms.orders)} orders share its "
-        "delta (docs/ledger.md)"
-    )
-
-
-def epsilon_at(terms: AccountOpened, spent: Sequence[Spend], unstated: bool = False) -> float:
-    """Return epsilon of the spending of all runs of an account, under its terms.
-
-    Args:
-        unstated: whether to add up as earlier versions did, at the best order: only for the audit of their entries.
-    """
-    if unstated:
-        return smallest_epsilon(spent, account_limits(terms))
+def epsilon_at(terms: AccountOpened, spent: Sequence[Spend]) -> float:
+    """Return epsilon of the spending of all runs of an account, under its terms."""
     return accountant_of(terms.accountant).spent(spent, account_limits(terms))
 
 

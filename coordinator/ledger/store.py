@@ -32,13 +32,7 @@ from raycloak.coordinator.ledger.postgres import server_of
 from raycloak.metrics.errors import BudgetError
 
 _FAMILY = "raycloak ledger v"
-APPLICATION = f"{_FAMILY}4"
-
-EARLIER_APPLICATION = f"{_FAMILY}3"
-"""Has the same tables. Programs of then would go on charging at the best of many orders, so the first instance that
-writes here keeps them out."""
-
-_READ = (APPLICATION, EARLIER_APPLICATION)
+APPLICATION = f"{_FAMILY}5"
 
 _tables = sa.MetaData()
 _integer = sa.BigInteger().with_variant(sa.Integer, "sqlite")
@@ -59,6 +53,13 @@ _runs = sa.Table(
     sa.Column("fencing", _integer, nullable=False),
     # The entry that bound the run to its data; none before.
     sa.Column("data", _integer),
+)
+# The entries that made an account known by data that it was not known by before.
+_known = sa.Table(
+    "known",
+    _tables,
+    sa.Column("sequence", _integer, primary_key=True, autoincrement=False),
+    sa.Column("account", sa.Text, sa.ForeignKey("accounts.name"), nullable=False),
 )
 _charged = sa.Table(
     "charged",
@@ -110,7 +111,7 @@ _SELECT_FILED = sa.select(*_ENTRY).where(
 )
 _SELECT_ENTRY = sa.select(*_ENTRY).where(_entries.c.sequence == sa.bindparam("number"))
 _SELECT_ENTRIES = sa.select(*_ENTRY).order_by(_entries.c.sequence)
-_SELECT_KIND = sa.select(*_ENTRY).where(_entries.c.kind == sa.bindparam("kind_name")).order_by(_entries.c.sequence)
+_SELECT_KNOWN = sa.select(_known.c.sequence, _known.c.account).order_by(_known.c.sequence)
 _SELECT_KEYED = sa.select(_entries.c.sequence, _entries.c.run_id, _entries.c.query, _entries.c.step).order_by(
     _entries.c.sequence
 )
@@ -180,7 +181,6 @@ class LedgerStore:
                     rows.create_if_empty()
                 rows.check_ours()
                 if create:
-                    rows.take_over_earlier()
                     self._fencing = rows.open_lease()
                 self.key = IdentityKey.from_seed(Secret(bytes.fromhex(rows.meta("signing_key"))))
         except BaseException:
@@ -249,24 +249,20 @@ class Rows:
         if not names:
             raise ledger_missing("the database is empty.")
         format_found = self.meta("application") if {"meta", "accounts", "entries"} <= names else ""
-        if format_found not in _READ and format_found.startswith(_FAMILY):
+        if format_found != APPLICATION and format_found.startswith(_FAMILY):
             # A hint to start an empty ledger here would be a hint to forget what was spent.
             raise BudgetError(
                 "ledger_foreign",
-                f"the ledger has the format '{format_found}'; this version reads {' and '.join(_READ)}.",
+                f"the ledger has the format '{format_found}'; this version reads '{APPLICATION}'.",
                 "Use the version that wrote it. What its accounts have spent counts for their data in any ledger.",
             )
-        if not names >= set(_tables.tables) or format_found not in _READ:
+        if not names >= set(_tables.tables) or format_found != APPLICATION:
             raise BudgetError(
                 "ledger_foreign",
                 f"the database holds {', '.join(sorted(names))}, not the tables of a '{APPLICATION}'.",
                 "Give a path where there is no file yet, or an empty database.",
             )
         check_tables_last(self._connection, list(_tables.tables))
-
-    def take_over_earlier(self) -> None:
-        """Make a ledger of the earlier format one of this."""
-        self._connection.execute(_UPDATE_META, {"key": "application", "content": APPLICATION})
 
     def meta(self, name: str) -> str:
         """Return a setting of the store; empty if there is none."""
@@ -317,10 +313,9 @@ class Rows:
         for row in self._connection.execute(_SELECT_ENTRIES):
             yield LedgerEntry(*row)
 
-    def of_kind(self, kind: str) -> Iterator[LedgerEntry]:
-        """Yield all entries of one kind in the order of the chain. Reads the whole chain."""
-        for row in self._connection.execute(_SELECT_KIND, {"kind_name": kind}):
-            yield LedgerEntry(*row)
+    def known(self) -> list[tuple[int, str]]:
+        """Return the entries that made accounts known by data, in the order of the chain, with the account of each."""
+        return [(row.sequence, row.account) for row in self._connection.execute(_SELECT_KNOWN)]
 
     def filed_keys(self) -> Iterator[tuple[int, str | None, str | None, int | None]]:
         """Yield (sequence, run, query, step) of each entry; the last three are None unless it is about one step."""
@@ -373,6 +368,10 @@ class Rows:
         """Record an account that an entry opened."""
         values = {"name": row.name, "sequence": row.sequence, "changed": row.changed}
         self._connection.execute(sa.insert(_accounts), values)
+
+    def add_known(self, sequence: int, account: str) -> None:
+        """Record an entry that made an account known by data."""
+        self._connection.execute(sa.insert(_known), {"sequence": sequence, "account": account})
 
     def change_account(self, name: str, sequence: int) -> None:
         """Record the entry that changed an account."""

@@ -3,12 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from raycloak.attestation.core.data_marks import DataMarks
 from raycloak.attestation.core.roster import Query
 from raycloak.coordinator.accounting.accountants import Spend, accountant_of
 from raycloak.coordinator.accounting.outward import sum_up
 from raycloak.coordinator.accounting.renyi import ORDERS
 from raycloak.coordinator.ledger.accounts import Account
 from raycloak.coordinator.ledger.entries import AccountOpened, Head, RunPrepaid, RunRegistered
+from raycloak.coordinator.ledger.known_data import Known, accounts_of
 from raycloak.coordinator.ledger.leases import Lease
 from raycloak.coordinator.ledger.rules import PricedRun, account_limits, epsilon_at, slack_at
 from raycloak.coordinator.ledger.witness import WitnessState
@@ -66,7 +68,8 @@ class AccountView:
         spent_ratio: spent share of the account's budget, linear in the steps of a run.
         delta_slack: part of delta that the runs' slack takes, at most 1 % of it.
         closed: whether nothing more can be charged to it.
-        authority, fingerprint: as in `raycloak.coordinator.ledger.entries.AccountOpened`.
+        authority: as in `raycloak.coordinator.ledger.entries.AccountOpened`.
+        data: marks of all data that it is known by.
         terms_hash: hash of the entry that set the cap. An authorisation to raise the cap names it.
     """
 
@@ -80,7 +83,7 @@ class AccountView:
     runs: tuple[RunView, ...]
     closed: bool = False
     authority: bytes = b""
-    fingerprint: bytes = b""
+    data: tuple[DataMarks, ...] = ()
     terms_hash: bytes = b""
     orders: tuple[float, ...] = ORDERS
     orders_fixed: bool = False
@@ -90,8 +93,9 @@ def account_view(
     account: Account,
     runs: Sequence[tuple[RunRegistered, Mapping[Query, int], Lease | None]],
     spent: Sequence[Spend],
+    data: Sequence[DataMarks],
 ) -> AccountView:
-    """Build an account's view from its runs, each with charges by query and lease, and their spending."""
+    """Build an account's view from its runs, each with charges by query and lease, their spending and its data."""
     terms = account.terms
     return AccountView(
         name=terms.account,
@@ -104,7 +108,7 @@ def account_view(
         runs=tuple(_run_view(*each) for each in runs),
         closed=account.closed,
         authority=terms.authority,
-        fingerprint=terms.fingerprint,
+        data=tuple(data),
         terms_hash=account.changed.hash,
         orders=terms.orders,
         orders_fixed=account.fixed,
@@ -142,6 +146,11 @@ class LedgerView:
     rollback_witness: bool = False
     witness: WitnessState | None = None
 
+    @property
+    def known(self) -> Known:
+        """The data that its accounts are known by."""
+        return Known({each.name: each.data for each in self.accounts})
+
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
@@ -164,9 +173,9 @@ class Outlook:
 
 @dataclass(frozen=True, slots=True)
 class DataStanding:
-    """The spending of all runs on one dataset, as far as the ledger can tell: of all accounts that are bound to it.
+    """The spending of all runs on one dataset, as far as the ledger can tell: of all accounts that are known by it.
 
-    Where an account is bound to no data, it stands alone. Together these accounts claim the sum of their caps at the
+    Where an account is known by no data, it stands alone. Together these accounts claim the sum of their caps at the
     sum of their deltas (`docs/privacy.md`).
 
     Attributes:
@@ -185,9 +194,8 @@ class DataStanding:
 
 def data_standing(view: LedgerView, account: str) -> DataStanding:
     """Return the standing of the data that ``account`` is about; all zero if there is no such account yet."""
-    named = [each for each in view.accounts if each.name == account]
-    fingerprint = named[0].fingerprint if named else b""
-    about = [each for each in view.accounts if each.fingerprint == fingerprint] if fingerprint else named
+    names = {account}.union(*(accounts_of(view.known, data) for data in view.known.accounts.get(account, ())))
+    about = [each for each in view.accounts if each.name in names]
     return DataStanding(
         accounts=tuple(each.name for each in about),
         runs=sum(run.private for each in about for run in each.runs),

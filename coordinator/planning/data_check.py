@@ -28,7 +28,7 @@ from raycloak.metrics.file_errors import file_error
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.inputs.datasets import Dataset, dataset_form
 from raycloak.workers.inputs.descriptor import DatasetDescriptor, OpenedDataset
-from raycloak.workers.inputs.fingerprint import check_digest, dataset_fingerprint, load_key
+from raycloak.workers.inputs.fingerprint import check_digest, data_marks, load_key
 from raycloak.workers.inputs.images import DEPTH_REMEDY, TOO_DEEP
 from raycloak.workers.inputs.inspection import cut_examples, faulty_images
 from raycloak.workers.inputs.models import build_model, loss_function
@@ -154,7 +154,7 @@ def check_data(config: RunConfig, base: Path) -> Checked:
         constant_shown=tuple(findings.constant[:_SHOWN].tolist()),
         cut=cut_examples(described, base),
     )
-    fingerprint = dataset_fingerprint(described, opened, base)
+    fingerprint = data_marks(described, opened, base).fingerprint
     return Checked(report, fingerprint, _recorded(config, base, report, fingerprint))
 
 

@@ -8,11 +8,14 @@ from pathlib import Path
 
 from torch import nn
 
+from raycloak.attestation.core.data_marks import DataMarks
 from raycloak.coordinator.aggregation.ranges import split_ranges
 from raycloak.coordinator.aggregation.rule_trial import try_rule
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.ledger.entries import Head
+from raycloak.coordinator.ledger.known_data import check_unknown
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.ledger.rules import RunTerms
 from raycloak.coordinator.ledger.view import LedgerView
 from raycloak.coordinator.planning.cross_check import checked
 from raycloak.coordinator.planning.data_check import recorded_check
@@ -21,7 +24,15 @@ from raycloak.coordinator.planning.manifest import optimizer_spec
 from raycloak.coordinator.planning.model_source import compute_mode, model_source
 from raycloak.coordinator.planning.outlook import with_account
 from raycloak.coordinator.planning.own_metrics import own_metrics, try_metrics
-from raycloak.coordinator.planning.payer import PayingAccount, account_of, data_place, existing_account, ledger_to_read
+from raycloak.coordinator.planning.payer import (
+    PayingAccount,
+    account_of,
+    data_name,
+    existing_account,
+    ledger_to_read,
+    opening_terms,
+    small_cap,
+)
 from raycloak.coordinator.planning.plan import Plan, make_plan, plan_mechanism, with_notes
 from raycloak.coordinator.planning.public_split import PublicSplit, public_split
 from raycloak.coordinator.planning.references import descriptor, evaluation_form, sealed_terms
@@ -33,7 +44,7 @@ from raycloak.workers.gradients.numerics import slow_products
 from raycloak.workers.gradients.row_memory import largest_rows
 from raycloak.workers.gradients.sum_engines import check_measurable
 from raycloak.workers.inputs.datasets import DatasetForm, dataset_form
-from raycloak.workers.inputs.fingerprint import dataset_fingerprint
+from raycloak.workers.inputs.fingerprint import data_marks
 from raycloak.workers.inputs.models import (
     LossFn,
     build_model,
@@ -80,18 +91,22 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
         check_measurable(measurement, form)
     check_rows(model, form, loss, _mechanisms(plan), not config.allow_nondeterministic, facts.vocabulary)
     noted = with_notes(plan, (*facts.notes, *slow))
-    return replace(checked(noted), data_check=recorded_check(facts.fingerprint))
+    return replace(checked(noted), data_check=recorded_check(facts.data.fingerprint))
 
 
 def mechanism_of(config: RunConfig, config_dir: Path) -> Mechanism:
     """Return the mechanism of :func:`plan_of`, whatever is left in the account that pays.
 
     Raises:
-        ConfigError, DatasetError, ModelError, BudgetError: as :func:`plan_of` for data, model and account.
+        ConfigError, DatasetError, ModelError, BudgetError: as :func:`plan_of` for data, model and account; also
+            ``account_known`` for data that is declared public, and that an account of the ledger pays for.
     """
     facts = _facts_of(config, config_dir)
     with ledger_to_read(config) as ledger:
-        _, paying = _payer(_view_of(ledger), config, config_dir, facts.fingerprint)
+        view = _view_of(ledger)
+        name, paying = _payer(view, config, config_dir, facts.data)
+        if paying is None and config.dataset is not None and config.dataset.public:
+            check_unknown(name, facts.data, view.known)
     return plan_mechanism(config.sized(facts.form.num_examples), *facts.sizes, paying, facts.largest_rows)
 
 
@@ -102,7 +117,7 @@ class _Facts:
     Attributes:
         notes: about how the model was built.
         sizes: numbers of examples and of trainable parameters.
-        vocabulary, largest_rows, fingerprint: as a worker finds them.
+        vocabulary, largest_rows, data: as a worker finds them.
     """
 
     model: nn.Module
@@ -112,7 +127,7 @@ class _Facts:
     sizes: tuple[int, int]
     vocabulary: int | None
     largest_rows: int
-    fingerprint: bytes
+    data: DataMarks
 
 
 def _facts_of(config: RunConfig, config_dir: Path) -> _Facts:
@@ -137,7 +152,7 @@ def _facts_of(config: RunConfig, config_dir: Path) -> _Facts:
         sizes=(form.num_examples, parameter_count(model)),
         vocabulary=vocabulary,
         largest_rows=largest_rows(model, form, loss, deterministic, vocabulary, _device(config)),
-        fingerprint=dataset_fingerprint(data, opened, config_dir),
+        data=data_marks(data, opened, config_dir),
     )
 
 
@@ -159,22 +174,37 @@ def _paid(config: RunConfig, config_dir: Path, facts: _Facts) -> Plan:
     """Return a plan for the account that pays, with what that account has left for it."""
     with ledger_to_read(config) as ledger:
         view = _view_of(ledger)
-        name, paying = _payer(view, config, config_dir, facts.fingerprint)
+        name, paying = _payer(view, config, config_dir, facts.data)
         plan = make_plan(config, *facts.sizes, paying, facts.largest_rows)
-        asked = name, _mechanisms(plan), facts.fingerprint, config.ledger.prepaid
-        outlook = ledger.outlook(*asked) if ledger and paying else None
-        return with_account(plan, name, view, outlook)
+        # Also of an account that the run would open: the ledger may refuse it.
+        outlook = ledger.outlook(_run_terms(config, name, paying, plan, facts.data)) if ledger else None
+        warning = small_cap(config, paying)
+        asks = (f"{warning} raycloak run asks for --yes.",) if warning else ()
+        with_payer = with_account(plan, name, view, outlook if paying else None)
+        return replace(with_payer, warnings=(*with_payer.warnings, *asks))
+
+
+def _run_terms(config: RunConfig, name: str, paying: PayingAccount | None, plan: Plan, data: DataMarks) -> RunTerms:
+    """Return what the ledger would be asked to register; a run of this plan has no id and no manifest yet."""
+    return RunTerms(
+        run_id="(planned)",
+        account=name,
+        mechanisms=_mechanisms(plan),
+        manifest_digest=b"",
+        data=data,
+        public=config.dataset is not None and config.dataset.public,
+        prepaid=config.ledger.prepaid,
+        opens=opening_terms(config, paying, plan.mechanism.accountant),
+    )
 
 
 def _view_of(ledger: PrivacyLedger | None) -> LedgerView:
     return ledger.view() if ledger else LedgerView(b"", 0, Head(), ())
 
 
-def _payer(
-    view: LedgerView, config: RunConfig, config_dir: Path, fingerprint: bytes
-) -> tuple[str, PayingAccount | None]:
+def _payer(view: LedgerView, config: RunConfig, config_dir: Path, data: DataMarks) -> tuple[str, PayingAccount | None]:
     """Return the name of the account that pays, and the account; None if the run is to open it."""
-    name = account_of(view, config, data_place(config.dataset, config_dir), fingerprint)
+    name = account_of(view, config, data, data_name(config.dataset, config_dir))
     return name, existing_account(view, config, name)
 
 

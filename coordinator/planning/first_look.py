@@ -13,7 +13,7 @@ from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.config.secret_variables import require_none_needed
 from raycloak.coordinator.ledger.witness import open_witness
-from raycloak.coordinator.planning.payer import data_place, existing_account, ledger_to_read
+from raycloak.coordinator.planning.payer import account_of, data_name, existing_account, ledger_to_read, named_marks
 from raycloak.coordinator.planning.references import preflight
 from raycloak.metrics.errors import BudgetError, ConfigError
 from raycloak.metrics.file_errors import file_error
@@ -125,12 +125,16 @@ def _check_witness(location: str) -> None:
 
 def _check_account(config: RunConfig, base: Path, may_be_registered: bool) -> None:
     """Require that the account would admit a new run, as far as its terms tell; the plan knows what is left."""
-    by_content = config.dataset is not None and (config.dataset.fingerprint_key or config.dataset.kind == "sealed")
-    name = config.ledger.account or ("" if by_content else data_place(config.dataset, base))
     with ledger_to_read(config) as ledger:
         view = ledger.view() if ledger else None
-    if view is None or not name:
-        return  # A new account, or data that is known by its content.
+    if view is None:
+        return  # A new account.
+    name = config.ledger.account
+    if name is None:
+        dataset = config.dataset
+        if dataset is None or dataset.fingerprint_key is not None or dataset.kind == "sealed":
+            return  # Data that is known by its content, which only those who open it can tell.
+        name = account_of(view, config, named_marks(dataset, base), data_name(dataset, base))
     try:
         existing_account(view, config, name)
     except BudgetError as error:

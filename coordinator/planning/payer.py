@@ -1,13 +1,13 @@
 """The account that pays for a run: the named one or its data's, its cap and its accountant."""
 
-import os
 import re
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from raycloak.attestation.core.canonical import digest, length_prefixed
+from raycloak.attestation.core.data_marks import DataMarks, joined
 from raycloak.coordinator.accounting.accountants import AccountLimits, accountant_of
 from raycloak.coordinator.accounting.releases import Releases
 from raycloak.coordinator.accounting.renyi import ORDERS
@@ -15,11 +15,16 @@ from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.config.sections import DatasetConfig
 from raycloak.coordinator.console.figures import epsilon_text
+from raycloak.coordinator.ledger.known_data import accounts_of
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.ledger.rules import OpeningTerms
 from raycloak.coordinator.ledger.view import LedgerView
+from raycloak.coordinator.planning.references import descriptor
 from raycloak.metrics.errors import BudgetError, ConfigError
-from raycloak.workers.inputs.user_code import source_place
 from raycloak.workers.terms.mechanism import AccountantName
+
+LEAST_EPSILON = 0.1
+"""A rule of thumb: below it, no odds about a person change by more than a tenth, and hardly a model learns anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,30 +52,35 @@ def account_cap(config: RunConfig) -> float:
     return cap
 
 
-def data_place(dataset: DatasetConfig | None, base: Path | str) -> str:
-    """Return the name of the account of data that is known by its place; empty for none, or if it is public.
+def data_name(dataset: DatasetConfig | None, base: Path | str) -> str:
+    """Return the name of the account that a run opens for data without a fingerprint; empty for none, or if public.
 
-    The name tells the file, but not its folder: manifests are shown to people who need not know that. A copy elsewhere
-    is another place. Data is known by its content where it is sealed or has a ``fingerprint_key``.
+    The name tells the file, but not its folder: manifests are shown to people who need not know that.
 
     Args:
         base: folder that relative paths start from.
     """
     if dataset is None or dataset.public:
         return ""
-    if dataset.path is not None:
-        place = os.path.realpath(Path(base) / dataset.path)
-        shown = Path(place).name
-    elif dataset.function is not None:
-        shown, place = dataset.function.partition(":")[2], f"{source_place(dataset.function, base)}:{dataset.function}"
-    elif dataset.kind == "sent":
+    if dataset.kind == "sent":
         # It has no place and no fingerprint, and its ids are keyed: all of it that names no account shares one.
         return "data-sent"
+    if dataset.kind == "digits":
+        return f"data-digits-{dataset.split}"
+    if dataset.path is not None:
+        shown = PurePosixPath(dataset.path.partition("?")[0]).name
     else:
-        return f"data-{dataset.kind}-{dataset.split}"
+        assert dataset.function is not None, "data without a path comes from a function"
+        shown = dataset.function.partition(":")[2]
     # An account's name is printable, and a file's need not be.
     readable = re.sub(r"[^A-Za-z0-9._-]", "_", shown)
-    return f"data-{readable}-{digest(length_prefixed('raycloak/data-place/v1', place)).hex()[:12]}"
+    place = digest(length_prefixed("raycloak/data-name/v1", named_marks(dataset, base).places))
+    return f"data-{readable}-{place.hex()[:12]}"
+
+
+def named_marks(dataset: DatasetConfig, base: Path | str) -> DataMarks:
+    """Return what data is known by before it is opened: the places that its configuration names."""
+    return DataMarks(places=joined(descriptor(dataset).named_places(base)))
 
 
 @contextmanager
@@ -91,20 +101,18 @@ def ledger_to_read(config: RunConfig) -> Iterator[PrivacyLedger | None]:
         yield ledger
 
 
-def account_of(view: LedgerView, config: RunConfig, data: str, fingerprint: bytes, run_id: str = "") -> str:
+def account_of(view: LedgerView, config: RunConfig, data: DataMarks, name: str, run_id: str = "") -> str:
     """Return the name of the account that pays: the configuration's, the one of an earlier execution, or the data's.
 
-    Guarantee: two private runs that name no account pay from one, if the ledger can tell that their data is the same:
-    by its fingerprint, or by its place where it has none. A second budget for it takes an account that somebody opened
-    and named.
+    The ledger decides whether it may. Of the accounts that are known by the data, the one that is known best pays.
 
     Args:
-        data: from :func:`data_place`; empty for public data, whose runs each open their own account.
-        fingerprint: of the data, from the workers; empty without a key.
+        data: marks, from whoever opened it.
+        name: of an account to open, from :func:`data_name`. Each run on public data opens its own.
         run_id: of a run that may be registered already, and then stays where it is.
 
     Raises:
-        BudgetError: ``account_ambiguous`` if several accounts are bound to the data, and none is named.
+        BudgetError: ``account_ambiguous`` if several accounts are known by the data as well, and none is named.
     """
     if config.ledger.account is not None:
         return config.ledger.account
@@ -114,17 +122,44 @@ def account_of(view: LedgerView, config: RunConfig, data: str, fingerprint: byte
     own = f"run-{run_id or 'ID'}"
     if config.dataset is not None and config.dataset.public:
         return own
-    if not fingerprint:
-        return data or own
-    bound = [each for each in view.accounts if each.fingerprint == fingerprint]
-    usable = [each.name for each in bound if not each.closed] or [each.name for each in bound]
+    reasons = accounts_of(view.known, data)
+    if not reasons:
+        return f"data-{data.fingerprint.hex()[:16]}" if data.fingerprint else name or own
+    best = max(reasons.values())
+    known = [each for each in view.accounts if reasons.get(each.name) is best]
+    usable = [each.name for each in known if not each.closed] or [each.name for each in known]
     if len(usable) > 1:
         raise BudgetError(
             "account_ambiguous",
-            f"the accounts {', '.join(usable)} are all bound to this data, and the configuration names none.",
+            f"the accounts {', '.join(usable)} all pay for this data, and the configuration names none.",
             "Name the one that pays: ledger.account.",
         )
-    return usable[0] if usable else f"data-{fingerprint.hex()[:16]}"
+    return usable[0]
+
+
+def require_meant(config: RunConfig, account: PayingAccount | None, meant: bool) -> None:
+    """Ask whether a very small cap is meant, before a run opens an account that its data is known by from then on.
+
+    Args:
+        account: the one that is open; None if the run opens it.
+        meant: the answer.
+
+    Raises:
+        ConfigError: ``epsilon_small``.
+    """
+    if not meant and (warning := small_cap(config, account)) is not None:
+        raise ConfigError("epsilon_small", warning, "If it is meant, answer beforehand: raycloak run CONFIG --yes")
+
+
+def small_cap(config: RunConfig, account: PayingAccount | None) -> str | None:
+    """Return a sentence if a run is to open an account for its data with a cap that is rarely meant; else None."""
+    cap, public = account_cap(config), config.dataset is not None and config.dataset.public
+    if account is not None or public or not config.dp_config.enabled or cap >= LEAST_EPSILON:
+        return None
+    return (
+        f"the first run on this data opens its account, whose cap cannot be raised, and {cap:g} is below "
+        f"{LEAST_EPSILON:g}, where hardly a model learns anything."
+    )
 
 
 def existing_account(view: LedgerView, config: RunConfig, name: str, run_id: str = "") -> PayingAccount | None:
@@ -177,7 +212,7 @@ def paying_account(view: LedgerView, config: RunConfig, run_id: str = "", name: 
             f"account '{name}' is held with {account.accountant}, for the plan of run {earlier[0].run_id} alone, which "
             f"has charged epsilon {epsilon_text(account.spent_epsilon)} of {account.epsilon_cap:g}.",
             "Resume that run if it has not ended; or open one more budget for the people in this data, raycloak budget "
-            f"open NAME --epsilon-cap E --delta {delta:g}, and name it in ledger.account.",
+            f"open NAME --epsilon-cap E --delta {delta:g} --also, and name it in ledger.account.",
         )
     cap = account.epsilon_cap if planned is None else planned
     return PayingAccount(cap, account.accountant, account.orders, account.orders_fixed)
@@ -195,6 +230,13 @@ def orders_for(
     if account is not None and account.orders_fixed:
         return account.orders
     return accountant_of(accountant).fixed_orders(plan, limits)
+
+
+def opening_terms(config: RunConfig, account: PayingAccount | None, accountant: AccountantName) -> OpeningTerms | None:
+    """Return the terms of the account that a run is to open; None if it is open."""
+    if account is not None:
+        return None
+    return OpeningTerms(account_cap(config), config.dp_config.target_delta, accountant)
 
 
 def cap_for(config: RunConfig, account: PayingAccount | None) -> float:

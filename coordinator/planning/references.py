@@ -22,7 +22,7 @@ from raycloak.metrics.file_errors import file_error
 from raycloak.workers.inputs.datasets import DatasetForm
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.inputs.file_sets import FileSet, named_places
-from raycloak.workers.inputs.fingerprint import dataset_fingerprint
+from raycloak.workers.inputs.fingerprint import data_marks
 from raycloak.workers.inputs.images import SUFFIXES as IMAGE_SUFFIXES
 from raycloak.workers.inputs.images import image_classes
 
@@ -249,20 +249,21 @@ def _classes(dataset: DatasetConfig, base: Path) -> tuple[str, ...]:
 def require_other_content(config: RunConfig, base: Path, fingerprint: bytes) -> None:
     """Refuse a split to evaluate on that has the fingerprint of the data that the run trains on with privacy.
 
-    It can be told only where both name a ``fingerprint_key``; under one key, one content has one fingerprint.
+    It can be told only where both name a ``fingerprint_key``; under one key, the same examples have one fingerprint,
+    in whatever order.
 
     Args:
         fingerprint: of the data that workers opened, as they state it; empty without a key.
 
     Raises:
-        ConfigError: ``evaluation_private``, or as `raycloak.workers.inputs.fingerprint.dataset_fingerprint`.
+        ConfigError: ``evaluation_private``, or as `raycloak.workers.inputs.fingerprint.data_marks`.
         DatasetError: the split cannot be read.
     """
     measured = part_of(config, "evaluation")
     if measured is None or measured.fingerprint_key is None or not config.dp_config.enabled or not fingerprint:
         return
     described = descriptor(measured)
-    if dataset_fingerprint(described, described.open_slices(base), base) == fingerprint:
+    if data_marks(described, described.open_slices(base), base).fingerprint == fingerprint:
         raise _same_data(f"both have the fingerprint {fingerprint.hex()}")
 
 

@@ -35,13 +35,11 @@ def ledger(case: Case) -> str:
 
 def epsilon(case: Case) -> str:
     """The account's epsilon follows from its charges, by raycloak's accountant and by dp-accounting."""
-    account = case.manifest.account
-    known = case.extract.audited
-    standing = known.standing(account)
+    standing = case.extract.audited.standing(case.manifest.account)
     terms, releases = standing.account.terms, merged([one for each in standing.spent for one in each.releases])
     if not releases:
         raise NotThere("the account paid for nothing private")
-    spent = epsilon_at(terms, standing.spent, account in known.unstated)
+    spent = epsilon_at(terms, standing.spent)
     # That each charge states what it brought the account to, at the cap of its time, is the ledger's claim.
     if spent > terms.epsilon_cap * (1 + TOLERANCE):
         raise Broken("ledger", f"epsilon {spent:.6g} is over the cap {terms.epsilon_cap:g}")

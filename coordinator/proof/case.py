@@ -11,7 +11,7 @@ from raycloak.attestation.orchestrator.documents import Document
 from raycloak.attestation.sealed.package_manifest import PackageManifest
 from raycloak.coordinator.accounting.calibration import epsilon_against
 from raycloak.coordinator.ledger.audit import AuditedRun
-from raycloak.coordinator.ledger.entries import LedgerEntry, RunRegisteredAtOrders, StepCharged
+from raycloak.coordinator.ledger.entries import LedgerEntry, StepCharged
 from raycloak.coordinator.ledger.extract import CheckedExtract
 from raycloak.coordinator.planning.measurements import Schedule
 from raycloak.coordinator.proof.claims import Broken
@@ -83,9 +83,6 @@ class Case:
     def own_claim(self) -> OwnClaim:
         """The epsilon that the run may claim, by its manifest and the cap of its registration."""
         registered, computation = self.run.registered, self.manifest.computation
-        # Ledgers had them before runs had bundles.
-        if not isinstance(registered, RunRegisteredAtOrders):
-            raise Broken(f"ledger, entry {self.run.sequence}", "it registers the run without the orders in use")
         run = Schedule(computation.mechanism, computation.measurements)
         delta = self.extract.audited.accounts[self.manifest.account].terms.delta
         steps, measured = run.reach(registered.epsilon_cap, delta, registered.orders)

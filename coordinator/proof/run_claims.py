@@ -56,7 +56,7 @@ def contract(case: Case) -> str:
         "manifest": registered.manifest_digest != stated.digest(),
         "account": not registered.account == stated.account == case.extract.stated.account,
         "mechanisms": registered.mechanisms != stated.computation.mechanisms,
-        "data": registered.dataset_fingerprint != stated.dataset_fingerprint,
+        "data": registered.data.fingerprint != stated.dataset_fingerprint,
     }
     for what, differs in differing.items():
         if differs:

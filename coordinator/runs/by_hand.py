@@ -23,7 +23,11 @@ from raycloak.workers.inputs.user_code import portable_base
 
 @contextmanager
 def by_hand(
-    config: RunConfig, *, config_dir: Path | None = None, notice: Callable[[str], None] | None = None
+    config: RunConfig,
+    *,
+    config_dir: Path | None = None,
+    notice: Callable[[str], None] | None = None,
+    small_epsilon: bool = False,
 ) -> Iterator[HandLoop]:
     """Start the members of a run for your own loop: vectors, aggregate, your update, and so on.
 
@@ -35,6 +39,7 @@ def by_hand(
         config_dir: folder that relative paths and ``module:function`` names start from; the working directory if
             absent.
         notice: called with one line for each thing that a watcher needs to know; standard error if absent.
+        small_epsilon: whether an epsilon below 0.1 is meant, where the run opens the account of its data.
 
     Raises:
         RaycloakError: the reason why the run is refused; nothing was charged.
@@ -54,7 +59,8 @@ def by_hand(
     first_look(config, base)
     configured_policy(config.policy, config.collateral, base)
     tell = notice or (lambda line: print(line, file=sys.stderr))  # noqa: T201 - the default of a script
-    execution = Execution(config, model_source(config.model), portable_base(base), notice=tell)
+    model = model_source(config.model)
+    execution = Execution(config, model, portable_base(base), notice=tell, small_epsilon=small_epsilon)
     with ExitStack() as stack:
         stack.callback(_leave, execution)
         loop = HandLoop(execution.by_hand(stack))

@@ -44,7 +44,7 @@ from raycloak.coordinator.planning.key_files import require_none_in_job
 from raycloak.coordinator.planning.manifest import BY_HAND
 from raycloak.coordinator.planning.model_source import compute_mode
 from raycloak.coordinator.planning.own_metrics import Metric
-from raycloak.coordinator.planning.payer import data_place
+from raycloak.coordinator.planning.payer import data_name
 from raycloak.coordinator.planning.references import descriptor, evaluation_folder
 from raycloak.coordinator.record.folder import RunFolder, run_lock
 from raycloak.coordinator.record.outcome import Ending, Finished
@@ -99,6 +99,7 @@ class Execution:
         callbacks: of the user's own; checked.
         reserved: a placement group with places for the initial workers, as `Placement` takes it.
         pace: when steps may be charged and released; a replay asks nobody.
+        small_epsilon: whether a cap that is rarely meant is meant.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class Execution:
         callbacks: Sequence[Callback] = (),
         reserved: Any | None = None,
         pace: Pace = OPEN,
+        small_epsilon: bool = False,
     ) -> None:
         self._config = config
         self._model = model
@@ -137,6 +139,7 @@ class Execution:
         self._callbacks = CallbackCaller(callbacks, self._warn)
         self._reserved = reserved
         self._pace = pace
+        self._small_epsilon = small_epsilon
         # What the account had been charged when this execution began to train.
         self._charged = 0.0
         # Kept over every execution of the run: an outcome warns of what happened in any of them.
@@ -243,7 +246,8 @@ class Execution:
             reporting=self._reporting(stack, launched.samplers, folder, control, assignment),
             folder=folder,
             assignment=assignment,
-            data=data_place(self._config.dataset, self._base),
+            data=data_name(self._config.dataset, self._base),
+            small_epsilon=self._small_epsilon,
         )
 
     def _trace(self, stack: ExitStack, execution: str) -> None:
@@ -298,9 +302,10 @@ class Execution:
             reporting = self._reporting(stack, launched.samplers, folder, control, assignment)
             setup = self._setup(stack, folder, assignment)
             evaluator = self._evaluator if assignment.charges else lambda: None
-            data = data_place(self._config.dataset, self._base)
+            data = data_name(self._config.dataset, self._base)
             pace = self._pace if assignment.charges else OPEN
-            order = Order(self._config, session, setup, evaluator, reporting, folder, assignment, data, pace)
+            small = self._small_epsilon
+            order = Order(self._config, session, setup, evaluator, reporting, folder, assignment, data, pace, small)
             coordinator = Coordinator(order)
             if assignment.charges:
                 folder.mark("running")

@@ -46,6 +46,7 @@ class Trainer:
             ``config.loggers`` name.
         placement_group: a Ray placement group, with the caller's own bundle first and then one for each of the
             ``num_workers``; the run reserves its own group if absent.
+        small_epsilon: whether an epsilon below 0.1 is meant, where the run opens the account of its data.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Trainer:
         metrics: Sequence[Callable[[Any, Any], Any]] = (),
         callbacks: Sequence[Callback] = (),
         placement_group: Any | None = None,
+        small_epsilon: bool = False,
     ) -> None:
         if (model_init_fn is None) == (config.model is None):
             raise ConfigError(
@@ -103,6 +105,7 @@ class Trainer:
             metrics=metrics,
             callbacks=(*own_callbacks(config.callbacks, callbacks, base), *configured_loggers(config.loggers, base)),
             reserved=placement_group,
+            small_epsilon=small_epsilon,
         )
         self.finished: Finished | None = None
 

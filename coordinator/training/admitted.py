@@ -1,8 +1,8 @@
-"""Admitting: from the founders' facts to a run that may charge its first step.
+"""Admitting: from the founders' facts to a run that may charge its first step, with which the ledger registers it.
 
     plan       what the steps cost, and whether the cap allows for them
     manifest   what every member has to agree with; a resumed or replayed run must arrive at its own again
-    account    opened or found, and the run registered in it
+    account    found, or to be opened, and asked whether it would register the run
     evidence   the orchestrator told of the terms, every member admitted
 
 Nothing is charged here, but all that a prepaid run plans. The order matters: a resumed run that differs from the one on
@@ -22,6 +22,7 @@ from raycloak.coordinator.aggregation.rule_trial import try_rule
 from raycloak.coordinator.cluster.backend import ActorLost
 from raycloak.coordinator.cluster.control import START_AGAIN
 from raycloak.coordinator.config.run import RunConfig, parse_config
+from raycloak.coordinator.ledger.rules import RunTerms
 from raycloak.coordinator.ledger.view import LedgerView
 from raycloak.coordinator.membership.founders import Founders
 from raycloak.coordinator.membership.membership import Membership
@@ -29,7 +30,14 @@ from raycloak.coordinator.planning.cross_check import checked
 from raycloak.coordinator.planning.data_check import recorded_check
 from raycloak.coordinator.planning.manifest import build_computation, build_manifest, epochs, optimizer_spec, run_terms
 from raycloak.coordinator.planning.outlook import with_account
-from raycloak.coordinator.planning.payer import PayingAccount, account_cap, account_of, accountant_for, existing_account
+from raycloak.coordinator.planning.payer import (
+    PayingAccount,
+    account_of,
+    accountant_for,
+    existing_account,
+    opening_terms,
+    require_meant,
+)
 from raycloak.coordinator.planning.plan import Plan, keys_per_machine, make_plan, with_notes
 from raycloak.coordinator.planning.references import given_contract, require_other_content, sealed_terms
 from raycloak.coordinator.record.same_run import require_ledger, require_same_manifest
@@ -46,11 +54,11 @@ Committed = Mapping[tuple[Query, int], StepCommit]
 
 @dataclass(frozen=True, slots=True)
 class AdmittedRun:
-    """A run whose account is open and whose members are admitted.
+    """A run whose account would register it and whose members are admitted.
 
     Attributes:
         facts: of code, data and numerics, as the founders state them.
-        account: the account that pays.
+        run: what the ledger registers with its first charge.
         committed: steps that earlier executions committed, by query.
         evaluation: terms of the sealed evaluation split; None if nothing sealed is measured.
         evidence_class: the weakest that a member presented.
@@ -61,7 +69,7 @@ class AdmittedRun:
     facts: WorkerFacts
     plan: Plan
     manifest: Manifest
-    account: str
+    run: RunTerms
     committed: Committed
     evaluation: SealedSource | None
     ranges: tuple[ParameterRange, ...]
@@ -79,7 +87,7 @@ def admit(
     evaluation: SealedSource | None,
     metrics: tuple[UserCode, ...],
 ) -> AdmittedRun:
-    """Plan the run, open its account and admit its members.
+    """Plan the run, find its account and admit its members.
 
     Args:
         metrics: sources of the user's own, which the driver measures.
@@ -89,10 +97,11 @@ def admit(
     """
     session, facts = order.session, founders.facts
     config = _recorded_shape(order).sized(facts.num_examples)
-    require_other_content(config, Path(order.setup.base), facts.dataset_fingerprint)
+    require_other_content(config, Path(order.setup.base), facts.data.fingerprint)
     ledger = session.control.ledger.view()
-    account = account_of(ledger, config, order.data, facts.dataset_fingerprint, session.run_id)
+    account = account_of(ledger, config, facts.data, order.data, session.run_id)
     paying = existing_account(ledger, config, account, session.run_id)
+    require_meant(config, paying, order.small_epsilon)
     # Not awaited: it takes half a second, as the plan does.
     session.control.ledger.load_accountant(accountant_for(config, paying))
     base = order.setup.base
@@ -106,7 +115,7 @@ def admit(
     reporter.planned(_beside_others(order, facts, plan, ledger, account))
     reporter.to.phase("admitting workers")
     known_answer, plan = _compared(order, founders, plan)
-    plan = replace(plan, data_check=recorded_check(facts.dataset_fingerprint))
+    plan = replace(plan, data_check=recorded_check(facts.data.fingerprint))
     if recorded is not None and not order.assignment.charges:
         # A replay measures nothing.
         metrics = recorded.computation.metrics
@@ -115,8 +124,8 @@ def admit(
     committed = _committed(order, manifest)
     sealed = sealed_terms(config, Path(order.setup.base))
     _require_demanded(sealed, manifest)
-    # Before any evidence: an account that refuses the run spares all members their presentation.
-    _open_account(order, plan, manifest, paying)
+    run = _run_terms(config, facts, plan, manifest, paying)
+    _require_account(order, ledger, run)
     terms = run_terms(manifest, session.policy, session.collateral, sealed, evaluation, _is_charged(order), plan.masks)
     session.control.orchestrator.begin(terms, secrets.token_hex(16))
     ranges = split_ranges(facts.tensors, config.aggregators)
@@ -132,7 +141,7 @@ def admit(
         facts=facts,
         plan=plan,
         manifest=manifest,
-        account=account,
+        run=run,
         committed=committed,
         evaluation=evaluation,
         ranges=tuple(ranges),
@@ -172,8 +181,9 @@ def _beside_others(order: Order, facts: WorkerFacts, plan: Plan, view: LedgerVie
     if any(run.run_id == session.run_id for run in account.runs):
         return plan
     mechanisms = (plan.mechanism, *(each.mechanism for each in plan.measurements))
-    outlook = session.control.ledger.outlook(name, mechanisms, facts.dataset_fingerprint, config.ledger.prepaid)
-    return with_account(plan, name, view, outlook)
+    public = config.dataset is not None and config.dataset.public
+    run = RunTerms(session.run_id, name, mechanisms, b"", facts.data, public, config.ledger.prepaid)
+    return with_account(plan, name, view, session.control.ledger.outlook(run))
 
 
 def _compared(order: Order, founders: Founders, plan: Plan) -> tuple[bytes, Plan]:
@@ -223,7 +233,7 @@ def _manifest(
         policy_digest=session.policy.digest(),
         ledger_key=view.public_key,
         orchestrator_key=session.orchestrator_key,
-        dataset_fingerprint=facts.dataset_fingerprint,
+        dataset_fingerprint=facts.data.fingerprint,
         key_service=key_service,
         keys_per_machine=keys_per_machine(config, plan.mechanism.virtual_workers),
         # A replay by fewer workers masks all pairs, which withstands more than the run promised.
@@ -255,21 +265,32 @@ def _require_demanded(sealed: SealedSource | None, manifest: Manifest) -> None:
         sealed.header.demand.require(manifest.stated)
 
 
-def _open_account(order: Order, plan: Plan, manifest: Manifest, paying: PayingAccount | None) -> None:
-    control, dataset = order.session.control, order.config.dataset
-    if paying is None:
-        # A public run's account is about nobody, so it is bound to nothing.
-        public = dataset is not None and dataset.public
-        control.ledger.open_account(
-            manifest.account,
-            account_cap(order.config),
-            plan.delta,
-            fingerprint=b"" if public else manifest.dataset_fingerprint,
-            accountant=plan.mechanism.accountant,
-        )
-    mechanisms = manifest.computation.mechanisms
-    terms = mechanisms, manifest.digest(), manifest.dataset_fingerprint
-    control.ledger.register_run(order.session.run_id, manifest.account, *terms, order.config.ledger.prepaid)
+def _run_terms(
+    config: RunConfig, facts: WorkerFacts, plan: Plan, manifest: Manifest, paying: PayingAccount | None
+) -> RunTerms:
+    return RunTerms(
+        run_id=manifest.run_id,
+        account=manifest.account,
+        mechanisms=manifest.computation.mechanisms,
+        manifest_digest=manifest.digest(),
+        data=facts.data,
+        public=config.dataset is not None and config.dataset.public,
+        prepaid=config.ledger.prepaid,
+        opens=opening_terms(config, paying, plan.mechanism.accountant),
+    )
+
+
+def _require_account(order: Order, view: LedgerView, run: RunTerms) -> None:
+    """Require an account that would register the run; charge the run now if it is prepaid.
+
+    Before any evidence: an account that refuses the run spares all members their presentation. The run is registered,
+    and its account opened, with its first charge: a run that ends before leaves nothing that its data is known by.
+    """
+    ledger = order.session.control.ledger
+    if run.prepaid:
+        ledger.register_run(run)
+    elif not any(each.run_id == run.run_id for account in view.accounts for each in account.runs):
+        ledger.outlook(run)
 
 
 def _is_charged(order: Order) -> bool:

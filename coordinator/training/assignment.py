@@ -126,7 +126,9 @@ class Order:
         setup: what each worker opens.
         evaluator: builds what measures on public data, while workers open theirs; gives None if nothing is measured,
             or only sealed data is.
-        data: account of data that is known by its place, see `raycloak.coordinator.planning.payer.data_place`.
+        data: name of the account that it opens for data without a fingerprint, see
+            `raycloak.coordinator.planning.payer.data_name`.
+        small_epsilon: whether a cap that is rarely meant is meant, where the run opens an account.
         pace: when steps may be charged and released.
     """
 
@@ -139,3 +141,4 @@ class Order:
     assignment: Assignment
     data: str = ""
     pace: Pace = OPEN
+    small_epsilon: bool = False

@@ -73,18 +73,23 @@ class Conclusion:
         return self._result(ending, self.training.parameters(), self.training.evaluate)
 
     def charged(self) -> tuple[int, float]:
-        """Return the run's charged steps, and the epsilon of all runs of its account, by the ledger's record."""
+        """Return the run's charged steps, and the epsilon of all runs of its account, by the ledger's record.
+
+        Zero before the first charge of a run that opens its account.
+        """
         accounts = self.order.session.control.ledger.view().accounts
-        account = next(each for each in accounts if each.name == self.admitted.account)
-        (run,) = (run for run in account.runs if run.run_id == self.order.session.run_id)
-        return run.charged_steps, account.spent_epsilon
+        account = next((each for each in accounts if each.name == self.admitted.run.account), None)
+        if account is None:
+            return 0, 0.0
+        own = (run.charged_steps for run in account.runs if run.run_id == self.order.session.run_id)
+        return next(own, 0), account.spent_epsilon
 
     def _result(
         self, ending: Ending | None, parameters: np.ndarray, evaluate: Callable[[], Evaluation | None]
     ) -> Finished:
         admitted, training = self.admitted, self.training
         view = self.order.session.control.ledger.view()
-        account = next(each for each in view.accounts if each.name == admitted.account)
+        account = next(each for each in view.accounts if each.name == admitted.run.account)
         (run,) = (run for run in account.runs if run.run_id == self.order.session.run_id)
         return Finished(
             manifest=admitted.manifest,

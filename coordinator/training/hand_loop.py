@@ -55,6 +55,7 @@ class HandLoop:
             control=order.session.control,
             membership=self._admitted.membership,
             manifest=self._admitted.manifest,
+            run_terms=self._admitted.run,
             ranges=self._admitted.ranges,
             metrics=self._admitted.metrics,
             deadline_s=order.config.failure.step_deadline_s,

@@ -40,6 +40,7 @@ def set_out(order: Order, admitted: AdmittedRun, reporter: Reporter, evaluator: 
         control=session.control,
         membership=membership,
         manifest=admitted.manifest,
+        run_terms=admitted.run,
         ranges=admitted.ranges,
         metrics=metrics,
         deadline_s=config.failure.step_deadline_s,

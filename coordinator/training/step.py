@@ -27,6 +27,8 @@ from raycloak.attestation.orchestrator.commits import StepCommit
 from raycloak.coordinator.aggregation.ranges import ParameterRange
 from raycloak.coordinator.cluster.backend import Backend
 from raycloak.coordinator.cluster.control import Control, Pending
+from raycloak.coordinator.ledger.ledger import RunStart
+from raycloak.coordinator.ledger.rules import RunTerms
 from raycloak.coordinator.membership.hosting import moved
 from raycloak.coordinator.membership.membership import Membership
 from raycloak.coordinator.record.outcome import StepOutcome
@@ -92,6 +94,7 @@ class StepRunner:
     """Runs the steps and measurements of one session, one after another.
 
     Attributes:
+        run_terms: what the first charge of the run registers it with.
         renew: gets fresh evidence of every member, where it has aged during a step.
         pace: says when the sum of a training step may be decoded.
         charged_epsilon: epsilon of the account, as the newest receipt states it.
@@ -103,6 +106,7 @@ class StepRunner:
     control: Control
     membership: Membership
     manifest: Manifest
+    run_terms: RunTerms
     ranges: Sequence[ParameterRange]
     metrics: RunMetrics
     deadline_s: float
@@ -117,7 +121,7 @@ class StepRunner:
     _manifest_digest: bytes = field(init=False)
     _prepared: tuple[object, _AskedRoster] | None = None
     _last_paid: tuple[int, tuple[Query, int] | None] = (0, None)
-    _data_bound: bool = False
+    _started: bool = False
 
     def __post_init__(self) -> None:
         self._manifest_digest = self.manifest.digest()
@@ -224,8 +228,6 @@ class StepRunner:
         self.charging = True
         self._attempting.begin()
         self.place(self.manifest.computation.epoch_of(task.query, task.step))
-        # Before the charge, because the receipt states the root of the run's data.
-        self._bind_data()
         receipt, asked = self._pay(task, model)
         paid = parse(Receipt, receipt.body)
         self._require_later(task, paid)
@@ -268,21 +270,17 @@ class StepRunner:
             reduce_seconds=now - computed,
         )
 
-    def _bind_data(self) -> None:
-        """Have the run bound to its data once all slices are hosted, or learn that the ledger has it already."""
-        if not self._data_bound:
-            root = data_root(self.membership.hosts.commitments)
-            self.control.ledger.bind_data(self.manifest.run_id, self._manifest_digest, root)
-            self._data_bound = True
-
     def _pay(self, task: Task, model: Model) -> tuple[Envelope, Asked]:
         """Have the step charged and, at the same time, ask workers for the first attempt; returns the receipt too."""
+        # Once all slices are hosted, their commitments are known: the receipt states the root of the run's data.
+        start = None if self._started else RunStart(self.run_terms, data_root(self.membership.hosts.commitments))
         run_id, manifest = self.manifest.run_id, self._manifest_digest
-        charge = self.control.ledger.charge(run_id, task.step, task.input_from(model), manifest, task.query)
+        charge = self.control.ledger.charge(run_id, task.step, task.input_from(model), manifest, task.query, start)
         roster = self._first_roster(task)
         awaited = charge.reference
         asked = self._attempting.ask(task, model, awaited, roster)
         receipt = charge.result()
+        self._started = True
         if charge.reference is not awaited:
             # The ledger was lost before it answered, and the workers' questions that waited for it have failed.
             asked = self._attempting.ask(task, model, receipt, roster)

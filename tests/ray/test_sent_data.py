@@ -8,6 +8,7 @@ import raycloak
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import parse_config
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.ledger.rules import OpeningTerms
 from raycloak.coordinator.planning.model_source import model_source
 from raycloak.coordinator.record.batch_files import BatchFiles
 from raycloak.coordinator.runs.execution import Execution
@@ -69,7 +70,7 @@ def test_a_client_trains_through_the_service_on_what_it_sends(ray_cluster, raycl
             }
         )
         ledger = PrivacyLedger(home.ledger_url())
-        ledger.open_account("hospital", 20.0, 1e-5)
+        ledger.open_account("hospital", OpeningTerms(20.0, 1e-5))
         keys = data_keys(owner, ledger.public_key, "hospital", tmp_path)
         ledger.close()
         given = {name: value for name, value in fields(owner).items() if name != "key_service"}

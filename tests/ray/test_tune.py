@@ -8,6 +8,7 @@ import pytest
 
 from raycloak.coordinator.config.run import load_config
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.ledger.rules import OpeningTerms
 from raycloak.coordinator.planning.dry_run import plan_of
 from raycloak.coordinator.planning.search_cost import search_of
 from tests.test_snippets import ROOT, as_program, blocks_of
@@ -23,7 +24,7 @@ def test_guarantee_every_trial_is_charged_to_one_account_before_it_starts(ray_cl
     path.write_text(body)
     raycloak_home.mkdir(mode=0o700)
     with closing(PrivacyLedger(f"sqlite:///{raycloak_home / 'ledger.sqlite'}")) as ledger:
-        ledger.open_account("digits-search", 8.0, 1e-5)
+        ledger.open_account("digits-search", OpeningTerms(8.0, 1e-5))
         cost = search_of(plan_of(load_config(path), path.parent), 2)
         program = as_program([block for block in blocks if block.language == "python"])
         (run_python.folder / "tune.py").write_text(program)

@@ -1,6 +1,5 @@
 """The data that a worker states is the data that it trains on, whatever code of the run does to files meanwhile."""
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +7,9 @@ import numpy as np
 import pytest
 
 from raycloak.workers.inputs.descriptor import AuditedExamples, DatasetDescriptor
+from raycloak.workers.inputs.file_sets import content_digest
 from raycloak.workers.inputs.files import open_examples, read_npz
-from raycloak.workers.inputs.fingerprint import dataset_fingerprint
+from raycloak.workers.inputs.fingerprint import data_marks
 from raycloak.workers.inputs.models import ModelSource
 from raycloak.workers.messages import WorkerSetup
 from raycloak.workers.workload import Workload
@@ -82,7 +82,7 @@ def workload(base: Path, model: str = "functions:plain", **dataset: Any) -> Work
 def fingerprint_of(base: Path, file: str) -> bytes:
     """The fingerprint by which an account knows a file."""
     described = DatasetDescriptor(kind="npz", path=file, **KEYED)
-    return dataset_fingerprint(described, described.open_slices(base), base)
+    return data_marks(described, described.open_slices(base), base).fingerprint
 
 
 def features_of(opened: Workload) -> np.ndarray:
@@ -93,25 +93,23 @@ def features_of(opened: Workload) -> np.ndarray:
 def test_the_data_of_a_function_has_no_fingerprint_of_a_file_that_is_named_beside_it(base: Path):
     opened = workload(base, kind="module", function="functions:victims", path="bound.npz")
     assert np.array_equal(features_of(opened), examples()[0] + 1)
-    assert len(opened.facts.dataset_fingerprint) == 32
-    assert opened.facts.dataset_fingerprint not in (
-        fingerprint_of(base, "bound.npz"),
-        fingerprint_of(base, "victim.npz"),
-    )
+    assert len(opened.facts.data.fingerprint) == 32
+    # Its examples are those of another file, and so is its fingerprint.
+    assert opened.facts.data.fingerprint == fingerprint_of(base, "victim.npz") != fingerprint_of(base, "bound.npz")
 
 
 def test_a_file_that_is_swapped_while_the_model_is_built_leaves_its_fingerprint_with_its_examples(base: Path):
     opened = fingerprint_of(base, "examples.npz")
     found = workload(base, "functions:swapping", kind="npz", path="examples.npz")
     assert (base / "examples.npz").read_bytes() == (base / "bound.npz").read_bytes()
-    assert found.facts.dataset_fingerprint == opened != fingerprint_of(base, "bound.npz")
+    assert found.facts.data.fingerprint == opened != fingerprint_of(base, "bound.npz")
     assert np.array_equal(features_of(found), examples()[0] + 1)
 
 
 def test_a_file_that_is_rewritten_while_it_is_read_gives_the_bytes_of_its_digest(tmp_path: Path):
     path = tmp_path / "data.npz"
     write(path, 1)
-    stated = hashlib.sha256(path.read_bytes()).digest()
+    stated = content_digest(path.read_bytes())
     file, digest = open_examples(path, hashed=True)
     write(path, 2)
     features, _ = read_npz(file, path, ("features",), "labels")
@@ -130,7 +128,7 @@ def test_canaries_behind_the_data_of_a_function_have_no_fingerprint_of_a_file(ba
     outer = DatasetDescriptor(kind="canaries", path="audited.json", **KEYED)
     opened = outer.open_slices(base)
     assert len(opened.examples) == 42
-    assert dataset_fingerprint(outer, opened, base) != fingerprint_of(base, "bound.npz")
+    assert data_marks(outer, opened, base).fingerprint != fingerprint_of(base, "bound.npz")
 
 
 @pytest.mark.parametrize("changed", [False, True])

@@ -1,4 +1,4 @@
-"""The inputs of a worker: datasets, sealed slices, user code, models and the fingerprint of data.
+"""The inputs of a worker: datasets, sealed slices, user code, models and the marks of data.
 
 Doors: built_rows, canaries, compute_mode, datasets, descriptor, file_sets, fingerprint, held_values, hub_files,
 hub_model, images, inspection, model_fixes, models, rows, sealed, sent_rows, sent_slots, text_data, text_model,

@@ -8,7 +8,6 @@ its rows are those that were written.
 Not guaranteed: that this code wrote the rows. The index is the word of the data's owner, who could write any table.
 """
 
-import hashlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any, ClassVar
 from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.attestation.core.messages import Message, parse
 from raycloak.metrics.errors import DatasetError, ProtocolError
-from raycloak.workers.inputs.file_sets import FileSet
+from raycloak.workers.inputs.file_sets import CommittedFile, FileSet
 from raycloak.workers.inputs.tables import PARQUET_SUFFIXES
 from raycloak.workers.inputs.user_code import unexecuted_digest
 
@@ -30,9 +29,9 @@ _GROUP_BYTES = 64 * 2**20
 
 
 class RowFile(Message):
-    """One file: its name, its rows, and the SHA-256 of its bytes."""
+    """One file: its name, its rows, and the digest of its bytes, see `raycloak.workers.inputs.file_sets`."""
 
-    DOMAIN: ClassVar[str] = "raycloak/row-file/v1"
+    DOMAIN: ClassVar[str] = "raycloak/row-file/v2"
 
     name: str
     rows: int
@@ -48,7 +47,7 @@ class PipelineIndex(Message):
         files: in the order of the ids of their rows.
     """
 
-    DOMAIN: ClassVar[str] = "raycloak/pipeline-index/v1"
+    DOMAIN: ClassVar[str] = "raycloak/pipeline-index/v2"
 
     function: str
     code: bytes
@@ -144,7 +143,7 @@ def _cut(tables: Iterable[Any]) -> Iterable[Any]:
 
 
 def _write(table: Any, path: Path) -> bytes:
-    """Write one file durably; returns the SHA-256 of its bytes."""
+    """Write one file durably; returns the digest of its bytes."""
     import pyarrow.parquet as pq
 
     group = max(1, min(_GROUP_ROWS, _GROUP_BYTES * len(table) // max(table.nbytes, 1)))
@@ -152,4 +151,4 @@ def _write(table: Any, path: Path) -> bytes:
     pq.write_table(table, path, row_group_size=group, write_statistics=False)
     with path.open("rb") as file:
         os.fsync(file.fileno())
-        return hashlib.file_digest(file, "sha256").digest()
+        return CommittedFile(file, path.name).digest

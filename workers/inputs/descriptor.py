@@ -17,6 +17,7 @@ from pydantic import Field
 
 from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.attestation.core.messages import Message, parse
+from raycloak.attestation.sealed.sealed_data import HEADER_FILE
 from raycloak.metrics.errors import DatasetError, RaycloakError
 from raycloak.metrics.file_errors import file_error
 from raycloak.workers.inputs.built_rows import PipelineIndex, built_files
@@ -32,6 +33,15 @@ from raycloak.workers.inputs.datasets import (
 from raycloak.workers.inputs.file_sets import FileSet
 from raycloak.workers.inputs.files import open_examples, read_digits, read_npz
 from raycloak.workers.inputs.images import SUFFIXES, Channels, decoder_digest, image_classes, image_rows
+from raycloak.workers.inputs.places import (
+    NOWHERE,
+    Places,
+    file_places,
+    named_function,
+    part_place,
+    path_place,
+    written_function,
+)
 from raycloak.workers.inputs.rows import gathered
 from raycloak.workers.inputs.sealed import ClearSlices, SealedDataset, SliceLocks
 from raycloak.workers.inputs.sent_slots import SentSlots
@@ -54,6 +64,7 @@ DatasetKind = Literal[
     "sealed",
     "sent",
     "canaries",
+    "memory",
 ]
 
 # Four fifths of the 1,797 digits train; the rest is the public split.
@@ -70,8 +81,10 @@ class OpenedDataset:
         vocabulary: public number of ids that integer features are; None if nobody says.
         tokenizer: digest of the tokenizer that made them of text, of the decoder of images and their classes, or of the
             pipeline that wrote them; empty for other data.
-        file_digest: SHA-256 of the files whose bytes the examples were read from. Empty if there are none, or the
-            descriptor names no ``fingerprint_key``.
+        file_digest: of the files whose bytes the examples were read from. Empty if there are none, or the descriptor
+            names no ``fingerprint_key``.
+        places: of the files and functions that gave the examples.
+        before_canaries: the examples that an audit added its own to; None if there was none.
     """
 
     examples: Dataset
@@ -79,13 +92,21 @@ class OpenedDataset:
     vocabulary: int | None = None
     tokenizer: bytes = b""
     file_digest: bytes = b""
+    places: Places = NOWHERE
+    before_canaries: Dataset | None = None
+
+    @property
+    def own_examples(self) -> Dataset:
+        """The examples of the data itself, without any of an audit."""
+        return self.before_canaries or self.examples
 
 
 class DatasetDescriptor(Message):
     """The place of a dataset, and how its examples are read.
 
     Attributes:
-        kind: one that a configuration names, or an audit's ``canaries``, which none can name.
+        kind: one that a configuration names, or one that none can name: an audit's ``canaries``, or ``memory``, an npz
+            file that a driver wrote of examples that it was given.
         path: file, folder or pattern of examples, folder of a sealed dataset, or the file of :class:`AuditedExamples`,
             relative to the base folder or absolute.
         function: ``module:function`` without arguments that returns a :class:`Dataset`; of ``ray_data``, the pipeline
@@ -152,7 +173,22 @@ class DatasetDescriptor(Message):
             ProtocolError: ``malformed`` for the file of ``canaries``.
         """
         opened = _OPENERS[self.kind](self, Path(base))
-        return opened if opened.vocabulary is not None else replace(opened, vocabulary=self.vocabulary)
+        places = opened.places | self.named_places(base)
+        return replace(opened, places=places, vocabulary=opened.vocabulary or self.vocabulary)
+
+    def named_places(self, base: Path | str) -> Places:
+        """Return the places that the descriptor itself names; reads no file and runs no code.
+
+        Examples that a client sends have none, nor have those of files that one run wrote for itself.
+        """
+        if self.kind in ("sent", "canaries", "memory"):
+            return NOWHERE
+        named = {part_place(self.kind, self.split)} if self.kind == "digits" else set()
+        if self.path is not None:
+            named.add(path_place(self.path, base))
+        if self.function is not None:
+            named.add(named_function(self.function, base))
+        return frozenset(named)
 
 
 class AuditedExamples(Message):
@@ -193,7 +229,7 @@ def _open_module(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
         )
     with _function_errors(descriptor.function):
         dataset_form(dataset)
-    return _clear(SteadyDataset(dataset))
+    return replace(_clear(SteadyDataset(dataset)), places=written_function(function))
 
 
 @contextmanager
@@ -211,7 +247,7 @@ def _function_errors(function: str) -> Iterator[None]:
 
 def _open_sealed(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
     dataset = SealedDataset(_path(descriptor, base))
-    return OpenedDataset(dataset, dataset)
+    return OpenedDataset(dataset, dataset, places=file_places([_path(descriptor, base) / HEADER_FILE]))
 
 
 def _open_sent(descriptor: DatasetDescriptor, _: Path) -> OpenedDataset:
@@ -225,7 +261,8 @@ def _open_npz(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
     with file:
         features, labels = read_npz(file, path, descriptor.features, descriptor.labels)
     examples = ArrayDataset(features, labels, descriptor.scale, str(path))
-    return OpenedDataset(examples, ClearSlices(), file_digest=file_digest)
+    places = NOWHERE if descriptor.kind == "memory" else file_places([path])
+    return OpenedDataset(examples, ClearSlices(), file_digest=file_digest, places=places)
 
 
 def _open_table(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
@@ -233,7 +270,7 @@ def _open_table(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
     suffixes, rows = (CSV_SUFFIXES, csv_rows) if descriptor.kind == "csv" else (PARQUET_SUFFIXES, parquet_rows)
     files = _files(descriptor, base, suffixes)
     examples = gathered(rows(files, columns, descriptor.vocabulary), files.text, descriptor.scale)
-    return OpenedDataset(examples, ClearSlices(), file_digest=files.digest())
+    return OpenedDataset(examples, ClearSlices(), file_digest=files.digest(), places=files.places())
 
 
 def _open_built(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
@@ -246,7 +283,8 @@ def _open_built(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
     examples = gathered(parquet_rows(files, columns, descriptor.vocabulary), files.text, descriptor.scale)
     index.require_content(files.digest(), folder)
     content = files.digest() if descriptor.fingerprint_key is not None else b""
-    return OpenedDataset(examples, ClearSlices(), tokenizer=index.made_by(), file_digest=content)
+    made_by = index.made_by()
+    return OpenedDataset(examples, ClearSlices(), tokenizer=made_by, file_digest=content, places=files.places())
 
 
 def _open_images(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
@@ -259,7 +297,7 @@ def _open_images(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
     # A folder is its images' label, and so a part of the data.
     content, folders = files.digest(), (Path(name).parts[0] for name in files.names)
     bound = digest(length_prefixed("raycloak/image-folder/v1", content, *folders)) if content else b""
-    return OpenedDataset(examples, ClearSlices(), tokenizer=decoder, file_digest=bound)
+    return OpenedDataset(examples, ClearSlices(), tokenizer=decoder, file_digest=bound, places=files.places())
 
 
 def _open_tokens(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
@@ -269,7 +307,7 @@ def _open_tokens(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
     files = token_files(descriptor.path, base, descriptor.fingerprint_key is not None)
     examples = gathered(token_rows(files, TokenColumns(descriptor.labels, descriptor.max_length)), files.text)
     vocabulary, content = (tokenizer.vocabulary, tokenizer.content) if tokenizer else (None, b"")
-    return OpenedDataset(examples, ClearSlices(), vocabulary, content, files.digest())
+    return OpenedDataset(examples, ClearSlices(), vocabulary, content, files.digest(), files.places())
 
 
 def _files(descriptor: DatasetDescriptor, base: Path, suffixes: tuple[str, ...]) -> FileSet:
@@ -289,7 +327,8 @@ def _open_text(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
         else:
             ids, labels = read_texts(file, path, descriptor.features[0], descriptor.labels, tokenizer, length)
     examples = ArrayDataset(ids, labels, name=str(path))
-    return OpenedDataset(examples, ClearSlices(), tokenizer.vocabulary, tokenizer.content, file_digest)
+    content, places = tokenizer.content, file_places([path])
+    return OpenedDataset(examples, ClearSlices(), tokenizer.vocabulary, content, file_digest, places)
 
 
 def _open_canaries(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
@@ -299,8 +338,9 @@ def _open_canaries(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
     except OSError as error:
         raise file_error("dataset_unreadable", "read", path, error, DatasetError) from None
     opened = audited.dataset.open_slices(audited.base)
-    # The file's digest stays. This process itself adds the canaries, so the examples are the file's and zeros.
-    return replace(opened, examples=CanaryDataset(opened.examples, np.array(audited.included)))
+    # What the data is known by stays. This process itself adds the canaries, which differ from audit to audit.
+    with_canaries = CanaryDataset(opened.examples, np.array(audited.included))
+    return replace(opened, examples=with_canaries, before_canaries=opened.examples)
 
 
 def _path(descriptor: DatasetDescriptor, base: Path) -> Path:
@@ -315,6 +355,7 @@ def _clear(examples: Dataset) -> OpenedDataset:
 _OPENERS: Mapping[DatasetKind, Callable[[DatasetDescriptor, Path], OpenedDataset]] = {
     "digits": _open_digits,
     "npz": _open_npz,
+    "memory": _open_npz,
     "csv": _open_table,
     "parquet": _open_table,
     "imagefolder": _open_images,
@@ -369,7 +410,7 @@ def export_in_memory(dataset: Any, path: Path) -> DatasetDescriptor:
         np.savez(file, features=features, labels=labels)
     partial.replace(path)
     vocabulary = getattr(dataset, "vocabulary", None)
-    return DatasetDescriptor(kind="npz", path=str(path), features=("features",), vocabulary=vocabulary)
+    return DatasetDescriptor(kind="memory", path=str(path), features=("features",), vocabulary=vocabulary)
 
 
 def _items(dataset: Any) -> Iterator[Any]:

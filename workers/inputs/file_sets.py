@@ -22,6 +22,7 @@ from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.attestation.core.secret_urls import secret_in
 from raycloak.metrics.errors import DatasetError
 from raycloak.metrics.file_errors import file_error
+from raycloak.workers.inputs.places import Places, file_places, remote_places
 
 # A seek costs one block; 32 bytes of memory keep one.
 _BLOCK = 2**20
@@ -80,8 +81,12 @@ class FileSet:
                 with closing(io.BufferedReader(committed, _BLOCK)) as reader:
                     yield where, reader
 
+    def places(self) -> Places:
+        """Return the places of the files."""
+        return self._place.places(self.names)
+
     def digest(self) -> bytes:
-        """Return the SHA-256 of the one file, or one over all in their order; empty unless the set is hashed.
+        """Return the digest of the one file, or one over all in their order; empty unless the set is hashed.
 
         The files' names are no part of it, and their place is not either. Ask after :meth:`opened` has ended.
         """
@@ -114,7 +119,7 @@ class CommittedFile(io.RawIOBase):
         name: for messages.
 
     Attributes:
-        digest: SHA-256 of all its bytes.
+        digest: of all its bytes, see :func:`content_digest`.
 
     Raises:
         DatasetError: ``dataset_unreadable``; ``data_changed`` from a later read.
@@ -125,15 +130,13 @@ class CommittedFile(io.RawIOBase):
         self._blocks: list[bytes] = []
         self._size = self._position = 0
         self._held: tuple[int, bytes] = (-1, b"")
-        whole = hashlib.sha256()
         try:
             while block := _exactly(file, _BLOCK):
-                whole.update(block)
                 self._blocks.append(hashlib.sha256(block).digest())
                 self._size += len(block)
         except OSError as error:
             raise file_error("dataset_unreadable", "read", name, error, DatasetError) from None
-        self.digest = whole.digest()
+        self.digest = _joint_digest(self._blocks)
 
     def readable(self) -> bool:
         """Return True."""
@@ -174,6 +177,16 @@ class CommittedFile(io.RawIOBase):
                 )
             self._held = (index, content)
         return self._held[1]
+
+
+def content_digest(content: bytes) -> bytes:
+    """Return the digest of a file's content: SHA-256 over those of its blocks of 1 MiB, so that each is hashed once."""
+    whole = memoryview(content)
+    return _joint_digest([digest(whole[start : start + _BLOCK]) for start in range(0, len(whole), _BLOCK)])
+
+
+def _joint_digest(blocks: list[bytes]) -> bytes:
+    return digest(length_prefixed("raycloak/file-blocks/v1", *blocks))
 
 
 def _exactly(file: BinaryIO, count: int) -> bytes:
@@ -220,6 +233,9 @@ class _Disk:
 
     def where(self, name: str) -> str:
         return str(self._folder / name)
+
+    def places(self, names: tuple[str, ...]) -> Places:
+        return file_places(self._folder / name for name in names)
 
     def open(self, name: str) -> BinaryIO:
         try:
@@ -273,6 +289,13 @@ class _Bucket:
 
     def where(self, name: str) -> str:
         return f"s3://{self._root}/{name}"
+
+    def places(self, names: tuple[str, ...]) -> Places:
+        from pyarrow import fs
+
+        if isinstance(self._filesystem, fs.LocalFileSystem):
+            return file_places(Path(self._root, name) for name in names)
+        return remote_places(self.text.partition("://")[0], (f"{self._root}/{name}" for name in names))
 
     def open(self, name: str) -> Any:
         from pyarrow import ArrowException

@@ -4,7 +4,6 @@ A reader takes the file that :func:`open_examples` opened, and opens no path aga
 kind is a DatasetError that says so, whatever the reading library raises.
 """
 
-import hashlib
 import zipfile
 import zlib
 from importlib.util import find_spec
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 from raycloak.metrics.errors import DatasetError
 from raycloak.metrics.file_errors import file_error
 from raycloak.workers.inputs.datasets import Arrays
+from raycloak.workers.inputs.file_sets import content_digest
 
 _NPZ = "Write it with numpy.savez, with names for features and labels."
 # All that numpy was seen to raise on torn or foreign archives.
@@ -25,7 +25,7 @@ _BROKEN = (ValueError, EOFError, zipfile.BadZipFile, zlib.error)
 
 
 def open_examples(path: Path, hashed: bool) -> tuple[BinaryIO, bytes]:
-    """Open a file of examples; return it with the SHA-256 of its bytes, which is empty unless ``hashed``.
+    """Open a file of examples; return it with the digest of its bytes, which is empty unless ``hashed``.
 
     Guarantee: the digest is that of the bytes that a reader gets, whatever happens to the file meanwhile.
 
@@ -43,7 +43,7 @@ def open_examples(path: Path, hashed: bool) -> tuple[BinaryIO, bytes]:
             content = file.read()
     except OSError as error:
         raise file_error("dataset_unreadable", "read", path, error, DatasetError) from None
-    return BytesIO(content), hashlib.sha256(content).digest()
+    return BytesIO(content), content_digest(content)
 
 
 def read_digits() -> Arrays:

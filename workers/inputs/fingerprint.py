@@ -1,40 +1,39 @@
-"""The fingerprint of a dataset: a digest by which an account knows the data it was opened for.
+"""The marks of a dataset, by which the ledger knows whose account pays; see `raycloak.attestation.core.data_marks`.
 
-The fingerprint of a sealed dataset is the digest of its header, which commits to every encrypted file. Anyone may see
-it: the files are encrypted under random keys. Any other fingerprint is keyed, because manifest and ledger show it. A
-plain digest there would reveal the last unknown example to anyone who knows all the others. The key is a file beside
-the data, for people who may read the data anyway.
+Fingerprint and sketch of data in the clear are keyed, because manifest and ledger show them. A plain digest there would
+reveal the last unknown example to anyone who knows all the others. The key is a file beside the data, for people who
+may read the data anyway. A sealed dataset has the digest of its header, which commits to every encrypted file, and the
+sketch that its owner computed when it was sealed.
 
-Guarantee: a worker that states a fingerprint held the key, and read all its examples from these bytes; or it opens only
-sealed slices of this header. The file is read once: examples and digest come from one copy in memory. Two fingerprints
-under one key are equal exactly if the data is.
+Guarantee: a worker that states a fingerprint held the key and read all its examples, or opens only sealed slices of
+this header. Two fingerprints under one key are equal exactly if the examples are, in whatever order.
 
-Not guaranteed: that the data is about certain people. Nor that another file, such as a copy in another order or a
-second seal, is about others.
+Guarantee: marks are of the data alone, whatever an audit adds to it.
+
+Not guaranteed: that the data is about certain people. Nor that examples which were changed, or cut in another way, are
+recognised anywhere but at their place.
 """
 
 import re
 from pathlib import Path
 
-import numpy as np
-
+from raycloak.attestation.core.data_marks import PLACE_BYTES, DataMarks, joined
 from raycloak.attestation.core.keys import Purpose, Secret, derive
 from raycloak.attestation.files.private import read_private
 from raycloak.metrics.errors import ConfigError
 from raycloak.metrics.file_errors import file_error
-from raycloak.workers.inputs.datasets import slice_digest
 from raycloak.workers.inputs.descriptor import DatasetDescriptor, OpenedDataset
+from raycloak.workers.inputs.example_codes import example_marks
 from raycloak.workers.inputs.sealed import SealedDataset
 
 # A key that was typed or cut short must not pass for one of 32 random bytes.
 _HEX = re.compile(rb"[0-9a-fA-F]{64}")
 
 
-def dataset_fingerprint(descriptor: DatasetDescriptor, opened: OpenedDataset, base: Path | str) -> bytes:
-    """Return 32 bytes, or none without a key for data in the clear.
+def data_marks(descriptor: DatasetDescriptor, opened: OpenedDataset, base: Path | str) -> DataMarks:
+    """Return what the data is known by. With a key, it reads every example.
 
-    The fingerprint of a file depends on its bytes alone: not on its place, nor on the columns that a run reads, nor on
-    their scale. That of data from no single file depends on every example, and reads them all.
+    Neither the columns that a run reads of a file nor their scale change every mark: the bytes of files are one, too.
 
     Args:
         opened: from ``descriptor`` below the folder ``base``.
@@ -44,15 +43,16 @@ def dataset_fingerprint(descriptor: DatasetDescriptor, opened: OpenedDataset, ba
             read it.
         DatasetError: ``data_changed``, if a function's dataset does not give the same examples twice.
     """
-    if isinstance(opened.examples, SealedDataset):
-        return opened.examples.header.digest()
+    examples, places = opened.own_examples, opened.places
+    if isinstance(examples, SealedDataset):
+        header = examples.header
+        return header.marks.model_copy(update={"fingerprint": header.digest(), "places": joined(places)})
     if descriptor.fingerprint_key is None:
-        return b""
+        return DataMarks(places=joined(places))
     key = load_key(Path(base) / descriptor.fingerprint_key)
     if opened.file_digest:
-        return _keyed(key, "file", opened.file_digest)
-    everything = np.arange(len(opened.examples), dtype=np.int64)
-    return _keyed(key, "examples", slice_digest(opened.examples, everything))
+        places |= {_keyed(key, "file", opened.file_digest)[:PLACE_BYTES]}
+    return example_marks(examples, key).model_copy(update={"places": joined(places)})
 
 
 def check_digest(key: Secret, report: bytes) -> bytes:

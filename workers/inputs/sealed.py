@@ -31,6 +31,7 @@ from raycloak.attestation.sealed.sealed_data import (
 from raycloak.metrics.errors import DatasetError, EvidenceError
 from raycloak.metrics.file_errors import file_error
 from raycloak.workers.inputs.datasets import Batch, Dataset, DatasetForm, dataset_form, slice_ids
+from raycloak.workers.inputs.example_codes import example_marks
 
 # Rows encrypted at once: bounds the memory of sealing.
 _CHUNK = 1024
@@ -66,6 +67,7 @@ def seal_dataset(
         policy_digest=policy_digest,
         demand=demand,
         form=form.model_dump(mode="json"),
+        marks=example_marks(dataset, dataset_key),
         key_commitments=(),
     )
     keys = [slice_key(dataset_key, header, v) for v in range(virtual_workers)]

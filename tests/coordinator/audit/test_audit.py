@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from raycloak.attestation.core.data_marks import DataMarks
 from raycloak.coordinator.audit.audit import audit
 from raycloak.coordinator.audit.canaries import CanaryTask, canary_signs
 from raycloak.coordinator.config.run import parse_config
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.ledger.rules import OpeningTerms
 from raycloak.coordinator.planning.dry_run import plan_of
 from raycloak.coordinator.planning.plan import plan_mechanism
 from raycloak.coordinator.planning.references import descriptor
@@ -24,7 +26,7 @@ from raycloak.metrics.errors import BudgetError, ConfigError, ModelError, RunFai
 from raycloak.workers.gradients.gradient_parts import PerExampleGradients
 from raycloak.workers.inputs.canaries import CanaryDataset
 from raycloak.workers.inputs.datasets import ArrayDataset
-from raycloak.workers.inputs.fingerprint import dataset_fingerprint
+from raycloak.workers.inputs.fingerprint import data_marks
 from raycloak.workers.inputs.models import ModelSource, build_model, read_flat
 from raycloak.workers.run_member import RunMember
 from tests.coordinator.audit import audit_cases as cases
@@ -156,7 +158,7 @@ def test_the_noise_is_that_of_the_run_where_epsilon_pays_for_cut_draws(home):
 def test_the_noise_is_that_of_the_account_that_pays(home, raycloak_home):
     raycloak_home.mkdir()
     ledger = PrivacyLedger(f"sqlite:///{raycloak_home / 'ledger.sqlite'}")
-    ledger.open_account("hospital", 4.0, 1e-5, accountant="rdp")
+    ledger.open_account("hospital", OpeningTerms(4.0, 1e-5, "rdp"))
     ledger.close()
     open_choice = {"target_epsilon": 4.0, "target_delta": 1e-5}
     config = small_config(dp_config=open_choice, ledger={"account": "hospital"})
@@ -196,7 +198,7 @@ def test_a_named_account_pays_to_its_cap_and_only_this_runs_epsilon_is_compared(
     raycloak_home.mkdir()
     url = f"sqlite:///{raycloak_home / 'ledger.sqlite'}"
     ledger = PrivacyLedger(url)
-    ledger.open_account("hospital", 1.5, cases.DELTA)
+    ledger.open_account("hospital", OpeningTerms(1.5, cases.DELTA))
     ledger.close()
     config = small_config(ledger={"account": "hospital"})
     first, second = audit(config, home, canaries=100), audit(config, home, canaries=100)
@@ -213,7 +215,7 @@ def fingerprinted(home, dataset):
     key.touch(mode=0o600)
     key.write_text("0f" * 32)
     described = descriptor(small_config(dataset=dataset).dataset)
-    return dataset_fingerprint(described, described.open_slices(home), home)
+    return data_marks(described, described.open_slices(home), home).fingerprint
 
 
 def test_an_account_that_is_bound_to_a_file_pays_for_its_audit_and_for_no_other(home, raycloak_home, tmp_path):
@@ -223,7 +225,7 @@ def test_an_account_that_is_bound_to_a_file_pays_for_its_audit_and_for_no_other(
     raycloak_home.mkdir()
     (tmp_path / "witness").mkdir()
     ledger = PrivacyLedger(f"sqlite:///{raycloak_home / 'ledger.sqlite'}", witness=str(tmp_path / "witness"))
-    ledger.open_account("hospital", 5.0, cases.DELTA, fingerprint=fingerprint)
+    ledger.open_account("hospital", OpeningTerms(5.0, cases.DELTA), data=DataMarks(fingerprint=fingerprint))
     ledger.close()
     assert audit(config, home, canaries=100).account == "hospital"
     assert any((tmp_path / "witness").rglob("*"))
@@ -270,8 +272,8 @@ def test_a_named_account_pays_for_its_audit_even_if_the_data_is_declared_public(
     fingerprint = fingerprinted(home, dataset)
     raycloak_home.mkdir()
     ledger = PrivacyLedger(f"sqlite:///{raycloak_home / 'ledger.sqlite'}")
-    ledger.open_account("hospital", 5.0, cases.DELTA, fingerprint=fingerprint)
-    ledger.open_account("others", 5.0, cases.DELTA, fingerprint=b"o" * 32)
+    ledger.open_account("hospital", OpeningTerms(5.0, cases.DELTA), data=DataMarks(fingerprint=fingerprint))
+    ledger.open_account("others", OpeningTerms(5.0, cases.DELTA), data=DataMarks(fingerprint=b"o" * 32))
     declared = {"dataset": {**dataset, "public": True}}
     result = audit(small_config(**declared, ledger={"account": "hospital"}), home, canaries=100)
     assert result.account == "hospital"

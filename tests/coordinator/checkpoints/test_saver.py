@@ -20,6 +20,7 @@ from raycloak.coordinator.checkpoints.storage import MANIFEST, PackageStorage
 from raycloak.coordinator.checkpoints.writer import PackageOrigin
 from raycloak.coordinator.config.sections import CheckpointConfig
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.ledger.rules import OpeningTerms
 from raycloak.coordinator.planning.manifest import run_terms
 from raycloak.coordinator.record.outcome import Evaluation
 from raycloak.coordinator.runs.local_session import local_session
@@ -70,7 +71,7 @@ class Bench:
         self.control = self.session.control
         self.orchestrator = self.control.actors["orchestrator"].handle
         self.ledger = self.control.actors["ledger"].handle
-        self.ledger.open_account("a", 10.0, 1e-5)
+        self.ledger.open_account("a", OpeningTerms(10.0, 1e-5))
         policy = self.session.policy.digest()
         self.manifest = run_manifest(tensors, run_id=self.session.run_id, policy_digest=policy)
         self.control.orchestrator.begin(run_terms(self.manifest, self.session.policy, self.session.collateral), "s")

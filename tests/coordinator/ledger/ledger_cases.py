@@ -6,6 +6,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from raycloak.attestation.core.data_marks import NO_MARKS, DataMarks
 from raycloak.attestation.core.messages import Envelope, open_envelope
 from raycloak.coordinator.accounting.renyi import (
     ORDERS,
@@ -15,6 +16,7 @@ from raycloak.coordinator.accounting.renyi import (
     step_rdp,
 )
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.ledger.rules import OpeningTerms, RunTerms
 from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.terms.receipt import Receipt
 
@@ -73,7 +75,7 @@ def affordable() -> int:
 def opened(where: str | Path, run_id: str = "run-a", **changes: Any) -> PrivacyLedger:
     """Return a ledger with an account `patients` and one run of it, at a URL or in an SQLite file."""
     ledger = PrivacyLedger(f"sqlite:///{where}" if isinstance(where, Path) else where)
-    ledger.open_account("patients", CAP, DELTA)
+    ledger.open_account("patients", OpeningTerms(CAP, DELTA))
     register(ledger, run_id, mechanism(**changes))
     return ledger
 
@@ -84,10 +86,10 @@ def register(
     *mechanisms: Mechanism,
     account: str = "patients",
     manifest: bytes = MANIFEST,
-    fingerprint: bytes = b"",
+    data: DataMarks = NO_MARKS,
 ) -> None:
     """Register a run and bind it to its data, so that it may charge."""
-    ledger.register_run(run_id, account, mechanisms or (mechanism(),), manifest, fingerprint)
+    ledger.register_run(RunTerms(run_id, account, mechanisms or (mechanism(),), manifest, data))
     ledger.bind_data(run_id, manifest, DATA)
 
 

@@ -10,12 +10,14 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from raycloak.attestation.core.data_marks import DataMarks
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.ledger.rules import OpeningTerms, RunTerms
 from raycloak.metrics.errors import BudgetError
 from tests.coordinator.ledger.ledger_cases import CAP, DATA, DELTA, MANIFEST, PARAMETERS, expected_epsilon, mechanism
 
 RACERS = 8
-FINGERPRINT = b"f" * 32
+PEOPLE = DataMarks(fingerprint=b"f" * 32)
 NOISE = 60.0
 DEADLINE_S = 600.0
 FORKING = multiprocessing.get_context("fork")
@@ -60,7 +62,7 @@ def main(url: str, rounds: int) -> None:
     ledger = PrivacyLedger(url)
     # The first run fixes the order that `expected_epsilon` counts on, which is that of CAP.
     for account, epsilon in (("patients", CAP), ("reserve", 100.0)):
-        ledger.open_account(account, epsilon, DELTA, fingerprint=FINGERPRINT)
+        ledger.open_account(account, OpeningTerms(epsilon, DELTA), data=PEOPLE, also=account == "reserve")
     line.round()
     ledger.change_cap("patients", cap(0))
     for step in range(rounds):
@@ -85,7 +87,7 @@ def race(url: str, rounds: int, number: int, won: Any, line: Line) -> None:
         line.wait(number)
         ledger = PrivacyLedger(url)
         changes = {"steps": rounds, "dimension": 10, "noise_multiplier": NOISE, "sigma": NOISE * 371_000}
-        ledger.register_run(run_id, "patients", (mechanism(**changes),), MANIFEST, FINGERPRINT)
+        ledger.register_run(RunTerms(run_id, "patients", (mechanism(**changes),), MANIFEST, PEOPLE))
         ledger.bind_data(run_id, MANIFEST, DATA)
         line.arrive()
         for step in range(rounds):

@@ -10,6 +10,7 @@ from raycloak.coordinator.accounting.renyi import accountant_delta
 from raycloak.coordinator.ledger.audit import audit
 from raycloak.coordinator.ledger.entries import AccountOpened, Head, RunRegistered, make_entry
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.ledger.rules import OpeningTerms, RunTerms
 from raycloak.metrics.errors import BudgetError, ConfigError
 from raycloak.workers.terms.mechanism import Mechanism
 from tests.coordinator.ledger.ledger_cases import (
@@ -42,13 +43,13 @@ def steps_within(cap: float) -> int:
 @pytest.fixture
 def ledger(tmp_path: Path):
     ledger = PrivacyLedger(f"sqlite:///{tmp_path / 'ledger.db'}")
-    ledger.open_account("own", CAP, DELTA, accountant="pld")
+    ledger.open_account("own", OpeningTerms(CAP, DELTA, "pld"))
     yield ledger
     ledger.close()
 
 
 def register(ledger: PrivacyLedger, *mechanisms: Mechanism, run_id: str = "run-a") -> None:
-    ledger.register_run(run_id, "own", mechanisms or (planned(),), MANIFEST)
+    ledger.register_run(RunTerms(run_id, "own", mechanisms or (planned(),), MANIFEST))
     ledger.bind_data(run_id, MANIFEST, DATA)
 
 
@@ -71,9 +72,9 @@ def test_a_run_that_was_priced_is_registered_without_another_computation_and_not
 
 def test_an_account_is_held_with_the_accountant_it_was_opened_with(ledger: PrivacyLedger):
     assert [account.accountant for account in ledger.view().accounts] == ["pld"]
-    ledger.open_account("own", CAP, DELTA, accountant="pld")
+    ledger.open_account("own", OpeningTerms(CAP, DELTA, "pld"))
     with pytest.raises(BudgetError, match=r"account_mismatch.*accountant pld.*differs in accountant"):
-        ledger.open_account("own", CAP, DELTA)
+        ledger.open_account("own", OpeningTerms(CAP, DELTA))
 
 
 def test_a_pld_account_admits_every_step_within_the_tight_value_and_none_beyond(ledger: PrivacyLedger):
@@ -130,23 +131,23 @@ def test_a_second_run_on_a_pld_account_is_refused_by_name(ledger: PrivacyLedger)
 
 @pytest.mark.parametrize(("account", "planned_with"), [("own", "rdp"), ("shared", "pld")])
 def test_a_mechanism_planned_with_another_accountant_is_refused(ledger: PrivacyLedger, account: str, planned_with):
-    ledger.open_account("shared", CAP, DELTA)
+    ledger.open_account("shared", OpeningTerms(CAP, DELTA))
     with pytest.raises(BudgetError, match=f"accountant_mismatch.*planned with the {planned_with} accountant"):
-        ledger.register_run("run-a", account, (mechanism(accountant=planned_with),), MANIFEST)
+        ledger.register_run(RunTerms("run-a", account, (mechanism(accountant=planned_with),), MANIFEST))
     assert [each.runs for each in ledger.view().accounts] == [(), ()]
 
 
 def test_a_plan_of_which_nothing_fits_is_refused(ledger: PrivacyLedger):
-    ledger.open_account("small", 0.5, DELTA, accountant="pld")
+    ledger.open_account("small", OpeningTerms(0.5, DELTA, "pld"))
     with pytest.raises(BudgetError, match="cap_exceeded"):
-        ledger.register_run("run-a", "small", (planned(),), MANIFEST)
+        ledger.register_run(RunTerms("run-a", "small", (planned(),), MANIFEST))
 
 
 def test_a_delta_too_small_for_the_accountant_is_refused_at_registration(ledger: PrivacyLedger):
-    ledger.open_account("strict", CAP, 1e-13, accountant="pld")
+    ledger.open_account("strict", OpeningTerms(CAP, 1e-13, "pld"))
     sampled = planned(sample_rate=0.5)
     with pytest.raises(ConfigError, match="delta_too_small"):
-        ledger.register_run("run-a", "strict", (sampled,), MANIFEST)
+        ledger.register_run(RunTerms("run-a", "strict", (sampled,), MANIFEST))
 
 
 def test_a_refusal_names_an_epsilon_above_the_cap_however_little_it_is(ledger: PrivacyLedger):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from raycloak.attestation.core.data_marks import NO_MARKS, DataMarks
 from raycloak.attestation.core.keys import IdentityKey
 from raycloak.coordinator.ledger import accounts, cap_authority
 from raycloak.coordinator.ledger.audit import audit
@@ -21,6 +22,7 @@ from raycloak.coordinator.ledger.entries import (
     make_entry,
 )
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.ledger.rules import OpeningTerms, RunTerms
 from raycloak.coordinator.ledger.view import AccountView, LedgerView
 from raycloak.coordinator.planning.payer import paying_account
 from raycloak.metrics.errors import BudgetError, ConfigError, ProtocolError
@@ -39,7 +41,8 @@ from tests.coordinator.ledger.ledger_cases import (
 from tests.protocol import config
 
 AUTHORITY = IdentityKey.generate()
-PEOPLE = b"f" * 32
+PEOPLE = DataMarks(fingerprint=b"f" * 32)
+OTHERS = DataMarks(fingerprint=b"g" * 32)
 LATER = 2**40
 
 
@@ -47,8 +50,9 @@ def begun(url: str) -> PrivacyLedger:
     """Two accounts of one dataset with an authority, `patients` and `study`, and a run of the first, `run-a`."""
     instance = PrivacyLedger(url)
     for name in ("patients", "study"):
-        instance.open_account(name, CAP, DELTA, AUTHORITY.public, PEOPLE)
-    instance.register_run("run-a", "patients", (mechanism(),), MANIFEST, PEOPLE)
+        of_people = {"data": PEOPLE, "also": name == "study"}
+        instance.open_account(name, OpeningTerms(CAP, DELTA), authority=AUTHORITY.public, **of_people)
+    instance.register_run(RunTerms("run-a", "patients", (mechanism(),), MANIFEST, PEOPLE))
     instance.bind_data("run-a", MANIFEST, DATA)
     return instance
 
@@ -102,7 +106,7 @@ def test_a_cap_is_lowered_by_command_and_holds_at_once_and_for_every_instance(le
     with pytest.raises(BudgetError, match="cap_exceeded"):
         ledger.charge("run-a", 2, PARAMETERS, MANIFEST)
     with pytest.raises(BudgetError, match="cap_exceeded"):
-        other.register_run("run-b", "patients", (mechanism(),), MANIFEST, PEOPLE)
+        other.register_run(RunTerms("run-b", "patients", (mechanism(),), MANIFEST, PEOPLE))
     ledger.verify()
     for each in (ledger, other):
         each.close()
@@ -169,7 +173,7 @@ def test_an_authorisation_is_good_once_even_if_the_cap_comes_back_to_where_it_wa
 
 
 def test_an_account_without_an_authority_can_only_be_lowered(ledger: PrivacyLedger):
-    ledger.open_account("plain", CAP, DELTA)
+    ledger.open_account("plain", OpeningTerms(CAP, DELTA))
     with pytest.raises(BudgetError, match="cap_fixed"):
         ledger.change_cap("plain", 9.0, allowed(ledger, 9.0, "plain"))
     ledger.change_cap("plain", 7.0)
@@ -179,23 +183,23 @@ def test_an_account_without_an_authority_can_only_be_lowered(ledger: PrivacyLedg
 
 def test_a_cap_at_which_the_slack_of_its_runs_does_not_fit_delta_is_refused(ledger: PrivacyLedger):
     half = 0.5 * 0.01 * DELTA / (1 + math.exp(CAP))
-    ledger.register_run("run-b", "patients", (mechanism(overflow_probability=half),), b"n" * 32, PEOPLE)
+    ledger.register_run(RunTerms("run-b", "patients", (mechanism(overflow_probability=half),), b"n" * 32, PEOPLE))
     ledger.bind_data("run-b", b"n" * 32, DATA)
     with pytest.raises(BudgetError, match="delta_exceeded"):
         ledger.change_cap("patients", CAP + 1, allowed(ledger, CAP + 1))
     ledger.change_cap("patients", CAP + 0.5, allowed(ledger, CAP + 0.5))
     with pytest.raises(BudgetError, match="delta_exceeded"):
-        ledger.register_run("run-c", "patients", (mechanism(overflow_probability=half),), b"o" * 32, PEOPLE)
+        ledger.register_run(RunTerms("run-c", "patients", (mechanism(overflow_probability=half),), b"o" * 32, PEOPLE))
     ledger.verify()
 
 
 def test_a_run_keeps_the_cap_it_was_planned_for(ledger: PrivacyLedger):
     ledger.change_cap("patients", 7.0)
-    ledger.register_run("run-b", "patients", (mechanism(),), b"n" * 32, PEOPLE)
+    ledger.register_run(RunTerms("run-b", "patients", (mechanism(),), b"n" * 32, PEOPLE))
     ledger.bind_data("run-b", b"n" * 32, DATA)
     ledger.change_cap("patients", 6.0)
     assert [run.epsilon_cap for run in account(ledger).runs] == [CAP, 7.0]
-    ledger.register_run("run-a", "patients", (mechanism(),), MANIFEST, PEOPLE)
+    ledger.register_run(RunTerms("run-a", "patients", (mechanism(),), MANIFEST, PEOPLE))
 
 
 def test_a_plan_takes_the_cap_its_run_was_registered_at_and_no_new_run_on_a_closed_account(ledger: PrivacyLedger):
@@ -254,14 +258,15 @@ def test_what_is_spent_stays_where_it_is(ledger: PrivacyLedger):
 @pytest.mark.parametrize(
     "terms",
     [
-        (CAP, DELTA, AUTHORITY.public, b"g" * 32),
-        (CAP, DELTA, AUTHORITY.public, b""),
+        (CAP, DELTA, AUTHORITY.public, OTHERS),
+        (CAP, DELTA, AUTHORITY.public, NO_MARKS),
         (CAP, DELTA / 2, AUTHORITY.public, PEOPLE),
         (CAP, DELTA, b"", PEOPLE),
     ],
 )
 def test_epsilon_does_not_move_to_other_people_or_other_rules(ledger: PrivacyLedger, terms: Any):
-    ledger.open_account("other", *terms)
+    cap, delta, authority, data = terms
+    ledger.open_account("other", OpeningTerms(cap, delta), authority=authority, data=data, also=True)
     before = content(ledger)
     for pair in (("patients", "other"), ("other", "patients")):
         with pytest.raises(BudgetError, match="transfer_mismatch"):
@@ -271,7 +276,7 @@ def test_epsilon_does_not_move_to_other_people_or_other_rules(ledger: PrivacyLed
 
 def test_two_accounts_that_are_bound_to_no_data_may_be_about_anybody(ledger: PrivacyLedger):
     for name in ("one", "two"):
-        ledger.open_account(name, CAP, DELTA)
+        ledger.open_account(name, OpeningTerms(CAP, DELTA))
     with pytest.raises(BudgetError, match="transfer_mismatch"):
         ledger.transfer("one", "two", 1.0)
 
@@ -290,7 +295,7 @@ def test_a_closed_account_takes_no_run_and_no_charge_and_gives_nothing_that_it_h
         lambda: ledger.bind_vectors("run-a", "gradient", 0, MANIFEST, b"v" * 32),
         lambda: ledger.bind_data("run-a", MANIFEST, DATA),
         lambda: ledger.charge("run-a", 1, PARAMETERS, MANIFEST),
-        lambda: ledger.register_run("run-b", "patients", (mechanism(),), MANIFEST, PEOPLE),
+        lambda: ledger.register_run(RunTerms("run-b", "patients", (mechanism(),), MANIFEST, PEOPLE)),
         lambda: ledger.change_cap("patients", 7.0),
         lambda: ledger.change_cap("patients", 9.0, allowed(ledger, 9.0)),
         lambda: ledger.transfer("patients", "study", 1.0),
@@ -300,7 +305,7 @@ def test_a_closed_account_takes_no_run_and_no_charge_and_gives_nothing_that_it_h
         with pytest.raises(BudgetError, match="account_closed"):
             attempt()
     assert content(ledger) == before
-    ledger.register_run("run-a", "patients", (mechanism(),), MANIFEST, PEOPLE)
+    ledger.register_run(RunTerms("run-a", "patients", (mechanism(),), MANIFEST, PEOPLE))
     ledger.close_account("patients")
     assert content(ledger) == before
     ledger.verify()
@@ -321,14 +326,14 @@ def test_a_closed_account_keeps_the_cap_it_had(ledger_url: str):
 
 def test_a_run_on_other_data_is_refused_and_nothing_is_written(ledger: PrivacyLedger):
     before = content(ledger)
-    for other, what in ((b"g" * 32, "is 6767"), (b"", "was not computed")):
+    for other, what in ((OTHERS, "is 6767"), (NO_MARKS, "was not computed")):
         with pytest.raises(BudgetError, match=f"dataset_mismatch: .*6666.*{what}"):
-            ledger.register_run("run-b", "patients", (mechanism(),), MANIFEST, other)
+            ledger.register_run(RunTerms("run-b", "patients", (mechanism(),), MANIFEST, other))
     with pytest.raises(BudgetError, match=r"dataset_mismatch|run_mismatch"):
-        ledger.register_run("run-a", "patients", (mechanism(),), MANIFEST, b"g" * 32)
+        ledger.register_run(RunTerms("run-a", "patients", (mechanism(),), MANIFEST, OTHERS))
     assert content(ledger) == before
-    ledger.open_account("free", CAP, DELTA)
-    ledger.register_run("run-b", "free", (mechanism(),), MANIFEST, b"g" * 32)
+    ledger.open_account("free", OpeningTerms(CAP, DELTA))
+    ledger.register_run(RunTerms("run-b", "free", (mechanism(),), MANIFEST, OTHERS))
     ledger.bind_data("run-b", MANIFEST, DATA)
     receipt = receipt_of(ledger, ledger.charge("run-b", 0, PARAMETERS, MANIFEST))
     assert receipt.dataset_fingerprint == b"g" * 32
@@ -342,30 +347,32 @@ def test_an_account_that_is_bound_to_data_pays_for_no_release_without_noise(ledg
     before = content(ledger)
     clear = mechanism(**PUBLIC)
     for mechanisms in ((clear,), (mechanism(), clear.model_copy(update={"query": "evaluation"}))):
-        with pytest.raises(BudgetError, match="account_private: account 'patients' is bound to a dataset"):
-            ledger.register_run("run-b", "patients", mechanisms, MANIFEST, PEOPLE)
+        with pytest.raises(BudgetError, match="account_private: account 'patients' pays for this data"):
+            ledger.register_run(RunTerms("run-b", "patients", mechanisms, MANIFEST, PEOPLE))
     assert content(ledger) == before
-    ledger.open_account("free", CAP, DELTA)
-    ledger.register_run("run-b", "free", (clear,), MANIFEST, PEOPLE)
+    ledger.open_account("free", OpeningTerms(CAP, DELTA), also=True)
+    with pytest.raises(BudgetError, match="account_private: account 'patients' pays for this data"):
+        ledger.register_run(RunTerms("run-b", "free", (clear,), MANIFEST, PEOPLE))
+    ledger.register_run(RunTerms("run-b", "free", (clear,), MANIFEST, OTHERS))
 
 
 @pytest.mark.parametrize(
     "terms", [(9.0, DELTA, AUTHORITY.public, PEOPLE), (CAP, 1e-6, AUTHORITY.public, PEOPLE),
-              (CAP, DELTA, b"", PEOPLE), (CAP, DELTA, AUTHORITY.public, b"")],
+              (CAP, DELTA, b"", PEOPLE), (CAP, DELTA, AUTHORITY.public, NO_MARKS)],
 )  # fmt: skip
 def test_an_account_is_opened_once(ledger: PrivacyLedger, terms: Any):
     ledger.change_cap("patients", 7.0)
     before = content(ledger)
+    cap, delta, authority, data = terms
     with pytest.raises(BudgetError, match="account_mismatch"):
-        ledger.open_account("patients", *terms)
-    ledger.open_account("patients", CAP, DELTA, AUTHORITY.public, PEOPLE)
+        ledger.open_account("patients", OpeningTerms(cap, delta), authority=authority, data=data)
+    ledger.open_account("patients", OpeningTerms(CAP, DELTA), authority=AUTHORITY.public, data=PEOPLE)
     assert content(ledger) == before
 
 
-@pytest.mark.parametrize("odd", [(b"short", b""), (b"", b"short")])
-def test_keys_and_fingerprints_have_32_bytes(ledger: PrivacyLedger, odd: tuple[bytes, bytes]):
+def test_an_authority_has_32_bytes(ledger: PrivacyLedger):
     with pytest.raises(ConfigError, match="account_terms"):
-        ledger.open_account("new", CAP, DELTA, *odd)
+        ledger.open_account("new", OpeningTerms(CAP, DELTA), authority=b"short")
 
 
 # --- mechanisms
@@ -385,7 +392,7 @@ def test_keys_and_fingerprints_have_32_bytes(ledger: PrivacyLedger, odd: tuple[b
 def test_noise_that_the_argument_does_not_cover_is_refused(ledger: PrivacyLedger, changes: Any):
     before = content(ledger)
     with pytest.raises(ProtocolError, match=r"^mechanism_bounds: "):
-        ledger.register_run("run-b", "patients", (unchecked(**changes),), b"n" * 32, PEOPLE)
+        ledger.register_run(RunTerms("run-b", "patients", (unchecked(**changes),), b"n" * 32, PEOPLE))
     assert content(ledger) == before
 
 
@@ -419,7 +426,7 @@ def test_the_audit_holds_every_change_to_the_ledgers_own_rules(ledger: PrivacyLe
         (moved.model_copy(update={"source_cap": 8.5, "target_cap": 7.5}), "transfer_grows"),
         (moved.model_copy(update={"target": "nobody"}), "never opened"),
         (AccountClosed(recorded_at=5, account="study", epsilon_cap=9.0), "with another cap"),
-        (registered.model_copy(update={"run_id": "b", "dataset_fingerprint": b"g" * 32}), "dataset_mismatch"),
+        (registered.model_copy(update={"run_id": "b", "data": OTHERS}), "dataset_mismatch"),
         (registered.model_copy(update={"run_id": "b", "mechanisms": (mechanism(**PUBLIC),)}), "account_private"),
         (registered.model_copy(update={"run_id": "b", "epsilon_cap": 9.0}), "another cap than its account"),
     ]
@@ -469,6 +476,6 @@ def test_a_ledger_with_a_broken_chain_is_not_written_to(ledger_url: str):
             PrivacyLedger(ledger_url)
         tamper(ledger_url, back, **old)
     again = PrivacyLedger(ledger_url)
-    again.register_run("run-a", "patients", (mechanism(),), MANIFEST, PEOPLE)
+    again.register_run(RunTerms("run-a", "patients", (mechanism(),), MANIFEST, PEOPLE))
     again.charge("run-a", 3, PARAMETERS, MANIFEST)
     again.close()

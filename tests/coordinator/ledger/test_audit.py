@@ -8,6 +8,7 @@ import pytest
 from raycloak.coordinator.ledger.audit import audit
 from raycloak.coordinator.ledger.entries import GENESIS, RunRegistered, StepCharged, _link, check_chain, make_entry
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.ledger.rules import OpeningTerms, RunTerms
 from raycloak.metrics.errors import BudgetError
 from tests.coordinator.ledger.ledger_cases import (
     CAP,
@@ -32,8 +33,8 @@ def ledger(ledger_url: str) -> Iterator[PrivacyLedger]:
 
 
 def test_history_is_the_chain_and_can_be_checked_elsewhere(ledger: PrivacyLedger):
-    ledger.open_account("others", CAP, DELTA)
-    ledger.register_run("run-b", "others", (mechanism(),), MANIFEST)
+    ledger.open_account("others", OpeningTerms(CAP, DELTA))
+    ledger.register_run(RunTerms("run-b", "others", (mechanism(),), MANIFEST))
     ledger.bind_data("run-b", MANIFEST, DATA)
     ledger.charge("run-b", 0, PARAMETERS, MANIFEST)
     ledger.charge("run-a", 0, PARAMETERS, MANIFEST)
@@ -43,7 +44,7 @@ def test_history_is_the_chain_and_can_be_checked_elsewhere(ledger: PrivacyLedger
     assert check_chain(entries, ledger.public_key) == ledger.view().head
     assert audit(entries, ledger.public_key).runs["run-b"].charges == {"gradient": {0: 7}}
     assert [entry.kind for entry in ledger.history("others")] == [
-        *("account_opened", "run_registered_at_orders", "data_bound", "step_charged")
+        *("account_opened", "run_registered", "data_bound", "step_charged")
     ]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from tests.coordinator.ledger.ledger_cases import affordable
 
 CHILD = str(Path(__file__).with_name("ledger_child.py"))
-ENTRIES = 11
+ACTS = 13
 
 
 def test_killed_between_any_two_statements_nothing_is_lost_or_charged_twice(run_python: Any, ledger_url: str):
@@ -17,7 +17,7 @@ def test_killed_between_any_two_statements_nothing_is_lost_or_charged_twice(run_
     kills = json.loads(done.stdout)
     assert len(kills) > (50 if ledger_url.startswith("sqlite:") else 20)
     # The sweep saw crashes before the first acknowledgement, and after every number of them.
-    assert set(kills) == set(range(ENTRIES + 1))
+    assert set(kills) == set(range(ACTS + 1))
 
 
 def test_processes_that_race_create_one_ledger_and_never_cross_the_cap(run_python: Any, ledger_url: str):

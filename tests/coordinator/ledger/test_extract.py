@@ -7,21 +7,23 @@ from pathlib import Path
 
 import pytest
 
+from raycloak.attestation.core.data_marks import NO_MARKS, DataMarks
 from raycloak.attestation.core.keys import IdentityKey
 from raycloak.coordinator.ledger.extract import check_extract
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.ledger.rules import OpeningTerms
 from raycloak.metrics.errors import BudgetError
 from tests.coordinator.ledger.ledger_cases import CAP, DELTA, MANIFEST, PARAMETERS, mechanism, register
 
-FINGERPRINT = b"f" * 32
+PEOPLE = DataMarks(fingerprint=b"f" * 32)
 
 
 @pytest.fixture
 def ledger(tmp_path: Path):
     """Return a ledger whose accounts were used in turns."""
     ledger = PrivacyLedger(f"sqlite:///{tmp_path / 'ledger.sqlite'}")
-    for name, fingerprint in (("patients", b""), ("nurses", b""), ("study", FINGERPRINT), ("cohort", FINGERPRINT)):
-        ledger.open_account(name, CAP, DELTA, fingerprint=fingerprint)
+    for name, data in (("patients", NO_MARKS), ("nurses", NO_MARKS), ("study", PEOPLE), ("cohort", PEOPLE)):
+        ledger.open_account(name, OpeningTerms(CAP, DELTA), data=data, also=name == "cohort")
     for name in ("patients", "nurses"):
         register(ledger, f"run-of-{name}", mechanism(), account=name)
     for step in range(3):

@@ -17,6 +17,7 @@ from rich.console import Console
 from raycloak.attestation.core.messages import Envelope
 from raycloak.coordinator.cli.views.budget import accounts_view
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.ledger.rules import OpeningTerms
 from raycloak.metrics.errors import ProtocolError
 from raycloak.workers.terms.receipt import Receipt, check_receipt
 from tests.coordinator.ledger.ledger_cases import CAP, DELTA, MANIFEST, PARAMETERS, expected_epsilon, mechanism
@@ -74,7 +75,7 @@ class Instance:
 def reader(ledger_url: str) -> Iterator[PrivacyLedger]:
     """Yield an account with a ledger that only this test's process looks at."""
     ledger = PrivacyLedger(ledger_url)
-    ledger.open_account("patients", CAP, DELTA)
+    ledger.open_account("patients", OpeningTerms(CAP, DELTA))
     yield ledger
     ledger.close()
 

@@ -17,7 +17,9 @@ from raycloak.coordinator.ledger.accounts import Account, opening
 from raycloak.coordinator.ledger.entries import Head, RunRegistered
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.rules import (
+    OpeningTerms,
     PricedRun,
+    RunTerms,
     check_cap,
     check_claims,
     epsilon_at,
@@ -119,7 +121,7 @@ def test_the_step_that_would_cross_the_cap_is_refused_and_nothing_is_written(led
 
 
 def test_runs_of_one_account_share_its_cap(ledger: PrivacyLedger):
-    ledger.register_run("run-b", "patients", (mechanism(),), b"n" * 32)
+    ledger.register_run(RunTerms("run-b", "patients", (mechanism(),), b"n" * 32))
     ledger.bind_data("run-b", b"n" * 32, DATA)
     for step in range(affordable()):
         run_id, manifest = (("run-a", MANIFEST), ("run-b", b"n" * 32))[step % 2]
@@ -128,13 +130,13 @@ def test_runs_of_one_account_share_its_cap(ledger: PrivacyLedger):
         with pytest.raises(BudgetError, match="cap_exceeded"):
             ledger.charge(run_id, affordable(), PARAMETERS, manifest)
     with pytest.raises(BudgetError, match="cap_exceeded"):
-        ledger.register_run("run-c", "patients", (mechanism(),), b"o" * 32)
+        ledger.register_run(RunTerms("run-c", "patients", (mechanism(),), b"o" * 32))
     ledger.verify()
 
 
 def test_runs_of_other_accounts_do_not(ledger: PrivacyLedger):
-    ledger.open_account("others", CAP, DELTA)
-    ledger.register_run("run-b", "others", (mechanism(),), MANIFEST)
+    ledger.open_account("others", OpeningTerms(CAP, DELTA))
+    ledger.register_run(RunTerms("run-b", "others", (mechanism(),), MANIFEST))
     ledger.bind_data("run-b", MANIFEST, DATA)
     ledger.charge("run-b", 0, PARAMETERS, MANIFEST)
     patients, others = ledger.view().accounts
@@ -143,7 +145,7 @@ def test_runs_of_other_accounts_do_not(ledger: PrivacyLedger):
 
 def test_different_mechanisms_add_up_in_renyi_divergence_not_in_epsilon(ledger: PrivacyLedger):
     quiet = mechanism(noise_multiplier=9.0, sigma=9.0 * 2**20 / math.sqrt(8) * 1.001)
-    ledger.register_run("run-b", "patients", (quiet,), MANIFEST)
+    ledger.register_run(RunTerms("run-b", "patients", (quiet,), MANIFEST))
     ledger.bind_data("run-b", MANIFEST, DATA)
     ledger.charge("run-a", 0, PARAMETERS, MANIFEST)
     ledger.charge("run-b", 0, PARAMETERS, MANIFEST)
@@ -153,7 +155,9 @@ def test_different_mechanisms_add_up_in_renyi_divergence_not_in_epsilon(ledger: 
 
 
 def test_public_runs_write_entries_and_cost_nothing(ledger: PrivacyLedger):
-    ledger.register_run("open", "patients", (mechanism(private=False, noise_multiplier=0.0, sigma=0.0),), MANIFEST)
+    ledger.register_run(
+        RunTerms("open", "patients", (mechanism(private=False, noise_multiplier=0.0, sigma=0.0),), MANIFEST)
+    )
     ledger.bind_data("open", MANIFEST, DATA)
     for step in range(20):
         receipt = receipt_of(ledger, ledger.charge("open", step, PARAMETERS, MANIFEST))
@@ -200,13 +204,13 @@ def test_charges_that_fit_no_run_are_refused(ledger: PrivacyLedger, arguments: t
 def test_runs_that_cannot_be_charged_honestly_are_refused(ledger: PrivacyLedger, arguments: Any, code: str):
     before = ledger.view()
     with pytest.raises(RefusedError, match=code):
-        ledger.register_run(*arguments)
+        ledger.register_run(RunTerms(*arguments))
     assert ledger.view() == before
 
 
 def test_a_cap_holds_to_the_last_bit():
-    terms = opening("patients", CAP, DELTA, b"", b"", "rdp")
-    run = registration("run-b", terms, (mechanism(),), MANIFEST, b"", fixed=False)
+    terms = opening("patients", OpeningTerms(CAP, DELTA))
+    run = registration(RunTerms("run-b", "patients", (mechanism(),), MANIFEST), terms, fixed=False)
     terms = Account.of(terms, Head()).with_run(run).terms
     charged = [PricedRun.of(run).spend({"gradient": 3})]
     exact = epsilon_at(terms, charged)
@@ -231,38 +235,38 @@ def test_what_a_mechanism_claims_of_cuts_may_be_short_of_nothing():
 
 def test_the_slack_of_all_runs_together_stays_within_its_share_of_delta(ledger: PrivacyLedger):
     third = 0.4 * 0.01 * DELTA / (1 + math.exp(CAP))
-    ledger.register_run("run-b", "patients", (mechanism(overflow_probability=third),), MANIFEST)
+    ledger.register_run(RunTerms("run-b", "patients", (mechanism(overflow_probability=third),), MANIFEST))
     ledger.bind_data("run-b", MANIFEST, DATA)
-    ledger.register_run("run-c", "patients", (mechanism(overflow_probability=third),), MANIFEST)
+    ledger.register_run(RunTerms("run-c", "patients", (mechanism(overflow_probability=third),), MANIFEST))
     ledger.bind_data("run-c", MANIFEST, DATA)
     with pytest.raises(BudgetError, match="delta_exceeded"):
-        ledger.register_run("run-d", "patients", (mechanism(overflow_probability=third),), MANIFEST)
+        ledger.register_run(RunTerms("run-d", "patients", (mechanism(overflow_probability=third),), MANIFEST))
     assert ledger.view().accounts[0].delta_slack <= 0.01 * DELTA
 
 
 def test_opening_and_registering_again_change_nothing(ledger: PrivacyLedger):
     before = ledger.view()
-    ledger.open_account("patients", CAP, DELTA)
-    ledger.register_run("run-a", "patients", (mechanism(),), MANIFEST)
+    ledger.open_account("patients", OpeningTerms(CAP, DELTA))
+    ledger.register_run(RunTerms("run-a", "patients", (mechanism(),), MANIFEST))
     assert ledger.view() == before
 
 
 @pytest.mark.parametrize("terms", [(9.0, DELTA), (CAP, 1e-6)])
 def test_an_account_with_other_terms_is_refused(ledger: PrivacyLedger, terms: tuple[float, float]):
     with pytest.raises(BudgetError, match="account_mismatch"):
-        ledger.open_account("patients", *terms)
+        ledger.open_account("patients", OpeningTerms(*terms))
 
 
 @pytest.mark.parametrize("terms", [(-1.0, DELTA), (math.inf, DELTA), (math.nan, DELTA), (1.0, 0.0), (1.0, 1.0)])
 def test_terms_that_make_no_sense_are_refused(ledger: PrivacyLedger, terms: tuple[float, float]):
     with pytest.raises(ConfigError, match="account_terms"):
-        ledger.open_account("new", *terms)
+        ledger.open_account("new", OpeningTerms(*terms))
 
 
 @pytest.mark.parametrize("name", ["", "two\nlines", "\x1b[2J"])
 def test_an_account_has_a_name_that_can_be_printed(ledger: PrivacyLedger, name: str):
     with pytest.raises(ConfigError, match="account_terms") as refusal:
-        ledger.open_account(name, CAP, DELTA)
+        ledger.open_account(name, OpeningTerms(CAP, DELTA))
     assert str(refusal.value).isprintable()
 
 
@@ -284,7 +288,7 @@ def test_a_later_instance_takes_the_run_over_and_the_older_one_is_fenced(ledger_
         with pytest.raises(BudgetError, match="fenced"):
             ledger.charge("run-a", step, PARAMETERS, MANIFEST)
     with pytest.raises(BudgetError, match="fenced"):
-        ledger.register_run("run-a", "patients", (mechanism(),), MANIFEST)
+        ledger.register_run(RunTerms("run-a", "patients", (mechanism(),), MANIFEST))
     assert later.view().accounts[0].runs[0].charged_steps == 1
     later.verify()
     later.close()
@@ -360,8 +364,8 @@ def with_measurements(url: str) -> PrivacyLedger:
     counts = mechanism(query="class_counts", steps=1, dimension=10, **noise(8.0))
     evaluation = mechanism(query="evaluation", steps=4, dimension=2, **noise(6.0))
     ledger = PrivacyLedger(url)
-    ledger.open_account("patients", CAP, DELTA)
-    ledger.register_run("run-a", "patients", (mechanism(), evaluation, counts), MANIFEST)
+    ledger.open_account("patients", OpeningTerms(CAP, DELTA))
+    ledger.register_run(RunTerms("run-a", "patients", (mechanism(), evaluation, counts), MANIFEST))
     ledger.bind_data("run-a", MANIFEST, DATA)
     return ledger
 
@@ -428,7 +432,7 @@ def test_a_mechanism_is_released_as_often_as_planned_and_no_other_exists(tmp_pat
 def test_a_run_names_each_of_its_mechanisms_once(ledger: PrivacyLedger):
     for mechanisms in ((), (mechanism(), mechanism(steps=3))):
         with pytest.raises(ProtocolError, match="mechanism_bounds"):
-            ledger.register_run("run-b", "patients", mechanisms, MANIFEST)
+            ledger.register_run(RunTerms("run-b", "patients", mechanisms, MANIFEST))
 
 
 def test_measurements_and_steps_share_one_cap(ledger_url: str):
@@ -476,7 +480,7 @@ def test_an_entry_that_cannot_be_read_again_is_never_appended(ledger: PrivacyLed
     before = ledger.view()
     unread = mechanism().model_copy(update={"overflow_probability": math.nan})
     with pytest.raises(ProtocolError, match="malformed"):
-        ledger.register_run("run-b", "patients", (unread,), b"n" * 32)
+        ledger.register_run(RunTerms("run-b", "patients", (unread,), b"n" * 32))
     assert ledger.view() == before
     ledger.verify()
     ledger.charge("run-a", 0, PARAMETERS, MANIFEST)

@@ -11,7 +11,7 @@ from raycloak.coordinator.accounting.renyi import accountant_delta, delta_slack
 from raycloak.coordinator.ledger.audit import audit
 from raycloak.coordinator.ledger.entries import StepCharged
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
-from raycloak.coordinator.ledger.rules import check_claims
+from raycloak.coordinator.ledger.rules import OpeningTerms, RunTerms, check_claims
 from raycloak.metrics.errors import BudgetError
 from raycloak.workers.terms.mechanism import Mechanism
 from tests.coordinator.ledger.ledger_cases import (
@@ -38,7 +38,7 @@ def sent(bound: int = BOUND, **changes: object) -> Mechanism:
 @pytest.fixture
 def ledger(tmp_path: Path) -> Iterator[PrivacyLedger]:
     ledger = PrivacyLedger(f"sqlite:///{tmp_path / 'ledger.db'}")
-    ledger.open_account("patients", CAP, DELTA)
+    ledger.open_account("patients", OpeningTerms(CAP, DELTA))
     yield ledger
     ledger.close()
 
@@ -86,13 +86,13 @@ def test_an_account_that_others_have_spent_still_admits_the_steps_that_cost_noth
 
 
 def test_a_prepaid_run_pays_for_its_bound_at_once(ledger: PrivacyLedger):
-    ledger.register_run("run-a", "patients", (sent(),), MANIFEST, prepaid=True)
+    ledger.register_run(RunTerms("run-a", "patients", (sent(),), MANIFEST, prepaid=True))
     assert spent(ledger) == pytest.approx(expected_epsilon(BOUND), rel=1e-9)
 
 
 def test_an_account_of_pld_states_the_closed_form_of_as_many_gaussians_as_one_example_is_in(tmp_path: Path):
     ledger = PrivacyLedger(f"sqlite:///{tmp_path / 'pld.db'}")
-    ledger.open_account("patients", CAP, DELTA, accountant="pld")
+    ledger.open_account("patients", OpeningTerms(CAP, DELTA, "pld"))
     register(ledger, "run-a", sent(accountant="pld"))
     stated = [charge(ledger, "run-a", step) for step in range(6)]
     exact = [pld.epsilon((Release(1.0, 2.6, min(step + 1, BOUND)),), accountant_delta(DELTA)) for step in range(6)]

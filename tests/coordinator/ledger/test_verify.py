@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from raycloak.attestation.core.canonical import canonical_json
+from raycloak.attestation.core.data_marks import DataMarks
 from raycloak.attestation.core.hybrid_signature import HybridSigner
 from raycloak.attestation.core.keys import IdentityKey
 from raycloak.attestation.log.evidence_log import EvidenceLog
@@ -20,6 +21,7 @@ from raycloak.coordinator.ledger.entries import Head, LedgerEntry
 from raycloak.coordinator.ledger.export import check_export, write_export
 from raycloak.coordinator.ledger.heads import LedgerHead, head_line, read_head_line
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.ledger.rules import OpeningTerms, RunTerms
 from raycloak.coordinator.runs.rollback import check_pins, log_pins, package_pins
 from raycloak.metrics.errors import BudgetError, ConfigError, ProtocolError
 from tests.coordinator.checkpoints.tssp_cases import Site, run_manifest
@@ -28,14 +30,16 @@ from tests.coordinator.ledger.ledger_cases import CAP, DATA, DELTA, MANIFEST, PA
 ENTRIES = 20
 
 
-PEOPLE = b"f" * 32
+PUBLIC = {"private": False, "noise_multiplier": 0.0, "sigma": 0.0}
+PEOPLE = DataMarks(fingerprint=b"f" * 32)
 
 
 def realistic(path: Path) -> PrivacyLedger:
     """Return a ledger with every kind of entry: changing accounts, three runs charging in turn; `ENTRIES` entries."""
     ledger, authority = PrivacyLedger(f"sqlite:///{path}"), IdentityKey.generate()
-    ledger.open_account("study", CAP, DELTA, authority.public, PEOPLE)
-    ledger.open_account("sister", CAP, DELTA, authority.public, PEOPLE)
+    for name in ("study", "sister"):
+        of_people = {"data": PEOPLE, "also": name == "sister"}
+        ledger.open_account(name, OpeningTerms(CAP, DELTA), authority=authority.public, **of_people)
     ledger.change_cap("study", 7.0)
     (study, _) = ledger.view().accounts
     raised = CapAuthorisation(
@@ -45,15 +49,17 @@ def realistic(path: Path) -> PrivacyLedger:
     ledger.change_cap("study", 9.0, authorise(raised, authority))
     ledger.transfer("study", "sister", 1.5)
     ledger.close_account("sister")
-    ledger.open_account("patients", CAP, DELTA)
-    ledger.register_run("run-a", "patients", (mechanism(),), MANIFEST)
+    ledger.open_account("patients", OpeningTerms(CAP, DELTA))
+    ledger.register_run(RunTerms("run-a", "patients", (mechanism(),), MANIFEST))
     ledger.bind_data("run-a", MANIFEST, DATA)
     ledger.charge("run-a", 0, PARAMETERS, MANIFEST)
     ledger.bind_vectors("run-a", "gradient", 0, MANIFEST, b"v" * 32)
-    ledger.open_account("others", CAP, DELTA)
-    ledger.register_run("run-b", "others", (mechanism(),), MANIFEST)
+    ledger.open_account("others", OpeningTerms(CAP, DELTA))
+    ledger.register_run(RunTerms("run-b", "others", (mechanism(),), MANIFEST))
     ledger.bind_data("run-b", MANIFEST, DATA)
-    ledger.register_run("run-c", "patients", (mechanism(private=False, noise_multiplier=0.0, sigma=0.0),), MANIFEST)
+    ledger.register_run(
+        RunTerms("run-c", "patients", (mechanism(private=False, noise_multiplier=0.0, sigma=0.0),), MANIFEST)
+    )
     ledger.bind_data("run-c", MANIFEST, DATA)
     ledger.charge("run-b", 0, PARAMETERS, MANIFEST)
     ledger.charge("run-c", 0, PARAMETERS, MANIFEST)

@@ -12,7 +12,7 @@ from raycloak.coordinator.config.sections import DatasetConfig
 from raycloak.coordinator.planning.references import descriptor
 from raycloak.metrics.errors import DatasetError
 from raycloak.workers.inputs.datasets import slice_digest
-from raycloak.workers.inputs.fingerprint import dataset_fingerprint
+from raycloak.workers.inputs.fingerprint import data_marks
 from tests.coordinator.checkpoints.test_storage import needs_moto
 
 
@@ -20,7 +20,7 @@ def facts(base: Path, path: str) -> tuple[bytes, bytes]:
     described = descriptor(DatasetConfig(kind="parquet", path=path, fingerprint_key="data.key"))
     opened = described.open_slices(base)
     everything = np.arange(len(opened.examples))
-    return slice_digest(opened.examples, everything), dataset_fingerprint(described, opened, base)
+    return slice_digest(opened.examples, everything), data_marks(described, opened, base).fingerprint
 
 
 @needs_moto

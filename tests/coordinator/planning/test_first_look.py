@@ -13,8 +13,9 @@ from raycloak.coordinator.config.home import ledger_url
 from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.config.secret_variables import require_none_needed
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.ledger.rules import OpeningTerms, RunTerms
 from raycloak.coordinator.planning.first_look import first_look
-from raycloak.coordinator.planning.payer import data_place
+from raycloak.coordinator.planning.payer import named_marks
 from raycloak.coordinator.planning.plan import make_plan
 from raycloak.coordinator.runs.trainer import Trainer
 from raycloak.metrics.errors import RaycloakError
@@ -94,7 +95,7 @@ def test_an_account_that_would_refuse_the_run_is_named(tmp_path: Path):
     assert refusal(config(ledger={"account": "clinic"}), tmp_path) == "ledger_missing"
     with closing(PrivacyLedger(ledger_url())) as ledger:
         for name in ("clinic", "closed"):
-            ledger.open_account(name, 8.0, 1e-6)
+            ledger.open_account(name, OpeningTerms(8.0, 1e-6))
         ledger.close_account("closed")
         dp = {"target_epsilon": 8.0, "target_delta": 1e-6}
         assert refusal(config(ledger={"account": "others"}), tmp_path) == "account_unknown"
@@ -107,11 +108,12 @@ def test_an_account_that_would_refuse_the_run_is_named(tmp_path: Path):
 
 def test_a_second_run_on_the_same_data_is_refused_unless_it_may_be_the_first(tmp_path: Path):
     settings = config()
-    name, plan = data_place(settings.dataset, tmp_path), make_plan(settings, 1437, 100)
+    assert settings.dataset is not None
+    data, plan = named_marks(settings.dataset, tmp_path), make_plan(settings, 1437, 100)
     with closing(PrivacyLedger(ledger_url())) as ledger:
-        ledger.open_account(name, 8.0, 1e-5, accountant="pld")
+        ledger.open_account("own", OpeningTerms(8.0, 1e-5, "pld"))
         first_look(settings, tmp_path)
-        ledger.register_run("a", name, (plan.mechanism,), b"m" * 32)
+        ledger.register_run(RunTerms("a", "own", (plan.mechanism,), b"m" * 32, data))
     assert refusal(settings, tmp_path) == "account_not_shared"
     first_look(settings, tmp_path, resumes=True)
     first_look(config(dataset={"kind": "digits", "public": True}), tmp_path)

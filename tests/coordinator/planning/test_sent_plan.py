@@ -18,7 +18,7 @@ from raycloak.coordinator.planning.claim import claimed_epsilon, epsilon_if_stop
 from raycloak.coordinator.planning.cross_check import checked
 from raycloak.coordinator.planning.data_check import check_data
 from raycloak.coordinator.planning.dry_run import plan_of
-from raycloak.coordinator.planning.payer import PayingAccount, data_place
+from raycloak.coordinator.planning.payer import PayingAccount, data_name
 from raycloak.coordinator.planning.plan import Plan, make_plan
 from raycloak.coordinator.planning.references import descriptor
 from raycloak.coordinator.planning.sealing import SealTerms, seal_for
@@ -227,7 +227,7 @@ def test_a_shared_account_needs_room_for_the_bound_and_not_for_every_step(others
 
 
 def test_sent_data_that_names_no_account_shares_one(tmp_path: Path):
-    assert data_place(config().dataset, tmp_path) == "data-sent" == data_place(config({"shape": [3]}).dataset, tmp_path)
+    assert data_name(config().dataset, tmp_path) == "data-sent" == data_name(config({"shape": [3]}).dataset, tmp_path)
 
 
 def test_what_reads_examples_is_refused(tmp_path: Path):

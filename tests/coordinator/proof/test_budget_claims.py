@@ -7,6 +7,7 @@ import pytest
 
 from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.ledger.rules import OpeningTerms, RunTerms
 from raycloak.coordinator.proof import budget_claims
 from raycloak.coordinator.proof.case import Case
 from raycloak.workers.terms.manifest import Manifest
@@ -55,8 +56,8 @@ def test_a_cap_that_was_lowered_between_two_points_of_a_quote_leaves_the_epsilon
     """A pld account states the next point of its quote, and above the cap the charges themselves."""
     planned = mechanism(accountant="pld", steps=60, noise_multiplier=5.0, sigma=5.0 * 2**20 / 8**0.5 * 1.001)
     manifest = manifest_of(record, planned)
-    ledger.open_account("patients", CAP, DELTA, accountant="pld")
-    ledger.register_run(manifest.run_id, "patients", (planned,), manifest.digest())
+    ledger.open_account("patients", OpeningTerms(CAP, DELTA, "pld"))
+    ledger.register_run(RunTerms(manifest.run_id, "patients", (planned,), manifest.digest()))
     charge(ledger, manifest, 1)
     stated = ledger.view().accounts[0].spent_epsilon
     ledger.change_cap("patients", stated * 0.95)
@@ -68,6 +69,6 @@ def test_a_cap_that_was_lowered_between_two_points_of_a_quote_leaves_the_epsilon
 def test_a_prepaid_run_that_was_charged_for_no_step_is_proved_to_have_cost_its_plan(ledger, case_of, record):
     planned = mechanism(steps=3)
     manifest = manifest_of(record, planned)
-    ledger.open_account("patients", CAP, DELTA)
-    ledger.register_run(manifest.run_id, "patients", (planned,), manifest.digest(), prepaid=True)
+    ledger.open_account("patients", OpeningTerms(CAP, DELTA))
+    ledger.register_run(RunTerms(manifest.run_id, "patients", (planned,), manifest.digest(), prepaid=True))
     assert budget_claims.epsilon(case_of(ledger, planned)).startswith(f"{epsilon_text(expected_epsilon(3))} at delta")

@@ -13,6 +13,7 @@ from raycloak.attestation.orchestrator.state import state_file
 from raycloak.coordinator.checkpoints.archive import Archive
 from raycloak.coordinator.ledger.cap_authority import CapAuthorisation, authorise
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.ledger.rules import OpeningTerms
 from raycloak.coordinator.proof.claims import Outcome
 from raycloak.coordinator.proof.verify import verify_parts
 from raycloak.coordinator.training.assignment import NewRun, ResumedRun
@@ -149,7 +150,7 @@ def test_a_run_claims_its_plan_as_far_as_the_cap_reached_also_after_the_cap_was_
     authority, stop = IdentityKey.generate(), StopRequest()
     ledger_url = f"sqlite:///{tmp_path / 'ledger.sqlite'}"
     with closing(PrivacyLedger(ledger_url)) as ledger:
-        ledger.open_account("patients", 2.5, 1e-5, authority.public)
+        ledger.open_account("patients", OpeningTerms(2.5, 1e-5), authority=authority.public)
 
     def ask(call):
         if call.method == "reduce":
@@ -233,7 +234,7 @@ def test_a_trial_of_a_search_is_proved_while_its_account_pays_for_the_next(tmp_p
     search = {"measurements": {}, "ledger": {"account": "search", "prepaid": True}, "steps": 2}
     settle(tmp_path)
     with closing(PrivacyLedger(f"sqlite:///{tmp_path / 'ledger.sqlite'}")) as ledger:
-        ledger.open_account("search", 20.0, 1e-5, accountant="rdp")
+        ledger.open_account("search", OpeningTerms(20.0, 1e-5, "rdp"))
     first = train(tmp_path, **search)
     second = whole(tmp_path, secret="cd" * 32, **search, disturb=_killed_at_once)
     with pytest.raises(Killed):

@@ -11,6 +11,7 @@ from raycloak.coordinator.accounting.releases import Release
 from raycloak.coordinator.config import home
 from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.ledger.rules import OpeningTerms, RunTerms
 from raycloak.coordinator.proof.budget_claims import epsilon, ledger
 from raycloak.coordinator.proof.case import Case
 from raycloak.coordinator.proof.claims import Outcome
@@ -33,8 +34,8 @@ def case(record: Proved, tmp_path) -> Iterator[Case]:
     computation = record.manifest.computation.model_copy(update={"mechanism": sent, "measurements": ()})
     manifest: Manifest = record.manifest.model_copy(update={"computation": computation, "account": "patients"})
     with closing(PrivacyLedger(f"sqlite:///{tmp_path / 'ledger.db'}")) as kept:
-        kept.open_account("patients", CAP, DELTA)
-        kept.register_run(manifest.run_id, "patients", (sent,), manifest.digest())
+        kept.open_account("patients", OpeningTerms(CAP, DELTA))
+        kept.register_run(RunTerms(manifest.run_id, "patients", (sent,), manifest.digest()))
         kept.bind_data(manifest.run_id, manifest.digest(), DATA)
         for step in range(CHARGED):
             kept.charge(manifest.run_id, step, PARAMETERS, manifest.digest())

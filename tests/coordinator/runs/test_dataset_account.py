@@ -9,15 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from raycloak.attestation.core.data_marks import DataMarks
 from raycloak.coordinator.ledger import places
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.ledger.rules import OpeningTerms
 from raycloak.coordinator.planning.data_check import check_data
 from raycloak.coordinator.record.verdict import Verdict
 from raycloak.coordinator.report.words import verdict_rows
 from raycloak.coordinator.runs.rollback import check_pins, log_pins
 from raycloak.coordinator.runs.verdict import verdict_of
 from raycloak.metrics.errors import BudgetError, ConfigError, ProtocolError
-from raycloak.workers.inputs.fingerprint import dataset_fingerprint
+from raycloak.workers.inputs.fingerprint import data_marks
 from raycloak.workers.terms.receipt import Receipt
 from raycloak.workers.train_worker import TrainWorker
 from tests.coordinator.ledger.witness_server import witness_server
@@ -35,9 +37,9 @@ def home(tmp_path: Path) -> Path:
     (tmp_path / "data" / "examples.key").touch(mode=0o600)
     (tmp_path / "data" / "examples.key").write_text("5a" * 32)
     setup = worker_setup(config(dataset=DATASET), tmp_path)
-    fingerprint = dataset_fingerprint(setup.dataset, setup.dataset.open_slices(setup.base), setup.base)
+    fingerprint = data_marks(setup.dataset, setup.dataset.open_slices(setup.base), setup.base).fingerprint
     with closing(PrivacyLedger(f"sqlite:///{tmp_path / 'ledger.sqlite'}")) as ledger:
-        ledger.open_account("patients", 20.0, 1e-5, fingerprint=fingerprint)
+        ledger.open_account("patients", OpeningTerms(20.0, 1e-5), data=DataMarks(fingerprint=fingerprint))
     return tmp_path
 
 

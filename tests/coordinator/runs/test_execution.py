@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from raycloak.coordinator.config.run import parse_config
-from raycloak.coordinator.planning.payer import data_place
+from raycloak.coordinator.planning.payer import data_name
 from raycloak.coordinator.record.folder import RunFolder
 from raycloak.coordinator.runs import execution
 from raycloak.coordinator.runs.execution import Execution
 from raycloak.coordinator.training.assignment import NewRun, Order, ResumedRun
 from raycloak.coordinator.training.reporting import StepReport
 from raycloak.metrics.errors import RunFailedError
-from raycloak.workers.inputs.fingerprint import dataset_fingerprint
+from raycloak.workers.inputs.fingerprint import data_marks
 from raycloak.workers.inputs.models import ModelSource
 from tests.coordinator.config.test_run import GOOD
 
@@ -50,7 +50,7 @@ def test_guarantee_an_execution_names_the_account_of_its_data(
     folder = RunFolder.create(config, "ab12", str(tmp_path), None)
     with ExitStack() as stack, pytest.raises(Handed) as handed:
         run._conduct(stack, launched, None, folder, NewRun())  # type: ignore[arg-type]
-    assert handed.value.order.data == data_place(config.dataset, tmp_path)
+    assert handed.value.order.data == data_name(config.dataset, tmp_path)
     assert (handed.value.order.data == "") == public
 
 
@@ -126,7 +126,7 @@ def test_data_in_memory_is_known_by_its_content(tmp_path: Path, monkeypatch: pyt
         run = Execution(config, ModelSource.of("m:f"), str(tmp_path), in_memory=examples, notice=print)
         with ExitStack() as stack:
             described = run._descriptor(stack, RunFolder.create(config, name, str(tmp_path), None))
-            return dataset_fingerprint(described, described.open_slices(tmp_path), tmp_path)
+            return data_marks(described, described.open_slices(tmp_path), tmp_path).fingerprint
 
     first, again, other = fingerprint(values, "a"), fingerprint(values, "b"), fingerprint(values[:8], "c")
     assert len(first) == 32

@@ -8,6 +8,7 @@ import torch
 
 from raycloak.attestation.core.keys import Purpose, Secret, derive
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.ledger.rules import OpeningTerms
 from raycloak.coordinator.planning.dry_run import plan_of
 from raycloak.metrics.errors import BudgetError, ConfigError, ModelError
 from raycloak.workers.inputs.datasets import slice_ids
@@ -114,7 +115,7 @@ def other_ledger(home) -> dict[str, object]:
 def other_account(home) -> dict[str, object]:
     settle(home)
     ledger = PrivacyLedger(f"sqlite:///{home / 'ledger.sqlite'}")
-    ledger.open_account("patients", 20.0, 1e-5)
+    ledger.open_account("patients", OpeningTerms(20.0, 1e-5))
     ledger.close()
     return {"ledger": {"account": "patients"}, "dp_config": RENYI}
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.ledger.rules import OpeningTerms
 from raycloak.coordinator.ledger.view import AccountView
 from raycloak.coordinator.planning.dry_run import plan_of
 from raycloak.coordinator.record.outcome import Ending
@@ -35,7 +36,7 @@ def account(home: Path) -> AccountView:
 def home(tmp_path: Path) -> Path:
     """Return a state folder whose account `search` has room for one such run, and not for two."""
     with closing(PrivacyLedger(f"sqlite:///{tmp_path / 'ledger.sqlite'}")) as ledger:
-        ledger.open_account("search", 2.0, 1e-5)
+        ledger.open_account("search", OpeningTerms(2.0, 1e-5))
     return tmp_path
 
 

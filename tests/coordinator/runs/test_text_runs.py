@@ -24,6 +24,7 @@ from raycloak.coordinator.checkpoints.reader import open_to_file, verify_package
 from raycloak.coordinator.checkpoints.storage import PackageStorage
 from raycloak.coordinator.config.sections import CheckpointConfig
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.ledger.rules import OpeningTerms
 from raycloak.coordinator.planning.dry_run import plan_of
 from raycloak.coordinator.planning.references import descriptor
 from raycloak.coordinator.record.outcome import Evaluation
@@ -127,7 +128,7 @@ def test_a_run_on_sealed_text_needs_no_tokenizer_and_seals_the_adapter_alone(bas
     """The owner seals token ids. A package opens without the base, which is public."""
     settle(tmp_path)
     ledger = PrivacyLedger(f"sqlite:///{tmp_path / 'ledger.sqlite'}")
-    ledger.open_account("readers", 20.0, 1e-5, accountant="rdp")
+    ledger.open_account("readers", OpeningTerms(20.0, 1e-5, "rdp"))
     demand = SealedDemand(ledger_key=ledger.public_key, account="readers", least_noise_multiplier=1.0)
     ledger.close()
     policy = simulated_policy(SimulatedVendor.load_or_create(tmp_path / "simulator"), code_measurement())

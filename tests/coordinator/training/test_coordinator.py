@@ -9,6 +9,7 @@ from raycloak.attestation.core.messages import open_envelope
 from raycloak.coordinator.accounting.calibration import epsilon_against
 from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.ledger.rules import OpeningTerms
 from raycloak.coordinator.training.coordinator import Phase
 from raycloak.metrics.errors import BudgetError, ConfigError, DatasetError, ModelError
 from raycloak.workers.terms.manifest import Manifest
@@ -89,7 +90,7 @@ def test_a_shared_account_pays_for_many_runs_up_to_its_cap(tmp_path):
         return {"secret": secret, "overrides": ["ledger.account=patients"]}
 
     ledger = PrivacyLedger(f"sqlite:///{tmp_path / 'ledger.sqlite'}")
-    ledger.open_account("patients", 3.0, 1e-5)
+    ledger.open_account("patients", OpeningTerms(3.0, 1e-5))
     ledger.close()
     first = trained(tmp_path, **shared("ab" * 32))
     second = whole_run(tmp_path, **shared("cd" * 32))

@@ -1,6 +1,5 @@
 """The digest of a set of files is over the bytes that are read, wherever they lie; other bytes are refused."""
 
-import hashlib
 import io
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from raycloak.attestation.core.data_marks import DataMarks, Likeness, likeness
 from raycloak.metrics.errors import DatasetError
 from raycloak.workers.inputs import file_sets
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
-from raycloak.workers.inputs.file_sets import CommittedFile, FileSet
-from raycloak.workers.inputs.fingerprint import dataset_fingerprint
+from raycloak.workers.inputs.file_sets import CommittedFile, FileSet, content_digest
+from raycloak.workers.inputs.fingerprint import data_marks
 from raycloak.workers.inputs.tables import Columns, csv_rows, parquet_rows
 
 
@@ -38,29 +38,33 @@ def write(path: Path, part: int, rows: int = 30) -> None:
         pq.write_table(pa.table(columns), path)
 
 
-def fingerprint(base: Path, path: str, **fields: Any) -> bytes:
+def marks(base: Path, path: str, **fields: Any) -> DataMarks:
     given = {"kind": "parquet", "features": (), "fingerprint_key": "data.key", **fields}
     descriptor = DatasetDescriptor(path=path, **given)
-    return dataset_fingerprint(descriptor, descriptor.open_slices(base), base)
+    return data_marks(descriptor, descriptor.open_slices(base), base)
 
 
 def test_a_file_a_folder_and_a_pattern_of_the_same_files_have_one_fingerprint(base: Path):
-    folder, pattern = fingerprint(base, "data"), fingerprint(base, "data/part-*.parquet")
-    assert folder == pattern == fingerprint(base, "data", features=("f0..f2",))
+    folder, pattern = marks(base, "data"), marks(base, "data/part-*.parquet")
+    assert folder.fingerprint == pattern.fingerprint
     (base / "data").rename(base / "elsewhere")
-    assert fingerprint(base, "elsewhere") == folder
-    assert fingerprint(base, "elsewhere/part-[1].parquet") == fingerprint(base, "elsewhere/part-1.parquet")
+    assert marks(base, "elsewhere").fingerprint == folder.fingerprint
+    one, same = marks(base, "elsewhere/part-[1].parquet"), marks(base, "elsewhere/part-1.parquet")
+    assert one.fingerprint == same.fingerprint
+    # Other columns are other examples, but the files have the same bytes.
+    assert likeness(marks(base, "elsewhere", features=("f0..f2",)), folder) is Likeness.PLACE
 
 
-def test_any_changed_file_another_order_and_one_more_file_give_another_fingerprint(base: Path):
-    seen = {fingerprint(base, "data")}
+def test_another_order_of_files_has_the_same_fingerprint_and_one_more_file_is_recognised(base: Path):
+    first = marks(base, "data")
     (base / "data" / "part-0.parquet").rename(base / "data" / "part-9.parquet")
-    seen.add(fingerprint(base, "data"))
-    write(base / "data" / "part-4.parquet", 4)
-    seen.add(fingerprint(base, "data"))
-    write(base / "data" / "part-4.parquet", 5)
-    seen.add(fingerprint(base, "data"))
-    assert len(seen) == 4
+    assert marks(base, "data").fingerprint == first.fingerprint
+    seen = {first.fingerprint}
+    for part in (4, 5):
+        write(base / "data" / "part-4.parquet", part)
+        seen.add(marks(base, "data").fingerprint)
+        assert likeness(marks(base, "data"), first) is Likeness.MOST_EXAMPLES
+    assert len(seen) == 3
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "csv"])
@@ -68,7 +72,7 @@ def test_a_file_that_is_rewritten_between_its_digest_and_its_reading_is_refused(
     path = tmp_path / f"data.{suffix}"
     for other, code in ((1, None), (2, "data_changed")):
         write(path, 1)
-        stated = hashlib.sha256(path.read_bytes()).digest()
+        stated = content_digest(path.read_bytes())
         files = FileSet(path.name, tmp_path, (f".{suffix}",), hashed=True)
         opened = files.opened
 
@@ -93,7 +97,7 @@ def test_a_committed_file_reads_as_any_other(monkeypatch):
     monkeypatch.setattr(file_sets, "_BLOCK", 16)
     content = bytes(range(100))
     committed = CommittedFile(io.BytesIO(content), "file")
-    assert committed.digest == hashlib.sha256(content).digest()
+    assert committed.digest == content_digest(content)
     with io.BufferedReader(committed, 8) as reader:
         assert reader.read() == content
         assert (reader.seek(-3, io.SEEK_END), reader.read(9), reader.read(1)) == (97, content[97:], b"")

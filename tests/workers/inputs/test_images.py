@@ -11,7 +11,7 @@ from raycloak.workers.inputs import images
 from raycloak.workers.inputs.datasets import dataset_form
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.inputs.file_sets import FileSet
-from raycloak.workers.inputs.fingerprint import dataset_fingerprint
+from raycloak.workers.inputs.fingerprint import data_marks
 from raycloak.workers.inputs.inspection import faulty_images
 
 
@@ -58,7 +58,7 @@ def first_byte(file: Any, size: tuple[int, int], channels: str) -> np.ndarray:
     return np.full((1, *size), file.read()[0], np.uint8)
 
 
-def test_the_fingerprint_has_every_byte_and_the_class_of_every_image(tmp_path: Path, monkeypatch):
+def test_the_marks_have_every_pixel_every_byte_and_the_class_of_every_image(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(images, "decoded", first_byte)
     monkeypatch.setattr("raycloak.workers.inputs.descriptor.decoder_digest", lambda _: bytes(32))
     base = tmp_path
@@ -67,20 +67,23 @@ def test_the_fingerprint_has_every_byte_and_the_class_of_every_image(tmp_path: P
     (base / "data.key").touch(mode=0o600)
     (base / "data.key").write_text("0f" * 32)
 
-    def fingerprint() -> bytes:
+    def content() -> tuple[bytes, bytes]:
         descriptor = described(fingerprint_key="data.key")
-        return dataset_fingerprint(descriptor, descriptor.open_slices(base), base)
+        opened = descriptor.open_slices(base)
+        return data_marks(descriptor, opened, base).fingerprint, opened.file_digest
 
-    seen = [fingerprint(), fingerprint()]
+    seen = [content(), content()]
     # The images stay in their order: only the class of one is another.
     (base / "pets" / "dogs" / "a.bmp").rename(base / "pets" / "cats" / "a.bmp")
-    seen.append(fingerprint())
+    seen.append(content())
     picture = base / "pets" / "cats" / "a.bmp"
-    content = bytearray(picture.read_bytes())
-    content[-1] ^= 1
-    picture.write_bytes(content)
-    seen.append(fingerprint())
+    changed = bytearray(picture.read_bytes())
+    changed[-1] ^= 1
+    picture.write_bytes(changed)
+    seen.append(content())
     assert (seen[0] == seen[1], len(set(seen))) == (True, 3)
+    # A byte that no pixel comes of changes no example.
+    assert seen[2][0] == seen[3][0] != seen[0][0]
 
 
 @pytest.mark.parametrize("content", [b"", b"no image", b"\x89PNG\r\n\x1a\n torn"])

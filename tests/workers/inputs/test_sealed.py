@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from raycloak.attestation.core.data_marks import DataMarks, Likeness, likeness
 from raycloak.attestation.core.keys import Purpose, Secret, derive
 from raycloak.attestation.core.messages import parse
 from raycloak.attestation.keys.release import key_commitment
@@ -21,6 +22,7 @@ from raycloak.attestation.sealed.sealed_data import SealedHeader, SealedSource, 
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
 from raycloak.coordinator.cli.views.plan import plan_rows
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.ledger.rules import OpeningTerms
 from raycloak.coordinator.report.words import evaluation_text, sealed_text
 from raycloak.coordinator.training import admitted
 from raycloak.metrics.errors import (
@@ -34,7 +36,8 @@ from raycloak.metrics.errors import (
 )
 from raycloak.workers.inputs.datasets import ArrayDataset, dataset_form, slice_ids
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
-from raycloak.workers.inputs.fingerprint import dataset_fingerprint
+from raycloak.workers.inputs.example_codes import example_marks
+from raycloak.workers.inputs.fingerprint import data_marks
 from raycloak.workers.inputs.sealed import SealedDataset, seal_dataset
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.measurement import Measurement
@@ -177,27 +180,32 @@ def test_training_data_has_a_demand_and_an_evaluation_split_has_none(plain, tmp_
     assert not (tmp_path / "other").exists()
 
 
-def test_data_that_was_sealed_without_a_demand_is_refused_with_what_to_do(folder):
+def test_data_that_an_earlier_version_sealed_is_refused_with_what_to_do(folder):
     content = json.loads((folder / "header.json").read_bytes())
-    older = {name: value for name, value in content.items() if name != "demand"} | {"format": 2}
+    older = {name: value for name, value in content.items() if name != "marks"} | {"format": 3}
     (folder / "header.json").write_text(json.dumps(older, sort_keys=True, separators=(",", ":")))
-    with pytest.raises(ConfigError, match=r"sealed_data: .* by an earlier version, without a demand.*Seal it again"):
+    with pytest.raises(ConfigError, match=r"sealed_data: .* by an earlier version, in a format.*Seal it again"):
         SealedDataset(folder)
-    for other in ({"format": 2}, {"format": 4}, [], "x"):
+    for other in ({"format": 2}, {"format": 5}, [], "x"):
         (folder / "header.json").write_text(json.dumps(other))
         with pytest.raises(ConfigError, match="sealed_data"):
             SealedDataset(folder)
 
 
 def test_the_fingerprint_of_sealed_data_is_that_of_its_header(plain, folder, tmp_path):
-    """A second seal of the same examples is another dataset, and so is a header with one bit changed."""
+    """A second seal of the same examples is another dataset, and known to be of the same people by its sketch."""
     seal_dataset(plain, COUNT, POLICY, KEY, tmp_path / "again", demand=DEMAND)
-    found = set()
+    found = []
     for name in ("sealed", "again"):
         descriptor = DatasetDescriptor(kind="sealed", path=name)
-        found.add(dataset_fingerprint(descriptor, descriptor.open_slices(tmp_path), tmp_path))
-    assert found == {SealedHeader.load(tmp_path / name).digest() for name in ("sealed", "again")}
-    assert len(found) == 2
+        found.append(data_marks(descriptor, descriptor.open_slices(tmp_path), tmp_path))
+    assert [each.fingerprint for each in found] == [
+        SealedHeader.load(tmp_path / name).digest() for name in ("sealed", "again")
+    ]
+    assert found[0].fingerprint != found[1].fingerprint
+    assert likeness(*found) is Likeness.MOST_EXAMPLES
+    # The same examples in the clear, under the same key.
+    assert example_marks(plain, KEY).sketch == found[0].sketch
 
 
 def test_a_worker_computes_nothing_without_noise_on_sealed_data_whatever_it_is_told(folder):
@@ -236,7 +244,9 @@ def sealed_run(home, policy_digest=None, demand=(), fingerprint=None, **argument
         demanded = DEMAND.model_copy(update={"ledger_key": ledger.public_key, **dict(demand)})
         judged_by, data = policy_digest or own, ArrayDataset(*examples())
         header = seal_dataset(data, VIRTUAL_WORKERS, judged_by, KEY, home / "sealed", demand=demanded)
-        ledger.open_account("patients", 20.0, 1e-5, fingerprint=fingerprint or header.digest())
+        ledger.open_account(
+            "patients", OpeningTerms(20.0, 1e-5), data=DataMarks(fingerprint=fingerprint or header.digest())
+        )
     seal_dataset(ArrayDataset(*split()), VIRTUAL_WORKERS, own, KEY, home / "split", "evaluation")
     (home / "data.key").touch(mode=0o600)
     (home / "data.key").write_text(KEY.reveal().hex())

@@ -13,7 +13,7 @@ import pytest
 from raycloak.metrics.errors import DatasetError
 from raycloak.workers.inputs.datasets import dataset_form
 from raycloak.workers.inputs.descriptor import DatasetDescriptor, export_in_memory
-from raycloak.workers.inputs.fingerprint import dataset_fingerprint
+from raycloak.workers.inputs.fingerprint import data_marks
 from tests.tiny_text import write_tokenizer
 
 ROWS = {
@@ -106,7 +106,7 @@ def test_the_fingerprint_is_of_the_rows_and_not_of_their_place(tmp_path: Path):
 
     def fingerprint(path: str) -> bytes:
         descriptor = described(path, fingerprint_key="data.key")
-        return dataset_fingerprint(descriptor, descriptor.open_slices(tmp_path), tmp_path)
+        return data_marks(descriptor, descriptor.open_slices(tmp_path), tmp_path).fingerprint
 
     first = fingerprint(saved(tmp_path / "one", ROWS).name)
     assert fingerprint(saved(tmp_path / "two", ROWS).name) == first
