@@ -427,6 +427,44 @@ class EarlyStoppingConfig(Section):
     min_delta: float = Field(default=0.0, ge=0)
 
 
+class ParameterGroupConfig(Section):
+    """Settings of the update rule for the tensors of some names.
+
+    A tensor takes each setting from the last group that has it and gives that setting, else from the rule itself.
+
+    Attributes:
+        params: a pattern of names of trained tensors, such as ``head.*`` or ``*.bias``, or a list of them. A pattern
+            matches the whole name, with the wildcards of a shell: ``*``, ``?`` and ``[…]``.
+        learning_rate: in place of the rule's; the schedule applies to it too.
+        weight_decay: in place of the rule's, of a built-in rule.
+        settings: keyword arguments of a ``module:Class`` that differ from ``optimizer.settings``.
+    """
+
+    params: str | list[str]
+    learning_rate: float | None = Field(default=None, gt=0, le=3e38)
+    weight_decay: float | None = Field(default=None, ge=0)
+    settings: dict[str, Setting | list[Setting]] = Field(default_factory=dict)
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """The patterns, also where one was given."""
+        return (self.params,) if isinstance(self.params, str) else tuple(self.params)
+
+    @field_validator("params", mode="before")
+    @classmethod
+    def _one_pattern_or_some(cls, params: Any) -> Any:
+        listed = [params] if isinstance(params, str) else params
+        if not isinstance(listed, list) or not listed or any(not isinstance(each, str) or not each for each in listed):
+            raise ValueError("give a pattern of names such as 'head.*', or a list of them")
+        return params
+
+    @model_validator(mode="after")
+    def _changes_something(self) -> Self:
+        if self.learning_rate is None and self.weight_decay is None and not self.settings:
+            raise ValueError("give the group a setting: learning_rate, weight_decay, or settings of your own rule")
+        return self
+
+
 class OptimizerConfig(Section):
     """The aggregator's update rule, applied to the released average.
 
@@ -435,6 +473,7 @@ class OptimizerConfig(Section):
         settings: keyword arguments of a ``module:Class``, besides ``lr``.
         schedule: ``constant``, ``linear``, ``cosine``, or ``module:function`` of (step, steps) giving the factor of the
             learning rate; steps count from 0.
+        groups: settings that differ for some tensors, by their names.
     """
 
     name: str = "sgd"
@@ -447,6 +486,7 @@ class OptimizerConfig(Section):
     eps: float = Field(default=1e-8, gt=0)
     schedule: str = "constant"
     warmup_steps: int = Field(default=0, ge=0)
+    groups: list[ParameterGroupConfig] = Field(default_factory=list)
 
     @field_validator("name")
     @classmethod
@@ -472,6 +512,20 @@ class OptimizerConfig(Section):
             raise ValueError(f"momentum belongs to sgd; {self.name} has no such setting, so set it to 0")
         if self.warmup_steps and self.schedule not in SCHEDULES:
             raise ValueError(f"warmup_steps belongs to the built-in schedules; {self.schedule} has its own warm-up")
+        return self
+
+    @model_validator(mode="after")
+    def _settings_of_groups(self) -> Self:
+        own = self.name not in RULES
+        for index, group in enumerate(self.groups):
+            if own and group.weight_decay is not None:
+                raise ValueError(
+                    f"groups.{index}.weight_decay belongs to the built-in rules; give it to {self.name} in settings"
+                )
+            if group.settings and not own:
+                raise ValueError(f"groups.{index}.settings belong to a rule of your own; {self.name} has fields")
+            if "lr" in group.settings:
+                raise ValueError(f"groups.{index}.settings.lr is groups.{index}.learning_rate")
         return self
 
 

@@ -67,7 +67,7 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
     slow = slow_products(model, _device(config), config.cpu_capability)
     split_ranges(trainable_tensors(model), config.aggregators)
     spec = optimizer_spec(config.optimizer, config_dir)
-    try_rule(spec, trainable_tensors(model), config.sized(form.num_examples).planned_steps, config_dir)
+    groups = try_rule(spec, trainable_tensors(model), config.sized(form.num_examples).planned_steps, config_dir)
     if (split := public_split(config, config_dir)) is not None:
         split.check(model, config.loss)
         _try_metrics(config, config_dir, split)
@@ -79,7 +79,7 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
     for measurement in plan.measurements:
         check_measurable(measurement, form)
     check_rows(model, form, loss, _mechanisms(plan), not config.allow_nondeterministic, facts.vocabulary)
-    noted = with_notes(plan, (*facts.notes, *slow))
+    noted = with_notes(plan, (*facts.notes, *slow, *groups))
     return replace(checked(noted), data_check=recorded_check(facts.fingerprint))
 
 

@@ -5,10 +5,14 @@ from all of it. Neither holds a worker count, a path, a time or a range count: t
 that must give the same bytes.
 """
 
+import json
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import ClassVar, Literal, Self
 
 from pydantic import ValidationError, model_validator
 
+from raycloak.attestation.core.canonical import canonical_json
 from raycloak.attestation.core.hybrid_signature import SignerPublic
 from raycloak.attestation.core.messages import Message
 from raycloak.attestation.core.roster import Query
@@ -46,6 +50,27 @@ class UserCode(Message):
     source: bytes
 
 
+class ParameterGroup(Message):
+    """Settings of the update rule for the tensors of some names; None leaves a setting as it is.
+
+    Attributes:
+        params: patterns of names, with the wildcards of a shell: ``*``, ``?`` and ``[…]``.
+        settings: keyword arguments of a rule of the user's own that differ, a canonical JSON object.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/parameter-group/v1"
+
+    params: tuple[str, ...]
+    learning_rate: float | None
+    weight_decay: float | None
+    settings: str
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Return whether the ``pattern`` of a group matches the whole ``name`` of a tensor."""
+    return fnmatchcase(name, pattern)
+
+
 class OptimizerSpec(Message):
     """The update rule and its learning-rate schedule, as `coordinator/aggregation/update_rules.py` applies them.
 
@@ -54,9 +79,10 @@ class OptimizerSpec(Message):
         settings: keyword arguments of a rule of the user's own, a canonical JSON object.
         schedule: ``constant``, ``linear``, ``cosine`` or ``module:function``.
         code, schedule_code: SHA-256 of the source of the user's own; empty for a built-in.
+        groups: what differs for some tensors; where two groups give one setting, the later one counts.
     """
 
-    DOMAIN: ClassVar[str] = "raycloak/optimizer/v1"
+    DOMAIN: ClassVar[str] = "raycloak/optimizer/v2"
 
     name: str
     settings: str = "{}"
@@ -70,6 +96,28 @@ class OptimizerSpec(Message):
     schedule: str
     schedule_code: bytes = b""
     warmup_steps: int
+    groups: tuple[ParameterGroup, ...] = ()
+
+    def of_tensor(self, name: str) -> "OptimizerSpec":
+        """Return what applies to the tensor ``name``; a specification without groups.
+
+        Guarantee: a function of this specification and of the name, so of no other tensor of a parameter range.
+        """
+        if not self.groups:
+            return self
+        changed: dict[str, object] = {"groups": ()}
+        settings = json.loads(self.settings)
+        for group in self.groups:
+            if any(matches(pattern, name) for pattern in group.params):
+                given = {"learning_rate": group.learning_rate, "weight_decay": group.weight_decay}
+                changed |= {field: value for field, value in given.items() if value is not None}
+                settings |= json.loads(group.settings)
+        return self.model_copy(update={**changed, "settings": settings_text(settings)})
+
+
+def settings_text(settings: Mapping[str, object]) -> str:
+    """Return keyword arguments as a canonical JSON object; ValueError for NaN and infinities."""
+    return canonical_json(settings).decode()
 
 
 class NumericsClass(Message):
