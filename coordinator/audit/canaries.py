@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from raycloak.coordinator.config.run import ModelField, RunConfig
-from raycloak.coordinator.config.sections import DatasetConfig, Section
-from raycloak.coordinator.planning.model_source import model_source
+from raycloak.coordinator.config.sections import DatasetConfig, LossField, Section
+from raycloak.coordinator.planning.model_source import loss_spec, model_source
 from raycloak.coordinator.planning.references import descriptor, require_at_hand
 from raycloak.metrics.errors import ConfigError, ModelError
 from raycloak.workers.gradients.gradient_parts import PerExampleGradients
@@ -91,7 +91,7 @@ class CanaryTask(Section):
     base: str
     dataset: DatasetConfig
     model: ModelField
-    loss_function: str
+    loss_function: LossField
     feature_shape: tuple[int, ...]
     vocabulary: int | None
     output_shape: tuple[int, ...]
@@ -129,7 +129,7 @@ class CanaryTask(Section):
             model=config.model,
             loss_function=config.loss,
             feature_shape=form.feature_shape,
-            vocabulary=check_text(inner, form, config.loss, opened.vocabulary, descriptor(config.dataset).classes),
+            vocabulary=check_text(inner, form, config.loss_name, opened.vocabulary, descriptor(config.dataset).classes),
             output_shape=output_shape,
             included=tuple(bool(each) for each in included),
             raw_norm=RAW_NORM * config.dp_config.max_grad_norm,
@@ -218,5 +218,5 @@ class CanaryTask(Section):
 
     @cached_property
     def _inner_loss(self) -> LossFn:
-        found, _ = loss_function(self.loss_function, self.base)
+        found, _ = loss_function(loss_spec(self.loss_function), self.base)
         return found

@@ -20,7 +20,7 @@ from raycloak.coordinator.accounting.opacus_modules import opacus_module
 from raycloak.coordinator.aggregation.update_rules import by_terms, learning_rate
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.planning.manifest import optimizer_spec
-from raycloak.coordinator.planning.model_source import model_source
+from raycloak.coordinator.planning.model_source import loss_spec, model_source
 from raycloak.coordinator.planning.references import descriptor
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.inputs.models import build_model, loss_function, trainable_tensors
@@ -49,7 +49,7 @@ class OpacusTraining:
         self._mechanism, self._spec = mechanism, optimizer_spec(config.optimizer, base)
         self._dataset = descriptor(config.dataset).open(base)
         self.module = build_model(model_source(config.model), base, config.seed)
-        self._loss, _ = loss_function(config.loss, base)
+        self._loss, _ = loss_function(loss_spec(config.loss), base)
         self._rule, self._wrapped = _update_rule(self.module, self._spec), self.module
         if mechanism.private:
             # Its own check for buffers would refuse transformers that it computes correctly.

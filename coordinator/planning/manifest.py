@@ -11,6 +11,7 @@ from raycloak.attestation.sealed.sealed_data import SealedSource
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.config.sections import RULES, SCHEDULES, OptimizerConfig
 from raycloak.coordinator.planning.masks import MaskPlan
+from raycloak.coordinator.planning.model_source import loss_spec
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.inputs.user_code import source_digest
 from raycloak.workers.messages import WorkerFacts
@@ -56,7 +57,7 @@ def build_computation(
         largest_rows=config.micro_batch_size or facts.largest_rows,
         model=model,
         model_code=facts.model_code,
-        loss=config.loss,
+        loss=loss_spec(config.loss),
         loss_code=facts.loss_code,
         tensors=facts.tensors,
         initial_parameters=parameter_digest(facts.tensors, tensor_digests(facts.initial_parameters, facts.tensors)),

@@ -163,7 +163,7 @@ def _measurement(config: RunConfig, section: Section, training: Mechanism, large
         query, dimension, divisor = "class_counts", section.classes, 1.0
         every, loss_bound = 0, 0.0
     else:
-        query, dimension, divisor = "evaluation", 2 if config.loss == "cross_entropy" else 1, training.num_examples
+        query, dimension, divisor = "evaluation", 2 if config.loss_name == "cross_entropy" else 1, training.num_examples
         dimension += (section.classes or 0) ** 2
         every, loss_bound = section.every, section.loss_bound
     workers, noise = training.virtual_workers, _noise(section)

@@ -31,7 +31,7 @@ from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.view import LedgerView
 from raycloak.coordinator.membership.departures import Departure
 from raycloak.coordinator.planning.manifest import BY_HAND
-from raycloak.coordinator.planning.model_source import compute_mode
+from raycloak.coordinator.planning.model_source import compute_mode, loss_spec
 from raycloak.coordinator.planning.own_metrics import Metric
 from raycloak.coordinator.planning.payer import data_place
 from raycloak.coordinator.planning.references import descriptor, evaluation_folder
@@ -390,7 +390,7 @@ class Execution:
         gpu = self._config.use_gpu and cluster_gpus() > 0
         return WorkerSetup(
             model=self._model,
-            loss=self._config.loss,
+            loss=loss_spec(self._config.loss),
             dataset=self._descriptor(stack, folder),
             base=self._base,
             seed=self._config.seed,

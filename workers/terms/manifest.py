@@ -23,6 +23,14 @@ from raycloak.metrics.errors import ProtocolError
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.mechanism import Mechanism
 
+LossName = Literal[
+    "cross_entropy", "token_cross_entropy", "next_token_cross_entropy", "binary_cross_entropy", "mse", "huber"
+]
+"""The built-in losses, as `workers/inputs/losses.py` computes them."""
+
+SEVERAL = "several"
+"""The name of a loss that is the sum of several."""
+
 
 class TensorSpec(Message):
     """One trainable tensor, in canonical order (the order of the model's ``named_parameters``)."""
@@ -42,12 +50,77 @@ class TensorSpec(Message):
 
 
 class UserCode(Message):
-    """The user's own function or class: its name, and the SHA-256 of its ``source``."""
+    """The user's own function or class: its name, and the SHA-256 of its ``source``; empty for a built-in one."""
 
     DOMAIN: ClassVar[str] = "raycloak/user-code/v1"
 
     name: str
     source: bytes
+
+
+class LossTerm(Message):
+    """A built-in loss with its settings.
+
+    Attributes:
+        class_weights: factor of each class's loss, of a cross entropy over classes; none if all are 1.
+        positive_weights: factor of each output's positive labels, of binary cross entropy; none if all are 1.
+        label_smoothing: share of each label that is spread over all classes, of a cross entropy.
+        delta: the error beyond which Huber's loss is a line.
+        outputs: columns of the model's output that it takes, as one of several losses; None for all of them.
+        weight: its factor, as one of several losses.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/loss-term/v1"
+
+    name: LossName
+    class_weights: tuple[float, ...] = ()
+    positive_weights: tuple[float, ...] = ()
+    label_smoothing: float = 0.0
+    delta: float = 1.0
+    outputs: int | None = None
+    weight: float = 1.0
+
+    @property
+    def labels(self) -> int:
+        """The columns of the labels that it takes, as one of several losses."""
+        return 1 if self.name == "cross_entropy" else self.outputs or 0
+
+    @property
+    def text(self) -> str:
+        """The loss for a reader, with the settings that are not at their defaults."""
+        plain = type(self)(name=self.name)
+        changed = [field for field in type(self).model_fields if getattr(self, field) != getattr(plain, field)]
+        given = ", ".join(f"{field} {getattr(self, field)}" for field in changed)
+        return f"{self.name} ({given})" if given else self.name
+
+
+class LossSpec(Message):
+    """The loss of a run.
+
+    Attributes:
+        name: of a built-in one, `SEVERAL` for a weighted sum of them, or ``module:function``.
+        terms: a built-in loss, or several that are added up; none for a loss of the user's own.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/loss/v1"
+
+    name: str
+    terms: tuple[LossTerm, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The loss for a reader, with the settings that are not at their defaults."""
+        return " + ".join(term.text for term in self.terms) or self.name
+
+    @classmethod
+    def of(cls, name: str) -> Self:
+        """Return the loss of that name, a built-in one at its defaults."""
+        return cls(name=name, terms=() if ":" in name else (LossTerm.model_validate({"name": name}),))
+
+
+def has_accuracy(loss: str) -> bool:
+    """Return whether a split is measured by accuracy under the loss of this name, and else by the loss itself."""
+    return loss in ("cross_entropy", "binary_cross_entropy")
 
 
 class ParameterGroup(Message):
@@ -64,6 +137,14 @@ class ParameterGroup(Message):
     learning_rate: float | None
     weight_decay: float | None
     settings: str
+
+    @property
+    def text(self) -> str:
+        """The group for a reader."""
+        given = {"learning rate": self.learning_rate, "weight decay": self.weight_decay}
+        shown = [f"{name} {value:g}" for name, value in given.items() if value is not None]
+        shown += [f"settings {self.settings}"] if self.settings != "{}" else []
+        return f"{', '.join(self.params)}: {', '.join(shown)}"
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -170,7 +251,6 @@ class Computation(Message):
         model: ``module:function``, the qualified name of a callable, or the last part of a Hugging Face model's
             path or name, for the reader.
         model_code: SHA-256 of the model's source, or of a Hugging Face model's settings and Python files.
-        loss: a built-in one's name, or ``module:function``.
         loss_code: SHA-256 of a custom loss's source, empty for a built-in one.
         tensors: trainable tensors in canonical order.
         parameter_dtype, accumulation_dtype: of parameters and of gradients, and of clipped sums before the ring.
@@ -183,14 +263,14 @@ class Computation(Message):
         epoch_steps: E; keys of step s belong to epoch s // E.
     """
 
-    DOMAIN: ClassVar[str] = "raycloak/computation/v2"
+    DOMAIN: ClassVar[str] = "raycloak/computation/v3"
 
     mechanism: Mechanism
     measurements: tuple[Measurement, ...] = ()
     largest_rows: int
     model: str
     model_code: bytes
-    loss: str
+    loss: LossSpec
     loss_code: bytes
     tensors: tuple[TensorSpec, ...]
     parameter_dtype: Literal["float32"] = "float32"
