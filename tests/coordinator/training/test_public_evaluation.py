@@ -14,6 +14,7 @@ from raycloak.metrics.errors import ConfigError
 from raycloak.workers.inputs.datasets import ArrayDataset
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.inputs.models import ModelSource
+from raycloak.workers.terms.manifest import LossSpec
 
 
 def linear(inputs: int, outputs: int) -> ModelSource:
@@ -23,7 +24,7 @@ def linear(inputs: int, outputs: int) -> ModelSource:
 def test_accuracy_counts_the_labels_that_are_the_largest_output() -> None:
     features = np.eye(3, dtype=np.float32)[np.arange(1000) % 3]
     labels = np.where(np.arange(1000) < 900, np.arange(1000) % 3, (np.arange(1000) + 1) % 3)
-    evaluator = Evaluator(linear(3, 3), "cross_entropy", PublicSplit(ArrayDataset(features, labels)), ".")
+    evaluator = Evaluator(linear(3, 3), LossSpec.of("cross_entropy"), PublicSplit(ArrayDataset(features, labels)), ".")
     parameters = np.concatenate([np.eye(3, dtype=np.float32).reshape(-1), np.zeros(3, np.float32)])
     parameters.setflags(write=False)
     # Of 1,000 labels 900 are right, as many in each class but for one.
@@ -38,7 +39,7 @@ def test_macro_f1_is_the_mean_over_all_labels_and_predictions() -> None:
     labels = np.where(np.arange(600) < 300, 0, predicted)
     labels[[0, 1, 599]] = 9, -1, 9
     features = np.eye(4, dtype=np.float32)[predicted]
-    evaluator = Evaluator(linear(4, 4), "cross_entropy", PublicSplit(ArrayDataset(features, labels)), ".")
+    evaluator = Evaluator(linear(4, 4), LossSpec.of("cross_entropy"), PublicSplit(ArrayDataset(features, labels)), ".")
     found = evaluator.measure(np.concatenate([np.eye(4, dtype=np.float32).reshape(-1), np.zeros(4, np.float32)]))
     assert found.f1 == pytest.approx(f1_score(labels, predicted, average="macro"))
     assert found.f1 < found.value
@@ -46,7 +47,7 @@ def test_macro_f1_is_the_mean_over_all_labels_and_predictions() -> None:
 
 def test_the_mean_loss_is_measured_for_another_loss() -> None:
     data = ArrayDataset(np.arange(600, dtype=np.float32).reshape(600, 1), np.zeros(600))
-    evaluator = Evaluator(linear(1, 1), "mse", PublicSplit(data), ".")
+    evaluator = Evaluator(linear(1, 1), LossSpec.of("mse"), PublicSplit(data), ".")
     found = evaluator.measure(np.array([1.0, 0.0], dtype=np.float32))
     assert (found.metric, found.num_examples) == ("loss", 600)
     assert found.value == pytest.approx(np.mean(np.arange(600.0) ** 2))
