@@ -33,6 +33,7 @@ from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.inputs.datasets import Dataset, DatasetForm, dataset_form, slice_ids
 from raycloak.workers.inputs.models import LossFn, ModelRuntime, load_flat
 from raycloak.workers.inputs.sealed import SealedDataset
+from raycloak.workers.inputs.text_data import IGNORED
 from raycloak.workers.terms.manifest import Manifest, has_accuracy
 from raycloak.workers.terms.measurement import macro_f1
 from raycloak.workers.terms.parameter_digest import own_copy, parameter_digest, tensor_digests
@@ -136,7 +137,10 @@ class Scorer:
         """Return one score per example, [n]."""
         if self._metric == "loss":
             return self._loss(output, labels)
-        return (predicted(output, labels) == labels).double().reshape(len(labels), -1).mean(1)
+        # Of several labels an example, -100 is none.
+        counted = (labels != IGNORED) | (labels.ndim == 1)
+        right, of = (part.double().reshape(len(labels), -1) for part in (predicted(output, labels) == labels, counted))
+        return right.sum(1) / of.sum(1).clamp(min=1)
 
 
 def _count(output: Tensor, labels: Tensor, right: Counter[int], either: Counter[int]) -> None:

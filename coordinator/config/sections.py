@@ -387,7 +387,7 @@ class LossConfig(Section):
     def _built_in(cls, name: str) -> str:
         if ":" in name:
             raise ValueError(f"a loss of your own has no settings here; write loss: {name}")
-        return require_known(name, LOSSES, "loss", "module:function")
+        return require_known(name, LOSSES, "loss", "your own, as loss: module:function")
 
     @model_validator(mode="after")
     def _settings_of_the_loss(self) -> Self:
@@ -415,12 +415,14 @@ def _check_losses(loss: str | LossConfig | list[LossConfig]) -> str | LossConfig
         return loss
     for index, each in enumerate(loss):
         if each.name in CLASS_LOSSES[1:]:
-            raise ValueError(f"{index}: {each.name} takes all outputs, so it is no one of several")
+            raise ValueError(f"entry {index}: {each.name} takes all outputs, so it cannot be one of several")
         if each.outputs is None or (each.outputs < 2 and each.name == "cross_entropy"):
-            raise ValueError(f"{index}.outputs: say how many of the outputs it takes, 2 or more for cross_entropy")
+            raise ValueError(
+                f"entry {index}: give outputs, the number of outputs it takes; cross_entropy takes 2 or more"
+            )
         given = each.class_weights or each.positive_weights
         if given is not None and len(given) != each.outputs:
-            raise ValueError(f"{index}: it has {each.outputs} outputs and {len(given)} weights; give one for each")
+            raise ValueError(f"entry {index} has {each.outputs} outputs and {len(given)} weights; give one for each")
     return loss
 
 
