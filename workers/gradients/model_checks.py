@@ -476,7 +476,9 @@ def _forward(module: nn.Module, features: Tensor, outputs: list[Tensor] | None =
         raise _random_layer(drew[0])
     if not isinstance(output, Tensor) or output.shape[:1] != features.shape[:1]:
         raise ModelError(
-            "model_input", "the model's output is not one tensor with a row per example.", "Let its forward return one."
+            "model_input",
+            "the model's output is not one tensor with a row per example.",
+            "Let its forward return one. Several heads are columns of it, torch.cat([one, two], 1), and a list in loss.",
         )
     return _Pass(features, layers, output.detach())
 
