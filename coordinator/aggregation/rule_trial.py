@@ -29,7 +29,7 @@ def try_rule(spec: OptimizerSpec, tensors: Sequence[TensorSpec], total_steps: in
     twice for every step. Not guaranteed: what the rule does on other values.
 
     Returns:
-        For the reader: a sentence about the tensors to which each combination of group settings applies.
+        For the reader: what differs, by the groups, for which tensors.
 
     Raises:
         ConfigError: ``update_rule``, ``schedule``, ``module_function`` or ``parameter_groups``.
@@ -40,11 +40,11 @@ def try_rule(spec: OptimizerSpec, tensors: Sequence[TensorSpec], total_steps: in
     for terms, members in parts.items():
         if ":" in spec.name:
             _try_own(terms, _small(members), total_steps, base)
-    groups = {terms: members for terms, members in parts.items() if _differences(spec, terms)}
+    found = ((_differences(spec, terms), members) for terms, members in parts.items())
     return tuple(
-        f"optimizer.groups: {_differences(spec, terms)} for {len(members)} of {len(tensors)} trained tensors "
-        f"({shown_names(members)})."
-        for terms, members in groups.items()
+        f"{differences} for {shown_names(members)} ({len(members)} of {len(tensors)} tensors)"
+        for differences, members in found
+        if differences
     )
 
 

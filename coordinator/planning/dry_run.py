@@ -79,8 +79,8 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
     for measurement in plan.measurements:
         check_measurable(measurement, form)
     check_rows(model, form, loss, _mechanisms(plan), not config.allow_nondeterministic, facts.vocabulary)
-    noted = with_notes(plan, (*facts.notes, *slow, *groups))
-    return replace(checked(noted), data_check=recorded_check(facts.fingerprint))
+    noted = with_notes(plan, (*facts.notes, *slow))
+    return replace(checked(noted), data_check=recorded_check(facts.fingerprint), groups=groups)
 
 
 def mechanism_of(config: RunConfig, config_dir: Path) -> Mechanism:

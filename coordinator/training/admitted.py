@@ -96,10 +96,10 @@ def admit(
     # Not awaited: it takes half a second, as the plan does.
     session.control.ledger.load_accountant(accountant_for(config, paying))
     base = order.setup.base
-    groups = try_rule(optimizer_spec(config.optimizer, base), facts.tensors, config.planned_steps, base)
+    try_rule(optimizer_spec(config.optimizer, base), facts.tensors, config.planned_steps, base)
     dimension = sum(tensor.size for tensor in facts.tensors)
     planned = make_plan(config, facts.num_examples, dimension, paying, facts.largest_rows)
-    plan = with_notes(planned, (*facts.model_notes, *groups))
+    plan = with_notes(planned, facts.model_notes)
     reporter.planned(_beside_others(order, facts, plan, ledger, account))
     reporter.to.phase("admitting workers")
     known_answer, plan = _compared(order, founders, plan)

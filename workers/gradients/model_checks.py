@@ -478,7 +478,7 @@ def _forward(module: nn.Module, features: Tensor, outputs: list[Tensor] | None =
         raise ModelError(
             "model_input",
             "the model's output is not one tensor with a row per example.",
-            "Let its forward return one. Several heads are columns of it, torch.cat([one, two], 1), and a list in loss.",
+            "Let its forward return one. Several heads are its columns, torch.cat([one, two], 1), with a list as loss.",
         )
     return _Pass(features, layers, output.detach())
 

@@ -111,8 +111,8 @@ def test_a_rule_is_tried_with_the_settings_of_every_group() -> None:
 def test_the_reader_is_told_which_tensors_a_group_takes() -> None:
     own = grouped({"params": ["b", "scale"], "learning_rate": 0.5}, {"params": "s*", "settings": {"beta": 0.1}})
     assert try_rule(own, TENSORS, STEPS, BASE) == (
-        "optimizer.groups: learning rate 0.5 for 1 of 3 trained tensors (b).",
-        'optimizer.groups: learning rate 0.5, settings {"beta":0.1} for 1 of 3 trained tensors (scale).',
+        "learning rate 0.5 for b (1 of 3 tensors)",
+        'learning rate 0.5, settings {"beta":0.1} for scale (1 of 3 tensors)',
     )
     assert try_rule(spec(), TENSORS, STEPS, BASE) == ()
 
