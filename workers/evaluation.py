@@ -31,9 +31,9 @@ from raycloak.metrics.errors import DatasetError, ProtocolError
 from raycloak.workers.gradients.gradient_parts import named_operations
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.inputs.datasets import Dataset, DatasetForm, dataset_form, slice_ids
+from raycloak.workers.inputs.losses import predicted, share_predicted
 from raycloak.workers.inputs.models import LossFn, ModelRuntime, load_flat
 from raycloak.workers.inputs.sealed import SealedDataset
-from raycloak.workers.inputs.text_data import IGNORED
 from raycloak.workers.terms.manifest import Manifest, has_accuracy
 from raycloak.workers.terms.measurement import macro_f1
 from raycloak.workers.terms.parameter_digest import own_copy, parameter_digest, tensor_digests
@@ -49,17 +49,6 @@ _FLOAT = struct.Struct(">d")
 def metric_of(loss: str) -> Metric:
     """Return the metric of a model that is trained with the loss of this name."""
     return "accuracy" if has_accuracy(loss) else "loss"
-
-
-def predicted(output: Tensor, labels: Tensor) -> Tensor:
-    """Return what outputs say of each label, int64 [n, ...], in the shape of the labels.
-
-    An output for each class [n, classes, ...] says the largest one. As many outputs as labels are logits of binary
-    cross entropy: above 0 says 1.
-    """
-    if output.numel() == labels.numel():
-        return (output.reshape(labels.shape) > 0).long()
-    return output.argmax(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +126,7 @@ class Scorer:
         """Return one score per example, [n]."""
         if self._metric == "loss":
             return self._loss(output, labels)
-        # Of several labels an example, -100 is none.
-        counted = (labels != IGNORED) | (labels.ndim == 1)
-        right, of = (part.double().reshape(len(labels), -1) for part in (predicted(output, labels) == labels, counted))
-        return right.sum(1) / of.sum(1).clamp(min=1)
+        return share_predicted(output, labels)
 
 
 def _count(output: Tensor, labels: Tensor, right: Counter[int], either: Counter[int]) -> None:

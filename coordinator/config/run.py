@@ -263,8 +263,7 @@ class RunConfig(Section):
         section = "evaluation" if on_split else "measurements.evaluation"
         if (self.evaluation if on_split else self.measurements.evaluation) is None:
             raise ValueError(f"early_stopping.metric {metric} needs {section}")
-        # What is released of private examples has an accuracy of classes alone.
-        is_accuracy = has_accuracy(self.loss_name) if on_split else self.loss_name == "cross_entropy"
+        is_accuracy = has_accuracy(self.loss_name)
         if metric.endswith("accuracy") and not is_accuracy:
             raise ValueError(f"early_stopping.metric: {section} has no accuracy under {self.loss_name}")
         if metric == "evaluation_loss" and is_accuracy:

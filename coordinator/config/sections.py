@@ -490,7 +490,7 @@ class ClassCountsConfig(Section):
 
 
 class PrivateEvaluationConfig(Section):
-    """The model's mean loss, and accuracy under ``cross_entropy``, on the private training examples.
+    """The model's mean loss on the private training examples, and under a loss that has one the accuracy.
 
     With ``classes`` also the share of examples of each pair of label and predicted class, from which F1 follows.
 

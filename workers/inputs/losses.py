@@ -53,6 +53,28 @@ class BuiltInLoss:
         return torch.where(total.isnan(), torch.nan, total)
 
 
+def predicted(output: Tensor, labels: Tensor) -> Tensor:
+    """Return what outputs say of each label, int64 in the shape of the labels.
+
+    An output for each class [n, classes, ...] says the largest one. As many outputs as labels are logits of binary
+    cross entropy: above 0 says 1.
+    """
+    if output.numel() == labels.numel():
+        return (output.reshape(labels.shape) > 0).long()
+    return output.argmax(1)
+
+
+def share_predicted(output: Tensor, labels: Tensor) -> Tensor:
+    """Return the share of each example's labels that are predicted, float64 [n].
+
+    Of several labels an example, -100 is not counted; an example without any other has a share of 0.
+    """
+    counted = (labels != IGNORED) | (labels.ndim == 1)
+    right = predicted(output, labels) == labels
+    found, all_of_them = (part.double().reshape(len(labels), -1).sum(1) for part in (right, counted))
+    return found / all_of_them.clamp(min=1)
+
+
 def _targets(output: Tensor, labels: Tensor, term: LossTerm) -> Tensor:
     """Return the labels of one of several losses; columns of one type hold classes as numbers with a point, too."""
     if term.name != "cross_entropy":

@@ -119,7 +119,7 @@ class LossSpec(Message):
 
 
 def has_accuracy(loss: str) -> bool:
-    """Return whether a split is measured by accuracy under the loss of this name, and else by the loss itself."""
+    """Return whether an accuracy is measured under the loss of this name."""
     return loss in ("cross_entropy", "binary_cross_entropy")
 
 
