@@ -11,7 +11,7 @@ ON_RAY := $(shell awk '$$1 == "ray" { print $$2 }' tests/marks.txt)
 # its start, and a third of the collection of the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test test-fast test-plain test-ray format fuzz proto reference clean
+.PHONY: demo check test test-fast test-plain test-ray format fuzz proto reference pictures clean
 
 demo: $(INSTALLED)
 	$(BIN)/raycloak demo
@@ -47,6 +47,10 @@ format: $(INSTALLED)
 # docs/reference/, from the docstrings of the public names; a test compares it with what this makes.
 reference: $(INSTALLED)
 	$(BIN)/python -m tests.reference
+
+# docs/pictures/, from a run of the demo and by Chromium.
+pictures: $(INSTALLED)
+	$(BIN)/python -m tests.pictures
 
 # The stubs of the two services; a test compares them with what this makes.
 proto: $(INSTALLED)

@@ -38,7 +38,8 @@ def work(name: str, mode: str) -> Any:
     from raycloak.workers.gradients.numerics import pin_numerics
     from raycloak.workers.gradients.row_memory import _mechanism
     from raycloak.workers.inputs.compute_mode import ComputeMode
-    from raycloak.workers.inputs.models import cross_entropy, next_token_cross_entropy, read_flat
+    from raycloak.workers.inputs.losses import cross_entropy, next_token_cross_entropy
+    from raycloak.workers.inputs.models import read_flat
 
     pin_numerics()
     torch.manual_seed(0)

@@ -101,6 +101,7 @@ def _shares(name: str, shape: tuple[int, ...], dtype) -> Iterator[tuple[str, dic
     from raycloak.workers.gradients.clipping import GradientEngine
     from raycloak.workers.inputs import rows
     from raycloak.workers.inputs.models import build_model, loss_function, parameter_count, read_flat
+    from raycloak.workers.terms.manifest import LossSpec
     from raycloak.workers.virtual_worker import VirtualWorkerComputer
 
     folder = ROOT / "examples" / "mnist"
@@ -115,7 +116,7 @@ def _shares(name: str, shape: tuple[int, ...], dtype) -> Iterator[tuple[str, dic
     module = build_model(model_source(config.model), folder, 0)
     mechanism = plan_mechanism(config, 60_000, parameter_count(module))
     parameters = read_flat(module)
-    engine = GradientEngine(module, loss_function("cross_entropy", folder)[0], mechanism)
+    engine = GradientEngine(module, loss_function(LossSpec.of("cross_entropy"), folder)[0], mechanism)
     # Any rows do: a full draw has no place without an example, and time does not depend on what a spare row holds.
     spare = datasets["memory"].batch(np.zeros(1, np.int64))
     computers = {place: VirtualWorkerComputer(mechanism, engine, dataset, spare) for place, dataset in datasets.items()}

@@ -23,6 +23,21 @@ class Lion(torch.optim.Optimizer):
         momentum.lerp_(parameter.grad, 0.01)
 
 
+class OfBiases(Lion):
+    """Moves the tensors that are named ``b``, and nothing else."""
+
+    def __init__(self, params, lr: float, counts: bool = False) -> None:
+        super().__init__(params, lr)
+        self.counts, self.steps = counts, 0
+
+    def step(self) -> None:
+        for group in self.param_groups:
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                if name.rpartition(".")[2] == "b":
+                    self.steps += self.counts
+                    parameter.sub_(parameter.grad, alpha=1 + self.steps)
+
+
 class Draws(Lion):
     def update(self, parameter: Tensor, rate: float, beta: float) -> None:
         parameter.add_(torch.randn_like(parameter))

@@ -41,7 +41,7 @@ from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.membership.departures import Departure
 from raycloak.coordinator.membership.timing import Timer
 from raycloak.coordinator.planning.manifest import build_computation, build_manifest, epochs, run_terms
-from raycloak.coordinator.planning.model_source import compute_mode, model_source
+from raycloak.coordinator.planning.model_source import compute_mode, loss_spec, model_source
 from raycloak.coordinator.planning.plan import keys_per_machine, make_plan, plan_mechanism
 from raycloak.coordinator.planning.references import descriptor, evaluation_folder, sealed_terms
 from raycloak.coordinator.record.folder import RunFolder, RunRecord
@@ -58,7 +58,8 @@ from raycloak.metrics.events import EventWriter
 from raycloak.metrics.traces import OFF, Traces
 from raycloak.workers.gradients.clipping import GradientEngine
 from raycloak.workers.inputs.datasets import ArrayDataset
-from raycloak.workers.inputs.models import ModelSource, build_model, cross_entropy
+from raycloak.workers.inputs.losses import cross_entropy
+from raycloak.workers.inputs.models import ModelSource, build_model
 from raycloak.workers.messages import Admission, StepReply, StepRequest, WorkerSetup
 from raycloak.workers.terms.binding import Binding, vectors_digest
 from raycloak.workers.terms.manifest import Manifest
@@ -122,7 +123,7 @@ def worker_setup(settings: RunConfig, home: Path, data: Arrays | None = None) ->
     assert settings.dataset is not None
     return WorkerSetup(
         model_source(settings.model),
-        settings.loss,
+        loss_spec(settings.loss),
         descriptor(settings.dataset),
         str(base),
         settings.seed,

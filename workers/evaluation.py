@@ -31,9 +31,10 @@ from raycloak.metrics.errors import DatasetError, ProtocolError
 from raycloak.workers.gradients.gradient_parts import named_operations
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.inputs.datasets import Dataset, DatasetForm, dataset_form, slice_ids
+from raycloak.workers.inputs.losses import predicted, share_predicted
 from raycloak.workers.inputs.models import LossFn, ModelRuntime, load_flat
 from raycloak.workers.inputs.sealed import SealedDataset
-from raycloak.workers.terms.manifest import Manifest
+from raycloak.workers.terms.manifest import Manifest, has_accuracy
 from raycloak.workers.terms.measurement import macro_f1
 from raycloak.workers.terms.parameter_digest import own_copy, parameter_digest, tensor_digests
 
@@ -47,7 +48,7 @@ _FLOAT = struct.Struct(">d")
 
 def metric_of(loss: str) -> Metric:
     """Return the metric of a model that is trained with the loss of this name."""
-    return "accuracy" if loss == "cross_entropy" else "loss"
+    return "accuracy" if has_accuracy(loss) else "loss"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class Scores:
     Attributes:
         total: their sum.
         f1: macro F1 over all labels and predictions, as scikit-learn's; a label that the model has no output for is a
-            class of F1 0. None where there is not one class an example.
+            class of F1 0. Of several labels an example, each 0 or 1: the mean of the F1 of each. None elsewhere.
     """
 
     total: float
@@ -65,7 +66,7 @@ class Scores:
 
 
 class Scorer:
-    """Sums the scores of examples, in eval mode: 1 for a label that is the largest output, or the loss.
+    """Sums the scores of examples, in eval mode: the share of an example's labels that are predicted, or the loss.
 
     Args:
         module: becomes this object's own.
@@ -116,10 +117,8 @@ class Scorer:
                 if each is not None:
                     each(output, labels)
                 total += float(self._scores(output, labels).double().sum())
-                if self._metric == "accuracy" and (output.ndim, labels.ndim) == (2, 1):
-                    predicted = output.argmax(1)
-                    right.update(predicted[predicted == labels].tolist())
-                    either.update([*labels.tolist(), *predicted.tolist()])
+                if self._metric == "accuracy":
+                    _count(output, labels, right, either)
         counts = (np.array([found[each] for each in sorted(either)], np.int64) for found in (right, either))
         return Scores(total, macro_f1(*counts))
 
@@ -127,7 +126,18 @@ class Scorer:
         """Return one score per example, [n]."""
         if self._metric == "loss":
             return self._loss(output, labels)
-        return (output.argmax(1) == labels).double().reshape(len(labels), -1).mean(1)
+        return share_predicted(output, labels)
+
+
+def _count(output: Tensor, labels: Tensor, right: Counter[int], either: Counter[int]) -> None:
+    """Count for F1: predictions of one class an example [n], or the positives of each of several labels [n, k]."""
+    found = predicted(output, labels)
+    if labels.ndim == 1:
+        right.update(found[found == labels].tolist())
+        either.update([*labels.long().tolist(), *found.tolist()])
+    elif labels.ndim == 2 and output.numel() == labels.numel():
+        right.update(dict(enumerate(((found == 1) & (labels == 1)).sum(0).tolist())))
+        either.update(dict(enumerate(((found == 1).long() + (labels == 1).long()).sum(0).tolist())))
 
 
 class SliceScore(Message):

@@ -18,7 +18,7 @@ from raycloak.workers.gradients.gradient_parts import named_operations
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.sum_engines import SumEngine
 from raycloak.workers.inputs.datasets import Dataset
-from raycloak.workers.inputs.models import BUILT_IN_LOSSES
+from raycloak.workers.inputs.losses import BUILT_IN_LOSSES
 from raycloak.workers.inputs.text_model import LOSSES_OF_CLASSES
 from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.vectors.streams import KeyStream
@@ -101,7 +101,7 @@ def check_classes(
     vocabulary: int | None = None,
     deterministic: bool = True,
 ) -> None:
-    """Refuse data of more declared classes than the model has outputs, and one output; a function of public facts only.
+    """Refuse data of more declared classes than model or loss knows, and one output; a function of public facts only.
 
     The labels beyond them would give no gradient, in silence, and each step would be charged. A single output has a
     loss of 0 whatever the model computes, so its one class would give none either. What a label means to the user's
@@ -116,6 +116,12 @@ def check_classes(
         ConfigError: ``labels_beyond_head``.
         ModelError: ``nondeterministic_op``.
     """
+    if loss == "binary_cross_entropy" and classes is not None and classes > 2:
+        raise ConfigError(
+            "labels_beyond_head",
+            f"the data has {classes} classes, and {loss} knows two: 0 and 1.",
+            "Take loss: cross_entropy, and give the model one output for each class.",
+        )
     _, labels = dataset.batch(np.empty(0, np.int64))
     if loss not in LOSSES_OF_CLASSES or np.issubdtype(labels.dtype, np.floating):
         return
@@ -124,7 +130,7 @@ def check_classes(
         raise ConfigError(
             "labels_beyond_head",
             f"the model has one output, and {loss} needs one for each class.",
-            "Give it two outputs for yes or no; for a number, take loss: mse and float labels.",
+            "For yes or no take loss: binary_cross_entropy, or two outputs; for a number, loss: mse and float labels.",
         )
     if classes is not None and classes > outputs:
         raise ConfigError(

@@ -11,7 +11,7 @@ from raycloak.attestation.policy.policy import Policy
 from raycloak.workers.inputs.compute_mode import PLAIN, ComputeMode
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.inputs.models import ModelSource
-from raycloak.workers.terms.manifest import Manifest, NumericsClass, TensorSpec
+from raycloak.workers.terms.manifest import LossSpec, Manifest, NumericsClass, TensorSpec
 from raycloak.workers.terms.parameter_digest import TensorContent
 from raycloak.workers.terms.public_sums import PublicSums
 from raycloak.workers.vectors.payload import VectorRange
@@ -23,7 +23,6 @@ class WorkerSetup:
 
     Attributes:
         base: directory that relative dataset paths and ``module:function`` names start from.
-        loss: a built-in one's name, or ``module:function``.
         seed: public seed of the initial parameters.
         device: ``cpu`` or ``cuda``.
         allow_nondeterministic: whether operations without a deterministic kernel may run; the run is then NOT EXACT.
@@ -34,7 +33,7 @@ class WorkerSetup:
     """
 
     model: ModelSource
-    loss: str
+    loss: LossSpec
     dataset: DatasetDescriptor
     base: str
     seed: int

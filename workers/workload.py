@@ -40,7 +40,7 @@ from raycloak.workers.inputs.sent_slots import SentSlots
 from raycloak.workers.inputs.text_model import check_text, libraries
 from raycloak.workers.known_answer import check_classes, found_classes, known_answer
 from raycloak.workers.messages import WorkerFacts, WorkerSetup
-from raycloak.workers.terms.manifest import Manifest, NumericsClass
+from raycloak.workers.terms.manifest import SEVERAL, Manifest, NumericsClass
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.mechanism import Mechanism, check_together
 from raycloak.workers.terms.parameter_digest import check_same_tensors, frozen_digest, parameter_digest, tensor_digests
@@ -99,13 +99,13 @@ class Workload:
         self.form = dataset_form(self.dataset)
         if setup.model.hub is not None:
             setup.model.hub.check_tokenizer(setup.dataset.tokenizer, setup.base)
-        self.vocabulary = check_text(self.module, self.form, setup.loss, opened.vocabulary, setup.dataset.classes)
+        self.vocabulary = check_text(self.module, self.form, setup.loss.name, opened.vocabulary, setup.dataset.classes)
         is_sent = isinstance(self.dataset, SentSlots)
         padded = setup.model.hub is not None
         self.sent_form = SentForm(self.form, self.vocabulary, setup.dataset.classes, padded) if is_sent else None
         check_trainable(self.module, self.form, loss_fn, deterministic, self.vocabulary)
         classes = setup.dataset.classes
-        check_classes(self.module, setup.loss, self.dataset, classes, self.vocabulary, deterministic)
+        check_classes(self.module, setup.loss.name, self.dataset, classes, self.vocabulary, deterministic)
         # Before the parameters are copied: it takes as much memory as a step.
         rows = largest_rows(self.module, self.form, loss_fn, deterministic, self.vocabulary, setup.device)
         self.facts = WorkerFacts(
@@ -124,7 +124,7 @@ class Workload:
         tensors = self.facts.tensors
         self.start = parameter_digest(tensors, tensor_digests(self.facts.initial_parameters, tensors))
         folder = None if setup.evaluation is None else Path(setup.base) / setup.evaluation
-        self.split = None if folder is None else open_split(folder, setup.loss, self.form, self.runtime)
+        self.split = None if folder is None else open_split(folder, setup.loss.name, self.form, self.runtime)
         self.evaluation_slices: SliceLocks = ClearSlices() if self.split is None else self.split.dataset
 
     def stated(self) -> WorkerFacts:
@@ -189,7 +189,8 @@ class PlannedWorkload:
         vocabulary = workload.vocabulary
         check_rows(workload.module, workload.form, runtime.loss_fn, mechanisms, runtime.deterministic, vocabulary)
         classes = _declared_classes(measurements) or workload.setup.dataset.classes
-        if classes is None:
+        # Columns of several losses have no number of classes together.
+        if classes is None or workload.setup.loss.name == SEVERAL:
             classes = found_classes(workload.module, workload.loss, dataset, vocabulary, runtime.deterministic)
         # Before the engine takes the model to its device.
         spare = spare_rows(workload.module.train(), workload.form, runtime.deterministic, vocabulary)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from raycloak.coordinator.aggregation.update_rules import Optimizer, own_rule, own_schedule
+from raycloak.coordinator.aggregation.update_rules import Optimizer, by_terms, own_rule, own_schedule, shown_names
 from raycloak.metrics.errors import ConfigError, RunFailedError
 from raycloak.workers.terms.manifest import OptimizerSpec, TensorSpec
 
@@ -18,22 +18,46 @@ _TRIED_STEPS = 3  # the first makes the state, the second uses it, the third use
 _LARGEST_EXTENT = 16  # bounds what a trial costs for a model of any size
 
 
-def try_rule(spec: OptimizerSpec, tensors: Sequence[TensorSpec], total_steps: int, base: Path | str) -> None:
-    """Refuse a rule or schedule of the user's own that a run could not repeat.
+def try_rule(spec: OptimizerSpec, tensors: Sequence[TensorSpec], total_steps: int, base: Path | str) -> tuple[str, ...]:
+    """Refuse a rule or schedule of the user's own that a run could not repeat, and groups that match no tensor.
+
+    The rule is tried with the settings of each group.
 
     Guarantee: returns only if two runs of the rule on the same synthetic tensors gave the same bytes. After each step
     their state is taken out as arrays and put into another instance. One instance that keeps all tensors gave these
     bytes too, so a run computes what ``rule.step()`` does in a loop of torch's own. A schedule gave the same factor
     twice for every step. Not guaranteed: what the rule does on other values.
 
+    Returns:
+        For the reader: what differs, by the groups, for which tensors.
+
     Raises:
-        ConfigError: ``update_rule``, ``schedule`` or ``module_function``.
+        ConfigError: ``update_rule``, ``schedule``, ``module_function`` or ``parameter_groups``.
     """
     if ":" in spec.schedule:
         _try_schedule(spec, total_steps, base)
-    if ":" not in spec.name:
-        return
-    small = _small(tensors)
+    parts = by_terms(spec, tensors)
+    for terms, members in parts.items():
+        if ":" in spec.name:
+            _try_own(terms, _small(members), total_steps, base)
+    found = ((_differences(spec, terms), members) for terms, members in parts.items())
+    return tuple(
+        f"{differences} for {shown_names(members)} ({len(members)} of {len(tensors)} tensors)"
+        for differences, members in found
+        if differences
+    )
+
+
+def _differences(spec: OptimizerSpec, terms: OptimizerSpec) -> str:
+    values = {
+        "learning rate": (spec.learning_rate, f"{terms.learning_rate:g}", terms.learning_rate),
+        "weight decay": (spec.weight_decay, f"{terms.weight_decay:g}", terms.weight_decay),
+        "settings": (spec.settings, terms.settings, terms.settings),
+    }
+    return ", ".join(f"{name} {text}" for name, (before, text, after) in values.items() if before != after)
+
+
+def _try_own(spec: OptimizerSpec, small: Sequence[TensorSpec], total_steps: int, base: Path | str) -> None:
     try:
         first, second = (_by_parts(spec, small, total_steps, base) for _ in range(2))
     except RunFailedError as error:
@@ -65,9 +89,15 @@ def _try_schedule(spec: OptimizerSpec, total_steps: int, base: Path | str) -> No
 
 
 def _small(tensors: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
-    """Return two small tensors for each shape that there is: a rule may couple tensors of one shape."""
-    shapes = dict.fromkeys(tuple(min(extent, _LARGEST_EXTENT) for extent in tensor.shape) for tensor in tensors)
-    return tuple(TensorSpec(name=f"tensor {index}", shape=shape) for index, shape in enumerate([*shapes, *shapes]))
+    """Return two small tensors for each shape and last part of a name: a rule may couple tensors of one shape."""
+    found: dict[tuple[tuple[int, ...], str], str] = {}
+    for tensor in tensors:
+        shape = tuple(min(extent, _LARGEST_EXTENT) for extent in tensor.shape)
+        found.setdefault((shape, tensor.name.rpartition(".")[2]), tensor.name)
+    named = [(name, shape) for (shape, _), name in found.items()]
+    # A rule may look at how a name ends, so the second one ends alike.
+    named += [(f"another.{name}", shape) for name, shape in named]
+    return tuple(TensorSpec(name=name, shape=shape) for name, shape in named)
 
 
 def _start(tensors: Sequence[TensorSpec]) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -89,13 +119,14 @@ def _by_parts(spec: OptimizerSpec, tensors: Sequence[TensorSpec], total_steps: i
 
 def _by_one(spec: OptimizerSpec, tensors: Sequence[TensorSpec], total_steps: int, base: Path | str) -> bytes:
     """Return the parameters after the tried steps, as one instance makes them that lives all along."""
-    schedule = Optimizer(spec, tensors, total_steps, base)
+    schedule, name = Optimizer(spec, tensors, total_steps, base), tensors[0].name
     parameters, gradients = _start(tensors)
     leaves = _leaves(parameters, tensors)
-    rule = own_rule(spec, base)(leaves, schedule.rate(0))
+    named = {tensor.name: leaf for tensor, leaf in zip(tensors, leaves, strict=True)}
+    rule = own_rule(spec, base)(named, schedule.rates(0)[name], spec)
     for step, gradient in enumerate(gradients):
         for group in rule.param_groups:
-            group["lr"] = schedule.rate(min(step, total_steps - 1))
+            group["lr"] = schedule.rates(min(step, total_steps - 1))[name]
         for leaf, part in zip(leaves, _leaves(gradient, tensors), strict=True):
             leaf.grad = part
         with torch.no_grad():

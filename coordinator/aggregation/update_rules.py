@@ -14,6 +14,9 @@ sees released values alone. It runs in the aggregator, against which every claim
 | ``adam``, ``adamw`` | beta1, beta2, eps, weight decay (added to the gradient; decoupled) |
 | ``adafactor`` | eps (the smaller of its two), weight decay; its own decay of the second moment |
 | ``module:Class`` | settings; the user's own `torch.optim.Optimizer`, an instance for each tensor and step |
+
+Rates, decays and settings may differ between tensors, by name (`OptimizerSpec.groups`). What applies to a tensor
+follows from its own name, so it does not depend on the number of ranges either.
 """
 
 import inspect
@@ -31,7 +34,7 @@ from numpy.typing import NDArray
 from raycloak.metrics.errors import ConfigError, ProtocolError, RunFailedError, is_out_of_memory
 from raycloak.metrics.proof_bounds import require_bound
 from raycloak.workers.inputs.user_code import own_words, resolve, source_digest
-from raycloak.workers.terms.manifest import OptimizerSpec, TensorSpec
+from raycloak.workers.terms.manifest import OptimizerSpec, TensorSpec, matches
 from raycloak.workers.terms.parameter_digest import dimension
 
 State = dict[str, NDArray[Any]]
@@ -64,12 +67,20 @@ TURN = 2**22
 A multiple of what a kernel takes at once: only the last values of a tensor are taken one by one, as without a cut.
 """
 
+# Names of tensors that an error lists.
+_SHOWN = 8
 _STATE_TYPES = (torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.bool)
 _STATE_REMEDY = "Keep tensors in self.state[parameter], also the number of the step: torch.tensor(0.0)."
 
 
-def own_rule(spec: OptimizerSpec, base: Path | str) -> Callable[..., Any]:
-    """Return what makes the user's own rule for some tensors at a learning rate: of (tensors, lr).
+OwnRule = Callable[[Mapping[str, torch.Tensor], float, OptimizerSpec], Any]
+"""(tensors by name, learning rate, what applies to them) to the user's own rule for them."""
+
+
+def own_rule(spec: OptimizerSpec, base: Path | str) -> OwnRule:
+    """Return what makes the user's own rule.
+
+    Its groups have ``param_names``, the names of ``params``, as torch has them for named parameters.
 
     Raises:
         ConfigError: ``module_function``; ``update_rule`` if it is no ``torch.optim.Optimizer``.
@@ -84,8 +95,15 @@ def own_rule(spec: OptimizerSpec, base: Path | str) -> Callable[..., Any]:
     if found.add_param_group is torch.optim.Optimizer.add_param_group:
         # Torch's own imports the compiler; see `_without_compiler`.
         found = type(found.__name__, (found,), {"add_param_group": inspect.unwrap(found.add_param_group)})
-    settings = json.loads(spec.settings)
-    return lambda tensors, lr: found(tensors, lr=lr, **settings)
+
+    def make(tensors: Mapping[str, torch.Tensor], lr: float, terms: OptimizerSpec) -> Any:
+        rule = found(list(tensors.values()), lr=lr, **json.loads(terms.settings))
+        names = {id(tensor): name for name, tensor in tensors.items()}
+        for group in rule.param_groups:
+            group["param_names"] = [names[id(each)] for each in group["params"]]
+        return rule
+
+    return make
 
 
 def own_schedule(spec: OptimizerSpec, base: Path | str) -> Callable[[int, int], float]:
@@ -132,8 +150,33 @@ def require_source(spec: OptimizerSpec, base: Path | str) -> None:
             raise ProtocolError("manifest_mismatch", f"the source of {name} is not the one that the manifest states")
 
 
+def by_terms(spec: OptimizerSpec, tensors: Sequence[TensorSpec]) -> dict[OptimizerSpec, list[TensorSpec]]:
+    """Return the tensors to which the same settings apply, by these settings.
+
+    Raises:
+        ConfigError: ``parameter_groups`` if a pattern of a group matches none of the tensors.
+    """
+    for pattern in (pattern for group in spec.groups for pattern in group.params):
+        if not any(matches(pattern, tensor.name) for tensor in tensors):
+            raise ConfigError(
+                "parameter_groups",
+                f"optimizer.groups: no trained tensor has a name like '{pattern}'; there are {shown_names(tensors)}.",
+                "A pattern matches a whole name; * stands for any text. `raycloak model check` lists the layers.",
+            )
+    found: dict[OptimizerSpec, list[TensorSpec]] = {}
+    for tensor in tensors:
+        found.setdefault(spec.of_tensor(tensor.name), []).append(tensor)
+    return found
+
+
+def shown_names(tensors: Sequence[TensorSpec]) -> str:
+    """Return the names of tensors for a sentence, the first ones of many."""
+    more = f" and {len(tensors) - _SHOWN} more" if len(tensors) > _SHOWN else ""
+    return f"{', '.join(tensor.name for tensor in tensors[:_SHOWN])}{more}"
+
+
 def learning_rate(spec: OptimizerSpec, step: int, total_steps: int) -> float:
-    """Return the learning rate of ``step`` (counted from 0), a pure function of its arguments.
+    """Return the learning rate of ``step`` (counted from 0) outside of groups, a pure function of its arguments.
 
     Warm-up rises linearly and reaches the full rate at step ``warmup_steps - 1``. Then ``constant`` stays there.
     ``linear`` and ``cosine`` fall towards zero, which they would reach at ``total_steps``.
@@ -182,19 +225,21 @@ class Optimizer:
         self._spec = spec
         self._tensors = tuple(tensors)
         self._total_steps = total_steps
+        self._terms = {tensor.name: spec.of_tensor(tensor.name) for tensor in self._tensors}
         self._own = own_rule(spec, base) if ":" in spec.name else None
         self._factor = own_schedule(spec, base) if ":" in spec.schedule else None
         self._turns = tuple(_turns(self._tensors, cuts=spec.name in _ELEMENTWISE))
 
-    def rate(self, step: int) -> float:
-        """Return the learning rate of ``step``, by the schedule of the run.
+    def rates(self, step: int) -> dict[str, float]:
+        """Return the learning rate of each tensor in ``step``, by the schedule of the run.
 
         Raises:
             ConfigError: ``schedule`` as :func:`own_schedule`.
         """
-        if self._factor is not None:
-            return self._spec.learning_rate * self._factor(step, self._total_steps)
-        return learning_rate(self._spec, step, self._total_steps)
+        if self._factor is None:
+            return {name: learning_rate(terms, step, self._total_steps) for name, terms in self._terms.items()}
+        factor = self._factor(step, self._total_steps)
+        return {name: terms.learning_rate * factor for name, terms in self._terms.items()}
 
     def initial_state(self) -> State:
         """Return the state before the first step: empty. The first :meth:`update` fills it."""
@@ -225,7 +270,7 @@ class Optimizer:
         """
         size = dimension(self._tensors)
         require_bound(parameters.shape == averaged_gradient.shape == (size,), "an update has the size of its range")
-        updated, rate = np.empty(size, np.float32), self.rate(step)
+        updated, rates = np.empty(size, np.float32), self.rates(step)
         new_state: State = {}
         for pieces in self._turns:
             leaves = [_copied(parameters, piece) for piece in pieces]
@@ -233,7 +278,7 @@ class Optimizer:
             with np.errstate(over="ignore"):
                 for leaf, piece in zip(leaves, pieces, strict=True):
                     leaf.grad = _copied(averaged_gradient, piece)
-            rules = self._stepped(leaves, pieces, state, rate, step)
+            rules = self._stepped(leaves, pieces, state, rates, step)
             for leaf, piece, rule in zip(leaves, pieces, rules, strict=True):
                 leaf.grad = None
                 self._require_finite(leaf, step)
@@ -246,18 +291,22 @@ class Optimizer:
         leaves: list[torch.Tensor],
         pieces: Sequence["_Piece"],
         state: Mapping[str, NDArray[Any]],
-        rate: float,
+        rates: Mapping[str, float],
         step: int,
     ) -> list[Any]:
         """Return the rule of each leaf, after its step."""
         if self._own is None:
-            rules = [self._rule(leaves, rate)] * len(leaves)
+            rules = [self._rule(leaves, pieces, rates)] * len(leaves)
             self._restore(rules, leaves, pieces, state)
             rules[0].step()
             return rules
         try:
             # One for each tensor, so that no rule can couple tensors and ranges change no byte.
-            rules = [self._own([leaf], rate) for leaf in leaves]
+            names = [piece.tensor.name for piece in pieces]
+            rules = [
+                self._own({name: leaf}, rates[name], self._terms[name])
+                for name, leaf in zip(names, leaves, strict=True)
+            ]
             self._restore(rules, leaves, pieces, state)
             with torch.no_grad():
                 for rule in rules:
@@ -289,21 +338,24 @@ class Optimizer:
                 # Copied, because torch updates the state in place and no argument may change.
                 rule.state[leaf][field] = torch.from_numpy(piece.of(value).copy())
 
-    def _rule(self, leaves: list[torch.Tensor], rate: float) -> Any:
-        spec = self._spec
-        decay, betas = spec.weight_decay, (spec.beta1, spec.beta2)
+    def _rule(self, leaves: list[torch.Tensor], pieces: Sequence["_Piece"], rates: Mapping[str, float]) -> Any:
+        spec, betas = self._spec, (self._spec.beta1, self._spec.beta2)
+        groups: dict[tuple[float, float], list[torch.Tensor]] = {}
+        for leaf, piece in zip(leaves, pieces, strict=True):
+            name = piece.tensor.name
+            groups.setdefault((rates[name], self._terms[name].weight_decay), []).append(leaf)
+        given = [{"params": each, "lr": rate, "weight_decay": decay} for (rate, decay), each in groups.items()]
         # One tensor at a time, so that the bytes do not depend on the cut into ranges.
         kernels = {"foreach": False, "fused": False}
         match spec.name:
             case "sgd":
-                return _SGD(leaves, lr=rate, momentum=spec.momentum, weight_decay=decay, **kernels)
+                return _SGD(given, momentum=spec.momentum, **kernels)
             case "adam":
-                return _ADAM(leaves, lr=rate, betas=betas, eps=spec.eps, weight_decay=decay, **kernels)
+                return _ADAM(given, betas=betas, eps=spec.eps, **kernels)
             case "adamw":
-                return _ADAMW(leaves, lr=rate, betas=betas, eps=spec.eps, weight_decay=decay, **kernels)
+                return _ADAMW(given, betas=betas, eps=spec.eps, **kernels)
             case "adafactor":
-                epsilons = (spec.eps, _ADAFACTOR_PARAMETER_SCALE)
-                return _ADAFACTOR(leaves, lr=rate, eps=epsilons, weight_decay=decay, foreach=False)
+                return _ADAFACTOR(given, eps=(spec.eps, _ADAFACTOR_PARAMETER_SCALE), foreach=False)
         raise ConfigError("optimizer", f"there is no update rule '{spec.name}'.", "See docs/configuration.md.")
 
     def _keep(self, kept: Mapping[Any, Any], piece: "_Piece", state: State, step: int) -> None:

@@ -28,7 +28,7 @@ from raycloak.coordinator.config.home import ledger_url
 from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.console.output import attach_log
 from raycloak.coordinator.planning.dry_run import mechanism_of
-from raycloak.coordinator.planning.model_source import compute_mode, model_source
+from raycloak.coordinator.planning.model_source import compute_mode, loss_spec, model_source
 from raycloak.coordinator.planning.payer import account_cap, data_name
 from raycloak.coordinator.record.folder import AUDIT, RunFolder, run_lock
 from raycloak.coordinator.record.outcome import Finished
@@ -274,7 +274,7 @@ def _setup(config: RunConfig, folder: Path, task: CanaryTask) -> WorkerSetup:
     assert config.model is not None, "the audit's own task is named"
     return WorkerSetup(
         model=model_source(config.model),
-        loss=config.loss,
+        loss=loss_spec(config.loss),
         dataset=task.described(),
         base=str(folder),
         seed=config.seed,

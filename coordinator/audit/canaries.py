@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from raycloak.coordinator.audit.removals import largest_move
 from raycloak.coordinator.config.run import ModelField, RunConfig
-from raycloak.coordinator.config.sections import DatasetConfig, Section
-from raycloak.coordinator.planning.model_source import model_source
+from raycloak.coordinator.config.sections import DatasetConfig, LossField, Section
+from raycloak.coordinator.planning.model_source import loss_spec, model_source
 from raycloak.coordinator.planning.references import descriptor, require_at_hand
 from raycloak.metrics.errors import ConfigError, ModelError
 from raycloak.workers.gradients.gradient_parts import PerExampleGradients
@@ -93,7 +93,7 @@ class CanaryTask(Section):
     base: str
     dataset: DatasetConfig
     model: ModelField
-    loss_function: str
+    loss_function: LossField
     feature_shape: tuple[int, ...]
     vocabulary: int | None
     output_shape: tuple[int, ...]
@@ -131,7 +131,7 @@ class CanaryTask(Section):
             model=config.model,
             loss_function=config.loss,
             feature_shape=form.feature_shape,
-            vocabulary=check_text(inner, form, config.loss, opened.vocabulary, descriptor(config.dataset).classes),
+            vocabulary=check_text(inner, form, config.loss_name, opened.vocabulary, descriptor(config.dataset).classes),
             output_shape=output_shape,
             included=tuple(bool(each) for each in included),
             raw_norm=RAW_NORM * config.dp_config.max_grad_norm,
@@ -237,5 +237,5 @@ class CanaryTask(Section):
 
     @cached_property
     def _inner_loss(self) -> LossFn:
-        found, _ = loss_function(self.loss_function, self.base)
+        found, _ = loss_function(loss_spec(self.loss_function), self.base)
         return found

@@ -20,6 +20,7 @@ import torch
 from raycloak.coordinator.cluster.backend import LocalBackend
 from raycloak.coordinator.cluster.remote import Actor, Reference
 from raycloak.coordinator.config.run import RunConfig, parse_config
+from raycloak.coordinator.planning.model_source import loss_spec
 from raycloak.coordinator.planning.references import descriptor
 from raycloak.coordinator.record.folder import RunFolder, RunRecord
 from raycloak.coordinator.runs.local_session import local_session
@@ -156,7 +157,7 @@ def _write_examples(folder: Path, workers: int, width: int) -> None:
 def _setup(config: RunConfig, folder: Path, width: int) -> WorkerSetup:
     assert config.dataset is not None, "it is named above"
     model = ModelSource.of(lambda: torch.nn.Linear(width, CLASSES, bias=False))
-    return WorkerSetup(model, config.loss, descriptor(config.dataset), str(folder), config.seed, "cpu")
+    return WorkerSetup(model, loss_spec(config.loss), descriptor(config.dataset), str(folder), config.seed, "cpu")
 
 
 def _record(run_id: str, folder: Path) -> RunRecord:

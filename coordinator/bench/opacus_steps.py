@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from raycloak.coordinator.accounting.opacus_modules import opacus_module
-from raycloak.coordinator.aggregation.update_rules import learning_rate
+from raycloak.coordinator.aggregation.update_rules import by_terms, learning_rate
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.planning.manifest import optimizer_spec
-from raycloak.coordinator.planning.model_source import model_source
+from raycloak.coordinator.planning.model_source import loss_spec, model_source
 from raycloak.coordinator.planning.references import descriptor
 from raycloak.metrics.errors import ConfigError
-from raycloak.workers.inputs.models import build_model, loss_function
+from raycloak.workers.inputs.models import build_model, loss_function, trainable_tensors
 from raycloak.workers.terms.manifest import OptimizerSpec
 from raycloak.workers.terms.mechanism import Mechanism
 
@@ -39,7 +39,7 @@ class OpacusTraining:
         mechanism: of the run's plan.
 
     Raises:
-        ConfigError: ``bench_peer`` for an update rule that torch does not have; as a run for data and model.
+        ConfigError: ``bench_peer`` for an update rule that torch does not have; as a run for data, model and groups.
     """
 
     def __init__(self, config: RunConfig, base: Path, mechanism: Mechanism) -> None:
@@ -49,7 +49,7 @@ class OpacusTraining:
         self._mechanism, self._spec = mechanism, optimizer_spec(config.optimizer, base)
         self._dataset = descriptor(config.dataset).open(base)
         self.module = build_model(model_source(config.model), base, config.seed)
-        self._loss, _ = loss_function(config.loss, base)
+        self._loss, _ = loss_function(loss_spec(config.loss), base)
         self._rule, self._wrapped = _update_rule(self.module, self._spec), self.module
         if mechanism.private:
             # Its own check for buffers would refuse transformers that it computes correctly.
@@ -67,7 +67,7 @@ class OpacusTraining:
     def step(self) -> None:
         """Draw a batch, sum its clipped gradients, add noise and update the parameters."""
         for group in self._rule.param_groups:
-            group["lr"] = learning_rate(self._spec, self._step, self._mechanism.steps)
+            group["lr"] = learning_rate(group["terms"], self._step, self._mechanism.steps)
         features, labels = self._dataset.batch(np.asarray(next(self._batches)))
         rows = self._mechanism.micro_batch_size
         starts = range(0, len(features), rows)
@@ -105,12 +105,15 @@ def _update_rule(module: nn.Module, spec: OptimizerSpec) -> Any:
             f"plain torch has no update rule '{spec.name}'.",
             f"Compare with one of {', '.join(TORCH_RULES)}.",
         )
-    trained = [tensor for tensor in module.parameters() if tensor.requires_grad]
+    trained = {name: tensor for name, tensor in module.named_parameters() if tensor.requires_grad}
+    groups = [
+        {"params": [trained[tensor.name] for tensor in members], "weight_decay": terms.weight_decay, "terms": terms}
+        for terms, members in by_terms(spec, trainable_tensors(module)).items()
+    ]
     if spec.name == "sgd":
-        return torch.optim.SGD(trained, lr=spec.learning_rate, momentum=spec.momentum, weight_decay=spec.weight_decay)
+        return torch.optim.SGD(groups, lr=spec.learning_rate, momentum=spec.momentum)
     rule = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[spec.name]
-    betas = (spec.beta1, spec.beta2)
-    return rule(trained, lr=spec.learning_rate, betas=betas, eps=spec.eps, weight_decay=spec.weight_decay)
+    return rule(groups, lr=spec.learning_rate, betas=(spec.beta1, spec.beta2), eps=spec.eps)
 
 
 def take_steps(pipe: Connection, config: RunConfig, base: Path, mechanism: Mechanism) -> None:

@@ -9,19 +9,18 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 
-from raycloak.coordinator.config.run import ModelField, RunConfig, problem_of
+from raycloak.coordinator.config.run import ALTERNATIVES, ModelField, RunConfig, problem_of
 from raycloak.coordinator.config.sections import (
-    LOSSES,
     DatasetConfig,
     DPConfig,
     EarlyStoppingConfig,
     KeyServiceConfig,
     LoraConfig,
+    LossField,
     MeasurementsConfig,
     ModelConfig,
     OptimizerConfig,
     Section,
-    require_known,
 )
 from raycloak.metrics.service_errors import ServiceValidationError
 
@@ -70,7 +69,7 @@ class TrainingConfig(Section):
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]+$", max_length=100)
     model: ModelField
     lora: LoraConfig | None = None
-    loss: str | None = None
+    loss: LossField | None = None
     optimizer: OptimizerConfig = OptimizerConfig()
     dp_config: DPConfig
     dataset: DatasetField
@@ -104,11 +103,6 @@ class TrainingConfig(Section):
         if not model:
             raise ValueError("name a model")
         return model
-
-    @field_validator("loss")
-    @classmethod
-    def _known_loss(cls, loss: str | None) -> str | None:
-        return None if loss is None else require_known(loss, LOSSES, "loss", "module:function")
 
     @field_validator("dataset")
     @classmethod
@@ -166,8 +160,7 @@ def parse_training_config(raw: Any) -> TrainingConfig:
 
 
 def _field_of(place: tuple[int | str, ...]) -> str:
-    # Of alternatives, pydantic also tells which one was tried.
-    tried = {("model", "hub"), ("model", "function"), ("dataset", "sent"), ("dataset", "registered")}
+    tried = ALTERNATIVES | {("dataset", "sent"), ("dataset", "registered")}
     return ".".join(str(part) for part in place if (place[0], part) not in tried)
 
 

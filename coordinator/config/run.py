@@ -10,13 +10,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_args
 
-from pydantic import BaseModel, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Discriminator, Field, Tag, ValidationError, model_validator
 
 from raycloak.attestation.core.mask_graph import LARGEST_COMPLETE
 from raycloak.attestation.files.yaml_reader import parse_yaml, read_yaml
 from raycloak.coordinator.config.sections import (
     LOSS_OF_TASK,
-    LOSSES,
     TABLES,
     AttestationConfig,
     CheckpointConfig,
@@ -28,6 +27,7 @@ from raycloak.coordinator.config.sections import (
     KeyServiceConfig,
     LedgerConfig,
     LoggersConfig,
+    LossField,
     MasksConfig,
     MeasurementsConfig,
     MetricsConfig,
@@ -36,9 +36,10 @@ from raycloak.coordinator.config.sections import (
     PlacementConfig,
     RingConfig,
     Section,
-    require_known,
+    name_of_loss,
 )
 from raycloak.metrics.errors import ConfigError
+from raycloak.workers.terms.manifest import has_accuracy
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -78,8 +79,9 @@ class RunConfig(Section):
         steps, epochs: planned steps, or average passes over the data; at most one of the two, 200 steps by default.
         model: ``module:function`` that returns a ``torch.nn.Module``, or a Hugging Face model by configuration; a
             Trainer may be given a callable instead.
-        loss: ``cross_entropy``, ``token_cross_entropy``, ``next_token_cross_entropy``, ``mse`` or ``module:function``
-            of (output, label) giving one loss per example; the task's own for a Hugging Face model.
+        loss: ``cross_entropy``, ``token_cross_entropy``, ``next_token_cross_entropy``, ``binary_cross_entropy``,
+            ``mse``, ``huber`` or ``module:function`` of (output, label) giving one loss per example; a built-in one
+            with settings; or a list of those, which are added up. A Hugging Face model has its task's by default.
         early_stopping: ends the run once a public or released result no longer gets better.
         seed: public seed of the model's initial parameters.
         aggregators: S, number of parameter ranges.
@@ -111,7 +113,7 @@ class RunConfig(Section):
     steps: int | None = Field(default=None, gt=0, le=2**31)
     epochs: float | None = Field(default=None, gt=0, le=2**20)
     model: ModelField = None
-    loss: str = "cross_entropy"
+    loss: LossField = "cross_entropy"
     seed: int = Field(default=0, ge=0, lt=2**63)
     dataset: DatasetConfig | None = None
     evaluation: EvaluationConfig | None = None
@@ -141,11 +143,6 @@ class RunConfig(Section):
     allow_nondeterministic: bool = False
     callbacks: list[str] = Field(default_factory=list)
     loggers: LoggersConfig = LoggersConfig()
-
-    @field_validator("loss")
-    @classmethod
-    def _known_loss(cls, loss: str) -> str:
-        return require_known(loss, LOSSES, "loss", "module:function")
 
     @model_validator(mode="before")
     @classmethod
@@ -253,7 +250,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _classes_of_the_loss(self) -> Self:
         measured = self.measurements.evaluation
-        if measured is not None and measured.classes is not None and self.loss != "cross_entropy":
+        if measured is not None and measured.classes is not None and self.loss_name != "cross_entropy":
             raise ValueError("measurements.evaluation.classes belongs to cross_entropy: no other loss predicts a class")
         return self
 
@@ -266,11 +263,11 @@ class RunConfig(Section):
         section = "evaluation" if on_split else "measurements.evaluation"
         if (self.evaluation if on_split else self.measurements.evaluation) is None:
             raise ValueError(f"early_stopping.metric {metric} needs {section}")
-        has_accuracy = self.loss == "cross_entropy"
-        if metric.endswith("accuracy") and not has_accuracy:
-            raise ValueError(f"early_stopping.metric: {section} has an accuracy under cross_entropy alone")
-        if metric == "evaluation_loss" and has_accuracy:
-            raise ValueError("early_stopping.metric: under cross_entropy evaluation measures the accuracy")
+        is_accuracy = has_accuracy(self.loss_name)
+        if metric.endswith("accuracy") and not is_accuracy:
+            raise ValueError(f"early_stopping.metric: {section} has no accuracy under {self.loss_name}")
+        if metric == "evaluation_loss" and is_accuracy:
+            raise ValueError(f"early_stopping.metric: under {self.loss_name} evaluation measures the accuracy")
         return self
 
     @model_validator(mode="after")
@@ -284,6 +281,11 @@ class RunConfig(Section):
         if trained is not None and measured is not None and trained != measured:
             raise ValueError("evaluation.dataset.tokenizer must be dataset.tokenizer: the model knows one vocabulary")
         return self
+
+    @property
+    def loss_name(self) -> str:
+        """The name of the loss; ``several`` for a list of them."""
+        return name_of_loss(self.loss)
 
     @property
     def fewest_workers(self) -> int:
@@ -392,9 +394,14 @@ _USUAL_NAMES = {
 """The names that other libraries give to our fields."""
 
 
+ALTERNATIVES = frozenset(
+    {("model", "hub"), ("model", "function"), ("loss", "named"), ("loss", "with_settings"), ("loss", "several")}
+)
+"""Fields with alternatives and the tags of these: pydantic also tells which one it tried."""
+
+
 def _field_of(place: tuple[int | str, ...]) -> str:
-    # Of alternatives for a model, pydantic also tells which one was tried.
-    return ".".join(str(part) for part in place if (place[0], part) not in (("model", "hub"), ("model", "function")))
+    return ".".join(str(part) for part in place if (place[0], part) not in ALTERNATIVES)
 
 
 def problem_of(section: type[Section], field: str, error: "ErrorDetails") -> str:
@@ -421,8 +428,11 @@ def _meant(section: type[Section], unknown: str) -> str:
     near = [beside[name] for name in get_close_matches(last, beside, n=1, cutoff=0.7)]
     contained = [name for short, name in beside.items() if last in short.split("_") or short in last.split("_")]
     for found in (usual, near, elsewhere, contained):
-        if len(found) == 1:
-            return f"; did you mean {found[0]}?"
+        # Of several, the one beside it is meant, or else the one of the whole and not of a part.
+        own = [name for name in found if name.rpartition(".")[0] == kept]
+        least = min((name.count(".") for name in found), default=0)
+        if len(meant := own or [name for name in found if name.count(".") == least]) == 1:
+            return f"; did you mean {meant[0]}?"
     return f"; {parent} has {', '.join(beside)}" if parent and beside else ""
 
 

@@ -2,19 +2,34 @@
 
 import re
 from difflib import get_close_matches
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from raycloak.attestation.core.secret_urls import secret_in
+from raycloak.workers.terms.manifest import SEVERAL, LossName
 
 Kept = Literal["sealed", "clear"]
 
 LARGEST_NOISE = 2.0**40
 """The largest noise multiplier: with more, an accountant's squares would overflow, and no ring could hold the noise."""
 
-LOSSES = ("cross_entropy", "token_cross_entropy", "next_token_cross_entropy", "mse")
-"""The losses that have a name; `raycloak.workers.inputs.models` computes them."""
+CLASS_LOSSES = ("cross_entropy", "token_cross_entropy", "next_token_cross_entropy")
+LOSSES: tuple[str, ...] = get_args(LossName)
+"""The losses that have a name; `raycloak.workers.inputs.losses` computes them."""
+
+METRICS = ("auc", "average_precision", "r2", "mae", "rmse")
+"""The metrics that have a name; `raycloak.coordinator.planning.named_metrics` computes them."""
 
 RULES = ("sgd", "adam", "adamw", "adafactor")
 SCHEDULES = ("constant", "linear", "cosine")
@@ -362,6 +377,97 @@ class ModelConfig(Section):
         return self
 
 
+class LossConfig(Section):
+    """A built-in loss with settings, which are public constants; or one of several losses that are added up.
+
+    Attributes:
+        name: ``cross_entropy``, ``token_cross_entropy``, ``next_token_cross_entropy``, ``binary_cross_entropy``,
+            ``mse`` or ``huber``.
+        class_weights: factor of each class's loss, of a cross entropy over classes, in the order of the classes.
+        positive_weights: factor of the positive labels of each output, of ``binary_cross_entropy``.
+        label_smoothing: share of each label that is spread over all classes, of a cross entropy; 0 if absent.
+        delta: the error beyond which ``huber`` is a line, in units of the label; 1 if absent.
+        outputs: columns of the model's output that it takes, as one of several losses. ``cross_entropy`` takes one
+            column of the labels, any other as many as outputs.
+        weight: its factor, as one of several losses; 1 if absent.
+    """
+
+    name: str
+    class_weights: Annotated[list[Annotated[float, Field(ge=0, le=1e6)]], Field(min_length=2)] | None = None
+    positive_weights: Annotated[list[Annotated[float, Field(gt=0, le=1e6)]], Field(min_length=1)] | None = None
+    label_smoothing: float | None = Field(default=None, ge=0, lt=1)
+    delta: float | None = Field(default=None, gt=0, le=1e9)
+    outputs: int | None = Field(default=None, gt=0, le=2**20)
+    weight: float | None = Field(default=None, gt=0, le=1e6)
+
+    @field_validator("name")
+    @classmethod
+    def _built_in(cls, name: str) -> str:
+        if ":" in name:
+            raise ValueError(f"a loss of your own has no settings here; write loss: {name}")
+        return require_known(name, LOSSES, "loss", "your own, as loss: module:function")
+
+    @model_validator(mode="after")
+    def _settings_of_the_loss(self) -> Self:
+        owners = {
+            "class_weights": CLASS_LOSSES,
+            "positive_weights": ("binary_cross_entropy",),
+            "label_smoothing": (*CLASS_LOSSES, "binary_cross_entropy"),
+            "delta": ("huber",),
+        }
+        for field, names in owners.items():
+            if getattr(self, field) is not None and self.name not in names:
+                raise ValueError(f"{field} belongs to {', '.join(names)}")
+        if self.class_weights is not None and not any(self.class_weights):
+            raise ValueError("class_weights has no class that counts")
+        return self
+
+
+def _check_losses(loss: str | LossConfig | list[LossConfig]) -> str | LossConfig | list[LossConfig]:
+    """Refuse what one loss has and several have not, and the reverse."""
+    if isinstance(loss, str):
+        return require_known(loss, LOSSES, "loss", "module:function")
+    if isinstance(loss, LossConfig):
+        if loss.outputs is not None or loss.weight is not None:
+            raise ValueError("outputs and weight belong to one of several losses, in a list")
+        return loss
+    for index, each in enumerate(loss):
+        if each.name in CLASS_LOSSES[1:]:
+            raise ValueError(f"entry {index}: {each.name} takes all outputs, so it cannot be one of several")
+        if each.outputs is None or (each.outputs < 2 and each.name == "cross_entropy"):
+            raise ValueError(
+                f"entry {index}: give outputs, the number of outputs it takes; cross_entropy takes 2 or more"
+            )
+        given = each.class_weights or each.positive_weights
+        if given is not None and len(given) != each.outputs:
+            raise ValueError(f"entry {index} has {each.outputs} outputs and {len(given)} weights; give one for each")
+    return loss
+
+
+def _form_of_loss(loss: Any) -> str:
+    if isinstance(loss, list):
+        return "several"
+    return "with_settings" if isinstance(loss, dict | LossConfig) else "named"
+
+
+# By the form that was given, an error is of one alternative and names its field.
+LossField = Annotated[
+    Annotated[str, Tag("named")]
+    | Annotated[LossConfig, Tag("with_settings")]
+    | Annotated[list[LossConfig], Field(min_length=2), Tag("several")],
+    Discriminator(_form_of_loss),
+    AfterValidator(_check_losses),
+]
+"""A loss's name, a loss with settings, or several losses that are added up."""
+
+
+def name_of_loss(loss: str | LossConfig | list[LossConfig]) -> str:
+    """Return the name of a loss; `SEVERAL` for more than one."""
+    if isinstance(loss, list):
+        return SEVERAL
+    return loss if isinstance(loss, str) else loss.name
+
+
 class EvaluationConfig(Section):
     """A split on which accuracy, or the loss, is measured every ``every`` steps and at the end.
 
@@ -369,13 +475,19 @@ class EvaluationConfig(Section):
     themselves are sealed.
 
     Attributes:
-        metrics: ``module:function`` of the user's own metrics, for a split whose examples are public as well. Each gets
-            outputs ``[n, ...]`` and labels ``[n, ...]`` of the whole split as tensors, and returns one number.
+        metrics: ``auc``, ``average_precision``, ``r2``, ``mae``, ``rmse``, or ``module:function`` of the user's own,
+            for a split whose examples are public as well. Each gets outputs ``[n, ...]`` and labels ``[n, ...]`` of
+            the whole split as tensors, and returns one number.
     """
 
     dataset: DatasetConfig
     every: int = Field(default=10, gt=0)
     metrics: list[str] = Field(default_factory=list)
+
+    @field_validator("metrics")
+    @classmethod
+    def _known_metrics(cls, metrics: list[str]) -> list[str]:
+        return [require_known(metric, METRICS, "metric", "module:function") for metric in metrics]
 
     @property
     def kept(self) -> Kept:
@@ -396,7 +508,7 @@ class ClassCountsConfig(Section):
 
 
 class PrivateEvaluationConfig(Section):
-    """The model's mean loss, and accuracy under ``cross_entropy``, on the private training examples.
+    """The model's mean loss on the private training examples, and under a loss that has one the accuracy.
 
     With ``classes`` also the share of examples of each pair of label and predicted class, from which F1 follows.
 
@@ -446,6 +558,44 @@ class EarlyStoppingConfig(Section):
     min_delta: float = Field(default=0.0, ge=0)
 
 
+class ParameterGroupConfig(Section):
+    """Settings of the update rule for the tensors of some names.
+
+    A tensor takes each setting from the last group that has it and gives that setting, else from the rule itself.
+
+    Attributes:
+        params: a pattern of names of trained tensors, such as ``head.*`` or ``*.bias``, or a list of them. A pattern
+            matches the whole name, with the wildcards of a shell: ``*``, ``?`` and ``[…]``.
+        learning_rate: in place of the rule's; the schedule applies to it too.
+        weight_decay: in place of the rule's, of a built-in rule.
+        settings: keyword arguments of a ``module:Class`` that differ from ``optimizer.settings``.
+    """
+
+    params: str | list[str]
+    learning_rate: float | None = Field(default=None, gt=0, le=3e38)
+    weight_decay: float | None = Field(default=None, ge=0)
+    settings: dict[str, Setting | list[Setting]] = Field(default_factory=dict)
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """The patterns, also where one was given."""
+        return (self.params,) if isinstance(self.params, str) else tuple(self.params)
+
+    @field_validator("params", mode="before")
+    @classmethod
+    def _one_pattern_or_some(cls, params: Any) -> Any:
+        listed = [params] if isinstance(params, str) else params
+        if not isinstance(listed, list) or not listed or any(not isinstance(each, str) or not each for each in listed):
+            raise ValueError("give a pattern of names such as 'head.*', or a list of them")
+        return params
+
+    @model_validator(mode="after")
+    def _changes_something(self) -> Self:
+        if self.learning_rate is None and self.weight_decay is None and not self.settings:
+            raise ValueError("give the group a setting: learning_rate, weight_decay, or settings of your own rule")
+        return self
+
+
 class OptimizerConfig(Section):
     """The aggregator's update rule, applied to the released average.
 
@@ -454,6 +604,7 @@ class OptimizerConfig(Section):
         settings: keyword arguments of a ``module:Class``, besides ``lr``.
         schedule: ``constant``, ``linear``, ``cosine``, or ``module:function`` of (step, steps) giving the factor of the
             learning rate; steps count from 0.
+        groups: settings that differ for some tensors, by their names.
     """
 
     name: str = "sgd"
@@ -466,6 +617,7 @@ class OptimizerConfig(Section):
     eps: float = Field(default=1e-8, gt=0)
     schedule: str = "constant"
     warmup_steps: int = Field(default=0, ge=0)
+    groups: list[ParameterGroupConfig] = Field(default_factory=list)
 
     @field_validator("name")
     @classmethod
@@ -491,6 +643,20 @@ class OptimizerConfig(Section):
             raise ValueError(f"momentum belongs to sgd; {self.name} has no such setting, so set it to 0")
         if self.warmup_steps and self.schedule not in SCHEDULES:
             raise ValueError(f"warmup_steps belongs to the built-in schedules; {self.schedule} has its own warm-up")
+        return self
+
+    @model_validator(mode="after")
+    def _settings_of_groups(self) -> Self:
+        own = self.name not in RULES
+        for index, group in enumerate(self.groups):
+            if own and group.weight_decay is not None:
+                raise ValueError(
+                    f"groups.{index}.weight_decay belongs to the built-in rules; give it to {self.name} in settings"
+                )
+            if group.settings and not own:
+                raise ValueError(f"groups.{index}.settings belong to a rule of your own; {self.name} has fields")
+            if "lr" in group.settings:
+                raise ValueError(f"groups.{index}.settings.lr is groups.{index}.learning_rate")
         return self
 
 

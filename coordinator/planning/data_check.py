@@ -21,7 +21,7 @@ from raycloak.attestation.core.canonical import canonical_json
 from raycloak.attestation.sealed.sealed_data import SealedSource, SliceKeys, Use, load_dataset_key
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig
-from raycloak.coordinator.planning.model_source import model_source
+from raycloak.coordinator.planning.model_source import loss_spec, model_source
 from raycloak.coordinator.planning.references import descriptor, part_of, require_at_hand
 from raycloak.metrics.errors import ConfigError, DatasetError
 from raycloak.metrics.file_errors import file_error
@@ -228,9 +228,9 @@ def _limits(config: RunConfig, base: Path, opened: OpenedDataset) -> tuple[int |
     if config.model is None or form.label_dtype != "int64":
         return (declared if form.label_dtype == "int64" else None), vocabulary
     module = build_model(model_source(config.model), base, config.seed)
-    vocabulary = check_text(module, form, config.loss, vocabulary, declared)
-    check_classes(module, config.loss, opened.examples, declared, vocabulary, deterministic=False)
-    loss = RowLoss(loss_function(config.loss, base)[0])
+    vocabulary = check_text(module, form, config.loss_name, vocabulary, declared)
+    check_classes(module, config.loss_name, opened.examples, declared, vocabulary, deterministic=False)
+    loss = RowLoss(loss_function(loss_spec(config.loss), base)[0])
     shown = found_classes(module, loss, opened.examples, vocabulary, deterministic=False)
     return declared or shown, vocabulary
 

@@ -21,7 +21,7 @@ from raycloak.coordinator.planning.cross_check import checked
 from raycloak.coordinator.planning.data_check import recorded_check
 from raycloak.coordinator.planning.first_look import first_look
 from raycloak.coordinator.planning.manifest import optimizer_spec
-from raycloak.coordinator.planning.model_source import compute_mode, model_source
+from raycloak.coordinator.planning.model_source import compute_mode, loss_spec, model_source
 from raycloak.coordinator.planning.outlook import with_account
 from raycloak.coordinator.planning.own_metrics import own_metrics, try_metrics
 from raycloak.coordinator.planning.payer import (
@@ -78,9 +78,9 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
     slow = slow_products(model, _device(config), config.cpu_capability)
     split_ranges(trainable_tensors(model), config.aggregators)
     spec = optimizer_spec(config.optimizer, config_dir)
-    try_rule(spec, trainable_tensors(model), config.sized(form.num_examples).planned_steps, config_dir)
+    groups = try_rule(spec, trainable_tensors(model), config.sized(form.num_examples).planned_steps, config_dir)
     if (split := public_split(config, config_dir)) is not None:
-        split.check(model, config.loss)
+        split.check(model, config.loss_name)
         _try_metrics(config, config_dir, split)
     sealed = sealed_terms(config, config_dir, "evaluation")
     if sealed is not None:
@@ -91,7 +91,7 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
         check_measurable(measurement, form)
     check_rows(model, form, loss, _mechanisms(plan), not config.allow_nondeterministic, facts.vocabulary)
     noted = with_notes(plan, (*facts.notes, *slow))
-    return replace(checked(noted), data_check=recorded_check(facts.data.fingerprint))
+    return replace(checked(noted), data_check=recorded_check(facts.data.fingerprint), groups=groups)
 
 
 def mechanism_of(config: RunConfig, config_dir: Path) -> Mechanism:
@@ -137,13 +137,13 @@ def _facts_of(config: RunConfig, config_dir: Path) -> _Facts:
     opened = data.open_slices(config_dir)
     form = dataset_form(opened.examples)
     model, notes = build_noted(source, config_dir, config.seed, compute_mode(config))
-    loss, _ = loss_function(config.loss, config_dir)
+    loss, _ = loss_function(loss_spec(config.loss), config_dir)
     if source.hub is not None:
         source.hub.check_tokenizer(data.tokenizer, config_dir)
-    vocabulary = check_text(model, form, config.loss, opened.vocabulary, data.classes)
+    vocabulary = check_text(model, form, config.loss_name, opened.vocabulary, data.classes)
     deterministic = not config.allow_nondeterministic
     check_trainable(model, form, loss, deterministic, vocabulary)
-    check_classes(model, config.loss, opened.examples, data.classes, vocabulary, deterministic)
+    check_classes(model, config.loss_name, opened.examples, data.classes, vocabulary, deterministic)
     return _Facts(
         model=model,
         notes=notes,
@@ -166,8 +166,8 @@ def _try_metrics(config: RunConfig, config_dir: Path, split: PublicSplit) -> Non
     if metrics := own_metrics(config.evaluation.metrics, (), config_dir):
         # A model of its own: the one that is checked stays in train mode.
         model = build_model(model_source(config.model), config_dir, config.seed)
-        loss, _ = loss_function(config.loss, config_dir)
-        try_metrics(metrics, Scorer(model, loss, metric_of(config.loss)), split.examples)
+        loss, _ = loss_function(loss_spec(config.loss), config_dir)
+        try_metrics(metrics, Scorer(model, loss, metric_of(config.loss_name)), split.examples)
 
 
 def _paid(config: RunConfig, config_dir: Path, facts: _Facts) -> Plan:

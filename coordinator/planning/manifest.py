@@ -1,6 +1,5 @@
 """Builds the manifest of a run from its configuration and from the facts of its prepared workers."""
 
-import json
 from pathlib import Path
 
 from raycloak.attestation.core.evidence import CollateralBundle
@@ -12,10 +11,18 @@ from raycloak.attestation.sealed.sealed_data import SealedSource
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.config.sections import RULES, SCHEDULES, OptimizerConfig
 from raycloak.coordinator.planning.masks import MaskPlan
+from raycloak.coordinator.planning.model_source import loss_spec
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.inputs.user_code import source_digest
 from raycloak.workers.messages import WorkerFacts
-from raycloak.workers.terms.manifest import Computation, Manifest, OptimizerSpec, UserCode
+from raycloak.workers.terms.manifest import (
+    Computation,
+    Manifest,
+    OptimizerSpec,
+    ParameterGroup,
+    UserCode,
+    settings_text,
+)
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.terms.parameter_digest import frozen_digest, parameter_digest, tensor_digests
@@ -50,7 +57,7 @@ def build_computation(
         largest_rows=config.micro_batch_size or facts.largest_rows,
         model=model,
         model_code=facts.model_code,
-        loss=config.loss,
+        loss=loss_spec(config.loss),
         loss_code=facts.loss_code,
         tensors=facts.tensors,
         initial_parameters=parameter_digest(facts.tensors, tensor_digests(facts.initial_parameters, facts.tensors)),
@@ -70,10 +77,19 @@ def optimizer_spec(config: OptimizerConfig, base: Path | str) -> OptimizerSpec:
     Raises:
         ConfigError: ``module_function``.
     """
-    given = config.model_dump(exclude={"settings"})
+    given = config.model_dump(exclude={"settings", "groups"})
     return OptimizerSpec(
         **given,
-        settings=json.dumps(config.settings, sort_keys=True, separators=(",", ":"), allow_nan=False),
+        settings=settings_text(config.settings),
+        groups=tuple(
+            ParameterGroup(
+                params=group.patterns,
+                learning_rate=group.learning_rate,
+                weight_decay=group.weight_decay,
+                settings=settings_text(group.settings),
+            )
+            for group in config.groups
+        ),
         code=b"" if config.name in (*RULES, BY_HAND) else source_digest(config.name, base),
         schedule_code=b"" if config.schedule in SCHEDULES else source_digest(config.schedule, base),
     )

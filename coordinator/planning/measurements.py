@@ -12,6 +12,7 @@ from raycloak.coordinator.config.sections import ClassCountsConfig, PrivateEvalu
 from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.planning.batches import UNMEASURED_ROWS
 from raycloak.metrics.errors import ConfigError
+from raycloak.workers.terms.manifest import has_accuracy
 from raycloak.workers.terms.measurement import NORM, Measurement
 from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.vectors.ring import fit_ring
@@ -160,7 +161,7 @@ def _measurement(config: RunConfig, section: Section, training: Mechanism, large
         query, dimension, divisor = "class_counts", section.classes, 1.0
         every, loss_bound = 0, 0.0
     else:
-        query, dimension, divisor = "evaluation", 2 if config.loss == "cross_entropy" else 1, training.num_examples
+        query, dimension, divisor = "evaluation", 2 if has_accuracy(config.loss_name) else 1, training.num_examples
         dimension += (section.classes or 0) ** 2
         every, loss_bound = section.every, section.loss_bound
     workers, noise = training.virtual_workers, _noise(section)

@@ -5,7 +5,7 @@ from pathlib import Path
 from torch import nn
 
 from raycloak.coordinator.config.run import RunConfig
-from raycloak.coordinator.planning.model_source import model_source
+from raycloak.coordinator.planning.model_source import loss_spec, model_source
 from raycloak.coordinator.planning.references import descriptor
 from raycloak.workers.gradients.model_checks import check_trainable
 from raycloak.workers.gradients.model_report import ModelReport, report_on
@@ -38,12 +38,12 @@ def report_in_a_run(config: RunConfig, base: Path) -> tuple[ModelReport, tuple[s
         return report_on(model), notes
     described = descriptor(config.dataset)
     opened = described.open_slices(base)
-    form, (loss, _) = dataset_form(opened.examples), loss_function(config.loss, base)
-    vocabulary = check_text(model, form, config.loss, opened.vocabulary, described.classes)
+    form, (loss, _) = dataset_form(opened.examples), loss_function(loss_spec(config.loss), base)
+    vocabulary = check_text(model, form, config.loss_name, opened.vocabulary, described.classes)
     deterministic = not config.allow_nondeterministic
 
     def check(probe: nn.Module) -> None:
         check_trainable(probe, form, loss, deterministic, vocabulary)
-        check_classes(probe, config.loss, opened.examples, described.classes, vocabulary, deterministic)
+        check_classes(probe, config.loss_name, opened.examples, described.classes, vocabulary, deterministic)
 
     return report_on(model, check), notes

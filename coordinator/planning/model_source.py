@@ -1,11 +1,12 @@
-"""The model that a configuration names, and how it is computed. Apart from other references: models need torch."""
+"""The model and loss of a configuration, and how they are computed. Apart from other references: they need torch."""
 
 from raycloak.coordinator.config.run import RunConfig
-from raycloak.coordinator.config.sections import ModelConfig
+from raycloak.coordinator.config.sections import LossConfig, ModelConfig, name_of_loss
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.inputs.compute_mode import ComputeMode
 from raycloak.workers.inputs.hub_model import HubSpec
 from raycloak.workers.inputs.models import ModelSource
+from raycloak.workers.terms.manifest import LossSpec, LossTerm
 
 
 def model_source(model: str | ModelConfig | None) -> ModelSource:
@@ -23,3 +24,17 @@ def model_source(model: str | ModelConfig | None) -> ModelSource:
 def compute_mode(config: RunConfig) -> ComputeMode:
     """Return the way in which the workers compute the model."""
     return ComputeMode(config.precision, config.gradient_checkpointing)
+
+
+def loss_spec(loss: str | LossConfig | list[LossConfig]) -> LossSpec:
+    """Return the loss of a run with all its settings."""
+    if isinstance(loss, str):
+        return LossSpec.of(loss)
+    return LossSpec(name=name_of_loss(loss), terms=tuple(map(_loss_term, loss if isinstance(loss, list) else [loss])))
+
+
+def _loss_term(config: LossConfig) -> LossTerm:
+    given = config.model_dump(exclude_none=True)
+    return LossTerm.model_validate(
+        {key: tuple(each) if isinstance(each, list) else each for key, each in given.items()}
+    )

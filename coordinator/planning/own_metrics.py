@@ -1,4 +1,4 @@
-"""Metrics of the user's own, measured by the driver on a public split.
+"""Metrics of the user's own and built-in ones, measured by the driver on a public split.
 
 Hides how a metric is found, named, tried before anything is charged, and called.
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from raycloak.coordinator.config.sections import metric_name
+from raycloak.coordinator.planning.named_metrics import NAMED_METRICS
 from raycloak.metrics.errors import ConfigError
 from raycloak.metrics.registry import is_identifier
 from raycloak.workers.evaluation import Scorer
@@ -44,11 +45,13 @@ class OwnMetric:
 
     @classmethod
     def of(cls, metric: str | Metric, base: Path | str) -> Self:
-        """Return the metric that ``module:function`` names, or a callable with a name.
+        """Return the built-in metric of that name, the one that ``module:function`` names, or a callable with a name.
 
         Raises:
             ConfigError: ``module_function``; ``metric_function`` if a callable has no plain name.
         """
+        if isinstance(metric, str) and metric in NAMED_METRICS:
+            return cls(metric, NAMED_METRICS[metric], UserCode(name=metric, source=b""))
         if isinstance(metric, str):
             code = UserCode(name=metric, source=source_digest(metric, base))
             return cls(metric_name(metric), resolve(metric, base), code)
@@ -75,6 +78,8 @@ class OwnMetric:
         try:
             # Copies, because a metric may sort in place what the next one gets.
             found = self.function(outputs.clone(), labels.clone())
+        except ConfigError:
+            raise  # a built-in metric's own words
         except Exception as error:
             raise ConfigError(
                 "metric_function",

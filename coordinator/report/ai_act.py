@@ -172,7 +172,7 @@ _ARTICLE_10: Final = (
                     f"{MANIFEST}.model",
                     f"{MANIFEST}.optimizer.name",
                 ),
-                Said("Its loss is {}.", f"{MANIFEST}.loss"),
+                Said("Its loss is {}.", f"{MANIFEST}.loss.name"),
             ),
         ),
         Asked(
@@ -299,7 +299,11 @@ _ARTICLE_13: Final = (
             "Specifications of input data",
             "Which input is valid, and what happens with other input.",
             says=(
-                Said("The loss of the model is {}, over data of kind {}.", f"{MANIFEST}.loss", f"{CONFIG}dataset.kind"),
+                Said(
+                    "The loss of the model is {}, over data of kind {}.",
+                    f"{MANIFEST}.loss.name",
+                    f"{CONFIG}dataset.kind",
+                ),
                 Said("It has {} trained parameters.", f"{MECHANISM}.dimension"),
             ),
         ),

@@ -104,8 +104,9 @@ def model_rows(run: RunData) -> Rows:
     rows = [
         ("model", f"{computation.model}, {computation.mechanism.dimension:,} trained parameters"),
         ("model code", computation.model_code.hex()),
-        ("loss", computation.loss),
+        ("loss", computation.loss.text),
         ("update rule", f"{optimizer.name}, learning rate {optimizer.learning_rate:g}, schedule {optimizer.schedule}"),
+        *(("parameter group", group.text) for group in optimizer.groups),
         ("ring", f"{computation.mechanism.ring_bits} bits, grid step 2^{computation.mechanism.gamma_log2}"),
         ("software", f"Python {numerics.python}, torch {numerics.torch}, NumPy {numerics.numpy}"),
         ("gradient engine", numerics.engine),

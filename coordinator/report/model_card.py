@@ -91,7 +91,7 @@ def _task(run: RunData) -> str | None:
     if dataset is None:
         return None
     if dataset.kind in TABLES:
-        return "tabular-regression" if run.config.loss == "mse" else "tabular-classification"
+        return "tabular-regression" if run.config.loss_name in ("mse", "huber") else "tabular-classification"
     return TASKS.get(dataset.kind)
 
 
@@ -117,7 +117,7 @@ def _body(run: RunData, verdict: Verdict | None) -> Iterator[str]:
     if run.manifest is not None:
         computation = run.manifest.computation
         yield f"- **Model:** {plain(computation.model)}, {computation.mechanism.dimension:,} trained parameters"
-        yield f"- **Loss:** {plain(computation.loss)}"
+        yield f"- **Loss:** {plain(computation.loss.text)}"
     for name in ("Developed by", "License", "Language"):
         yield f"- **{name}:** {MISSING}"
     yield f"\n## Uses\n\n{MISSING}\n"

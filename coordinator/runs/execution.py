@@ -42,7 +42,7 @@ from raycloak.coordinator.ledger.view import LedgerView
 from raycloak.coordinator.membership.departures import Departure
 from raycloak.coordinator.planning.key_files import require_none_in_job
 from raycloak.coordinator.planning.manifest import BY_HAND
-from raycloak.coordinator.planning.model_source import compute_mode
+from raycloak.coordinator.planning.model_source import compute_mode, loss_spec
 from raycloak.coordinator.planning.own_metrics import Metric
 from raycloak.coordinator.planning.payer import data_name
 from raycloak.coordinator.planning.references import descriptor, evaluation_folder
@@ -426,7 +426,7 @@ class Execution:
         gpu = self._config.use_gpu and cluster_gpus() > 0
         return WorkerSetup(
             model=self._model,
-            loss=self._config.loss,
+            loss=loss_spec(self._config.loss),
             dataset=self._descriptor(stack, folder),
             base=self._base,
             seed=self._config.seed,

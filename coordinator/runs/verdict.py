@@ -107,7 +107,11 @@ def metrics_view(view: LedgerView) -> collectors.LedgerFigures:
 def _perplexity(finished: Finished) -> float | None:
     """Return the perplexity on the evaluation split; None for another loss, or one that is beyond float64."""
     loss = finished.evaluation.loss if finished.evaluation else None
-    if loss is None or finished.manifest.computation.loss != "next_token_cross_entropy" or not loss < _LARGEST_LOSS:
+    if (
+        loss is None
+        or finished.manifest.computation.loss.name != "next_token_cross_entropy"
+        or not loss < _LARGEST_LOSS
+    ):
         return None
     return math.exp(loss)
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raycloak.coordinator.config.run import RunConfig
+from raycloak.coordinator.planning.model_source import loss_spec
 from raycloak.coordinator.planning.own_metrics import Metric, OwnMetric, Predictions, own_metrics, try_metrics
 from raycloak.coordinator.planning.public_split import PublicSplit, public_split
 from raycloak.coordinator.record.outcome import Evaluation
@@ -19,6 +20,7 @@ from raycloak.coordinator.training.model import Model, ModelReader
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.evaluation import Scorer, metric_of
 from raycloak.workers.inputs.models import ModelSource, build_model, loss_function
+from raycloak.workers.terms.manifest import LossSpec
 
 
 class Evaluator:
@@ -39,7 +41,7 @@ class Evaluator:
     def __init__(
         self,
         source: ModelSource,
-        loss: str,
+        loss: LossSpec,
         split: PublicSplit,
         base: Path | str,
         seed: int = 0,
@@ -52,10 +54,10 @@ class Evaluator:
         self._warned = warned
         self._warned_of: set[str] = set()
         loss_fn, _ = loss_function(loss, base)
-        self._metric = metric_of(loss)
+        self._metric = metric_of(loss.name)
         module = build_model(source, base, seed)
         # Now, and not at the first evaluation, when steps are charged.
-        split.check(module, loss)
+        split.check(module, loss.name)
         self._scorer = Scorer(module, loss_fn, self._metric)
         self._dataset = split.examples
         try_metrics(own, self._scorer, self._dataset)
@@ -126,4 +128,4 @@ def public_evaluator(
     if split is None or config.evaluation is None:
         return None
     own = own_metrics(config.evaluation.metrics, given, base)
-    return Evaluator(model, config.loss, split, base, config.seed, config.evaluation.every, own, warned)
+    return Evaluator(model, loss_spec(config.loss), split, base, config.seed, config.evaluation.every, own, warned)

@@ -58,7 +58,7 @@ class SealedEvaluator:
         if terms is None or config.evaluation is None:
             return None
         count = evaluation_form(terms).num_examples
-        return cls(runner, metric_of(config.loss), count, config.evaluation.every)
+        return cls(runner, metric_of(config.loss_name), count, config.evaluation.every)
 
     def measure(self, model: Model, finished_steps: int) -> Evaluation:
         """Measure ``model``, which ``finished_steps`` steps gave; they are committed first.

@@ -12,6 +12,7 @@ from raycloak.workers.inputs.files import open_examples, read_npz
 from raycloak.workers.inputs.fingerprint import data_marks
 from raycloak.workers.inputs.models import ModelSource
 from raycloak.workers.messages import WorkerSetup
+from raycloak.workers.terms.manifest import LossSpec
 from raycloak.workers.workload import Workload
 from tests.protocol import HandRun, examples
 
@@ -25,6 +26,7 @@ import numpy as np
 from torch import nn
 
 from raycloak.workers.inputs.datasets import ArrayDataset
+from raycloak.workers.terms.manifest import LossSpec
 
 HERE = Path(__file__).parent
 
@@ -76,7 +78,7 @@ def base(tmp_path: Path) -> Path:
 
 def workload(base: Path, model: str = "functions:plain", **dataset: Any) -> Workload:
     described = DatasetDescriptor(**{**KEYED, **dataset})
-    return Workload(WorkerSetup(ModelSource.of(model), "cross_entropy", described, str(base), 0, "cpu"))
+    return Workload(WorkerSetup(ModelSource.of(model), LossSpec.of("cross_entropy"), described, str(base), 0, "cpu"))
 
 
 def fingerprint_of(base: Path, file: str) -> bytes:

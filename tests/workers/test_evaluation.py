@@ -25,7 +25,8 @@ from raycloak.workers.evaluation import (
     open_answer,
 )
 from raycloak.workers.inputs.datasets import ArrayDataset, dataset_form, slice_ids
-from raycloak.workers.inputs.models import ModelSource, build_model, cross_entropy
+from raycloak.workers.inputs.losses import cross_entropy
+from raycloak.workers.inputs.models import ModelSource, build_model
 from raycloak.workers.inputs.sealed import seal_dataset
 from tests.protocol import VIRTUAL_WORKERS, HandRun, examples, orchestrator_key
 

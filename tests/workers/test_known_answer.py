@@ -12,7 +12,8 @@ from raycloak.metrics.errors import ConfigError
 from raycloak.workers.gradients.clipping import GradientEngine
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.inputs.datasets import ArrayDataset
-from raycloak.workers.inputs.models import ModelSource, build_model, cross_entropy, mse, read_flat
+from raycloak.workers.inputs.losses import binary_cross_entropy, cross_entropy, mse
+from raycloak.workers.inputs.models import ModelSource, build_model, read_flat
 from raycloak.workers.known_answer import check_classes, found_classes, known_answer
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.workload import PlannedWorkload, Workload
@@ -161,6 +162,35 @@ def test_fewer_outputs_than_classes_are_refused(loss, labels, outputs, classes, 
     """Labels beyond them would give no gradient in any step, and a single output none for any label."""
     with pytest.raises(ConfigError, match=f"labels_beyond_head: {refusal}") if refusal else nullcontext():
         check_classes(nn.Linear(6, outputs), loss, ArrayDataset(VALUES, labels), classes)
+
+
+@pytest.mark.parametrize("labels", [IDS[:, 0], IDS[:, :1], VALUES[:, 0]])
+def test_yes_or_no_needs_one_output_and_knows_two_classes(labels):
+    data, loss = ArrayDataset(VALUES, labels), "binary_cross_entropy"
+    for classes in (None, 1, 2):
+        check_classes(nn.Linear(6, 1), loss, data, classes)
+    with pytest.raises(ConfigError, match="labels_beyond_head: the data has 3 classes, and binary_cross_entropy knows"):
+        check_classes(nn.Linear(6, 1), loss, data, 3)
+    assert found_classes(nn.Linear(6, 1), RowLoss(binary_cross_entropy), data) == 2
+
+
+def test_several_losses_are_tried_on_labels_that_each_of_them_knows(tmp_path, monkeypatch):
+    """Drawn over many classes, most would be none for yes or no, and a row without a gradient tells of no machine."""
+    drawn: list[int] = []
+
+    def noted(*arguments, classes: int) -> bytes:
+        drawn.append(classes)
+        return known_answer(*arguments, classes=classes)
+
+    monkeypatch.setattr("raycloak.workers.workload.known_answer", noted)
+    loss = [{"name": "cross_entropy", "outputs": 2}, {"name": "binary_cross_entropy", "outputs": 1}]
+    dataset = {"kind": "npz", "path": "examples.npz", "features": "features", "classes": 9}
+    labels = np.stack([examples()[1] % 2, examples()[1] % 2], 1)
+    for kind in (np.int64, np.float32):
+        data = examples()[0], labels.astype(kind)
+        setup = worker_setup(config(loss=loss, dataset=dataset), tmp_path, data)
+        PlannedWorkload(Workload(setup), mechanism(), ())
+    assert drawn == [2, 2]
 
 
 def test_a_worker_and_a_plan_refuse_them(tmp_path):

@@ -7,7 +7,8 @@ from raycloak.attestation.core.canonical import digest
 from raycloak.attestation.core.messages import Envelope
 from raycloak.workers.gradients.clipping import GradientEngine
 from raycloak.workers.inputs.datasets import ArrayDataset, DatasetForm
-from raycloak.workers.inputs.models import ModelSource, build_model, cross_entropy
+from raycloak.workers.inputs.losses import cross_entropy
+from raycloak.workers.inputs.models import ModelSource, build_model
 from raycloak.workers.inputs.sent_rows import SentForm, SentRows
 from raycloak.workers.inputs.sent_slots import SentSlots
 from raycloak.workers.messages import StepRequest

@@ -30,7 +30,7 @@ from raycloak.metrics.errors import (
 )
 from raycloak.workers.messages import StepReply, StepRequest
 from raycloak.workers.run_member import check_partition
-from raycloak.workers.terms.manifest import TensorSpec
+from raycloak.workers.terms.manifest import LossSpec, TensorSpec
 from raycloak.workers.terms.parameter_digest import parameter_digest, tensor_digests
 from raycloak.workers.terms.public_sums import PublicSums
 from raycloak.workers.terms.receipt import Receipt, data_root
@@ -48,7 +48,7 @@ COMPUTATION_CHANGES = {
         "mechanism": c.mechanism.model_copy(update={"max_participations": 3, "sample_rate": 1.0})
     },
     "mechanism": lambda c: {"mechanism": c.mechanism.model_copy(update={"private": False})},
-    "loss": lambda c: {"loss": "mse"},
+    "loss": lambda c: {"loss": LossSpec.of("mse")},
     "tensors": lambda c: {"tensors": (*c.tensors[:-1], TensorSpec(name="another", shape=(3,)))},
     "model_code": lambda c: {"model_code": bytes(32)},
     "loss_code": lambda c: {"loss_code": bytes(32)},

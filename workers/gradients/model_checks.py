@@ -640,7 +640,9 @@ def _forward(module: nn.Module, features: Tensor, outputs: list[Tensor] | None =
         raise _random_layer(drew[0])
     if not isinstance(output, Tensor) or output.shape[:1] != features.shape[:1]:
         raise ModelError(
-            "model_input", "the model's output is not one tensor with a row per example.", "Let its forward return one."
+            "model_input",
+            "the model's output is not one tensor with a row per example.",
+            "Let its forward return one. Several heads are its columns, torch.cat([one, two], 1), with a list as loss.",
         )
     return _Pass(features, layers, output.detach())
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from raycloak.metrics.errors import ModelError, is_out_of_memory
-from raycloak.workers.inputs.models import BUILT_IN_LOSSES, LossFn
+from raycloak.workers.inputs.losses import BuiltInLoss
+from raycloak.workers.inputs.models import LossFn
 
 
 class RowLoss:
@@ -34,7 +35,7 @@ class RowLoss:
     def __init__(self, loss_fn: LossFn) -> None:
         self.loss_fn = loss_fn
         # Under vmap torch loads a compiler's parts, for half a second and in every worker.
-        self._built_in = any(loss_fn is each for each in BUILT_IN_LOSSES.values())
+        self._built_in = isinstance(loss_fn, BuiltInLoss)
         self._row_by_row: bool | None = False if self._built_in else None
 
     @classmethod

@@ -25,6 +25,7 @@ from raycloak.workers.gradients.kept_state import KeptState
 from raycloak.workers.gradients.parts import DensePart
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.inputs.datasets import DatasetForm
+from raycloak.workers.inputs.losses import share_predicted
 from raycloak.workers.inputs.models import LossFn, ModelRuntime, load_flat
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.public_sums import PublicSums
@@ -159,7 +160,7 @@ class PrivateEvaluationEngine:
         # Cutting an infinite loss would make it count; as NaN it takes the whole row out.
         columns = [torch.where(losses.isfinite(), losses.clamp(-bound, bound) / bound, torch.nan)]
         if self._measurement.mechanism.dimension >= 2:
-            columns.append((output.argmax(1) == labels).to(torch.float32).reshape(len(labels), -1).mean(1))
+            columns.append(share_predicted(output, labels))
         if classes := self._measurement.classes:
             columns.append(_pairs(labels, output.argmax(1), classes))
         return torch.column_stack([column.to(torch.float32) for column in columns]) * self._measurement.unit

@@ -1,7 +1,7 @@
 """The inputs of a worker: datasets, sealed slices, user code, models and the marks of data.
 
 Doors: built_rows, canaries, compute_mode, datasets, descriptor, file_sets, fingerprint, held_values, hub_files,
-hub_model, images, inspection, model_fixes, models, rows, sealed, sent_rows, sent_slots, text_data, text_model,
+hub_model, images, inspection, losses, model_fixes, models, rows, sealed, sent_rows, sent_slots, text_data, text_model,
 user_code.
 
 May import: `terms` and the rooms below; `attestation`, `metrics`.

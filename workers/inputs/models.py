@@ -6,10 +6,9 @@ Only tensors with ``requires_grad`` are trained and sent, in the order of ``name
 import hashlib
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -17,17 +16,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn import functional
 
 from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.metrics.errors import ModelError, is_out_of_memory
 from raycloak.workers.inputs.compute_mode import PLAIN, ComputeMode
 from raycloak.workers.inputs.held_values import Held, held_values
 from raycloak.workers.inputs.hub_model import HubSpec
-from raycloak.workers.inputs.text_data import IGNORED
+from raycloak.workers.inputs.losses import BuiltInLoss
 from raycloak.workers.inputs.text_model import as_text_model
 from raycloak.workers.inputs.user_code import SEE_WHY, resolve, source_digest, told
-from raycloak.workers.terms.manifest import TensorSpec
+from raycloak.workers.terms.manifest import LossSpec, TensorSpec
 from raycloak.workers.terms.parameter_digest import ATTRIBUTES, TensorContent, dimension, split_flat
 
 _BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.modules.batchnorm.SyncBatchNorm)
@@ -206,81 +204,15 @@ def layer_problem(name: str, layer: nn.Module) -> ModelError | None:
     return _unsupported(layer, shown)
 
 
-def loss_function(loss: str, base: Path | str) -> tuple[LossFn, bytes]:
-    """Return the loss of that name and its source digest, which is empty for one of :data:`BUILT_IN_LOSSES`.
+def loss_function(loss: LossSpec, base: Path | str) -> tuple[LossFn, bytes]:
+    """Return the loss and its source digest, which is empty for a built-in one.
 
     Raises:
         ConfigError: ``module_function``.
     """
-    if loss in BUILT_IN_LOSSES:
-        return BUILT_IN_LOSSES[loss], b""
-    return resolve(loss, base), source_digest(loss, base)
-
-
-def cross_entropy(output: Tensor, labels: Tensor) -> Tensor:
-    """Return the cross entropy of logits [n, classes, ...] with class numbers [n, ...], averaged to [n].
-
-    A label that is no class gives its example a loss of NaN and no gradient: an error would tell of the example.
-    """
-    classes = output.shape[1]
-    known = labels.clamp(0, classes - 1)
-    losses = functional.cross_entropy(output, known, reduction="none")
-    return _per_example(torch.where(labels == known, losses, torch.nan))
-
-
-def token_cross_entropy(output: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean cross entropy of each example's own tokens [n], from logits [n, T, classes] and labels [n, T].
-
-    A token with label -100 is not counted; an example without any other has a loss of 0. A label that is no class gives
-    its example a loss of NaN and no gradient: an error would tell of the example.
-
-    Raises:
-        ModelError: ``loss_shape`` if there is not one label per token.
-    """
-    if output.ndim != 3 or output.shape[:2] != labels.shape:
-        raise ModelError(
-            "loss_shape",
-            f"outputs of shape {tuple(output.shape)}, labels {tuple(labels.shape)}.",
-            "token_cross_entropy needs logits [n, T, classes] and labels [n, T].",
-        )
-    counted = labels != IGNORED
-    known = labels.clamp(0, output.shape[2] - 1)
-    # One list of tokens: the kernel for a class dimension in the middle has no deterministic form on a GPU.
-    losses = functional.cross_entropy(output.flatten(0, 1), known.flatten(), reduction="none").reshape(labels.shape)
-    mean = torch.where(counted, losses, 0.0).sum(1) / counted.sum(1).clamp(min=1)
-    return torch.where(((labels == known) | ~counted).all(1), mean, torch.nan)
-
-
-def next_token_cross_entropy(output: Tensor, labels: Tensor) -> Tensor:
-    """Return :func:`token_cross_entropy` of each token given those before it: output t is judged by label t + 1."""
-    # The labels are moved, not the logits: a slice of those would be copied.
-    return token_cross_entropy(output, functional.pad(labels[:, 1:], (0, 1), value=IGNORED))
-
-
-def mse(output: Tensor, labels: Tensor) -> Tensor:
-    """Return the squared error, averaged over all values of an example: [n].
-
-    Raises:
-        ModelError: ``loss_shape`` if an example's output and label differ in size.
-    """
-    if output.numel() != labels.numel():
-        raise ModelError(
-            "loss_shape",
-            f"outputs of shape {tuple(output.shape)}, labels {tuple(labels.shape)}.",
-            "mse needs as many outputs as labels.",
-        )
-    return _per_example((output - labels.reshape(output.shape)).square())
-
-
-BUILT_IN_LOSSES: Mapping[str, LossFn] = MappingProxyType(
-    {
-        "cross_entropy": cross_entropy,
-        "token_cross_entropy": token_cross_entropy,
-        "next_token_cross_entropy": next_token_cross_entropy,
-        "mse": mse,
-    }
-)
-"""Each computes entry i of its result from row i of output and labels alone."""
+    if loss.terms:
+        return BuiltInLoss(loss.terms), b""
+    return resolve(loss.name, base), source_digest(loss.name, base)
 
 
 def trainable_tensors(module: nn.Module) -> tuple[TensorSpec, ...]:
@@ -380,10 +312,6 @@ def _pieces(values: A) -> Iterator[A]:
 
 def _trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, tensor) for name, tensor in module.named_parameters() if tensor.requires_grad]
-
-
-def _per_example(losses: Tensor) -> Tensor:
-    return losses if losses.ndim == 1 else losses.flatten(1).mean(1)
 
 
 def _dropout(layer: nn.Module) -> float:

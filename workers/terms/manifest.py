@@ -5,10 +5,14 @@ from all of it. Neither holds a worker count, a path, a time or a range count: t
 that must give the same bytes.
 """
 
+import json
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import ClassVar, Literal, Self
 
 from pydantic import ValidationError, model_validator
 
+from raycloak.attestation.core.canonical import canonical_json
 from raycloak.attestation.core.hybrid_signature import SignerPublic
 from raycloak.attestation.core.mask_graph import SPLIT_PROBABILITY
 from raycloak.attestation.core.messages import Message
@@ -19,6 +23,14 @@ from raycloak.attestation.sealed.demand import StatedRun
 from raycloak.metrics.errors import ProtocolError
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.mechanism import Mechanism, check_together
+
+LossName = Literal[
+    "cross_entropy", "token_cross_entropy", "next_token_cross_entropy", "binary_cross_entropy", "mse", "huber"
+]
+"""The built-in losses, as `workers/inputs/losses.py` computes them."""
+
+SEVERAL = "several"
+"""The name of a loss that is the sum of several."""
 
 
 class TensorSpec(Message):
@@ -39,12 +51,106 @@ class TensorSpec(Message):
 
 
 class UserCode(Message):
-    """The user's own function or class: its name, and the SHA-256 of its ``source``."""
+    """The user's own function or class: its name, and the SHA-256 of its ``source``; empty for a built-in one."""
 
     DOMAIN: ClassVar[str] = "raycloak/user-code/v1"
 
     name: str
     source: bytes
+
+
+class LossTerm(Message):
+    """A built-in loss with its settings.
+
+    Attributes:
+        class_weights: factor of each class's loss, of a cross entropy over classes; none if all are 1.
+        positive_weights: factor of each output's positive labels, of binary cross entropy; none if all are 1.
+        label_smoothing: share of each label that is spread over all classes, of a cross entropy.
+        delta: the error beyond which Huber's loss is a line.
+        outputs: columns of the model's output that it takes, as one of several losses; None for all of them.
+        weight: its factor, as one of several losses.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/loss-term/v1"
+
+    name: LossName
+    class_weights: tuple[float, ...] = ()
+    positive_weights: tuple[float, ...] = ()
+    label_smoothing: float = 0.0
+    delta: float = 1.0
+    outputs: int | None = None
+    weight: float = 1.0
+
+    @property
+    def labels(self) -> int:
+        """The columns of the labels that it takes, as one of several losses."""
+        return 1 if self.name == "cross_entropy" else self.outputs or 0
+
+    @property
+    def text(self) -> str:
+        """The loss for a reader, with the settings that are not at their defaults."""
+        plain = type(self)(name=self.name)
+        changed = [field for field in type(self).model_fields if getattr(self, field) != getattr(plain, field)]
+        given = ", ".join(f"{field} {getattr(self, field)}" for field in changed)
+        return f"{self.name} ({given})" if given else self.name
+
+
+class LossSpec(Message):
+    """The loss of a run.
+
+    Attributes:
+        name: of a built-in one, `SEVERAL` for a weighted sum of them, or ``module:function``.
+        terms: a built-in loss, or several that are added up; none for a loss of the user's own.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/loss/v1"
+
+    name: str
+    terms: tuple[LossTerm, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The loss for a reader, with the settings that are not at their defaults."""
+        return " + ".join(term.text for term in self.terms) or self.name
+
+    @classmethod
+    def of(cls, name: str) -> Self:
+        """Return the loss of that name, a built-in one at its defaults."""
+        return cls(name=name, terms=() if ":" in name else (LossTerm.model_validate({"name": name}),))
+
+
+def has_accuracy(loss: str) -> bool:
+    """Return whether an accuracy is measured under the loss of this name."""
+    return loss in ("cross_entropy", "binary_cross_entropy")
+
+
+class ParameterGroup(Message):
+    """Settings of the update rule for the tensors of some names; None leaves a setting as it is.
+
+    Attributes:
+        params: patterns of names, with the wildcards of a shell: ``*``, ``?`` and ``[…]``.
+        settings: keyword arguments of a rule of the user's own that differ, a canonical JSON object.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/parameter-group/v1"
+
+    params: tuple[str, ...]
+    learning_rate: float | None
+    weight_decay: float | None
+    settings: str
+
+    @property
+    def text(self) -> str:
+        """The group for a reader."""
+        given = {"learning rate": self.learning_rate, "weight decay": self.weight_decay}
+        shown = [f"{name} {value:g}" for name, value in given.items() if value is not None]
+        shown += [f"settings {self.settings}"] if self.settings != "{}" else []
+        return f"{', '.join(self.params)}: {', '.join(shown)}"
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Return whether the ``pattern`` of a group matches the whole ``name`` of a tensor."""
+    return fnmatchcase(name, pattern)
 
 
 class OptimizerSpec(Message):
@@ -55,9 +161,10 @@ class OptimizerSpec(Message):
         settings: keyword arguments of a rule of the user's own, a canonical JSON object.
         schedule: ``constant``, ``linear``, ``cosine`` or ``module:function``.
         code, schedule_code: SHA-256 of the source of the user's own; empty for a built-in.
+        groups: what differs for some tensors; where two groups give one setting, the later one counts.
     """
 
-    DOMAIN: ClassVar[str] = "raycloak/optimizer/v1"
+    DOMAIN: ClassVar[str] = "raycloak/optimizer/v2"
 
     name: str
     settings: str = "{}"
@@ -71,6 +178,28 @@ class OptimizerSpec(Message):
     schedule: str
     schedule_code: bytes = b""
     warmup_steps: int
+    groups: tuple[ParameterGroup, ...] = ()
+
+    def of_tensor(self, name: str) -> "OptimizerSpec":
+        """Return what applies to the tensor ``name``; a specification without groups.
+
+        Guarantee: a function of this specification and of the name, so of no other tensor of a parameter range.
+        """
+        if not self.groups:
+            return self
+        changed: dict[str, object] = {"groups": ()}
+        settings = json.loads(self.settings)
+        for group in self.groups:
+            if any(matches(pattern, name) for pattern in group.params):
+                given = {"learning_rate": group.learning_rate, "weight_decay": group.weight_decay}
+                changed |= {field: value for field, value in given.items() if value is not None}
+                settings |= json.loads(group.settings)
+        return self.model_copy(update={**changed, "settings": settings_text(settings)})
+
+
+def settings_text(settings: Mapping[str, object]) -> str:
+    """Return keyword arguments as a canonical JSON object; ValueError for NaN and infinities."""
+    return canonical_json(settings).decode()
 
 
 class NumericsClass(Message):
@@ -123,7 +252,6 @@ class Computation(Message):
         model: ``module:function``, the qualified name of a callable, or the last part of a Hugging Face model's
             path or name, for the reader.
         model_code: SHA-256 of the model's source, or of a Hugging Face model's settings and Python files.
-        loss: a built-in one's name, or ``module:function``.
         loss_code: SHA-256 of a custom loss's source, empty for a built-in one.
         tensors: trainable tensors in canonical order.
         parameter_dtype, accumulation_dtype: of parameters and of gradients, and of clipped sums before the ring.
@@ -136,14 +264,14 @@ class Computation(Message):
         epoch_steps: E; keys of step s belong to epoch s // E.
     """
 
-    DOMAIN: ClassVar[str] = "raycloak/computation/v2"
+    DOMAIN: ClassVar[str] = "raycloak/computation/v3"
 
     mechanism: Mechanism
     measurements: tuple[Measurement, ...] = ()
     largest_rows: int
     model: str
     model_code: bytes
-    loss: str
+    loss: LossSpec
     loss_code: bytes
     tensors: tuple[TensorSpec, ...]
     parameter_dtype: Literal["float32"] = "float32"

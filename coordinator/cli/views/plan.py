@@ -65,6 +65,7 @@ def plan_rows(plan: "Plan") -> list[tuple[str, str]]:
         ("batch", _batch_text(plan)),
         *_slack_rows(plan),
         ("ring", _ring_text(plan)),
+        *(("parameter group", group) for group in plan.groups),
         ("masked bytes", f"{size_text(plan.bytes_per_step)} per step"),
         *([("masks", plan.masks.text)] if plan.masks else []),
         ("data", sealed_text(plan.data_sealed, mechanism.max_participations is not None)),

@@ -9,7 +9,7 @@ import torch
 from raycloak.coordinator.aggregation.ranges import split_ranges
 from raycloak.coordinator.aggregation.rule_trial import try_rule
 from raycloak.coordinator.aggregation.update_rules import Optimizer, own_rule, require_source
-from raycloak.coordinator.config.sections import OptimizerConfig
+from raycloak.coordinator.config.sections import OptimizerConfig, ParameterGroupConfig
 from raycloak.coordinator.planning.manifest import optimizer_spec
 from raycloak.metrics.errors import ConfigError, ProtocolError, RunFailedError
 from raycloak.workers.terms.manifest import OptimizerSpec, TensorSpec
@@ -37,7 +37,7 @@ def test_guarantee_an_own_rule_is_what_torch_computes_for_any_ranges() -> None:
     start, *gradients = drawn()
     leaves = [torch.from_numpy(part.copy()) for part in np.split(start, [120, 124])]
     leaves = [leaf.reshape(tensor.shape) for leaf, tensor in zip(leaves, TENSORS, strict=True)]
-    rule = own_rule(own, BASE)(leaves, 1.0)
+    rule = own_rule(own, BASE)({tensor.name: leaf for tensor, leaf in zip(TENSORS, leaves, strict=True)}, 1.0, own)
     assert isinstance(rule, Lion)
     for step, gradient in enumerate(gradients):
         for leaf, part in zip(leaves, np.split(gradient, [120, 124]), strict=True):
@@ -55,6 +55,75 @@ def test_guarantee_an_own_rule_is_what_torch_computes_for_any_ranges() -> None:
                 parts[index], states[index] = part.update(parts[index], cut, states[index], step)
         assert np.concatenate(parts).tobytes() == expected
         assert {key for state in states for key in state} == {"w/momentum", "b/momentum", "scale/momentum"}
+
+
+def grouped(*groups: dict, **fields) -> OptimizerSpec:
+    return spec(groups=[ParameterGroupConfig(**group) for group in groups], **fields)
+
+
+def test_guarantee_an_own_rule_takes_the_settings_of_a_tensors_groups_for_any_ranges() -> None:
+    own = grouped(
+        {"params": "*", "learning_rate": 0.5},
+        {"params": ["b", "scale"], "settings": {"beta": 0.25}},
+        {"params": "b", "learning_rate": 0.125},
+        settings={"beta": 0.5},
+        schedule="tests.own_code:ramp",
+    )
+    terms = {"w": (0.5, 0.5), "b": (0.125, 0.25), "scale": (0.5, 0.25)}
+    start, *gradients = drawn()
+    leaves = dict(zip(terms, map(torch.from_numpy, np.split(start.copy(), [120, 124])), strict=True))
+    rules = {name: Lion([leaf], lr=0.0, beta=terms[name][1]) for name, leaf in leaves.items()}
+    for step, gradient in enumerate(gradients):
+        for (name, rule), part in zip(rules.items(), np.split(gradient, [120, 124]), strict=True):
+            leaves[name].grad = torch.from_numpy(part)
+            rule.param_groups[0]["lr"] = terms[name][0] * ((step + 1) / STEPS)
+            rule.step()
+    expected = np.concatenate([leaf.numpy() for leaf in leaves.values()]).tobytes()
+    for count in (1, 2, 3):
+        ranges = split_ranges(TENSORS, count)
+        parts, states = [start[each.start : each.stop] for each in ranges], [{} for _ in ranges]
+        for step, gradient in enumerate(gradients):
+            for index, each in enumerate(ranges):
+                part = Optimizer(own, each.tensors, STEPS, BASE)
+                cut = gradient[each.start : each.stop]
+                parts[index], states[index] = part.update(parts[index], cut, states[index], step)
+        assert np.concatenate(parts).tobytes() == expected
+
+
+def test_an_own_rule_is_told_the_name_of_each_tensor() -> None:
+    """As torch tells it of named parameters, so that a rule of the user's own can treat biases in another way."""
+    rule = Optimizer(spec("OfBiases"), TENSORS, STEPS, BASE)
+    moved = rule.update(drawn()[0], drawn()[1], {}, 0)[0] != drawn()[0]
+    assert moved.tolist() == [False] * 120 + [True] * 4 + [False]
+    # In its trial, too, which meets the names of the model.
+    try_rule(spec("OfBiases"), TENSORS, STEPS, BASE)
+    with pytest.raises(ConfigError, match="keeps state outside"):
+        try_rule(spec("OfBiases", settings={"counts": True}), TENSORS, STEPS, BASE)
+
+
+def test_a_rule_is_tried_with_the_settings_of_every_group() -> None:
+    try_rule(grouped({"params": "w", "learning_rate": 1.0}), TENSORS, STEPS, BASE)
+    with pytest.raises(ConfigError, match=r"unexpected keyword argument 'gamma'\.") as caught:
+        try_rule(grouped({"params": "scale", "settings": {"gamma": 1}}), TENSORS, STEPS, BASE)
+    assert caught.value.code == "update_rule"
+
+
+def test_the_reader_is_told_which_tensors_a_group_takes() -> None:
+    own = grouped({"params": ["b", "scale"], "learning_rate": 0.5}, {"params": "s*", "settings": {"beta": 0.1}})
+    assert try_rule(own, TENSORS, STEPS, BASE) == (
+        "learning rate 0.5 for b (1 of 3 tensors)",
+        'learning rate 0.5, settings {"beta":0.1} for scale (1 of 3 tensors)',
+    )
+    assert try_rule(spec(), TENSORS, STEPS, BASE) == ()
+
+
+def test_a_group_that_takes_no_tensor_is_refused_by_its_pattern() -> None:
+    for rule in ("sgd", "tests.own_code:Lion"):
+        groups = [ParameterGroupConfig(params=["w", "W"], learning_rate=1.0)]
+        given = optimizer_spec(OptimizerConfig(name=rule, groups=groups), BASE)
+        with pytest.raises(ConfigError, match="no trained tensor has a name like 'W'; there are w, b, scale") as caught:
+            try_rule(given, TENSORS, STEPS, BASE)
+        assert caught.value.code == "parameter_groups"
 
 
 @pytest.mark.parametrize("name", ["Lion", "torch.optim:RMSprop", "torch.optim:NAdam"])

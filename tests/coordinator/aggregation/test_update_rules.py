@@ -11,7 +11,7 @@ from raycloak.coordinator.aggregation.ranges import split_ranges
 from raycloak.coordinator.aggregation.update_rules import Optimizer, State, learning_rate
 from raycloak.metrics.errors import ConfigError, RunFailedError
 from raycloak.workers.gradients.numerics import pin_numerics
-from raycloak.workers.terms.manifest import OptimizerSpec, TensorSpec
+from raycloak.workers.terms.manifest import OptimizerSpec, ParameterGroup, TensorSpec
 
 TENSORS = tuple(
     TensorSpec(name=name, shape=shape)
@@ -117,6 +117,45 @@ def test_the_rule_is_that_of_torch(name: str) -> None:
     expected = np.concatenate([leaf.numpy().reshape(-1) for leaf in leaves])
     found = np.frombuffer(trained(spec, 1)[0][-1], np.float32)
     np.testing.assert_allclose(found, expected, rtol=2e-6, atol=1e-7)
+
+
+GROUPS = (
+    ParameterGroup(params=("1.*",), learning_rate=0.5, weight_decay=None, settings="{}"),
+    ParameterGroup(params=("*.bias", "scale"), learning_rate=None, weight_decay=0.0, settings="{}"),
+    ParameterGroup(params=("0.weight", "sc?le"), learning_rate=0.25, weight_decay=None, settings="{}"),
+)
+RATES = {"0.weight": 0.25, "0.bias": 0.05, "scale": 0.25, "1.weight": 0.5, "1.bias": 0.5}
+DECAYS = {"0.weight": 0.01, "0.bias": 0.0, "scale": 0.0, "1.weight": 0.01, "1.bias": 0.0}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_guarantee_groups_are_torchs_parameter_groups_for_any_ranges(name: str) -> None:
+    """Rate and decay of a tensor come from the last group that has it and gives them: to the bit, in any cut."""
+    spec = spec_of(name, groups=GROUPS)
+    whole = trained(spec, 1)
+    parts = split_ranges(TENSORS, len(TENSORS))
+    for each in parts:
+        tensor = each.tensors[0]
+        alone = spec_of(name, learning_rate=RATES[tensor.name], weight_decay=DECAYS[tensor.name])
+        rule, values, state = Optimizer(alone, each.tensors, STEPS), start()[each.start : each.stop], {}
+        for step, gradient in enumerate(gradients()):
+            values, state = rule.update(values, gradient[each.start : each.stop], state, step)
+        assert np.frombuffer(whole[0][-1], np.float32)[each.start : each.stop].tobytes() == values.tobytes()
+    for ranges in (2, 3, 5):
+        cut = trained(spec, ranges)
+        assert cut[0] == whole[0]
+        assert {key: value.tobytes() for key, value in cut[1].items()} == {
+            key: value.tobytes() for key, value in whole[1].items()
+        }
+
+
+def test_what_applies_to_a_tensor_follows_from_its_name() -> None:
+    spec = spec_of("adamw", groups=GROUPS)
+    found = {tensor.name: spec.of_tensor(tensor.name) for tensor in TENSORS}
+    assert {name: terms.learning_rate for name, terms in found.items()} == RATES
+    assert {name: terms.weight_decay for name, terms in found.items()} == DECAYS
+    assert all(terms.groups == () for terms in found.values())
+    assert spec_of("sgd").of_tensor("w") == spec_of("sgd")
 
 
 @pytest.mark.parametrize("name", NAMES)

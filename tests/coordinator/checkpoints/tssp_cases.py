@@ -19,7 +19,7 @@ from raycloak.coordinator.checkpoints.writer import PackageOrigin, Snapshot, wri
 from raycloak.coordinator.ledger.entries import Head
 from raycloak.metrics.errors import EvidenceError
 from raycloak.workers.gradients.numerics import current_numerics
-from raycloak.workers.terms.manifest import Computation, Manifest, OptimizerSpec, TensorSpec
+from raycloak.workers.terms.manifest import Computation, LossSpec, Manifest, OptimizerSpec, TensorSpec
 from raycloak.workers.terms.parameter_digest import parameter_digest, tensor_digests
 from tests import protocol
 
@@ -34,7 +34,8 @@ def run_manifest(tensors: tuple[TensorSpec, ...] = TENSORS, **changes: Any) -> M
         schedule="constant", warmup_steps=0,
     )  # fmt: skip
     computation = Computation(
-        mechanism=protocol.mechanism(), largest_rows=64, model="m:f", model_code=b"", loss="mse", loss_code=b"",
+        mechanism=protocol.mechanism(), largest_rows=64, model="m:f", model_code=b"",
+        loss=LossSpec.of("mse"), loss_code=b"",
         tensors=tensors,
         initial_parameters=bytes(32), frozen=bytes(32), optimizer=optimizer, numerics=current_numerics("cpu"),
         dataset=b"", epoch_steps=100,

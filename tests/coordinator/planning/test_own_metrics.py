@@ -15,6 +15,7 @@ from raycloak.coordinator.training.public_evaluation import Evaluator
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.inputs.datasets import ArrayDataset
 from raycloak.workers.inputs.models import ModelSource
+from raycloak.workers.terms.manifest import LossSpec
 from tests.coordinator.config.test_run import GOOD
 from tests.own_code import words
 
@@ -28,7 +29,7 @@ IDENTITY = np.concatenate([np.eye(3, dtype=np.float32).reshape(-1), np.zeros(3, 
 def evaluator(*metrics, warned=print) -> Evaluator:
     split = PublicSplit(ArrayDataset(FEATURES, np.arange(600) % 3))
     model = ModelSource.of(lambda: torch.nn.Linear(3, 3))
-    return Evaluator(model, "cross_entropy", split, ".", own=own_metrics(metrics, (), BASE), warned=warned)
+    return Evaluator(model, LossSpec.of("cross_entropy"), split, ".", own=own_metrics(metrics, (), BASE), warned=warned)
 
 
 def test_a_metric_gets_all_outputs_and_labels_and_spoils_them_for_nobody() -> None:
@@ -61,7 +62,7 @@ def test_a_metric_that_fails_on_a_later_model_costs_its_value_and_no_run() -> No
     own = (*own_metrics(METRICS, (positive,), BASE),)
     split = PublicSplit(ArrayDataset(FEATURES, np.arange(600) % 3))
     model = ModelSource.of(lambda: torch.nn.Linear(3, 3))
-    measuring = Evaluator(model, "cross_entropy", split, ".", own=own, warned=said.append)
+    measuring = Evaluator(model, LossSpec.of("cross_entropy"), split, ".", own=own, warned=said.append)
     for _ in range(2):
         found = measuring.measure(IDENTITY * np.float32(1e7))
         assert set(found.own) == {"predicted_first", "largest_label"}

@@ -238,7 +238,7 @@ def small_data(count: int):
         (DatasetError, "dataset_empty", {"data": small_data(0)}),
         (ConfigError, "aggregators", {"aggregators": 5}),
         (ConfigError, "ring_capacity", {"overrides": ["ring.bits=32", "ring.clamp=1e-30"]}),
-        (ConfigError, "cap_too_small", {"overrides": ["dp_config.epsilon_cap=0.01"]}),
+        (ConfigError, "cap_too_small", {"overrides": ["dp_config.epsilon_cap=0.2", "dp_config.noise_multiplier=0.5"]}),
     ],
     ids=[
         "BatchNorm",

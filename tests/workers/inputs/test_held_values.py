@@ -18,7 +18,8 @@ from torch.nn import functional
 
 from raycloak.metrics.errors import ProtocolError
 from raycloak.workers.inputs.held_values import Held, held_values
-from raycloak.workers.inputs.models import ModelSource, build_model, cross_entropy, tensor_contents
+from raycloak.workers.inputs.losses import cross_entropy
+from raycloak.workers.inputs.models import ModelSource, build_model, tensor_contents
 from raycloak.workers.terms.parameter_digest import check_same_tensors, frozen_digest
 from raycloak.workers.workload import Workload
 from tests.protocol import config, worker_setup

@@ -14,19 +14,19 @@ from raycloak.workers.gradients import model_checks
 from raycloak.workers.gradients.model_checks import check_rows, check_trainable
 from raycloak.workers.inputs.datasets import ArrayDataset, DatasetForm, dataset_form
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
+from raycloak.workers.inputs.losses import cross_entropy, mse
 from raycloak.workers.inputs.models import (
     LossFn,
     ModelSource,
     build_model,
     check_layers,
-    cross_entropy,
     load_flat,
     loss_function,
-    mse,
     parameter_count,
     read_flat,
     trainable_tensors,
 )
+from raycloak.workers.terms.manifest import LossSpec
 from tests.protocol import mechanism
 from tests.workers.gradients.model_zoo import HiddenProduct
 
@@ -688,9 +688,9 @@ def test_a_label_that_is_no_class_has_no_gradient() -> None:
 
 def test_losses_are_found_by_name(tmp_path: Path) -> None:
     (tmp_path / "losses.py").write_text("def hinge(out, y): return (1 - out[:, 0]).clamp(min=0)\n")
-    assert loss_function("mse", tmp_path) == (mse, b"")
-    function, code = loss_function("losses:hinge", tmp_path)
+    assert loss_function(LossSpec.of("mse"), tmp_path) == (mse, b"")
+    function, code = loss_function(LossSpec.of("losses:hinge"), tmp_path)
     assert function(torch.zeros(4, 2), torch.zeros(4)).tolist() == [1] * 4
     assert len(code) == 32
     with pytest.raises(ConfigError):
-        loss_function("entropy", tmp_path)
+        loss_function(LossSpec.of("losses:entropy"), tmp_path)

@@ -17,7 +17,8 @@ from raycloak.workers.gradients.sum_engines import (
     check_measurable,
 )
 from raycloak.workers.inputs.datasets import ArrayDataset, dataset_form
-from raycloak.workers.inputs.models import ModelSource, build_model, cross_entropy, mse
+from raycloak.workers.inputs.losses import binary_cross_entropy, cross_entropy, mse
+from raycloak.workers.inputs.models import ModelSource, build_model
 from raycloak.workers.terms.measurement import LARGEST_NORM, Measurement, released
 from raycloak.workers.vectors.ring import decode
 from raycloak.workers.virtual_worker import VirtualWorkerComputer
@@ -183,6 +184,16 @@ def test_a_loss_without_classes_is_released_alone():
     expected = small_model_at(PARAMETERS)(torch.tensor(examples()[0][:4])).square().mean(1).clamp(max=5).sum() / 5
     assert rows.shape == (1,)
     assert rows[0] / of.unit == pytest.approx(float(expected.detach()), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.float32])
+def test_several_labels_an_example_have_an_accuracy_too(kind: type):
+    labels = (np.arange(12).reshape(4, 3) % 2).astype(kind)
+    rows = engine(EVALUATION, binary_cross_entropy).clipped_sum(
+        PARAMETERS, [(examples()[0][:4], labels, np.ones(4, np.bool_))]
+    )
+    outputs = small_model_at(PARAMETERS)(torch.tensor(examples()[0][:4])).detach().numpy()
+    assert rows[1] / EVALUATION.unit == pytest.approx(((outputs > 0) == labels).mean(1).sum(), rel=1e-6)
 
 
 def test_the_noise_of_a_released_count_vector_is_what_the_ledger_charged_for():
