@@ -21,13 +21,12 @@ from raycloak.coordinator.checkpoints.reader import package_at, parameters_of
 from raycloak.coordinator.checkpoints.storage import is_package
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig, load_config
-from raycloak.coordinator.planning.model_source import model_source
+from raycloak.coordinator.planning.model_source import loss_spec, model_source
 from raycloak.coordinator.record.folder import AUDIT, RunFolder
 from raycloak.coordinator.record.run_list import find_run
 from raycloak.metrics.errors import ConfigError, ModelError, RefusedError
 from raycloak.metrics.file_errors import file_error
 from raycloak.workers.inputs.models import (
-    BUILT_IN_LOSSES,
     ModelSource,
     build_model,
     load_flat,
@@ -36,7 +35,7 @@ from raycloak.workers.inputs.models import (
     trainable_tensors,
 )
 from raycloak.workers.inputs.text_model import TextModel
-from raycloak.workers.terms.manifest import Manifest, TensorSpec
+from raycloak.workers.terms.manifest import LossSpec, Manifest, TensorSpec
 from raycloak.workers.terms.parameter_digest import frozen_digest, parameter_digest, tensor_digests
 
 
@@ -92,16 +91,17 @@ class _Described:
     seed: int
     tokenizer: str | None
     is_own: bool
-    loss: str | None
+    loss: LossSpec | None
 
-    def code(self, loss: str) -> list[str]:
+    def code(self, loss: LossSpec) -> list[str]:
         """Return the names of what runs as Python when the model and ``loss`` are built; none of a function given."""
         source, names = self.source, []
         if source.hub is not None and source.hub.allow_remote_code:
             names.append(f"the Python files of {source.hub.hf}")
         if source.hub is None and not source.pickled:
             names.append(source.name)
-        return names if loss in BUILT_IN_LOSSES else [*names, loss]
+        # A built-in loss, or several that are added up, has terms.
+        return names if loss.terms else [*names, loss.name]
 
 
 def load(
@@ -228,7 +228,7 @@ def _described(
         seed=config.seed if config is not None else 0,
         tokenizer=dataset.tokenizer if dataset is not None else None,
         is_own=is_own,
-        loss=config.loss if config is not None else None,
+        loss=loss_spec(config.loss) if config is not None else None,
     )
 
 
