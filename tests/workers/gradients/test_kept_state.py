@@ -240,7 +240,7 @@ def test_a_model_that_remembers_what_no_probe_has_is_refused_as_it_does_so(kind:
 
 @pytest.mark.parametrize("kind", [*KINDS, InTurn])
 def test_a_private_evaluation_refuses_it_too(kind: type[Remembering]) -> None:
-    plan = mechanism(1, query="evaluation", max_grad_norm=1.0, micro_batches=4)
+    plan = mechanism(1, query="evaluation", sample_rate=1.0, max_grad_norm=1.0, micro_batches=4)
     module = kind(1e6)
     engine = PrivateEvaluationEngine(Measurement(mechanism=plan, every=1, loss_bound=2.0), module, cross_entropy)
     features = np.zeros((ROWS, 6), np.float32)

@@ -154,7 +154,13 @@ def test_a_private_evaluation_moves_by_at_most_its_norm_whatever_the_loss_divide
     """The counterexample: without one of two positives, the losses of all others are twice as large."""
     module, data = classifier(), rare_positives()
     plan = mechanism(1).model_copy(
-        update={"query": "evaluation", "micro_batch_size": ROWS, "micro_batches": 1, "max_grad_norm": 1.0}
+        update={
+            "query": "evaluation",
+            "sample_rate": 1.0,
+            "micro_batch_size": ROWS,
+            "micro_batches": 1,
+            "max_grad_norm": 1.0,
+        }
     )
     engine = PrivateEvaluationEngine(Measurement(mechanism=plan, every=1, loss_bound=2.0), module, over_positives)
     features, labels = data.batch(np.arange(ROWS))
