@@ -187,8 +187,9 @@ class DatasetConfig(Section):
             absent.
         max_length: T of text: each example is cut or padded to so many tokens.
         public: declares that the data needs no protection; of a sealed evaluation split, that results on it need none.
-        fingerprint_key: file of 64 hexadecimal digits beside the data, with which every worker computes the
-            fingerprint that an account may be bound to; relative to the config file.
+        fingerprint_key: file of 64 hexadecimal digits beside the data, with which every worker computes the marks that
+            an account knows its examples by, wherever they lie; one for all data of the same people. Relative to the
+            config file.
         key_file: the data owner's key of a sealed dataset, which the orchestrator alone reads; relative to the config
             file.
         shape: of the features of one sent example. They are float32, or ids if there is a ``vocabulary``.

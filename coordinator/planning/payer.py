@@ -148,7 +148,11 @@ def require_meant(config: RunConfig, account: PayingAccount | None, meant: bool)
         ConfigError: ``epsilon_small``.
     """
     if not meant and (warning := small_cap(config, account)) is not None:
-        raise ConfigError("epsilon_small", warning, "If it is meant, answer beforehand: raycloak run CONFIG --yes")
+        raise ConfigError(
+            "epsilon_small",
+            warning,
+            "If it is meant, say so: raycloak run CONFIG --yes, or small_epsilon=True in Python.",
+        )
 
 
 def small_cap(config: RunConfig, account: PayingAccount | None) -> str | None:

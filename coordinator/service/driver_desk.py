@@ -68,6 +68,8 @@ _LOCKED_DEADLINE_S: Final = 600.0
 """For how long a driver is started again while another process executes the run: one of a service that was killed ends
 after its step."""
 _RUN_LOCKED: Final = "run_in_progress"
+_OF_OTHERS: Final = frozenset({"account_known", "account_private", "account_ambiguous", "fingerprint_key_unknown"})
+"""Refusals that name accounts which are no business of a tenant."""
 _RUN: Final = re.compile(r"\brun ([0-9a-f]{16})\b")
 _RESUMABLE: Final = ("stopped", "void")
 _AT_ONCE: Final = 16  # more operations never run at once
@@ -358,6 +360,8 @@ class DriverDesk(OperationQueues):
         message, remedy = (_without_others(text, client.run_id) for text in (said.message, said.remedy))
         # A client's configuration has no ledger: who pays is the service's to say.
         remedy = remedy.replace("ledger.account", "the service's settings, as the account of the data")
+        if said.code in _OF_OTHERS:
+            message, remedy = "the service's ledger knows this data as another account's.", "Ask the operator."
         self._fail(client, cause_of(said.code, message, remedy))
 
     def _gone(self, client: ClientRow, driver: DriverState, said: Exited) -> None:

@@ -229,9 +229,38 @@ def test_an_account_that_is_bound_to_a_file_pays_for_its_audit_and_for_no_other(
     ledger.close()
     assert audit(config, home, canaries=100).account == "hospital"
     assert any((tmp_path / "witness").rglob("*"))
-    np.savez(home / "examples.npz", features=examples(cases.EXAMPLES + 1)[0], labels=examples(cases.EXAMPLES + 1)[1])
+    features, labels = examples(cases.EXAMPLES)
+    np.savez(home / "examples.npz", features=features + 1, labels=labels)
     with pytest.raises(BudgetError, match="dataset_mismatch"):
         audit(config, home, canaries=100)
+
+
+def test_guarantee_every_audit_of_one_dataset_is_charged_to_one_account(home, raycloak_home):
+    """Its examples come from a function, and each audit draws other coins for its canaries."""
+    (home / "mine.py").write_text(
+        "import numpy as np\n"
+        "from raycloak.workers.inputs.datasets import ArrayDataset\n"
+        "def rows():\n"
+        "    content = np.load('examples.npz')\n"
+        "    return ArrayDataset(content['features'], content['labels'])\n".replace("'examples", f"'{home}/examples")
+    )
+    dataset = {"kind": "module", "function": "mine:rows", "fingerprint_key": "data.key"}
+    fingerprinted(home, dataset)
+    # A cap with room for two, and the accountant that several runs may share.
+    shared = small_config(dataset=dataset).dp_config.model_dump() | {"epsilon_cap": 5.0, "accountant": "rdp"}
+    results = [audit(small_config(dataset=dataset, dp_config=shared), home, canaries=100) for _ in range(2)]
+    ledger = PrivacyLedger(f"sqlite:///{raycloak_home / 'ledger.sqlite'}", create=False)
+    (account,) = ledger.view().accounts
+    ledger.close()
+    assert {result.account for result in results} == {account.name}
+    assert len(account.runs) == 2
+
+
+def test_guarantee_no_audit_of_data_that_an_account_pays_for_is_free(home, raycloak_home):
+    audit(small_config(), home, canaries=100)
+    dataset = small_config().dataset.model_dump() | {"public": True}
+    with pytest.raises(BudgetError, match="account_known"):
+        audit(small_config(dataset=dataset), home, canaries=100)
 
 
 def test_an_audit_of_public_data_charges_nothing(home, raycloak_home):

@@ -165,9 +165,11 @@ def config(tmp_path: Path) -> Path:
 def test_accounts_of_one_dataset_share_its_epsilon_and_are_closed(raycloak: Any, config: Path):
     code, found = raycloak("fingerprint", config)
     assert (code, len(found["fingerprint"])) == (0, 64)
-    assert raycloak("open", "one", "--epsilon-cap", 4, "--dataset", config)[1]["fingerprint"] == found["fingerprint"]
-    opened = raycloak("open", "two", "--epsilon-cap", 4, "--fingerprint", found["fingerprint"])
-    assert opened[1]["fingerprint"] == found["fingerprint"]
+    (first,) = raycloak("open", "one", "--epsilon-cap", 4, "--dataset", config)[1]["data"]
+    assert (first["fingerprint"], len(first["key"])) == (found["fingerprint"], 64)
+    second = ("open", "two", "--epsilon-cap", 4, "--fingerprint", found["fingerprint"])
+    assert refused(raycloak(*second)) == (3, "account_known")
+    assert raycloak(*second, "--also")[1]["data"] == [{"fingerprint": found["fingerprint"], "key": ""}]
     code, both = raycloak("transfer", "one", "two", "--epsilon", 1.5)
     assert (code, [account["epsilon_cap"] for account in both["accounts"]]) == (0, [2.5, 5.5])
     raycloak("open", "free", "--epsilon-cap", 4)
@@ -178,6 +180,16 @@ def test_accounts_of_one_dataset_share_its_epsilon_and_are_closed(raycloak: Any,
     assert "one (closed)" in raycloak("show", as_json=False)[1]
     assert "one to two" in raycloak("history", as_json=False)[1]
     assert "rollback" in raycloak("verify", as_json=False)[1]
+
+
+def test_an_account_takes_another_key_of_its_data_by_a_command(raycloak: Any, config: Path, tmp_path: Path):
+    raycloak("open", "one", "--epsilon-cap", 4, "--dataset", config)
+    (tmp_path / "train.key").write_text("cd" * 32)
+    assert refused(raycloak("open", "two", "--epsilon-cap", 4, "--dataset", config)) == (3, "fingerprint_key_unknown")
+    code, bound = raycloak("bind", "one", "--dataset", config)
+    assert (code, len({each["key"] for each in bound["data"]})) == (0, 2)
+    assert refused(raycloak("open", "two", "--epsilon-cap", 4, "--dataset", config)) == (3, "account_known")
+    assert "data known" in raycloak("history", as_json=False)[1]
 
 
 def test_an_account_is_bound_to_sealed_data_by_its_header_and_needs_no_key(raycloak: Any, tmp_path: Path):
@@ -192,7 +204,7 @@ def test_an_account_is_bound_to_sealed_data_by_its_header_and_needs_no_key(raycl
     config.write_text(yaml.safe_dump({**demo_config(), "dataset": named}))
     assert raycloak("fingerprint", config)[1]["fingerprint"] == header.digest().hex()
     opened = raycloak("open", "one", "--epsilon-cap", 4, "--dataset", config)[1]
-    assert opened["fingerprint"] == header.digest().hex()
+    assert [each["fingerprint"] for each in opened["data"]] == [header.digest().hex()]
     assert raycloak("show")[1]["public_key"] == ledger["key"]
 
 
@@ -200,7 +212,7 @@ def test_what_names_no_data_binds_no_account(raycloak: Any, config: Path, tmp_pa
     both = ("--dataset", config, "--fingerprint", "00" * 32)
     assert refused(raycloak("open", "one", "--epsilon-cap", 4, *both)) == (2, "usage")
     assert refused(raycloak("open", "one", "--epsilon-cap", 4, "--fingerprint", "xyz")) == (2, "usage")
-    assert refused(raycloak("open", "one", "--epsilon-cap", 4, "--fingerprint", "abcd")) == (2, "account_terms")
+    assert refused(raycloak("open", "one", "--epsilon-cap", 4, "--fingerprint", "abcd")) == (2, "usage")
     (tmp_path / "plain.yaml").write_text(yaml.safe_dump(demo_config()))
     assert refused(raycloak("fingerprint", tmp_path / "plain.yaml")) == (2, "fingerprint_key")
 

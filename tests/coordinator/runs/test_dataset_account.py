@@ -54,9 +54,9 @@ def test_a_run_on_the_accounts_own_data_is_paid_and_says_so_in_manifest_receipt_
         assert pin.newest == ledger.view().head.sequence
         check_pins([pin], hash_at)
     assert run.finished is not None
-    assert run.finished.manifest.dataset_fingerprint == account.fingerprint
+    assert run.finished.manifest.dataset_fingerprint == account.data[0].fingerprint
     receipt = Receipt.model_validate_json(run.stage.calls("step")[0].arguments[0].body)
-    assert receipt.dataset_fingerprint == account.fingerprint
+    assert receipt.dataset_fingerprint == account.data[0].fingerprint
 
 
 def test_guarantee_a_run_that_names_no_account_pays_from_the_one_that_is_bound_to_its_data(home: Path):
@@ -95,7 +95,7 @@ def test_guarantee_a_second_run_on_data_that_is_known_by_its_place_opens_no_seco
 
 def other_data() -> Any:
     features, labels = examples()
-    features[7, 2] += 1
+    features[:, 2] += 1
     return features, labels
 
 
@@ -116,6 +116,58 @@ def test_a_run_that_calls_the_accounts_data_public_ends_before_it_is_registered(
         run.train()
     assert run.entries == 1
     assert not run.stage.calls("step")
+
+
+KNOWN = {
+    "by its examples": {"path": "moved.npz"},
+    "by its place": {"fingerprint_key": None},
+}
+
+
+@pytest.mark.parametrize("how", KNOWN)
+def test_guarantee_data_of_a_private_account_is_released_by_no_run_without_noise_that_names_none(home: Path, how: str):
+    """The run would have had an account of its own, which is about nobody."""
+    trained(home, **PAYS)
+    (home / "data" / "moved.npz").write_bytes((home / "data" / "examples.npz").read_bytes())
+    run = whole_run(home, secret="cd" * 32, dataset={**DATASET, **KNOWN[how], "public": True}, dp_config=NO_NOISE)
+    entries = run.entries
+    with pytest.raises(BudgetError, match="account_private: account 'patients' pays for this data"):
+        run.train()
+    assert run.entries == entries
+    assert not run.stage.calls("step")
+
+
+def test_guarantee_a_run_that_ends_before_its_first_charge_leaves_no_account(tmp_path: Path):
+    """So a cap that was mistyped, or a run that was not meant, is no account that the data has for good."""
+
+    def refused(call: Any) -> None:
+        if call.method == "charge":
+            raise KeyboardInterrupt
+
+    mistyped = {"dp_config": {"noise_multiplier": 40.0, "epsilon_cap": 0.5}}
+    run = whole_run(tmp_path, disturb=refused, dataset=DATASET | {"fingerprint_key": None}, **mistyped)
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    assert run.stage.calls("admit"), "it got as far as that"
+    assert run.entries == 0
+    meant = trained(tmp_path, secret="cd" * 32, dataset=DATASET | {"fingerprint_key": None})
+    with closing(PrivacyLedger(f"sqlite:///{tmp_path / 'ledger.sqlite'}", create=False)) as ledger:
+        (account,) = ledger.view().accounts
+        assert account.epsilon_cap != 0.5
+        kinds = [entry.kind for entry in ledger.history()]
+    assert kinds[:4] == ["account_opened", "run_registered", "data_bound", "step_charged"]
+    assert meant.finished is not None
+
+
+def test_a_very_small_epsilon_is_asked_about_before_anything_is_opened(tmp_path: Path):
+    small = {"dp_config": {"noise_multiplier": 900.0, "epsilon_cap": 0.05}}
+    run = whole_run(tmp_path, **small)
+    with pytest.raises(ConfigError, match="epsilon_small"):
+        run.train()
+    assert run.entries == 0
+    meant = whole_run(tmp_path, **small)
+    meant.coordinator.order = replace(meant.coordinator.order, small_epsilon=True)
+    assert meant.train().steps == 3
 
 
 @pytest.mark.parametrize("changed", [False, True])

@@ -22,6 +22,7 @@ from raycloak.coordinator.runs.export import export
 from raycloak.coordinator.runs.released_model import Keys, released_model
 from raycloak.coordinator.training.assignment import NewRun
 from raycloak.metrics.errors import ConfigError, EvidenceError, ModelError, RefusedError
+from raycloak.workers.terms.manifest import LossSpec
 from tests import models
 from tests.protocol import RENYI, trained
 from tests.tiny_text import write_bert, write_gpt2, write_reviews
@@ -271,7 +272,7 @@ def test_guarantee_a_loss_that_a_directory_from_elsewhere_names_is_python_too(st
     """Also where the caller names a configuration of its own, with another loss."""
     folder, ran = strange
     manifest = RunFolder.open(folder).manifest()
-    computation = manifest.computation.model_copy(update={"loss": "loss:loss"})
+    computation = manifest.computation.model_copy(update={"loss": LossSpec.of("loss:loss")})
     (folder / "manifest.json").write_bytes(manifest.model_copy(update={"computation": computation}).encode() + b"\n")
     options = {"model_init_fn": models.small_model, "config": RunFolder.open(runs("plain")).config()}
     with pytest.raises(ModelError, match=r"runs_code: .* loss:loss"):
