@@ -5,6 +5,7 @@ store and raylet, the environment of every process, Ray's session folder, and al
 the search would find them is seen by planting: an actor that is started as the ledger was before.
 """
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -37,7 +38,8 @@ DEADLINE_S = 240
 PASSWORD = "Planted-" + "pg-password"
 WITNESS_PATH = "Planted-" + "witness-path"
 VARIABLE = "Planted-" + "variable"
-RUN_SECRET, FINGERPRINT_KEY = bytes(range(150, 182)), bytes(range(50, 82))
+# No bytes in a row, which a table of all bytes would have.
+RUN_SECRET, FINGERPRINT_KEY = (hashlib.sha256(name).digest() for name in (b"run secret", b"fingerprint key"))
 
 
 def _session() -> Path:
@@ -47,12 +49,13 @@ def _session() -> Path:
 def _ray_processes() -> list[Process]:
     """Return the processes of this session's cluster, Ray's own and its workers."""
     table = process_table()
-    raylets = [each.pid for each in table if "raylet" in each.title.split(" ")[0] and _session().name in each.title]
-    stores = [each for each in table if "gcs_server" in each.title.split(" ")[0] and _session().name in each.title]
-    found = [*stores, *(each for each in table if each.pid in raylets), *descendants(raylets, table)]
-    assert stores
-    assert raylets
-    return found
+    own = [each for each in table if _session().name in each.title and _name(each) in ("gcs_server", "raylet")]
+    assert {_name(each) for each in own} == {"gcs_server", "raylet"}
+    return [*own, *descendants([each.pid for each in own], table)]
+
+
+def _name(process: Process) -> str:
+    return Path(process.title.partition(" ")[0]).name
 
 
 def _memory(process: Process) -> Iterator[tuple[str, bytes]]:
@@ -65,7 +68,7 @@ def _memory(process: Process) -> Iterator[tuple[str, bytes]]:
                 continue
             try:
                 memory.seek(start)
-                yield f"memory of {process.title[:40]}", memory.read(end - start)
+                yield f"memory of {_name(process)}", memory.read(end - start)
             except OSError:
                 continue
 
@@ -75,10 +78,10 @@ def _places() -> Iterator[tuple[str, bytes]]:
     yield from leaks.object_stores(_session().name)
     for process in _ray_processes():
         try:
-            yield f"environment of {process.title[:40]}", Path(f"/proc/{process.pid}/environ").read_bytes()
+            yield f"environment of {_name(process)}", Path(f"/proc/{process.pid}/environ").read_bytes()
         except OSError:
             continue
-        if "gcs_server" in process.title or "raylet" in process.title.split(" ")[0]:
+        if _name(process) in ("gcs_server", "raylet"):
             yield from _memory(process)
 
 
