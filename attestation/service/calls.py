@@ -52,7 +52,7 @@ async def next_request(requests: AsyncIterator[R], deadline_s: float) -> R | Non
     except StopAsyncIteration:
         return None
     except TimeoutError:
-        raise ProtocolError("malformed", f"the request was not whole after {deadline_s:g} s") from None
+        raise ProtocolError("malformed", f"the request stalled: it was not whole after {deadline_s:g} s") from None
     except DecodeError:
         raise ProtocolError("malformed", "the request is no message of this method") from None
 

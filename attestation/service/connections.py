@@ -5,8 +5,8 @@ without an admitted call lasts nor how many one address has. The guard does that
 that this process has accepted, and shuts down those that nobody may keep. So no byte takes a detour.
 
 Guarantee: a connection on which no call was ever admitted ends `ConnectionBounds.stranger_s` after it was opened, give
-or take a look, or with the call that is being decided then. Once half of all places are taken, an address has no more
-than its bound.
+or take a look, or with the call that is being decided then. It ends at the next look if a call on it was refused, or if
+it sent more than a first call needs. Once half of all places are taken, an address has no more than its bound.
 """
 
 import ctypes
@@ -14,6 +14,7 @@ import logging
 import os
 import socket
 import stat
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -29,16 +30,18 @@ WINDOW_BYTES: Final = 65_536
 """Of one call, that gRPC takes before anybody reads it. With its probes of the bandwidth it would be megabytes."""
 CONNECTION_BYTES: Final = 65_536
 """Measured of a connection with TLS and no call: 50 to 60 KiB."""
-UNCLAIMED_CALLS: Final = 512
+UNCLAIMED_CALLS: Final = 128
 """Calls of all connections that no handler has looked at; gRPC refuses more. A handler is there within milliseconds."""
 METADATA_BYTES: Final = 16_384
 """Of the headers of one call: a token, a version and a request id, and what proxies add."""
 _LOOK_S: Final = 0.5
 _TRIM_S: Final = 2.0
-_TRIM_CONNECTIONS: Final = 8
-"""Connections that went: fewer leave nothing behind that is worth a walk through the heap."""
-_FORGET_S: Final = 60.0
-"""For which a call is remembered whose connection is not seen: far more than it takes to see a new one."""
+_STRANGER_BYTES: Final = 2**18
+"""That a connection may send before a call on it was admitted. gRPC's buffer for it grows with what comes at once."""
+_TCP_INFO_RECEIVED: Final = 128
+"""Place of the bytes that were received in Linux's ``struct tcp_info``."""
+_FORGET_S: Final = 5.0
+"""For which a call is remembered whose connection is not seen: more than it takes to see a new one."""
 _FILES: Final = "/proc/self/fd"
 _LOG = logging.getLogger(__name__)
 
@@ -86,8 +89,8 @@ class ConnectionBounds:
             # The window of a call is fixed. Else it begins at 4 MiB, and grows with the speed of the network.
             ("grpc.http2.bdp_probe", 0),
             ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
-            # The first number is where gRPC begins to refuse some of the calls at random.
-            ("grpc.server.max_pending_requests", UNCLAIMED_CALLS // 2),
+            # From the first number to the second it would refuse some at random.
+            ("grpc.server.max_pending_requests", UNCLAIMED_CALLS),
             ("grpc.server.max_pending_requests_hard_limit", UNCLAIMED_CALLS),
             # A dead peer is noticed, and one that only pings is closed.
             ("grpc.keepalive_time_ms", 60_000),
@@ -118,12 +121,13 @@ class _Connection:
 class _Calls:
     """The calls of a connection: how many are open, when the newest began or ended, and when the newest admitted one.
 
-    ``admitted`` is None while none was.
+    ``admitted`` is None while none was; ``refused`` says whether one was.
     """
 
     open: int
     newest: float
     admitted: float | None = None
+    refused: bool = False
 
 
 class GuardedCall:
@@ -140,6 +144,11 @@ class GuardedCall:
         with self._lock:
             self._is_admitted = True
             self._calls.admitted = self._clock()
+
+    def refuse(self) -> None:
+        """Note that the service has nothing to do with this caller; its connection ends, unless another call on it was
+        admitted."""
+        self._calls.refused = True
 
     def end(self) -> None:
         """Note that the call is over; once."""
@@ -164,7 +173,7 @@ class ConnectionGuard:
         self._calls: dict[Place, _Calls] = {}
         self._connections: dict[int, _Connection] = {}  # by the inode of the socket, which is nobody else's
         self._others: set[int] = set()  # sockets that are none of this server's connections
-        self._gone, self._trimmed = 0, clock()
+        self._have_gone, self._trimmed = False, clock()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._port = 0
@@ -203,7 +212,7 @@ class ConnectionGuard:
         """Look at all connections once, and end those that nobody may keep."""
         now = self._clock()
         found = self._found(now)
-        gone = len(self._connections.keys() - found.keys())
+        gone = bool(self._connections.keys() - found.keys())
         self._connections = found
         with self._lock:
             ends = self._overdue(now)
@@ -212,9 +221,9 @@ class ConnectionGuard:
                 del self._calls[place]
         for inode in ends:
             _shut_down(found[inode].number, inode)
-        self._gone += gone
-        if self._gone >= _TRIM_CONNECTIONS and now - self._trimmed >= _TRIM_S:
-            self._gone, self._trimmed = 0, now
+        self._have_gone |= gone
+        if self._have_gone and now - self._trimmed >= _TRIM_S:
+            self._have_gone, self._trimmed = False, now
             _give_memory_back()
 
     def _watch(self) -> None:
@@ -253,6 +262,8 @@ class ConnectionGuard:
             is_open = calls is not None and calls.open > 0
             if calls is None or calls.admitted is None:
                 patience_s, since, rank = bounds.stranger_s, each.opened, (0, each.opened)
+                if (calls is not None and calls.refused) or _received(each.number, inode) > _STRANGER_BYTES:
+                    patience_s = 0.0
             else:
                 # gRPC closes an idle one by itself, and politely. One that calls in vain is not idle to it.
                 patience_s, since = bounds.idle_s + bounds.stranger_s, max(each.opened, calls.admitted)
@@ -330,6 +341,16 @@ def _other_end(number: int, inode: int, port: int) -> Place | None:
             host, place = copy.getpeername()[:2]
             return str(_address_of(host)), place
     return None
+
+
+def _received(number: int, inode: int) -> int:
+    """Return how many bytes came on a connection."""
+    copy = _opened(number, inode)
+    if copy is not None:
+        with copy, suppress(OSError):
+            told = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_RECEIVED + 8)
+            return int.from_bytes(told[_TCP_INFO_RECEIVED:], sys.byteorder)
+    return 0
 
 
 def _shut_down(number: int, inode: int) -> None:

@@ -55,6 +55,8 @@ from raycloak.metrics.registry import ANSWERED
 R = TypeVar("R", bound=ProtoMessage)
 Q = TypeVar("Q", bound=ProtoMessage)
 _SERVICE: Final = wire.DESCRIPTOR.services_by_name["Evidence"]
+_OF_LOAD: Final = ("busy", "deadline", "rate_limited")
+"""Refusals that say nothing of who asks: a peer that had to connect again would add to the load."""
 START_DEADLINE_S: Final = 30.0
 
 
@@ -200,6 +202,8 @@ class _Servicer:
             # gRPC would tell the peer the text of the exception.
             logging.getLogger(__name__).exception("a call of the evidence service failed")
             refusal = EvidenceError("release_denied", "the service failed at this call.", "See the log of the service.")
+        if refusal.code not in _OF_LOAD:
+            guarded.refuse()
         self.calls[method, refusal.code] += 1
         await context.abort(status_of(refusal), refusal.code, trailing(refusal))
 
