@@ -5,12 +5,14 @@ without an admitted call lasts nor how many one address has. The guard does that
 that this process has accepted, and shuts down those that nobody may keep. So no byte takes a detour.
 
 Guarantee: a connection on which no call was ever admitted ends `ConnectionBounds.stranger_s` after it was opened, give
-or take a look, or with the call that is being decided then. It ends at the next look if a call on it was refused, or if
-it sent more than a first call needs. Once half of all places are taken, an address has no more than its bound.
+or take a look, or `ConnectionBounds.decision_s` later if a call is being decided. It ends at the next look if a call on
+it was refused, or if it sent more than a first call needs. Once half of all places are taken, an address has no more
+than its bound.
 """
 
 import ctypes
 import logging
+import math
 import os
 import socket
 import stat
@@ -23,19 +25,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
-from typing import Final, TypeAlias
+from typing import Final, Self, TypeAlias
 from urllib.parse import unquote
 
-WINDOW_BYTES: Final = 65_536
+WINDOW_BYTES: Final = 16_384
 """Of one call, that gRPC takes before anybody reads it. With its probes of the bandwidth it would be megabytes."""
 CONNECTION_BYTES: Final = 65_536
 """Measured of a connection with TLS and no call: 50 to 60 KiB."""
-UNCLAIMED_CALLS: Final = 128
+UNCLAIMED_CALLS: Final = 256
 """Calls of all connections that no handler has looked at; gRPC refuses more. A handler is there within milliseconds."""
 METADATA_BYTES: Final = 16_384
 """Of the headers of one call: a token, a version and a request id, and what proxies add."""
 _LOOK_S: Final = 0.5
 _TRIM_S: Final = 2.0
+_TRIMS_S: Final = 5.0
+"""How often, and for how long after a connection has gone, memory is given back: gRPC frees it piece by piece."""
 _STRANGER_BYTES: Final = 2**18
 """That a connection may send before a call on it was admitted. gRPC's buffer for it grows with what comes at once."""
 _TCP_INFO_RECEIVED: Final = 128
@@ -59,6 +63,7 @@ class ConnectionBounds:
         calls: of one connection at once.
         message_bytes: of one message.
         stranger_s: for which a connection lasts on which no call was ever admitted.
+        decision_s: for which it lasts longer while a call on it is decided.
         idle_s: after which a connection without a call is closed.
         age_s: after which any connection is closed; its calls get another ``grace_s``. None: never.
     """
@@ -69,6 +74,7 @@ class ConnectionBounds:
     message_bytes: int
     stranger_s: float
     idle_s: float
+    decision_s: float = 0.0
     age_s: float | None = None
     grace_s: float = 0.0
 
@@ -130,8 +136,16 @@ class _Calls:
     refused: bool = False
 
 
+_NONE: Final = _Calls(0, 0.0)
+"""Those of a connection without any."""
+
+
 class GuardedCall:
-    """A call that a guard knows of. Its connection is kept while it is open, and longer if it was admitted."""
+    """A call that a guard knows of, open inside the block. Its connection is kept meanwhile; and longer, if admitted.
+
+    The block ends with the call's handler, and not when gRPC says that the call is over: a callback for that makes gRPC
+    keep the whole call until Python looks for garbage, and strangers have many calls.
+    """
 
     def __init__(self, calls: _Calls, lock: threading.Lock, clock: Callable[[], float]) -> None:
         self._calls = calls
@@ -150,8 +164,10 @@ class GuardedCall:
         admitted."""
         self._calls.refused = True
 
-    def end(self) -> None:
-        """Note that the call is over; once."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         with self._lock:
             self._calls.open -= 1
             self._calls.newest = self._clock()
@@ -173,7 +189,7 @@ class ConnectionGuard:
         self._calls: dict[Place, _Calls] = {}
         self._connections: dict[int, _Connection] = {}  # by the inode of the socket, which is nobody else's
         self._others: set[int] = set()  # sockets that are none of this server's connections
-        self._have_gone, self._trimmed = False, clock()
+        self._trims_until = self._trimmed = clock()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._port = 0
@@ -196,7 +212,7 @@ class ConnectionGuard:
         return len(self._connections)
 
     def call(self, peer: str) -> GuardedCall:
-        """Note that a call has begun.
+        """Note that a call has begun, which ends with the block of what is returned.
 
         Args:
             peer: as gRPC's context names it.
@@ -221,9 +237,10 @@ class ConnectionGuard:
                 del self._calls[place]
         for inode in ends:
             _shut_down(found[inode].number, inode)
-        self._have_gone |= gone
-        if self._have_gone and now - self._trimmed >= _TRIM_S:
-            self._have_gone, self._trimmed = False, now
+        if gone:
+            self._trims_until = now + _TRIMS_S
+        if now < self._trims_until and now - self._trimmed >= _TRIM_S:
+            self._trimmed = now
             _give_memory_back()
 
     def _watch(self) -> None:
@@ -258,18 +275,16 @@ class ConnectionGuard:
         bounds = self._bounds
         ends, staying = [], defaultdict[str, list[tuple[tuple[int, float], int]]](list)
         for inode, each in self._connections.items():
-            calls = self._calls.get(each.place)
-            is_open = calls is not None and calls.open > 0
-            if calls is None or calls.admitted is None:
-                patience_s, since, rank = bounds.stranger_s, each.opened, (0, each.opened)
-                if (calls is not None and calls.refused) or _received(each.number, inode) > _STRANGER_BYTES:
-                    patience_s = 0.0
+            calls = self._calls.get(each.place, _NONE)
+            if calls.admitted is None:
+                rank, end = (0, each.opened), self._end_of_stranger(inode, each, calls)
             else:
                 # gRPC closes an idle one by itself, and politely. One that calls in vain is not idle to it.
-                patience_s, since = bounds.idle_s + bounds.stranger_s, max(each.opened, calls.admitted)
+                since = max(each.opened, calls.admitted)
+                end = math.inf if calls.open else since + bounds.idle_s + bounds.stranger_s
                 # Of those at work the newest goes first: an older one would come back and push the next one out.
-                rank = (2, -each.opened) if is_open else (1, since)
-            if not is_open and now - since >= patience_s:
+                rank = (2, -each.opened) if calls.open else (1, since)
+            if now >= end:
                 ends.append(inode)
             else:
                 staying[network_of(each.place[0])].append((rank, inode))
@@ -277,6 +292,13 @@ class ConnectionGuard:
             for those in staying.values():
                 ends += [inode for _, inode in sorted(those)[: max(0, len(those) - bounds.per_address)]]
         return ends
+
+    def _end_of_stranger(self, inode: int, connection: _Connection, calls: _Calls) -> float:
+        """Return when a connection ends if no call on it is admitted until then."""
+        is_decided = bool(calls.open and self._bounds.decision_s)
+        if (calls.refused and not is_decided) or _received(connection.number, inode) > _STRANGER_BYTES:
+            return connection.opened
+        return connection.opened + self._bounds.stranger_s + (self._bounds.decision_s if is_decided else 0.0)
 
     def _is_past(self, place: Place, calls: _Calls, places: set[Place], now: float) -> bool:
         # One that the listing has missed, as it was opened meanwhile, is there the next time.

@@ -59,7 +59,7 @@ class ServiceLimits(Message):
     pending_calls: int = Field(default=1024, gt=0, le=65_536)
     message_bytes: int = Field(default=MAX_PRESENTATION_BYTES + 65_536, gt=0, lt=2**30)
     request_bytes: int = Field(default=128 * 2**20, gt=0, lt=2**40)
-    request_address_bytes: int = Field(default=32 * 2**20, gt=0, lt=2**40)
+    request_address_bytes: int = Field(default=8 * 2**20, gt=0, lt=2**40)
     unread_bytes: int = Field(default=128 * 2**20, gt=0, lt=2**40)
     unread_address_bytes: int = Field(default=16 * 2**20, gt=0, lt=2**40)
     identity_rate: float = Field(default=20.0, gt=0)
@@ -76,6 +76,7 @@ class ServiceLimits(Message):
             calls=self.calls_per_connection,
             message_bytes=self.message_bytes,
             stranger_s=self.stranger_s,
+            decision_s=self.deadline_s,
             idle_s=self.idle_s,
             age_s=self.age_s,
             grace_s=self.deadline_s,

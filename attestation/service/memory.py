@@ -10,15 +10,17 @@ from raycloak.metrics.errors import ConfigError
 
 SHARE: Final = 2
 """Calls may take a half of the process's memory where the settings say nothing else. The rest is for its work."""
+REMEDY: Final = "Lower limits, such as connections; or give the process more memory, or calls more in memory_bytes."
 _UNLIMITED: Final = 2**60  # what a control group says that has no limit, and more than any machine has
 
 
-def require_memory(most_bytes: int, memory_bytes: int | None, root: Path = Path("/")) -> int:
+def require_memory(most_bytes: int, memory_bytes: int | None, remedy: str = REMEDY, root: Path = Path("/")) -> int:
     """Return the memory that calls may take.
 
     Args:
         most_bytes: that calls may take under the limits, all together.
         memory_bytes: that the settings give them; half of the process's memory if None.
+        remedy: what whoever serves can do if that is too little.
         root: folder that stands for ``/``.
 
     Raises:
@@ -29,7 +31,7 @@ def require_memory(most_bytes: int, memory_bytes: int | None, root: Path = Path(
         raise ConfigError(
             "memory",
             f"by its limits, calls may take {mebibytes(most_bytes)} of memory, and have {mebibytes(given)}.",
-            "Lower limits, such as connections; or give the process more memory, and raise limits.memory_bytes.",
+            remedy,
         )
     return given
 

@@ -181,31 +181,38 @@ class _Servicer:
     async def _asked(self, method: str, context: Context) -> AsyncIterator[_Asked]:
         """Let a call in; a refusal, also of what is done in the block, ends it."""
         refusal: RaycloakError
-        guarded = self._guard.call(context.peer())
-        context.add_done_callback(lambda _: guarded.end())
-        try:
-            peer = self._peer(context)
-            left = context.time_remaining()
-            deadline_s = self._limits.deadline_s if left is None else min(left, self._limits.deadline_s)
-            asked = _Asked(peer, network_of(peer.address), time.monotonic() + deadline_s, guarded, [])
-            with self._counted(asked.network):
-                try:
+        with self._guard.call(context.peer()) as guarded:
+            try:
+                async with self._within_limits(context, guarded) as asked:
                     yield asked
-                finally:
-                    for held in asked.held:
-                        held.leave()
-            self.calls[method, ANSWERED] += 1
-            return
-        except RaycloakError as error:
-            refusal = error
-        except Exception:
-            # gRPC would tell the peer the text of the exception.
-            logging.getLogger(__name__).exception("a call of the evidence service failed")
-            refusal = EvidenceError("release_denied", "the service failed at this call.", "See the log of the service.")
-        if refusal.code not in _OF_LOAD:
-            guarded.refuse()
+                self.calls[method, ANSWERED] += 1
+                return
+            except RaycloakError as error:
+                refusal = error
+            except Exception:
+                # gRPC would tell the peer the text of the exception.
+                logging.getLogger(__name__).exception("a call of the evidence service failed")
+                refusal = EvidenceError(
+                    "release_denied", "the service failed at this call.", "See the log of the service."
+                )
+            if refusal.code not in _OF_LOAD:
+                guarded.refuse()
         self.calls[method, refusal.code] += 1
         await context.abort(status_of(refusal), refusal.code, trailing(refusal))
+
+    @asynccontextmanager
+    async def _within_limits(self, context: Context, guarded: GuardedCall) -> AsyncIterator[_Asked]:
+        """Yield a call of a peer that may ask now; what it holds is given back at the end."""
+        peer = self._peer(context)
+        left = context.time_remaining()
+        deadline_s = self._limits.deadline_s if left is None else min(left, self._limits.deadline_s)
+        asked = _Asked(peer, network_of(peer.address), time.monotonic() + deadline_s, guarded, [])
+        with self._counted(asked.network):
+            try:
+                yield asked
+            finally:
+                for held in asked.held:
+                    held.leave()
 
     @contextmanager
     def _counted(self, network: str) -> Iterator[None]:

@@ -56,10 +56,8 @@ _OPTIONS: Final = (
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
 )
-_TOO_LARGE: Final = "larger than max"
-"""Is in gRPC's words for a message beyond the limit, of either side."""
-_NO_ANSWER: Final = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
-"""What a call says that may have reached the service or not."""
+_NO_ANSWER: Final = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
+"""What a call says that may have reached the service or not. The last is how gRPC drops calls when too many come."""
 
 
 @dataclass(frozen=True)
@@ -220,14 +218,7 @@ class Connection:
                 "Check the address, the certificate authority and that the service runs.",
                 request_id,
             )
-        # What the service refuses by itself has a reason, so it is gRPC that refused: the size, or one call too many.
-        if status is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE not in (failure.details() or ""):
-            return ServiceConnectionError(
-                "overloaded",
-                f"the service at {self.address} has more calls than it looks at.",
-                "Ask again later.",
-                request_id,
-            )
+        # What the service refuses by itself has a reason, so it is gRPC that refused the size.
         if status is grpc.StatusCode.RESOURCE_EXHAUSTED:
             return ServiceValidationError(
                 "too_large",

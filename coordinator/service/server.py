@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -354,18 +354,11 @@ class _Servicer:
         given = metadata.get("raycloak-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(8)
         error: ServiceError
-        guarded = self._guard.call(context.peer())
-        context.add_done_callback(lambda _: guarded.end())
         try:
-            caller = self._admitted(context, metadata, guarded)
-            if not self._calls.take(caller.tenant):
-                raise ServiceRateLimitedError(
-                    "calls_full", "this tenant has too many calls open.", "Wait for one.", retry_after_s=_CALLS_RETRY_S
-                )
-            try:
-                yield caller
-            finally:
-                self._calls.leave(caller.tenant)
+            with self._guard.call(context.peer()) as guarded:
+                caller = self._admitted(context, metadata, guarded)
+                with self._counted(caller):
+                    yield caller
             return
         except ServiceError as refusal:
             error = refusal
@@ -384,6 +377,17 @@ class _Servicer:
         info.request_id = request_id
         status = _STATUS.get(error.kind, grpc.StatusCode.INTERNAL)
         await context.abort(status, error.code, ((TRAILER, info.SerializeToString()),))
+
+    @contextmanager
+    def _counted(self, caller: Caller) -> Iterator[None]:
+        if not self._calls.take(caller.tenant):
+            raise ServiceRateLimitedError(
+                "calls_full", "this tenant has too many calls open.", "Wait for one.", retry_after_s=_CALLS_RETRY_S
+            )
+        try:
+            yield
+        finally:
+            self._calls.leave(caller.tenant)
 
     def _admitted(self, context: Context, metadata: dict[str, Any], guarded: GuardedCall) -> Caller:
         """Return who calls, if it may now."""
