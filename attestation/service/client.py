@@ -177,7 +177,11 @@ class EvidenceClient:
         status = getattr(error, "code", lambda: grpc.StatusCode.UNKNOWN)()
         with suppress(AttributeError):
             metadata = error.trailing_metadata() or ()
-        return refusal_in(metadata) or EvidenceError(
+        refusal = refusal_in(metadata)
+        # How gRPC drops calls when more come than a service looks at.
+        if refusal is None and status is grpc.StatusCode.CANCELLED:
+            return EvidenceError("busy", f"the evidence service at {self._address} dropped a call.", "Ask again later.")
+        return refusal or EvidenceError(
             "release_denied",
             f"the evidence service at {self._address} gave no answer ({status.name}).",
             "Check address and manifest; without an answer of its orchestrator this worker gets no keys.",

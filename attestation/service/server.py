@@ -4,6 +4,8 @@ An event loop in its own thread reads and writes. Its calls go to the orchestrat
 (`attestation/service/queue.py`). A peer that is slow, silent or half open holds a coroutine or a socket, never one of
 those threads. The server also answers health checks (``grpc.health.v1``) and reflection.
 
+Nothing of a request is read before its sender is identified and there is room for it.
+
 Guarantee: fails closed. A call that cannot be decided, recorded or answered in time is refused. A service that could
 not write its record refuses everything from then on.
 """
@@ -13,87 +15,129 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
-from ipaddress import IPv6Address, IPv6Network
-from typing import Any, Final, Self, TypeAlias, TypeVar
-from urllib.parse import unquote
+from typing import Any, Final, Self, TypeVar
 
 import grpc
 from google.protobuf.message import Message as ProtoMessage
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as aio_health
-from grpc_reflection.v1alpha import reflection
 
 from raycloak.attestation.core.canonical import digest
 from raycloak.attestation.core.rate_limit import RateLimit
 from raycloak.attestation.orchestrator.peer_desk import Peer, PeerDesk
 from raycloak.attestation.service import evidence_pb2 as wire
-from raycloak.attestation.service.evidence_pb2_grpc import EvidenceServicer, add_EvidenceServicer_to_server
+from raycloak.attestation.service.calls import (
+    HEALTH,
+    REFLECTION,
+    Context,
+    Health,
+    Held,
+    Room,
+    Rooms,
+    handlers,
+    next_request,
+    reflection_of,
+)
+from raycloak.attestation.service.connections import ConnectionGuard, GuardedCall, network_of, peer_host
 from raycloak.attestation.service.fair_lock import Turn
-from raycloak.attestation.service.grpc_status import SERVICE_NAME, status_of, trailing
+from raycloak.attestation.service.grpc_status import status_of, trailing
 from raycloak.attestation.service.limits import ServiceLimits, UnreadAnswers
+from raycloak.attestation.service.memory import require_memory
 from raycloak.attestation.service.queue import Afterwards, ServiceQueue
 from raycloak.attestation.service.wire_messages import from_wire, release_to_wire, to_wire
 from raycloak.attestation.trust.channel import server_credentials
 from raycloak.metrics.collectors import ServiceFigures
-from raycloak.metrics.errors import ConfigError, EvidenceError, RaycloakError
+from raycloak.metrics.errors import ConfigError, EvidenceError, ProtocolError, RaycloakError
 from raycloak.metrics.registry import ANSWERED
 
 R = TypeVar("R", bound=ProtoMessage)
-Context: TypeAlias = Any
-"""A `grpc.aio.ServicerContext`; gRPC ships no types."""
+Q = TypeVar("Q", bound=ProtoMessage)
+_SERVICE: Final = wire.DESCRIPTOR.services_by_name["Evidence"]
+_OF_LOAD: Final = ("busy", "deadline", "rate_limited")
+"""Refusals that say nothing of who asks: a peer that had to connect again would add to the load."""
 START_DEADLINE_S: Final = 30.0
 
 
-class _Servicer(EvidenceServicer):
+@dataclass(slots=True)
+class _Asked:
+    """A call of a peer that may ask.
+
+    Attributes:
+        network: that the peer's calls are counted under.
+        until: the time on the monotonic clock at which it has to have its answer.
+    """
+
+    peer: Peer
+    network: str
+    until: float
+    guarded: GuardedCall
+    held: list[Held]
+
+    def left_s(self) -> float:
+        """Return the seconds until the call is late."""
+        return self.until - time.monotonic()
+
+
+class _Servicer:
     """Turns wire messages into calls of the desk, under the limits."""
 
-    def __init__(self, desk: PeerDesk, queue: ServiceQueue, limits: ServiceLimits) -> None:
+    def __init__(self, desk: PeerDesk, queue: ServiceQueue, limits: ServiceLimits, guard: ConnectionGuard) -> None:
         self._desk = desk
         self._queue = queue
         self._limits = limits
+        self._guard = guard
         self._by_identity = RateLimit(limits.identity_rate, limits.identity_burst, time.monotonic)
         self._by_address = RateLimit(limits.address_rate, limits.address_burst, time.monotonic)
+        self._waiting: Counter[str] = Counter()
+        self._room, self._rooms = Room(limits.request_bytes), Rooms(limits.request_address_bytes)
         self._unread = UnreadAnswers(limits)
+        self._reflection = reflection_of(_SERVICE)
         self.calls: Counter[tuple[str, str]] = Counter()
 
-    async def Challenge(self, request: wire.ChallengeRequest, context: Context) -> wire.ChallengeReply:  # noqa: N802
-        def answer(peer: Peer) -> wire.ChallengeReply:
+    async def Challenge(  # noqa: N802
+        self, requests: AsyncIterator[wire.ChallengeRequest], context: Context
+    ) -> wire.ChallengeReply:
+        def answer(peer: Peer, request: wire.ChallengeRequest) -> wire.ChallengeReply:
             challenge = self._desk.challenge(peer, request.member_id, request.role, request.identity_key)
             return wire.ChallengeReply(challenge=challenge.encode(), server_certificate=self._desk.end.certificate)
 
-        return await self._answer("Challenge", context, answer)
+        return await self._answer("Challenge", requests, context, answer)
 
-    async def Attest(self, request: wire.AttestRequest, context: Context) -> wire.AttestReply:  # noqa: N802
-        def answer(peer: Peer) -> wire.AttestReply:
+    async def Attest(  # noqa: N802
+        self, requests: AsyncIterator[wire.AttestRequest], context: Context
+    ) -> wire.AttestReply:
+        def answer(peer: Peer, request: wire.AttestRequest) -> wire.AttestReply:
             result = self._desk.attest(peer, from_wire(request.presentation), request.channel_signature)
             return wire.AttestReply(result=result.encode())
 
-        return await self._answer("Attest", context, answer)
+        return await self._answer("Attest", requests, context, answer)
 
     async def ReleaseKeys(  # noqa: N802
-        self, request: wire.ReleaseKeysRequest, context: Context
+        self, requests: AsyncIterator[wire.ReleaseKeysRequest], context: Context
     ) -> wire.ReleaseKeysReply:
-        def answer(peer: Peer) -> Afterwards[wire.ReleaseKeysReply]:
+        def answer(peer: Peer, request: wire.ReleaseKeysRequest) -> Afterwards[wire.ReleaseKeysReply]:
             wanted = tuple(request.virtual_workers)
             grant = self._desk.grant_keys(peer, request.member_id, request.epoch, wanted, request.seen)
             return Afterwards(lambda: release_to_wire(self._desk.proved(grant)))
 
-        return await self._answer("ReleaseKeys", context, answer)
+        return await self._answer("ReleaseKeys", requests, context, answer)
 
-    async def Roster(self, request: wire.RosterRequest, context: Context) -> wire.RosterReply:  # noqa: N802
-        def answer(peer: Peer) -> wire.RosterReply:
+    async def Roster(  # noqa: N802
+        self, requests: AsyncIterator[wire.RosterRequest], context: Context
+    ) -> wire.RosterReply:
+        def answer(peer: Peer, request: wire.RosterRequest) -> wire.RosterReply:
             data = from_wire(request.data_commitments) if request.HasField("data_commitments") else None
             roster, presentations = self._desk.roster(peer, request.member_id, data)
             return wire.RosterReply(roster=to_wire(roster), presentations=[to_wire(each) for each in presentations])
 
-        return await self._answer("Roster", context, answer)
+        return await self._answer("Roster", requests, context, answer)
 
-    async def Log(self, request: wire.LogRequest, context: Context) -> wire.LogReply:  # noqa: N802
-        def answer(peer: Peer) -> wire.LogReply:
+    async def Log(  # noqa: N802
+        self, requests: AsyncIterator[wire.LogRequest], context: Context
+    ) -> wire.LogReply:
+        def answer(peer: Peer, request: wire.LogRequest) -> wire.LogReply:
             entries, head = self._desk.log_lines(peer, request.member_id, request.start, request.limit)
             paths = {}
             if request.HasField("entry"):
@@ -103,28 +147,104 @@ class _Servicer(EvidenceServicer):
             proofs = {name: wire.TreePath(size=path.size, hashes=path.hashes) for name, path in paths.items()}
             return wire.LogReply(entries=entries, head=head, **proofs)
 
-        return await self._answer("Log", context, answer)
+        return await self._answer("Log", requests, context, answer)
 
-    async def _answer(self, method: str, context: Context, call: Callable[[Peer], R | Afterwards[R]]) -> R:
+    async def ServerReflectionInfo(  # noqa: N802
+        self, requests: AsyncIterator[Any], context: Context
+    ) -> AsyncIterator[Any]:
+        """Say what is served here, to a peer that may ask."""
+        async with self._asked("reflection", context) as asked:
+
+            async def all_of() -> AsyncIterator[Any]:
+                while (request := await self._request(requests, asked)) is not None:
+                    yield request
+
+            async for answer in self._reflection.ServerReflectionInfo(all_of(), context):
+                asked.guarded.admit()
+                yield answer
+
+    async def _answer(
+        self, method: str, requests: AsyncIterator[Q], context: Context, call: Callable[[Peer, Q], R | Afterwards[R]]
+    ) -> R:
         """Return the answer to ``call``; a refusal becomes a status, with its code in the trailing metadata."""
-        refusal: RaycloakError
-        try:
-            peer = self._peer(context)
-            left = context.time_remaining()
-            deadline_s = self._limits.deadline_s if left is None else min(left, self._limits.deadline_s)
-            answer = await self._queue.run(lambda: call(peer), deadline_s)
-            self._count(context, network_of(peer.address), answer.ByteSize())
-            self.calls[method, ANSWERED] += 1
+        async with self._asked(method, context) as asked:
+            request = await self._request(requests, asked)
+            if request is None:
+                raise ProtocolError("malformed", "the call ended without a request")
+            answer = await self._queue.run(lambda: call(asked.peer, request), asked.left_s())
+            self._count(context, asked.network, answer.ByteSize())
+            asked.guarded.admit()
             return answer
-        except RaycloakError as error:
-            refusal = error
-        except Exception:
-            # gRPC would tell the peer the text of the exception.
-            logging.getLogger(__name__).exception("a call of the evidence service failed")
-            refusal = EvidenceError("release_denied", "the service failed at this call.", "See the log of the service.")
+        raise AssertionError("unreachable: a refusal raises")
+
+    @asynccontextmanager
+    async def _asked(self, method: str, context: Context) -> AsyncIterator[_Asked]:
+        """Let a call in; a refusal, also of what is done in the block, ends it."""
+        refusal: RaycloakError
+        with self._guard.call(context.peer()) as guarded:
+            try:
+                async with self._within_limits(context, guarded) as asked:
+                    yield asked
+                self.calls[method, ANSWERED] += 1
+                return
+            except RaycloakError as error:
+                refusal = error
+            except Exception:
+                # gRPC would tell the peer the text of the exception.
+                logging.getLogger(__name__).exception("a call of the evidence service failed")
+                refusal = EvidenceError(
+                    "release_denied", "the service failed at this call.", "See the log of the service."
+                )
+            if refusal.code not in _OF_LOAD:
+                guarded.refuse()
         self.calls[method, refusal.code] += 1
         await context.abort(status_of(refusal), refusal.code, trailing(refusal))
-        raise AssertionError("unreachable: abort raises")
+
+    @asynccontextmanager
+    async def _within_limits(self, context: Context, guarded: GuardedCall) -> AsyncIterator[_Asked]:
+        """Yield a call of a peer that may ask now; what it holds is given back at the end."""
+        peer = self._peer(context)
+        left = context.time_remaining()
+        deadline_s = self._limits.deadline_s if left is None else min(left, self._limits.deadline_s)
+        asked = _Asked(peer, network_of(peer.address), time.monotonic() + deadline_s, guarded, [])
+        with self._counted(asked.network):
+            try:
+                yield asked
+            finally:
+                for held in asked.held:
+                    held.leave()
+
+    @contextmanager
+    def _counted(self, network: str) -> Iterator[None]:
+        """Count a call that waits; EvidenceError ``busy`` if too many do."""
+        if self._waiting[network] >= self._limits.calls_per_address:
+            raise EvidenceError("busy", "too many calls of this address wait.", "Ask again later.")
+        if self._waiting.total() >= self._limits.pending_calls:
+            raise EvidenceError("busy", "too many calls wait.", "Ask again later.")
+        self._waiting[network] += 1
+        try:
+            yield
+        finally:
+            self._waiting[network] -= 1
+            if not self._waiting[network]:
+                del self._waiting[network]
+
+    async def _request(self, requests: AsyncIterator[Q], asked: _Asked) -> Q | None:
+        """Read the next request, once there is room for it; None if there is none."""
+        for held in asked.held:
+            held.leave()
+        try:
+            # How long it is, nobody knows before it is whole.
+            async with asyncio.timeout(asked.left_s()):
+                size = self._limits.message_bytes
+                asked.held = [await self._rooms.take(asked.network, size)]
+                asked.held.append(await self._room.take(size))
+        except TimeoutError:
+            raise EvidenceError("busy", "other calls had all room for requests.", "Ask again later.") from None
+        request = await next_request(requests, asked.left_s())
+        for held in asked.held:
+            held.shrink(0 if request is None else request.ByteSize())
+        return request
 
     def _count(self, context: Context, address: str, size: int) -> None:
         """Count an answer until it has left; EvidenceError ``busy`` if too much is unread."""
@@ -135,8 +255,7 @@ class _Servicer(EvidenceServicer):
     def _peer(self, context: Context) -> Peer:
         """Return the peer at the other end; EvidenceError ``rate_limited`` if it has no calls left."""
         pem = next(iter(context.auth_context().get("x509_pem_cert", ())), b"")
-        # gRPC percent-encodes the brackets of IPv6 addresses.
-        host = unquote(context.peer()).rpartition(":")[0]
+        host = peer_host(context.peer())
         peer, identity = _identified(host, pem)
         if not (self._by_address.allows(network_of(host)) and self._by_identity.allows(identity)):
             raise EvidenceError("rate_limited", "this peer asks more than the service allows.", "Ask again later.")
@@ -154,16 +273,6 @@ def _identified(host: str, pem: bytes) -> tuple[Peer, bytes]:
     return peer, digest(host.encode() + b" " + peer.certificate.issuer.public_bytes())
 
 
-@lru_cache(maxsize=1024)
-def network_of(host: str) -> str:
-    """Return what the calls of an address are counted under: itself, or the /64 of an IPv6 address, one customer's."""
-    try:
-        address = IPv6Address(host.removeprefix("ipv6:").strip("[]"))
-    except ValueError:
-        return host
-    return f"ipv4:{address.ipv4_mapped}" if address.ipv4_mapped else str(IPv6Network((int(address), 64), strict=False))
-
-
 @dataclass(slots=True)
 class EvidenceServer:
     """A running service.
@@ -177,6 +286,7 @@ class EvidenceServer:
     _thread: threading.Thread
     _stop: Callable[[float], Coroutine[Any, Any, None]]
     _queue: ServiceQueue
+    _guard: ConnectionGuard
     _calls: Mapping[tuple[str, str], int]
     _at_stop: list[Callable[[], None]] = field(default_factory=list)
 
@@ -195,14 +305,17 @@ class EvidenceServer:
             turn: held while the orchestrator is asked; its other callers must hold it too.
 
         Raises:
-            ConfigError: ``bind`` if the address cannot be listened on.
+            ConfigError: ``bind`` if the address cannot be listened on; ``memory`` if the limits allow more than there
+                is.
         """
         limits = limits or ServiceLimits()
+        require_memory(limits.most_bytes, limits.memory_bytes)
+        guard = ConnectionGuard(limits.bounds())
         queue = ServiceQueue(desk.transaction, turn or Turn(), limits.pending_calls)
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=loop.run_forever, name="evidence-service", daemon=True)
         thread.start()
-        servicer = _Servicer(desk, queue, limits)
+        servicer = _Servicer(desk, queue, limits, guard)
         starting = asyncio.run_coroutine_threadsafe(_serve(servicer, desk, manifest_digest, bind, limits, queue), loop)
         try:
             port, stop = starting.result(START_DEADLINE_S)
@@ -210,7 +323,8 @@ class EvidenceServer:
             loop.call_soon_threadsafe(loop.stop)
             queue.close()
             raise
-        return cls(port, loop, thread, stop, queue, servicer.calls)
+        guard.start(port)
+        return cls(port, loop, thread, stop, queue, guard, servicer.calls)
 
     @property
     def failure(self) -> BaseException | None:
@@ -239,6 +353,7 @@ class EvidenceServer:
         """Finish the calls under way for up to ``grace_s`` seconds, then close."""
         for call in self._at_stop:
             call()
+        self._guard.stop()
         # A loop that hangs must not keep the process from ending.
         with suppress(TimeoutError):
             asyncio.run_coroutine_threadsafe(self._stop(grace_s), self._loop).result(grace_s + START_DEADLINE_S)
@@ -257,30 +372,25 @@ async def _serve(
     limits: ServiceLimits,
     queue: ServiceQueue,
 ) -> tuple[int, Callable[[float], Coroutine[Any, Any, None]]]:
-    server = grpc.aio.server(options=limits.channel_options())
-    add_EvidenceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
-    health = aio_health.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    names = (SERVICE_NAME, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
-    reflection.enable_server_reflection(names, server)
+    server = grpc.aio.server(options=limits.bounds().options())
+    health = Health()
+    for service, answers in ((_SERVICE, servicer), (REFLECTION, servicer), (HEALTH, health)):
+        server.add_generic_rpc_handlers((handlers(service, answers),))
     try:
         port = server.add_secure_port(bind, server_credentials(desk.end, manifest_digest))
     # gRPC's only sign that it could not listen there.
     except RuntimeError:
         raise ConfigError("bind", f"cannot listen on '{bind}'.", "Give host:port of this machine.") from None
-    serving, ended = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-    loop = asyncio.get_running_loop()
 
-    async def tell(status: Any) -> None:
-        for name in ("", SERVICE_NAME):
-            await health.set(name, status)
+    def fail() -> None:
+        health.is_serving = False
 
     async def stop(grace_s: float) -> None:
-        await tell(ended)
+        health.is_serving = False
         await server.stop(grace_s)
 
-    queue.when_failed(lambda: asyncio.run_coroutine_threadsafe(tell(ended), loop))
+    queue.when_failed(fail)
     await server.start()
     # Last, so that nobody is sent here before calls are answered.
-    await tell(serving)
+    health.is_serving = True
     return port, stop

@@ -90,6 +90,12 @@ class AdapterDesk:
         """The length of a client's sealed keys."""
         return released_bytes(self.facts.shape) + SEAL_BYTES
 
+    @property
+    def request_bytes(self) -> int:
+        """The length of the longest request: a client's sealed keys, or a block for the widest projection."""
+        blocks = (batch_bytes(self.facts.shape, each.width_in) for each in self.facts.projections)
+        return max(self.sealed_bytes, *blocks)
+
     def batch_bytes(self, names: Sequence[str]) -> int:
         """Return the length of a block for these projections.
 

@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, TypeVar
 
 import grpc
-from google.protobuf.message_factory import GetMessageClass
 
 from raycloak.attestation.core.messages import Envelope
 from raycloak.attestation.keys.release import KeyRelease
+from raycloak.attestation.service.calls import handlers
+from raycloak.attestation.service.connections import WINDOW_BYTES, ConnectionBounds, ConnectionGuard, GuardedCall
 from raycloak.attestation.service.grpc_status import status_of, trailing
+from raycloak.attestation.service.memory import require_memory
 from raycloak.attestation.trust.channel import ChannelEnd, is_channel_of, read_leaf, server_credentials
 from raycloak.coordinator.adapter import adapter_pb2 as wire
 from raycloak.coordinator.adapter.desk import AdapterDesk
@@ -26,7 +28,7 @@ from raycloak.coordinator.adapter.introduction import PIECE_BYTES, introduction_
 from raycloak.metrics.adapter_collector import AdapterFigures
 from raycloak.metrics.errors import ConfigError, EvidenceError, ProtocolError, RaycloakError, RefusedError
 from raycloak.metrics.registry import ANSWERED
-from raycloak.workers.encrypted.parameters import SET_F
+from raycloak.workers.encrypted.parameters import ANSWER_BYTES, SET_F
 from raycloak.workers.encrypted.seal_objects import require_size
 
 Context: TypeAlias = Any
@@ -40,20 +42,28 @@ _CALL_S: Final = 120.0
 _CALLS_OF_CLIENT: Final = 4
 # Calls over all clients whose answers have not left: each answer is in memory until its client reads it.
 _OPEN: Final = 64
-_CONNECTIONS: Final = 128
-_IDLE_MS: Final = 120_000
+_BOUNDS: Final = ConnectionBounds(
+    connections=128,
+    per_address=32,
+    calls=_CALLS_OF_CLIENT,
+    message_bytes=_MESSAGE_BYTES,
+    stranger_s=6.0,
+    idle_s=120.0,
+)
 # Keys outlive their session's last second by at most this.
 _SWEEP_S: Final = 10.0
 
 
+SERVICE: Final = wire.DESCRIPTOR.services_by_name["Adapter"]
 R = TypeVar("R")
 
 
 class _Servicer:
-    """The methods of the service, each of which reads its request itself: see `_handlers`."""
+    """The methods of the service, each of which reads its request itself: see `raycloak.attestation.service.calls`."""
 
-    def __init__(self, desk: AdapterDesk) -> None:
+    def __init__(self, desk: AdapterDesk, guard: ConnectionGuard) -> None:
         self._desk = desk
+        self._guard = guard
         self._lock = threading.Lock()
         self._open: Counter[str] = Counter()
         self._threads: Counter[str] = Counter()
@@ -137,17 +147,18 @@ class _Servicer:
     def _answer(self, method: str, context: Context, call: Callable[[str], R]) -> R:
         refusal: RaycloakError
         try:
-            client = self._client(context)
-            self._count(client, context)
-            # A stream that its client does not go on with ends, and gives its thread back.
-            timer = threading.Timer(_CALL_S, context.cancel)
-            timer.daemon = True
-            timer.start()
-            if not context.add_callback(timer.cancel):
-                # The call is over; nothing else would end the timer's thread before its time.
-                timer.cancel()
-            with self._thread_of(client):
-                answer = call(client)
+            with self._guard.call(context.peer()) as guarded:
+                client = self._client(context, guarded)
+                self._count(client, context)
+                # A stream that its client does not go on with ends, and gives its thread back.
+                timer = threading.Timer(_CALL_S, context.cancel)
+                timer.daemon = True
+                timer.start()
+                if not context.add_callback(timer.cancel):
+                    # The call is over; nothing else would end the timer's thread before its time.
+                    timer.cancel()
+                with self._thread_of(client):
+                    answer = call(client)
             self._note(method, ANSWERED)
             return answer
         except RaycloakError as error:
@@ -168,12 +179,14 @@ class _Servicer:
         with self._lock:
             self._answered[method, code] += 1
 
-    def _client(self, context: Context) -> str:
+    def _client(self, context: Context, guarded: GuardedCall) -> str:
         """Return the client whose key certified the peer's end; EvidenceError ``peer_not_bound`` for anybody else."""
         leaf = read_leaf(next(iter(context.auth_context().get("x509_pem_cert", ())), b""))
         for key, name in self._desk.clients.items():
             if is_channel_of(leaf, key):
+                guarded.admit()
                 return name
+        guarded.refuse()
         raise EvidenceError(
             "peer_not_bound",
             "this client's key is not one that the adapter serves.",
@@ -214,24 +227,6 @@ class _Servicer:
         finally:
             with self._lock:
                 self._threads[client] -= 1
-
-
-def _handlers(servicer: _Servicer) -> grpc.GenericRpcHandler:
-    """Return the service with all requests as streams, which are the same on the wire.
-
-    gRPC waits for a single request in a thread of the pool, without end, before it asks who is there. So strangers
-    who open calls and send nothing would take all threads.
-    """
-    service = wire.DESCRIPTOR.services_by_name["Adapter"]
-    handlers = {
-        method.name: grpc.stream_unary_rpc_method_handler(
-            getattr(servicer, method.name),
-            GetMessageClass(method.input_type).FromString,
-            GetMessageClass(method.output_type).SerializeToString,
-        )
-        for method in service.methods
-    }
-    return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
 
 def _first(requests: Iterator[R]) -> R:
@@ -300,26 +295,13 @@ def serving(desk: AdapterDesk, end: ChannelEnd, bind: str) -> Iterator[Serving]:
         bind: ``host:port``; port 0 takes a free one.
 
     Raises:
-        ConfigError: ``bind`` if the address cannot be listened on.
+        ConfigError: ``bind`` if the address cannot be listened on; ``memory`` if calls may take more than there is.
     """
-    options = (
-        ("grpc.max_receive_message_length", _MESSAGE_BYTES),
-        ("grpc.max_concurrent_streams", _CALLS_OF_CLIENT),
-        ("grpc.max_allowed_incoming_connections", _CONNECTIONS),
-        ("grpc.max_connection_idle_ms", _IDLE_MS),
-        # A window of one piece: otherwise it grows with the speed of the network, for each connection.
-        ("grpc.http2.bdp_probe", 0),
-        ("grpc.http2.lookahead_bytes", PIECE_BYTES),
-        ("grpc.max_metadata_size", 8192),
-        ("grpc.server_handshake_timeout_ms", 10_000),
-        ("grpc.keepalive_time_ms", 60_000),
-        ("grpc.keepalive_timeout_ms", 10_000),
-        # With reuse, a second server could take the same port, and a part of the calls.
-        ("grpc.so_reuseport", 0),
-    )
-    servicer = _Servicer(desk)
-    server = grpc.server(ThreadPoolExecutor(_CALLS), options=options, maximum_concurrent_rpcs=_CALLS)
-    server.add_generic_rpc_handlers((_handlers(servicer),))
+    require_memory(_most_bytes(desk), None, "Serve it on a machine, or in a container, with more memory.")
+    guard = ConnectionGuard(_BOUNDS)
+    servicer = _Servicer(desk, guard)
+    server = grpc.server(ThreadPoolExecutor(_CALLS), options=_BOUNDS.options(), maximum_concurrent_rpcs=_CALLS)
+    server.add_generic_rpc_handlers((handlers(SERVICE, servicer),))
     credentials = server_credentials(end, introduction_digest(desk.facts.identity_key))
     try:
         port = server.add_secure_port(bind, credentials)
@@ -327,8 +309,16 @@ def serving(desk: AdapterDesk, end: ChannelEnd, bind: str) -> Iterator[Serving]:
     except RuntimeError:
         raise ConfigError("bind", f"cannot listen on '{bind}'.", "Give host:port of this machine.") from None
     server.start()
+    guard.start(port)
     try:
         with _idle_sessions_end(desk):
             yield Serving(port, servicer.open_calls, lambda: desk.figures(servicer.answered()))
     finally:
+        guard.stop()
         server.stop(1.0).wait()
+
+
+def _most_bytes(desk: AdapterDesk) -> int:
+    """Return the memory that all connections and calls may take: of a request its pieces and their whole."""
+    requests, answers = _CALLS * (2 * desk.request_bytes + _MESSAGE_BYTES), _OPEN * ANSWER_BYTES
+    return _BOUNDS.most_bytes + requests + answers + _OPEN * WINDOW_BYTES

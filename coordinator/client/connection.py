@@ -56,8 +56,8 @@ _OPTIONS: Final = (
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
 )
-_NO_ANSWER: Final = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
-"""What a call says that may have reached the service or not."""
+_NO_ANSWER: Final = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
+"""What a call says that may have reached the service or not. The last is how gRPC drops calls when too many come."""
 
 
 @dataclass(frozen=True)

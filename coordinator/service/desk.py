@@ -6,6 +6,7 @@ Desk (tenants' calls)  ->  DriverDesk (reports, places)  ->  OperationQueues (or
 import json
 import secrets
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -68,10 +69,19 @@ from raycloak.metrics.service_errors import (
 MOST_LISTED: Final = 1000
 """Clients of a tenant, or artifacts of a client, in one list: the newest. More could outgrow a message."""
 PAGE: Final = 256
-"""Changes that a watcher gets at once."""
+"""Changes that a watcher gets at once, of at most `_PAGE_BYTES` together unless it is one; it may have megabytes."""
+_PAGE_BYTES: Final = 2**20
 _LARGEST: Final = 2**63 - 1
 RETRY_S: Final = 1.0
 """The advice of when to ask again where a queue is full."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Some changes of a client, and whether there are no more by now."""
+
+    changes: list[wire.Change]
+    is_last: bool
 
 
 class Desk(DriverDesk):
@@ -421,16 +431,16 @@ class Desk(DriverDesk):
                 self._retire(client, each, CANCELLED, cancelled(charged=False))
         self._reopen_step(client, operation)
 
-    def changes(self, tenant: str, client_id: str, since: int) -> list[wire.Change]:
-        """Return the next changes after revision ``since``, at most `PAGE` and one, in their order; empty if none."""
+    def changes(self, tenant: str, client_id: str, since: int) -> Page:
+        """Return the next changes after revision ``since``, at most `PAGE` and one, in their order."""
         client = self._find(tenant, client_id)
         # What a database takes; a revision never gets there.
-        rows = self._store.changes(client_id, min(since, _LARGEST), PAGE)
+        rows, is_last = self._store.changes(client_id, min(since, _LARGEST), PAGE, _PAGE_BYTES)
         found = [(row.revision, wire.Change(operation=operation_to_wire(row))) for row in rows]
-        # After a full page the client's own change may lie behind changes that are not in it.
-        if client.changed > since and (len(rows) < PAGE or client.changed < rows[-1].revision):
+        # The client's own change may lie behind changes that are not in the page.
+        if client.changed > since and (is_last or client.changed < rows[-1].revision):
             found.append((client.changed, wire.Change(client=self._shown(client))))
-        return [change for _, change in sorted(found, key=lambda item: item[0])]
+        return Page([change for _, change in sorted(found, key=lambda item: item[0])], is_last)
 
     def artifacts(self, tenant: str, client_id: str) -> list[wire.Artifact]:
         """Return a client's newest artifacts in the order they were made."""

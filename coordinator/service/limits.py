@@ -1,29 +1,37 @@
 """The limits of the training service: of one client, of one tenant, and of all together.
 
 Guarantee: queues, messages, streams and batches that a tenant can fill have a size, and every wait that it can cause
-has an end. All operations of a client that was not closed stay in the store, since its caller may come back for them;
-of closed clients the newest stay. The ledger, the evidence log and the directories of runs keep what they have.
+has an end. The ledger, the evidence log and the directories of runs keep what they have.
 """
 
 from typing import Final
 
 from pydantic import Field
 
+from raycloak.attestation.service.connections import WINDOW_BYTES, ConnectionBounds
 from raycloak.coordinator.config.sections import Section
 
-HANDSHAKE_MS: Final = 30_000
-METADATA_BYTES: Final = 16_384
-"""Of the headers of one call: a token, a version and a request id, and what proxies add."""
-
-CALLS_OF_CONNECTION: Final = 256
-"""Calls of one connection at once, beside its streams of changes. A caller needs a few; a stranger could hold millions
-open, of health or of calls whose request never comes, before it is asked for credentials."""
-
-ANSWERS_AT_ONCE: Final = 64
-"""Of one tenant; more calls wait until its callers have read. An answer may have megabytes, which the service holds for
-a caller that asks and does not read."""
-LISTS_AT_ONCE: Final = 4
-"""Of one tenant, in the same way: a list of clients may have twenty megabytes."""
+CALLS_OF_CONNECTION: Final = 32
+"""At once, beside a stream of changes for each client that a tenant may have, which may all be in one program."""
+CALLS_OF_TENANT: Final = 256
+"""At once, beside its streams; of each the service has a window of the request."""
+STRANGER_S: Final = 6.0
+"""For which a connection lasts without credentials. A handshake takes milliseconds, and its first call is sent with
+it."""
+IDLE_S: Final = 300.0
+"""Connecting again costs a client milliseconds."""
+ANSWER_BYTES: Final = 6 * 2**20
+"""Of one answer: an operation has at most `MOST_RESULT_BYTES`; a client its configuration and its manifest."""
+LIST_BYTES: Final = 24 * 2**20
+"""Of a list: 1,000 clients or artifacts, with 20 KB of notes each."""
+WATCH_BYTES: Final = 128 * 2**10
+"""Of what waits for one watcher, beside the page that it is written: see `raycloak.coordinator.service.watches`."""
+PAGE_BYTES: Final = ANSWER_BYTES
+"""Of what one watcher is written at once, from the store."""
+SEND_BYTES: Final = 2**20
+"""Of one upload, collected before a thread writes them, so that small pieces cost little."""
+PULL_BYTES: Final = 2**20
+"""Of one download: pieces of 256 KiB, one that is read, one on its way."""
 
 
 class LimitsConfig(Section):
@@ -43,11 +51,15 @@ class LimitsConfig(Section):
         batch_bytes: of the ciphertext of one ``forward_backward(batch)``.
         stored_batch_bytes: of all batches that one tenant's clients have sent; they stay for replay. Those of a closed
             client count until the operator has deleted them from its run's directory and started the service again.
-        sends_per_tenant: batches of one tenant that arrive at once.
+        sends_per_tenant, pulls_per_tenant: batches of one tenant that arrive at once, and artifacts that leave.
         watches_per_tenant: streams of changes that one tenant may have open.
+        tenant_bytes: of one tenant's requests that are read, and of answers that were not; more calls wait.
         stall_seconds: a stream whose reader takes nothing for so long is cut, and an upload that sends nothing.
         waiting_calls: calls that wait for the store; more are refused.
         connections: at once; more are turned away.
+        connections_per_address: of one network address, once half of ``connections`` are taken.
+        memory_bytes: that calls may take; half of what the process may have if absent. The service refuses to start if
+            its limits allow more.
     """
 
     active_clients: int = Field(default=4, gt=0, le=4096)
@@ -62,26 +74,41 @@ class LimitsConfig(Section):
     batch_bytes: int = Field(default=256 * 2**20, gt=0, lt=2**40)
     stored_batch_bytes: int = Field(default=64 * 2**30, gt=0, lt=2**50)
     sends_per_tenant: int = Field(default=4, gt=0, le=1024)
+    pulls_per_tenant: int = Field(default=16, gt=0, le=1024)
     watches_per_tenant: int = Field(default=256, gt=0, le=2**16)
+    tenant_bytes: int = Field(default=48 * 2**20, ge=LIST_BYTES, lt=2**40)
     stall_seconds: float = Field(default=30.0, gt=0, le=3600)
     waiting_calls: int = Field(default=4096, gt=0, le=2**16)
     connections: int = Field(default=1024, gt=0, lt=2**20)
+    connections_per_address: int = Field(default=256, gt=0, lt=2**20)
+    memory_bytes: int | None = Field(default=None, gt=0, lt=2**50)
 
-    def channel_options(self) -> tuple[tuple[str, int], ...]:
-        """Return the limits that gRPC enforces, as options of its server."""
-        return (
-            ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
-            ("grpc.max_allowed_incoming_connections", self.connections),
-            ("grpc.max_concurrent_streams", self.watches_per_tenant + CALLS_OF_CONNECTION),
-            ("grpc.max_receive_message_length", self.request_bytes),
-            ("grpc.max_metadata_size", METADATA_BYTES),
-            # A dead peer is noticed, so that its streams end.
-            ("grpc.keepalive_time_ms", 60_000),
-            ("grpc.keepalive_timeout_ms", 10_000),
-            ("grpc.http2.min_ping_interval_without_data_ms", 30_000),
-            # With reuse, a second service could take the same port, and a part of the calls.
-            ("grpc.so_reuseport", 0),
+    def bounds(self) -> ConnectionBounds:
+        """Return the bounds of its connections."""
+        return ConnectionBounds(
+            connections=self.connections,
+            per_address=self.connections_per_address,
+            calls=min(self.clients_per_tenant, self.watches_per_tenant) + CALLS_OF_CONNECTION,
+            message_bytes=self.request_bytes,
+            stranger_s=STRANGER_S,
+            idle_s=IDLE_S,
         )
+
+    @property
+    def calls_per_tenant(self) -> int:
+        """Calls of one tenant at once, its streams included."""
+        return CALLS_OF_TENANT + self.watches_per_tenant + self.sends_per_tenant + self.pulls_per_tenant
+
+    def most_bytes(self, tenants: int) -> int:
+        """Return the memory that all connections, and all calls of so many tenants, may take together."""
+        of_tenant = (
+            self.tenant_bytes
+            + self.calls_per_tenant * WINDOW_BYTES
+            + self.watches_per_tenant * WATCH_BYTES
+            + self.sends_per_tenant * (2 * self.request_bytes + SEND_BYTES)
+            + self.pulls_per_tenant * PULL_BYTES
+        )
+        return self.bounds().most_bytes + tenants * of_tenant
 
 
 class Slots:

@@ -1,7 +1,7 @@
 """The gRPC server of the training service: who calls, how often, and which error they get. The desk decides the rest.
 
 An event loop in a thread of its own reads and writes. A peer that is slow, silent or half open holds a coroutine or a
-socket, never the desk's thread.
+socket, never the desk's thread. Nothing of a request is read before its tenant is known and has room for it.
 
 Guarantee: a tenant learns nothing of another's clients: what is another's is answered as what does not exist.
 """
@@ -12,26 +12,40 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Self, TypeAlias, TypeVar
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as aio_health
-from grpc_reflection.v1alpha import reflection
 
 from raycloak.attestation.core.rate_limit import RateLimit
 from raycloak.attestation.sealed.sent_batch import SentHead
+from raycloak.attestation.service.calls import (
+    HEALTH,
+    REFLECTION,
+    Context,
+    Health,
+    Held,
+    Rooms,
+    handlers,
+    next_request,
+    reflection_of,
+)
+from raycloak.attestation.service.connections import ConnectionGuard, GuardedCall
+from raycloak.attestation.service.memory import require_memory
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.client.error_wire import TRAILER, error_to_wire
-from raycloak.coordinator.client.service_pb2_grpc import TrainingServicer, add_TrainingServicer_to_server
-from raycloak.coordinator.service.desk import PAGE, Desk
-from raycloak.coordinator.service.limits import ANSWERS_AT_ONCE, LISTS_AT_ONCE, Slots
+from raycloak.coordinator.service.desk import Desk
+from raycloak.coordinator.service.limits import (
+    ANSWER_BYTES,
+    LIST_BYTES,
+    PAGE_BYTES,
+    Slots,
+)
 from raycloak.coordinator.service.operations import invalid
 from raycloak.coordinator.service.settings import ServiceSettings, TlsConfig
 from raycloak.coordinator.service.store import ArtifactRow
@@ -39,7 +53,7 @@ from raycloak.coordinator.service.tenants import Caller, Tenants, expired
 from raycloak.coordinator.service.turns import Turns
 from raycloak.coordinator.service.uploads import Upload
 from raycloak.coordinator.service.watches import Watches
-from raycloak.metrics.errors import ConfigError, EvidenceError
+from raycloak.metrics.errors import ConfigError, EvidenceError, ProtocolError
 from raycloak.metrics.file_errors import file_error
 from raycloak.metrics.service_errors import (
     ServiceConnectionError,
@@ -51,12 +65,12 @@ from raycloak.metrics.service_errors import (
 from raycloak.version import VERSION
 
 T = TypeVar("T")
-Context: TypeAlias = Any
-"""A `grpc.aio.ServicerContext`; gRPC ships no types."""
+Q = TypeVar("Q")
 
-SERVICE_NAME: Final = "raycloak.service.v1.Training"
+SERVICE: Final = wire.DESCRIPTOR.services_by_name["Training"]
 START_DEADLINE_S: Final = 30.0
 _CUT_S: Final = 2.0
+_CALLS_RETRY_S: Final = 0.1
 _LOG = logging.getLogger(__name__)
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9-]{1,64}")
 _STATUS: Final = {
@@ -79,10 +93,10 @@ class _PeerLeft(Exception):
     """The other end of a stream is gone."""
 
 
-class _Servicer(TrainingServicer):
+class _Servicer:
     """Turns calls into turns of the desk, under the limits."""
 
-    def __init__(self, parts: "Parts", settings: ServiceSettings, watches: Watches) -> None:
+    def __init__(self, parts: "Parts", settings: ServiceSettings, watches: Watches, guard: ConnectionGuard) -> None:
         self._desk = parts.desk
         self._turns = parts.turns
         self._folder = parts.folder
@@ -90,14 +104,16 @@ class _Servicer(TrainingServicer):
         self._refused = parts.refused
         self._evidence = parts.evidence
         self._settings = settings
-        self._limits = settings.limits
+        self._limits = limits = settings.limits
         self._tenants = Tenants(settings)
         self._watches = watches
-        self._rates = RateLimit(self._limits.calls_per_second, self._limits.burst, time.monotonic)
-        self._streams = Slots(self._limits.watches_per_tenant)
-        self._sends = Slots(self._limits.sends_per_tenant)
-        self._answers = {tenant: asyncio.Semaphore(ANSWERS_AT_ONCE) for tenant in settings.tenants}
-        self._lists = {tenant: asyncio.Semaphore(LISTS_AT_ONCE) for tenant in settings.tenants}
+        self._guard = guard
+        self._rates = RateLimit(limits.calls_per_second, limits.burst, time.monotonic)
+        self._calls = Slots(limits.calls_per_tenant)
+        self._streams = Slots(limits.watches_per_tenant)
+        self._sends, self._pulls = Slots(limits.sends_per_tenant), Slots(limits.pulls_per_tenant)
+        self._rooms = Rooms(limits.tenant_bytes)
+        self._reflection = reflection_of(SERVICE)
         self._ending = asyncio.Event()
 
     def end_streams(self) -> None:
@@ -105,7 +121,9 @@ class _Servicer(TrainingServicer):
         self._ending.set()
         self._watches.wake()
 
-    async def GetCapabilities(self, request: wire.CapabilitiesRequest, context: Context) -> wire.Capabilities:  # noqa: N802
+    async def GetCapabilities(  # noqa: N802
+        self, requests: AsyncIterator[wire.CapabilitiesRequest], context: Context
+    ) -> wire.Capabilities:
         async with self._call(context) as caller:
             rights = self._settings.tenants[caller.tenant]
             return wire.Capabilities(
@@ -119,43 +137,69 @@ class _Servicer(TrainingServicer):
                 expires_unix_s=caller.expires,
             )
 
-    async def CreateClient(self, request: wire.CreateClientRequest, context: Context) -> wire.Client:  # noqa: N802
-        return await self._ask(context, lambda tenant: self._desk.create_client(tenant, request))
+    async def CreateClient(  # noqa: N802
+        self, requests: AsyncIterator[wire.CreateClientRequest], context: Context
+    ) -> wire.Client:
+        return await self._ask(requests, context, self._desk.create_client)
 
-    async def GetClient(self, request: wire.ClientRequest, context: Context) -> wire.Client:  # noqa: N802
-        return await self._ask(context, lambda tenant: self._desk.client(tenant, request.client_id))
+    async def GetClient(self, requests: AsyncIterator[wire.ClientRequest], context: Context) -> wire.Client:  # noqa: N802
+        return await self._ask(requests, context, lambda tenant, asked: self._desk.client(tenant, asked.client_id))
 
-    async def ListClients(self, request: wire.ListClientsRequest, context: Context) -> wire.ListClientsReply:  # noqa: N802
+    async def ListClients(  # noqa: N802
+        self, requests: AsyncIterator[wire.ListClientsRequest], context: Context
+    ) -> wire.ListClientsReply:
+        def answer(tenant: str, _: wire.ListClientsRequest) -> wire.ListClientsReply:
+            return wire.ListClientsReply(clients=self._desk.clients(tenant))
+
+        return await self._ask(requests, context, answer, LIST_BYTES)
+
+    async def CloseClient(self, requests: AsyncIterator[wire.ClientRequest], context: Context) -> wire.Client:  # noqa: N802
         return await self._ask(
-            context, lambda tenant: wire.ListClientsReply(clients=self._desk.clients(tenant)), self._lists
+            requests, context, lambda tenant, asked: self._desk.close_client(tenant, asked.client_id)
         )
 
-    async def CloseClient(self, request: wire.ClientRequest, context: Context) -> wire.Client:  # noqa: N802
-        return await self._ask(context, lambda tenant: self._desk.close_client(tenant, request.client_id))
+    async def Submit(self, requests: AsyncIterator[wire.SubmitRequest], context: Context) -> wire.Operation:  # noqa: N802
+        return await self._ask(requests, context, self._desk.submit)
 
-    async def Submit(self, request: wire.SubmitRequest, context: Context) -> wire.Operation:  # noqa: N802
-        return await self._ask(context, lambda tenant: self._desk.submit(tenant, request))
+    async def GetOperation(  # noqa: N802
+        self, requests: AsyncIterator[wire.OperationRequest], context: Context
+    ) -> wire.Operation:
+        def answer(tenant: str, asked: wire.OperationRequest) -> wire.Operation:
+            return self._desk.operation(tenant, asked.client_id, asked.operation_id)
 
-    async def GetOperation(self, request: wire.OperationRequest, context: Context) -> wire.Operation:  # noqa: N802
-        client, name = request.client_id, request.operation_id
-        return await self._ask(context, lambda tenant: self._desk.operation(tenant, client, name))
+        return await self._ask(requests, context, answer)
 
-    async def CancelOperation(self, request: wire.OperationRequest, context: Context) -> wire.Operation:  # noqa: N802
-        client, name = request.client_id, request.operation_id
-        return await self._ask(context, lambda tenant: self._desk.cancel(tenant, client, name))
+    async def CancelOperation(  # noqa: N802
+        self, requests: AsyncIterator[wire.OperationRequest], context: Context
+    ) -> wire.Operation:
+        def answer(tenant: str, asked: wire.OperationRequest) -> wire.Operation:
+            return self._desk.cancel(tenant, asked.client_id, asked.operation_id)
 
-    async def ListArtifacts(self, request: wire.ClientRequest, context: Context) -> wire.ListArtifactsReply:  # noqa: N802
-        return await self._ask(
-            context,
-            lambda tenant: wire.ListArtifactsReply(artifacts=self._desk.artifacts(tenant, request.client_id)),
-            self._lists,
-        )
+        return await self._ask(requests, context, answer)
+
+    async def ListArtifacts(  # noqa: N802
+        self, requests: AsyncIterator[wire.ClientRequest], context: Context
+    ) -> wire.ListArtifactsReply:
+        def answer(tenant: str, asked: wire.ClientRequest) -> wire.ListArtifactsReply:
+            return wire.ListArtifactsReply(artifacts=self._desk.artifacts(tenant, asked.client_id))
+
+        return await self._ask(requests, context, answer, LIST_BYTES)
+
+    async def ServerReflectionInfo(  # noqa: N802
+        self, requests: AsyncIterator[Any], context: Context
+    ) -> AsyncIterator[Any]:
+        """Say what is served here, to a tenant."""
+        async with self._call(context) as caller, self._held(caller, self._limits.request_bytes):
+            asked = _patient(requests, self._limits.stall_seconds)
+            async for answer in self._reflection.ServerReflectionInfo(asked, context):
+                _require_current(caller)
+                yield answer
 
     async def SendBatch(  # noqa: N802
-        self, request_iterator: AsyncIterator[wire.BatchPiece], context: Context
+        self, requests: AsyncIterator[wire.BatchPiece], context: Context
     ) -> wire.Operation:
         async with self._call(context) as caller, self._slot(self._sends, caller, "uploads"):
-            pieces = _patient(request_iterator, self._limits.stall_seconds)
+            pieces = _patient(requests, self._limits.stall_seconds)
             first = await anext(pieces, None)
             if first is None or first.WhichOneof("piece") != "head":
                 raise invalid("head", "a batch begins with its head")
@@ -188,8 +232,9 @@ class _Servicer(TrainingServicer):
         operation, _ = await asyncio.shield(asyncio.wrap_future(done))
         return operation
 
-    async def Watch(self, request: wire.WatchRequest, context: Context) -> None:  # noqa: N802
+    async def Watch(self, requests: AsyncIterator[wire.WatchRequest], context: Context) -> None:  # noqa: N802
         async with self._call(context) as caller, self._slot(self._streams, caller, "streams of changes"):
+            request = await self._request(caller, requests)
             client_id, since = request.client_id, request.since
             await self._turns.ask(lambda: self._desk.client(caller.tenant, client_id))
             watch = self._watches.open(client_id)
@@ -208,26 +253,29 @@ class _Servicer(TrainingServicer):
                         await self._write(context, change)
                     stored = watch.stored(since)
                     if stored is None:
-                        since = await self._write_durable(context, caller.tenant, client_id, since)
+                        since = await self._write_durable(context, caller, client_id, since)
                     for change in stored or ():
                         await self._write(context, change)
                         since = change.operation.revision
             finally:
                 self._watches.close(client_id, watch)
 
-    async def _write_durable(self, context: Context, tenant: str, client_id: str, since: int) -> int:
+    async def _write_durable(self, context: Context, caller: Caller, client_id: str, since: int) -> int:
         """Write all durable changes after a revision; return the revision of the last."""
         while True:
-            changes = await self._turns.ask(partial(self._desk.changes, tenant, client_id, since))
-            for change in changes:
-                await self._write(context, change)
-                what = change.operation if change.HasField("operation") else change.client
-                since = max(since, what.revision)
-            if len(changes) < PAGE:
+            async with self._held(caller, PAGE_BYTES) as held:
+                page = await self._turns.ask(partial(self._desk.changes, caller.tenant, client_id, since))
+                held.shrink(sum(change.ByteSize() for change in page.changes))
+                for change in page.changes:
+                    await self._write(context, change)
+                    what = change.operation if change.HasField("operation") else change.client
+                    since = max(since, what.revision)
+            if page.is_last:
                 return since
 
-    async def PullArtifact(self, request: wire.ArtifactRequest, context: Context) -> None:  # noqa: N802
-        async with self._call(context) as caller, self._slot(self._streams, caller, "streams of changes"):
+    async def PullArtifact(self, requests: AsyncIterator[wire.ArtifactRequest], context: Context) -> None:  # noqa: N802
+        async with self._call(context) as caller, self._slot(self._pulls, caller, "downloads"):
+            request = await self._request(caller, requests)
             # The name of an artifact begins with its client's.
             client_id = request.client_id or request.artifact_id.rpartition(".")[0]
             row = await self._turns.ask(lambda: self._desk.artifact(caller.tenant, client_id, request.artifact_id))
@@ -253,15 +301,40 @@ class _Servicer(TrainingServicer):
             raise _PeerLeft from None
 
     async def _ask(
-        self, context: Context, call: Callable[[str], T], at_once: Mapping[str, asyncio.Semaphore] | None = None
+        self,
+        requests: AsyncIterator[Q],
+        context: Context,
+        call: Callable[[str, Q], T],
+        answer_bytes: int = ANSWER_BYTES,
     ) -> T:
-        """Make a call of the desk; its answer has a place of its tenant's until the caller has read it."""
+        """Make a call of the desk. Its request and its answer have room of its tenant's until the caller has read."""
         async with self._call(context) as caller:
-            places = (at_once or self._answers)[caller.tenant]
-            await places.acquire()
+            held = await self._rooms.take(caller.tenant, self._limits.request_bytes + answer_bytes)
             # It is called once the answer has left, or the caller.
-            context.add_done_callback(lambda _: places.release())
-            return await self._turns.ask(lambda: call(caller.tenant))
+            context.add_done_callback(lambda _: held.leave())
+            request = await self._next(requests)
+            answer = await self._turns.ask(lambda: call(caller.tenant, request))
+            held.shrink(answer.ByteSize())  # type: ignore[attr-defined]
+            return answer
+
+    async def _request(self, caller: Caller, requests: AsyncIterator[Q]) -> Q:
+        """Read the one request of a stream."""
+        async with self._held(caller, self._limits.request_bytes):
+            return await self._next(requests)
+
+    async def _next(self, requests: AsyncIterator[Q]) -> Q:
+        async for request in _patient(requests, self._limits.stall_seconds):
+            return request
+        raise invalid("request", "the call ended without one")
+
+    @asynccontextmanager
+    async def _held(self, caller: Caller, size: int) -> AsyncIterator[Held]:
+        """Wait for room of a tenant's, and have it in the block."""
+        held = await self._rooms.take(caller.tenant, size)
+        try:
+            yield held
+        finally:
+            held.leave()
 
     @asynccontextmanager
     async def _slot(self, slots: Slots, caller: Caller, what: str) -> AsyncIterator[None]:
@@ -282,7 +355,10 @@ class _Servicer(TrainingServicer):
         request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(8)
         error: ServiceError
         try:
-            yield self._admitted(context, metadata)
+            with self._guard.call(context.peer()) as guarded:
+                caller = self._admitted(context, metadata, guarded)
+                with self._counted(caller):
+                    yield caller
             return
         except ServiceError as refusal:
             error = refusal
@@ -302,10 +378,26 @@ class _Servicer(TrainingServicer):
         status = _STATUS.get(error.kind, grpc.StatusCode.INTERNAL)
         await context.abort(status, error.code, ((TRAILER, info.SerializeToString()),))
 
-    def _admitted(self, context: Context, metadata: dict[str, Any]) -> Caller:
+    @contextmanager
+    def _counted(self, caller: Caller) -> Iterator[None]:
+        if not self._calls.take(caller.tenant):
+            raise ServiceRateLimitedError(
+                "calls_full", "this tenant has too many calls open.", "Wait for one.", retry_after_s=_CALLS_RETRY_S
+            )
+        try:
+            yield
+        finally:
+            self._calls.leave(caller.tenant)
+
+    def _admitted(self, context: Context, metadata: dict[str, Any], guarded: GuardedCall) -> Caller:
         """Return who calls, if it may now."""
         certificate = next(iter(context.auth_context().get("x509_pem_cert", ())), None)
-        caller = self._tenants.caller(metadata, certificate)
+        try:
+            caller = self._tenants.caller(metadata, certificate)
+        except ServiceError:
+            guarded.refuse()
+            raise
+        guarded.admit()
         # After the credentials: who has none learns no version.
         _require_version(metadata.get("raycloak-version", ""))
         wait = self._rates.wait(caller.tenant)
@@ -340,18 +432,16 @@ def _require_version(version: str) -> None:
         )
 
 
-async def _patient(pieces: AsyncIterator[wire.BatchPiece], stall_s: float) -> AsyncIterator[wire.BatchPiece]:
-    """Yield the pieces of an upload; one that stalls is refused."""
-    iterator = aiter(pieces)
+async def _patient(requests: AsyncIterator[Q], stall_s: float) -> AsyncIterator[Q]:
+    """Yield the messages of a call; one that stalls, or sends none, is refused."""
     while True:
         try:
-            async with asyncio.timeout(stall_s):
-                piece = await anext(iterator)
-        except StopAsyncIteration:
+            request = await next_request(requests, stall_s)
+        except ProtocolError as refusal:
+            raise invalid("request", refusal.message) from None
+        if request is None:
             return
-        except TimeoutError:
-            raise invalid("batch", "the upload stalled") from None
-        yield piece
+        yield request
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,6 +475,7 @@ class TrainingServer:
     _thread: threading.Thread
     _stop: Callable[[float], Coroutine[Any, Any, None]]
     _watches: Watches
+    _guard: ConnectionGuard
 
     @classmethod
     def start(cls, make: "Callable[[Watches], Parts]", settings: ServiceSettings, base: Path) -> Self:
@@ -395,8 +486,12 @@ class TrainingServer:
             base: folder that the paths in the settings start from.
 
         Raises:
-            ConfigError: ``bind`` if the address cannot be listened on, ``tls`` for files that cannot be used.
+            ConfigError: ``bind`` if the address cannot be listened on, ``tls`` for files that cannot be used,
+                ``memory`` if the limits allow more than there is.
         """
+        limits = settings.limits
+        require_memory(limits.most_bytes(len(settings.tenants)), limits.memory_bytes)
+        guard = ConnectionGuard(limits.bounds())
         credentials = _credentials(settings.tls, base) if settings.tls is not None else None
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=loop.run_forever, name="training-service", daemon=True)
@@ -404,12 +499,13 @@ class TrainingServer:
         watches = Watches(loop)
         try:
             parts = make(watches)
-            serving = asyncio.run_coroutine_threadsafe(_serve(parts, settings, watches, credentials), loop)
+            serving = asyncio.run_coroutine_threadsafe(_serve(parts, settings, watches, credentials, guard), loop)
             port, stop = serving.result(START_DEADLINE_S)
         except BaseException:
             loop.call_soon_threadsafe(loop.stop)
             raise
-        return cls(port, loop, thread, stop, watches)
+        guard.start(port)
+        return cls(port, loop, thread, stop, watches, guard)
 
     @property
     def watches(self) -> int:
@@ -418,6 +514,7 @@ class TrainingServer:
 
     def stop(self, grace_s: float) -> None:
         """End all streams, finish the calls under way for up to ``grace_s`` seconds, then close."""
+        self._guard.stop()
         # A loop that hangs must not keep the process from ending.
         with suppress(TimeoutError):
             asyncio.run_coroutine_threadsafe(self._stop(grace_s), self._loop).result(grace_s + START_DEADLINE_S)
@@ -427,15 +524,12 @@ class TrainingServer:
 
 
 async def _serve(
-    parts: "Parts", settings: ServiceSettings, watches: Watches, credentials: Any | None
+    parts: "Parts", settings: ServiceSettings, watches: Watches, credentials: Any | None, guard: ConnectionGuard
 ) -> tuple[int, Callable[[float], Coroutine[Any, Any, None]]]:
-    server = grpc.aio.server(options=settings.limits.channel_options())
-    servicer = _Servicer(parts, settings, watches)
-    add_TrainingServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
-    health = aio_health.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    names = (SERVICE_NAME, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
-    reflection.enable_server_reflection(names, server)
+    server = grpc.aio.server(options=settings.limits.bounds().options())
+    servicer, health = _Servicer(parts, settings, watches, guard), Health()
+    for service, answers in ((SERVICE, servicer), (REFLECTION, servicer), (HEALTH, health)):
+        server.add_generic_rpc_handlers((handlers(service, answers),))
     try:
         if credentials is None:
             port = server.add_insecure_port(settings.bind)
@@ -444,26 +538,22 @@ async def _serve(
     # gRPC's only sign that it could not listen there.
     except RuntimeError:
         raise ConfigError("bind", f"cannot listen on '{settings.bind}'.", "Give host:port of this machine.") from None
-    loop = asyncio.get_running_loop()
 
-    async def tell(status: Any) -> None:
-        for name in ("", SERVICE_NAME):
-            await health.set(name, status)
+    def fail() -> None:
+        health.is_serving = False
 
     async def stop(grace_s: float) -> None:
-        await tell(health_pb2.HealthCheckResponse.NOT_SERVING)
+        health.is_serving = False
         servicer.end_streams()
         await server.stop(grace_s)
         # Calls that were cut have to end before their loop does.
         if left := asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait(left, timeout=_CUT_S)
 
-    parts.turns.when_failed(
-        lambda: asyncio.run_coroutine_threadsafe(tell(health_pb2.HealthCheckResponse.NOT_SERVING), loop)
-    )
+    parts.turns.when_failed(fail)
     await server.start()
     # Last, so that nobody is sent here before calls are answered.
-    await tell(health_pb2.HealthCheckResponse.SERVING)
+    health.is_serving = True
     return port, stop
 
 

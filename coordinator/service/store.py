@@ -3,9 +3,11 @@
 It keeps no row in memory. Every change is made in a transaction; what is read next is what was written last.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from typing import Any, Final, TypeVar
 
 from raycloak.coordinator.service.databases import Database
@@ -391,10 +393,16 @@ class Store:
         where = "state IN ('queued', 'running') AND kind = 'sample' AND state = 'running' AND package <> ''"
         return self._all(OperationRow, "operations", where)
 
-    def changes(self, client_id: str, since: int, limit: int) -> list[OperationRow]:
-        """Return operations whose newest change has a revision above ``since``, in the order of the changes."""
+    def changes(self, client_id: str, since: int, limit: int, most_bytes: int) -> tuple[list[OperationRow], bool]:
+        """Return operations whose newest change has a revision above ``since``, in the order of the changes.
+
+        Returns: as many as are within both bounds, but one if there is one; and whether these are all.
+        """
         where = "client_id = ? AND revision > ? ORDER BY revision LIMIT ?"
-        return self._all(OperationRow, "operations", where, client_id, since, limit)
+        sizes = f"SELECT LENGTH(payload) + LENGTH(result) + LENGTH(error) FROM operations WHERE {where}"
+        totals = list(accumulate(int(size) for (size,) in self._rows(sizes, client_id, since, limit + 1)))
+        some = max(1, min(limit, bisect_right(totals, most_bytes)))
+        return self._all(OperationRow, "operations", where, client_id, since, some), some >= len(totals)
 
     def change_operation(self, row: OperationRow, **values: Any) -> None:
         """Change columns of an operation, in the store and in ``row``."""

@@ -6,15 +6,13 @@ import os
 import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Final
 
 from raycloak.attestation.files.whole import sync
 from raycloak.attestation.sealed.sent_batch import SentHead, head_of
 from raycloak.coordinator.client import service_pb2 as wire
+from raycloak.coordinator.service.limits import SEND_BYTES
 from raycloak.coordinator.service.operations import invalid
 from raycloak.metrics.errors import ProtocolError
-
-_WRITE_BYTES: Final = 2**20  # collected before a thread writes them, so that small pieces cost little
 
 
 class Upload:
@@ -59,7 +57,7 @@ class Upload:
         taken, digest = 0, hashlib.sha256()
         await asyncio.to_thread(self._path.parent.mkdir, 0o700, True, True)
         descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "wb", buffering=_WRITE_BYTES) as file:
+        with os.fdopen(descriptor, "wb", buffering=SEND_BYTES) as file:
             async for piece in pieces:
                 if piece.WhichOneof("piece") != "data":
                     raise invalid("head", "a second head came in one batch")

@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Final
 
 from raycloak.coordinator.client import service_pb2 as wire
+from raycloak.coordinator.service.limits import WATCH_BYTES
 from raycloak.coordinator.service.operations import operation_to_wire
 from raycloak.coordinator.service.ports import News, Stored
 from raycloak.coordinator.service.store import CANCELLED, DONE, FAILED, OperationRow
@@ -18,7 +19,9 @@ from raycloak.coordinator.service.store import CANCELLED, DONE, FAILED, Operatio
 MOST_KEPT: Final = 1024
 """Pieces of progress and text that wait for one watcher."""
 _MOST_ROWS: Final = 64
-"""Operations that wait for one watcher; more are read from the store, since a row may have a long text."""
+"""Operations that wait for one watcher; more are read from the store."""
+_MOST_BYTES: Final = WATCH_BYTES // 2
+"""Of the pieces, and of the operations: one of them may have a text of megabytes."""
 _LATER_S: Final = 0.1
 """A change that ends no operation is told within this time: no future waits for it, and most are soon outdated."""
 _ENDED: Final = (DONE, FAILED, CANCELLED)
@@ -35,6 +38,7 @@ class Watch:
         self._loop = loop
         self._told = asyncio.Event()
         self._passing: deque[wire.Change] = deque()
+        self._passing_bytes = 0
         self.is_behind = False
         # Of what is in the store: what was told and is not written, and whether the store is to be read instead.
         self._rows: dict[int, OperationRow] = {}
@@ -49,10 +53,12 @@ class Watch:
         if isinstance(change, Stored):
             self._keep(change)
             return
-        if len(self._passing) >= MOST_KEPT:
+        size = change.ByteSize()
+        if len(self._passing) >= MOST_KEPT or self._passing_bytes + size > _MOST_BYTES:
             self.is_behind = True
         else:
             self._passing.append(change)
+            self._passing_bytes += size
         self._told.set()
 
     def _keep(self, stored: Stored) -> None:
@@ -62,7 +68,9 @@ class Watch:
             if row.state in _ENDED:
                 self._newest_end = max(self._newest_end, row.revision)
                 self._told.set()
-        if len(self._rows) > _MOST_ROWS:
+        # The request is not on the wire, and yet in memory.
+        size = sum(len(row.payload) + len(row.result) + len(row.error) for row in self._rows.values())
+        if len(self._rows) > _MOST_ROWS or size > _MOST_BYTES:
             self._rows.clear()
             self.look()
         elif self._timer is None:
@@ -91,6 +99,7 @@ class Watch:
         """Take all changes that are not durable."""
         taken = list(self._passing)
         self._passing.clear()
+        self._passing_bytes = 0
         return taken
 
     def stored(self, since: int) -> list[wire.Change] | None:

@@ -39,7 +39,7 @@ def test_a_crowd_of_peers_fills_no_memory(monkeypatch):
     assert len(limit._buckets) == 10
 
 
-@pytest.mark.parametrize("name", ["deadline_s", "handshake_s", "idle_s", "age_s", "connections", "message_bytes"])
+@pytest.mark.parametrize("name", ["deadline_s", "stranger_s", "idle_s", "age_s", "connections", "message_bytes"])
 def test_no_limit_can_be_switched_off(name):
     with pytest.raises(ValidationError):
         ServiceLimits(**{name: 0})

@@ -9,13 +9,15 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import NameOID
 
 from raycloak.attestation.core.keys import IdentityKey
+from raycloak.attestation.service.connections import ConnectionGuard, network_of
 from raycloak.attestation.service.limits import ServiceLimits
-from raycloak.attestation.service.server import _Servicer, network_of
+from raycloak.attestation.service.server import _Servicer
 from raycloak.attestation.trust.channel import client_end
 from raycloak.metrics.errors import RefusedError
 from tests.attestation.conftest import MANIFEST
 from tests.attestation.serving import Site
 
+GUARD = ConnectionGuard(ServiceLimits().bounds())
 SINCE = datetime(2027, 1, 1, tzinfo=UTC)
 
 
@@ -31,11 +33,11 @@ def code_of(call, *arguments) -> str:
 @pytest.mark.parametrize(
     ("host", "counted"),
     [
-        ("ipv4:192.0.2.7", "ipv4:192.0.2.7"),
+        ("ipv4:192.0.2.7", "192.0.2.7"),
         ("ipv6:[2001:db8:1:2:3:4:5:6]", "2001:db8:1:2::/64"),
         ("ipv6:[2001:db8:1:2:ffff::1%eth0]", "2001:db8:1:2::/64"),
         ("ipv6:[2001:db8:1:3::1]", "2001:db8:1:3::/64"),
-        ("ipv6:[::ffff:192.0.2.7]", "ipv4:192.0.2.7"),
+        ("ipv6:[::ffff:192.0.2.7]", "192.0.2.7"),
         ("unix:/run/socket", "unix:/run/socket"),
     ],
 )
@@ -47,7 +49,7 @@ def test_an_ipv6_network_counts_as_one_address(host, counted):
 def test_the_calls_of_one_ipv6_network_are_limited_together(session, tmp_path):
     end = client_end(IdentityKey.generate(), MANIFEST)
     site = Site(session, tmp_path / "orchestrator")
-    servicer = _Servicer(site.desk, None, ServiceLimits(address_rate=0.001, address_burst=3))
+    servicer = _Servicer(site.desk, None, ServiceLimits(address_rate=0.001, address_burst=3), GUARD)
     hosts = [f"ipv6:[2001:db8::{i:x}]" for i in range(4)] + ["ipv6:[2001:db8:0:1::1]"]
     codes = [code_of(servicer._peer, _Context(f"{host}:443", end.chain_pem)) for host in hosts]
     assert codes == ["", "", "", "rate_limited", ""]
@@ -57,7 +59,7 @@ def test_the_calls_of_one_ipv6_network_are_limited_together(session, tmp_path):
 def test_what_is_remembered_of_a_peer_has_a_size_whatever_its_certificate_says(session, tmp_path):
     """TLS takes certificates of 100 KB, and 65,536 peers are told apart by what theirs say."""
     site = Site(session, tmp_path / "orchestrator")
-    servicer = _Servicer(site.desk, None, ServiceLimits())
+    servicer = _Servicer(site.desk, None, ServiceLimits(), GUARD)
     for parts, code in ((1, ""), (900, "peer_not_bound")):
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "x" * 64)] * parts)
         builder = x509.CertificateBuilder().subject_name(x509.Name([])).issuer_name(name).serial_number(1)

@@ -327,7 +327,7 @@ def test_a_call_is_refused_when_the_orchestrator_does_not_answer_in_time(session
 
 
 def test_connections_that_are_idle_half_open_or_slow_do_not_keep_a_good_client_out(session, tmp_path):
-    with _limited(session, tmp_path, handshake_s=5.0) as site, ExitStack() as held:
+    with _limited(session, tmp_path, stranger_s=5.0) as site, ExitStack() as held:
         bare = [held.enter_context(closing(site.connect())) for _ in range(200)]
         for connection in bare[:100]:
             connection.sendall(bytes.fromhex("160301") + os.urandom(2))  # the start of a TLS record

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from raycloak.attestation.core.keys import IdentityKey
+from raycloak.attestation.service.connections import ConnectionGuard
 from raycloak.attestation.trust.channel import client_end
 from raycloak.coordinator.adapter import adapter_pb2 as wire
 from raycloak.coordinator.adapter import server
@@ -102,6 +103,9 @@ class Gone:
     def __init__(self, key):
         self._leaf = client_end(key, bytes(32)).chain_pem
 
+    def peer(self):
+        return "ipv4:192.0.2.7:443"
+
     def auth_context(self):
         return {"x509_pem_cert": (self._leaf,)}
 
@@ -121,7 +125,7 @@ class Gone:
 def test_a_call_that_ended_before_it_began_leaves_no_timer(site):
     """Each timer is a thread for two minutes, and nothing counts those of a client that opens calls and leaves."""
     with site() as served:
-        servicer = server._Servicer(served.desk)
+        servicer = server._Servicer(served.desk, ConnectionGuard(server._BOUNDS))
         for _ in range(3):
             with pytest.raises(ConnectionError):
                 servicer.Describe(iter(()), Gone(identity()))

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from raycloak.attestation.service.connections import ConnectionGuard
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.config.run import validated
 from raycloak.coordinator.service import server as server_module
 from raycloak.coordinator.service.driver import PacedRun, Reports
-from raycloak.coordinator.service.limits import CALLS_OF_CONNECTION, LISTS_AT_ONCE
+from raycloak.coordinator.service.limits import ANSWER_BYTES, LIST_BYTES
 from raycloak.coordinator.service.pipe import parse_report
 from raycloak.coordinator.service.server import Parts, _Servicer
 from raycloak.coordinator.service.settings import ServiceSettings
@@ -97,19 +97,6 @@ def test_uploads_at_once_are_bounded_for_each_tenant(serve):
         over.set()
 
 
-def test_a_stranger_holds_few_calls_open_on_a_connection(serve):
-    served = serve(limits={"watches_per_tenant": 1})
-    request = health_pb2.HealthCheckRequest()
-    with grpc.insecure_channel(served.address) as channel:
-        health = health_pb2_grpc.HealthStub(channel)
-        held = [health.Watch(request) for _ in range(1 + CALLS_OF_CONNECTION)]
-        assert [next(each).status for each in held] == [health_pb2.HealthCheckResponse.SERVING] * len(held)
-        with pytest.raises(grpc.RpcError, match="DEADLINE_EXCEEDED"):
-            health.Check(request, timeout=0.2)
-        held[0].cancel()
-        assert health.Check(request, timeout=DEADLINE_S)
-
-
 def expiring(serve):
     """Return a service whose one tenant has a token that ends in a thousand years."""
     token = {"sha256": HASH(b"north").hexdigest(), "expires": "2999-01-01"}
@@ -125,7 +112,10 @@ class Reader:
     """The context of a caller that reads its answer when the test says so."""
 
     def __init__(self, token="north"):
-        self.token, self.read = token, None
+        self.token, self._done = token, []
+
+    def peer(self):
+        return "ipv4:192.0.2.7:443"
 
     def invocation_metadata(self):
         return metadata(self.token)
@@ -134,24 +124,40 @@ class Reader:
         return {}
 
     def add_done_callback(self, done):
-        self.read = lambda: done(self)
+        self._done.append(done)
+
+    def read(self):
+        for done in self._done:
+            done(self)
+
+
+async def only(request):
+    """Yield the one request of a call."""
+    yield request
 
 
 def test_a_tenant_that_does_not_read_its_answers_gets_few_and_others_get_theirs(serve):
-    served = serve()
+    served = serve(limits={"tenant_bytes": LIST_BYTES, "request_bytes": 4096})
     parts = Parts(served.desk, served.turns, served.folder, served.pieces, served.refused.append, "simulated")
 
     async def ask():
-        servicer = _Servicer(parts, served.settings, Watches(asyncio.get_running_loop()))
-        readers = [Reader() for _ in range(LISTS_AT_ONCE + 1)]
-        calls = [asyncio.ensure_future(servicer.ListClients(wire.ListClientsRequest(), each)) for each in readers]
+        guard = ConnectionGuard(served.settings.limits.bounds())
+        servicer = _Servicer(parts, served.settings, Watches(asyncio.get_running_loop()), guard)
+        listed = "x" * (LIST_BYTES - ANSWER_BYTES)
+        served.desk.clients = lambda tenant: [wire.Client(name=listed)] if tenant == "north" else []
+        readers = [Reader() for _ in range(2)]
+
+        def lists(reader):
+            return servicer.ListClients(only(wire.ListClientsRequest()), reader)
+
+        calls = [asyncio.ensure_future(lists(each)) for each in readers]
         async with asyncio.timeout(DEADLINE_S):
-            await asyncio.gather(*calls[:-1])
-            await servicer.ListClients(wire.ListClientsRequest(), Reader("south"))
-            await servicer.GetCapabilities(wire.CapabilitiesRequest(), Reader())
-            assert not calls[-1].done()
+            await calls[0]
+            await lists(Reader("south"))
+            await servicer.GetCapabilities(only(wire.CapabilitiesRequest()), Reader())
+            assert not calls[1].done()
             readers[0].read()
-            await calls[-1]
+            await calls[1]
 
     asyncio.run(ask())
 

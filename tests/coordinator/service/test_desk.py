@@ -732,7 +732,7 @@ def test_what_a_measurement_has_cost_is_told_although_no_step_follows(site):
     site.tell(client, Spent(epsilon=0.75))
     site.tell(client, Over(ending="early_stopped"))
     assert site.client(client).dp_metrics.epsilon_spent == 0.75
-    assert site.ask(site.desk.changes, "north", client, seen)[-1].client.dp_metrics.epsilon_spent == 0.75
+    assert site.ask(site.desk.changes, "north", client, seen).changes[-1].client.dp_metrics.epsilon_spent == 0.75
 
 
 def test_a_save_of_a_run_that_was_ended_elsewhere_fails_by_its_ending(site):
@@ -839,7 +839,7 @@ def test_a_key_or_a_name_with_a_null_character_is_refused_like_any_other(make_si
         site.submit(client, FB, key="a\0b")
     with pytest.raises(ServiceNotFoundError):
         site.client(client + "\0")
-    assert site.ask(site.desk.changes, "north", client, 2**64 - 1) == []
+    assert site.ask(site.desk.changes, "north", client, 2**64 - 1).changes == []
     site.submit(client, FB)
 
 
@@ -900,12 +900,12 @@ def test_changes_are_told_in_their_order_from_any_revision_on(site):
     client = site.create()
     steps(site, client, 2)
     site.run()
-    changes = site.ask(site.desk.changes, "north", client, 0)
+    changes = site.ask(site.desk.changes, "north", client, 0).changes
     revisions = [(each.operation if each.HasField("operation") else each.client).revision for each in changes]
     assert revisions == sorted(set(revisions))
     assert [each.operation.state for each in changes if each.HasField("operation")] == ["done"] * 4
-    assert site.ask(site.desk.changes, "north", client, revisions[-1]) == []
-    assert site.ask(site.desk.changes, "north", client, revisions[1]) == changes[2:]
+    assert site.ask(site.desk.changes, "north", client, revisions[-1]).changes == []
+    assert site.ask(site.desk.changes, "north", client, revisions[1]).changes == changes[2:]
     (client_change,) = (each.client for each in changes if each.HasField("client"))
     assert (client_change.status, client_change.step) == ("READY", 2)
 
@@ -917,7 +917,7 @@ def test_many_changes_come_in_pages_and_none_is_left_out(make_site, monkeypatch)
     steps(site, client, 10)
     site.run()
     seen, since = [], 0
-    while page := site.ask(site.desk.changes, "north", client, since):
+    while page := site.ask(site.desk.changes, "north", client, since).changes:
         assert len(page) <= 4
         for change in page:
             what = change.operation if change.HasField("operation") else change.client

@@ -168,7 +168,7 @@ def test_health_and_reflection_answer(serve):
         assert health.Check(request, timeout=DEADLINE_S).status == health_pb2.HealthCheckResponse.SERVING
         ask = reflection_pb2.ServerReflectionRequest(list_services="")
         answers = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
-            iter([ask]), timeout=DEADLINE_S
+            iter([ask]), metadata=metadata(), timeout=DEADLINE_S
         )
         names = {each.name for each in next(answers).list_services_response.service}
         assert "raycloak.service.v1.Training" in names

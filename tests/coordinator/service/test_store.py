@@ -43,7 +43,7 @@ def test_the_desk_works_on_each_kind_of_database(tmp_path, store_url):
     assert site.get(save).save_state.artifact.metadata == {"a": "ε"}
     assert site.client(sender).step == 1
     assert site.ask(site.desk.queued_by_kind) == ({}, 1000.0)
-    assert len(site.ask(site.desk.changes, "north", client, 0)) == 5
+    assert len(site.ask(site.desk.changes, "north", client, 0).changes) == 5
     site.close()
 
 
