@@ -150,7 +150,7 @@ class CanaryTask(Section):
             # Before the content, which others could otherwise read for a moment.
             path.touch(mode=0o600)
             path.write_bytes(content)
-        (folder / f"{MODULE}.py").write_text(_LOADER)
+        (folder / f"{MODULE}.py").write_text(_LOADER, encoding="utf-8")
 
     def check(self, seed: int) -> None:
         """Refuse a model under which canaries would be invisible.

@@ -153,7 +153,9 @@ def _answer(pipe: Connection, figures: Callable[[], dict[str, float]]) -> None:
 
 def _peak_mib() -> float:
     """Return peak resident memory since this program began; `resource` would also count its parent's."""
-    line = next(each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith("VmHWM:"))
+    line = next(
+        each for each in Path("/proc/self/status").read_text(encoding="utf-8").splitlines() if each.startswith("VmHWM:")
+    )
     return int(line.split()[1]) / 1024
 
 

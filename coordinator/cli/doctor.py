@@ -21,7 +21,7 @@ from rich.text import Text
 
 from raycloak.attestation.attester.tsm import TSM_REMEDY, TSM_REPORTS, tee_nodes
 from raycloak.coordinator.config import home
-from raycloak.coordinator.ledger.location import check_file_system, file_system
+from raycloak.coordinator.ledger.location import check_file_system, file_system, mounts
 from raycloak.coordinator.ledger.store import LedgerStore
 from raycloak.metrics.errors import RaycloakError
 from raycloak.metrics.gpu_readings import GpuSampler
@@ -50,15 +50,15 @@ class Check:
 
 def examine() -> list[Check]:
     """Run every check on this machine, in the order in which to fix problems."""
-    mounts = Path("/proc/mounts").read_text()
+    mounted = mounts()
     checks: list[Callable[[], Check]] = [
         partial(check_python, sys.version_info[:2]),
         *(partial(check_version, name, installed_version(name)) for name in SUPPORTED),
         partial(check_auth_mode, os.environ),
         partial(check_token, os.environ),
         check_home,
-        partial(check_ledger, mounts),
-        partial(check_ray_temp, Path(os.environ.get("RAY_TMPDIR", "/tmp")), mounts),
+        partial(check_ledger, mounted),
+        partial(check_ray_temp, Path(os.environ.get("RAY_TMPDIR", "/tmp")), mounted),
         partial(check_shared_memory, Path("/dev/shm")),
         *(partial(check_port, port) for port in PORTS),
         check_gpu,

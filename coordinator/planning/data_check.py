@@ -164,7 +164,7 @@ def recorded_check(fingerprint: bytes) -> str | None:
         return None
     path = home.check_file(fingerprint)
     try:
-        return path.read_text().strip() or None
+        return path.read_text(encoding="utf-8").strip() or None
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -185,7 +185,7 @@ def _recorded(config: RunConfig, base: Path, report: DataReport, fingerprint: by
     path = home.check_file(fingerprint)
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        path.write_text(found.hex() + "\n")
+        path.write_text(found.hex() + "\n", encoding="utf-8")
     except OSError as error:
         raise file_error("data_check", "write", path, error) from None
     return found
