@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from raycloak.coordinator.config.run import ModelField, RunConfig
-from raycloak.coordinator.config.sections import DatasetConfig, Section
+from raycloak.coordinator.config.section import Section
+from raycloak.coordinator.config.sections import DatasetConfig
 from raycloak.coordinator.planning.model_source import model_source
 from raycloak.coordinator.planning.references import descriptor, require_at_hand
 from raycloak.metrics.errors import ConfigError, ModelError

@@ -4,7 +4,9 @@ import re
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
+
+from raycloak.coordinator.config.section import Section
 
 Kept = Literal["sealed", "clear"]
 
@@ -56,20 +58,6 @@ def host_and_port(text: str) -> str:
 
 Address = Annotated[str, AfterValidator(host_and_port)]
 Side = Annotated[int, Field(gt=0, le=2**14)]
-
-
-class Section(BaseModel):
-    """The base of all sections: frozen, no unknown fields, no infinities, no booleans for numbers."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        kind = cls.model_fields[info.field_name].annotation if info.field_name else None
-        if isinstance(value, bool) and kind is not bool:
-            raise ValueError(f"{str(value).lower()} is not a valid value here")
-        return value
 
 
 class DPConfig(Section):

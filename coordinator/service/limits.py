@@ -9,7 +9,7 @@ from typing import Final
 
 from pydantic import Field
 
-from raycloak.coordinator.config.sections import Section
+from raycloak.coordinator.config.section import Section
 
 HANDSHAKE_MS: Final = 30_000
 METADATA_BYTES: Final = 16_384

@@ -10,7 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from raycloak.coordinator.client import service_pb2 as wire
-from raycloak.coordinator.config.run import validated
+from raycloak.coordinator.config.section import validated
 from raycloak.coordinator.service import server as server_module
 from raycloak.coordinator.service.driver import PacedRun, Reports
 from raycloak.coordinator.service.limits import CALLS_OF_CONNECTION, LISTS_AT_ONCE
