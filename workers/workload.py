@@ -31,6 +31,7 @@ from raycloak.workers.inputs.models import (
     tensor_contents,
     trainable_tensors,
 )
+from raycloak.workers.inputs.named_inputs import fed_by_name
 from raycloak.workers.inputs.sealed import ClearSlices, SliceLocks
 from raycloak.workers.inputs.sent_rows import SentForm
 from raycloak.workers.inputs.sent_slots import SentSlots
@@ -93,6 +94,8 @@ class Workload:
         self.loss = RowLoss(loss_fn)
         self.runtime = ModelRuntime(self._build_again, self.loss, setup.device, deterministic)
         self.form = dataset_form(self.dataset)
+        # After its contents were read: what hands the inputs over is not the model's.
+        fed_by_name(self.module, self.form.inputs)
         if setup.model.hub is not None:
             setup.model.hub.check_tokenizer(setup.dataset.tokenizer, setup.base)
         self.vocabulary = check_text(self.module, self.form, setup.loss, opened.vocabulary, setup.dataset.classes)
@@ -115,6 +118,7 @@ class Workload:
             dataset_fingerprint=fingerprint,
             largest_rows=rows,
             tokenizer=opened.tokenizer,
+            left_out=opened.left_out,
             model_notes=(*notes, *slow_products(self.module, setup.device, torch.backends.cpu.get_cpu_capability())),
         )
         tensors = self.facts.tensors
@@ -145,7 +149,7 @@ class Workload:
                 f"{self.setup.model.name} gives other frozen parameters or buffers when it is called again.",
                 "Let it read the same files and draw from torch's generator alone.",
             )
-        return module
+        return fed_by_name(module, self.form.inputs)
 
 
 class PlannedWorkload:

@@ -337,7 +337,7 @@ class RunConfig(Section):
 
 def _with_tokenizer(dataset: dict[str, Any], hf: Any) -> dict[str, Any]:
     kind = dataset.get("kind")
-    takes_it = kind in ("text", "text_blocks") or (kind == "hf" and "vocabulary" not in dataset)
+    takes_it = kind in ("text", "text_blocks") or (kind == "hf" and not {"vocabulary", "inputs"} & dataset.keys())
     return {"tokenizer": hf, **dataset} if takes_it else dataset
 
 

@@ -25,6 +25,7 @@ from raycloak.workers.inputs.file_sets import FileSet, named_places
 from raycloak.workers.inputs.fingerprint import dataset_fingerprint
 from raycloak.workers.inputs.images import SUFFIXES as IMAGE_SUFFIXES
 from raycloak.workers.inputs.images import image_classes
+from raycloak.workers.inputs.named_inputs import InputSource
 
 _SENT_FORM = frozenset({"shape", "label_kind", "max_participations", "max_examples_per_step"})
 """Fields of a section that a descriptor has as a form, or that the mechanism has."""
@@ -57,11 +58,16 @@ def preflight(config: RunConfig, base: Path) -> None:
 
 def descriptor(dataset: DatasetConfig) -> DatasetDescriptor:
     """Return the descriptor that workers open, from the configuration's section."""
-    given = dataset.model_dump(exclude={"key_file", "features", "classes", "size", *_SENT_FORM})
+    given = dataset.model_dump(exclude={"key_file", "features", "inputs", "labels", "classes", "size", *_SENT_FORM})
     names = dataset.classes if isinstance(dataset.classes, list) else []
     return DatasetDescriptor(
         **given,
         features=dataset.columns,
+        labels=tuple(dataset.labels) if isinstance(dataset.labels, list) else dataset.labels,
+        inputs=tuple(
+            InputSource(name=name, features=each.columns(name), vocabulary=each.vocabulary, padding=each.padding)
+            for name, each in sorted((dataset.inputs or {}).items())
+        ),
         classes=len(names) if isinstance(dataset.classes, list) else dataset.classes,
         class_names=tuple(names),
         size=(dataset.size, dataset.size) if isinstance(dataset.size, int) else dataset.size,

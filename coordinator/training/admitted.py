@@ -99,7 +99,7 @@ def admit(
     try_rule(optimizer_spec(config.optimizer, base), facts.tensors, config.planned_steps, base)
     dimension = sum(tensor.size for tensor in facts.tensors)
     planned = make_plan(config, facts.num_examples, dimension, paying, facts.largest_rows)
-    plan = with_notes(planned, facts.model_notes)
+    plan = with_notes(planned, facts.model_notes, facts.left_out)
     reporter.planned(_beside_others(order, facts, plan, ledger, account))
     reporter.to.phase("admitting workers")
     known_answer, plan = _compared(order, founders, plan)

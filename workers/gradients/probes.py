@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from raycloak.workers.inputs.datasets import DatasetForm
+from raycloak.workers.inputs.named_inputs import NamedInput, packed, unpacked
 
 _DTYPES = {"float32": torch.float32, "int64": torch.int64}
 # Padding is mostly 0 or 1; -100 is the index that losses of torch ignore; ids may be hashes far above a vocabulary.
@@ -20,7 +21,7 @@ _ODD_VALUES = (0.0, 1.0, -1.0, 1e4, math.nan)
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """A batch: features [n, ...], labels [n] or [n, k]."""
+    """A batch: features [n, ...], labels [n, ...]."""
 
     features: Tensor
     labels: Tensor
@@ -59,7 +60,9 @@ class Probes:
 
     def __init__(self, form: DatasetForm, ids_below: int = 2, odd_ids: tuple[int, ...] = ()) -> None:
         self._form, self._ids_below = form, ids_below
-        self._integers = form.feature_dtype == "int64"
+        # Of several inputs by name, each is drawn as if it were alone.
+        self._parts = [Probes(_alone(form, each), each.vocabulary or 2, odd_ids) for each in form.inputs]
+        self._integers: bool = all(each.dtype == "int64" for each in form.inputs) and form.feature_dtype == "int64"
         odd = dict.fromkeys((*_ODD_IDS, ids_below - 1, *odd_ids)) if self._integers else dict.fromkeys(_ODD_VALUES)
         self.fills: tuple[float, ...] = tuple(odd)
 
@@ -70,15 +73,34 @@ class Probes:
 
     def fillings(self, count: int) -> Iterator[Filling]:
         """Yield all values to fill with beside ``count`` ordinary rows; one by one where too few other ids are left."""
+        if self._parts:
+            yield from self._fillings_of_parts(count)
+            return
         inside = sum(0 <= fill < self._ids_below for fill in self.fills)
         together = not self._integers or self._ids_below - inside >= 2
         for fills in [self.fills] if together else [(fill,) for fill in self.fills]:
-            ordinary = self._features(count)
-            # Once for each value: the next id may be another of them. The remainder keeps it inside the vocabulary.
-            for _ in fills if self._integers else ():
-                hit = torch.isin(ordinary, torch.tensor(fills))
-                ordinary = torch.where(hit, (ordinary + 1) % self._ids_below, ordinary)
-            yield Filling(ordinary, tuple(_filled(ordinary[:1], fill) for fill in fills))
+            yield self._filling(count, fills)
+
+    def _filling(self, count: int, fills: tuple[float, ...]) -> Filling:
+        ordinary = self._features(count)
+        # Once for each value: the next id may be another of them. The remainder keeps it inside the vocabulary.
+        for _ in fills if self._integers else ():
+            hit = torch.isin(ordinary, torch.tensor(fills))
+            ordinary = torch.where(hit, (ordinary + 1) % self._ids_below, ordinary)
+        return Filling(ordinary, tuple(_filled(ordinary[:1], fill) for fill in fills))
+
+    def _fillings_of_parts(self, count: int) -> Iterator[Filling]:
+        """Yield fillings in which every input is filled at once, each with a value of its own kind."""
+        for index in range(max(len(each.fills) for each in self._parts)):
+            found = [each._filling(count, (each.fills[index % len(each.fills)],)) for each in self._parts]
+            filled = self._packed([each.filled[0] for each in found])
+            yield Filling(self._packed([each.ordinary for each in found]), (filled,))
+
+    def _packed(self, parts: list[Tensor]) -> Tensor:
+        inputs = self._form.inputs
+        return torch.from_numpy(
+            packed({each.name: part.numpy() for each, part in zip(inputs, parts, strict=True)}, inputs)
+        )
 
     def odd_labels(self, ordinary: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield pairs of labels that differ in their first row: some of no class beside ``ordinary`` ones, and the
@@ -93,6 +115,8 @@ class Probes:
                 yield before, mixed
 
     def _features(self, count: int, normal: bool = False) -> Tensor:
+        if self._parts:
+            return self._packed([each._features(count, normal and not each._integers) for each in self._parts])
         shape = (count, *self._form.feature_shape)
         if self._integers:
             return torch.randint(self._ids_below, shape)
@@ -105,10 +129,25 @@ class Probes:
         return torch.rand(shape)
 
     def _changed(self, before: Examples) -> Pair:
-        features, labels = before.features.clone(), before.labels.clone()
-        features[0] = (features[0] + 1) % self._ids_below if self._integers else 1 - features[0]
+        features, labels = self._with_other_first(before.features), before.labels.clone()
         labels[0] = 1 - labels[0]
         return Pair(before, Examples(features, labels))
+
+    def _with_other_first(self, before: Tensor) -> Tensor:
+        if self._parts:
+            parts = unpacked(before.numpy(), self._form.inputs).values()
+            changed = [
+                each._with_other_first(torch.from_numpy(part)) for each, part in zip(self._parts, parts, strict=True)
+            ]
+            return self._packed(changed)
+        features = before.clone()
+        features[0] = (features[0] + 1) % self._ids_below if self._integers else 1 - features[0]
+        return features
+
+
+def _alone(form: DatasetForm, given: NamedInput) -> DatasetForm:
+    """Return the form of a dataset that has one input alone."""
+    return form.model_copy(update={"feature_shape": given.shape, "feature_dtype": given.dtype, "inputs": ()})
 
 
 def _filled(example: Tensor, fill: float) -> Tensor:

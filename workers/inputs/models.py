@@ -24,9 +24,9 @@ from raycloak.metrics.errors import ModelError, is_out_of_memory
 from raycloak.workers.inputs.compute_mode import PLAIN, ComputeMode
 from raycloak.workers.inputs.held_values import Held, held_values
 from raycloak.workers.inputs.hub_model import HubSpec
-from raycloak.workers.inputs.text_data import IGNORED
 from raycloak.workers.inputs.text_model import as_text_model
 from raycloak.workers.inputs.user_code import SEE_WHY, resolve, source_digest, told
+from raycloak.workers.inputs.void import IGNORED
 from raycloak.workers.terms.manifest import TensorSpec
 from raycloak.workers.terms.parameter_digest import ATTRIBUTES, TensorContent, dimension, split_flat
 
@@ -35,7 +35,7 @@ _BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.modules.batchnorm.SyncB
 _PIECE = 2**20
 A = TypeVar("A", Tensor, NDArray[Any])
 LossFn = Callable[[Tensor, Tensor], Tensor]
-"""(output [n, ...], labels [n] or [n, k]) to one loss per example, shape [n]."""
+"""(output [n, ...], labels [n, ...]) to one loss per example, shape [n]."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,9 @@ from raycloak.coordinator.config.run import parse_config
 from raycloak.coordinator.planning.references import descriptor
 from raycloak.metrics.errors import ConfigError, DatasetError
 from raycloak.workers.inputs.datasets import dataset_form
-from raycloak.workers.inputs.descriptor import DatasetDescriptor, export_in_memory
+from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.inputs.fingerprint import dataset_fingerprint
+from raycloak.workers.inputs.in_memory import export_in_memory
 from raycloak.workers.inputs.sealed import SealedDataset, seal_dataset
 from raycloak.workers.inputs.text_data import Tokenizer
 from tests.tiny_text import WORDS, write_reviews, write_tokenizer
