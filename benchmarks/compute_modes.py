@@ -90,7 +90,9 @@ def modes_of(name: str) -> list[str]:
 
 def peak_mib(name: str, mode: str) -> float:
     """Return the memory of one micro-batch, measured in a process of its own."""
-    done = subprocess.run([sys.executable, __file__, "peak", name, mode], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, __file__, "peak", name, mode], capture_output=True, encoding="utf-8", check=True
+    )
     return float(done.stdout.split()[-1])
 
 
@@ -125,7 +127,7 @@ def main() -> None:
         _, _, name, mode = sys.argv
         compute = work(name, mode)
         # Linux takes 5 for: forget the peak so far.
-        with open("/proc/self/clear_refs", "w") as peaks:
+        with open("/proc/self/clear_refs", "w", encoding="utf-8") as peaks:
             peaks.write("5")
         before = resident("VmRSS")
         compute()
@@ -141,7 +143,7 @@ def main() -> None:
 
 def resident(field: str) -> int:
     """Return a figure of this process in KiB."""
-    with open("/proc/self/status") as lines:
+    with open("/proc/self/status", encoding="utf-8") as lines:
         return int(next(line for line in lines if line.startswith(f"{field}:")).split()[1])
 
 

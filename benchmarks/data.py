@@ -59,7 +59,7 @@ def main() -> None:
         "load_average_at_end": os.getloadavg(),
     }
     text = json.dumps({**result, **conditions}, indent=1)
-    (RESULTS / f"data-{chosen.what}.json").write_text(text + "\n")
+    (RESULTS / f"data-{chosen.what}.json").write_text(text + "\n", encoding="utf-8")
     print(text)
 
 
@@ -141,7 +141,7 @@ def table(folder: Path, gigabytes: float) -> dict[str, object]:
     """Train on a table of that size; return its numbers and the largest memory of each process."""
     data = folder / "table"
     count = write_table(data, gigabytes)
-    (folder / "layers.py").write_text(MODEL)
+    (folder / "layers.py").write_text(MODEL, encoding="utf-8")
     config = {
         "num_workers": 2,
         "virtual_workers": 2,
@@ -153,7 +153,7 @@ def table(folder: Path, gigabytes: float) -> dict[str, object]:
         "dp_config": {"noise_multiplier": 1.0, "epsilon_cap": 8.0, "target_delta": 1e-9},
         "failure": {"admission_deadline_s": 3600, "step_deadline_s": 3600},
     }
-    (folder / "table.yaml").write_text(yaml.safe_dump(config))
+    (folder / "table.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     peaks: dict[str, int] = {}
     over = threading.Event()
     watcher = threading.Thread(target=_watch, args=(peaks, over, f"TMPDIR={folder}".encode()))
@@ -166,7 +166,7 @@ def table(folder: Path, gigabytes: float) -> dict[str, object]:
             cwd=folder,
             env=environment,
             stdout=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
             check=True,
         )
     finally:
@@ -208,7 +208,7 @@ def _watch(peaks: dict[str, int], over: threading.Event, mark: bytes) -> None:
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 name = (folder / "cmdline").read_bytes().partition(b"\0")[0].decode()
-                status = (folder / "status").read_text()
+                status = (folder / "status").read_text(encoding="utf-8")
                 own = mark in (folder / "environ").read_bytes().split(b"\0")
             except OSError:  # it has ended
                 continue

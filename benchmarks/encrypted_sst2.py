@@ -63,7 +63,7 @@ def classifier(folder: Path) -> torch.nn.Module:
 
 
 def read(path: Path) -> list[tuple[str, int]]:
-    rows = (line.rsplit("\t", 1) for line in path.read_text().splitlines())
+    rows = (line.rsplit("\t", 1) for line in path.read_text(encoding="utf-8").splitlines())
     return [(text, int(label)) for text, label in rows]
 
 

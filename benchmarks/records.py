@@ -77,7 +77,7 @@ def tables(recipes: Sequence[str]) -> str:
 
 def _results(recipe: str, path: str) -> list[dict[str, Any]]:
     files = sorted(RESULTS.glob(f"{recipe}-{path}-[0-9].json"))
-    return [json.loads(file.read_text())["result"] for file in files]
+    return [json.loads(file.read_text(encoding="utf-8"))["result"] for file in files]
 
 
 def _row(recipe: str, path: str, scores: list[float], results: list[dict[str, Any]]) -> str:
@@ -99,7 +99,7 @@ def _make(recipe: str, path: str, seed: int) -> None:
     folder, _, name = recipe.partition("-")
     config = f"examples/{folder}/{name}.yaml"
     made = _raycloak(config, recipe, seed) if path == "raycloak" else _peer(config, seed)
-    target.write_text(json.dumps({**made, **_conditions()}, indent=1) + "\n")
+    target.write_text(json.dumps({**made, **_conditions()}, indent=1) + "\n", encoding="utf-8")
 
 
 def _raycloak(config: str, recipe: str, seed: int) -> dict[str, object]:
@@ -108,10 +108,10 @@ def _raycloak(config: str, recipe: str, seed: int) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         secret = Path(folder) / "secret"
         secret.touch(mode=0o600)
-        secret.write_text(hashlib.sha256(phrase.encode()).hexdigest())
+        secret.write_text(hashlib.sha256(phrase.encode()).hexdigest(), encoding="utf-8")
         command = ["-m", "raycloak", "run", config, "--run-secret", str(secret), "--json", *PATIENCE]
         result = _json_of(command, home=folder)
-        lines = (Path(result["run_dir"]) / "metrics.jsonl").read_text().splitlines()
+        lines = (Path(result["run_dir"]) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [event["seconds"] for event in map(json.loads, lines) if event["event"] == "step"]
     evidence = "SIMULATED" if result["evidence_class"] == "simulated" else result["evidence_class"]
     options = " ".join(("--json", *PATIENCE))
@@ -134,7 +134,7 @@ def _json_of(arguments: list[str], *, home: str) -> dict[str, Any]:
     """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAYCLOAK_HOME": home}
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True
+        [sys.executable, *arguments], cwd=ROOT, env=environment, stdout=subprocess.PIPE, encoding="utf-8", check=True
     )
     return json.loads(done.stdout)
 
@@ -149,7 +149,7 @@ def _conditions() -> dict[str, object]:
 
 
 def _commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, encoding="utf-8", check=False)
     return done.stdout.strip() or "unknown"
 
 

@@ -135,7 +135,7 @@ def role_of(title: str) -> str:
 def memory_of(pid: int) -> dict[str, int] | None:
     """Return the kernel's figures of a process in bytes; None if it has ended."""
     with suppress(OSError):
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines()[1:]
         found = {line.partition(":")[0]: 1024 * int(line.split()[1]) for line in lines}
         return {name: found[name] for name in FIELDS}
     return None
@@ -161,10 +161,12 @@ def write_model(case: Case, folder: Path) -> int:
         values = torch.ones(count, dtype=case.dtype) if is_scale else draws.repeat(-(-count // len(draws)))[:count]
         shard[name] = values.clone().view(parameter.shape)
     _write_shard(shard, folder, index)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    settings = json.loads((folder / "config.json").read_text())
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": index}), encoding="utf-8"
+    )
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     settings |= {"dtype": str(case.dtype).removeprefix("torch."), "architectures": [type(model).__name__]}
-    (folder / "config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps(settings), encoding="utf-8")
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -181,7 +183,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 def write_run(case: Case, folder: Path, steps: int, overrides: dict[str, object]) -> tuple[Path, int]:
     """Write model, data and configuration; returns the configuration's file and the number of parameters."""
     size = write_model(case, folder / "model")
-    vocabulary = json.loads((folder / "model" / "config.json").read_text())["vocab_size"]
+    vocabulary = json.loads((folder / "model" / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     ids = np.random.default_rng(1).integers(vocabulary, size=(EXAMPLES, case.length))
     np.savez(folder / "data.npz", features=ids, labels=ids)
     config = {
@@ -199,7 +201,7 @@ def write_run(case: Case, folder: Path, steps: int, overrides: dict[str, object]
         **overrides,
     }
     # JSON is YAML.
-    (folder / "run.yaml").write_text(json.dumps(config))
+    (folder / "run.yaml").write_text(json.dumps(config), encoding="utf-8")
     return folder / "run.yaml", size
 
 
@@ -211,7 +213,10 @@ def measured(name: str, steps: int, limit_s: float, overrides: dict[str, object]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAYCLOAK_HOME": str(folder / "home")}
         command = [sys.executable, "-m", "raycloak", "run", str(config), "--json"]
         peaks, began = Peaks(), time.monotonic()
-        with (folder / "stdout").open("w+") as out, subprocess.Popen(command, env=environment, stdout=out) as run:
+        with (
+            (folder / "stdout").open("w+", encoding="utf-8") as out,
+            subprocess.Popen(command, env=environment, stdout=out) as run,
+        ):
             try:
                 while run.poll() is None:
                     peaks.take(run.pid)
@@ -224,7 +229,7 @@ def measured(name: str, steps: int, limit_s: float, overrides: dict[str, object]
         seconds = time.monotonic() - began
         if run.returncode:
             sys.exit(f"{name} ended with {run.returncode}")
-        verdict = json.loads((folder / "stdout").read_text())
+        verdict = json.loads((folder / "stdout").read_text(encoding="utf-8"))
     return {
         "case": name,
         "parameters": size,

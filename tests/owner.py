@@ -10,7 +10,7 @@ from raycloak.attestation.core.messages import parse
 from raycloak.attestation.keys.halves import ServiceContract
 from raycloak.attestation.keys.release import RunKeys
 from raycloak.attestation.orchestrator.orchestrator import RunSession
-from raycloak.coordinator.config.run import validated
+from raycloak.coordinator.config.section import validated
 from raycloak.coordinator.evidence.standalone_service import ServiceConfig, start_service
 from tests.protocol import VIRTUAL_WORKERS
 

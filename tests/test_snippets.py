@@ -20,7 +20,8 @@ import yaml
 from raycloak.attestation.policy.policy import load_policy
 from raycloak.coordinator.adapter.settings import AdapterSettings
 from raycloak.coordinator.cli.app import app
-from raycloak.coordinator.config.run import parse_config, validated
+from raycloak.coordinator.config.run import parse_config
+from raycloak.coordinator.config.section import validated
 from raycloak.coordinator.evidence.standalone_service import ServiceConfig
 from raycloak.coordinator.runs.demo import demo_config
 from raycloak.coordinator.service.settings import ServiceSettings

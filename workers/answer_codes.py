@@ -27,7 +27,11 @@ def answer_code(error: BaseException) -> str:
 @contextlib.contextmanager
 def _silenced() -> Iterator[None]:
     """Drop all that Python code and native libraries print, by stream and by descriptor."""
-    with open(os.devnull, "w") as sink, contextlib.redirect_stdout(sink), contextlib.redirect_stderr(sink):
+    with (
+        open(os.devnull, "w", encoding="utf-8") as sink,
+        contextlib.redirect_stdout(sink),
+        contextlib.redirect_stderr(sink),
+    ):
         # Native libraries write to descriptors 1 and 2 past Python's streams.
         kept = [(descriptor, os.dup(descriptor)) for descriptor in (1, 2)]
         try:

@@ -17,8 +17,9 @@ from raycloak.metrics.errors import ConfigError, is_out_of_memory
 from raycloak.workers.gradients.gradient_parts import named_operations
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.sum_engines import SumEngine
-from raycloak.workers.inputs.datasets import Dataset
+from raycloak.workers.inputs.datasets import Dataset, named_inputs_of
 from raycloak.workers.inputs.losses import BUILT_IN_LOSSES
+from raycloak.workers.inputs.named_inputs import packed
 from raycloak.workers.inputs.text_model import LOSSES_OF_CLASSES
 from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.vectors.streams import KeyStream
@@ -32,8 +33,8 @@ class _SyntheticDataset:
     """A dataset of public examples in the form of ``template``: values in [0, 1), or any id and any class."""
 
     def __init__(self, template: Dataset, count: int, vocabulary: int, classes: int) -> None:
-        features, labels = template.batch(np.empty(0, np.int64))
-        self._features = _fill(features, count, "features", vocabulary)
+        _, labels = template.batch(np.empty(0, np.int64))
+        self._features = _features(template, count, vocabulary)
         self._labels = _fill(labels, count, "labels", classes)
 
     def __len__(self) -> int:
@@ -41,6 +42,17 @@ class _SyntheticDataset:
 
     def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return self._features[ids], self._labels[ids]
+
+
+def _features(template: Dataset, count: int, vocabulary: int) -> np.ndarray:
+    """Return public features; of several inputs by name, each is drawn as if it were alone."""
+    if not (inputs := named_inputs_of(template)):
+        return _fill(template.batch(np.empty(0, np.int64))[0], count, "features", vocabulary)
+    parts = {
+        each.name: _fill(np.empty((0, *each.shape), each.dtype), count, f"features {each.name}", each.vocabulary or 1)
+        for each in inputs
+    }
+    return packed(parts, inputs)
 
 
 def _fill(template: np.ndarray, count: int, name: str, integers_below: int) -> np.ndarray:
@@ -74,12 +86,12 @@ def found_classes(
 
 def _outputs(module: nn.Module, loss: RowLoss, dataset: Dataset, vocabulary: int | None, deterministic: bool) -> int:
     """Return the number of outputs for classes, as :func:`found_classes`; 1 for a head that knows no two."""
-    template, labels = dataset.batch(np.empty(0, np.int64))
+    _, labels = dataset.batch(np.empty(0, np.int64))
     if np.issubdtype(labels.dtype, np.floating):
         return 2
     with torch.no_grad(), named_operations(deterministic), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        output: Tensor = module(torch.tensor(_fill(template, 1, "features", vocabulary or 1)))
+        output: Tensor = module(torch.tensor(_features(dataset, 1, vocabulary or 1)))
         shape = list(output.shape[1:])
         axis = next((axis for axis in (0, -1) if shape and _without(shape, axis) == list(labels.shape[1:])), None)
         classes = 2 if axis is None else shape[axis]

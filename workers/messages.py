@@ -54,6 +54,7 @@ class WorkerFacts:
         tokenizer: digest of the tokenizer that made examples of text, of the decoder of images, or of the pipeline's
             code; empty for other data.
         model_notes: sentences about what was changed or drawn when the model was built.
+        left_out: sentences about what lies beside the examples and is no part of them.
         contents: of all parameters and buffers of the model.
         largest_rows: of a micro-batch; see `raycloak.workers.gradients.row_memory`.
     """
@@ -69,6 +70,7 @@ class WorkerFacts:
     largest_rows: int
     tokenizer: bytes = b""
     model_notes: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

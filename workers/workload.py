@@ -34,6 +34,7 @@ from raycloak.workers.inputs.models import (
     tensor_contents,
     trainable_tensors,
 )
+from raycloak.workers.inputs.named_inputs import fed_by_name
 from raycloak.workers.inputs.sealed import ClearSlices, SliceLocks
 from raycloak.workers.inputs.sent_rows import SentForm
 from raycloak.workers.inputs.sent_slots import SentSlots
@@ -97,6 +98,8 @@ class Workload:
         self.loss = RowLoss(loss_fn)
         self.runtime = ModelRuntime(self._build_again, self.loss, setup.device, deterministic)
         self.form = dataset_form(self.dataset)
+        # After its contents were read: what hands the inputs over is not the model's.
+        fed_by_name(self.module, self.form.inputs)
         if setup.model.hub is not None:
             setup.model.hub.check_tokenizer(setup.dataset.tokenizer, setup.base)
         self.vocabulary = check_text(self.module, self.form, setup.loss.name, opened.vocabulary, setup.dataset.classes)
@@ -119,6 +122,7 @@ class Workload:
             data=marks,
             largest_rows=rows,
             tokenizer=opened.tokenizer,
+            left_out=opened.left_out,
             model_notes=(*notes, *slow_products(self.module, setup.device, torch.backends.cpu.get_cpu_capability())),
         )
         tensors = self.facts.tensors
@@ -149,7 +153,7 @@ class Workload:
                 f"{self.setup.model.name} gives other frozen parameters or buffers when it is called again.",
                 "Let it read the same files and draw from torch's generator alone.",
             )
-        return module
+        return fed_by_name(module, self.form.inputs)
 
 
 class PlannedWorkload:

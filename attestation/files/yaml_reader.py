@@ -12,7 +12,7 @@ from raycloak.metrics.file_errors import file_error
 def read_yaml(path: Path, code: str) -> Any:
     """Parse the document in ``path``; ConfigError ``code`` if it cannot be read, and as :func:`parse_yaml`."""
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise file_error(code, "read", path, error) from None
     except UnicodeDecodeError as error:

@@ -54,7 +54,7 @@ def create_secret(directory: Path) -> tuple[Path, Secret]:
     secret = Secret(secrets.token_bytes(32))
     path = directory / f"{run_id_of(secret)}.secret"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(secret.reveal().hex() + "\n")
         file.flush()
         os.fsync(descriptor)

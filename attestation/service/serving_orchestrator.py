@@ -272,7 +272,7 @@ class EvidenceOrchestrator:
 def _former_port(port_file: Path, session: str) -> int | None:
     """Return the port of an earlier incarnation of this session; None if none is known."""
     try:
-        of, port = port_file.read_text().split()
+        of, port = port_file.read_text(encoding="utf-8").split()
     except (OSError, ValueError):
         return None
     return int(port) if of == session else None

@@ -6,8 +6,8 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from raycloak.attestation.files.yaml_reader import read_yaml
-from raycloak.coordinator.config.run import validated
-from raycloak.coordinator.config.sections import MetricsConfig, Section
+from raycloak.coordinator.config.section import Section, validated
+from raycloak.coordinator.config.sections import MetricsConfig
 
 
 class AdapterSettings(Section):

@@ -182,7 +182,7 @@ def audit(
         evidence_class=finished.evidence_class,
         run_dir=run_dir,
     )
-    (run_dir / AUDIT).write_text(json.dumps(asdict(result), default=str, indent=1) + "\n")
+    (run_dir / AUDIT).write_text(json.dumps(asdict(result), default=str, indent=1) + "\n", encoding="utf-8")
     return result
 
 

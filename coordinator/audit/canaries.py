@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from raycloak.coordinator.audit.removals import largest_move
 from raycloak.coordinator.config.run import ModelField, RunConfig
-from raycloak.coordinator.config.sections import DatasetConfig, LossField, Section
+from raycloak.coordinator.config.section import Section
+from raycloak.coordinator.config.sections import DatasetConfig, LossField
 from raycloak.coordinator.planning.model_source import loss_spec, model_source
 from raycloak.coordinator.planning.references import descriptor, require_at_hand
 from raycloak.metrics.errors import ConfigError, ModelError
@@ -152,7 +153,7 @@ class CanaryTask(Section):
             # Before the content, which others could otherwise read for a moment.
             path.touch(mode=0o600)
             path.write_bytes(content)
-        (folder / f"{MODULE}.py").write_text(_LOADER)
+        (folder / f"{MODULE}.py").write_text(_LOADER, encoding="utf-8")
 
     def check(self, seed: int) -> None:
         """Refuse a model under which canaries would be invisible.

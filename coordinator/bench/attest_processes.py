@@ -153,7 +153,9 @@ def _answer(pipe: Connection, figures: Callable[[], dict[str, float]]) -> None:
 
 def _peak_mib() -> float:
     """Return peak resident memory since this program began; `resource` would also count its parent's."""
-    line = next(each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith("VmHWM:"))
+    line = next(
+        each for each in Path("/proc/self/status").read_text(encoding="utf-8").splitlines() if each.startswith("VmHWM:")
+    )
     return int(line.split()[1]) / 1024
 
 
@@ -200,7 +202,7 @@ class _Holder:
     async def keep(self, kind: str) -> None:
         """Open a connection, wait until the service closes it, and repeat."""
         # The service closes bare connections after this time. They were opened at once, but must not end at once.
-        first = None if kind == "slow" else random.uniform(0, ServiceLimits().handshake_s)
+        first = None if kind == "slow" else random.uniform(0, ServiceLimits().stranger_s)
         while True:
             try:
                 async with self._opening:

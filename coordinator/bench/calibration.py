@@ -192,7 +192,7 @@ def _appraised(run: MeteredRun) -> float:
 
 def _import() -> tuple[float, float]:
     """Return processor seconds and largest resident memory of a process that imports what a worker does."""
-    done = subprocess.run([sys.executable, "-c", _IMPORT], check=True, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", _IMPORT], check=True, capture_output=True, encoding="utf-8")
     seconds, peak = done.stdout.split()
     return float(seconds), float(peak)
 

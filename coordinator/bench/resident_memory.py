@@ -19,7 +19,7 @@ def growth(act: Callable[[], object]) -> int:
     gc.collect()
     # Memory that was freed must go back to the system, or growth into it would not be seen.
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     before = _status("VmRSS")
     act()
     return _status("VmHWM") - before
@@ -31,5 +31,5 @@ def resident() -> int:
 
 
 def _status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return 1024 * int(next(line for line in lines if line.startswith(f"{field}:")).split()[1])

@@ -23,7 +23,7 @@ from raycloak.coordinator.bench.resident_memory import resident
 from raycloak.coordinator.client.service_client import ServiceClient
 from raycloak.coordinator.client.training_client import TrainingClient
 from raycloak.coordinator.config.home import HOME_VARIABLE
-from raycloak.coordinator.config.run import validated
+from raycloak.coordinator.config.section import validated
 from raycloak.coordinator.service.drivers import Exited
 from raycloak.coordinator.service.pipe import (
     Allow,

@@ -177,7 +177,7 @@ def _program(
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
         start_new_session=True,
     ) as child:
         assert child.stderr is not None, "it is a pipe"

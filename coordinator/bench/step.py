@@ -158,7 +158,7 @@ def _mechanism() -> Mechanism:
 
 def _process_seconds() -> float:
     """Return how long ago this process began, interpreter and imports included."""
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 

@@ -142,6 +142,7 @@ def _train(
     every_s: float,
     small_epsilon: bool = False,
 ) -> int:
+    from raycloak.coordinator.cluster.local_ray import check_temp
     from raycloak.coordinator.cluster.ray_address import check_address
     from raycloak.coordinator.planning.first_look import first_look
     from raycloak.coordinator.record.folder import require_idle, unfinished_run
@@ -155,6 +156,8 @@ def _train(
     first_look(config, config_dir or Path.cwd(), run_secret, resume)
     if address := os.environ.get("RAY_ADDRESS"):
         check_address(address)
+    else:
+        check_temp()
     with ProgressDisplay(output.progress, config.name, every_s) as display:
         with quickly():
             from raycloak.coordinator.runs.ray_start import ray_ahead

@@ -117,11 +117,20 @@ def _rows(checked: "Checked") -> list[tuple[str, str]]:
         recorded = "no: without a dataset.fingerprint_key no run knows that its data is this"
     return [
         ("examples", f"{report.examples:,}"),
-        ("features", f"{list(report.feature_shape)} {report.feature_dtype}"),
+        ("features", checked.features),
         ("labels", f"{list(report.label_shape)} {report.label_dtype}, {label_range}{classes}"),
-        ("NaN or infinite", f"{report.not_finite:,} examples"),
-        ("labels outside", "no classes are known" if report.classes is None else f"{report.labels_outside:,} examples"),
-        *([("ids outside", f"{report.ids_outside:,} examples")] if report.vocabulary is not None else []),
+        ("NaN or infinite", _void_text(report.not_finite, report.not_finite_shown)),
+        (
+            "labels outside",
+            "no classes are known"
+            if report.classes is None
+            else _void_text(report.labels_outside, report.labels_outside_shown),
+        ),
+        *(
+            [("ids outside", _void_text(report.ids_outside, report.ids_outside_shown))]
+            if report.vocabulary is not None or report.ids_outside
+            else []
+        ),
         ("duplicates", f"{report.duplicates:,} examples equal an earlier one"),
         ("also evaluated on", "no evaluation split" if overlap is None else f"{overlap:,} examples"),
         ("constant features", _constant_text(report)),
@@ -130,6 +139,11 @@ def _rows(checked: "Checked") -> list[tuple[str, str]]:
         *(("caution", caution) for caution in report.cautions),
         ("recorded", recorded),
     ]
+
+
+def _void_text(count: int, shown: tuple[int, ...]) -> str:
+    more = f" and {count - len(shown):,} more" if count > len(shown) else ""
+    return f"{count:,} examples" + (f": {', '.join(map(str, shown))}{more}" if shown else "")
 
 
 def _constant_text(report: "DataReport") -> str:

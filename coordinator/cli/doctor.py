@@ -20,12 +20,13 @@ from rich.table import Table
 from rich.text import Text
 
 from raycloak.attestation.attester.tsm import TSM_REMEDY, TSM_REPORTS, tee_nodes
+from raycloak.coordinator.cluster.local_ray import check_temp, temp_folder
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.secret_variables import SECRET_VARIABLES
-from raycloak.coordinator.ledger.location import check_file_system, file_system
+from raycloak.coordinator.ledger.location import check_file_system, file_system, mounts
 from raycloak.coordinator.ledger.store import LedgerStore
 from raycloak.coordinator.planning.key_files import WHERE, keys_below
-from raycloak.metrics.errors import RaycloakError
+from raycloak.metrics.errors import ConfigError, RaycloakError
 from raycloak.metrics.gpu_readings import GpuSampler
 
 Status = Literal["ok", "warn", "fail"]
@@ -52,7 +53,7 @@ class Check:
 
 def examine() -> list[Check]:
     """Run every check on this machine, in the order in which to fix problems."""
-    mounts = Path("/proc/mounts").read_text()
+    mounted = mounts()
     checks: list[Callable[[], Check]] = [
         partial(check_python, sys.version_info[:2]),
         *(partial(check_version, name, installed_version(name)) for name in SUPPORTED),
@@ -61,8 +62,8 @@ def examine() -> list[Check]:
         partial(check_variables, os.environ),
         check_home,
         partial(check_working_folder, Path.cwd()),
-        partial(check_ledger, mounts),
-        partial(check_ray_temp, Path(os.environ.get("RAY_TMPDIR", "/tmp")), mounts),
+        partial(check_ledger, mounted),
+        partial(check_ray_temp, mounted),
         partial(check_shared_memory, Path("/dev/shm")),
         *(partial(check_port, port) for port in PORTS),
         check_gpu,
@@ -174,10 +175,13 @@ def check_ledger(mounts: str) -> Check:
     return Check("ledger", "ok", f"{path} opens, is private and on a local file system")
 
 
-def check_ray_temp(folder: Path, mounts: str) -> Check:
-    """Check that Ray's temporary folder is in memory, because Ray spills objects there as plain files."""
-    if not (folder.is_dir() and os.access(folder, os.W_OK)):
-        return Check("ray temp", "fail", f"{folder} is not a writable folder", "Set RAY_TMPDIR to one.")
+def check_ray_temp(mounts: str) -> Check:
+    """Check that Ray can use its temporary folder, and that it is in memory: Ray spills objects as plain files."""
+    try:
+        check_temp()
+    except ConfigError as error:
+        return Check("ray temp", "fail", error.message, error.remedy)
+    folder, _ = temp_folder()
     kind = file_system(folder.resolve(), mounts)
     if kind in MEMORY_FILE_SYSTEMS:
         return Check("ray temp", "ok", f"{folder} is on {kind}")

@@ -67,7 +67,7 @@ class LocalService:
         }
         self._folder = tempfile.TemporaryDirectory(prefix="raycloak-service-")
         file, self._log = Path(self._folder.name) / "service.yaml", Path(self._folder.name) / "log"
-        file.write_text(yaml.safe_dump(settings))
+        file.write_text(yaml.safe_dump(settings), encoding="utf-8")
         command = [sys.executable, "-m", "raycloak", "serve", str(file), "--base", str(base.resolve()), "--json"]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -109,7 +109,8 @@ class LocalService:
         try:
             return str(json.loads(said)["address"])
         except (ValueError, LookupError, TypeError):
-            last = " ".join(self._log.read_text(errors="replace").split("\n")[-_LOG_LINES:]).strip(" .")
+            lines = self._log.read_text(encoding="utf-8", errors="replace").split("\n")
+            last = " ".join(lines[-_LOG_LINES:]).strip(" .")
             raise ServiceConnectionError(
                 "not_started",
                 f"the service did not start: {last.removeprefix('error: ').removesuffix('.') or 'it said nothing'}.",

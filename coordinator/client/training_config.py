@@ -9,7 +9,8 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 
-from raycloak.coordinator.config.run import ALTERNATIVES, ModelField, RunConfig, problem_of
+from raycloak.coordinator.config.run import ModelField, RunConfig
+from raycloak.coordinator.config.section import ALTERNATIVES, Section, problem_of
 from raycloak.coordinator.config.sections import (
     DatasetConfig,
     DPConfig,
@@ -20,7 +21,6 @@ from raycloak.coordinator.config.sections import (
     MeasurementsConfig,
     ModelConfig,
     OptimizerConfig,
-    Section,
 )
 from raycloak.metrics.service_errors import ServiceValidationError
 
@@ -64,6 +64,9 @@ class TrainingConfig(Section):
         seed: public seed of the model's initial parameters.
         precision, gradient_checkpointing: see `RunConfig`.
         metadata: notes for yourself; at most 32 entries, of 64 characters for 512.
+
+    Raises:
+        ServiceValidationError: ``config``, with the first wrong field in ``field``, and all of them in the message.
     """
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]+$", max_length=100)
@@ -131,6 +134,18 @@ class TrainingConfig(Section):
             raise ValueError("lora belongs to a Hugging Face model; the function of a model adds its own adapter")
         return self
 
+    @classmethod
+    def refusal(cls, error: ValidationError) -> ServiceValidationError:
+        """Return what the service would say of these fields."""
+        fields = [(_field_of(each["loc"]), each) for each in error.errors()]
+        wrong = [(field, problem_of(cls, field, each)) for field, each in fields]
+        said = "; ".join(f"{field}: {problem}" if field else problem for field, problem in wrong)
+        # A refusal of the whole names its field first.
+        field = wrong[0][0] or _first_field(wrong[0][1])
+        return ServiceValidationError(
+            "config", said if said.endswith("?") else f"{said}.", "See docs/service.md.", field=field
+        )
+
     def to_json(self) -> str:
         """Return the configuration as the wire carries it: the fields that were given."""
         return self.model_dump_json(exclude_unset=True)
@@ -149,14 +164,7 @@ def parse_training_config(raw: Any) -> TrainingConfig:
             else TrainingConfig.model_validate(raw)
         )
     except ValidationError as error:
-        fields = [(_field_of(each["loc"]), each) for each in error.errors()]
-        wrong = [(field, problem_of(TrainingConfig, field, each)) for field, each in fields]
-        said = "; ".join(f"{field}: {problem}" if field else problem for field, problem in wrong)
-        # A refusal of the whole names its field first.
-        field = wrong[0][0] or _first_field(wrong[0][1])
-        raise ServiceValidationError(
-            "config", said if said.endswith("?") else f"{said}.", "See docs/service.md.", field=field
-        ) from None
+        raise TrainingConfig.refusal(error) from None
 
 
 def _field_of(place: tuple[int | str, ...]) -> str:

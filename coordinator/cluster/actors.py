@@ -41,6 +41,7 @@ from raycloak.attestation.simulators.tdx_pki import read_public
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
 from raycloak.coordinator.cluster.backend import ActorLost
 from raycloak.coordinator.cluster.ledger_actor import LedgerActor
+from raycloak.coordinator.cluster.local_ray import check_temp, start_failed
 from raycloak.coordinator.cluster.machine_names import MACHINE_LABEL, machine_name
 from raycloak.coordinator.cluster.node_evidence import NodeEvidenceSource
 from raycloak.coordinator.cluster.orchestrator_actor import OrchestratorActor
@@ -339,7 +340,7 @@ def connect(num_cpus: int, environment: Mapping[str, str] = MappingProxyType({})
             sooner; see :func:`actor`.
 
     Raises:
-        ConfigError: ``ray_address`` or ``ray_unreachable``, within seconds.
+        ConfigError: ``ray_address``, ``ray_unreachable`` or ``ray_temp``, within seconds; ``ray_start``.
     """
     if is_connected():
         return False
@@ -353,19 +354,24 @@ def connect(num_cpus: int, environment: Mapping[str, str] = MappingProxyType({})
         except ConnectionError as error:
             raise unreachable(address, str(error).splitlines()[0].removesuffix(".")) from None
         return True
+    check_temp()
     # Ray authenticates a new local cluster by token unless RAY_AUTH_MODE says otherwise.
     if not os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
         os.environ["RAY_AUTH_TOKEN_PATH"] = str(ray_token_file())
     withheld = dict.fromkeys(SECRET_VARIABLES.keys() - {"RAY_AUTH_TOKEN"})
     with _variables({**environment, **withheld}):
         # Ray starts processes ahead, one per CPU. Actors without variables of their own take them.
-        ray.init(
-            address="local",
-            num_cpus=num_cpus,
-            include_dashboard=False,
-            log_to_driver=False,
-            configure_logging=False,
-        )
+        try:
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+            )
+        # Ray names no exceptions of its start, and nothing private has been read.
+        except Exception as error:
+            raise start_failed(error) from error
     _inherited.update(environment)
     return True
 

@@ -28,7 +28,7 @@ def machine_name(_: Any, label: str | None) -> str:
     if label is not None:
         return f"label {label}"
     try:
-        found = _MACHINE_ID.read_text().strip()
+        found = _MACHINE_ID.read_text(encoding="utf-8").strip()
     except OSError:
         found = ""
     if not re.fullmatch("[0-9a-f]{32}", found):

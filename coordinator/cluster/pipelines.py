@@ -25,6 +25,7 @@ import ray
 
 from raycloak.attestation.core.private_memory import keep_memory_private
 from raycloak.attestation.files.private import publish
+from raycloak.coordinator.cluster.local_ray import start_failed
 from raycloak.metrics.errors import ConfigError, DatasetError, RaycloakError
 from raycloak.metrics.file_errors import file_error
 from raycloak.workers.inputs.built_rows import PipelineIndex, write_rows
@@ -120,9 +121,10 @@ def _start_ray(files: str, python_path: str) -> None:
             _temp_dir=files,
         )
     except Exception as error:  # noqa: BLE001 - Ray names no exceptions; nothing has been read yet
+        failed = start_failed(error)
         raise ConfigError(
-            "ray_start",
-            f"Ray does not start: {str(error).splitlines()[0].removesuffix('.')}.",
+            failed.code,
+            failed.message,
             "TMPDIR names the folder of its files: choose one with room, and a path of at most 30 characters.",
         ) from None
 

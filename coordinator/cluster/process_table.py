@@ -37,7 +37,7 @@ def process_table(root: Path = PROCESS_TABLE) -> tuple[Process, ...]:
 def _read(folder: Path) -> Process | None:
     try:
         # The name in parentheses may itself hold spaces and parentheses.
-        fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        fields = (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         title = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except (OSError, ValueError):
         return None

@@ -21,9 +21,11 @@ class ActorProcess:
     def find(cls, pid: int) -> "ActorProcess | None":
         """Return the process with that id, if it is running or stopped."""
         try:
-            state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            # Its name, in parentheses, is any bytes.
+            stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         except OSError:
             return None
+        state, *fields = stat.rpartition(")")[2].split()
         # Z and X have ended; only their entries are left.
         return None if state in "ZX" else cls(pid, fields[18])
 

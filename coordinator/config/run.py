@@ -5,15 +5,14 @@ Checks that need the data or the model (capacity, budget, layers) are in `coordi
 """
 
 import math
-from collections.abc import Iterator
-from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_args
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from raycloak.attestation.core.mask_graph import LARGEST_COMPLETE
 from raycloak.attestation.files.yaml_reader import parse_yaml, read_yaml
+from raycloak.coordinator.config.section import Section, validated
 from raycloak.coordinator.config.sections import (
     LOSS_OF_TASK,
     TABLES,
@@ -35,16 +34,10 @@ from raycloak.coordinator.config.sections import (
     OptimizerConfig,
     PlacementConfig,
     RingConfig,
-    Section,
     name_of_loss,
 )
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.terms.manifest import has_accuracy
-
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
-
-S = TypeVar("S", bound=Section)
 
 DEFAULT_STEPS = 200
 """Steps of a run that gives neither steps nor epochs."""
@@ -346,7 +339,7 @@ class RunConfig(Section):
 
 def _with_tokenizer(dataset: dict[str, Any], hf: Any) -> dict[str, Any]:
     kind = dataset.get("kind")
-    takes_it = kind in ("text", "text_blocks") or (kind == "hf" and "vocabulary" not in dataset)
+    takes_it = kind in ("text", "text_blocks") or (kind == "hf" and not {"vocabulary", "inputs"} & dataset.keys())
     return {"tokenizer": hf, **dataset} if takes_it else dataset
 
 
@@ -361,94 +354,6 @@ def parse_config(raw: Any, overrides: list[str] | None = None) -> RunConfig:
     for override in overrides or []:
         apply_override(raw, override)
     return validated(RunConfig, raw)
-
-
-def validated(section: type[S], raw: Any, described_in: str = "docs/configuration.md") -> S:
-    """Return a section from plain data; errors as :func:`parse_config`."""
-    try:
-        return section.model_validate(raw)
-    except ValidationError as error:
-        fields = [(_field_of(each["loc"]), each) for each in error.errors()]
-        found = ((field, problem_of(section, field, each)) for field, each in fields)
-        wrong = "; ".join(f"{field}: {problem}" if field else problem for field, problem in found)
-        raise ConfigError("config", wrong if wrong.endswith("?") else f"{wrong}.", f"See {described_in}.") from None
-
-
-_USUAL_NAMES = {
-    "batch_size": "expected_batch_size",
-    "batchsize": "expected_batch_size",
-    "clip_norm": "max_grad_norm",
-    "clipping_norm": "max_grad_norm",
-    "delta": "target_delta",
-    "epochs": "steps",
-    "epsilon": "target_epsilon",
-    "file": "path",
-    "lr": "learning_rate",
-    "max_steps": "steps",
-    "noise": "noise_multiplier",
-    "num_steps": "steps",
-    "r": "rank",
-    "vocab_size": "vocabulary",
-    "workers": "num_workers",
-}
-"""The names that other libraries give to our fields."""
-
-
-ALTERNATIVES = frozenset(
-    {("model", "hub"), ("model", "function"), ("loss", "named"), ("loss", "with_settings"), ("loss", "several")}
-)
-"""Fields with alternatives and the tags of these: pydantic also tells which one it tried."""
-
-
-def _field_of(place: tuple[int | str, ...]) -> str:
-    return ".".join(str(part) for part in place if (place[0], part) not in ALTERNATIVES)
-
-
-def problem_of(section: type[Section], field: str, error: "ErrorDetails") -> str:
-    """Return what is wrong with a field, in our own words where it is no field at all."""
-    if error["type"] != "extra_forbidden":
-        return error["msg"].removeprefix("Value error, ")
-    return f"there is no such field{_meant(section, field)}"
-
-
-def _meant(section: type[Section], unknown: str) -> str:
-    """Return a question about the field that an unknown one is most like: beside it, or of its name elsewhere."""
-    names = list(field_names(section))
-    parent, _, last = unknown.rpartition(".")
-    # Without the names that a user gives, such as that of a dataset of a service.
-    fields = {part for name in names for part in name.split(".")}
-    kept = ".".join(part for part in parent.split(".") if part in fields)
-    beside = {
-        short: f"{parent}.{short}".lstrip(".")
-        for above, _, short in (name.rpartition(".") for name in names)
-        if above == kept
-    }
-    elsewhere = [name for name in names if name.rpartition(".")[2] == last]
-    usual = [name for name in names if name.rpartition(".")[2] == _USUAL_NAMES.get(last)]
-    near = [beside[name] for name in get_close_matches(last, beside, n=1, cutoff=0.7)]
-    contained = [name for short, name in beside.items() if last in short.split("_") or short in last.split("_")]
-    for found in (usual, near, elsewhere, contained):
-        # Of several, the one beside it is meant, or else the one of the whole and not of a part.
-        own = [name for name in found if name.rpartition(".")[0] == kept]
-        least = min((name.count(".") for name in found), default=0)
-        if len(meant := own or [name for name in found if name.count(".") == least]) == 1:
-            return f"; did you mean {meant[0]}?"
-    return f"; {parent} has {', '.join(beside)}" if parent and beside else ""
-
-
-def field_names(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of all fields of a section and of those below it."""
-    for name, field in section.model_fields.items():
-        yield f"{prefix}{name}"
-        for below in _sections_of(field.annotation):
-            yield from field_names(below, f"{prefix}{name}.")
-
-
-def _sections_of(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for argument in get_args(annotation):
-        yield from _sections_of(argument)
 
 
 def load_config(path: Path, overrides: list[str] | None = None) -> RunConfig:

@@ -4,19 +4,10 @@ import re
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from raycloak.attestation.core.secret_urls import secret_in
+from raycloak.coordinator.config.section import Section
 from raycloak.workers.terms.manifest import SEVERAL, LossName
 
 Kept = Literal["sealed", "clear"]
@@ -91,21 +82,6 @@ Place = Annotated[str, AfterValidator(without_secret)]
 Side = Annotated[int, Field(gt=0, le=2**14)]
 
 
-class Section(BaseModel):
-    """The base of all sections: frozen, no unknown fields, no infinities, no booleans for numbers."""
-
-    # No error repeats a value: it may be a secret in the wrong place.
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        kind = cls.model_fields[info.field_name].annotation if info.field_name else None
-        if isinstance(value, bool) and kind is not bool:
-            raise ValueError(f"{str(value).lower()} is not a valid value here")
-        return value
-
-
 class DPConfig(Section):
     """Differential privacy. Either ``target_epsilon`` or ``noise_multiplier``, never both.
 
@@ -160,6 +136,34 @@ TABLES = ("csv", "parquet", "ray_data")
 """The kinds of datasets with named columns of numbers."""
 
 
+class InputConfig(Section):
+    """One input of a model that takes several by name; a column or a list of columns is short for its ``features``.
+
+    Attributes:
+        features: columns and ranges of a table, array name of npz, or column of tokenised text; by default the input's
+            own name. Lists of integers in tokenised text are cut or padded to ``max_length``.
+        vocabulary: N, if the input holds ids 0 .. N-1, which are int64; any other input is float32.
+        padding: what lists of tokenised text are filled with beyond their end.
+    """
+
+    features: str | list[str] | None = None
+    vocabulary: int | None = Field(default=None, gt=1, le=2**31)
+    padding: int = Field(default=0, ge=-(2**31), lt=2**31)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _columns_alone(cls, raw: Any) -> Any:
+        if raw is None:
+            return {}
+        return {"features": raw} if isinstance(raw, str | list) else raw
+
+    def columns(self, name: str) -> tuple[str, ...]:
+        """Return the ``features`` of the input called ``name``, or their default."""
+        if self.features is None:
+            return (name,)
+        return (self.features,) if isinstance(self.features, str) else tuple(self.features)
+
+
 class DatasetConfig(Section):
     """The place of the examples, and how they are read.
 
@@ -176,7 +180,9 @@ class DatasetConfig(Section):
         split: ``train`` or ``public`` for ``digits``.
         features: array name of npz, ``images`` by default; columns of a table, or ranges such as ``f0..f99``, by
             default all but the label; column of a parquet table of text, ``text`` by default.
-        labels: array or column name.
+        inputs: features of a model whose ``forward`` takes several by name, each with an `InputConfig`; of kind npz,
+            csv, parquet, ray_data, hf and module, in the place of ``features``, ``vocabulary`` and ``scale``.
+        labels: array or column name; of npz and tables also a list of them, or ranges of columns: a label [k].
         scale: public constant that every feature is divided by; 255 by default for images, else 1.
         vocabulary: N, if features are integers: they are ids 0 .. N-1. A public constant, compared with no example.
         classes: K, if labels are classes 0 .. K-1. A public constant, compared with the model's head and no example.
@@ -186,6 +192,8 @@ class DatasetConfig(Section):
         tokenizer: of text: a folder relative to the config file, or a name on the Hugging Face hub; the model's if
             absent.
         max_length: T of text: each example is cut or padded to so many tokens.
+        allow_void: accepts examples that get no gradient and are charged all the same: with a number that is NaN,
+            infinite or missing, or a label or an id outside its range. They are refused otherwise.
         public: declares that the data needs no protection; of a sealed evaluation split, that results on it need none.
         fingerprint_key: file of 64 hexadecimal digits beside the data, with which every worker computes the marks that
             an account knows its examples by, wherever they lie; one for all data of the same people. Relative to the
@@ -219,7 +227,8 @@ class DatasetConfig(Section):
     function: str | None = None
     split: Literal["train", "public"] = "train"
     features: str | list[str] | None = None
-    labels: str = "labels"
+    inputs: dict[str, InputConfig] | None = Field(default=None, min_length=1)
+    labels: str | Annotated[list[str], Field(min_length=1)] = "labels"
     scale: float = Field(default=1.0, gt=0)
     vocabulary: int | None = Field(default=None, gt=1, le=2**31)
     classes: Annotated[int, Field(gt=0, le=2**31)] | Annotated[list[str], Field(min_length=1)] | None = None
@@ -227,6 +236,7 @@ class DatasetConfig(Section):
     channels: Literal["grey", "rgb"] = "rgb"
     tokenizer: str | None = Field(default=None, min_length=1)
     max_length: int | None = Field(default=None, gt=0, le=2**20)
+    allow_void: bool = False
     public: bool = False
     fingerprint_key: str | None = None
     key_file: str | None = None
@@ -267,7 +277,7 @@ class DatasetConfig(Section):
             raise ValueError("path belongs to all kinds but digits, module and sent, and is needed there")
         if (of_text or self.kind == "hf") != (self.max_length is not None):
             raise ValueError("max_length belongs to kind text, text_blocks and hf, and is needed there")
-        if self.kind == "hf" and (self.tokenizer is None) == (self.vocabulary is None):
+        if self.kind == "hf" and self.inputs is None and (self.tokenizer is None) == (self.vocabulary is None):
             raise ValueError("kind hf needs the tokenizer that made its ids, or their number: vocabulary")
         if self.kind != "hf" and of_text != (self.tokenizer is not None):
             raise ValueError("tokenizer belongs to kind text and text_blocks, is needed there, and belongs to kind hf")
@@ -283,8 +293,33 @@ class DatasetConfig(Section):
             raise ValueError("a sealed dataset has no fingerprint_key or scale; apply them before sealing")
         if (self.kind in ("module", "ray_data")) != (self.function is not None):
             raise ValueError("function belongs to kind module and ray_data, and is needed there")
+        if self.kind == "sealed" and self.allow_void:
+            raise ValueError("allow_void belongs to the data that is sealed: the seal has kept what it allows")
         if self.kind == "ray_data" and self.path is not None and "://" in self.path:
             raise ValueError("path of kind ray_data is a folder on disk")
+        return self
+
+    @model_validator(mode="after")
+    def _inputs_by_name(self) -> Self:
+        if isinstance(self.labels, list) and self.kind not in (*TABLES, "npz", "hf", "text"):
+            raise ValueError("a list of labels belongs to kind npz, csv, parquet, ray_data, hf and text")
+        if self.inputs is None:
+            return self
+        if self.kind not in (*TABLES, "npz", "hf", "module"):
+            raise ValueError("inputs belong to kind npz, csv, parquet, ray_data, hf and module")
+        if self.features is not None or self.vocabulary is not None or self.tokenizer is not None:
+            raise ValueError("features, vocabulary and tokenizer have no place beside inputs: each input has its own")
+        if self.scale != 1.0:
+            raise ValueError("scale has no place beside inputs; divide in the model's forward")
+        for name, given in self.inputs.items():
+            if not name.isidentifier():
+                raise ValueError(f"inputs: '{name}' is no name that an argument of forward can have")
+            if self.kind in ("npz", "hf") and len(given.columns(name)) != 1:
+                raise ValueError(f"inputs.{name}: an input of kind {self.kind} is one array or column")
+            if self.kind == "module" and given.features is not None:
+                raise ValueError(f"inputs.{name}: the function names its own; give the vocabulary alone")
+            if self.kind != "hf" and given.padding:
+                raise ValueError(f"inputs.{name}.padding belongs to kind hf")
         return self
 
     @model_validator(mode="after")
@@ -328,6 +363,8 @@ class DatasetConfig(Section):
     @property
     def columns(self) -> tuple[str, ...]:
         """The ``features``, or their default, as a descriptor has them."""
+        if self.inputs is not None:
+            return ()
         if self.features is not None:
             return (self.features,) if isinstance(self.features, str) else tuple(self.features)
         if self.kind in (*TABLES, "hf"):

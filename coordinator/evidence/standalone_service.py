@@ -27,8 +27,8 @@ from raycloak.attestation.service.limits import ServiceLimits
 from raycloak.attestation.service.server import EvidenceServer
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
 from raycloak.coordinator.config import home
-from raycloak.coordinator.config.run import validated
-from raycloak.coordinator.config.sections import MetricsConfig, Section
+from raycloak.coordinator.config.section import Section, validated
+from raycloak.coordinator.config.sections import MetricsConfig
 from raycloak.coordinator.planning.manifest import run_terms
 from raycloak.coordinator.planning.references import load_terms
 from raycloak.metrics.collectors import ServiceCollector

@@ -25,6 +25,12 @@ _NETWORK = {
 }
 
 
+def mounts() -> str:
+    """Return what is mounted, as the kernel lists it; empty where there is no such list."""
+    # A mount point's name is bytes, as any path's.
+    return os.fsdecode(_MOUNTS.read_bytes()) if _MOUNTS.exists() else ""
+
+
 def prepare_file(path: Path, create: bool) -> None:
     """Create the file with mode 0600 (its folder 0700) if it is missing, and check an existing one.
 
@@ -35,7 +41,7 @@ def prepare_file(path: Path, create: bool) -> None:
         ConfigError: ``network_file_system``, ``ledger_missing``, or ``ledger_url`` if the file cannot be made.
         BudgetError: ``ledger_exposed``.
     """
-    check_file_system(path, _MOUNTS.read_text() if _MOUNTS.exists() else "")
+    check_file_system(path, mounts())
     if create and not path.exists():
         _create(path)
     if path.exists() and not path.is_file():

@@ -70,7 +70,7 @@ class MLflowLogger(Logger):
         self._marks = started.marks
         known = started.run_dir / RUN_ID
         if known.exists():
-            self._run_id = known.read_text().strip()
+            self._run_id = known.read_text(encoding="utf-8").strip()
             self._client.update_run(self._run_id, status="RUNNING")
             return
         words = {f"raycloak.{name}": word for name, word in words_of(started).items()}

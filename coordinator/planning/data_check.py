@@ -10,7 +10,7 @@ Not guaranteed: that nobody wrote the record by hand. It is the owner's word to 
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,27 +21,29 @@ from raycloak.attestation.core.canonical import canonical_json
 from raycloak.attestation.sealed.sealed_data import SealedSource, SliceKeys, Use, load_dataset_key
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig
+from raycloak.coordinator.config.sections import DatasetConfig
 from raycloak.coordinator.planning.model_source import loss_spec, model_source
 from raycloak.coordinator.planning.references import descriptor, part_of, require_at_hand
 from raycloak.metrics.errors import ConfigError, DatasetError
 from raycloak.metrics.file_errors import file_error
+from raycloak.workers.gradients.model_checks import input_errors
 from raycloak.workers.gradients.row_loss import RowLoss
-from raycloak.workers.inputs.datasets import Dataset, dataset_form
+from raycloak.workers.inputs.columns import some
+from raycloak.workers.inputs.datasets import Dataset, DatasetForm, dataset_form, named_inputs_of
 from raycloak.workers.inputs.descriptor import DatasetDescriptor, OpenedDataset
 from raycloak.workers.inputs.fingerprint import check_digest, data_marks, load_key
 from raycloak.workers.inputs.images import DEPTH_REMEDY, TOO_DEEP
 from raycloak.workers.inputs.inspection import cut_examples, faulty_images
 from raycloak.workers.inputs.models import build_model, loss_function
+from raycloak.workers.inputs.named_inputs import fed_by_name
 from raycloak.workers.inputs.sealed import SealedDataset
 from raycloak.workers.inputs.text_model import check_text
+from raycloak.workers.inputs.void import IGNORED, SHOWN, Limits, Voids, for_owner, void_columns
 from raycloak.workers.known_answer import check_classes, found_classes
 
 # Rows read at once: bounds the memory, and changes no finding.
 _CHUNK = 1024
 _HASH_BYTES = 16
-# The label that no loss counts, and the id of no token.
-_IGNORED, _PADDING = -100, -1
-_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +52,20 @@ class DataReport:
 
     Attributes:
         examples, feature_shape, feature_dtype, label_shape, label_dtype: its outline.
-        not_finite: examples with a NaN or infinite value among features or labels.
+        features: names of the columns that are features; empty where they have none.
+        left_out: sentences about what lies beside the examples and is no part of them.
+        not_finite: examples with a NaN or infinite value among features or labels; ``not_finite_shown`` are the first
+            of them, counted from 1, and ``not_finite_columns`` the columns of such features.
         label_range: least and largest label; None if none is finite.
         classes: K, labels that the model or the configuration has a place for; None if nobody says.
-        labels_outside: examples with a label that is none of 0 .. K-1.
+        labels_outside: examples with a label that is none of 0 .. K-1; ``labels_outside_shown`` are the first.
         vocabulary: N, ids that features may be; None for features that are no ids.
-        ids_outside: examples with an id that is none of 0 .. N-1.
+        ids_outside: examples with an id that is none of 0 .. N-1; ``ids_outside_shown`` are the first.
         duplicates: examples that are equal to an earlier one, label included.
         evaluation_overlap: examples whose features are also in the evaluation split; None if it has none to read.
         constant_features: positions that have one value in all examples; ``constant_shown`` are the first.
         cut: examples of text that are longer than ``max_length``; None for other data.
+        allow_void: whether the owner lets a run train on the void ones.
     """
 
     examples: int
@@ -67,38 +73,62 @@ class DataReport:
     feature_dtype: str
     label_shape: tuple[int, ...]
     label_dtype: str
+    features: tuple[str, ...]
+    left_out: tuple[str, ...]
     not_finite: int
+    not_finite_shown: tuple[int, ...]
+    not_finite_columns: tuple[str, ...]
     label_range: tuple[float, float] | None
     classes: int | None
     labels_outside: int
+    labels_outside_shown: tuple[int, ...]
     vocabulary: int | None
     ids_outside: int
+    ids_outside_shown: tuple[int, ...]
     duplicates: int
     evaluation_overlap: int | None
     constant_features: int
     constant_shown: tuple[int, ...]
     cut: int | None
+    allow_void: bool
 
     @property
     def problems(self) -> tuple[str, ...]:
         """Return what a run must not train on, in sentences."""
+        return () if self.allow_void else self._voids
+
+    @property
+    def _voids(self) -> tuple[str, ...]:
+        columns = f" in {some(self.not_finite_columns)}" if self.not_finite_columns else ""
+        ids = "its vocabulary" if self.vocabulary is None else f"0 .. {self.vocabulary - 1}"
         found = (
-            (self.not_finite, "with a value that is NaN or infinite"),
+            (self.not_finite, f"with a value that is NaN or infinite{columns}"),
             (self.labels_outside, f"with a label outside 0 .. {(self.classes or 0) - 1}"),
-            (self.ids_outside, f"with an id outside 0 .. {(self.vocabulary or 0) - 1}"),
+            (self.ids_outside, f"with an id outside {ids}"),
         )
         return tuple(f"Examples {what}: {count:,}. They would get no gradient." for count, what in found if count)
 
     @property
     def cautions(self) -> tuple[str, ...]:
         """Return what the owner should know, in sentences."""
+        allowed = tuple(f"{each} dataset.allow_void accepts them." for each in self._voids) if self.allow_void else ()
         found = (
             (self.duplicates, "Examples that equal an earlier one", "A person behind several is protected less."),
             (self.evaluation_overlap, "Examples that are evaluated on too", "Results on them are exact and public."),
             (self.constant_features, "Features with one value in all examples", "Nothing is learned from them."),
             (self.cut, "Texts beyond max_length", "They are cut."),
         )
-        return tuple(f"{what}: {count:,}. {so}" for count, what, so in found if count)
+        said = tuple(f"{what}: {count:,}. {so}" for count, what, so in found if count)
+        return (*allowed, *said, *(f"The data: {each}." for each in self.left_out))
+
+
+def features_text(form: DatasetForm, names: Sequence[str]) -> str:
+    """Return what the features of an example are, with the names of their columns."""
+    if form.inputs:
+        outline = "; ".join(f"{each.name} {list(each.shape)} {each.dtype}" for each in form.inputs)
+    else:
+        outline = f"{list(form.feature_shape)} {form.feature_dtype}"
+    return f"{outline}: {some(names)}" if names else outline
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +136,13 @@ class Checked:
     """A report, and what it was recorded under.
 
     Attributes:
+        features: what an example's features are.
         fingerprint: of the data; empty without a key.
         digest: of the report, keyed as the fingerprint is; empty unless the check was recorded.
     """
 
     report: DataReport
+    features: str
     fingerprint: bytes
     digest: bytes
 
@@ -127,12 +159,18 @@ def check_data(config: RunConfig, base: Path) -> Checked:
     if config.dataset is None:
         raise ConfigError("config", "a check needs a dataset.", "Name it in the configuration.")
     require_at_hand(config.dataset, "a check")
-    described = descriptor(config.dataset)
+    with for_owner():
+        return _checked(config, config.dataset, base)
+
+
+def _checked(config: RunConfig, dataset: DatasetConfig, base: Path) -> Checked:
+    described = descriptor(dataset)
     _require_images(described, base)
     opened = _open_for_owner(config, base, "training")
     assert opened is not None, "the configuration names a dataset"
     classes, vocabulary = _limits(config, base, opened)
-    findings = _scanned(opened.examples, classes, vocabulary)
+    limits = Limits(classes, vocabulary, named_inputs_of(opened.examples))
+    findings = _scanned(opened.examples, limits, opened.features)
     split = _open_for_owner(config, base, "evaluation")
     overlap = None if split is None else int(np.isin(findings.features, _feature_hashes(split.examples)).sum())
     form = dataset_form(opened.examples)
@@ -142,20 +180,28 @@ def check_data(config: RunConfig, base: Path) -> Checked:
         feature_dtype=form.feature_dtype,
         label_shape=form.label_shape,
         label_dtype=form.label_dtype,
-        not_finite=findings.not_finite,
+        features=opened.features,
+        left_out=opened.left_out,
+        not_finite=findings.not_finite.count,
+        not_finite_shown=findings.not_finite.shown,
+        not_finite_columns=findings.columns,
         label_range=findings.label_range,
         classes=classes,
-        labels_outside=findings.labels_outside,
+        labels_outside=findings.labels.count,
+        labels_outside_shown=findings.labels.shown,
         vocabulary=vocabulary,
-        ids_outside=findings.ids_outside,
+        ids_outside=findings.ids.count,
+        ids_outside_shown=findings.ids.shown,
         duplicates=form.num_examples - len(np.unique(findings.rows)),
         evaluation_overlap=overlap,
         constant_features=len(findings.constant),
-        constant_shown=tuple(findings.constant[:_SHOWN].tolist()),
+        constant_shown=tuple(findings.constant[:SHOWN].tolist()),
         cut=cut_examples(described, base),
+        allow_void=dataset.allow_void,
     )
     fingerprint = data_marks(described, opened, base).fingerprint
-    return Checked(report, fingerprint, _recorded(config, base, report, fingerprint))
+    recorded = _recorded(config, base, report, fingerprint)
+    return Checked(report, features_text(form, opened.features), fingerprint, recorded)
 
 
 def recorded_check(fingerprint: bytes) -> str | None:
@@ -164,7 +210,7 @@ def recorded_check(fingerprint: bytes) -> str | None:
         return None
     path = home.check_file(fingerprint)
     try:
-        return path.read_text().strip() or None
+        return path.read_text(encoding="utf-8").strip() or None
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -185,7 +231,7 @@ def _recorded(config: RunConfig, base: Path, report: DataReport, fingerprint: by
     path = home.check_file(fingerprint)
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        path.write_text(found.hex() + "\n")
+        path.write_text(found.hex() + "\n", encoding="utf-8")
     except OSError as error:
         raise file_error("data_check", "write", path, error) from None
     return found
@@ -199,8 +245,8 @@ def _require_images(described: DatasetDescriptor, base: Path) -> None:
     said = []
     for why in dict.fromkeys(faulty.values()):
         names = [name for name, each in faulty.items() if each == why]
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        said.append(f"each of these {why}: {', '.join(names[:_SHOWN])}{more}")
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        said.append(f"each of these {why}: {', '.join(names[:SHOWN])}{more}")
     remedy = f" {DEPTH_REMEDY}" if TOO_DEEP in faulty.values() else ""
     raise DatasetError("dataset_unreadable", f"{'; '.join(said)}.", f"Remove or replace them.{remedy}")
 
@@ -211,7 +257,8 @@ def _open_for_owner(config: RunConfig, base: Path, use: Use) -> OpenedDataset | 
     if part is None:
         return None
     if part.kind != "sealed":
-        return descriptor(part).open_slices(base)
+        # Void examples are counted, and not refused at the first.
+        return descriptor(part).model_copy(update={"allow_void": True}).open_slices(base)
     assert part.path is not None, "a sealed dataset has a path"
     assert part.key_file is not None, "a sealed dataset has a key"
     examples = SealedDataset(base / part.path, use)
@@ -227,12 +274,27 @@ def _limits(config: RunConfig, base: Path, opened: OpenedDataset) -> tuple[int |
     form, vocabulary = dataset_form(opened.examples), opened.vocabulary
     if config.model is None or form.label_dtype != "int64":
         return (declared if form.label_dtype == "int64" else None), vocabulary
-    module = build_model(model_source(config.model), base, config.seed)
+    module = fed_by_name(build_model(model_source(config.model), base, config.seed), form.inputs)
     vocabulary = check_text(module, form, config.loss_name, vocabulary, declared)
-    check_classes(module, config.loss_name, opened.examples, declared, vocabulary, deterministic=False)
     loss = RowLoss(loss_function(loss_spec(config.loss), base)[0])
-    shown = found_classes(module, loss, opened.examples, vocabulary, deterministic=False)
+    with input_errors(form):
+        check_classes(module, config.loss_name, opened.examples, declared, vocabulary, deterministic=False)
+        shown = found_classes(module, loss, opened.examples, vocabulary, deterministic=False)
     return declared or shown, vocabulary
+
+
+@dataclass(slots=True)
+class _Counted:
+    """Rows of one fault: how many, and the first of them, counted from 1."""
+
+    count: int = 0
+    shown: tuple[int, ...] = ()
+
+    def add(self, rows: NDArray[np.bool_], before: int) -> None:
+        """Count the marked rows of a chunk that has ``before`` rows before it."""
+        places = np.flatnonzero(rows)
+        self.count += len(places)
+        self.shown += tuple((places[: SHOWN - len(self.shown)] + before + 1).tolist())
 
 
 @dataclass(slots=True)
@@ -241,41 +303,48 @@ class _Findings:
 
     rows: NDArray[np.void]
     features: NDArray[np.void]
-    not_finite: int
-    labels_outside: int
-    ids_outside: int
+    not_finite: _Counted
+    labels: _Counted
+    ids: _Counted
+    columns: tuple[str, ...]
     label_range: tuple[float, float] | None
     constant: NDArray[np.int64]
 
 
-def _scanned(dataset: Dataset, classes: int | None, vocabulary: int | None) -> _Findings:
+def _scanned(dataset: Dataset, limits: Limits, names: Sequence[str]) -> _Findings:
     rows, hashes = [], []
-    not_finite = labels_outside = ids_outside = 0
-    least, largest = np.inf, -np.inf
+    not_finite, outside, ids = _Counted(), _Counted(), _Counted()
+    least, largest, seen = np.inf, -np.inf, 0
     first = varied = None
+    columns: dict[str, None] = {}
     for features, labels in _chunks(dataset):
         flat, targets = features.reshape(len(features), -1), labels.reshape(len(labels), -1)
         hashes.append(_hashes(flat))
         rows.append(_hashes(flat, targets))
-        finite = np.isfinite(flat).all(1) & np.isfinite(targets).all(1)
-        not_finite += int(np.count_nonzero(~finite))
+        voids = Voids.of(features, labels, limits)
+        not_finite.add(voids.not_finite, seen)
+        outside.add(voids.labels, seen)
+        ids.add(voids.ids, seen)
+        seen += len(features)
+        if voids.not_finite.any():
+            columns |= dict.fromkeys(void_columns(features, limits, names))
         first = flat[0] if first is None else first
         # Compared by bits: NaN in all examples is constant too.
         changed = (flat.view(f"u{flat.itemsize}") != first.view(f"u{flat.itemsize}")).any(0)
         varied = changed if varied is None else varied | changed
-        counted = targets[np.isfinite(targets) & ((targets != _IGNORED) | (labels.ndim == 1))]
+        counted = targets[np.isfinite(targets) & ((targets != IGNORED) | (labels.ndim == 1))]
         if counted.size:
             least, largest = min(least, float(counted.min())), max(largest, float(counted.max()))
-        if classes is not None:
-            ignored = (targets == _IGNORED) & (labels.ndim > 1)
-            labels_outside += int(np.count_nonzero((((targets < 0) | (targets >= classes)) & ~ignored).any(1)))
-        if vocabulary is not None:
-            ids_outside += int(np.count_nonzero(((flat < _PADDING) | (flat >= vocabulary)).any(1)))
     assert varied is not None, "a dataset has examples"
-    span = (least, largest) if least <= largest else None
-    constant = np.flatnonzero(~varied) if len(dataset) > 1 else np.empty(0, np.int64)
     return _Findings(
-        np.concatenate(rows), np.concatenate(hashes), not_finite, labels_outside, ids_outside, span, constant
+        rows=np.concatenate(rows),
+        features=np.concatenate(hashes),
+        not_finite=not_finite,
+        labels=outside,
+        ids=ids,
+        columns=tuple(columns),
+        label_range=(least, largest) if least <= largest else None,
+        constant=np.flatnonzero(~varied) if len(dataset) > 1 else np.empty(0, np.int64),
     )
 
 

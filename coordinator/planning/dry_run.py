@@ -3,6 +3,8 @@
 `raycloak.coordinator.planning.plan` is pure; the files and the ledger that the command reads are opened here.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.rules import RunTerms
 from raycloak.coordinator.ledger.view import LedgerView
 from raycloak.coordinator.planning.cross_check import checked
-from raycloak.coordinator.planning.data_check import recorded_check
+from raycloak.coordinator.planning.data_check import features_text, recorded_check
 from raycloak.coordinator.planning.first_look import first_look
 from raycloak.coordinator.planning.manifest import optimizer_spec
 from raycloak.coordinator.planning.model_source import compute_mode, loss_spec, model_source
@@ -36,14 +38,15 @@ from raycloak.coordinator.planning.payer import (
 from raycloak.coordinator.planning.plan import Plan, make_plan, plan_mechanism, with_notes
 from raycloak.coordinator.planning.public_split import PublicSplit, public_split
 from raycloak.coordinator.planning.references import descriptor, evaluation_form, sealed_terms
-from raycloak.metrics.errors import ConfigError
+from raycloak.metrics.errors import ConfigError, ModelError
 from raycloak.workers.evaluation import Scorer, check_evaluation_form, metric_of
 from raycloak.workers.gradients.clipping import check_batch
 from raycloak.workers.gradients.model_checks import check_rows, check_trainable
 from raycloak.workers.gradients.numerics import slow_products
 from raycloak.workers.gradients.row_memory import largest_rows
 from raycloak.workers.gradients.sum_engines import check_measurable
-from raycloak.workers.inputs.datasets import DatasetForm, dataset_form
+from raycloak.workers.inputs.datasets import DatasetForm, SteadyDataset, dataset_form
+from raycloak.workers.inputs.descriptor import OpenedDataset
 from raycloak.workers.inputs.fingerprint import data_marks
 from raycloak.workers.inputs.models import (
     LossFn,
@@ -53,6 +56,7 @@ from raycloak.workers.inputs.models import (
     parameter_count,
     trainable_tensors,
 )
+from raycloak.workers.inputs.named_inputs import fed_by_name
 from raycloak.workers.inputs.text_model import check_text
 from raycloak.workers.known_answer import check_classes
 from raycloak.workers.terms.mechanism import Mechanism
@@ -81,6 +85,7 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
     groups = try_rule(spec, trainable_tensors(model), config.sized(form.num_examples).planned_steps, config_dir)
     if (split := public_split(config, config_dir)) is not None:
         split.check(model, config.loss_name)
+        split.require_features(facts.features)
         _try_metrics(config, config_dir, split)
     sealed = sealed_terms(config, config_dir, "evaluation")
     if sealed is not None:
@@ -90,7 +95,8 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
     for measurement in plan.measurements:
         check_measurable(measurement, form)
     check_rows(model, form, loss, _mechanisms(plan), not config.allow_nondeterministic, facts.vocabulary)
-    noted = with_notes(plan, (*facts.notes, *slow))
+    left_out = (*facts.left_out, *(f"evaluation.dataset: {each}" for each in (split.left_out if split else ())))
+    noted = replace(with_notes(plan, (*facts.notes, *slow), left_out), features=features_text(form, facts.features))
     return replace(checked(noted), data_check=recorded_check(facts.data.fingerprint), groups=groups)
 
 
@@ -118,6 +124,7 @@ class _Facts:
         notes: about how the model was built.
         sizes: numbers of examples and of trainable parameters.
         vocabulary, largest_rows, data: as a worker finds them.
+        features, left_out: as of an `OpenedDataset`.
     """
 
     model: nn.Module
@@ -128,6 +135,8 @@ class _Facts:
     vocabulary: int | None
     largest_rows: int
     data: DataMarks
+    features: tuple[str, ...]
+    left_out: tuple[str, ...]
 
 
 def _facts_of(config: RunConfig, config_dir: Path) -> _Facts:
@@ -136,13 +145,18 @@ def _facts_of(config: RunConfig, config_dir: Path) -> _Facts:
     data, source = descriptor(config.dataset), model_source(config.model)
     opened = data.open_slices(config_dir)
     form = dataset_form(opened.examples)
+    if isinstance(opened.examples, SteadyDataset):
+        # As the workers do before the first step: a void example, or one that changes, is found here.
+        opened.examples.read_rest()
     model, notes = build_noted(source, config_dir, config.seed, compute_mode(config))
     loss, _ = loss_function(loss_spec(config.loss), config_dir)
     if source.hub is not None:
         source.hub.check_tokenizer(data.tokenizer, config_dir)
+    fed_by_name(model, form.inputs)
     vocabulary = check_text(model, form, config.loss_name, opened.vocabulary, data.classes)
     deterministic = not config.allow_nondeterministic
-    check_trainable(model, form, loss, deterministic, vocabulary)
+    with _naming(form, opened):
+        check_trainable(model, form, loss, deterministic, vocabulary)
     check_classes(model, config.loss_name, opened.examples, data.classes, vocabulary, deterministic)
     return _Facts(
         model=model,
@@ -153,7 +167,21 @@ def _facts_of(config: RunConfig, config_dir: Path) -> _Facts:
         vocabulary=vocabulary,
         largest_rows=largest_rows(model, form, loss, deterministic, vocabulary, _device(config)),
         data=data_marks(data, opened, config_dir),
+        features=opened.features,
+        left_out=opened.left_out,
     )
+
+
+@contextmanager
+def _naming(form: DatasetForm, opened: OpenedDataset) -> Iterator[None]:
+    """Let the refusal of a model that does not take the features say which columns they are, and which are none."""
+    try:
+        yield
+    except ModelError as error:
+        if error.code != "model_input" or not opened.features:
+            raise
+        named = ". ".join([f"The features are {features_text(form, opened.features)}", *opened.left_out])
+        raise ModelError(error.code, f"{error.message} {named}.", error.remedy) from error
 
 
 def _device(config: RunConfig) -> str:
@@ -166,6 +194,7 @@ def _try_metrics(config: RunConfig, config_dir: Path, split: PublicSplit) -> Non
     if metrics := own_metrics(config.evaluation.metrics, (), config_dir):
         # A model of its own: the one that is checked stays in train mode.
         model = build_model(model_source(config.model), config_dir, config.seed)
+        fed_by_name(model, split.form.inputs)
         loss, _ = loss_function(loss_spec(config.loss), config_dir)
         try_metrics(metrics, Scorer(model, loss, metric_of(config.loss_name)), split.examples)
 

@@ -5,6 +5,7 @@ Ports, secret file, account, witness and state folder would else be found wrong 
 
 import os
 import socket
+import sys
 from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +15,7 @@ from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.config.secret_variables import require_none_needed
 from raycloak.coordinator.ledger.witness import open_witness
 from raycloak.coordinator.planning.payer import account_of, data_name, existing_account, ledger_to_read, named_marks
-from raycloak.coordinator.planning.references import preflight
+from raycloak.coordinator.planning.references import preflight, require_in_place
 from raycloak.metrics.errors import BudgetError, ConfigError
 from raycloak.metrics.file_errors import file_error
 from raycloak.metrics.server import parse_bind
@@ -34,11 +35,14 @@ def first_look(config: RunConfig, base: Path, run_secret: Path | None = None, re
         resumes: whether an earlier execution of the run may be in the ledger.
 
     Raises:
-        ConfigError, BudgetError: as `preflight`; ``secret_variable``, ``tracing``, ``home_unusable``,
-            ``relative_home``, ``run_secret``, ``metrics_bind``, ``bind``, ``logger_library``, ``ledger_missing``,
-            ``witness_unavailable``, or why the account would refuse a new run.
+        ConfigError, BudgetError: as `preflight`; as `require_in_place` where the run starts a Ray of its own;
+            ``secret_variable``, ``tracing``, ``home_unusable``, ``relative_home``, ``run_secret``, ``metrics_bind``,
+            ``bind``, ``logger_library``, ``ledger_missing``, ``witness_unavailable``, or why the account would refuse
+            a new run.
     """
     preflight(config, base)
+    if _starts_ray():
+        require_in_place(config, base)
     require_none_needed(config)
     tracing_is_on()
     for tool in config.loggers.tools:
@@ -53,6 +57,13 @@ def first_look(config: RunConfig, base: Path, run_secret: Path | None = None, re
         _check_witness(config.ledger.witness)
     # With a secret of the user's own, the run may be registered as well.
     _check_account(config, base, resumes or run_secret is not None)
+
+
+def _starts_ray() -> bool:
+    """Return whether the run's workers will be on this machine, in a Ray that is started for it."""
+    # Asked of Ray only where it is loaded: this look comes before it.
+    ray = sys.modules.get("ray")
+    return not os.environ.get("RAY_ADDRESS") and not (ray is not None and ray.is_initialized())
 
 
 def require_library(tool: str) -> None:

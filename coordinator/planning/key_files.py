@@ -17,6 +17,8 @@ WHERE = "a folder of the machines that need it, mode 0700, such as /etc/raycloak
 
 _LARGEST = 2**14
 """Bytes of the longest file that is looked into: every key of ours is shorter."""
+# As a line of its own: a program that names the words holds no key.
+_PEM = re.compile(rb"^-----BEGIN [A-Z0-9 ]*PRIVATE KEY-----\s*$", re.MULTILINE)
 _HEX = re.compile(rb"\s*[0-9a-fA-F]{64}\s*")
 _DIGESTS = (".sha256", ".sha256sum", ".digest")
 _PRIVATE = (
@@ -72,7 +74,7 @@ def _key_in(path: Path) -> str | None:
         return None
     if _HEX.fullmatch(content) and path.suffix not in _DIGESTS:
         return "a run secret, a data owner's key or a fingerprint key"
-    if b"PRIVATE KEY-----" in content:
+    if _PEM.search(content):
         return "a private key in PEM"
     return "a private key" if _fields(content) in _PRIVATE else None
 

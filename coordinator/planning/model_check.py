@@ -11,6 +11,7 @@ from raycloak.workers.gradients.model_checks import check_trainable
 from raycloak.workers.gradients.model_report import ModelReport, report_on
 from raycloak.workers.inputs.datasets import dataset_form
 from raycloak.workers.inputs.models import ModelSource, build_unchecked, loss_function
+from raycloak.workers.inputs.named_inputs import fed_by_name
 from raycloak.workers.inputs.text_model import check_text
 from raycloak.workers.known_answer import check_classes
 
@@ -39,6 +40,7 @@ def report_in_a_run(config: RunConfig, base: Path) -> tuple[ModelReport, tuple[s
     described = descriptor(config.dataset)
     opened = described.open_slices(base)
     form, (loss, _) = dataset_form(opened.examples), loss_function(loss_spec(config.loss), base)
+    fed_by_name(model, form.inputs)
     vocabulary = check_text(model, form, config.loss_name, opened.vocabulary, described.classes)
     deterministic = not config.allow_nondeterministic
 

@@ -114,6 +114,8 @@ class Plan:
         object_store_bytes: most that parameters, optimizer state and masked vectors of two attempts need at once.
         epsilon_by_accountant: of ``releases``, by four accountants; ``accountants_not_computed`` says why one is not
             there. Both are empty until `raycloak.coordinator.planning.cross_check.checked` has compared them.
+        features: what an example's features are, with the names of their columns; empty in the plan that a run is made
+            from.
         account: the account that will pay, as `raycloak plan` finds it; None in the plan that a run is made from.
         masks: graph of the masks; None if all pairs mask.
         exact: False if operations without a deterministic kernel may run.
@@ -153,6 +155,7 @@ class Plan:
     warnings: tuple[str, ...]
     data_check: str | None = None
     groups: tuple[str, ...] = ()
+    features: str = ""
     epsilon_by_accountant: dict[str, float] = field(default_factory=dict)
     accountants_not_computed: dict[str, str] = field(default_factory=dict)
     account: "AccountOutlook | None" = None
@@ -507,9 +510,10 @@ def _refuse_part(
     )
 
 
-def with_notes(plan: Plan, notes: tuple[str, ...]) -> Plan:
-    """Return ``plan`` with sentences for its reader about how the model was built."""
-    return replace(plan, warnings=(*plan.warnings, *(f"The model: {note}" for note in notes)))
+def with_notes(plan: Plan, notes: tuple[str, ...], left_out: tuple[str, ...] = ()) -> Plan:
+    """Return ``plan`` with sentences for its reader about how the model was built, and what is left out of the data."""
+    said = (*(f"The model: {note}" for note in notes), *(f"The data: {each}." for each in left_out))
+    return replace(plan, warnings=(*plan.warnings, *said))
 
 
 def _masked_bytes(config: RunConfig, mechanism: Mechanism) -> int:

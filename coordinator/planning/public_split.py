@@ -4,6 +4,7 @@ Its examples are public, so they themselves are compared with the model, and not
 """
 
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 from torch import nn
@@ -11,7 +12,7 @@ from torch import nn
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.planning.references import descriptor, require_public
 from raycloak.metrics.errors import DatasetError
-from raycloak.workers.inputs.datasets import Dataset, dataset_form
+from raycloak.workers.inputs.datasets import Dataset, DatasetForm, dataset_form
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.inputs.text_model import TextModel, check_text
 
@@ -24,11 +25,30 @@ class PublicSplit:
         examples: all of them.
         vocabulary: number of ids that they are declared to have, or their tokenizer has.
         classes: number of classes that they are declared to have.
+        features: names of the columns that are features; empty where they have none.
+        left_out: sentences about what lies beside the examples and is no part of them.
     """
 
     examples: Dataset
     vocabulary: int | None = None
     classes: int | None = None
+    features: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def form(self) -> DatasetForm:
+        """The outline of the examples."""
+        return dataset_form(self.examples)
+
+    def require_features(self, trained: tuple[str, ...]) -> None:
+        """Require the columns of the training data, in their order; DatasetError ``evaluation_form``."""
+        if self.features and trained and self.features != trained:
+            own, other = next((a, b) for a, b in zip_longest(self.features, trained, fillvalue="none") if a != b)
+            raise DatasetError(
+                "evaluation_form",
+                f"evaluation.dataset has the feature '{own}' where the training data has '{other}'.",
+                "Name the same columns in both: dataset.features and evaluation.dataset.features.",
+            )
 
     def check(self, module: nn.Module, loss: str) -> None:
         """Refuse a split that a text model cannot be measured on.
@@ -41,7 +61,7 @@ class PublicSplit:
         Raises:
             ConfigError, ModelError: as `TextModel.check_fits` and `TextModel.check_public`.
         """
-        check_text(module, dataset_form(self.examples), loss, self.vocabulary, self.classes)
+        check_text(module, self.form, loss, self.vocabulary, self.classes)
         if isinstance(module, TextModel):
             module.check_public(self.examples, loss)
 
@@ -59,7 +79,7 @@ def open_public(described: DatasetDescriptor, base: Path | str) -> PublicSplit:
     except DatasetError as error:
         # Training data is refused in the same words, for the same fields of another section.
         raise DatasetError(error.code, f"evaluation.dataset: {error.message}", error.remedy) from None
-    return PublicSplit(opened.examples, opened.vocabulary, described.classes)
+    return PublicSplit(opened.examples, opened.vocabulary, described.classes, opened.features, opened.left_out)
 
 
 def public_split(config: RunConfig, base: Path | str) -> PublicSplit | None:

@@ -14,17 +14,20 @@ from raycloak.attestation.keys.halves import ServiceContract
 from raycloak.attestation.sealed.package_keys import load_recipients
 from raycloak.attestation.sealed.sealed_data import SealedHeader, SealedSource, Use
 from raycloak.coordinator.config.run import RunConfig
-from raycloak.coordinator.config.sections import DatasetConfig, EvaluationConfig, KeyServiceConfig
+from raycloak.coordinator.config.sections import DatasetConfig, EvaluationConfig, KeyServiceConfig, ModelConfig
 from raycloak.coordinator.ledger.location import usable_url
 from raycloak.coordinator.ledger.witness import open_witness
-from raycloak.metrics.errors import ConfigError, ProtocolError
+from raycloak.metrics.errors import ConfigError, DatasetError, ProtocolError
 from raycloak.metrics.file_errors import file_error
 from raycloak.workers.inputs.datasets import DatasetForm
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.inputs.file_sets import FileSet, named_places
 from raycloak.workers.inputs.fingerprint import data_marks
+from raycloak.workers.inputs.hub_files import require_folder
 from raycloak.workers.inputs.images import SUFFIXES as IMAGE_SUFFIXES
 from raycloak.workers.inputs.images import image_classes
+from raycloak.workers.inputs.named_inputs import InputSource
+from raycloak.workers.inputs.user_code import require_module
 
 _SENT_FORM = frozenset({"shape", "label_kind", "max_participations", "max_examples_per_step"})
 """Fields of a section that a descriptor has as a form, or that the mechanism has."""
@@ -55,13 +58,47 @@ def preflight(config: RunConfig, base: Path) -> None:
     given_contract(config.key_service, base)
 
 
+def require_in_place(config: RunConfig, base: Path) -> None:
+    """Refuse a path or a module that is not there, for a run whose workers are on this machine.
+
+    Guarantee: opens no data, runs no code and connects to nothing.
+
+    Raises:
+        DatasetError: ``dataset_unreadable`` for the path of a dataset.
+        ConfigError: ``module_function``; ``not_cached`` for the folder of a model or a tokenizer.
+    """
+    both = (part_of(config, "training"), part_of(config, "evaluation"))
+    parts = [part for part in both if part is not None]
+    for part in parts:
+        # A built folder has a refusal of its own.
+        if part.path is not None and "://" not in part.path and part.kind != "ray_data":
+            places = named_places(part.path, base)
+            if not places or not places[0].exists():
+                missing = FileNotFoundError(2, "No such file or directory")
+                raise file_error("dataset_unreadable", "read", base / part.path, missing, DatasetError)
+        if part.tokenizer is not None:
+            require_folder(part.tokenizer, base)
+    if isinstance(config.model, ModelConfig):
+        require_folder(config.model.hf, base)
+    measured = config.evaluation.metrics if config.evaluation else []
+    named = [config.model, config.loss, config.optimizer.name, config.optimizer.schedule, *measured]
+    for target in (*named, *(part.function for part in parts)):
+        if isinstance(target, str) and ":" in target:
+            require_module(target, base)
+
+
 def descriptor(dataset: DatasetConfig) -> DatasetDescriptor:
     """Return the descriptor that workers open, from the configuration's section."""
-    given = dataset.model_dump(exclude={"key_file", "features", "classes", "size", *_SENT_FORM})
+    given = dataset.model_dump(exclude={"key_file", "features", "inputs", "labels", "classes", "size", *_SENT_FORM})
     names = dataset.classes if isinstance(dataset.classes, list) else []
     return DatasetDescriptor(
         **given,
         features=dataset.columns,
+        labels=tuple(dataset.labels) if isinstance(dataset.labels, list) else dataset.labels,
+        inputs=tuple(
+            InputSource(name=name, features=each.columns(name), vocabulary=each.vocabulary, padding=each.padding)
+            for name, each in sorted((dataset.inputs or {}).items())
+        ),
         classes=len(names) if isinstance(dataset.classes, list) else dataset.classes,
         class_names=tuple(names),
         size=(dataset.size, dataset.size) if isinstance(dataset.size, int) else dataset.size,

@@ -15,8 +15,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from raycloak.attestation.core.mask_graph import least_reach
-from raycloak.coordinator.config.run import MOST_VIRTUAL_WORKERS, RunConfig, apply_override, parse_config, validated
-from raycloak.coordinator.config.sections import Section
+from raycloak.coordinator.config.run import MOST_VIRTUAL_WORKERS, RunConfig, apply_override, parse_config
+from raycloak.coordinator.config.section import Section, validated
 from raycloak.coordinator.planning.batches import hosted_at_most
 from raycloak.coordinator.planning.plan import STATE_TENSORS, plan_mechanism
 from raycloak.metrics.errors import ConfigError

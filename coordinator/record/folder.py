@@ -112,7 +112,9 @@ class RunFolder:
     def create(cls, config: RunConfig, run_id: str, base: str, secret_file: str | None) -> "RunFolder":
         """Make the directory of a run that begins now."""
         path = home.create_run_folder(config.name, run_id)
-        (path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        (path / "config.yaml").write_text(
+            yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8"
+        )
         record = RunRecord(
             run_id=run_id,
             name=config.name,
@@ -153,7 +155,7 @@ class RunFolder:
     def config(self) -> RunConfig:
         """Read the configuration that the run began with."""
         try:
-            raw = yaml.safe_load((self.path / "config.yaml").read_text())
+            raw = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
         except (OSError, yaml.YAMLError):
             raise ConfigError(
                 "not_a_run", f"{self.path / 'config.yaml'} cannot be read.", "Restore it as the run wrote it."

@@ -56,7 +56,7 @@ def report_page(run: RunData, *, eu_ai_act: bool = False) -> str:
         version=VERSION,
         name=run.record.name,
         path=run.path,
-        style=Markup((TEMPLATES / "report.css").read_text()),
+        style=Markup((TEMPLATES / "report.css").read_text(encoding="utf-8")),
         about=_about(run),
         marks=_marks(run, verdict, evidence),
         notices=_notices(run, verdict),

@@ -73,7 +73,8 @@ from raycloak.metrics.events import EventWriter
 from raycloak.metrics.exporter import Exporter
 from raycloak.metrics.server import MetricsServer
 from raycloak.metrics.traces import OFF, UNRECORDED, Span, Traces, tracing
-from raycloak.workers.inputs.descriptor import DatasetDescriptor, export_in_memory
+from raycloak.workers.inputs.descriptor import DatasetDescriptor
+from raycloak.workers.inputs.in_memory import export_in_memory, unused_keys
 from raycloak.workers.inputs.models import ModelSource
 from raycloak.workers.messages import WorkerSetup
 from raycloak.workers.terms.manifest import Manifest
@@ -449,8 +450,11 @@ class Execution:
         self.warnings.append("The dataset was given in memory: the driver has seen the examples.")
         path = folder.path / "examples.npz"
         stack.callback(path.unlink, missing_ok=True)
+        written = export_in_memory(self._in_memory, path)
+        if unused := unused_keys(self._in_memory):
+            self.warnings.append(f"Of each example {', '.join(unused)} are left out: no model of text takes them.")
         # The driver has seen these examples, so a key of its own state folder hides nothing more from it.
-        return export_in_memory(self._in_memory, path).model_copy(update={"fingerprint_key": str(home.data_key_file())})
+        return written.model_copy(update={"fingerprint_key": str(home.data_key_file())})
 
     def _reporting(
         self, stack: ExitStack, samplers: GpuSamplers, folder: RunFolder, control: Control, assignment: Assignment

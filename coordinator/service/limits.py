@@ -9,7 +9,7 @@ from typing import Final
 from pydantic import Field
 
 from raycloak.attestation.service.connections import WINDOW_BYTES, ConnectionBounds
-from raycloak.coordinator.config.sections import Section
+from raycloak.coordinator.config.section import Section
 
 CALLS_OF_CONNECTION: Final = 32
 """At once, beside a stream of changes for each client that a tenant may have, which may all be in one program."""

@@ -9,7 +9,8 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from raycloak.attestation.files.yaml_reader import read_yaml
 from raycloak.coordinator.client.connection import is_loopback
 from raycloak.coordinator.client.training_config import TrainingConfig, parse_training_config
-from raycloak.coordinator.config.run import RunConfig, problem_of, validated
+from raycloak.coordinator.config.run import RunConfig
+from raycloak.coordinator.config.section import Section, problem_of, validated
 from raycloak.coordinator.config.sections import (
     Address,
     DatasetConfig,
@@ -17,7 +18,6 @@ from raycloak.coordinator.config.sections import (
     MetricsConfig,
     ModelConfig,
     Place,
-    Section,
 )
 from raycloak.coordinator.service.limits import LimitsConfig
 from raycloak.metrics.errors import ConfigError

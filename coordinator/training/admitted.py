@@ -111,7 +111,7 @@ def admit(
     # A replay by fewer workers masks all pairs, and repeats what the run promised.
     sparse = None if recorded is None else recorded.mask_colluders is not None
     planned = make_plan(config, facts.num_examples, dimension, paying, facts.largest_rows, sparse)
-    plan = with_notes(planned, facts.model_notes)
+    plan = with_notes(planned, facts.model_notes, facts.left_out)
     reporter.planned(_beside_others(order, facts, plan, ledger, account))
     reporter.to.phase("admitting workers")
     known_answer, plan = _compared(order, founders, plan)

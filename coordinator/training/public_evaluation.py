@@ -20,6 +20,7 @@ from raycloak.coordinator.training.model import Model, ModelReader
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.evaluation import Scorer, metric_of
 from raycloak.workers.inputs.models import ModelSource, build_model, loss_function
+from raycloak.workers.inputs.named_inputs import fed_by_name
 from raycloak.workers.terms.manifest import LossSpec
 
 
@@ -55,7 +56,7 @@ class Evaluator:
         self._warned_of: set[str] = set()
         loss_fn, _ = loss_function(loss, base)
         self._metric = metric_of(loss.name)
-        module = build_model(source, base, seed)
+        module = fed_by_name(build_model(source, base, seed), split.form.inputs)
         # Now, and not at the first evaluation, when steps are charged.
         split.check(module, loss.name)
         self._scorer = Scorer(module, loss_fn, self._metric)

@@ -35,7 +35,7 @@ metadata:
     app.kubernetes.io/name: raycloak
 spec:
 """
-    rules = RULES.read_text()
+    rules = RULES.read_text(encoding="utf-8")
     # The comment above the groups says where this file comes from.
     return head + textwrap.indent(rules[rules.index("groups:") :], "  ")
 
@@ -189,5 +189,5 @@ def _options(panel: Panel) -> dict[str, Any]:
 
 if __name__ == "__main__":
     for board in DASHBOARDS:
-        (FOLDER / board.file).write_text(render(board))
-    RULES_RESOURCE.write_text(rules_resource())
+        (FOLDER / board.file).write_text(render(board), encoding="utf-8")
+    RULES_RESOURCE.write_text(rules_resource(), encoding="utf-8")

@@ -114,7 +114,7 @@ def test_a_file_that_is_rewritten_while_it_is_read_gives_the_bytes_of_its_digest
     stated = content_digest(path.read_bytes())
     file, digest = open_examples(path, hashed=True)
     write(path, 2)
-    features, _ = read_npz(file, path, ("features",), "labels")
+    features, _ = read_npz(file, path, ("features",), ("labels",))
     assert features.tolist() == [1, 1]
     assert digest == stated
 

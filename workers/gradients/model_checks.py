@@ -247,7 +247,7 @@ def _undisturbed(form: DatasetForm, deterministic: bool) -> Iterator[None]:
     with (
         torch.random.fork_rng(devices=[]),
         _no_compiler(),
-        _input_errors(form),
+        input_errors(form),
         named_operations(deterministic),
         warnings.catch_warnings(),
     ):
@@ -274,6 +274,8 @@ def _grow(module: nn.Module) -> None:
 def _probes_of(module: nn.Module, form: DatasetForm, vocabulary: int | None) -> Probes:
     """Return probes with all ids that the data may have."""
     device = next((tensor.device for tensor in module.parameters()), torch.device("cpu"))
+    if form.inputs:
+        return Probes(form, odd_ids=odd_ids(module), device=device)
     if form.feature_dtype != "int64":
         return Probes(form, device=device)
     if vocabulary is None:
@@ -685,8 +687,8 @@ def _same(left: Tensor, right: Tensor) -> bool:
 
 
 @contextmanager
-def _input_errors(form: DatasetForm) -> Iterator[None]:
-    """Turn all that the user's model or loss raises on synthetic data into one ModelError."""
+def input_errors(form: DatasetForm) -> Iterator[None]:
+    """Turn all that the user's model or loss raises on synthetic data into one ModelError, ``model_input``."""
     try:
         yield
     except RaycloakError:
@@ -696,13 +698,22 @@ def _input_errors(form: DatasetForm) -> Iterator[None]:
         if is_out_of_memory(error):
             raise
         said = str(error).splitlines()[0] if str(error) else "it gives no reason"
+        # A name is asked for that one tensor does not give.
+        by_name = " For a forward with several arguments, name them in dataset.inputs." if "argument" in said else ""
         raise ModelError(
             "model_input",
-            f"the model fails on features of shape [n, {', '.join(map(str, form.feature_shape))}] "
-            f"({form.feature_dtype}): {type(error).__name__}: {said}.",
+            f"the model fails on {_features_text(form)}: {type(error).__name__}: {said}.",
             "Let model and loss take the dataset's shapes."
+            + ("" if form.inputs else by_name)
             + (" Its labels have a point; classes are whole numbers." if form.label_dtype == "float32" else ""),
         ) from error
+
+
+def _features_text(form: DatasetForm) -> str:
+    if form.inputs:
+        named = (f"{each.name} [{', '.join(map(str, ('n', *each.shape)))}] ({each.dtype})" for each in form.inputs)
+        return f"the inputs {', '.join(named)}"
+    return f"features of shape [{', '.join(map(str, ('n', *form.feature_shape)))}] ({form.feature_dtype})"
 
 
 @contextmanager

@@ -138,7 +138,7 @@ def _device_model(device: torch.device) -> str:
 def _cpu_model() -> str:
     """Return vendor, family and model of the first CPU, or the architecture's name where the kernel does not tell."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
     fields = [_field(lines, name) for name in ("vendor_id", "cpu family", "model")]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from raycloak.workers.inputs.datasets import DatasetForm
+from raycloak.workers.inputs.named_inputs import NamedInput, packed, unpacked
 
 _DTYPES = {"float32": torch.float32, "int64": torch.int64}
 # Padding is mostly 0 or 1; -100 is the index that losses of torch ignore; ids may be hashes far above a vocabulary.
@@ -21,7 +22,7 @@ _ODD_VALUES = (0.0, 1.0, -1.0, 255.0, 65535.0, 1e4, -1e4, -999.0, -9999.0, math.
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """A batch: features [n, ...], labels [n] or [n, k]."""
+    """A batch: features [n, ...], labels [n, ...]."""
 
     features: Tensor
     labels: Tensor
@@ -67,7 +68,9 @@ class Probes:
         device: torch.device | str = "cpu",
     ) -> None:
         self._form, self._ids_below, self._device = form, ids_below, device
-        self._integers = form.feature_dtype == "int64"
+        # Of several inputs by name, each is drawn as if it were alone.
+        self._parts = [Probes(_alone(form, each), each.vocabulary or 2, odd_ids) for each in form.inputs]
+        self._integers: bool = all(each.dtype == "int64" for each in form.inputs) and form.feature_dtype == "int64"
         odd = dict.fromkeys((*_ODD_IDS, ids_below - 1, *odd_ids)) if self._integers else dict.fromkeys(_ODD_VALUES)
         self.fills: tuple[float, ...] = tuple(odd)
 
@@ -78,22 +81,24 @@ class Probes:
 
     def fillings(self, count: int) -> Iterator[Filling]:
         """Yield all values to fill with beside ``count`` ordinary rows; one by one where too few other ids are left."""
+        if self._parts:
+            yield from self._fillings_of_parts(count)
+            return
         inside = sum(0 <= fill < self._ids_below for fill in self.fills)
         together = not self._integers or self._ids_below - inside >= 2
         for fills in [self.fills] if together else [(fill,) for fill in self.fills]:
-            ordinary = self._features(count)
-            # Once for each value: the next id may be another of them. The remainder keeps it inside the vocabulary.
-            for _ in fills if self._integers else ():
-                hit = torch.isin(ordinary, torch.tensor(fills, device=self._device))
-                ordinary = torch.where(hit, (ordinary + 1) % self._ids_below, ordinary)
-            yield Filling(ordinary, {fill: _filled(ordinary[:1], fill) for fill in fills})
+            yield self._filling(count, fills)
 
     def varied(self, count: int, fills: Sequence[float]) -> Examples:
         """Return ``count`` rows of different lengths and sizes, each ending in one of ``fills``, in no order.
 
         A length runs over the first extent of an example or over its last one, in turn. A size is a factor of
-        floating-point features, from 0.1 to 100.
+        floating-point features, from 0.1 to 100. Of several inputs by name, each varies for itself.
         """
+        if self._parts:
+            turns = [[fill for fill in each._of_turns(fills) if math.isfinite(fill)] for each in self._parts]
+            parts = [each.varied(count, own).features for each, own in zip(self._parts, turns, strict=True)]
+            return Examples(self._packed(parts), self._labels(count))
         features, numbers = self._features(count, normal=True), torch.randperm(count).tolist()
         for row, number in zip(features, numbers, strict=True):
             if not self._integers:
@@ -108,6 +113,29 @@ class Probes:
         """Return ``features`` with ordinary labels."""
         return Examples(features, self._labels(len(features)))
 
+    def _filling(self, count: int, fills: tuple[float, ...]) -> Filling:
+        ordinary = self._features(count)
+        # Once for each value: the next id may be another of them. The remainder keeps it inside the vocabulary.
+        for _ in fills if self._integers else ():
+            hit = torch.isin(ordinary, torch.tensor(fills, device=self._device))
+            ordinary = torch.where(hit, (ordinary + 1) % self._ids_below, ordinary)
+        return Filling(ordinary, {fill: _filled(ordinary[:1], fill) for fill in fills})
+
+    def _fillings_of_parts(self, count: int) -> Iterator[Filling]:
+        """Yield fillings in which every input is filled at once, each with a value of its own kind, by their turn."""
+        for turn in range(max(len(each.fills) for each in self._parts)):
+            found = [each._filling(count, each._of_turns([turn])) for each in self._parts]
+            filled = self._packed([example for each in found for example in each.filled.values()])
+            yield Filling(self._packed([each.ordinary for each in found]), {float(turn): filled})
+
+    def _of_turns(self, turns: Sequence[float]) -> tuple[float, ...]:
+        return tuple(self.fills[int(turn) % len(self.fills)] for turn in turns)
+
+    def _packed(self, parts: list[Tensor]) -> Tensor:
+        inputs = self._form.inputs
+        arrays = {each.name: part.numpy() for each, part in zip(inputs, parts, strict=True)}
+        return torch.from_numpy(packed(arrays, inputs)).to(self._device)
+
     def odd_labels(self, ordinary: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield pairs of labels that differ in their first row: some of no class beside ``ordinary`` ones, and the
         reverse; none for float labels."""
@@ -121,6 +149,8 @@ class Probes:
                 yield before, mixed
 
     def _features(self, count: int, normal: bool = False) -> Tensor:
+        if self._parts:
+            return self._packed([each._features(count, normal and not each._integers) for each in self._parts])
         shape = (count, *self._form.feature_shape)
         if self._integers:
             return torch.randint(self._ids_below, shape).to(self._device)
@@ -133,10 +163,25 @@ class Probes:
         return torch.rand(shape).to(self._device)
 
     def _changed(self, before: Examples) -> Pair:
-        features, labels = before.features.clone(), before.labels.clone()
-        features[0] = (features[0] + 1) % self._ids_below if self._integers else 1 - features[0]
+        features, labels = self._with_other_first(before.features), before.labels.clone()
         labels[0] = 1 - labels[0]
         return Pair(before, Examples(features, labels))
+
+    def _with_other_first(self, before: Tensor) -> Tensor:
+        if self._parts:
+            parts = unpacked(before.numpy(), self._form.inputs).values()
+            changed = [
+                each._with_other_first(torch.from_numpy(part)) for each, part in zip(self._parts, parts, strict=True)
+            ]
+            return self._packed(changed)
+        features = before.clone()
+        features[0] = (features[0] + 1) % self._ids_below if self._integers else 1 - features[0]
+        return features
+
+
+def _alone(form: DatasetForm, given: NamedInput) -> DatasetForm:
+    """Return the form of a dataset that has one input alone."""
+    return form.model_copy(update={"feature_shape": given.shape, "feature_dtype": given.dtype, "inputs": ()})
 
 
 def _filled(example: Tensor, fill: float) -> Tensor:

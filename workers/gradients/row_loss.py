@@ -50,7 +50,7 @@ class RowLoss:
         return self._row_by_row
 
     def __call__(self, output: Tensor, labels: Tensor) -> Tensor:
-        """Return the losses [n] of output [n, ...] and labels [n] or [n, k].
+        """Return the losses [n] of output [n, ...] and labels [n, ...].
 
         Raises:
             ModelError: ``loss_shape``.

@@ -4,15 +4,19 @@
 """
 
 import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from raycloak.attestation.core.canonical import DIGEST_BYTES, digest, length_prefixed
 from raycloak.attestation.core.messages import Message
 from raycloak.metrics.errors import DatasetError
 from raycloak.metrics.proof_bounds import require_bound
+from raycloak.workers.inputs.named_inputs import Inputs, outlined, packed
 
 Batch = tuple[NDArray[Any], NDArray[Any]]
 Arrays = tuple[NDArray[Any], NDArray[Any]]
@@ -31,7 +35,9 @@ class Dataset(Protocol):
         ...
 
     def batch(self, ids: NDArray[np.int64]) -> Batch:
-        """Return features [n, ...] and labels [n] or [n, k], each float32 or int64, of ``ids`` [n], in order.
+        """Return features [n, ...] and labels [n, ...], each float32 or int64, of ``ids`` [n], in order.
+
+        A user's own dataset may give several features by name, as a mapping; see :class:`NamedDataset`.
 
         The same id always gives the same bytes. Dtypes and trailing shapes are the same for all ids, also for an empty
         ``ids``.
@@ -45,6 +51,8 @@ class DatasetForm(Message):
     Attributes:
         feature_shape, label_shape: of one example.
         feature_dtype, label_dtype: ``float32`` or ``int64``.
+        inputs: by name, of features that are packed; see `raycloak.workers.inputs.named_inputs`. Left out of the bytes
+            where there are none.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/dataset-form/v1"
@@ -54,6 +62,22 @@ class DatasetForm(Message):
     feature_dtype: Literal["float32", "int64"]
     label_shape: tuple[int, ...]
     label_dtype: Literal["float32", "int64"]
+    inputs: Inputs = Field(default=(), exclude_if=lambda inputs: not inputs)
+
+
+@dataclass(slots=True)
+class Taken:
+    """The part of its files that a reader takes, filled in while it reads.
+
+    Attributes:
+        features: names of the columns or arrays that are features, in their order; empty where they have none.
+        left_out: sentences about what is there and is no part of an example, with its name and count.
+        inputs: how features by name are packed.
+    """
+
+    features: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    inputs: Inputs = ()
 
 
 class Conversion:
@@ -85,11 +109,12 @@ class Conversion:
 
 
 class ArrayDataset:
-    """A dataset of features [N, ...] and labels [N] or [N, k], held in memory.
+    """A dataset of features [N, ...] and labels [N, ...], held in memory.
 
     Args:
         scale, numbers: see :class:`Conversion`.
         name: for error messages.
+        named_inputs: of features that are packed.
 
     Raises:
         DatasetError: ``dataset_empty``, ``dataset_lengths`` or ``dataset_dtype``.
@@ -103,8 +128,10 @@ class ArrayDataset:
         name: str = "dataset",
         *,
         numbers: bool = False,
+        named_inputs: Inputs = (),
     ) -> None:
         check_arrays(features, labels, name)
+        self.named_inputs = named_inputs
         self._features = features
         self._labels = labels
         self._conversion = Conversion(features.dtype, labels.dtype, scale, numbers=numbers)
@@ -117,6 +144,53 @@ class ArrayDataset:
         return self._conversion.of(self._features[ids], self._labels[ids])
 
 
+class NamedDataset:
+    """A dataset whose ``batch(ids)`` gives features as a mapping of names to arrays [n, ...], packed into one array.
+
+    Attributes:
+        named_inputs: how they are packed.
+
+    Args:
+        vocabularies: public numbers of ids by name, of inputs that are integers.
+        name: for error messages.
+
+    Raises:
+        DatasetError, ConfigError: as `raycloak.workers.inputs.named_inputs.outlined`; ``dataset_array`` for inputs of
+            which one is no array with a row per example.
+    """
+
+    def __init__(self, dataset: Any, vocabularies: Mapping[str, int | None], name: str) -> None:
+        self._dataset, self._name = dataset, name
+        features, _ = dataset.batch(np.empty(0, dtype=np.int64))
+        self.named_inputs: Inputs = outlined(self._arrays(features, 0), vocabularies, name)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def batch(self, ids: NDArray[np.int64]) -> Batch:
+        """Return the examples of ``ids``, packed; see :class:`Dataset`."""
+        features, labels = self._dataset.batch(ids)
+        parts = self._arrays(features, len(ids))
+        found = {key: (part.dtype.name, part.shape[1:]) for key, part in parts.items()}
+        if found != {each.name: (each.dtype, each.shape) for each in self.named_inputs}:
+            raise DatasetError(
+                "dataset_array",
+                f"{self._name} gives inputs of other names, types or shapes than for no ids.",
+                "Let batch(ids) always return the same.",
+            )
+        return packed(parts, self.named_inputs), labels
+
+    def _arrays(self, features: Any, count: int) -> dict[str, NDArray[Any]]:
+        parts = {str(key): np.asarray(part) for key, part in features.items()} if isinstance(features, Mapping) else {}
+        if not parts or any(part.ndim < 1 or len(part) != count for part in parts.values()):
+            raise DatasetError(
+                "dataset_array",
+                f"{self._name} gives no mapping of names to arrays with a row per example.",
+                "Let batch(ids) return it, and the labels.",
+            )
+        return parts
+
+
 class SteadyDataset:
     """A dataset of user code that must keep giving the bytes that it gave first.
 
@@ -126,10 +200,14 @@ class SteadyDataset:
     Guarantee: every read of an id returns the bytes, dtypes and shapes of its first read, or is refused.
 
     Memory: 33 bytes for each example.
+
+    Args:
+        accept: called with features and labels of the first read of examples; raises where they are void.
     """
 
-    def __init__(self, dataset: Dataset) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: Dataset, accept: Callable[[NDArray[Any], NDArray[Any]], None] | None = None) -> None:
+        self._dataset, self._accept = dataset, accept
+        self.named_inputs = named_inputs_of(dataset)
         self._count = len(dataset)
         self._digests = np.zeros((self._count, DIGEST_BYTES), np.uint8)
         self._known = np.zeros(self._count, np.bool_)
@@ -146,9 +224,11 @@ class SteadyDataset:
         # A copy: what the user's code returned may still be a view of a file.
         features, labels = (np.array(part, order="C") for part in self._dataset.batch(ids))
         digests = _row_digests(features, labels)
-        new = ids[~self._known[ids]]
-        self._digests[new] = digests[~self._known[ids]]
-        self._known[new] = True
+        if (new := ~self._known[ids]).any():
+            if self._accept is not None:
+                self._accept(features[new], labels[new])
+            self._digests[ids[new]] = digests[new]
+            self._known[ids[new]] = True
         # Which example it is stays here: an error leaves the worker.
         if not np.array_equal(self._digests[ids], digests):
             raise DatasetError(
@@ -157,6 +237,18 @@ class SteadyDataset:
                 "Let batch(ids) always return the same bytes for an id, and change no file under a run.",
             )
         return features, labels
+
+    def read_rest(self) -> None:
+        """Read every example that was not read before; errors as :meth:`batch`."""
+        rest = np.flatnonzero(~self._known)
+        for start in range(0, len(rest), _CHUNK):
+            self.batch(rest[start : start + _CHUNK])
+
+
+def named_inputs_of(dataset: Dataset) -> Inputs:
+    """Return how the features of a dataset are packed; nothing where they are not."""
+    found: Inputs = getattr(dataset, "named_inputs", ())
+    return found
 
 
 def _row_digests(features: NDArray[Any], labels: NDArray[Any]) -> NDArray[np.uint8]:
@@ -173,7 +265,7 @@ def _row_digests(features: NDArray[Any], labels: NDArray[Any]) -> NDArray[np.uin
 
 
 def check_arrays(features: NDArray[Any], labels: NDArray[Any], name: str) -> None:
-    """Refuse arrays that are not features [N, ...] and labels [N] or [N, k], all of them numbers.
+    """Refuse arrays that are not features [N, ...] and labels [N, ...], all of them numbers.
 
     Raises:
         DatasetError: ``dataset_array``, ``dataset_empty``, ``dataset_lengths`` or ``dataset_dtype``.
@@ -181,11 +273,11 @@ def check_arrays(features: NDArray[Any], labels: NDArray[Any], name: str) -> Non
     for role, array in (("features", features), ("labels", labels)):
         if array.dtype.kind not in "fiub":
             raise DatasetError("dataset_dtype", f"{name}: {role} have dtype {array.dtype}.", "Store them as numbers.")
-    if features.ndim < 1 or labels.ndim not in (1, 2):
+    if features.ndim < 1 or labels.ndim < 1:
         raise DatasetError(
             "dataset_array",
             f"{name}: features have shape {features.shape} and labels {labels.shape}.",
-            "Features are [N, ...], labels [N] or [N, k].",
+            "Features are [N, ...], labels [N, ...].",
         )
     if len(features) != len(labels):
         raise DatasetError(
@@ -221,6 +313,7 @@ def dataset_form(dataset: Dataset) -> DatasetForm:
             "feature_dtype": str(features.dtype),
             "label_shape": labels.shape[1:],
             "label_dtype": str(labels.dtype),
+            "inputs": named_inputs_of(dataset),
         }
     )
 

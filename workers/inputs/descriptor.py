@@ -4,7 +4,6 @@ A worker opens a descriptor itself, so the examples pass through no other proces
 function opens which kind. Each states what the examples were read from, so no fingerprint is computed from a path.
 """
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,17 +21,22 @@ from raycloak.metrics.errors import DatasetError, RaycloakError
 from raycloak.metrics.file_errors import file_error
 from raycloak.workers.inputs.built_rows import PipelineIndex, built_files
 from raycloak.workers.inputs.canaries import CanaryDataset
+from raycloak.workers.inputs.columns import Columns
 from raycloak.workers.inputs.datasets import (
     ArrayDataset,
+    Arrays,
     Dataset,
     DatasetForm,
+    NamedDataset,
     SteadyDataset,
-    check_arrays,
+    Taken,
     dataset_form,
+    named_inputs_of,
 )
-from raycloak.workers.inputs.file_sets import FileSet
+from raycloak.workers.inputs.file_sets import FileSet, left_out_text, require_unzipped, written
 from raycloak.workers.inputs.files import open_examples, read_digits, read_npz
 from raycloak.workers.inputs.images import SUFFIXES, Channels, decoder_digest, image_classes, image_rows
+from raycloak.workers.inputs.named_inputs import InputSource
 from raycloak.workers.inputs.places import (
     NOWHERE,
     Places,
@@ -42,13 +46,14 @@ from raycloak.workers.inputs.places import (
     path_place,
     written_function,
 )
-from raycloak.workers.inputs.rows import gathered
+from raycloak.workers.inputs.rows import Accept, checked, gathered
 from raycloak.workers.inputs.sealed import ClearSlices, SealedDataset, SliceLocks
 from raycloak.workers.inputs.sent_slots import SentSlots
-from raycloak.workers.inputs.tables import CSV_SUFFIXES, PARQUET_SUFFIXES, Columns, csv_rows, parquet_rows
-from raycloak.workers.inputs.text_data import Tokenizer, packed, read_blocks, read_texts
+from raycloak.workers.inputs.tables import CSV_SUFFIXES, PARQUET_SUFFIXES, csv_rows, parquet_rows
+from raycloak.workers.inputs.text_data import Tokenizer, read_blocks, read_texts
 from raycloak.workers.inputs.token_rows import TokenColumns, token_files, token_rows
 from raycloak.workers.inputs.user_code import SEE_WHY, resolve, told
+from raycloak.workers.inputs.void import Limits, refuse_void
 
 DatasetKind = Literal[
     "digits",
@@ -81,8 +86,10 @@ class OpenedDataset:
         vocabulary: public number of ids that integer features are; None if nobody says.
         tokenizer: digest of the tokenizer that made them of text, of the decoder of images and their classes, or of the
             pipeline that wrote them; empty for other data.
-        file_digest: of the files whose bytes the examples were read from. Empty if there are none, or the descriptor
-            names no ``fingerprint_key``.
+        file_digest: SHA-256 of the files whose bytes the examples were read from. Empty if there are none, or the
+            descriptor names no ``fingerprint_key``.
+        features: names of the columns or arrays that are features; empty where they have none.
+        left_out: sentences about what lies beside the examples and is no part of them.
         places: of the files and functions that gave the examples.
         before_canaries: the examples that an audit added its own to; None if there was none.
     """
@@ -92,6 +99,8 @@ class OpenedDataset:
     vocabulary: int | None = None
     tokenizer: bytes = b""
     file_digest: bytes = b""
+    features: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
     places: Places = NOWHERE
     before_canaries: Dataset | None = None
 
@@ -114,7 +123,7 @@ class DatasetDescriptor(Message):
         split: ``train`` or ``public`` part of ``digits``.
         features: array name of npz; column names and ranges of a table, where none are all but the label. Several
             scalar columns make a vector. Column of text.
-        labels: array or column name.
+        labels: array or column name, or several of a table: a label [k].
         scale: public constant that every feature is divided by.
         vocabulary: public number N of the ids 0 .. N-1 that integer features are; None for other features and for
             text, whose tokenizer knows it.
@@ -127,8 +136,11 @@ class DatasetDescriptor(Message):
         public: whether the data is declared to need no protection.
         fingerprint_key: file of the key of `raycloak.workers.inputs.fingerprint`, relative to the base folder or
         absolute.
-        sent: of kind ``sent``: the form of the examples, and the most of them in one step. Left out of the bytes of
-            other kinds: their identities must stay as earlier versions wrote them.
+        sent: of kind ``sent``: the form of the examples, and the most of them in one step.
+        inputs: features of a model that takes several by name; ``features`` is empty then.
+        allow_void: whether examples are accepted that get no gradient; see `raycloak.workers.inputs.void`.
+
+    The last three are left out of the bytes where they say nothing: identities stay as earlier versions wrote them.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/dataset/v1"
@@ -138,7 +150,7 @@ class DatasetDescriptor(Message):
     function: str | None = None
     split: Literal["train", "public"] = "train"
     features: tuple[str, ...] = ("images",)
-    labels: str = "labels"
+    labels: str | tuple[str, ...] = "labels"
     scale: float = 1.0
     vocabulary: int | None = None
     classes: int | None = None
@@ -150,6 +162,13 @@ class DatasetDescriptor(Message):
     public: bool = False
     fingerprint_key: str | None = None
     sent: DatasetForm | None = Field(default=None, exclude_if=lambda form: form is None)
+    inputs: tuple[InputSource, ...] = Field(default=(), exclude_if=lambda inputs: not inputs)
+    allow_void: bool = Field(default=False, exclude_if=lambda allowed: not allowed)
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """The names of ``labels``, one or several."""
+        return (self.labels,) if isinstance(self.labels, str) else self.labels
 
     def identity_digest(self) -> bytes:
         """Return a SHA-256 over all that says which data this is, but not where: a moved file is the same dataset.
@@ -167,7 +186,8 @@ class DatasetDescriptor(Message):
 
         Raises:
             DatasetError: ``dataset_unreadable``, ``dataset_empty``, ``dataset_lengths``, ``dataset_array``,
-                ``dataset_dtype``, ``dataset_label``, ``dataset_scratch``, ``dataset_function`` or ``data_changed``.
+                ``dataset_dtype``, ``dataset_label``, ``dataset_void``, ``dataset_scratch``, ``dataset_function`` or
+                ``data_changed``.
             ConfigError: ``module_function``, ``sealed_data``, ``images_missing``, or what
                 `raycloak.workers.inputs.text_data.Tokenizer.load` raises.
             ProtocolError: ``malformed`` for the file of ``canaries``.
@@ -228,8 +248,13 @@ def _open_module(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
             "Return an object with __len__ and batch(ids).",
         )
     with _function_errors(descriptor.function):
+        features, _ = dataset.batch(np.empty(0, np.int64))
+        if isinstance(features, Mapping):
+            vocabularies = {each.name: each.vocabulary for each in descriptor.inputs}
+            dataset = NamedDataset(dataset, vocabularies, descriptor.function)
         dataset_form(dataset)
-    return replace(_clear(SteadyDataset(dataset)), places=written_function(function))
+    accept = void_check(descriptor, descriptor.function, Taken(inputs=named_inputs_of(dataset)))
+    return replace(_clear(SteadyDataset(dataset, accept)), places=written_function(function))
 
 
 @contextmanager
@@ -256,21 +281,56 @@ def _open_sent(descriptor: DatasetDescriptor, _: Path) -> OpenedDataset:
 
 
 def _open_npz(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
-    path = _path(descriptor, base)
+    path, taken = _path(descriptor, base), Taken()
     file, file_digest = open_examples(path, hashed=descriptor.fingerprint_key is not None)
     with file:
-        features, labels = read_npz(file, path, descriptor.features, descriptor.labels)
-    examples = ArrayDataset(features, labels, descriptor.scale, str(path))
+        require_unzipped(file, str(path))
+        features, labels = read_npz(file, path, descriptor.features, descriptor.label_names, descriptor.inputs, taken)
+    examples = ArrayDataset(features, labels, descriptor.scale, str(path), named_inputs=taken.inputs)
+    checked(examples, void_check(descriptor, str(path), taken))
     places = NOWHERE if descriptor.kind == "memory" else file_places([path])
-    return OpenedDataset(examples, ClearSlices(), file_digest=file_digest, places=places)
+    return OpenedDataset(examples, ClearSlices(), file_digest=file_digest, features=taken.features, places=places)
 
 
 def _open_table(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
-    columns = Columns(descriptor.features, descriptor.labels, descriptor.class_names)
     suffixes, rows = (CSV_SUFFIXES, csv_rows) if descriptor.kind == "csv" else (PARQUET_SUFFIXES, parquet_rows)
     files = _files(descriptor, base, suffixes)
-    examples = gathered(rows(files, columns, descriptor.vocabulary), files.text, descriptor.scale)
-    return OpenedDataset(examples, ClearSlices(), file_digest=files.digest(), places=files.places())
+    return replace(_table(descriptor, files, rows), file_digest=files.digest(), places=files.places())
+
+
+def _table(
+    descriptor: DatasetDescriptor, files: FileSet, rows: Callable[[FileSet, Columns, Taken], Iterator[Arrays]]
+) -> OpenedDataset:
+    """Read a table by ``rows``, and say which of its columns and files are no part of it."""
+    taken = Taken()
+    columns = Columns(
+        descriptor.features,
+        descriptor.label_names,
+        descriptor.class_names,
+        descriptor.vocabulary,
+        descriptor.inputs,
+        descriptor.allow_void,
+    )
+    accept = void_check(descriptor, files.text, taken)
+    examples = gathered(rows(files, columns, taken), files.text, descriptor.scale, taken=taken, accept=accept)
+    left_out = (*taken.left_out, *_files_left_out(files))
+    return OpenedDataset(examples, ClearSlices(), features=taken.features, left_out=left_out)
+
+
+def _files_left_out(files: FileSet) -> tuple[str, ...]:
+    return (f"{files.text}: {left_out_text(files.left_out)}",) if files.left_out else ()
+
+
+def void_check(descriptor: DatasetDescriptor, name: str, taken: Taken, vocabulary: int | None = None) -> Accept | None:
+    """Return the check of what a reader gives; None where the owner of the data allows void examples."""
+    if descriptor.allow_void:
+        return None
+
+    def accept(features: NDArray[Any], labels: NDArray[Any]) -> None:
+        limits = Limits(descriptor.classes, vocabulary or descriptor.vocabulary, taken.inputs)
+        refuse_void(features, labels, limits, name, taken.features)
+
+    return accept
 
 
 def _open_built(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
@@ -278,13 +338,11 @@ def _open_built(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
     folder = _path(descriptor, base)
     index = PipelineIndex.load(folder)
     index.require_code(descriptor.function, base, folder)
-    columns = Columns(descriptor.features, descriptor.labels, descriptor.class_names)
     files = built_files(folder, index)
-    examples = gathered(parquet_rows(files, columns, descriptor.vocabulary), files.text, descriptor.scale)
+    opened = _table(descriptor, files, parquet_rows)
     index.require_content(files.digest(), folder)
     content = files.digest() if descriptor.fingerprint_key is not None else b""
-    made_by = index.made_by()
-    return OpenedDataset(examples, ClearSlices(), tokenizer=made_by, file_digest=content, places=files.places())
+    return replace(opened, tokenizer=index.made_by(), file_digest=content, places=files.places())
 
 
 def _open_images(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
@@ -297,7 +355,10 @@ def _open_images(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
     # A folder is its images' label, and so a part of the data.
     content, folders = files.digest(), (Path(name).parts[0] for name in files.names)
     bound = digest(length_prefixed("raycloak/image-folder/v1", content, *folders)) if content else b""
-    return OpenedDataset(examples, ClearSlices(), tokenizer=decoder, file_digest=bound, places=files.places())
+    left_out, places = _files_left_out(files), files.places()
+    return OpenedDataset(
+        examples, ClearSlices(), tokenizer=decoder, file_digest=bound, left_out=left_out, places=places
+    )
 
 
 def _open_tokens(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
@@ -305,9 +366,21 @@ def _open_tokens(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
     assert descriptor.max_length is not None, "tokenised text comes with a length"
     tokenizer = Tokenizer.load(descriptor.tokenizer, base) if descriptor.tokenizer is not None else None
     files = token_files(descriptor.path, base, descriptor.fingerprint_key is not None)
-    examples = gathered(token_rows(files, TokenColumns(descriptor.labels, descriptor.max_length)), files.text)
     vocabulary, content = (tokenizer.vocabulary, tokenizer.content) if tokenizer else (None, b"")
-    return OpenedDataset(examples, ClearSlices(), vocabulary, content, files.digest(), files.places())
+    taken = Taken()
+    columns = TokenColumns(descriptor.label_names, descriptor.max_length, descriptor.inputs)
+    accept = void_check(descriptor, files.text, taken, vocabulary)
+    examples = gathered(token_rows(files, columns, taken), files.text, taken=taken, accept=accept)
+    return OpenedDataset(
+        examples,
+        ClearSlices(),
+        vocabulary,
+        content,
+        files.digest(),
+        taken.features,
+        _files_left_out(files),
+        files.places(),
+    )
 
 
 def _files(descriptor: DatasetDescriptor, base: Path, suffixes: tuple[str, ...]) -> FileSet:
@@ -325,10 +398,10 @@ def _open_text(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
         if descriptor.kind == "text_blocks":
             ids, labels = read_blocks(file, path, tokenizer, length)
         else:
-            ids, labels = read_texts(file, path, descriptor.features[0], descriptor.labels, tokenizer, length)
-    examples = ArrayDataset(ids, labels, name=str(path))
+            ids, labels = read_texts(file, path, descriptor.features[0], descriptor.label_names, tokenizer, length)
+    examples = checked(ArrayDataset(ids, labels, name=str(path)), void_check(descriptor, str(path), Taken()))
     content, places = tokenizer.content, file_places([path])
-    return OpenedDataset(examples, ClearSlices(), tokenizer.vocabulary, content, file_digest, places)
+    return OpenedDataset(examples, ClearSlices(), tokenizer.vocabulary, content, file_digest, places=places)
 
 
 def _open_canaries(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
@@ -345,7 +418,7 @@ def _open_canaries(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
 
 def _path(descriptor: DatasetDescriptor, base: Path) -> Path:
     assert descriptor.path is not None, "kinds of files and folders come with a path"
-    return base / descriptor.path
+    return written(base / descriptor.path)
 
 
 def _clear(examples: Dataset) -> OpenedDataset:
@@ -368,63 +441,3 @@ _OPENERS: Mapping[DatasetKind, Callable[[DatasetDescriptor, Path], OpenedDataset
     "sent": _open_sent,
     "canaries": _open_canaries,
 }
-
-
-def export_in_memory(dataset: Any, path: Path) -> DatasetDescriptor:
-    """Write a map-style PyTorch dataset to an npz file of mode 0600 that local workers open.
-
-    The examples pass through this process, so it must be trusted with them; they never enter an object store. An
-    existing file is replaced as a whole.
-
-    Args:
-        dataset: has ``__len__`` and ``__getitem__``. An example is a pair (x, y), tensors, arrays or numbers of one
-            shape each, or a mapping with ``input_ids``, ``attention_mask`` and ``labels``. Where x is integer, an
-            attribute ``vocabulary`` says how many ids there are; a text model says it too.
-        path: absolute path of the file to write.
-
-    Raises:
-        DatasetError: ``dataset_array`` if it is not map-style or shapes differ between examples, ``dataset_empty``,
-            ``dataset_dtype``.
-    """
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise DatasetError(
-            "dataset_array",
-            f"a {type(dataset).__name__} is not a map-style dataset.",
-            "Give it __len__ and __getitem__.",
-        )
-    if len(dataset) == 0:
-        raise DatasetError("dataset_empty", "the dataset has no examples.", "Name a dataset with examples.")
-    try:
-        features, labels = (np.stack(part) for part in zip(*map(_pair, _items(dataset)), strict=True))
-    except ValueError:
-        raise DatasetError(
-            "dataset_array",
-            "the dataset's examples do not all have one shape.",
-            "Pad or crop them to one public shape.",
-        ) from None
-    check_arrays(features, labels, "dataset")
-    # The mode is given when the file is created: at no moment can others open it.
-    partial = path.with_name(path.name + ".partial")
-    partial.unlink(missing_ok=True)
-    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        np.savez(file, features=features, labels=labels)
-    partial.replace(path)
-    vocabulary = getattr(dataset, "vocabulary", None)
-    return DatasetDescriptor(kind="memory", path=str(path), features=("features",), vocabulary=vocabulary)
-
-
-def _items(dataset: Any) -> Iterator[Any]:
-    # By index: a map-style dataset need not raise the IndexError that ends a plain iteration.
-    return (dataset[index] for index in range(len(dataset)))
-
-
-def _pair(item: Any) -> tuple[NDArray[Any], NDArray[Any]]:
-    if isinstance(item, Mapping):
-        return packed(item)
-    if not isinstance(item, tuple | list) or len(item) != 2:
-        raise DatasetError(
-            "dataset_array",
-            "an example of the dataset is not a pair.",
-            "Let each be (features, label), or a mapping as tokenizers of Hugging Face give it.",
-        )
-    return np.asarray(item[0]), np.asarray(item[1])

@@ -9,14 +9,17 @@ read, and a block that has changed when it is read is refused (``data_changed``)
 Memory: 32 bytes for each MiB of the open file, and a few blocks.
 """
 
+import gzip
 import hashlib
 import io
 import itertools
 import re
-from collections.abc import Iterator
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.attestation.core.secret_urls import secret_in
@@ -27,6 +30,7 @@ from raycloak.workers.inputs.places import Places, file_places, remote_places
 # A seek costs one block; 32 bytes of memory keep one.
 _BLOCK = 2**20
 _PATTERN = re.compile(r"[*?\[]")
+_GZIP = b"\x1f\x8b"
 
 
 class FileSet:
@@ -42,6 +46,8 @@ class FileSet:
     Attributes:
         text: the path, for messages.
         names: of the files, relative to their folder, in the order of the examples: ascending if they were found.
+        left_out: of the other files below the folder, ascending; none if one file or a pattern is named.
+        empty: names of the folders in it that have no file at all, ascending.
 
     Raises:
         DatasetError: ``dataset_unreadable`` if the path names no file; ``url_secret`` if it has a key, which the error
@@ -55,11 +61,16 @@ class FileSet:
         self._digests: list[bytes] = []
         self._place = _Bucket(path) if "://" in path else _Disk(base / path)
         self.text = self._place.text
-        self.names = names or self._place.found(suffixes)
+        # Files that are given by name leave out nothing that a reader of the folder would miss.
+        if not names:
+            self._place.find(suffixes)
+        self.names = names or self._place.names
+        self.left_out, self.empty = self._place.left_out, self._place.empty
         if not self.names:
+            others = f"; {left_out_text(self.left_out)}" if self.left_out else ""
             raise DatasetError(
                 "dataset_unreadable",
-                f"{self.text} names no file that ends in {' or '.join(suffixes)}.",
+                f"{self.text} names no file that ends in {' or '.join(suffixes)}{others}.",
                 "Check the path.",
             )
 
@@ -105,10 +116,53 @@ def named_places(path: str, base: Path) -> list[Path]:
     """
     if "://" in path:
         return [base / path.partition("?")[0]]
-    place = base / path
+    place = written(base / path)
     if place.exists() or not _PATTERN.search(path):
         return [place]
     return sorted(_matching(place)[1])
+
+
+def written(path: Path) -> Path:
+    """Return ``path`` as the file system has its names: an umlaut may be written as one letter or as two.
+
+    A name that is there as it is given stays, and so does one that is not there in either form.
+    """
+    if path.exists() or not path.name:
+        return path
+    folder, name = written(path.parent), unicodedata.normalize("NFC", path.name)
+    try:
+        same = (each for each in folder.iterdir() if unicodedata.normalize("NFC", each.name) == name)
+        return next(same, folder / path.name)
+    except OSError:
+        return path
+
+
+def left_out_text(names: Sequence[str]) -> str:
+    """Return a phrase about files that are left out: how many, and of which endings."""
+    hidden = sum(not _shown(name) for name in names)
+    endings = Counter(PurePosixPath(name).suffix.lower() or "without an ending" for name in names if _shown(name))
+    said = [f"{count} {ending}" for ending, count in sorted(endings.items())]
+    said += [f"{hidden} whose name starts with . or _"] if hidden else []
+    files = "file is" if len(names) == 1 else "files are"
+    return f"{len(names)} {files} left out: {', '.join(said)}"
+
+
+def unzipped(file: BinaryIO) -> BinaryIO:
+    """Return what a file holds that gzip has packed, and any other file as it is; seekable, from its start."""
+    return cast(BinaryIO, gzip.GzipFile(fileobj=file)) if _is_zipped(file) else file
+
+
+def require_unzipped(file: BinaryIO, where: str) -> None:
+    """Refuse a file that gzip has packed, where its kind is read in pieces; DatasetError ``dataset_unreadable``."""
+    if _is_zipped(file):
+        raise DatasetError("dataset_unreadable", f"{where} is packed by gzip.", "Unpack it: gzip -d.")
+
+
+def _is_zipped(file: BinaryIO) -> bool:
+    """Return whether gzip has packed a file, and go back to its start."""
+    start = file.read(len(_GZIP))
+    file.seek(0)
+    return start == _GZIP
 
 
 class CommittedFile(io.RawIOBase):
@@ -209,25 +263,46 @@ def _matching(path: Path) -> tuple[Path, list[Path]]:
     return folder, [each for each in folder.glob(str(path.relative_to(folder))) if each.is_file()]
 
 
-class _Disk:
+class _Place:
+    """The place of a set of files, and which of them count.
+
+    Attributes:
+        names, left_out, empty: as of :class:`FileSet`, once they were found.
+    """
+
+    names: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    empty: tuple[str, ...] = ()
+
+    def take(self, names: Iterable[str], suffixes: tuple[str, ...]) -> None:
+        """Take the files below a folder that count, and name the others."""
+        every = sorted(names)
+        self.names = tuple(name for name in every if _shown(name) and name.lower().endswith(suffixes))
+        self.left_out = tuple(name for name in every if not (_shown(name) and name.lower().endswith(suffixes)))
+
+
+class _Disk(_Place):
     """Files of a local disk."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self.text = path, str(path)
-        self._folder = path
+        self._path, self.text = written(path), str(path)
+        self._folder = self._path
 
-    def found(self, suffixes: tuple[str, ...]) -> tuple[str, ...]:
+    def find(self, suffixes: tuple[str, ...]) -> None:
         try:
             if self._path.is_dir():
-                names = (each.relative_to(self._path).as_posix() for each in self._path.rglob("*") if each.is_file())
-                return tuple(sorted(name for name in names if _shown(name) and name.lower().endswith(suffixes)))
-            if not self._path.exists() and _PATTERN.search(str(self._path)):
+                names = [each.relative_to(self._path).as_posix() for each in self._path.rglob("*") if each.is_file()]
+                self.take(names, suffixes)
+                folders = {each.name for each in self._path.iterdir() if each.is_dir()}
+                self.empty = tuple(sorted(folders - {PurePosixPath(name).parts[0] for name in names}))
+            elif not self._path.exists() and _PATTERN.search(str(self._path)):
                 self._folder, found = _matching(self._path)
-                return tuple(sorted(each.relative_to(self._folder).as_posix() for each in found))
-            # A name that is not there is said so, and not taken for a file by those who never open it.
-            self._path.stat()
-            self._folder = self._path.parent
-            return (self._path.name,)
+                self.names = tuple(sorted(each.relative_to(self._folder).as_posix() for each in found))
+            else:
+                # A name that is not there is said so, and not taken for a file by those who never open it.
+                self._path.stat()
+                self._folder = self._path.parent
+                self.names = (self._path.name,)
         except OSError as error:
             raise file_error("dataset_unreadable", "read", self._path, error, DatasetError) from None
 
@@ -244,7 +319,7 @@ class _Disk:
             raise file_error("dataset_unreadable", "read", self._folder / name, error, DatasetError) from None
 
 
-class _Bucket:
+class _Bucket(_Place):
     """Files of S3, or of anything else that pyarrow has a file system for."""
 
     def __init__(self, uri: str) -> None:
@@ -272,20 +347,22 @@ class _Bucket:
             "Check bucket, region and credentials.",
         )
 
-    def found(self, suffixes: tuple[str, ...]) -> tuple[str, ...]:
+    def find(self, suffixes: tuple[str, ...]) -> None:
         from pyarrow import ArrowException, fs
 
         try:
             if not self._pattern and self._filesystem.get_file_info(self._root).is_file:
                 self._root, _, name = self._root.rpartition("/")
-                return (name,)
+                self.names = (name,)
+                return
             below = self._filesystem.get_file_info(fs.FileSelector(self._root, recursive=True, allow_not_found=True))
         except (OSError, ArrowException) as error:
             raise self._unusable(error) from None
         names = (each.path.removeprefix(self._root + "/") for each in below if each.is_file)
         if self._pattern:
-            return tuple(sorted(name for name in names if PurePosixPath(name).match(self._pattern)))
-        return tuple(sorted(name for name in names if _shown(name) and name.lower().endswith(suffixes)))
+            self.names = tuple(sorted(name for name in names if PurePosixPath(name).match(self._pattern)))
+        else:
+            self.take(names, suffixes)
 
     def where(self, name: str) -> str:
         return f"s3://{self._root}/{name}"

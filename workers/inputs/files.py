@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from raycloak.metrics.errors import DatasetError
 from raycloak.metrics.file_errors import file_error
-from raycloak.workers.inputs.datasets import Arrays
+from raycloak.workers.inputs.datasets import Arrays, Taken, check_arrays
 from raycloak.workers.inputs.file_sets import content_digest
+from raycloak.workers.inputs.named_inputs import InputSource, outlined, packed
 
 _NPZ = "Write it with numpy.savez, with names for features and labels."
 # All that numpy was seen to raise on torn or foreign archives.
@@ -59,28 +60,62 @@ def read_digits() -> Arrays:
     return rows[:, :-1], rows[:, -1]
 
 
-def read_npz(file: BinaryIO, path: Path, features: tuple[str, ...], labels: str) -> Arrays:
+def read_npz(
+    file: BinaryIO,
+    path: Path,
+    features: tuple[str, ...],
+    labels: tuple[str, ...],
+    inputs: tuple[InputSource, ...] = (),
+    taken: Taken | None = None,
+) -> Arrays:
     """Return features and labels by the names of their arrays.
 
     Args:
         path: of ``file``, for error messages.
+        labels: several arrays [N] make a label [k].
+        inputs: arrays that a model takes by name, in the place of ``features``.
+        taken: gets what is read of the file.
 
     Raises:
         DatasetError: ``dataset_unreadable``, ``dataset_array`` if there is no such array, ``dataset_dtype`` if one
-            holds objects.
+            holds objects; ``dataset_lengths``.
+        ConfigError: ``vocabulary``, as `raycloak.workers.inputs.named_inputs.outlined`.
     """
-    if len(features) != 1:
+    names = [each.features for each in inputs] if inputs else [features]
+    if any(len(each) != 1 for each in names):
         raise DatasetError(
             "dataset_array",
             f"{path}: an npz dataset has its features in one array.",
-            "Name that array as dataset.features.",
+            "Name that array as dataset.features. For a model that takes several arrays by name, set dataset.inputs.",
         )
+    arrays, columns = _arrays(file, path, [each for (each,) in names], labels)
+    if len(columns) > 1 and {each.shape for each in columns} != {columns[0].shape[:1]}:
+        raise DatasetError(
+            "dataset_array", f"{path}: of several arrays of labels one is not [N].", "Give them as one array [N, k]."
+        )
+    target = columns[0] if len(columns) == 1 else np.stack(columns, axis=1)
+    taken = taken or Taken()
+    taken.features = tuple(each.name for each in inputs) or features
+    if not inputs:
+        return arrays[0], target
+    parts = {}
+    for each, array in zip(inputs, arrays, strict=True):
+        check_arrays(array, target, f"{path}, array '{each.features[0]}'")
+        with np.errstate(all="ignore"):
+            parts[each.name] = array.astype(np.float32 if each.vocabulary is None else np.int64)
+    taken.inputs = outlined(parts, {each.name: each.vocabulary for each in inputs}, str(path))
+    return packed(parts, taken.inputs), target
+
+
+def _arrays(
+    file: BinaryIO, path: Path, features: list[str], labels: tuple[str, ...]
+) -> tuple[list[NDArray[Any]], list[NDArray[Any]]]:
     try:
         archive = np.load(file, allow_pickle=False)
         if not isinstance(archive, np.lib.npyio.NpzFile):
             raise DatasetError("dataset_unreadable", f"{path} holds one array, not several.", _NPZ)
         with archive:
-            return _array(archive, features[0], path), _array(archive, labels, path)
+            return [_array(archive, name, path) for name in features], [_array(archive, each, path) for each in labels]
     except OSError as error:
         raise file_error("dataset_unreadable", "read", path, error, DatasetError) from None
     except _BROKEN as error:

@@ -27,23 +27,34 @@ def public_folder(hf: str, base: Path | str, revision: str | None = None) -> Pat
         ConfigError: ``hf_missing`` without the libraries, ``not_cached`` if it is nowhere and cannot be downloaded.
     """
     require_libraries()
+    require_folder(hf, base)
     folder = Path(base) / hf
     if folder.is_dir():
         return folder.resolve()
     download = library("huggingface_hub").snapshot_download
-    problem = "no folder has that path"
-    if hf.count("/") <= 1 and not hf.startswith((".", "/", "~")):
-        with quiet(transformers=False):
-            # The cache first, so that no worker of a whole model asks the hub.
-            for local in (True, False):
-                try:
-                    found = Path(download(hf, revision=revision, local_files_only=local, allow_patterns=list(_FILES)))
-                except Exception as error:  # noqa: BLE001 - a network fails in many ways
-                    problem = f"the hub's client has not cached it, and cannot fetch it ({type(error).__name__})"
-                    continue
-                if not local or (found / "config.json").exists() or (found / "tokenizer_config.json").exists():
-                    return found
-    raise ConfigError(
+    problem = ""
+    with quiet(transformers=False):
+        # The cache first, so that no worker of a whole model asks the hub.
+        for local in (True, False):
+            try:
+                found = Path(download(hf, revision=revision, local_files_only=local, allow_patterns=list(_FILES)))
+            except Exception as error:  # noqa: BLE001 - a network fails in many ways
+                problem = f"the hub's client has not cached it, and cannot fetch it ({type(error).__name__})"
+                continue
+            if not local or (found / "config.json").exists() or (found / "tokenizer_config.json").exists():
+                return found
+    raise _nowhere(hf, problem)
+
+
+def require_folder(hf: str, base: Path | str) -> None:
+    """Require the folder that ``hf`` names, unless it may be a name on the hub; ConfigError ``not_cached``."""
+    is_path = hf.count("/") > 1 or hf.startswith((".", "/", "~"))
+    if is_path and not (Path(base) / hf).is_dir():
+        raise _nowhere(hf, "no folder has that path")
+
+
+def _nowhere(hf: str, problem: str) -> ConfigError:
+    return ConfigError(
         "not_cached",
         f"there is no model or tokenizer '{hf}': {problem}.",
         f"On each node, run 'hf download {hf}' with a connection, or name a folder that has its files.",

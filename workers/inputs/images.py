@@ -9,6 +9,7 @@ class, then by name. Frames beyond the first and the orientation that a camera n
 """
 
 import io
+import unicodedata
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import PurePosixPath
@@ -20,12 +21,15 @@ from numpy.typing import NDArray
 from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.metrics.errors import ConfigError, DatasetError
 from raycloak.workers.inputs.datasets import Arrays
-from raycloak.workers.inputs.file_sets import FileSet
+from raycloak.workers.inputs.file_sets import FileSet, left_out_text
 
 Channels = Literal["grey", "rgb"]
 TOO_DEEP = "has more than 8 bits a channel"
 DEPTH_REMEDY = "Bring its values to 0 .. 255 by public bounds, or give arrays (kind npz)."
-SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+SUFFIXES = (
+    *(".bmp", ".gif", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"),
+    *(".jpg", ".jpeg", ".jpe", ".jfif"),  # one format: a browser on Windows saves pictures as .jfif
+)
 
 # Images of one chunk: bounds the memory beside the rows.
 _CHUNK = 64
@@ -43,9 +47,11 @@ class DeepImageError(Exception):
 def image_classes(files: FileSet, declared: tuple[str, ...]) -> tuple[str, ...]:
     """Return the public list of classes: the declared one, or else the sorted names of the folders.
 
+    Names are in one form of Unicode: an umlaut may be written as one letter or as two.
+
     Raises:
-        DatasetError: ``dataset_array`` if an image lies in no folder of a class, ``dataset_label`` if a folder is not
-            in the declared list.
+        DatasetError: ``dataset_array`` if an image lies in no folder of a class, or a folder has none that is read;
+            ``dataset_label`` if a folder is not in the declared list.
     """
     deep = next((name for name in files.names if len(PurePosixPath(name).parts) != 2), None)
     if deep is not None:
@@ -54,13 +60,41 @@ def image_classes(files: FileSet, declared: tuple[str, ...]) -> tuple[str, ...]:
             f"{files.text} has images that are not in a folder of their class.",
             "Put each image into a folder that is named after its class, such as cats/1.jpg.",
         )
-    found = sorted({PurePosixPath(name).parts[0] for name in files.names})
-    unknown = [name for name in found if declared and name not in declared]
+    found = sorted({class_of(name) for name in files.names})
+    _require_no_lost_class(files, set(found), declared)
+    classes = tuple(unicodedata.normalize("NFC", name) for name in declared)
+    unknown = [name for name in found if classes and name not in classes]
     if unknown:
         raise DatasetError(
             "dataset_label", f"{files.text}: folder '{unknown[0]}' is not in dataset.classes.", "Complete the list."
         )
-    return declared or tuple(found)
+    return classes or tuple(found)
+
+
+def class_of(name: str) -> str:
+    """Return the class of an image by its name below the dataset's folder."""
+    return unicodedata.normalize("NFC", PurePosixPath(name).parts[0])
+
+
+def _require_no_lost_class(files: FileSet, found: set[str], declared: tuple[str, ...]) -> None:
+    """Refuse a folder that would be no class because nothing in it is read: the next class would take its number."""
+    inside = [name for name in files.left_out if len(PurePosixPath(name).parts) > 1 and not name.startswith((".", "_"))]
+    lost = next((name for name in inside if class_of(name) not in found), None)
+    if lost is not None:
+        folder = PurePosixPath(lost).parts[0]
+        own = [name for name in inside if PurePosixPath(name).parts[0] == folder]
+        raise DatasetError(
+            "dataset_array",
+            f"{files.text}: folder '{folder}' has no image that is read: {left_out_text(own)}.",
+            f"Read are {', '.join(SUFFIXES)}. Convert the images, or move the folder away.",
+        )
+    # A split may lack images of a class that is listed.
+    if files.empty and not declared:
+        raise DatasetError(
+            "dataset_array",
+            f"{files.text}: folder '{files.empty[0]}' is empty, so it would be no class.",
+            "List all classes in dataset.classes, or remove the folder.",
+        )
 
 
 def image_rows(files: FileSet, classes: tuple[str, ...], size: tuple[int, int], channels: Channels) -> Iterator[Arrays]:
@@ -91,7 +125,7 @@ def image_rows(files: FileSet, classes: tuple[str, ...], size: tuple[int, int], 
                 f"an image in {files.text}, folder '{folder}', cannot be decoded.",
                 "'raycloak data check' names it, on the owner's machine.",
             ) from None
-        labels.append(classes.index(folder))
+        labels.append(classes.index(class_of(name)))
         if len(pixels) == _CHUNK:
             yield np.stack(pixels), np.array(labels, np.int64)
             pixels, labels = [], []

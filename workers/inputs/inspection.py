@@ -26,13 +26,13 @@ def cut_examples(descriptor: DatasetDescriptor, base: Path) -> int | None:
     assert descriptor.path is not None, "text has a path"
     if descriptor.kind == "hf":
         files = token_files(descriptor.path, base, hashed=False)
-        lengths = row_lengths(files, TokenColumns(descriptor.labels, descriptor.max_length))
+        lengths = row_lengths(files, TokenColumns(descriptor.label_names, descriptor.max_length, descriptor.inputs))
     else:
         assert descriptor.tokenizer is not None, "text comes with a tokenizer"
         path, tokenizer = base / descriptor.path, Tokenizer.load(descriptor.tokenizer, base)
         file, _ = open_examples(path, hashed=False)
         with file:
-            lengths = tokenizer.lengths(raw_texts(file, path, descriptor.features[0], descriptor.labels))
+            lengths = tokenizer.lengths(raw_texts(file, path, descriptor.features[0], descriptor.label_names))
     return int(np.count_nonzero(lengths > descriptor.max_length))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from raycloak.metrics.errors import ModelError
-from raycloak.workers.inputs.text_data import IGNORED
+from raycloak.workers.inputs.void import IGNORED
 from raycloak.workers.terms.manifest import LossName, LossTerm
 
 

@@ -24,7 +24,16 @@ from raycloak.workers.inputs.held_values import Held, held_values
 from raycloak.workers.inputs.hub_model import HubSpec
 from raycloak.workers.inputs.losses import BuiltInLoss
 from raycloak.workers.inputs.text_model import as_text_model
-from raycloak.workers.inputs.user_code import SEE_WHY, resolve, source_digest, told
+from raycloak.workers.inputs.user_code import (
+    SEE_WHY,
+    absent_import,
+    find_in,
+    not_importable,
+    own_folders,
+    resolve,
+    source_digest,
+    told,
+)
 from raycloak.workers.terms.manifest import LossSpec, TensorSpec
 from raycloak.workers.terms.parameter_digest import ATTRIBUTES, TensorContent, dimension, split_flat
 
@@ -33,7 +42,7 @@ _BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.modules.batchnorm.SyncB
 _PIECE = 2**20
 A = TypeVar("A", Tensor, NDArray[Any])
 LossFn = Callable[[Tensor, Tensor], Tensor]
-"""(output [n, ...], labels [n] or [n, k]) to one loss per example, shape [n]."""
+"""(output [n, ...], labels [n, ...]) to one loss per example, shape [n]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +53,14 @@ class ModelSource:
         name: ``module:function``, the qualified name of a callable, or the last part of a model's path or hub name.
         pickled: a callable's pickled form; empty for ``module:function``.
         code: a callable's source digest; empty for ``module:function``.
+        folders: where a callable's process found modules; a worker looks there too, after all other places.
         hub: of a Hugging Face model by configuration; None for the others.
     """
 
     name: str
     pickled: bytes = b""
     code: bytes = b""
+    folders: tuple[str, ...] = ()
     hub: HubSpec | None = None
 
     @classmethod
@@ -61,7 +72,7 @@ class ModelSource:
             # Not the whole path: the manifest has the name, and a model that was moved is the same.
             return cls(Path(model.hf).name, hub=model)
         name = getattr(model, "__qualname__", type(model).__qualname__)
-        return cls(name, cloudpickle.dumps(model), source_digest(model, Path()))
+        return cls(name, cloudpickle.dumps(model), source_digest(model, Path()), own_folders())
 
     def code_digest(self, base: Path | str) -> bytes:
         """Return a SHA-256 of the source, see `workers/inputs/user_code.py` and `hub_model.py`; errors as there."""
@@ -78,11 +89,22 @@ class ModelSource:
         if self.hub is not None:
             hub = self.hub
             return lambda: _as_trained(*hub.build(base))
-        # Unpickling runs code, but our own driver pickled it, and runs this user's code in any case.
-        function: Callable[[], Any] = cloudpickle.loads(self.pickled) if self.pickled else resolve(self.name, base)
-        return lambda: _as_trained(self._called(function), ())
+        function: Callable[[], Any] = self._unpickled() if self.pickled else resolve(self.name, base)
+        return lambda: _as_trained(self._called(function, base), ())
 
-    def _called(self, function: Callable[[], Any]) -> nn.Module:
+    def _unpickled(self) -> Callable[[], Any]:
+        find_in(self.folders)
+        try:
+            # It runs code, but our own driver pickled it, and runs this user's code in any case.
+            found: Callable[[], Any] = cloudpickle.loads(self.pickled)
+        except ModuleNotFoundError as error:
+            # A name that is in what the driver sent is none of an example.
+            if error.name is None or error.name.encode() not in self.pickled:
+                raise
+            raise not_importable(self.name, error.name) from told(error)
+        return found
+
+    def _called(self, function: Callable[[], Any], base: Path | str) -> nn.Module:
         if isinstance(function, nn.Module):
             raise ModelError(
                 "model_function",
@@ -94,6 +116,8 @@ class ModelSource:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
+            if not self.pickled and (absent := absent_import(error, self.name, base)) is not None:
+                raise absent from told(error)
             # Only its type is told: its text may hold private data.
             raise ModelError("model_function", f"{self.name} fails with {type(error).__name__}.", SEE_WHY) from told(
                 error

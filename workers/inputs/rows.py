@@ -16,8 +16,9 @@ import itertools
 import os
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 from cryptography.exceptions import InvalidTag
@@ -26,7 +27,8 @@ from numpy.typing import NDArray
 
 from raycloak.metrics.errors import DatasetError
 from raycloak.metrics.file_errors import file_error
-from raycloak.workers.inputs.datasets import ArrayDataset, Arrays, Batch, Conversion, Dataset, check_arrays
+from raycloak.workers.inputs.datasets import ArrayDataset, Arrays, Batch, Conversion, Dataset, Taken, check_arrays
+from raycloak.workers.inputs.named_inputs import Inputs
 
 MEMORY_BYTES = 256 * 2**20
 """Rows up to this size stay in memory; a worker needs some 600 MB without any."""
@@ -34,33 +36,69 @@ MEMORY_BYTES = 256 * 2**20
 # A draw reads one block for each example, so a block is small. Its tag takes 16 bytes.
 _BLOCK = 1024
 _TAG = 16
+# Rows that are looked at together: bounds the memory.
+_LOOKED_AT = 1024
 
 
-def gathered(chunks: Iterable[Arrays], name: str, scale: float = 1.0, *, numbers: bool = False) -> Dataset:
+Accept = Callable[[NDArray[Any], NDArray[Any]], None]
+"""Called with features and labels as a model gets them; raises a DatasetError where they are void."""
+
+
+def gathered(
+    chunks: Iterable[Arrays],
+    name: str,
+    scale: float = 1.0,
+    *,
+    numbers: bool = False,
+    taken: Taken | None = None,
+    accept: Accept | None = None,
+) -> Dataset:
     """Return the rows of ``chunks`` as a dataset; ids count them in their order.
 
     Args:
-        chunks: features [n, ...] and labels [n] or [n, k].
+        chunks: features [n, ...] and labels [n, ...].
         name: for messages.
         scale, numbers: see :class:`raycloak.workers.inputs.datasets.Conversion`.
+        taken: of the reader, which says how features by name are packed.
+        accept: called with the features and labels of each chunk as a model gets them; raises where they are void.
 
     Raises:
         DatasetError: ``dataset_empty``, ``dataset_array``, ``dataset_dtype`` or ``dataset_lengths``;
-            ``dataset_scratch`` if the scratch file cannot be written.
+            ``dataset_scratch`` if the scratch file cannot be written; or what ``accept`` raises.
     """
     waiting = _alike(chunks, name)
+    if accept is not None:
+        waiting = _accepted(waiting, scale, numbers, accept)
     held: list[Arrays] = []
     size = 0
     for features, labels in waiting:
         held.append((features, labels))
         size += features.nbytes + labels.nbytes
         if size > MEMORY_BYTES:
-            return ScratchDataset(itertools.chain(_emptied(held), waiting), name, scale, numbers=numbers)
+            rows = itertools.chain(_emptied(held), waiting)
+            inputs = taken.inputs if taken else ()
+            return ScratchDataset(rows, name, scale, numbers=numbers, named_inputs=inputs)
     if not held:
         raise DatasetError("dataset_empty", f"{name} has no examples.", "Name a dataset with examples.")
     labels = np.concatenate([each for _, each in held])
     features = np.concatenate([each for each, _ in held])
-    return ArrayDataset(features, labels, scale, name, numbers=numbers)
+    inputs = taken.inputs if taken else ()
+    return ArrayDataset(features, labels, scale, name, numbers=numbers, named_inputs=inputs)
+
+
+def checked(dataset: Dataset, accept: Accept | None) -> Dataset:
+    """Return a dataset in memory, after ``accept`` saw all examples as a model gets them; see :func:`gathered`."""
+    if accept is None:
+        return dataset
+    for start in range(0, len(dataset), _LOOKED_AT):
+        accept(*dataset.batch(np.arange(start, min(start + _LOOKED_AT, len(dataset)), dtype=np.int64)))
+    return dataset
+
+
+def _accepted(chunks: Iterable[Arrays], scale: float, numbers: bool, accept: Accept) -> Iterator[Arrays]:
+    for features, labels in chunks:
+        accept(*Conversion(features.dtype, labels.dtype, scale, numbers=numbers).of(features, labels))
+        yield features, labels
 
 
 def _alike(chunks: Iterable[Arrays], name: str) -> Iterator[Arrays]:
@@ -113,7 +151,10 @@ class ScratchDataset:
     Memory: the blocks of one batch.
     """
 
-    def __init__(self, chunks: Iterable[Arrays], name: str, scale: float, *, numbers: bool) -> None:
+    def __init__(
+        self, chunks: Iterable[Arrays], name: str, scale: float, *, numbers: bool, named_inputs: Inputs = ()
+    ) -> None:
+        self.named_inputs = named_inputs
         rest = iter(chunks)
         features, labels = next(rest)
         self._name = name

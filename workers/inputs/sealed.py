@@ -146,6 +146,7 @@ class SealedDataset:
         self.header.require_use(use)
         self._folder = folder
         self._form = DatasetForm.model_validate_json(canonical_json(self.header.form))
+        self.named_inputs = self._form.inputs
         self._open: dict[int, Batch] = {}
 
     def __len__(self) -> int:

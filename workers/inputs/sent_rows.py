@@ -8,10 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raycloak.workers.inputs.datasets import Batch, DatasetForm
-from raycloak.workers.inputs.text_data import PADDING
-
-IGNORED_LABEL = -100
-"""The label of a token that no loss counts, as in torch."""
+from raycloak.workers.inputs.void import IGNORED, PADDING
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +19,7 @@ class SentForm:
         form: its number of examples is the most of one step.
         vocabulary: features that are integers are ids below it, or the padding of text.
         classes: labels that are integers are below it; None where they are ids too.
-        padded: whether the model knows the padding of text, `raycloak.workers.inputs.text_data.PADDING`.
+        padded: whether the model knows the padding of text, `raycloak.workers.inputs.void.PADDING`.
     """
 
     form: DatasetForm
@@ -53,7 +50,7 @@ class SentForm:
             return True
         most = self.classes if self.classes is not None else self.vocabulary
         # A label for each token may leave some of them out; a class may not be left out.
-        return _below(label[label != IGNORED_LABEL] if label.ndim else label, most)
+        return _below(label[label != IGNORED] if label.ndim else label, most)
 
 
 def row_bytes(form: DatasetForm) -> int:

@@ -1,16 +1,16 @@
 """Tables as examples: CSV and Parquet files, read in chunks of rows.
 
-Hides how columns become numbers: which columns are meant, which types they may have, and what a text label counts as.
+Hides how columns become numbers: which types they may have, and what a text label counts as. Which columns are meant is
+in `raycloak.workers.inputs.columns`.
 
-The first file says which columns there are; every other file must have them, with the same types. If no features are
-named, all columns except the label are features. Several columns make a vector [k]; one column is a number, or a list
-of numbers [k]. An error names all columns that cannot be read, and never a value.
+The first file says which columns there are; every other file must have them, with the same types. Several columns make
+a vector [k]; one column is a number, or a list of numbers [k]. An error names all columns that cannot be read, and
+never a value; for the owner of the data it names rows and lines.
 """
 
-import itertools
-import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+import unicodedata
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, BinaryIO, TypeVar
@@ -19,17 +19,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raycloak.metrics.errors import DatasetError
-from raycloak.workers.inputs.datasets import Arrays
-from raycloak.workers.inputs.file_sets import FileSet
+from raycloak.workers.inputs.columns import Columns, Group, Layout
+from raycloak.workers.inputs.datasets import Arrays, Taken
+from raycloak.workers.inputs.file_sets import FileSet, require_unzipped, unzipped
+from raycloak.workers.inputs.named_inputs import outlined, packed
+from raycloak.workers.inputs.void import ALLOW, named_by_check, which
 
-CSV_SUFFIXES = (".csv", ".tsv")
+CSV_SUFFIXES = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
 PARQUET_SUFFIXES = (".parquet",)
 
 # Values of a chunk, and rows where a value is a list of unknown length: bounds the memory beside the rows.
 _VALUES = 2**20
 _LISTS = 128
 _CSV_BLOCK = 4 * 2**20
-_RANGE = re.compile(r"(.*?)([0-9]+)\.\.(.*?)([0-9]+)")
 # As most programs write a date, with a time or not.
 _DATE = r"^[0-9]{1,4}[-/.][0-9]{1,2}[-/.][0-9]{1,4}([ T]|$)"
 _SHOWN = 20  # columns of one error
@@ -41,66 +43,13 @@ _LEFT_OUT = "name the columns without it in dataset.features"
 _Read = TypeVar("_Read")
 
 
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """The columns that are asked for.
-
-    Attributes:
-        features: names, and ranges such as ``f0..f99``; all columns but the label if empty.
-        label: name of the label's column.
-        classes: public list of the text labels; the first counts as 0. Empty for labels that are numbers.
-    """
-
-    features: tuple[str, ...]
-    label: str
-    classes: tuple[str, ...] = ()
-
-    def of(self, present: list[str], where: str) -> tuple[str, ...]:
-        """Return the names of the features among the columns of a file.
-
-        Raises:
-            DatasetError: ``dataset_array`` if one is not there, or is there twice.
-        """
-        counts = Counter(present)
-        twice = next((name for name, count in counts.items() if count > 1), None)
-        if twice is not None:
-            raise DatasetError("dataset_array", f"{where} has two columns '{twice}'.", "Give each its own name.")
-        asked = self.features or tuple(name for name in present if name != self.label)
-        names = []
-        for name in itertools.chain([self.label], *map(_expanded, asked)):
-            if name not in counts:
-                raise DatasetError(
-                    "dataset_array",
-                    f"{where} has no column '{name}'; it has {_some(present)}.",
-                    "Set dataset.features and dataset.labels.",
-                )
-            names.append(name)
-        del names[0]
-        if not names:
-            raise DatasetError("dataset_array", f"{where} has no column but the label.", "Name a table with features.")
-        return tuple(names)
-
-
-def _expanded(name: str) -> Iterator[str]:
-    """Yield the names of a range ``f0..f99``, both ends included; of anything else the name itself."""
-    found = _RANGE.fullmatch(name)
-    if not found or found[1] != found[3] or int(found[2]) > int(found[4]):
-        yield name
-        return
-    width = len(found[2]) if found[2].startswith("0") else 1
-    for number in range(int(found[2]), int(found[4]) + 1):
-        yield f"{found[1]}{number:0{width}d}"
-
-
-def _some(names: list[str], most: int = 20) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{', '.join(names[:most])}{more}"
-
-
-def parquet_rows(files: FileSet, columns: Columns, vocabulary: int | None) -> Iterator[Arrays]:
+def parquet_rows(files: FileSet, columns: Columns, taken: Taken) -> Iterator[Arrays]:
     """Yield the rows of Parquet files, in order.
 
-    Features of several columns are float32, or ids if there is a ``vocabulary`` and all are integers.
+    Features of several columns are float32, or ids if there is a vocabulary and all are integers.
+
+    Args:
+        taken: gets what is read of the files.
 
     Raises:
         DatasetError: ``dataset_unreadable``, ``dataset_array``, ``dataset_dtype`` or ``dataset_label``.
@@ -109,17 +58,21 @@ def parquet_rows(files: FileSet, columns: Columns, vocabulary: int | None) -> It
     import pyarrow.parquet as pq
 
     first: _Outline | None = None
+    row = 0
     for where, file in files.opened():
+        require_unzipped(file, where)
         try:
             parquet = pq.ParquetFile(file, pre_buffer=False)
             schema = parquet.schema_arrow
-            names = columns.of(schema.names, where) if first is None else first.names
-            outline = _Outline.of(schema, names, columns, where, vocabulary)
+            layout = columns.layout(schema.names, where, _indexes(schema)) if first is None else first.layout
+            layout.require(schema.names, where)
+            outline = _Outline.of(schema, layout, columns, where)
             first = outline if first is None else first.require(outline, where)
+            _take(layout, taken)
             # Chunks and not whole row groups: a group may be larger than memory.
-            wanted = list(dict.fromkeys((*names, columns.label)))
-            for batch in parquet.iter_batches(first.chunk_rows, columns=wanted, use_threads=False):
-                yield first.arrays(batch, where)
+            for batch in parquet.iter_batches(first.chunk_rows, columns=layout.wanted, use_threads=False):
+                yield first.arrays(batch, where, row, taken)
+                row += len(batch)
         except (OSError, pa.ArrowException, ValueError):
             # Not the library's text: it may quote a value.
             raise DatasetError(
@@ -127,34 +80,77 @@ def parquet_rows(files: FileSet, columns: Columns, vocabulary: int | None) -> It
             ) from None
 
 
-def csv_rows(files: FileSet, columns: Columns, vocabulary: int | None) -> Iterator[Arrays]:
-    """Yield the rows of CSV files with a header, in order; ``.tsv`` has tabs.
+def csv_rows(files: FileSet, columns: Columns, taken: Taken) -> Iterator[Arrays]:
+    """Yield the rows of CSV files with a header, in order; ``.tsv`` has tabs, and gzip may have packed them.
 
-    Features are float32, or ids if there is a ``vocabulary``. Labels are integers if all of the first file are.
+    Features are float32, or ids if there is a vocabulary. Labels are integers if all of the first file are.
+
+    Args:
+        taken: gets what is read of the files.
 
     Raises:
         DatasetError: as :func:`parquet_rows`.
     """
-    names: tuple[str, ...] | None = None
+    layout: Layout | None = None
     integers = bool(columns.classes)
-    for where, file in files.opened():
+    row = 0
+    for where, opened in files.opened():
+        file = unzipped(opened)
         present = _header(file, where)
-        if names is None:
-            names = columns.of(present, where)
+        if layout is None:
+            layout = columns.layout(present, where)
+            _take(layout, taken)
             if not columns.classes:
-                integers = _are_integers(file, where, columns.label)
+                integers = _are_integers(file, where, layout.labels)
         # A later file may have its columns in another order.
-        Columns(names, columns.label).of(present, where)
-        wanted = list(dict.fromkeys((*names, columns.label)))
-        for batch in _text_batches(file, where, wanted):
-            found = {name: batch.column(index) for index, name in enumerate(wanted)}
-            reads = [partial(_parsed, found[name], _place(where, name), vocabulary is not None) for name in names]
-            label, place = _trimmed(found[columns.label]), _place(where, columns.label)
-            classed = partial(class_numbers, label, columns, place)
-            *parts, labels = _all_of(
-                [*reads, classed if columns.classes else partial(_parsed, label, place, integers)], where
-            )
-            yield parts[0] if len(parts) == 1 else np.stack(parts, axis=1), labels
+        layout.require(present, where)
+        for batch in _text_batches(file, where, layout.wanted):
+            found = dict(zip(layout.wanted, batch.columns, strict=True))
+            reads = [
+                partial(
+                    _parsed, found[name], _place(where, name), group.vocabulary is not None, row, columns.allow_void
+                )
+                for group in layout.groups
+                for name in group.columns
+            ]
+            for name in layout.labels:
+                label, place = _trimmed(found[name]), _place(where, name)
+                classed = partial(class_numbers, label, columns, place, row)
+                reads.append(classed if columns.classes else partial(_parsed, label, place, integers, row))
+            yield _joined(_all_of(reads, where), layout, where, taken)
+            row += len(batch)
+
+
+def _take(layout: Layout, taken: Taken) -> None:
+    taken.features = layout.features
+    taken.left_out = layout.left_out
+
+
+def _indexes(schema: Any) -> tuple[str, ...]:
+    """Return the columns that pandas says are an index; an index of a range is no column."""
+    try:
+        named = (schema.pandas_metadata or {}).get("index_columns", [])
+    # Metadata are another program's text.
+    except (ValueError, AttributeError):
+        return ()
+    return tuple(each for each in named if isinstance(each, str))
+
+
+def _joined(parts: list[NDArray[Any]], layout: Layout, where: str, taken: Taken) -> Arrays:
+    """Return features and labels of the columns of a chunk: those of every group, then the labels."""
+    columns = iter(parts)
+    features = {group.name: _side_by_side([next(columns) for _ in group.columns]) for group in layout.groups}
+    labels = _side_by_side(list(columns))
+    if "" in features:
+        return features[""], labels
+    if not taken.inputs:
+        vocabularies = {group.name: group.vocabulary for group in layout.groups}
+        taken.inputs = outlined(features, vocabularies, where)
+    return packed(features, taken.inputs), labels
+
+
+def _side_by_side(parts: list[NDArray[Any]]) -> NDArray[Any]:
+    return parts[0] if len(parts) == 1 else np.stack(parts, axis=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,44 +158,39 @@ class _Outline:
     """The columns of a Parquet file and their types.
 
     Attributes:
-        names: of the features.
-        types: of features and label, as Arrow has them.
-        stored: dtype of the features as they are kept; what several columns have in common.
+        types: of features and labels, as Arrow has them.
+        stored: for each group, the dtype of its columns as they are kept; what they have in common.
     """
 
-    names: tuple[str, ...]
+    layout: Layout
     types: tuple[Any, ...]
-    stored: np.dtype[Any]
+    stored: tuple[np.dtype[Any], ...]
     columns: Columns
 
     @classmethod
-    def of(
-        cls, schema: Any, names: tuple[str, ...], columns: Columns, where: str, vocabulary: int | None
-    ) -> "_Outline":
-        present = set(schema.names)
-        missing = next((name for name in (*names, columns.label) if name not in present), None)
-        if missing is not None:
-            raise DatasetError(
-                "dataset_array", f"{where} has no column '{missing}'.", "Give all files of a table the same columns."
-            )
-        types = tuple(schema.field(name).type for name in (*names, columns.label))
-        reads = [partial(_number_type, kind, _place(where, name)) for name, kind in zip(names, types[:-1], strict=True)]
+    def of(cls, schema: Any, layout: Layout, columns: Columns, where: str) -> "_Outline":
+        types = tuple(schema.field(name).type for name in (*layout.features, *layout.labels))
+        places = [_place(where, name) for name in (*layout.features, *layout.labels)]
+        count = len(layout.features)
+        reads = [partial(_number_type, kind, place) for kind, place in zip(types[:count], places, strict=False)]
         if not columns.classes:
-            reads.append(partial(_number_type, types[-1], _place(where, columns.label), is_label=True))
-        dtypes = _all_of(reads, where)[: len(names)]
-        if len(names) > 1 and any(_is_list(kind) for kind in types[:-1]):
-            raise DatasetError(
-                "dataset_array", f"{where}: of several feature columns one holds lists.", "Name that one alone."
-            )
-        stored = np.result_type(*dtypes)
-        # Floats are kept as a batch gives them. Integers in a table of several columns are quantities.
-        if stored.kind == "f" or (len(names) > 1 and vocabulary is None):
-            stored = np.dtype(np.float32)
-        return cls(names, types, stored, columns)
+            rest = zip(types[count:], places[count:], strict=True)
+            reads += [partial(_number_type, kind, place, is_label=True) for kind, place in rest]
+        found = iter(zip(_all_of(reads, where), types, strict=False))
+        stored = []
+        for group in layout.groups:
+            dtypes, kinds = zip(*(next(found) for _ in group.columns), strict=True)
+            if len(kinds) > 1 and any(map(_is_list, kinds)):
+                raise DatasetError(
+                    "dataset_array", f"{where}: of several feature columns one holds lists.", "Name that one alone."
+                )
+            stored.append(_stored(group, dtypes))
+        return cls(layout, types, tuple(stored), columns)
 
     def require(self, other: "_Outline", where: str) -> "_Outline":
         """Return this outline, which ``other`` must equal; DatasetError ``dataset_dtype`` names the first column."""
-        for name, one, two in zip((*self.names, self.columns.label), self.types, other.types, strict=True):
+        names = (*self.layout.features, *self.layout.labels)
+        for name, one, two in zip(names, self.types, other.types, strict=True):
             if one != two:
                 raise DatasetError(
                     "dataset_dtype",
@@ -213,17 +204,37 @@ class _Outline:
         """The rows of a chunk."""
         return _LISTS if any(_is_list(kind) for kind in self.types) else max(1, _VALUES // len(self.types))
 
-    def arrays(self, batch: Any, where: str) -> Arrays:
+    def arrays(self, batch: Any, where: str, row: int, taken: Taken) -> Arrays:
+        """Return features and labels of a batch; ``row`` is how many rows of the table come before it."""
         found = {name: batch.column(index) for index, name in enumerate(batch.schema.names)}
-        label, place = found[self.columns.label], _place(where, self.columns.label)
-        reads = [partial(number_column, found[name], _place(where, name)) for name in self.names]
-        classed = partial(class_numbers, label, self.columns, place)
-        *parts, labels = _all_of(
-            [*reads, classed if self.columns.classes else partial(number_column, label, place)], where
-        )
+        allow = self.columns.allow_void
+        reads: list[Callable[[], NDArray[Any]]] = [
+            partial(number_column, found[name], _place(where, name), row, allow_void=allow and stored.kind == "f")
+            for group, stored in zip(self.layout.groups, self.stored, strict=True)
+            for name in group.columns
+        ]
+        for name in self.layout.labels:
+            label, place = found[name], _place(where, name)
+            classed = partial(class_numbers, label, self.columns, place, row)
+            reads.append(classed if self.columns.classes else partial(number_column, label, place, row))
+        parts = iter(_all_of(reads, where))
         with np.errstate(all="ignore"):
-            features = (parts[0] if len(parts) == 1 else np.stack(parts, axis=1)).astype(self.stored, copy=False)
-        return features, labels
+            kept = [
+                next(parts).astype(stored, copy=False)
+                for group, stored in zip(self.layout.groups, self.stored, strict=True)
+                for _ in group.columns
+            ]
+        return _joined([*kept, *parts], self.layout, where, taken)
+
+
+def _stored(group: Group, dtypes: Iterable[np.dtype[Any]]) -> np.dtype[Any]:
+    """Return the dtype in which the columns of a group are kept."""
+    common = np.result_type(*dtypes)
+    # An input by name, or a table of several columns, holds quantities unless there is a vocabulary.
+    quantities = group.vocabulary is None and (group.name != "" or len(group.columns) > 1)
+    if common.kind == "f" or quantities:
+        return np.dtype(np.float32)
+    return np.dtype(np.int64) if group.name else common
 
 
 def _all_of(reads: Iterable[Callable[[], _Read]], where: str) -> list[_Read]:
@@ -292,32 +303,69 @@ def _is_text(kind: Any) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
-def number_column(array: Any, place: str) -> NDArray[Any]:
+def number_column(array: Any, place: str, row: int = 0, *, allow_void: bool = False) -> NDArray[Any]:
     """Return an array of numbers as [n], one of equally long lists of numbers as [n, k].
+
+    Args:
+        row: rows of the table before it, for what its owner is told.
+        allow_void: whether a missing number becomes NaN.
 
     Raises:
         DatasetError: ``dataset_array`` if a value is missing or lists differ in length, ``dataset_dtype``.
     """
+    import pyarrow as pa
     import pyarrow.compute as pc
 
     _number_type(array.type, place)
-    if array.null_count:
-        raise DatasetError("dataset_array", f"{place} has missing values.", "Fill them with public constants.")
+    if array.null_count and (_is_list(array.type) or not allow_void):
+        raise _missing(place, _rows(array.is_null(), row))
     if not _is_list(array.type):
-        return np.asarray(array)
+        return np.asarray(array.cast(pa.float64()).fill_null(np.nan) if array.null_count else array)
+    lengths = np.asarray(pc.list_value_length(array))
     values = array.flatten()
-    if values.null_count:
-        raise DatasetError("dataset_array", f"{place} has missing values.", "Fill them with public constants.")
-    lengths = np.unique(np.asarray(pc.list_value_length(array)))
-    if len(lengths) > 1:
+    if values.null_count and not allow_void:
+        raise _missing(place, (row + 1 + int(each) for each in _of_lists(lengths, np.asarray(values.is_null()))))
+    if len(lengths) and (lengths != lengths[0]).any():
         raise DatasetError(
-            "dataset_array", f"{place} has lists of different lengths.", "Pad or crop them to one public length."
+            "dataset_array",
+            f"{place} has lists of different lengths{which(_rows(lengths != lengths[0], row))}.",
+            "Pad or crop them to one public length.",
         )
+    if values.null_count:
+        values = values.cast(pa.float64()).fill_null(np.nan)
     return np.asarray(values).reshape(len(array), lengths[0] if len(lengths) else 0)
 
 
-def class_numbers(array: Any, columns: Columns, place: str) -> NDArray[np.int64]:
-    """Return the place of each text label in the public list of classes.
+def label_columns(columns: Sequence[tuple[Any, str]]) -> NDArray[Any]:
+    """Return the labels [n, ...] of one column, or [n, k] of several; errors as :func:`number_column`.
+
+    Args:
+        columns: arrays of Arrow, and what an error calls each.
+    """
+    return _side_by_side([number_column(array, place) for array, place in columns])
+
+
+def _missing(place: str, rows: Iterable[int]) -> DatasetError:
+    return DatasetError(
+        "dataset_array", f"{place} has missing values{which(rows)}.", f"Fill them with public constants, {ALLOW}."
+    )
+
+
+def _rows(mask: Any, row: int) -> Iterator[int]:
+    """Yield the numbers of the rows of a mask, from 1; they are counted for nobody but the owner."""
+    return (row + 1 + int(place) for place in np.flatnonzero(np.asarray(mask)))
+
+
+def _of_lists(lengths: NDArray[Any], mask: NDArray[np.bool_]) -> NDArray[Any]:
+    """Return the places of the lists that hold a marked value."""
+    return np.unique(np.repeat(np.arange(len(lengths)), lengths)[mask])
+
+
+def class_numbers(array: Any, columns: Columns, place: str, row: int = 0) -> NDArray[np.int64]:
+    """Return the place of each text label in the public list of classes, whatever form of Unicode either is in.
+
+    Args:
+        row: rows of the table before it, for what its owner is told.
 
     Raises:
         DatasetError: ``dataset_dtype`` if labels are no text, ``dataset_array`` if one is missing, ``dataset_label`` if
@@ -331,28 +379,37 @@ def class_numbers(array: Any, columns: Columns, place: str) -> NDArray[np.int64]
             "dataset_dtype", f"{place} is {array.type}, and dataset.classes lists names.", "Give their number instead."
         )
     if array.null_count:
-        raise DatasetError("dataset_array", f"{place} has missing values.", "Leave rows without a label out.")
-    numbers = pc.index_in(array.cast(pa.string()), value_set=pa.array(columns.classes, pa.string()))
-    if numbers.null_count and pc.any(pc.is_in(array.filter(numbers.is_null()), pa.array(_MISSING))).as_py():
-        raise DatasetError("dataset_array", f"{place} has missing values.", "Leave rows without a label out.")
+        raise _unlabelled(place, _rows(array.is_null(), row))
+    labels = array.cast(pa.string())
+    classes = [unicodedata.normalize("NFC", name) for name in columns.classes]
+    numbers = pc.index_in(pc.utf8_normalize(labels, form="NFC"), value_set=pa.array(classes, pa.string()))
     if numbers.null_count:
+        missing = pc.and_(numbers.is_null(), pc.is_in(labels, value_set=pa.array(_MISSING)))
+        if pc.any(missing).as_py():
+            raise _unlabelled(place, _rows(missing, row))
         # Which one it is stays here: it is an example's.
         raise DatasetError(
-            "dataset_label", f"{place} has a label that is not in dataset.classes.", "Complete the list."
+            "dataset_label",
+            f"{place} has a label that is not in dataset.classes{which(_rows(numbers.is_null(), row))}.",
+            "Complete the list.",
         )
     return np.asarray(numbers).astype(np.int64)
+
+
+def _unlabelled(place: str, rows: Iterable[int]) -> DatasetError:
+    return DatasetError("dataset_array", f"{place} has missing values{which(rows)}.", "Leave rows without a label out.")
 
 
 def _header(file: BinaryIO, where: str) -> list[str]:
     """Return the names in the first line of a CSV file, and go back to its start."""
     import csv
 
-    # A file of S3 has no lines.
-    line, _, _ = file.read(_CSV_BLOCK).partition(b"\n")
-    file.seek(0)
     try:
+        # A file of S3 has no lines.
+        line, _, _ = file.read(_CSV_BLOCK).partition(b"\n")
+        file.seek(0)
         names = next(csv.reader([line.decode("utf-8-sig").rstrip("\r")], delimiter=_delimiter(where)), [])
-    except (UnicodeDecodeError, csv.Error):
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error):
         raise _not_csv(where) from None
     if not names:
         raise DatasetError("dataset_empty", f"{where} has no examples.", "Name a dataset with examples.")
@@ -380,14 +437,14 @@ def _is_number(text: str) -> bool:
 
 
 def _delimiter(where: str) -> str:
-    return "\t" if where.lower().endswith(".tsv") else ","
+    return "\t" if where.lower().removesuffix(".gz").endswith(".tsv") else ","
 
 
-def _not_csv(where: str) -> DatasetError:
+def _not_csv(where: str, lines: Iterable[int] = ()) -> DatasetError:
     return DatasetError(
         "dataset_unreadable",
-        f"{where} is not a CSV file in UTF-8 with as many values in each line as in the first.",
-        "Write it again.",
+        f"{where} is not a CSV file in UTF-8 with as many values in each line as in the first{which(lines, 'line')}.",
+        f"Write it again.{named_by_check()}",
     )
 
 
@@ -396,25 +453,34 @@ def _text_batches(file: BinaryIO, where: str, names: list[str]) -> Iterator[Any]
     import pyarrow as pa
     import pyarrow.csv as pacsv
 
+    broken: list[int] = []
+
+    def noted(line: Any) -> str:
+        # Arrow counts the lines of a file where one thread reads it.
+        broken.extend([] if line.number is None else [line.number])
+        return "error"
+
     try:
         reader = pacsv.open_csv(
             file,
             read_options=pacsv.ReadOptions(use_threads=False, block_size=_CSV_BLOCK),
-            parse_options=pacsv.ParseOptions(delimiter=_delimiter(where), newlines_in_values=True),
+            parse_options=pacsv.ParseOptions(
+                delimiter=_delimiter(where), newlines_in_values=True, invalid_row_handler=noted
+            ),
             convert_options=pacsv.ConvertOptions(
                 column_types=dict.fromkeys(names, pa.string()), include_columns=names, strings_can_be_null=False
             ),
         )
         yield from reader
-    except (OSError, pa.ArrowException):
+    except (OSError, EOFError, zlib.error, pa.ArrowException):
         # Not the library's text: it quotes the line.
-        raise _not_csv(where) from None
+        raise _not_csv(where, broken) from None
 
 
-def _are_integers(file: BinaryIO, where: str, label: str) -> bool:
+def _are_integers(file: BinaryIO, where: str, labels: tuple[str, ...]) -> bool:
     """Return whether all labels of a file are integers, and go back to its start."""
-    batches: Iterable[Any] = _text_batches(file, where, [label])
-    found = all(_cast(_trimmed(batch.column(0)), "int64") is not None for batch in batches)
+    batches: Iterable[Any] = _text_batches(file, where, list(labels))
+    found = all(_cast(_trimmed(column), "int64") is not None for batch in batches for column in batch.columns)
     file.seek(0)
     return found
 
@@ -435,8 +501,12 @@ def _cast(array: Any, kind: str) -> Any:
         return None
 
 
-def _parsed(array: Any, place: str, integers: bool) -> NDArray[Any]:
+def _parsed(array: Any, place: str, integers: bool, row: int, allow_void: bool = False) -> NDArray[Any]:
     """Return text as int64, or as float32.
+
+    Args:
+        row: rows of the table before it, for what its owner is told.
+        allow_void: whether a missing number becomes NaN.
 
     Raises:
         DatasetError: ``dataset_array`` for a missing value, ``dataset_dtype`` for one that is no number.
@@ -446,21 +516,27 @@ def _parsed(array: Any, place: str, integers: bool) -> NDArray[Any]:
 
     text = _trimmed(array)
     # By way of float64, as the values of other files come: one text has one float32.
-    numbers = _cast(text, "int64" if integers else "float64")
+    kind = "int64" if integers else "float64"
+    numbers = _cast(text, kind)
+    missing = None if numbers is not None else pc.is_in(text, value_set=pa.array(_MISSING))
+    if numbers is None and allow_void and not integers:
+        numbers = _cast(pc.if_else(missing, "nan", text), kind)
     if numbers is not None:
         with np.errstate(all="ignore"):
             return np.asarray(numbers) if integers else np.asarray(numbers).astype(np.float32)
     whole = "whole numbers" if integers else "numbers"
-    missing = pc.is_in(text, value_set=pa.array(_MISSING))
+    wrong = which(_wrong_rows(text, kind, row))
     if pc.any(missing).as_py():
-        rest, fill = "", "Fill them with public constants."
-        if _cast(text.filter(pc.invert(missing)), "int64" if integers else "float64") is None:
+        rest, fill = "", f"Fill them with public constants, {ALLOW}."
+        if _cast(text.filter(pc.invert(missing)), kind) is None:
             # Both at once: one round mends a column.
             rest, fill = f", and others that are no {whole}", f"{fill} Store {whole} alone."
-        raise DatasetError("dataset_array", f"{place} has missing values{rest}.", fill)
-    some = any(_is_number(value) for value in text.to_pylist())
-    if some:
-        raise DatasetError("dataset_dtype", f"{place} holds {whole} and something else.", f"Store {whole} alone.")
+        raise DatasetError("dataset_array", f"{place} has missing values{rest}{wrong}.", fill)
+    some_are = any(_is_number(value) for value in text.to_pylist())
+    if some_are:
+        raise DatasetError(
+            "dataset_dtype", f"{place} holds {whole} and something else{wrong}.", f"Store {whole} alone."
+        )
     if pc.all(pc.match_substring_regex(text, _DATE)).as_py():
         raise _dates(place)
     raise DatasetError(
@@ -468,3 +544,8 @@ def _parsed(array: Any, place: str, integers: bool) -> NDArray[Any]:
         f"{place} is text.",
         f"Store it as numbers, or {_LEFT_OUT}; for a label, list its classes: dataset.classes: [one, two].",
     )
+
+
+def _wrong_rows(text: Any, kind: str, row: int) -> Iterator[int]:
+    """Yield the numbers of the rows that cannot be read as numbers; they are looked for for nobody but the owner."""
+    return (row + 1 + place for place in range(len(text)) if _cast(text.slice(place, 1), kind) is None)

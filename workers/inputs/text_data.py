@@ -5,11 +5,12 @@ text. Every text is cut or padded to T tokens, whatever its length.
 """
 
 import re
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from io import TextIOWrapper
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -19,17 +20,16 @@ from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.metrics.errors import ConfigError, DatasetError
 from raycloak.metrics.file_errors import file_error
 from raycloak.workers.inputs.datasets import Arrays
+from raycloak.workers.inputs.file_sets import require_unzipped, unzipped
 from raycloak.workers.inputs.files import parquet_table
 from raycloak.workers.inputs.hub_files import library, public_folder, quiet
-from raycloak.workers.inputs.tables import number_column
-
-PADDING = -1
-"""The id of no token."""
-IGNORED = -100
-"""The label of a token that no loss counts, as in torch."""
+from raycloak.workers.inputs.tables import label_columns
+from raycloak.workers.inputs.void import IGNORED, PADDING, named_by_check, which
 
 # Texts that are tokenised at once: bounds the memory beside the ids.
 _CHUNK = 4096
+# Of other programs; each name is of a form that a line of text would be taken from in silence.
+_OTHERS = {".csv": "a CSV file", ".json": "JSON", ".jsonl": "JSON lines", ".xlsx": "a workbook"}
 _CLASS = re.compile(r"-?[0-9]{1,9}")
 
 
@@ -99,8 +99,11 @@ class Tokenizer:
         return found
 
 
-def read_texts(file: BinaryIO, path: Path, text: str, labels: str, tokenizer: Tokenizer, length: int) -> Arrays:
-    """Return ids [N, length] and labels [N] of a ``.parquet`` table, or of a ``.tsv`` file of text, tab, class number.
+def read_texts(
+    file: BinaryIO, path: Path, text: str, labels: tuple[str, ...], tokenizer: Tokenizer, length: int
+) -> Arrays:
+    """Return ids [N, length] and labels [N] or [N, k] of a ``.parquet`` table; or of a ``.tsv`` file of text, tab,
+    class number, which gzip may have packed.
 
     Args:
         text, labels: names of the table's columns.
@@ -114,7 +117,7 @@ def read_texts(file: BinaryIO, path: Path, text: str, labels: str, tokenizer: To
     return tokenizer.rows(texts, length), classes
 
 
-def raw_texts(file: BinaryIO, path: Path, text: str, labels: str) -> list[str]:
+def raw_texts(file: BinaryIO, path: Path, text: str, labels: tuple[str, ...]) -> list[str]:
     """Return the texts of a table before they are cut; arguments and errors as :func:`read_texts`."""
     return _read(file, path, text, labels)[0]
 
@@ -131,7 +134,7 @@ def read_blocks(file: BinaryIO, path: Path, tokenizer: Tokenizer, length: int) -
     return ids, np.where(ids == PADDING, IGNORED, ids)
 
 
-def packed(item: Mapping[str, Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+def text_example(item: Mapping[str, Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return ids, with -1 where the attention mask is 0, and labels, of an example as Hugging Face writes it.
 
     Raises:
@@ -150,43 +153,67 @@ def packed(item: Mapping[str, Any]) -> tuple[NDArray[Any], NDArray[Any]]:
         raise DatasetError(
             "dataset_array",
             "an example of the dataset has token types other than 0, which have no place in its features.",
-            "Join a pair of texts into one, with the tokenizer's separator.",
+            "Join a pair of texts into one, with the tokenizer's separator. Or, for a model of your own that takes "
+            "them by name, let each example be a pair of inputs by name and a label.",
         )
     return np.where(mask != 0, ids, PADDING), np.asarray(labels)
 
 
-def _read(file: BinaryIO, path: Path, text: str, labels: str) -> tuple[list[str], NDArray[Any]]:
-    return _parquet(file, path, text, labels) if path.suffix == ".parquet" else _tsv(file, path)
+def _read(file: BinaryIO, path: Path, text: str, labels: tuple[str, ...]) -> tuple[list[str], NDArray[Any]]:
+    if path.suffix == ".parquet":
+        require_unzipped(file, str(path))
+        return _parquet(file, path, text, labels)
+    other = _OTHERS.get(PurePath(path.name.removesuffix(".gz")).suffix.lower())
+    if other is not None:
+        raise DatasetError(
+            "dataset_array",
+            f"{path} is {other}; text is read from lines of text, a tab and a class number (.tsv), or from .parquet.",
+            "Convert it, for example with pandas: DataFrame.to_parquet.",
+        )
+    if len(labels) > 1:
+        raise DatasetError(
+            "dataset_array", f"a line of {path} has one label, and {len(labels)} are named.", "Give a .parquet table."
+        )
+    return _tsv(file, path)
 
 
 def _tsv(file: BinaryIO, path: Path) -> tuple[list[str], NDArray[np.int64]]:
-    texts, classes = [], []
-    for line in _text(file, path).removesuffix("\n").split("\n"):
+    texts, classes, wrong = [], [], []
+    for number, line in enumerate(_text(file, path).removesuffix("\n").split("\n"), 1):
         text, _, label = line.removesuffix("\r").rpartition("\t")
-        if not text or not _CLASS.fullmatch(label):
-            raise DatasetError(
-                "dataset_array",
-                f"a line of {path} is not text, a tab and a class number.",
-                "Write one example a line, without a header.",
-            )
-        texts.append(text)
-        classes.append(int(label))
+        if text and _CLASS.fullmatch(label):
+            texts.append(text)
+            classes.append(int(label))
+        else:
+            wrong.append(number)
+    if wrong:
+        raise DatasetError(
+            "dataset_array",
+            f"a line of {path} is not text, a tab and a class number{which(wrong, 'line')}.",
+            f"Write one example a line, without a header.{named_by_check()}",
+        )
     return texts, np.asarray(classes, np.int64)
 
 
-def _parquet(file: BinaryIO, path: Path, text: str, labels: str) -> tuple[list[str], NDArray[Any]]:
+def _parquet(file: BinaryIO, path: Path, text: str, labels: tuple[str, ...]) -> tuple[list[str], NDArray[Any]]:
     import pyarrow as pa
 
-    table = parquet_table(file, path, tuple(dict.fromkeys((text, labels))))
+    table = parquet_table(file, path, tuple(dict.fromkeys((text, *labels))))
     column = table.column(text)
     if column.null_count or not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
+        missing = np.flatnonzero(np.asarray(column.is_null())) + 1
         raise DatasetError(
-            "dataset_array", f"{path}, column '{text}' is not all text.", "Set dataset.features to a column of text."
+            "dataset_array",
+            f"{path}, column '{text}' is not all text{which(missing.tolist()) if len(missing) else ''}.",
+            "Set dataset.features to a column of text.",
         )
-    return column.to_pylist(), number_column(table.column(labels).combine_chunks(), f"{path}, column '{labels}'")
+    return column.to_pylist(), label_columns(
+        [(table.column(name).combine_chunks(), f"{path}, column '{name}'") for name in labels]
+    )
 
 
-def _text(file: BinaryIO, path: Path) -> str:
+def _text(opened: BinaryIO, path: Path) -> str:
+    file = unzipped(opened)
     try:
         # Closing the file is up to who opened it.
         reader = TextIOWrapper(file, encoding="utf-8")
@@ -196,8 +223,11 @@ def _text(file: BinaryIO, path: Path) -> str:
             reader.detach()
     except OSError as error:
         raise file_error("dataset_unreadable", "read", path, error, DatasetError) from None
-    except UnicodeDecodeError:
-        raise DatasetError("dataset_unreadable", f"{path} is not text in UTF-8.", "Convert it.") from None
+    except (EOFError, zlib.error):
+        raise DatasetError("dataset_unreadable", f"{path} is damaged.", "Write it again.") from None
+    except UnicodeDecodeError as error:
+        place = which([error.start + 1], "byte")
+        raise DatasetError("dataset_unreadable", f"{path} is not text in UTF-8{place}.", "Convert it.") from None
 
 
 def _no_tokenizer(hf: str, why: str) -> ConfigError:

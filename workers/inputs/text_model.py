@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from raycloak.metrics.errors import ConfigError, ModelError, is_out_of_memory
 from raycloak.workers.inputs.datasets import Dataset, DatasetForm
-from raycloak.workers.inputs.text_data import IGNORED
+from raycloak.workers.inputs.void import IGNORED
 
 ATTENTION = "eager"
 """The one attention: a matmul and a softmax. `sdpa` picks its kernel by device, mask and precision."""

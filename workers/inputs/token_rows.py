@@ -4,7 +4,8 @@ Hides how Hugging Face lays rows out. `datasets` itself is not needed: its folde
 ``state.json`` gives.
 
 An example is ids [T], with -1 where the attention mask is 0 or the row has ended. Its label is a number [], or one for
-each token [T], with -100 beyond the end of the row. Rows are cut or padded to T, whatever their length.
+each token [T], with -100 beyond the end of the row. Rows are cut or padded to T, whatever their length. A model of the
+user's own may take columns by name instead: lists of integers are cut or padded too, any other column is as it is.
 """
 
 import json
@@ -18,13 +19,15 @@ from numpy.typing import NDArray
 
 from raycloak.metrics.errors import DatasetError
 from raycloak.metrics.file_errors import file_error
-from raycloak.workers.inputs.datasets import Arrays
-from raycloak.workers.inputs.file_sets import FileSet
-from raycloak.workers.inputs.tables import PARQUET_SUFFIXES, number_column
-from raycloak.workers.inputs.text_data import IGNORED, PADDING
+from raycloak.workers.inputs.datasets import Arrays, Taken
+from raycloak.workers.inputs.file_sets import FileSet, require_unzipped, written
+from raycloak.workers.inputs.named_inputs import InputSource, outlined, packed
+from raycloak.workers.inputs.tables import PARQUET_SUFFIXES, label_columns, number_column
+from raycloak.workers.inputs.void import IGNORED, PADDING
 
 _ROWS = 1024
 _STATE = "state.json"
+_LARGEST_ID = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +35,21 @@ class TokenColumns:
     """The columns of tokenised text.
 
     Attributes:
-        label: column of a class number or of one number a token; ``input_ids`` for a model that predicts tokens.
+        labels: column of a class number or of one number a token; ``input_ids`` for a model that predicts tokens.
+            Several columns make a label [k].
         length: T.
+        inputs: columns that a model takes by name, in the place of ``input_ids`` and its mask.
     """
 
-    label: str
+    labels: tuple[str, ...]
     length: int
+    inputs: tuple[InputSource, ...] = ()
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """The columns without which there is no example."""
+        features = tuple(name for each in self.inputs for name in each.features) or ("input_ids",)
+        return tuple(dict.fromkeys((*features, *self.labels)))
 
 
 def token_files(path: str, base: Path, hashed: bool) -> FileSet:
@@ -46,7 +58,7 @@ def token_files(path: str, base: Path, hashed: bool) -> FileSet:
     Raises:
         DatasetError: ``dataset_unreadable``, or ``dataset_array`` for a folder of several splits or of reordered rows.
     """
-    folder = base / path
+    folder = written(base / path)
     if "://" in path or not folder.is_dir():
         return FileSet(path, base, (*PARQUET_SUFFIXES, ".arrow"), hashed)
     if (folder / "dataset_dict.json").exists():
@@ -71,22 +83,52 @@ def token_files(path: str, base: Path, hashed: bool) -> FileSet:
     return FileSet(path, base, (".arrow",), hashed, names)
 
 
-def token_rows(files: FileSet, columns: TokenColumns) -> Iterator[Arrays]:
-    """Yield ids [n, T], int32, and labels [n] or [n, T], in chunks.
+def token_rows(files: FileSet, columns: TokenColumns, taken: Taken) -> Iterator[Arrays]:
+    """Yield ids [n, T], int32, or inputs by name, packed; and labels [n, ...]; in chunks.
+
+    Args:
+        taken: gets what is read of the files.
 
     Raises:
         DatasetError: ``dataset_unreadable``, ``dataset_array`` or ``dataset_dtype``.
+        ConfigError: ``vocabulary``, as `raycloak.workers.inputs.named_inputs.outlined`.
     """
     for where, row_batch in _batches(files, columns):
+        taken.features = tuple(name for name in row_batch.schema.names if name not in columns.labels)
         found = dict(zip(row_batch.schema.names, row_batch.columns, strict=True))
-        lengths, ids = _padded(found["input_ids"], f"{where}, column 'input_ids'", columns.length, PADDING)
-        mask = found.get("attention_mask")
-        if mask is not None:
-            others, seen = _padded(mask, f"{where}, column 'attention_mask'", columns.length, 0)
-            _require_equal(lengths, others, f"{where}, column 'attention_mask'")
-            ids = np.where(seen != 0, ids, PADDING)
-        _require_one_text(found.get("token_type_ids"), where)
-        yield ids.astype(np.int32), _labels(found[columns.label], ids, lengths, columns, where)
+        features = _named(found, columns, where, taken) if columns.inputs else _ids(found, columns, where)
+        yield features, _labels(found, features, columns, where)
+
+
+def _ids(found: dict[str, Any], columns: TokenColumns, where: str) -> NDArray[np.int32]:
+    """Return the ids that the attention mask shows."""
+    place = f"{where}, column 'input_ids'"
+    lengths, ids = _padded(found["input_ids"], place, columns.length, PADDING)
+    if ids.size and ids.max() > _LARGEST_ID:
+        raise DatasetError("dataset_array", f"{place} has an id beyond any vocabulary.", "Store tokenised text.")
+    mask = found.get("attention_mask")
+    if mask is not None:
+        others, seen = _padded(mask, f"{where}, column 'attention_mask'", columns.length, 0)
+        _require_equal(lengths, others, f"{where}, column 'attention_mask'")
+        ids = np.where(seen != 0, ids, PADDING)
+    _require_one_text(found.get("token_type_ids"), where)
+    return ids.astype(np.int32)
+
+
+def _named(found: dict[str, Any], columns: TokenColumns, where: str, taken: Taken) -> NDArray[np.int64]:
+    """Return the inputs by name, packed."""
+    parts = {}
+    for each in columns.inputs:
+        (name,) = each.features
+        place, array = f"{where}, column '{name}'", found[name]
+        if _is_list(array) and _holds_integers(array):
+            values = _padded(array, place, columns.length, each.padding)[1]
+        else:
+            values = number_column(array, place)
+        with np.errstate(all="ignore"):
+            parts[each.name] = values.astype(np.float32 if each.vocabulary is None else np.int64)
+    taken.inputs = taken.inputs or outlined(parts, {each.name: each.vocabulary for each in columns.inputs}, where)
+    return packed(parts, taken.inputs)
 
 
 def row_lengths(files: FileSet, columns: TokenColumns) -> NDArray[np.int64]:
@@ -98,16 +140,17 @@ def row_lengths(files: FileSet, columns: TokenColumns) -> NDArray[np.int64]:
     return np.concatenate([np.empty(0, np.int64), *found])
 
 
-def _labels(
-    column: Any, ids: NDArray[np.int64], lengths: NDArray[np.int64], columns: TokenColumns, where: str
-) -> NDArray[Any]:
-    place = f"{where}, column '{columns.label}'"
-    if columns.label == "input_ids":
-        return np.where(ids == PADDING, IGNORED, ids)
-    if not _is_list(column):
-        return number_column(column, place)
-    others, labels = _padded(column, place, columns.length, IGNORED)
-    _require_equal(lengths, others, place)
+def _labels(found: dict[str, Any], features: NDArray[Any], columns: TokenColumns, where: str) -> NDArray[Any]:
+    label, *more = columns.labels
+    if label == "input_ids" and not columns.inputs:
+        return np.where(features == PADDING, IGNORED, features)
+    if more or not _is_list(found[label]):
+        return label_columns([(found[name], f"{where}, column '{name}'") for name in columns.labels])
+    place = f"{where}, column '{label}'"
+    lengths, labels = _padded(found[label], place, columns.length, IGNORED)
+    if "input_ids" in found:
+        others, _ = _padded(found["input_ids"], f"{where}, column 'input_ids'", 0, PADDING)
+        _require_equal(lengths, others, place)
     return labels
 
 
@@ -118,6 +161,7 @@ def _batches(files: FileSet, columns: TokenColumns) -> Iterator[tuple[str, Any]]
     import pyarrow.parquet as pq
 
     for where, file in files.opened():
+        require_unzipped(file, where)
         try:
             if where.lower().endswith(".arrow"):
                 reader = ipc.open_stream(file)
@@ -137,14 +181,15 @@ def _batches(files: FileSet, columns: TokenColumns) -> Iterator[tuple[str, Any]]
 
 
 def _wanted(present: list[str], columns: TokenColumns, where: str) -> list[str]:
-    missing = next((name for name in ("input_ids", columns.label) if name not in present), None)
+    missing = next((name for name in columns.needed if name not in present), None)
     if missing is not None:
         raise DatasetError(
             "dataset_array",
             f"{where} has no column '{missing}'; it has {', '.join(present)}.",
             "Tokenise first, and set dataset.labels; a model that predicts tokens has labels: input_ids.",
         )
-    wanted = ("input_ids", "attention_mask", "token_type_ids", columns.label)
+    beside = () if columns.inputs else ("attention_mask", "token_type_ids")
+    wanted = (*columns.needed[:1], *beside, *columns.needed[1:])
     return [name for name in dict.fromkeys(wanted) if name in present]
 
 
@@ -155,16 +200,22 @@ def _is_list(array: Any) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
+def _holds_integers(array: Any) -> bool:
+    import pyarrow as pa
+
+    kind = array.type.value_type
+    return bool(pa.types.is_integer(kind) or pa.types.is_boolean(kind))
+
+
 def _padded(array: Any, place: str, length: int, padding: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the length of each row, and the rows [n, length], cut or padded.
 
     Raises:
         DatasetError: ``dataset_dtype`` unless rows are lists of integers, ``dataset_array`` for missing ones.
     """
-    import pyarrow as pa
     import pyarrow.compute as pc
 
-    if not _is_list(array) or not pa.types.is_integer(array.type.value_type):
+    if not _is_list(array) or not _holds_integers(array):
         raise DatasetError(
             "dataset_dtype", f"{place} is {array.type} and no list of integers.", "Store tokenised text."
         )
@@ -192,5 +243,6 @@ def _require_one_text(types: Any, where: str) -> None:
         raise DatasetError(
             "dataset_array",
             f"{where} has token types other than 0, which have no place in an example.",
-            "Join a pair of texts into one, with the tokenizer's separator.",
+            "Join a pair of texts into one, with the tokenizer's separator; or name the columns in dataset.inputs, for "
+            "a model of your own that takes them by name.",
         )

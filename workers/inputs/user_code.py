@@ -18,7 +18,7 @@ import inspect
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib import metadata
@@ -156,13 +156,19 @@ def source_place(target: str, base: Path | str) -> str:
     return os.path.realpath(local) if local else ""
 
 
-def _files_digest(start: Path, base: Path) -> bytes:
-    """Return a SHA-256 over names and content of ``start`` and of all files of ``base`` that it leads to by imports."""
+def _reached(start: Path, base: Path) -> set[Path]:
+    """Return ``start`` and all files of ``base`` that it leads to by imports."""
     found, waiting = {start}, [start]
     while waiting:
         for path in _local_imports(waiting.pop(), base) - found:
             found.add(path)
             waiting.append(path)
+    return found
+
+
+def _files_digest(start: Path, base: Path) -> bytes:
+    """Return a SHA-256 over names and content of :func:`_reached` files."""
+    found = _reached(start, base)
     # Sorted and relative, so that the digest depends neither on the order of a set nor on the folder.
     named = sorted((os.path.relpath(path, start.parent), path.read_bytes()) for path in found)
     return digest(length_prefixed("raycloak/source/v1", *(field for pair in named for field in pair)))
@@ -267,6 +273,11 @@ def _named_digest(root: Path, files: list[Path]) -> bytes:
 
 def _local_imports(path: Path, base: Path) -> set[Path]:
     """Return the files of ``base`` that the import statements in ``path`` name, with the packages they lie in."""
+    return {file for name in _imports(path, base) if (file := _local_file(name, base)) is not None}
+
+
+def _imports(path: Path, base: Path) -> set[str]:
+    """Return the modules that the import statements in ``path`` may mean, with the packages they lie in."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
@@ -276,8 +287,7 @@ def _local_imports(path: Path, base: Path) -> set[Path]:
             stem = ".".join([*package, *([node.module] if node.module else [])])
             names |= {stem, *(f"{stem}.{alias.name}".lstrip(".") for alias in node.names)}
     parts = [name.split(".") for name in names if name]
-    prefixes = {".".join(part[: length + 1]) for part in parts for length in range(len(part))}
-    return {file for prefix in prefixes if (file := _local_file(prefix, base)) is not None}
+    return {".".join(part[: length + 1]) for part in parts for length in range(len(part))}
 
 
 def _package_of(path: Path, base: Path, level: int) -> list[str]:
@@ -303,6 +313,46 @@ def _local_file(module: str, base: Path | str) -> Path | None:
     return next((path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()), None)
 
 
+def absent_import(error: BaseException, target: str, base: Path | str) -> ConfigError | None:
+    """Return the refusal of code that imports a module which is not there; None for any other failure.
+
+    Guarantee: names a module only if an import statement in the code itself does. Any other text of an exception may
+    hold private data.
+    """
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    start = _local_file(_split(target)[0] if ":" in target else target, base)
+    if name is None or start is None:
+        return None
+    folder = Path(base).resolve()
+    try:
+        stated = set().union(*(_imports(path, folder) for path in _reached(start, folder)))
+    except (OSError, SyntaxError):
+        return None
+    return not_importable(target, name) if name in stated else None
+
+
+def not_importable(target: str, name: str) -> ConfigError:
+    """Return the refusal of code that needs a module which this process cannot import."""
+    return ConfigError(
+        "module_function",
+        f"{target} imports '{name}', and there is no such module in this process.",
+        "Install it on every node, put it beside the config file, or name its folder in PYTHONPATH before Ray starts.",
+    )
+
+
+def own_folders() -> tuple[str, ...]:
+    """Return the folders that this process finds modules in beside the installed ones, as a notebook adds them."""
+    installed = [Path(path).resolve() for path in sysconfig.get_paths().values()]
+    folders = (Path(entry).resolve() for entry in sys.path)
+    own = (each for each in folders if each.is_dir() and not any(each.is_relative_to(path) for path in installed))
+    return tuple(dict.fromkeys(str(each) for each in own))
+
+
+def find_in(folders: Iterable[str]) -> None:
+    """Let this process find modules in ``folders`` as well, after all others: so none of them is shadowed."""
+    sys.path.extend(folder for folder in folders if folder not in sys.path and Path(folder).is_dir())
+
+
 def _load(name: str, base: Path | str) -> ModuleType:
     path = _local_file(name, base)
     try:
@@ -310,7 +360,7 @@ def _load(name: str, base: Path | str) -> ModuleType:
     except ModuleNotFoundError as error:
         if path is None and error.name is not None and (name + ".").startswith(error.name + "."):
             raise _absent(name, base) from None
-        raise _failed(name, error) from told(error)
+        raise absent_import(error, name, base) or _failed(name, error) from told(error)
     except Exception as error:  # noqa: BLE001 - only its type is told: its text may hold private data
         raise _failed(name, error) from told(error)
 

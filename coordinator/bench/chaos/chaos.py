@@ -85,7 +85,7 @@ def bench_chaos(
     with tempfile.TemporaryDirectory(prefix="raycloak-chaos-", ignore_cleanup_errors=True) as folder:
         site, secret = _new_site(Path(folder) / "site"), Path(folder) / "secret.hex"
         secret.touch(mode=0o600)
-        secret.write_text(secrets.token_hex(32))
+        secret.write_text(secrets.token_hex(32), encoding="utf-8")
         task = ChildTask(path.resolve(), (*overrides, *FORCED), secret)
         with ChaosCluster(config.num_workers) as cluster:
             notice("the cluster is there; the disturbed run starts")

@@ -219,7 +219,7 @@ class ChildRun:
             env=self._environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
             timeout=VERIFY_S,
             check=False,
         )
@@ -236,7 +236,7 @@ class ChildRun:
 
     def last_words(self) -> str:
         """Return the last line that the drivers wrote."""
-        lines = self._log.read_text(errors="replace").strip().splitlines()
+        lines = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return lines[-1] if lines else "it said nothing"
 
     @property

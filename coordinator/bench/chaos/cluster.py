@@ -36,7 +36,7 @@ class ChaosCluster:
             folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="raycloak-chaos-"))
             token = Path(folder) / "auth_token"
             token.touch(mode=0o600)
-            token.write_text(secrets.token_hex(32))
+            token.write_text(secrets.token_hex(32), encoding="utf-8")
             raylets = self._stack.enter_context(Raylets(_environment(token)))
             self._raylets = raylets
             self._nodes = [self._add() for _ in range(NODES)]

@@ -96,7 +96,7 @@ class Raylets:
             env={**os.environ, **self.environment, **HEALTH_CHECKS},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
             start_new_session=True,
         )
         self._child = child

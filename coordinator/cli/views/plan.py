@@ -68,6 +68,7 @@ def plan_rows(plan: "Plan") -> list[tuple[str, str]]:
         *(("parameter group", group) for group in plan.groups),
         ("masked bytes", f"{size_text(plan.bytes_per_step)} per step"),
         *([("masks", plan.masks.text)] if plan.masks else []),
+        *([("features", plan.features)] if plan.features else []),
         ("data", sealed_text(plan.data_sealed, mechanism.max_participations is not None)),
         *check_row(plan.data_check, mechanism.max_participations is not None),
         *([("evaluation data", evaluation_text(plan.evaluation_data))] if plan.evaluation_data else []),

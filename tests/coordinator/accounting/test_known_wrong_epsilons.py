@@ -179,7 +179,7 @@ def test_targets_are_met_and_a_given_noise_multiplier_is_kept():
 def test_a_privacy_field_that_nobody_reads_is_refused(field: str):
     with pytest.raises(ConfigError, match=field):
         parse_config({"expected_batch_size": 1.0, "dp_config": {"target_epsilon": 1.0, field: 1}})
-    with pytest.raises(ValidationError):
+    with pytest.raises(ConfigError, match=field):
         DPConfig(target_epsilon=1.0, **{field: False})
 
 

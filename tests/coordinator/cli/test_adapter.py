@@ -16,7 +16,8 @@ from raycloak.coordinator.adapter.settings import AdapterSettings
 from raycloak.coordinator.cli.app import app
 from raycloak.coordinator.cli.views.plan import adapter_cover, adapter_rows
 from raycloak.coordinator.config import home
-from raycloak.coordinator.config.run import parse_config, validated
+from raycloak.coordinator.config.run import parse_config
+from raycloak.coordinator.config.section import validated
 from raycloak.coordinator.runs.demo import demo_config
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.encrypted import parameters

@@ -2,7 +2,6 @@
 
 import json
 
-import pydantic
 import pytest
 
 import raycloak
@@ -89,9 +88,13 @@ def test_what_is_no_object_is_refused():
             parse_training_config(raw)
 
 
-def test_a_wrong_configuration_in_python_is_pydantics():
-    with pytest.raises(pydantic.ValidationError, match="num_workers"):
+def test_a_wrong_configuration_in_python_is_refused_as_the_service_refuses_it():
+    with pytest.raises(raycloak.ServiceValidationError, match="num_workers") as caught:
         raycloak.TrainingConfig(**CONFIG, num_workers=3)
+    with pytest.raises(raycloak.ServiceValidationError) as parsed:
+        parse_training_config({**CONFIG, "num_workers": 3})
+    assert (caught.value.message, caught.value.field) == (parsed.value.message, parsed.value.field)
+    assert caught.value.__suppress_context__
 
 
 def test_a_mapping_that_is_wrong_never_leaves(memory_service, service):

@@ -31,7 +31,7 @@ from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_mea
 from raycloak.attestation.tdx.rules import RTMRS
 from raycloak.coordinator.cli import app
 from raycloak.coordinator.config import home
-from raycloak.coordinator.config.run import validated
+from raycloak.coordinator.config.section import validated
 from raycloak.coordinator.evidence.sources import LocalPlatform
 from raycloak.coordinator.evidence.standalone_service import ServiceConfig, load_service, start_service
 from raycloak.metrics.errors import ConfigError, DatasetError, EvidenceError, RefusedError

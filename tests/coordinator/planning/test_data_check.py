@@ -21,17 +21,24 @@ CLEAN = {
     "feature_dtype": "float32",
     "label_shape": (),
     "label_dtype": "int64",
+    "features": ("images",),
+    "left_out": (),
     "not_finite": 0,
+    "not_finite_shown": (),
+    "not_finite_columns": (),
     "label_range": (0, 2),
     "classes": 3,
     "labels_outside": 0,
+    "labels_outside_shown": (),
     "vocabulary": None,
     "ids_outside": 0,
+    "ids_outside_shown": (),
     "duplicates": 0,
     "evaluation_overlap": None,
     "constant_features": 0,
     "constant_shown": (),
     "cut": None,
+    "allow_void": False,
 }
 
 
@@ -76,7 +83,7 @@ def test_values_that_are_not_finite_are_counted_by_example(base: Path):
     features, labels = examples()
     features[3, :2], features[59, 3] = np.nan, np.inf
     found = report(base, features, labels)
-    assert found == replace(DataReport(**CLEAN), not_finite=2)
+    assert found == replace(DataReport(**CLEAN), not_finite=2, not_finite_shown=(4, 60))
     assert "with a value that is NaN or infinite: 2." in found.problems[0]
     targets = np.where(np.arange(60) == 7, np.nan, 1.5)
     found = report(base, examples()[0], targets, loss="mse")

@@ -17,7 +17,7 @@ from raycloak.attestation.service.key_service import fetch_halves
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
 from raycloak.coordinator.cli.views.plan import plan_rows
 from raycloak.coordinator.config import home
-from raycloak.coordinator.config.run import validated
+from raycloak.coordinator.config.section import validated
 from raycloak.coordinator.evidence.sources import LocalPlatform
 from raycloak.coordinator.evidence.standalone_service import ServiceConfig
 from raycloak.coordinator.report.words import keys_rows, verdict_rows

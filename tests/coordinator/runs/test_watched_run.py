@@ -21,7 +21,7 @@ from raycloak.attestation.service.client import EvidenceClient
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
 from raycloak.coordinator.checkpoints.archive import Archive
 from raycloak.coordinator.config import home as places
-from raycloak.coordinator.config.run import validated
+from raycloak.coordinator.config.section import validated
 from raycloak.coordinator.config.sections import CheckpointConfig
 from raycloak.coordinator.evidence.sources import LocalPlatform
 from raycloak.coordinator.evidence.standalone_service import ServiceConfig, start_service

@@ -10,7 +10,7 @@ import pytest
 
 from raycloak.attestation.service.connections import ConnectionGuard
 from raycloak.coordinator.client import service_pb2 as wire
-from raycloak.coordinator.config.run import validated
+from raycloak.coordinator.config.section import validated
 from raycloak.coordinator.service import server as server_module
 from raycloak.coordinator.service.driver import PacedRun, Reports
 from raycloak.coordinator.service.limits import ANSWER_BYTES, LIST_BYTES

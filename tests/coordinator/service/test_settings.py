@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from raycloak.coordinator.config.run import validated
+from raycloak.coordinator.config.section import validated
 from raycloak.coordinator.service.limits import Slots
 from raycloak.coordinator.service.settings import ServiceSettings, load_settings
 from raycloak.metrics.errors import ConfigError

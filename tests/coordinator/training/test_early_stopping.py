@@ -102,7 +102,7 @@ def test_an_execution_does_not_start_without_a_result_that_earlier_ones_saw() ->
                 "early_stopping": {"metric": "measured_evaluation_accuracy"},
                 "measurements": {"evaluation": {"noise_multiplier": 20}},
             },
-            "has an accuracy under cross_entropy alone",
+            "has no accuracy under mse",
         ),
         ({"early_stopping": {"metric": "loss"}}, "early_stopping.metric"),
     ],

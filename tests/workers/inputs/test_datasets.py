@@ -14,7 +14,8 @@ from torch.utils.data import TensorDataset
 
 from raycloak.metrics.errors import ConfigError, DatasetError
 from raycloak.workers.inputs.datasets import ArrayDataset, Dataset, SteadyDataset, dataset_form, slice_digest, slice_ids
-from raycloak.workers.inputs.descriptor import DatasetDescriptor, export_in_memory
+from raycloak.workers.inputs.descriptor import DatasetDescriptor
+from raycloak.workers.inputs.in_memory import export_in_memory
 
 IMAGES = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
 LABELS = np.array([2, 0, 1], dtype=np.uint8)
@@ -119,7 +120,7 @@ def test_a_parquet_file_that_is_empty_or_none_is_refused(tmp_path: Path) -> None
         ({"images": np.array([None, {}], dtype=object), "labels": LABELS[:2]}, "dataset_dtype"),
         ({"images": IMAGES, "labels": np.array(["a", "b", "c"])}, "dataset_dtype"),
         ({"images": IMAGES.astype(np.complex64), "labels": LABELS}, "dataset_dtype"),
-        ({"images": IMAGES, "labels": LABELS.reshape(3, 1, 1)}, "dataset_array"),
+        ({"images": IMAGES, "labels": LABELS[0]}, "dataset_array"),
     ],
 )
 def test_arrays_that_cannot_be_examples_are_refused(arrays: dict[str, np.ndarray], code: str, tmp_path: Path) -> None:

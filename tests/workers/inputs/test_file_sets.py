@@ -12,10 +12,12 @@ import pytest
 from raycloak.attestation.core.data_marks import DataMarks, Likeness, likeness
 from raycloak.metrics.errors import DatasetError
 from raycloak.workers.inputs import file_sets
+from raycloak.workers.inputs.columns import Columns
+from raycloak.workers.inputs.datasets import Taken
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.inputs.file_sets import CommittedFile, FileSet, content_digest
 from raycloak.workers.inputs.fingerprint import data_marks
-from raycloak.workers.inputs.tables import Columns, csv_rows, parquet_rows
+from raycloak.workers.inputs.tables import csv_rows, parquet_rows
 
 
 @pytest.fixture
@@ -82,8 +84,9 @@ def test_a_file_that_is_rewritten_between_its_digest_and_its_reading_is_refused(
                 yield found
 
         files.opened = after_rewriting  # type: ignore[method-assign]
-        columns = Columns((), "labels")
-        rows = parquet_rows(files, columns, None) if suffix == "parquet" else csv_rows(files, columns, None)
+        columns = Columns((), ("labels",))
+        read = parquet_rows if suffix == "parquet" else csv_rows
+        rows = read(files, columns, Taken())
         if code is None:
             assert sum(len(features) for features, _ in rows) == 30
             assert files.digest() == stated

@@ -14,9 +14,10 @@ from raycloak.attestation.core.keys import Secret
 from raycloak.metrics.errors import ConfigError, DatasetError
 from raycloak.workers.inputs import example_codes
 from raycloak.workers.inputs.datasets import ArrayDataset
-from raycloak.workers.inputs.descriptor import AuditedExamples, DatasetDescriptor, export_in_memory
+from raycloak.workers.inputs.descriptor import AuditedExamples, DatasetDescriptor
 from raycloak.workers.inputs.example_codes import example_marks
 from raycloak.workers.inputs.fingerprint import data_marks
+from raycloak.workers.inputs.in_memory import export_in_memory
 
 KEY = "0f" * 32
 SECRET = Secret(bytes.fromhex(KEY))

@@ -12,8 +12,9 @@ import pytest
 
 from raycloak.metrics.errors import DatasetError
 from raycloak.workers.inputs.datasets import dataset_form
-from raycloak.workers.inputs.descriptor import DatasetDescriptor, export_in_memory
+from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.inputs.fingerprint import data_marks
+from raycloak.workers.inputs.in_memory import export_in_memory
 from tests.tiny_text import write_tokenizer
 
 ROWS = {

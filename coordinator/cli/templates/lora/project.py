@@ -19,8 +19,10 @@ def prepare() -> None:
     """Write text and decoder. Delete this once you have a text of your own and a pretrained model."""
     documented = [getattr(np, name) for name in sorted(dir(np)) if not name.startswith("_")]
     texts = [(inspect.getdoc(each) or "")[:600] for each in documented if callable(each)]
-    (FOLDER / "public.txt").write_text("\n\n".join(texts[::10]))
-    (FOLDER / "train.txt").write_text("\n\n".join(text for number, text in enumerate(texts) if number % 10))
+    (FOLDER / "public.txt").write_text("\n\n".join(texts[::10]), encoding="utf-8")
+    (FOLDER / "train.txt").write_text(
+        "\n\n".join(text for number, text in enumerate(texts) if number % 10), encoding="utf-8"
+    )
     _write_decoder(texts)
 
 

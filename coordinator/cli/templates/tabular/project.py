@@ -57,7 +57,7 @@ def prepare() -> None:
     public = rows[::5]
     private = [row for index, row in enumerate(rows) if index % 5]
     for name, part in (("train", private), ("public", public)):
-        with (folder / f"{name}.csv").open("w", newline="") as file:
+        with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([[*COLUMNS, "diagnosis"], *part])
 
 

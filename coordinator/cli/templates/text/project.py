@@ -23,7 +23,7 @@ def prepare() -> None:
     examples = [(text, label) for label, modules in enumerate(libraries) for text in _sentences(modules)]
     for name, kept in (("public", 0), ("train", 1)):
         rows = [f"{text}\t{label}\n" for number, (text, label) in enumerate(examples) if min(1, number % 5) == kept]
-        (FOLDER / f"{name}.tsv").write_text("".join(rows))
+        (FOLDER / f"{name}.tsv").write_text("".join(rows), encoding="utf-8")
     _write_encoder([text for text, _ in examples])
 
 

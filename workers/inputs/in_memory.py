@@ -1,0 +1,189 @@
+"""A dataset in memory, as a Trainer is given it: written for local workers, so that no object store has an example.
+
+Hides which forms an example may have: a pair, features by name, tensors of any float, or what tokenizers give.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raycloak.metrics.errors import DatasetError
+from raycloak.workers.inputs.datasets import ArrayDataset, Taken, check_arrays
+from raycloak.workers.inputs.descriptor import DatasetDescriptor, void_check
+from raycloak.workers.inputs.named_inputs import InputSource, outlined, packed
+from raycloak.workers.inputs.rows import checked
+from raycloak.workers.inputs.text_data import text_example
+from raycloak.workers.inputs.user_code import own_words
+
+# Of an example as Hugging Face writes it: its label, and all that makes features of ids.
+_LABEL_KEYS = {"labels", "label"}
+_TEXT_KEYS = _LABEL_KEYS | {"input_ids", "attention_mask", "token_type_ids"}
+# Of the array of an input in the file, where labels have a name too.
+_PREFIX = "input."
+
+
+def export_in_memory(dataset: Any, path: Path) -> DatasetDescriptor:
+    """Write a map-style PyTorch dataset to an npz file of mode 0600 that local workers open.
+
+    The examples pass through this process, so it must be trusted with them; they never enter an object store. An
+    existing file is replaced as a whole.
+
+    Args:
+        dataset: has ``__len__`` and ``__getitem__``. An example is a pair (x, y), tensors, arrays or numbers of one
+            shape each; or a mapping with ``input_ids``, ``attention_mask`` and ``labels``. For a model that takes
+            several inputs by name, x is a mapping of names to them, or the example is one that has ``labels`` as well
+            and no ``input_ids``.
+            Where an input is integer, an attribute ``vocabulary`` says how many ids there are, a number or one by name;
+            a text model says it too. An attribute ``allow_void`` is `DatasetDescriptor.allow_void`.
+        path: absolute path of the file to write.
+
+    Raises:
+        DatasetError: ``dataset_array`` if it is not map-style or shapes differ between examples, ``dataset_empty``,
+            ``dataset_dtype``, ``dataset_function`` if an example cannot be had, ``dataset_void``.
+        ConfigError: ``vocabulary``, as `raycloak.workers.inputs.named_inputs.outlined`.
+    """
+    _require_map_style(dataset)
+    if len(dataset) == 0:
+        raise DatasetError("dataset_empty", "the dataset has no examples.", "Name a dataset with examples.")
+    parts, labels = _stacked(dataset)
+    vocabulary, allow_void = getattr(dataset, "vocabulary", None), bool(getattr(dataset, "allow_void", False))
+    described = DatasetDescriptor(kind="memory", path=str(path), features=("features",), allow_void=allow_void)
+    taken, features = Taken(), parts.get("")
+    if features is not None:
+        described, arrays = described.model_copy(update={"vocabulary": vocabulary}), {"features": features}
+    else:
+        known = vocabulary if isinstance(vocabulary, Mapping) else {}
+        typed = {name: _typed(part, labels, name) for name, part in parts.items()}
+        taken.inputs = outlined(typed, known, "the dataset")
+        features, arrays = packed(typed, taken.inputs), {_PREFIX + name: part for name, part in typed.items()}
+        sources = tuple(
+            InputSource(name=each.name, features=(_PREFIX + each.name,), vocabulary=each.vocabulary)
+            for each in taken.inputs
+        )
+        described = described.model_copy(update={"features": (), "inputs": sources})
+    # Here, where the caller sees it, and not in each worker.
+    checked(ArrayDataset(features, labels), void_check(described, "the dataset", taken))
+    # The mode is given when the file is created: at no moment can others open it.
+    partial = path.with_name(path.name + ".partial")
+    partial.unlink(missing_ok=True)
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        np.savez(file, allow_pickle=False, labels=labels, **arrays)
+    partial.replace(path)
+    return described
+
+
+def _typed(part: NDArray[Any], labels: NDArray[Any], name: str) -> NDArray[Any]:
+    """Return an input of all examples as float32, or integers as int64."""
+    check_arrays(part, labels, f"the dataset, input '{name}'")
+    with np.errstate(all="ignore"):
+        return part.astype(np.float32 if part.dtype.kind == "f" else np.int64)
+
+
+def _require_map_style(dataset: Any) -> None:
+    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+        return
+    remedy = "Give it __len__ and __getitem__."
+    if hasattr(dataset, "dataset") and hasattr(dataset, "batch_size"):
+        remedy = "Give the dataset itself, loader.dataset: a run draws its own batches, at random."
+    raise DatasetError("dataset_array", f"a {type(dataset).__name__} is not a map-style dataset.", remedy)
+
+
+def _stacked(dataset: Any) -> tuple[dict[str, NDArray[Any]], NDArray[Any]]:
+    """Return the features of all examples by the name of the input, which is empty for features without, and labels."""
+    examples = [_example(item) for item in _items(dataset)]
+    names = examples[0][0].keys()
+    if any(parts.keys() != names for parts, _ in examples):
+        raise DatasetError(
+            "dataset_array", "the dataset's examples do not all have the same inputs.", "Give each of them all inputs."
+        )
+    try:
+        found = {name: np.stack([parts[name] for parts, _ in examples]) for name in names}
+        return found, np.stack([label for _, label in examples])
+    except ValueError:
+        raise DatasetError(
+            "dataset_array",
+            "the dataset's examples do not all have one shape.",
+            "Pad or crop them to one public shape.",
+        ) from None
+
+
+def _items(dataset: Any) -> Iterator[Any]:
+    # By index: a map-style dataset need not raise the IndexError that ends a plain iteration.
+    for index in range(len(dataset)):
+        try:
+            yield dataset[index]
+        except Exception as error:
+            # The caller holds the examples, so it may see what its own code says of one.
+            raise DatasetError(
+                "dataset_function", f"example {index} of the dataset fails with {own_words(error)}", "Mend it."
+            ) from error
+
+
+def _example(item: Any) -> tuple[dict[str, NDArray[Any]], NDArray[Any]]:
+    """Return the features of an example by name, and its label."""
+    features: Any
+    if _is_text(item):
+        given = {key: item[key] for key in item.keys() & _TEXT_KEYS if item[key] is not None}
+        ids, labels = text_example({key: _plain(each) for key, each in given.items()})
+        return {"": ids}, labels
+    if isinstance(item, Mapping):
+        features, label = {key: each for key, each in item.items() if key not in _LABEL_KEYS}, _label_of(item)
+    elif isinstance(item, tuple | list) and len(item) == 2:
+        features, label = item
+    else:
+        raise DatasetError(
+            "dataset_array",
+            "an example of the dataset is not a pair.",
+            "Let each be (features, label), with features by name if the model takes several, or a mapping as "
+            "tokenizers of Hugging Face give it.",
+        )
+    if not isinstance(features, Mapping):
+        return {"": _plain(features)}, _plain(label)
+    return {str(key): _plain(each) for key, each in features.items()}, _plain(label)
+
+
+def _is_text(item: Any) -> bool:
+    return isinstance(item, Mapping) and "input_ids" in item
+
+
+def unused_keys(dataset: Any) -> tuple[str, ...]:
+    """Return the keys of a tokenised example that are no part of it, such as its text; of the first example."""
+    item = dataset[0]
+    return tuple(sorted(map(str, item.keys() - _TEXT_KEYS))) if _is_text(item) else ()
+
+
+def _label_of(item: Mapping[Any, Any]) -> Any:
+    label = item.get("labels", item.get("label"))
+    if label is None or len(item) < 2:
+        raise DatasetError(
+            "dataset_array",
+            "an example of the dataset has no labels, or nothing beside them.",
+            "Let each be a pair (features, label), or a mapping with labels and what the model takes by name.",
+        )
+    return label
+
+
+def _plain(value: Any) -> NDArray[Any]:
+    """Return a tensor, an array or a number as an array; a float of a type that NumPy does not have as float32.
+
+    Raises:
+        DatasetError: ``dataset_dtype`` for a tensor without plain elements, such as a sparse one.
+    """
+    if not hasattr(value, "detach"):
+        return np.asarray(value)
+    tensor = value.detach().cpu()
+    try:
+        try:
+            return np.asarray(tensor.numpy())
+        except TypeError:
+            return np.asarray(tensor.float().numpy())
+    except (TypeError, RuntimeError):
+        raise DatasetError(
+            "dataset_dtype",
+            f"an example of the dataset is a tensor of {tensor.dtype}, {tensor.layout}, which has no plain numbers.",
+            "Give a dense tensor of numbers: to_dense() or float().",
+        ) from None
