@@ -38,9 +38,9 @@ def require_memory(most_bytes: int, memory_bytes: int | None, remedy: str = REME
 
 def process_memory(root: Path = Path("/")) -> int:
     """Return the bytes that this process may have: those of the machine, or of the narrowest of its control groups."""
-    lines = (root / "proc/meminfo").read_text().splitlines()
+    lines = (root / "proc/meminfo").read_text(encoding="utf-8").splitlines()
     found = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemTotal:")]
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
+    for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
             found += _limits(root / "sys/fs/cgroup", path, "memory.max")
@@ -60,7 +60,7 @@ def _limits(mount: Path, path: str, name: str) -> list[int]:
     found = []
     for folder in (inner, *inner.parents):
         if folder.is_relative_to(mount) and (folder / name).is_file():
-            text = (folder / name).read_text().strip()
+            text = (folder / name).read_text(encoding="utf-8").strip()
             if text.isdigit() and int(text) < _UNLIMITED:
                 found.append(int(text))
     return found

@@ -123,8 +123,11 @@ def _meant(section: type[Section], unknown: str) -> str:
     near = [beside[name] for name in get_close_matches(last, beside, n=1, cutoff=0.7)]
     contained = [name for short, name in beside.items() if last in short.split("_") or short in last.split("_")]
     for found in (usual, near, elsewhere, contained):
-        if len(found) == 1:
-            return f"; did you mean {found[0]}?"
+        # Of several, the one beside it is meant, or else the one of the whole and not of a part.
+        own = [name for name in found if name.rpartition(".")[0] == kept]
+        least = min((name.count(".") for name in found), default=0)
+        if len(meant := own or [name for name in found if name.count(".") == least]) == 1:
+            return f"; did you mean {meant[0]}?"
     return f"; {parent} has {', '.join(beside)}" if parent and beside else ""
 
 

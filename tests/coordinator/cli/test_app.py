@@ -50,7 +50,9 @@ class FakeTrainer:
     outcome = None
     log = None
 
-    def __init__(self, config, *, config_dir, run_secret, resume, progress, phase, notice, handle_signals):
+    def __init__(
+        self, config, *, config_dir, run_secret, resume, progress, phase, notice, handle_signals, small_epsilon
+    ):
         FakeTrainer.made = types.SimpleNamespace(
             config=config, config_dir=config_dir, run_secret=run_secret, resume=resume
         )

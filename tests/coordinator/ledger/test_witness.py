@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from raycloak.attestation.core.keys import IdentityKey
 from raycloak.coordinator.config.sections import LedgerConfig
@@ -281,7 +280,7 @@ def test_guarantee_a_witness_is_named_by_an_absolute_path_alone(path: Path, loca
         PrivacyLedger(f"sqlite:///{path}", witness=location)
     assert SECRET_PATH not in str(refusal.value)
     if "://" in location:
-        with pytest.raises(ValidationError, match="a URL stands in a file of mode 0600") as wrong:
+        with pytest.raises(ConfigError, match="a URL stands in a file of mode 0600") as wrong:
             LedgerConfig(witness=location)
         assert SECRET_PATH not in str(wrong.value)
 

@@ -92,7 +92,9 @@ def test_a_run_is_held_by_one_process_and_freed_by_its_death(tmp_path):
 
 
 @pytest.mark.parametrize(("has_model", "named"), [(True, "nothing_to_resume"), (False, "secret_destroyed")])
-def test_a_run_that_died_before_it_could_say_that_it_is_done_is_done(monkeypatch, has_model, named):
+def test_a_run_that_died_before_it_could_say_that_it_is_done_is_done(monkeypatch, tmp_path, has_model, named):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples.npz").touch()
     folder = made()
     if has_model:
         (folder.path / "parameters.safetensors").touch()

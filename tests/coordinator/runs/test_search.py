@@ -102,7 +102,11 @@ def test_a_search_that_no_account_pays_for_is_refused(changes: dict[str, Any], e
         tunable(config(**{**SEARCH, **changes}))
 
 
-def test_a_search_on_an_unknown_account_is_refused_before_any_trial(raycloak_home: Path):
+def test_a_search_on_an_unknown_account_is_refused_before_any_trial(
+    raycloak_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples.npz").touch()
     raycloak_home.mkdir(mode=0o700)
     PrivacyLedger(f"sqlite:///{raycloak_home / 'ledger.sqlite'}").close()
     with pytest.raises(BudgetError, match="account_unknown"):
