@@ -90,12 +90,12 @@ def test_a_stopped_run_resumes_and_can_be_replayed(ray_cluster, config_file, tmp
     assert [path.name for path in packages.iterdir()] == [f"step-{first:06d}.tssp"]
 
     config = load_config(config_file)
-    on = Trainer(config, resume=True, notice=lambda line: None).train()
+    on = Trainer(config, config_dir=tmp_path, resume=True, notice=lambda line: None).train()
     assert (on["run_dir"], on["metrics"]["ending"], on["metrics"]["steps"]) == (str(run_dir), "complete", STEPS)
     assert json.loads((run_dir / "verdict.json").read_text())["ending"] == "complete"
     assert len(digests(run_dir)) == STEPS
     with pytest.raises(ConfigError, match="nothing_to_resume"):
-        Trainer(config, resume=True).train()
+        Trainer(config, config_dir=tmp_path, resume=True).train()
 
     head = PrivacyLedger(ledger_url(), create=False).view().head
     again = replay(run_dir, (first, STEPS), 1, lambda line: None)
