@@ -733,7 +733,7 @@ class LedgerConfig(Section):
             does not use stays charged.
     """
 
-    url: Annotated[Place, Field(min_length=1)] | None = None
+    url: Annotated[str, Field(min_length=1), AfterValidator(without_secret)] | None = None
     account: str | None = None
     witness: Annotated[str, AfterValidator(witness_place)] | None = None
     prepaid: bool = False
@@ -819,7 +819,7 @@ class CheckpointConfig(Section):
     checkpoint_frequency: int = Field(default=50, ge=0)
     num_to_keep: int = Field(default=2, gt=0)
     keep_best: Literal["evaluation_accuracy", "evaluation_loss"] | None = None
-    storage: Annotated[Place, Field(min_length=1)] | None = None
+    storage: Annotated[str, Field(min_length=1), AfterValidator(without_secret)] | None = None
     recipients: list[str] = Field(default_factory=list)
 
     @field_validator("storage")

@@ -67,15 +67,17 @@ def require_in_place(config: RunConfig, base: Path) -> None:
         DatasetError: ``dataset_unreadable`` for the path of a dataset.
         ConfigError: ``module_function``; ``not_cached`` for the folder of a model or a tokenizer.
     """
-    both = (part_of(config, "training"), part_of(config, "evaluation"))
-    parts = [part for part in both if part is not None]
+    training, evaluation = part_of(config, "training"), part_of(config, "evaluation")
+    parts = [part for part in (training, evaluation) if part is not None]
     for part in parts:
         # A built folder has a refusal of its own.
         if part.path is not None and "://" not in part.path and part.kind != "ray_data":
             places = named_places(part.path, base)
             if not places or not places[0].exists():
                 missing = FileNotFoundError(2, "No such file or directory")
-                raise file_error("dataset_unreadable", "read", base / part.path, missing, DatasetError)
+                error = file_error("dataset_unreadable", "read", base / part.path, missing, DatasetError)
+                field = "evaluation.dataset: " if part is evaluation else ""
+                raise DatasetError(error.code, f"{field}{error.message}", error.remedy)
         if part.tokenizer is not None:
             require_folder(part.tokenizer, base)
     if isinstance(config.model, ModelConfig):
