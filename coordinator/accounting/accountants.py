@@ -189,24 +189,24 @@ class RenyiAccountant:
 
 
 class PrivacyLossAccountant:
-    """The privacy loss distributions of dp-accounting, for the one plan that an account was opened for."""
+    """Privacy loss distributions, for the one plan that an account was opened for."""
 
     name: ClassVar[AccountantName] = "pld"
     shareable: ClassVar[bool] = False
 
     def version(self) -> str:
-        """Return the versions of dp-accounting and Opacus."""
-        return f"{pld.library_version()}, {renyi.accountant_version()}"
+        """Return the versions of raycloak, its numerical libraries and Opacus."""
+        return f"{pld.versions()}, {renyi.accountant_version()}"
 
     def load(self) -> None:
-        """Import dp-accounting and Opacus."""
+        """Import the numerical libraries and Opacus."""
         pld.epsilon((Release(0.5, 1.0, 1),), 1e-5)
         RENYI.load()
 
     def curve(
         self, points: Sequence[Releases], delta: float, orders: tuple[float, ...] | None = None
     ) -> tuple[float, ...]:
-        """Compose the privacy loss distributions, most exactly for the last."""
+        """Compose the privacy loss distributions."""
         return pld.curve(tuple(points), delta)
 
     def fixed_orders(self, plan: Sequence[Release], limits: AccountLimits) -> tuple[float, ...]:

@@ -21,6 +21,10 @@ from raycloak.workers.terms.mechanism import AccountantName, Mechanism
 LARGEST_NOISE_MULTIPLIER = 2.0**14
 """Where the search ends: a target that needs more noise leaves nothing to learn."""
 
+GENEROUS = 1.5
+"""Stated epsilon over that at a cap which just fits, above which a cap is generous: its order suits the cap, and not
+what is released."""
+
 ROUNDING_SHARE = 1e-3
 """The share of epsilon that rounding to a coarser grid may take where noise is drawn faster for it."""
 
@@ -58,6 +62,20 @@ def composed_curve(
 ) -> tuple[float, ...]:
     """Return the same for several growing compositions; the last is the most exact."""
     return accountant_of(accountant).curve(points, accountant_delta(delta), orders)
+
+
+def fitting_cap(releases: Releases, stated: float, delta: float) -> float | None:
+    """Return the cap at which a new ``rdp`` account states least for ``releases``; None unless its own is generous.
+
+    It just holds them, rounded up to four digits. So the order that it fixes is the best one for them.
+
+    Args:
+        releases: all that one plan releases.
+        stated: epsilon that the account states for them, at the order that its cap fixes.
+        delta: of the account.
+    """
+    least = composed_epsilon(releases, delta, "rdp")
+    return _round_up(least, 3) if stated > GENEROUS * least else None
 
 
 def epsilon_against(
@@ -226,7 +244,7 @@ def _tightened(share: Callable[[float], float], enough: float) -> float:
     return best
 
 
-def _round_up(value: float) -> float:
-    """Return ``value`` rounded up to five decimal digits after the leading one."""
-    decimals = 5 - math.floor(math.log10(value))
+def _round_up(value: float, digits: int = 5) -> float:
+    """Return ``value`` rounded up to so many decimal digits after the leading one."""
+    decimals = digits - math.floor(math.log10(value))
     return math.ceil(value * 10.0**decimals) / 10.0**decimals

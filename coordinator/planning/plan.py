@@ -23,6 +23,7 @@ from raycloak.coordinator.accounting.calibration import (
     composed_curve,
     composed_epsilon,
     epsilon_against,
+    fitting_cap,
     noise_with_cut,
     rounding_cost,
     solve_noise_multiplier,
@@ -100,6 +101,8 @@ class Plan:
         measured_within_cap: the last finished step whose measurements the cap allows.
         orders: Renyi orders in use by the account once this plan is registered; empty under ``pld``.
         orders_fixed: whether an earlier run has fixed them.
+        fitting_cap: the cap at which this run alone states least, where the cap is so generous that its order states
+            over half as much again; None elsewhere.
         epsilon: what the ledger will have charged after those steps, measurements included; it holds even if the
             noise of ``colluding_workers`` is known.
         epsilon_outsiders: for outsiders and the aggregator, who know no worker's noise.
@@ -112,7 +115,7 @@ class Plan:
         base_draws: base draws of the gradient's noise for each coordinate; 0 where nothing is private.
         bytes_per_step: masked payload of all workers in one attempt.
         object_store_bytes: most that parameters, optimizer state and masked vectors of two attempts need at once.
-        epsilon_by_accountant: of ``releases``, by four accountants; ``accountants_not_computed`` says why one is not
+        epsilon_by_accountant: of ``releases``, by five accountants; ``accountants_not_computed`` says why one is not
             there. Both are empty until `raycloak.coordinator.planning.cross_check.checked` has compared them.
         features: what an example's features are, with the names of their columns; empty in the plan that a run is made
             from.
@@ -137,6 +140,7 @@ class Plan:
     measured_within_cap: int
     orders: tuple[float, ...]
     orders_fixed: bool
+    fitting_cap: float | None
     epsilon: float
     epsilon_outsiders: float
     epsilon_one_worker: float | None
@@ -221,10 +225,14 @@ def make_plan(
     hosted = hosted_at_most(mechanism.virtual_workers, config.num_workers)
     one_worker = epsilon_against(mechanism, hosted, delta, steps, beside)
     epsilon = run.epsilon(steps, measured, delta, orders)
+    releases = run.releases(steps, measured)
+    # Only the first private run of an account that others may share fixes its order.
+    fixes = mechanism.accountant == "rdp" and releases and not (account is not None and account.orders_fixed)
+    fitting = fitting_cap(releases, epsilon, delta) if fixes else None
     return Plan(
         mechanism=mechanism,
         measurements=run.measurements,
-        releases=run.releases(steps, measured),
+        releases=releases,
         mechanism_costs=mechanism_costs(run, delta),
         epsilon_cap=cap,
         delta=delta,
@@ -232,6 +240,7 @@ def make_plan(
         measured_within_cap=measured,
         orders=orders if mechanism.accountant == "rdp" and mechanism.private else (),
         orders_fixed=account is not None and account.orders_fixed,
+        fitting_cap=fitting,
         epsilon=epsilon,
         # Who knows no noise learns no more than who knows some; the two may differ by a rounding error.
         epsilon_outsiders=min(epsilon, epsilon_against(mechanism, 0, delta, steps, beside)),
@@ -248,7 +257,7 @@ def make_plan(
         data_sealed=config.dataset is not None and config.dataset.kind == "sealed",
         evaluation_data=config.evaluation.kept if config.evaluation else None,
         key_service=config.key_service.address if config.key_service else None,
-        warnings=_warnings(config, mechanism, steps),
+        warnings=(*_warnings(config, mechanism, steps), *_generous_cap(cap, orders, epsilon, fitting)),
     )
 
 
@@ -529,6 +538,17 @@ def _most_examples(mechanism: Mechanism) -> int:
     """Return N of a dataset; of data that a client sends, the most different examples that could ever come."""
     steps = 1 if mechanism.max_participations is None else mechanism.steps
     return steps * mechanism.num_examples
+
+
+def _generous_cap(cap: float, orders: tuple[float, ...], stated: float, fitting: float | None) -> tuple[str, ...]:
+    """Return the sentence that says what a generous cap costs; nothing where none was found."""
+    if fitting is None:
+        return ()
+    return (
+        f"the cap {cap:g} is generous: it fixes Renyi order {orders[0]:g}, at which this run states epsilon "
+        f"{epsilon_text(stated)}. A cap of {fitting:g} would hold this run alone, and state no more than that. Choose "
+        "the cap that all runs of the account need together.",
+    )
 
 
 def _warnings(config: RunConfig, mechanism: Mechanism, steps: int) -> tuple[str, ...]:

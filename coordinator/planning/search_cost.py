@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from raycloak.coordinator.accounting.accountants import AccountLimits, accountant_of
-from raycloak.coordinator.accounting.calibration import composed_epsilon, solve_noise_multiplier
+from raycloak.coordinator.accounting.calibration import composed_epsilon, fitting_cap, solve_noise_multiplier
 from raycloak.coordinator.accounting.releases import Release, Releases, releases_of, uncut
 from raycloak.coordinator.accounting.renyi import ORDERS, accountant_delta, slack_reserve
 from raycloak.coordinator.planning.batches import OVERFLOW_SHARE
@@ -28,6 +28,8 @@ class SearchCost:
         trials_within_cap: how many fit the cap beside what the account has been charged; of ``trials`` at most.
         noise_multiplier: of training, at which all trials together fit the cap so; None if none is enough, or if the
             reserve of delta does not last for so many trials.
+        fitting_cap: the cap at which a new account states least for all trials, where this one's is so generous that
+            its order states over half as much again; None elsewhere.
         slack_share: share of the account's reserve of delta that all trials take.
     """
 
@@ -37,6 +39,7 @@ class SearchCost:
     epsilon_one: float
     trials_within_cap: int
     noise_multiplier: float | None
+    fitting_cap: float | None
     slack_share: float
 
     def as_json(self) -> dict[str, Any]:
@@ -48,6 +51,7 @@ class SearchCost:
             "epsilon_one": self.epsilon_one,
             "trials_within_cap": self.trials_within_cap,
             "noise_multiplier": self.noise_multiplier,
+            "fitting_cap": self.fitting_cap,
             "slack_share": self.slack_share,
         }
 
@@ -80,16 +84,19 @@ def search_cost(
     limits = AccountLimits(epsilon_cap, accountant_delta(delta), ORDERS)
     in_use = orders or accountant_of("rdp").fixed_orders(one, limits)
     slack_share = trials * slack / slack_reserve(delta)
+    epsilon = _epsilon(one, trials, delta, in_use)
     return SearchCost(
         trials=trials,
         epsilon_cap=epsilon_cap,
-        epsilon=_epsilon(one, trials, delta, in_use),
+        epsilon=epsilon,
         epsilon_one=_epsilon(one, 1, delta, in_use),
         trials_within_cap=_trials_within(one, trials, epsilon_cap, delta, in_use, before),
         # Other noise is another plan, which fixes its own order if none is fixed yet.
         noise_multiplier=_noise(training, others, trials, epsilon_cap, delta, orders or None, before)
         if slack_share <= 1
         else None,
+        # The order of an account that has one stays, whatever its cap.
+        fitting_cap=fitting_cap(_times(one, trials), epsilon, delta) if not orders and epsilon <= epsilon_cap else None,
         slack_share=slack_share,
     )
 

@@ -47,9 +47,9 @@ def epsilon(case: Case) -> str:
     others = without_prv(releases, limits.delta)
     if (problem := others.disagreement()) is not None:
         raise Broken("ledger", f"the accountants contradict each other: {problem}")
-    tight = others.epsilon.get("dp_accounting_pld", 0.0)
+    tight = others.epsilon.get("raycloak_pld", 0.0)
     if spent < tight * (1 - STATED_ERROR):
-        raise Broken("ledger", f"it states epsilon {spent:.6g}; dp-accounting's PLD gives {tight:.6g}")
+        raise Broken("ledger", f"it states epsilon {spent:.6g}; PLD gives {tight:.6g}")
     first, second = epsilon_text(spent), _second(case, spent)
     return f"{first} at delta {terms.delta:g} by raycloak; dp-accounting gives {second}{_on_whose_word(case)}"
 
@@ -90,7 +90,6 @@ def _second(case: Case, spent: float) -> str:
         # For larger sampling rates its series does not converge at such an order, and says so by infinity.
         if math.isfinite(same):
             shown.insert(0, f"{'' if whole else 'at most '}{epsilon_text(same)} at the same order")
-    # PLD is dp-accounting's in both places, so an account that it holds is shown beside RDP, which is not.
-    if accountant_of(terms.accountant).name == "pld" or not shown:
+    if not shown:
         shown.append(f"{epsilon_text(found['dp_accounting_rdp'])} by RDP")
     return " and ".join(shown)

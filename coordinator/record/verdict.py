@@ -43,7 +43,7 @@ class Verdict:
         data: of all accounts that are bound to the same data, the sums of their charges, caps and deltas. What all runs
             on this data claim together is the sum of the caps; None if nothing is private.
         accountant: the one that holds the account.
-        epsilon_by_accountant: of the releases that the claim covers, by four accountants; the noise of
+        epsilon_by_accountant: of the releases that the claim covers, by five accountants; the noise of
             ``colluding_workers`` is not counted on. ``accountants_not_computed`` says why one is not there.
         max_participations: k of data that a client sent: most steps that one example took part in, by the word of the
             service that counted; None for a dataset.

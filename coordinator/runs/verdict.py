@@ -82,7 +82,7 @@ def verdict_of(
 
 
 def _cross_check(counts: Sequence[tuple[Mechanism, int]], delta: float) -> CrossCheck | None:
-    """Return four accountants' epsilons of a run's releases, at its planned noise; None if there are none."""
+    """Return five accountants' epsilons of a run's releases, at its planned noise; None if there are none."""
     releases = releases_of(counts)
     return cross_check(releases, accountant_delta(delta)) if releases else None
 

@@ -195,4 +195,10 @@ def search_rows(cost: "SearchCost") -> list[tuple[str, str]]:
             f"{cost.trials_within_cap} of {cost.trials}, beside what is spent, on one shared account (rdp)",
         ),
         ("search noise", enough),
+        *([("search cap", _fitting_text(cost))] if cost.fitting_cap is not None else []),
     ]
+
+
+def _fitting_text(cost: "SearchCost") -> str:
+    """Return which cap suits all trials, where the account's is generous."""
+    return f"{cost.fitting_cap:g} would hold all {cost.trials}, and state no more; {cost.epsilon_cap:g} is generous"

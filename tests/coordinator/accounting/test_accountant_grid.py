@@ -1,4 +1,4 @@
-"""Four accountants on a grid of sampling rates, noise multipliers and steps.
+"""Five accountants on a grid of sampling rates, noise multipliers and steps.
 
 RDP and PLD are computed at every point except the slowest. PRV takes a second a point: it is compared at the eight
 corners and at three points drawn with a fixed seed. A grid with twice as many rates and five levels of noise was
@@ -79,7 +79,7 @@ def test_a_run_that_is_split_costs_what_the_whole_costs(accountant: str, q: floa
 def test_prv_holds_pld_and_the_two_rdps_agree(point: tuple[float, float, int]):
     found = cross_check((Release(*point),), DELTA)
     assert found.epsilon["opacus_rdp"] == pytest.approx(value("rdp", point), rel=1e-9)
-    assert found.epsilon["dp_accounting_pld"] == value("pld", point)
+    assert found.epsilon["raycloak_pld"] == value("pld", point)
     if found.prv_bounds is None:
         assert found.epsilon["opacus_rdp"] > 690
         assert "overflow" in found.not_computed["opacus_prv"]
@@ -92,15 +92,23 @@ def test_prv_holds_pld_and_the_two_rdps_agree(point: tuple[float, float, int]):
 
 def test_a_plan_of_several_mechanisms_is_checked_as_one():
     found = cross_check((Release(0.05, 1.0, 100), Release(1.0, 20.0, 3), Release(1.0, 15.0, 1)), DELTA)
-    assert set(found.epsilon) == {"dp_accounting_pld", "dp_accounting_rdp", "opacus_prv", "opacus_rdp"}
+    others = {"dp_accounting_pld", "dp_accounting_rdp", "opacus_prv", "opacus_rdp"}
+    assert set(found.epsilon) == others | {"raycloak_pld"}
     assert found.not_computed == {}
 
 
 AGREED = CrossCheck(
-    {"opacus_rdp": 2.1, "dp_accounting_rdp": 2.1, "dp_accounting_pld": 1.83, "opacus_prv": 1.828},
+    {
+        "opacus_rdp": 2.1,
+        "dp_accounting_rdp": 2.1,
+        "raycloak_pld": 1.83,
+        "dp_accounting_pld": 1.831,
+        "opacus_prv": 1.828,
+    },
     integer_orders=(2.2, 2.2),
     prv_bounds=(1.82, 1.84),
     tight_uncut=1.83,
+    same_grid=(1.83, 1.831),
 )
 
 
@@ -116,7 +124,8 @@ def test_accountants_that_agree_are_not_refused():
         ({"dp_accounting_rdp": 1.0}, {}, "dp_accounting_rdp gives 1, below"),
         ({}, {"prv_bounds": (1.84, 1.86)}, "PRV gives 1.84 to 1.86 and PLD 1.83"),
         ({}, {"prv_bounds": (1.70, 1.72)}, "PRV gives 1.7 to 1.72 and PLD 1.83"),
-        ({"dp_accounting_pld": 1.7}, {}, "PLD gives 1.7 with cut batches, below the 1.83"),
+        ({"raycloak_pld": 1.7}, {}, "PLD gives 1.7 with cut batches, below the 1.83"),
+        ({}, {"same_grid": (1.83, 1.84)}, "PLD on one grid gives 1.83 in raycloak and 1.84 in dp-accounting"),
     ],
 )
 def test_accountants_that_disagree_are_named(epsilon, changes, message):
@@ -127,12 +136,12 @@ def test_accountants_that_disagree_are_named(epsilon, changes, message):
 CUT = Release(256 / 7500, 2.0, 400, Cut((7500,), 290))
 
 
-def test_a_plan_with_cut_batches_is_checked_by_three_accountants_and_without_them_by_four():
+def test_a_plan_with_cut_batches_is_checked_by_four_accountants_and_without_them_by_five():
     found = cross_check((CUT, Release(1.0, 20.0, 1)), DELTA)
-    assert set(found.epsilon) == {"dp_accounting_pld", "dp_accounting_rdp", "opacus_rdp"}
+    assert set(found.epsilon) == {"dp_accounting_pld", "dp_accounting_rdp", "opacus_rdp", "raycloak_pld"}
     assert "knows no cut batches" in found.not_computed["opacus_prv"]
     assert found.disagreement() is None
-    assert found.epsilon["dp_accounting_pld"] > 1.05 * found.tight_uncut
+    assert found.epsilon["raycloak_pld"] > 1.05 * found.tight_uncut
     lower, upper = found.prv_bounds or (0, 0)
     assert lower <= found.tight_uncut <= 1.01 * upper
 
@@ -153,8 +162,31 @@ def test_a_disagreement_refuses_the_plan(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_what_cannot_be_computed_is_said_and_the_rest_is_compared():
-    found = cross_check((Release(0.5, 2.0, 10_000),), 1e-9)
-    assert "rounding errors" in found.not_computed["dp_accounting_pld"]
+    found = cross_check((Release(0.5, 2.0, 100_000),), 1e-10)
+    assert set(found.not_computed) == {"dp_accounting_pld", "opacus_prv"}
+    assert all("rounding errors" in why for why in found.not_computed.values())
     assert found.disagreement() is None
+    assert found.epsilon["raycloak_pld"] < found.epsilon["opacus_rdp"]
+    many = cross_check((Release(0.5, 2.0, 10**12),), 1e-9)
+    assert "rounding errors" in many.not_computed["raycloak_pld"]
     alone = CrossCheck({"opacus_rdp": 1.0, "dp_accounting_rdp": 1.0}, (1.0, 1.0), (1.2, 1.3))
     assert "below the 1.2" in (alone.disagreement() or "")
+
+
+@pytest.mark.parametrize("release", [Release(0.01, 1.0, 1000), Release(1.0, 20.0, 1000)])
+def test_no_accountant_contradicts_the_others_where_delta_is_small(release: Release):
+    """PRV's rounding does not shrink with delta: at 1e-13 its lower bound would be above the true value."""
+    for digits in range(6, 20):
+        found = cross_check((release,), 10.0**-digits)
+        assert found.disagreement() is None
+        assert ("opacus_prv" in found.epsilon) == (digits < 11)
+
+
+def test_a_law_that_is_wrong_contradicts_dp_accounting_on_one_grid(monkeypatch: pytest.MonkeyPatch):
+    """A hundredth more noise than there is would be within PRV's bounds."""
+    real = pld_module.sampled_gaussian
+    monkeypatch.setattr(pld_module, "sampled_gaussian", lambda z, *rest: real(1.01 * z, *rest))
+    pld_module._laws.cache_clear()
+    found = cross_check((Release(0.031, 1.0, 100),), DELTA)
+    pld_module._laws.cache_clear()
+    assert "PLD on one grid gives" in (found.disagreement() or "")

@@ -12,7 +12,7 @@ from scipy.stats import binom
 
 from raycloak.attestation.core.mask_graph import SPLIT_PROBABILITY
 from raycloak.coordinator.accounting.batch_shape import least_within, overflow_bound, physical_shape
-from raycloak.coordinator.accounting.calibration import composed_epsilon, epsilon_of
+from raycloak.coordinator.accounting.calibration import GENEROUS, composed_epsilon, epsilon_of
 from raycloak.coordinator.accounting.pld import cut_excess
 from raycloak.coordinator.accounting.releases import Cut, Release
 from raycloak.coordinator.accounting.renyi import SLACK_SHARE, accountant_delta, effective_noise_multiplier
@@ -419,7 +419,7 @@ def test_a_runs_own_account_is_planned_with_pld_and_a_named_one_with_its_own_acc
     asked = make_plan(config(dp_config={**config().dp_config.model_dump(), "accountant": "rdp"}), 1437, 4810)
     assert [plan.mechanism.accountant for plan in (own, named, asked)] == ["pld", "rdp", "rdp"]
     assert own.epsilon < 0.97 * named.epsilon == pytest.approx(0.97 * asked.epsilon)
-    assert "dp-accounting" in own.as_json()["accountant_version"]
+    assert "raycloak" in own.as_json()["accountant_version"]
 
 
 @pytest.mark.parametrize("before", [(), ({"expected_batch_size": 1437.0, "steps": 3},)])
@@ -522,8 +522,8 @@ def test_an_account_held_with_another_accountant_than_configured_is_refused() ->
 def test_a_checked_plan_says_what_four_accountants_say_in_json_and_table() -> None:
     plan = checked(make_plan(config(), 1437, 4810))
     found = plan.as_json()["epsilon_by_accountant"]
-    assert set(found) == {"dp_accounting_pld", "dp_accounting_rdp", "opacus_prv", "opacus_rdp"}
-    assert plan.epsilon == pytest.approx(found["dp_accounting_pld"], rel=1e-9)
+    assert set(found) == {"dp_accounting_pld", "dp_accounting_rdp", "opacus_prv", "opacus_rdp", "raycloak_pld"}
+    assert plan.epsilon == pytest.approx(found["raycloak_pld"], rel=1e-9)
     assert "opacus prv" in dict(plan_rows(plan))["ε by accountant"]
     open_data = config(dp_config={"enabled": False}, dataset=DIGITS | {"public": True})
     assert checked(make_plan(open_data, 1437, 10)).epsilon_by_accountant == {}
@@ -537,3 +537,50 @@ def test_the_plan_of_a_run_without_noise_can_be_read_and_claims_no_epsilon(accou
     said = dict(plan_rows(plan))
     assert {label for label in said if label.startswith("ε")} == {"ε"}
     assert said["ε"].startswith("unbounded")
+
+
+# --- generous caps
+
+
+def shared(cap: float, noise: float = 1.0) -> RunConfig:
+    """1,000 steps at sampling rate 0.01 on an account that others may share."""
+    dp = {"noise_multiplier": noise, "epsilon_cap": cap, "accountant": "rdp"}
+    return config(expected_batch_size=600.0, steps=1000, dp_config=dp)
+
+
+def test_a_generous_cap_is_named_with_the_cap_at_which_the_run_states_what_it_costs():
+    plan = make_plan(shared(40.0), 60_000, 100)
+    least = composed_epsilon(plan.releases, plan.delta, "rdp")
+    assert plan.epsilon > 4 * least
+    assert plan.fitting_cap == pytest.approx(least, rel=1e-3)
+    (sentence,) = (warning for warning in plan.warnings if "generous" in warning)
+    assert f"the cap 40 is generous: it fixes Renyi order {plan.orders[0]:g}," in sentence
+    assert f"A cap of {plan.fitting_cap:g} would hold this run alone" in sentence
+    assert ("warning", sentence) in plan_rows(plan)
+    assert json.loads(json.dumps(plan.as_json()))["fitting_cap"] == plan.fitting_cap
+    fitted = make_plan(shared(plan.fitting_cap), 60_000, 100)
+    assert fitted.steps_within_cap == 1000
+    assert fitted.epsilon == pytest.approx(least, rel=1e-3)
+    assert fitted.epsilon <= plan.fitting_cap
+    assert fitted.fitting_cap is None
+    assert not any("generous" in warning for warning in fitted.warnings)
+
+
+def test_a_cap_is_generous_from_half_as_much_again_on():
+    least = make_plan(shared(40.0), 60_000, 100).fitting_cap or 0.0
+    for cap in (least, 1.2 * least, 2 * least, 3 * least, 8 * least):
+        plan = make_plan(shared(cap), 60_000, 100)
+        ratio = plan.epsilon / composed_epsilon(plan.releases, plan.delta, "rdp")
+        assert (plan.fitting_cap is not None) == (ratio > GENEROUS)
+    assert ratio > GENEROUS
+
+
+def test_a_cap_is_not_generous_where_it_fixes_no_order_or_the_plan_is_cut_short():
+    tight = {"noise_multiplier": 1.0, "epsilon_cap": 40.0, "accountant": "pld"}
+    assert make_plan(config(expected_batch_size=600.0, steps=1000, dp_config=tight), 60_000, 100).fitting_cap is None
+    account = PayingAccount(40.0, "rdp", (2.0,), orders_fixed=True)
+    assert make_plan(shared(40.0), 60_000, 100, account).fitting_cap is None
+    assert make_plan(shared(40.0), 60_000, 100, replace(account, orders_fixed=False)).fitting_cap is not None
+    short = make_plan(shared(1.5), 60_000, 100)
+    assert short.steps_within_cap < 1000
+    assert short.fitting_cap is None

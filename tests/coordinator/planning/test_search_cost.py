@@ -78,6 +78,20 @@ def test_the_noise_lets_exactly_these_trials_fit_and_the_count_is_the_largest():
         assert (spent(1.0, trials) <= 4.0) == fits
 
 
+@pytest.mark.parametrize("trials", [1, 5])
+def test_a_generous_cap_is_named_with_the_one_that_just_holds_all_trials(trials: int):
+    cost = search_cost(TRAINING, (), trials, 50.0, DELTA, DELTA)
+    least = {1: 2.10, 5: 4.59}[trials]
+    assert cost.fitting_cap == pytest.approx(least, abs=0.006)
+    assert dict(search_rows(cost))["search cap"].startswith(f"{cost.fitting_cap:g} would hold all {trials}, ")
+    fitted = search_cost(TRAINING, (), trials, cost.fitting_cap or 0, DELTA, DELTA)
+    assert fitted.trials_within_cap == trials
+    assert fitted.epsilon == pytest.approx(least, abs=0.006)
+    assert fitted.fitting_cap is None
+    assert "search cap" not in dict(search_rows(fitted))
+    assert search_cost(TRAINING, (), trials, 50.0, DELTA, DELTA, (2.0,)).fitting_cap is None
+
+
 @pytest.mark.parametrize("prepaid", [False, True])
 def test_every_trial_is_charged_by_the_ledger(tmp_path, prepaid):
     """Full batches of three steps: as many trials are admitted in full as `search_cost` says.
