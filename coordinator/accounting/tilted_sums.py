@@ -9,7 +9,7 @@ Guarantee: no epsilon is below the true one, float rounding included (docs/proof
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,10 +78,10 @@ def settled_epsilon(parts: Parts, delta: float, enough: float = 0.0) -> tuple[fl
     if delta < SMALLEST_DELTA:
         raise FloatsExceeded
     interval = _first_interval(parts, delta)
-    best = _on_grid(parts, delta, interval)
+    best = _on_grid(parts, delta, interval, enough)
     while best.epsilon > enough and 2 * best.points <= LARGEST_GRID:
         interval /= 2
-        found = _on_grid(parts, delta, interval)
+        found = _on_grid(parts, delta, interval, enough)
         before, best = best, min(best, found, key=lambda each: each.epsilon)
         if before.epsilon - best.epsilon <= SETTLED * best.epsilon:
             break
@@ -95,21 +95,31 @@ def epsilon_on_grid(parts: Parts, delta: float, interval: float) -> float:
     return _on_grid(parts, delta, interval).epsilon
 
 
-def _on_grid(parts: Parts, delta: float, interval: float) -> "_Found":
+def _on_grid(parts: Parts, delta: float, interval: float, enough: float = 0.0) -> "_Found":
+    """Return epsilon on a grid, by the first window and tilt whose rounding errors are small, or the smallest epsilon.
+
+    Args:
+        enough: an epsilon at which any rounding errors will do.
+    """
     grid = _Grid.of(parts, delta, interval)
     window = grid.anywhere()
     if grid.points(window) > _MANY_POINTS:
         window = min(window, grid.around(grid.by_chernoff(), 1.0), key=grid.points)
-    best = grid.epsilon(window)
-    # Where the transforms' error counts, a window that suits the epsilon found makes it a smaller share.
+    best = grid.epsilon(grid.tail(window))
     for doubled in range(_MOST_WINDOWS):
-        if best.stray <= _STRAY:
-            break
-        again = grid.epsilon(grid.around(best.epsilon, 2.0**doubled / 4))
+        if best.stray <= _STRAY or best.epsilon <= enough:
+            return best
+        again = grid.epsilon(grid.tail(grid.around(best.epsilon, 2.0**doubled / 4)))
         settled = again.stray < math.inf and best.epsilon - again.epsilon <= SETTLED * again.epsilon
         best = min(best, again, key=lambda each: each.epsilon)
         if settled:
             break
+    limit = best.epsilon
+    for _ in range(_MOST_WINDOWS):
+        if best.stray <= _STRAY or best.epsilon <= enough:
+            return best
+        limit /= 2
+        best = min(best, grid.apart(limit, best.epsilon), key=lambda each: each.epsilon)
     return best
 
 
@@ -156,20 +166,21 @@ class _Tail:
     """The sum of losses, as far as delta is concerned; probabilities are over delta.
 
     Attributes:
+        bottom, end: of the window.
         losses: [points], ascending by one interval.
         weighted: [points], their probabilities.
         beyond: of all losses above the window, infinite ones included.
         log_stray: logarithm of what the transforms' error may add at an epsilon of 0.
         tilt: by which that falls as epsilon grows.
-        end: of the window.
     """
 
+    bottom: float
+    end: float
     losses: Vector
     weighted: Vector
     beyond: float
     log_stray: float
     tilt: float
-    end: float
 
     def share(self, epsilon: float) -> float:
         """Return an upper bound on the true delta at ``epsilon``, over delta."""
@@ -209,6 +220,8 @@ class _Grid:
     def anywhere(self) -> _Window:
         """Return the narrowest window from 0 on that does for every epsilon."""
         far, top = self._least(lambda tilt: (_log_moment(self.nodes, tilt) + 2 * _spare(self.delta)) / tilt)
+        # Of a part of a law, all losses together may be rarer than is spared.
+        top = max(top, self.interval)
         return _Window(0.0, top, _spare(self.delta) / top, far)
 
     def around(self, epsilon: float, below: float) -> _Window:
@@ -233,26 +246,27 @@ class _Grid:
         """Return the length of the transform, a power of two."""
         return int(2 ** math.ceil(math.log2((window.top - window.bottom) / self.interval + 2)))
 
-    def epsilon(self, window: _Window) -> _Found:
-        """Return the least epsilon that the window shows.
+    def epsilon(self, *tails: "_Tail") -> _Found:
+        """Return the least epsilon that tails show, which together bound the sum of all losses.
 
         Guarantee: it is not below the true one.
-
-        Raises:
-            FloatsExceeded: as it says.
         """
         from scipy.optimize import brentq
 
-        tail, points = self.tail(window), self.points(window)
-        if tail.share(window.bottom) <= 1:
-            return _Found(window.bottom, math.inf if window.bottom else 0.0, points)
-        if tail.share(tail.end) > 1:
+        def share(epsilon: float) -> float:
+            return sum(tail.share(epsilon) for tail in tails)
+
+        bottom, end = max(tail.bottom for tail in tails), max(tail.end for tail in tails)
+        points = max(len(tail.losses) for tail in tails)
+        if share(bottom) <= 1:
+            return _Found(bottom, math.inf if bottom else 0.0, points)
+        if share(end) > 1:
             return _Found(self.by_chernoff(), math.inf, points)
-        resolution = _RESOLUTION * tail.end
-        found = float(brentq(lambda epsilon: math.log(tail.share(epsilon)), window.bottom, tail.end, xtol=resolution))
-        while tail.share(found) > 1:
+        resolution = _RESOLUTION * end
+        found = float(brentq(lambda epsilon: math.log(share(epsilon)), bottom, end, xtol=resolution))
+        while share(found) > 1:
             found += resolution
-        return _Found(found, tail.stray(found), points)
+        return _Found(found, sum(tail.stray(found) for tail in tails), points)
 
     def by_chernoff(self) -> float:
         """Return an epsilon by Chernoff's bound, which is Renyi's at the best order."""
@@ -272,55 +286,115 @@ class _Grid:
         Raises:
             FloatsExceeded: as it says.
         """
-        size, first = self.points(window), math.floor(window.bottom / self.interval)
-        factor = self._law_error(window.tilt) + 8 * UNIT * size
-        if factor > LARGEST_ROUNDING:
-            raise FloatsExceeded
-        masses, error = self.convolved(window, size)
-        factor += math.sqrt(size) * error
+        masses, error = self.convolved(window)
+        return self._taken_back(window, masses, error, error)
+
+    def apart(self, limit: float, near: float) -> _Found:
+        """Return an epsilon from the sums without and with a loss above ``limit``, each under a tilt of its own.
+
+        Where few losses are large, a tilt that suits the many sees nothing but the few (proof 015, section 6).
+
+        Args:
+            near: an epsilon that it is expected to be near.
+        """
+        kept = [losses <= limit for losses, *_ in self.nodes]
+        if not all(keep.any() for keep in kept):
+            return _Found(math.inf, math.inf, 0)
+        places = tuple(at[keep] for at, keep in zip(self.places, kept, strict=True))
+        nodes = tuple((at[keep], logs[keep], count) for (at, logs, count), keep in zip(self.nodes, kept, strict=True))
+        often = replace(self, places=places, nodes=nodes)
+        tail = often.tail(often.anywhere())
+        if tail.stray(near) > _STRAY / 2:
+            tail = often.tail(often.around(near, 1.0))
+        return self.epsilon(tail, self._rare(limit))
+
+    def _rare(self, limit: float) -> "_Tail":
+        """Return what the sums that have a loss above ``limit`` have above any epsilon."""
+        chance = sum(count * float(np.exp(logs[at > limit]).sum()) for at, logs, count in self.nodes)
+        below = max(1.0, math.log(max(chance, self.delta * SPARE)) + _spare(self.delta))
+        far, top = self._least(lambda tilt: (_log_moment(self.nodes, tilt) + below + _spare(self.delta)) / tilt)
+        window = _Window(0.0, top, below / top, far)
+        return self._taken_back(window, *self.convolved_apart(window, limit))
+
+    def convolved_apart(self, window: _Window, limit: float) -> tuple[Vector, float, float]:
+        """Return what :meth:`convolved` does, of the sums that have a loss above ``limit`` alone, and their growth.
+
+        Proof 015, section 6. Growth is what :meth:`_taken_back` calls so.
+        """
+        size, count = self.points(window), sum(count for _, count in self.parts)
+        without, difference, moved = np.ones(1, dtype=np.complex128), np.zeros(1, dtype=np.complex128), 0.0
+        for (often, rare), (_, _, times) in zip(self.folded(window, size, limit), self.nodes, strict=True):
+            power, more = _repeated_apart(np.fft.rfft(often), np.fft.rfft(rare), times)
+            without, difference = without * power, difference * (power + more) + without * more
+            moved += times * float(rare.sum())
+        transform, products = self._roundings(size)
+        error = moved * (2 * count + 3) * (transform + products)
+        return np.fft.irfft(difference, size), error, count * transform
+
+    def _taken_back(self, window: _Window, masses: Vector, error: float, growth: float) -> "_Tail":
+        """Return the tail of a law of sums from its probabilities under the window's tilt.
+
+        Args:
+            error: bound on the Euclidean norm of what their rounding errors are.
+            growth: by which no transform exceeds 1, over the root of its length.
+        """
+        size, first, tilt = len(masses), math.floor(window.bottom / self.interval), window.tilt
+        factor = self._law_error(tilt) + math.sqrt(size) * growth + 8 * UNIT * size
         if factor > LARGEST_ROUNDING:
             raise FloatsExceeded
         losses = self.interval * (first + np.arange(size, dtype=np.float64))
         end = self.interval * (first + size)
         # Logarithms over delta: of what takes the tilt back, and of Chernoff's bound on losses above the window.
-        scale = _log_moment(self.nodes, window.tilt) - math.log(self.delta)
+        scale = _log_moment(self.nodes, tilt) - math.log(self.delta)
         far = _log_moment(self.nodes, window.far_tilt) - window.far_tilt * end - math.log(self.delta)
         infinite = sum(count * law.beyond / self.delta for law, count in self.parts)
-        tilt = window.tilt
         norm = 1 / (self.interval * tilt * (2 * tilt + 1) * (2 * tilt + 2)) + 1 / (tilt + 1) ** 2
         return _Tail(
+            bottom=window.bottom,
+            end=end,
             losses=losses,
             weighted=np.roll(np.maximum(masses, 0), -(first % size)) * _exp(factor + scale - tilt * losses),
             beyond=float(_exp(far + self._law_error(window.far_tilt))) + infinite,
-            log_stray=factor + scale + math.log(error * math.sqrt(norm)),
+            log_stray=factor + scale + math.log(max(error * math.sqrt(norm), 1e-300)),
             tilt=tilt,
-            end=end,
         )
 
-    def convolved(self, window: _Window, size: int) -> tuple[Vector, float]:
+    def convolved(self, window: _Window) -> tuple[Vector, float]:
         """Return the law of the sum of all losses, tilted and wrapped, and the Euclidean norm that its error may have.
 
         Proof 015, section 5.
         """
+        size = self.points(window)
         # Of each transform, less 1: where most of a law is at loss 0, its error is a share of the rest alone.
         spectrum, moved = np.zeros(size // 2 + 1, dtype=np.complex128), 0.0
-        for law, (_, _, count) in zip(self.folded(window, size), self.nodes, strict=True):
+        for (law, _), (_, _, count) in zip(self.folded(window, size), self.nodes, strict=True):
             law[0] -= 1
             spectrum = _times(spectrum, _repeated(np.fft.rfft(law), count))
             moved += count * math.sqrt(float(np.square(law).sum()))
         masses = np.fft.irfft(spectrum, size)
         masses[0] += 1
-        transform = TRANSFORM_ERROR * math.log2(size)
-        products = 16 * UNIT * (math.log2(sum(count for _, count in self.parts)) + len(self.parts) + 1)
+        transform, products = self._roundings(size)
         return masses, moved * (transform + products) + 3 * transform
 
-    def folded(self, window: _Window, size: int) -> list[Vector]:
-        """Return each law under the window's tilt, wrapped to ``size`` places."""
-        tilted = [logs + window.tilt * losses for losses, logs, _ in self.nodes]
-        return [
-            np.asarray(np.bincount(places % size, np.exp(logs - _log_sum(logs)), size), dtype=np.float64)
-            for places, logs in zip(self.places, tilted, strict=True)
-        ]
+    def folded(self, window: _Window, size: int, limit: float = math.inf) -> list[tuple[Vector, Vector]]:
+        """Return each law under the window's tilt, wrapped to ``size`` places: of losses up to a limit, and of others.
+
+        Raises:
+            FloatsExceeded: as it says.
+        """
+        if self._law_error(window.tilt) > LARGEST_ROUNDING:
+            raise FloatsExceeded
+        found = []
+        for places, (losses, logs, _) in zip(self.places, self.nodes, strict=True):
+            tilted = logs + window.tilt * losses
+            masses, rare = np.exp(tilted - _log_sum(tilted)), losses > limit
+            found.append((_folded(places[~rare], masses[~rare], size), _folded(places[rare], masses[rare], size)))
+        return found
+
+    def _roundings(self, size: int) -> tuple[float, float]:
+        """Return bounds on the relative errors of a transform, and of the products of all releases."""
+        products = math.log2(sum(count for _, count in self.parts)) + len(self.parts) + 1
+        return TRANSFORM_ERROR * math.log2(size), 16 * UNIT * products
 
     def _law_error(self, tilt: float) -> float:
         """Return a bound on the relative error of all laws' probabilities together under a tilt."""
@@ -340,6 +414,10 @@ def _spread(law: LossLaw, interval: float) -> tuple[NDArray[np.int64], Vector]:
     with np.errstate(divide="ignore"):
         logs = np.concatenate([law.log_masses + np.log1p(-upper), law.log_masses + np.log(upper)])
     return np.concatenate([places, places + 1]).astype(np.int64), logs
+
+
+def _folded(places: NDArray[np.int64], masses: Vector, size: int) -> Vector:
+    return np.asarray(np.bincount(places % size, masses, size), dtype=np.float64)
 
 
 def _spare(delta: float) -> float:
@@ -366,6 +444,20 @@ def _repeated(one: NDArray[np.complex128], count: int) -> NDArray[np.complex128]
 def _exp(exponents: Vector | float) -> Vector:
     """Return exponentials; of huge ones a number that is above any share of delta, even times a transform's error."""
     return np.asarray(np.exp(np.minimum(exponents, 700.0)))
+
+
+def _repeated_apart(
+    often: NDArray[np.complex128], rare: NDArray[np.complex128], count: int
+) -> tuple[NDArray[np.complex128], NDArray[np.complex128]]:
+    """Return often^count and (often + rare)^count - often^count, whose error is a share of ``rare``."""
+    power, difference = np.ones_like(often), np.zeros_like(rare)
+    while count:
+        if count & 1:
+            power, difference = power * often, difference * (often + rare) + power * rare
+        count >>= 1
+        if count:
+            often, rare = often * often, rare * (2 * often + rare)
+    return power, difference
 
 
 def _log_moment(nodes: Sequence[tuple[Vector, Vector, int]], tilt: float) -> float:

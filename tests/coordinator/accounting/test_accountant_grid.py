@@ -179,13 +179,13 @@ def test_no_accountant_contradicts_the_others_where_delta_is_small(release: Rele
     for digits in range(6, 20):
         found = cross_check((release,), 10.0**-digits)
         assert found.disagreement() is None
-        assert ("opacus_prv" in found.epsilon) == (digits < 11)
+        assert ("opacus_prv" in found.epsilon) == (digits < 11 or (release.sample_rate == 1 and digits < 14))
 
 
 def test_a_law_that_is_wrong_contradicts_dp_accounting_on_one_grid(monkeypatch: pytest.MonkeyPatch):
-    """A hundredth more noise than there is would be within PRV's bounds."""
+    """A four-hundredth more noise than there is would be within PRV's bounds."""
     real = pld_module.sampled_gaussian
-    monkeypatch.setattr(pld_module, "sampled_gaussian", lambda z, *rest: real(1.01 * z, *rest))
+    monkeypatch.setattr(pld_module, "sampled_gaussian", lambda z, *rest: real(1.0025 * z, *rest))
     pld_module._laws.cache_clear()
     found = cross_check((Release(0.031, 1.0, 100),), DELTA)
     pld_module._laws.cache_clear()

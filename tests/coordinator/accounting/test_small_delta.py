@@ -1,6 +1,7 @@
 """Epsilon by tilted laws at any delta: never below the true value, against other mathematics than its own."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import mpmath as mp
 import numpy as np
@@ -89,7 +90,7 @@ def closed_form(q: float, z: float, epsilon: float) -> mp.mpf:
 
 @pytest.mark.parametrize("q", [1e-6, 0.01, 0.6])
 @pytest.mark.parametrize("z", [0.3, 1.0, 8.0])
-@pytest.mark.parametrize("share", [1e-2, 1e-9, 1e-20])
+@pytest.mark.parametrize("share", [1e-2, 1e-9, 1e-40, 1e-110])
 def test_one_release_costs_no_less_than_the_closed_form_at_any_delta(q: float, z: float, share: float):
     """A delta is a share of the sampling rate here: above that, nothing would be left."""
     delta = share * q
@@ -208,7 +209,7 @@ def test_a_badly_chosen_window_only_loosens_epsilon():
     for _ in range(200):
         bottom, width, tilt = random.uniform(0, 2.5), 2.0 ** random.uniform(-6, 4), 2.0 ** random.uniform(-4, 5)
         window = _Window(bottom, bottom + width, tilt, tilt * 2.0 ** random.uniform(0, 2))
-        found.append(grid.epsilon(window).epsilon)
+        found.append(grid.epsilon(grid.tail(window)).epsilon)
     assert min(found) >= true
     assert max(found) > 2 * true, "some windows are bad"
     assert min(found) < 1.01 * true, "and some are good"
@@ -221,9 +222,9 @@ def test_transforms_err_far_less_than_is_allowed_for(name: str):
     grid = grid_of(plan, delta, 2.0**-8)
     window = grid.anywhere()
     size, exact = grid.points(window), np.ones(1, dtype=np.clongdouble)
-    for law, (_, _, count) in zip(grid.folded(window, size), grid.nodes, strict=True):
+    for (law, _), (_, _, count) in zip(grid.folded(window, size), grid.nodes, strict=True):
         exact = exact * np.fft.rfft(law.astype(np.longdouble)) ** count
-    masses, error = grid.convolved(window, size)
+    masses, error = grid.convolved(window)
     distance = float(np.sqrt(np.square(masses - np.fft.irfft(exact, size)).sum()))
     assert 0 < distance < error / 10
     assert error < 1e-9
@@ -234,6 +235,48 @@ def test_what_an_untilted_transform_would_lose_is_more_than_a_small_delta():
     delta = accountant_delta(1e-9) * 1e-6
     grid = grid_of((LARGE,), delta, 2.0**-8)
     flat = _Window(0.0, grid.anywhere().top, 1e-6, grid.anywhere().far_tilt)
-    _, error = grid.convolved(flat, grid.points(flat))
+    _, error = grid.convolved(flat)
     assert error > 0.1 * delta
-    assert grid.epsilon(grid.anywhere()).stray < 0.1
+    assert grid.epsilon(grid.tail(grid.anywhere())).stray < 0.1
+
+
+# --- sums told apart by a limit of losses
+
+RARE = (Release(1e-3, 1.0, 100), Release(1e-2, 2.0, 10))
+
+
+@pytest.mark.parametrize(
+    ("q", "z", "count", "delta"),
+    [(1e-7, 1.0, 1000, 1e-16), (1e-5, 1.0, 100_000, 1e-12), (1e-5, 1.0, 1, 1e-32), (1e-3, 0.3, 1000, 1e-20)],
+)
+def test_a_small_delta_is_computed_where_an_example_is_rarely_drawn(q: float, z: float, count: int, delta: float):
+    found = pld.epsilon((Release(q, z, count),), delta)
+    by_renyi = accountant_of("rdp").curve([(Release(q, z, count),)], delta)[0]
+    with mp.workdps(60):
+        assert closed_form(q, z, found) <= delta, "many releases cost no less than one"
+    assert found < by_renyi
+
+
+def test_any_limit_between_small_and_large_losses_only_loosens_epsilon():
+    plan, delta = PLANS["usual"]
+    grid = grid_of(plan, delta, 2.0**-9)
+    true = pld.epsilon(plan, delta) / 1.002
+    found = [grid.apart(true * 2.0**-halved, true).epsilon for halved in range(-3, 8)]
+    assert min(found) >= true
+    assert min(found) < 1.02 * true
+
+
+def test_a_sum_told_apart_errs_far_less_than_is_allowed_for():
+    """The same laws are composed in extended precision, and the distance is compared with the bound."""
+    delta = 1e-15
+    grid = grid_of(RARE, delta, 2.0**-9)
+    limit, window = 0.02, replace(grid.anywhere(), tilt=8.0)
+    size = grid.points(window)
+    masses, error, _ = grid.convolved_apart(window, limit)
+    both, without = np.ones(1, dtype=np.clongdouble), np.ones(1, dtype=np.clongdouble)
+    for (often, rare), (_, _, count) in zip(grid.folded(window, size, limit), grid.nodes, strict=True):
+        first, second = (np.fft.rfft(each.astype(np.longdouble)) for each in (often, rare))
+        both, without = both * (first + second) ** count, without * first**count
+    distance = float(np.sqrt(np.square(masses - np.fft.irfft(both - without, size)).sum()))
+    assert 0 < distance < error / 10
+    assert error < 1e-8 * np.abs(masses).sum()
