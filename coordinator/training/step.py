@@ -276,6 +276,9 @@ class StepRunner:
         start = None if self._started else RunStart(self.run_terms, data_root(self.membership.hosts.commitments))
         run_id, manifest = self.manifest.run_id, self._manifest_digest
         charge = self.control.ledger.charge(run_id, task.step, task.input_from(model), manifest, task.query, start)
+        if start is not None:
+            # The ledger may refuse a run's data, and then no worker is asked for anything of them.
+            charge.result()
         roster = self._first_roster(task)
         awaited = charge.reference
         asked = self._attempting.ask(task, model, awaited, roster)

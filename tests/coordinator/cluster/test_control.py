@@ -20,7 +20,7 @@ from tests.protocol import Call, Fate, WholeRun, on, trained, whole_run
 STEPS = 3
 AHEAD = {"load_accountant", "price"}
 """Questions that nobody waits for: a later one computes what their loss left undone."""
-LEDGER = {"view", "open_account", "register_run", "bind_data", "charge", "bind_vectors"} | AHEAD
+LEDGER = {"view", "outlook", "charge", "bind_vectors"} | AHEAD
 ORCHESTRATOR = {"key_commitments", "begin", "challenge", "admit", "release", "record_data"} | {
     *("open_step", "expel", "commit", "most_hosted", "finish", "view", "review", "present"),
 }
@@ -261,7 +261,7 @@ def test_keywords_reach_an_actor_in_the_order_of_its_parameters():
     bench = Bench()
     digests = {"manifest_digest": b"manifest", "parameter_digest": b"parameters"}
     bench.control.ledger.charge("run", step=1, **digests).result()
-    assert bench.started[0].handle.charged == ("run", 1, b"parameters", b"manifest", "gradient")
+    assert bench.started[0].handle.charged == ("run", 1, b"parameters", b"manifest", "gradient", None)
 
 
 def test_a_face_has_each_method_under_the_name_by_which_it_is_sent():

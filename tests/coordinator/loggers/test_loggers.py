@@ -229,7 +229,7 @@ def test_a_missing_library_is_refused_at_first_look_by_its_extra(tool, monkeypat
         return None if name == tool else ModuleSpec(name, None)
 
     monkeypatch.setattr(first_look, "find_spec", find_spec)
-    config = parse_config({**GOOD, "model": "m:f", "loggers": {tool: {}}})
+    config = parse_config({**GOOD, "model": "torch.nn:Identity", "loggers": {tool: {}}})
     with pytest.raises(ConfigError, match=rf"pip install 'raycloak\[{tool}\]'") as caught:
         first_look.require_library(tool)
     assert caught.value.code == "logger_library"

@@ -1,17 +1,23 @@
 """The proved run, once for all tests of the proof."""
 
+import numpy as np
 import pytest
 
 from tests.coordinator.proof.proof_cases import Proved, proved, train
+from tests.protocol import examples
 
 OTHER = "cd" * 32
 
 
 @pytest.fixture(scope="session")
 def both(tmp_path_factory) -> tuple[Proved, Proved]:
-    """Return the run, and another one of the same site that came before it."""
+    """Return the run, and another one of the same site, on other data, that came before it."""
     home = tmp_path_factory.mktemp("proved")
-    other = proved(home, train(home, secret=OTHER, steps=2, measurements={}), OTHER)
+    (home / "data").mkdir()
+    features, labels = examples()
+    np.savez(home / "data" / "others.npz", features=features, labels=labels)
+    dataset = {"kind": "npz", "path": "others.npz", "features": "features"}
+    other = proved(home, train(home, secret=OTHER, steps=2, measurements={}, dataset=dataset), OTHER)
     return proved(home, train(home)), other
 
 

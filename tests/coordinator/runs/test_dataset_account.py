@@ -219,7 +219,9 @@ def witness(tmp_path: Path) -> Iterator[str]:
 def test_under_a_witness_apart_the_verdict_claims_that_a_rollback_is_noticed(
     tmp_path: Path, witness: str, monkeypatch: pytest.MonkeyPatch
 ):
-    here = trained(tmp_path / "here", ledger={"witness": witness})
+    with witness_server() as server:
+        (tmp_path / "here").mkdir()
+        here = trained(tmp_path / "here", ledger={"witness": server.named_in(tmp_path / "here")})
     assert here.finished is not None
     assert not verdict_of(here.finished, tmp_path, 1.0, "complete", ()).rollback_witness, "it is on this machine"
     monkeypatch.setattr(places, "_machine", lambda _: "another one")

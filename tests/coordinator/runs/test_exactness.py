@@ -163,8 +163,7 @@ def test_another_data_byte_is_refused_for_a_run_that_began_without_it(tmp_path):
 
 
 def test_another_secret_is_another_run(tmp_path, undisturbed):
-    first = trained(tmp_path)
-    other = trained(tmp_path, secret="cd" * 32)
+    first, other = trained(tmp_path / "first"), trained(tmp_path / "other", secret="cd" * 32)
     assert other.session.run_id != first.session.run_id
     assert other.session.orchestrator_key != first.session.orchestrator_key
     assert not set(other.digests) & set(undisturbed)

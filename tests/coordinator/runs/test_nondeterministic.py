@@ -1,6 +1,7 @@
 """An operation without a deterministic kernel: refused by name, or allowed and then said everywhere."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -46,7 +47,7 @@ def test_an_operation_without_a_deterministic_kernel_is_refused_by_name_before_a
 
 def test_a_plan_refuses_it_by_name_as_well(tmp_path):
     settings = config(**WITH_PUT)
-    base = worker_setup(settings, tmp_path).base
+    base = Path(worker_setup(settings, tmp_path).base)
     with pytest.raises(ModelError, match="operation put_ has no deterministic kernel"):
         plan_of(settings, base)
     assert plan_of(config(**WITH_PUT, allow_nondeterministic=True), base).exact is False

@@ -1,6 +1,7 @@
 """Training without noise: only on data declared public, said everywhere, and then plain gradient descent."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,8 +34,8 @@ def test_without_noise_a_run_on_data_not_declared_public_is_refused_before_anyth
 
 def test_plan_and_trainer_refuse_it_alike(tmp_path):
     settings = config(**NO_NOISE)
-    base = worker_setup(settings, tmp_path).base
-    for refused in (lambda: plan_of(settings, base), lambda: Trainer(settings)):
+    base = Path(worker_setup(settings, tmp_path).base)
+    for refused in (lambda: plan_of(settings, base), lambda: Trainer(settings, config_dir=base)):
         with pytest.raises(RefusedError, match="not_public"):
             refused()
     with pytest.raises(RefusedError, match="not_public"):

@@ -39,6 +39,7 @@ from raycloak.workers.gradients.row_memory import largest_rows
 from raycloak.workers.inputs import models
 from raycloak.workers.inputs.compute_mode import ComputeMode
 from raycloak.workers.inputs.sealed import seal_dataset
+from raycloak.workers.terms.manifest import LossSpec
 from raycloak.workers.train_worker import TrainWorker
 from tests.protocol import RENYI, SECRET, VIRTUAL_WORKERS, config, settle, trained, whole_run, worker_setup
 from tests.tiny_text import WORDS, write_bert, write_gpt2, write_reviews, write_tokenizer
@@ -91,9 +92,9 @@ def test_only_the_adapter_is_released_and_the_plan_says_what_was_changed(base, t
     assert any("drawn from the seed" in warning for warning in run.finished.plan.warnings)
     assert computation.numerics.model_libraries.endswith("attention eager")
     assert len(computation.tokenizer) == 32
-    assert (computation.loss, computation.loss_code) == ("cross_entropy", b"")
+    assert (computation.loss.name, computation.loss_code) == ("cross_entropy", b"")
     assert 0 <= said(run.finished).evaluation_f1 <= 1
-    causal = computation.model_copy(update={"loss": "next_token_cross_entropy"})
+    causal = computation.model_copy(update={"loss": LossSpec.of("next_token_cross_entropy")})
     manifest = run.finished.manifest.model_copy(update={"computation": causal})
     for loss, perplexity in ((2.0, pytest.approx(7.389056)), (float("nan"), None), (1e6, None)):
         measured = replace(run.finished, manifest=manifest, evaluation=Evaluation("loss", loss, 12))

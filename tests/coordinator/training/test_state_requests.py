@@ -296,6 +296,9 @@ def test_a_refused_request_changes_nothing_and_the_run_goes_on(tmp_path, straigh
     """Another run's package, an altered one, one that is not there, requests for other steps; a state before any."""
     other = scripted(tmp_path, {2: save(2)}, secret="cd" * 32, assignment=NewRun(archive(tmp_path, "other")))
     other.train()
+    # On a ledger of its own: the account that it opened would pay for the run on the same data below.
+    for file in tmp_path.glob("ledger.sqlite*"):
+        file.unlink()
     codes = []
 
     def ask(*requests: SaveRequest | LoadRequest) -> Act:
