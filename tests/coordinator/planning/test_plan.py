@@ -519,7 +519,7 @@ def test_an_account_held_with_another_accountant_than_configured_is_refused() ->
         paying_account(view, wrong)
 
 
-def test_a_checked_plan_says_what_four_accountants_say_in_json_and_table() -> None:
+def test_a_checked_plan_says_what_five_accountants_say_in_json_and_table() -> None:
     plan = checked(make_plan(config(), 1437, 4810))
     found = plan.as_json()["epsilon_by_accountant"]
     assert set(found) == {"dp_accounting_pld", "dp_accounting_rdp", "opacus_prv", "opacus_rdp", "raycloak_pld"}

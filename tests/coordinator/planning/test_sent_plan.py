@@ -107,9 +107,9 @@ def test_a_cap_that_admits_less_than_the_bound_ends_the_run_there():
     assert planned({"max_participations": plan.steps_within_cap}, dp_config=dp).steps_within_cap == STEPS
 
 
-def test_the_four_accountants_check_what_is_claimed():
+def test_the_five_accountants_check_what_is_claimed():
     found = checked(planned()).epsilon_by_accountant
-    assert len(found) == 4
+    assert len(found) == 5
     assert max(found.values()) < 1.2 * min(found.values())
 
 
