@@ -30,11 +30,11 @@ from raycloak.coordinator.cli.runs import runs
 from raycloak.coordinator.cli.serve import serve_command
 from raycloak.coordinator.cli.top import top_command
 from raycloak.coordinator.cli.verify import bundle_command, trust_command, verify_command
-from raycloak.coordinator.cli.views.progress import EVERY_S, ProgressDisplay, waiting
 from raycloak.coordinator.config.run import RunConfig, load_config, parse_config
 from raycloak.coordinator.console.output import Output, command_output, leave_stdout
 from raycloak.coordinator.console.streams import open_missing_streams
 from raycloak.coordinator.quick_imports import quickly
+from raycloak.coordinator.runs.progress import EVERY_S, ProgressDisplay, waiting
 from raycloak.metrics.errors import ConfigError, RaycloakError
 from raycloak.version import VERSION
 

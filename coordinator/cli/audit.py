@@ -38,7 +38,7 @@ def audit_command(
 
 
 def _audit(output: Output, config: RunConfig, base: Path, canaries: int, confidence: float, small_epsilon: bool) -> int:
-    from raycloak.coordinator.cli.views.progress import ProgressDisplay
+    from raycloak.coordinator.runs.progress import ProgressDisplay
 
     with ProgressDisplay(output.progress, f"{config.name}-audit") as display:
         display.phase("loading libraries")

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from raycloak.coordinator.cli.options import AsJson, ConfigFile, Debug, Overrides, execute, hexadecimal
-from raycloak.coordinator.cli.views.progress import waiting
 from raycloak.coordinator.config.run import load_config
 from raycloak.coordinator.console.output import Output
+from raycloak.coordinator.runs.progress import waiting
 from raycloak.metrics.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from raycloak.coordinator.cli.options import AsJson, Debug, Overrides, execute
-from raycloak.coordinator.cli.views.progress import waiting
 from raycloak.coordinator.console.output import Output
+from raycloak.coordinator.runs.progress import waiting
 from raycloak.metrics.errors import ModelError
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ Every operation returns a `ServiceFuture` at once. Operations are done in the or
 """
 
 import copy
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -50,6 +51,8 @@ _ENDS_S: Final = 10.0
 """For operations that are being sent, or whose cancellation is being told, when a client is closed."""
 _LOOKS_S: Final = 10.0
 """Between two looks at a run that is not admitted yet; the stream of changes tells it sooner."""
+_OF_STEPS: Final = ("computed", "released", "cancelled", "sampling")
+"""The phases that every step has; any other is of the start of a run."""
 _METADATA: Final = TypeAdapter(Metadata)
 
 OnProgress = Callable[[Progress], object]
@@ -84,6 +87,7 @@ class TrainingClient:
         self._dp_metrics: DpMetrics | None = None
         self._step = 0
         self._on_progress: list[OnProgress] = []
+        self._said = ""
         self._tokens = TokenStreams()
         self._resolver = Resolver(self)
         self._submissions = Submissions(connection, self._resolver, self._absorb, self.cancel)
@@ -257,7 +261,10 @@ class TrainingClient:
         return self._submit("sample", on_token=on_token, sample=request)
 
     def add_progress_callback(self, callback: OnProgress) -> None:
-        """Call ``callback`` with every `Progress` from now on, in the thread that serves this client's futures."""
+        """Call ``callback`` with every `Progress` from now on, in the thread that serves this client's futures.
+
+        Without any, standard error gets a line for each phase in which the service starts the run.
+        """
         with self._lock:
             self._on_progress = [*self._on_progress, callback]
         self._changes.start()
@@ -397,11 +404,19 @@ class TrainingClient:
                 self._absorb(change.operation)
             case "client":
                 self._learn(change.client)
+                self._say(change.client.phase)
             case "tokens":
                 self._tokens.piece(change.tokens)
             case "progress":
+                self._say(change.progress.phase)
                 for callback in self._on_progress:
                     call_safely(callback, from_wire(change.progress))
+
+    def _say(self, phase: str) -> None:
+        """Show a person who waits for the first result that the service is at work: it starts for half a minute."""
+        if phase and phase not in (*_OF_STEPS, self._said) and not self._on_progress:
+            self._said = phase
+            sys.stderr.write(f"{self._client.name}: {phase}\n")
 
     def _absorb(self, operation: wire.Operation) -> None:
         """Take in what is known of an operation, from the reply to a call or from the stream."""

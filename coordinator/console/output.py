@@ -268,6 +268,12 @@ def _console(stream: Outlet) -> Console:
     return _HarmlessConsole(file=cast(TextIO, stream), width=None if stream.isatty() else PLAIN_WIDTH, highlight=False)
 
 
+def log_console(stream: TextIO) -> Console:
+    """Return a console that writes plain lines, also to a terminal or a notebook."""
+    outlet = cast(TextIO, Outlet(stream))
+    return _HarmlessConsole(file=outlet, width=PLAIN_WIDTH, highlight=False, force_terminal=False, force_jupyter=False)
+
+
 def _describe(error: RaycloakError) -> dict[str, Any]:
     described: dict[str, Any] = {
         "code": error.code,

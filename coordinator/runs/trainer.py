@@ -2,10 +2,12 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from raycloak.coordinator.config.run import RunConfig
+from raycloak.coordinator.console.output import log_console
 from raycloak.coordinator.evidence.sources import configured_policy
 from raycloak.coordinator.loggers.configured import configured_loggers
 from raycloak.coordinator.planning.first_look import first_look
@@ -15,6 +17,7 @@ from raycloak.coordinator.planning.references import require_at_hand
 from raycloak.coordinator.record.folder import unfinished_run
 from raycloak.coordinator.record.outcome import Finished
 from raycloak.coordinator.runs.execution import Execution, Outcome
+from raycloak.coordinator.runs.progress import ProgressDisplay
 from raycloak.coordinator.training.callbacks import Callback, own_callbacks
 from raycloak.coordinator.training.reporting import StepReport
 from raycloak.coordinator.training.stop_signals import StopRequest
@@ -35,7 +38,8 @@ class Trainer:
             absent.
         run_secret: file of 64 hexadecimal digits; the same secret repeats the same run.
         progress: called after every committed step.
-        phase: called with a few words when another phase of the run begins.
+        phase: called with a few words when another phase of the run begins. Without both, standard error gets a line
+            at each phase, at the first step and every few seconds.
         resume: resume the newest unfinished run of the configuration's name instead of starting one.
         handle_signals: whether SIGINT and SIGTERM end the run after the step it is in, and at once when they come
             again; for the main thread.
@@ -97,8 +101,8 @@ class Trainer:
             model,
             portable_base(base),
             in_memory=train_dataset,
-            progress=progress or (lambda report: None),
-            phase=phase or (lambda what: None),
+            progress=progress or self._stepped,
+            phase=phase or self._entered,
             notice=self._notice,
             stop=self._stop,
             handle_signals=handle_signals,
@@ -108,6 +112,8 @@ class Trainer:
             small_epsilon=small_epsilon,
         )
         self.finished: Finished | None = None
+        self._tells_nobody = progress is None and phase is None
+        self._display: ProgressDisplay | None = None
 
     def train(self) -> dict[str, Any]:
         """Run to the planned steps, to the cap, or until it is asked to stop.
@@ -119,9 +125,14 @@ class Trainer:
             RaycloakError: ConfigError for bad input, RefusedError if a promise would be broken, RunFailedError if
                 the run could not continue. Its ``result`` is the result so far. What was charged stays charged.
         """
-        outcome = self._execution.recovered(
-            self._resumed if self._resume else lambda: self._execution.begin(self._secret)
-        )
+        with ExitStack() as shown:
+            if self._tells_nobody:
+                # Lines and no bar: the caller's own program may print beside them.
+                lines = log_console(sys.stderr)
+                self._display = shown.enter_context(ProgressDisplay(lines, self._config.name))
+            outcome = self._execution.recovered(
+                self._resumed if self._resume else lambda: self._execution.begin(self._secret)
+            )
         self.finished = outcome.finished
         return outcome.result()
 
@@ -131,6 +142,14 @@ class Trainer:
         It claims what its whole plan costs, all the same: its user may stop it because of what it released.
         """
         self._stop.make()
+
+    def _stepped(self, report: StepReport) -> None:
+        if self._display is not None:
+            self._display(report)
+
+    def _entered(self, what: str) -> None:
+        if self._display is not None:
+            self._display.phase(what)
 
     def _resumed(self) -> Outcome:
         """Resume the newest unfinished run, with the secret file of this call if one was given."""

@@ -15,7 +15,6 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from raycloak.coordinator.cli.views.progress import duration_text, pace_text
 from raycloak.coordinator.cli.views.runs import (
     NONE,
     STATE_NOTES,
@@ -27,6 +26,7 @@ from raycloak.coordinator.console.figures import epsilon_text, size_text
 from raycloak.coordinator.record.folder import RunRecord
 from raycloak.coordinator.record.run_course import Course, Curve, StepTimes
 from raycloak.coordinator.record.run_reader import State
+from raycloak.coordinator.runs.progress import duration_text, pace_text
 
 TEXT_COLUMNS = 34
 """Columns of the text beside a curve."""

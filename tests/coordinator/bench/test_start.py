@@ -7,9 +7,9 @@ import pytest
 from rich.console import Console
 
 from raycloak.coordinator.bench.start import LIBRARIES, _progress, _role, bench_start
-from raycloak.coordinator.cli.views.progress import ProgressDisplay
 from raycloak.coordinator.cluster.process_table import Process
 from raycloak.coordinator.config.run import load_config
+from raycloak.coordinator.runs.progress import ProgressDisplay
 from raycloak.coordinator.training.reporting import StepReport
 from raycloak.metrics.errors import RunFailedError
 

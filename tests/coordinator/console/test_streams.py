@@ -12,9 +12,9 @@ import pytest
 from rich.text import Text
 
 from raycloak.coordinator.cli.options import _guard
-from raycloak.coordinator.cli.views.progress import ProgressDisplay
 from raycloak.coordinator.console.output import Output, command_output
 from raycloak.coordinator.console.streams import Outlet
+from raycloak.coordinator.runs.progress import ProgressDisplay
 from raycloak.coordinator.training.reporting import StepReport
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from raycloak.coordinator.cli.views.progress import status_line
 from raycloak.coordinator.cli.views.verdict import verdict_text
 from raycloak.coordinator.planning.dry_run import plan_of
 from raycloak.coordinator.report.words import verdict_rows
+from raycloak.coordinator.runs.progress import status_line
 from raycloak.coordinator.runs.trainer import Trainer
 from raycloak.coordinator.runs.verdict import verdict_of
 from raycloak.metrics.errors import RefusedError

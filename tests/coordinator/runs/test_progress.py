@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from raycloak.coordinator.cli.views.progress import ProgressDisplay, duration_text, rate_text, status_line, waiting
+from raycloak.coordinator.runs.progress import ProgressDisplay, duration_text, rate_text, status_line, waiting
 from raycloak.coordinator.training.reporting import StepReport
 
 REPORT = StepReport(
