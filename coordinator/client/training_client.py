@@ -38,6 +38,7 @@ from raycloak.coordinator.client.submissions import MakeCall, Submissions
 from raycloak.coordinator.client.token_streams import OnToken, TokenStreams
 from raycloak.coordinator.client.training_config import Metadata, TrainingConfig, parse_training_config
 from raycloak.coordinator.config.sections import DatasetConfig
+from raycloak.coordinator.console.output import harmless
 from raycloak.metrics.service_errors import (
     FutureCancelledError,
     FutureFailedError,
@@ -416,7 +417,8 @@ class TrainingClient:
         """Show a person who waits for the first result that the service is at work: it starts for half a minute."""
         if phase and phase not in (*_OF_STEPS, self._said) and not self._on_progress:
             self._said = phase
-            sys.stderr.write(f"{self._client.name}: {phase}\n")
+            # What another machine says must not command a terminal.
+            sys.stderr.write(f"{self._client.name}: {harmless(phase)}\n")
 
     def _absorb(self, operation: wire.Operation) -> None:
         """Take in what is known of an operation, from the reply to a call or from the stream."""

@@ -1,0 +1,104 @@
+"""A dataset in memory becomes a file for local workers, whatever its tensors are; what it is not is said by name."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from raycloak.metrics.errors import DatasetError
+from raycloak.workers.inputs.datasets import dataset_form
+from raycloak.workers.inputs.in_memory import export_in_memory, unused_keys
+
+
+class Given:
+    """A map-style dataset."""
+
+    def __init__(self, items: Any, **attributes: Any) -> None:
+        self._items = items
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._items[index]
+
+
+def exported(dataset: Any, folder: Path) -> tuple[np.ndarray, np.ndarray]:
+    found = export_in_memory(dataset, folder / "examples.npz").open(folder)
+    return found.batch(np.arange(len(found)))
+
+
+def refusal(dataset: Any, folder: Path) -> DatasetError:
+    with pytest.raises(DatasetError) as caught:
+        export_in_memory(dataset, folder / "examples.npz")
+    assert not (folder / "examples.npz").exists()
+    return caught.value
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn])
+def test_any_float_of_torch_becomes_float32(dtype: torch.dtype, tmp_path: Path):
+    values = torch.tensor([[0.5, -2.0], [1.0, 0.25]])
+    features, labels = exported(TensorDataset(values.to(dtype), torch.tensor([0, 1])), tmp_path)
+    assert (features.dtype, features.tolist(), labels.tolist()) == (np.float32, values.tolist(), [0, 1])
+
+
+def test_a_tensor_of_a_graph_is_read_as_it_is(tmp_path: Path):
+    values = torch.ones(3, 2, requires_grad=True) * 2
+    assert exported(Given([(row, 0) for row in values]), tmp_path)[0].tolist() == [[2, 2]] * 3
+
+
+def test_a_tensor_without_plain_numbers_is_refused_with_a_code(tmp_path: Path):
+    error = refusal(Given([(torch.eye(2).to_sparse(), 0)]), tmp_path)
+    assert (error.code, "sparse" in error.message, "to_dense" in error.remedy) == ("dataset_dtype", True, True)
+    assert refusal(Given([(torch.ones(2, dtype=torch.complex64), 0)]), tmp_path).code == "dataset_dtype"
+
+
+def test_a_loader_is_told_to_give_its_dataset(tmp_path: Path):
+    dataset = TensorDataset(torch.ones(4, 2), torch.zeros(4, dtype=torch.int64))
+    error = refusal(DataLoader(dataset, batch_size=2), tmp_path)
+    assert error.code == "dataset_array"
+    assert "a DataLoader is not a map-style dataset" in error.message
+    assert "loader.dataset" in error.remedy
+    assert "loader" not in refusal(iter([1]), tmp_path).remedy
+
+
+class Failing(Given):
+    """A dataset that fails at one example."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {"x": self._items[index]}["y" if index == 2 else "x"]
+
+
+def test_a_failure_of_the_dataset_has_a_code_and_names_the_example(tmp_path: Path):
+    error = refusal(Failing([(1.0, 0)] * 4), tmp_path)
+    assert error.code == "dataset_function"
+    assert error.message == "example 2 of the dataset fails with KeyError: 'y'."
+    assert isinstance(error.__cause__, KeyError)
+
+
+def test_pixels_may_have_labels_of_their_own(tmp_path: Path):
+    masks = torch.arange(2 * 4 * 4).reshape(2, 4, 4) % 3
+    _, labels = exported(TensorDataset(torch.ones(2, 1, 4, 4), masks), tmp_path)
+    assert labels.tolist() == masks.tolist()
+
+
+def test_a_void_example_is_refused_here_unless_the_dataset_allows_it(tmp_path: Path):
+    items = [(np.array([1.0, np.nan]), 0), (np.array([1.0, 2.0]), 1)]
+    assert refusal(Given(items), tmp_path).code == "dataset_void"
+    described = export_in_memory(Given(items, allow_void=True), tmp_path / "examples.npz")
+    assert described.allow_void
+    assert dataset_form(described.open(tmp_path)).feature_shape == (2,)
+
+
+def test_what_a_tokenised_example_has_beside_its_ids_is_named(tmp_path: Path):
+    item = {"input_ids": [1, 2], "attention_mask": [1, 0], "labels": 1, "text": "secret", "idx": 3}
+    dataset = Given([item, item], vocabulary=9)
+    features, labels = exported(dataset, tmp_path)
+    assert (features.tolist(), labels.tolist()) == ([[1, -1]] * 2, [1, 1])
+    assert unused_keys(dataset) == ("idx", "text")
+    assert unused_keys(Given([(1, 2)])) == ()

@@ -1,0 +1,84 @@
+"""Files of text: the one bad line is named to its owner, a packed file is read, and another form is refused by name."""
+
+import gzip
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raycloak.metrics.errors import DatasetError
+from raycloak.workers.inputs.descriptor import DatasetDescriptor
+from raycloak.workers.inputs.void import for_owner
+from tests.tiny_text import write_tokenizer
+
+
+@pytest.fixture
+def base(tmp_path):
+    write_tokenizer(tmp_path / "words")
+    return tmp_path
+
+
+def described(path, **fields):
+    given = {"kind": "text", "path": path, "features": ("text",), "tokenizer": "words", "max_length": 6}
+    return DatasetDescriptor.model_validate({**given, **fields})
+
+
+def refusal(base, path, **fields):
+    with pytest.raises(DatasetError) as caught:
+        described(path, **fields).open(base)
+    return caught.value
+
+
+def test_a_line_that_is_no_example_is_named_to_the_owner_alone(base):
+    lines = [f"a text\t{number % 2}" for number in range(300)]
+    lines[150], lines[200] = "no tab", "a text\tpositive"
+    (base / "train.tsv").write_text("\n".join(lines))
+    hidden = refusal(base, "train.tsv")
+    assert hidden.message == f"a line of {base / 'train.tsv'} is not text, a tab and a class number."
+    assert "data check" in hidden.remedy
+    with for_owner():
+        assert refusal(base, "train.tsv").message.endswith("a tab and a class number (lines 151, 201).")
+        (base / "train.tsv").write_bytes(b"a text\t1\nan \xff\t0\n")
+        assert "not text in UTF-8 (byte 13)" in refusal(base, "train.tsv").message
+
+
+def test_text_that_gzip_has_packed_is_read(base):
+    (base / "train.tsv").write_text("a text\t1\nanother\t0\n")
+    (base / "train.tsv.gz").write_bytes(gzip.compress((base / "train.tsv").read_bytes()))
+    ours, theirs = (described(path).open(base).batch(np.arange(2)) for path in ("train.tsv", "train.tsv.gz"))
+    assert all(np.array_equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    (base / "train.tsv.gz").write_bytes(gzip.compress(b"a text\t1\n")[:-9])
+    assert "is damaged" in refusal(base, "train.tsv.gz").message
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("train.jsonl", "JSON lines"), ("train.jsonl.gz", "JSON lines"), ("train.csv", "a CSV file")]
+)
+def test_a_file_of_another_form_is_refused_by_its_name(name, said, base):
+    (base / name).write_bytes(gzip.compress(b"{}") if name.endswith(".gz") else b"text,label\n")
+    error = refusal(base, name)
+    assert (said in error.message, "to_parquet" in error.remedy) == (True, True)
+
+
+def test_several_columns_of_a_table_of_text_make_a_label(base):
+    pq.write_table(pa.table({"text": ["a text", "one"], "rude": [0, 1], "spam": [1, 1]}), base / "train.parquet")
+    _, labels = described("train.parquet", labels=("rude", "spam")).open(base).batch(np.arange(2))
+    assert labels.tolist() == [[0, 1], [1, 1]]
+    (base / "train.tsv").write_text("a text\t1\n")
+    assert "has one label, and 2 are named" in refusal(base, "train.tsv", labels=("rude", "spam")).message
+
+
+def test_a_packed_file_of_a_kind_that_is_read_in_pieces_is_refused_by_name(base):
+    pq.write_table(pa.table({"x": [1.0], "y": [0]}), base / "plain.parquet")
+    packed = gzip.compress((base / "plain.parquet").read_bytes())
+    for kind, path, fields in (
+        ("parquet", "data.parquet", {}),
+        ("npz", "data.npz", {}),
+        ("hf", "tokens.parquet", {"max_length": 4, "vocabulary": 9}),
+    ):
+        (base / path).write_bytes(packed)
+        given = {"kind": kind, "path": path, "features": ("x",), "labels": "y", **fields}
+        with pytest.raises(DatasetError, match="is packed by gzip") as caught:
+            DatasetDescriptor.model_validate(given).open(base)
+        assert caught.value.remedy == "Unpack it: gzip -d."
