@@ -11,7 +11,7 @@ from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.planning.data_check import DataReport, check_data, recorded_check
 from raycloak.coordinator.planning.dry_run import plan_of
-from raycloak.metrics.errors import ConfigError
+from raycloak.metrics.errors import ConfigError, DatasetError, ModelError
 from raycloak.workers.inputs import text_data
 from tests.tiny_text import write_tokenizer
 
@@ -94,7 +94,7 @@ def test_labels_outside_the_models_outputs_or_the_declared_classes_are_counted(b
     features, labels = examples()
     labels[[4, 50]] = 3, -1
     found = report(base, features, labels)
-    assert (found.labels_outside, found.label_range) == (2, (-1, 3))
+    assert (found.labels_outside, found.labels_outside_shown, found.label_range) == (2, (5, 51), (-1, 3))
     assert "with a label outside 0 .. 2: 2." in found.problems[0]
     labels[50] = 2
     dataset = {"kind": "npz", "path": "data.npz", "classes": 2}
@@ -144,7 +144,7 @@ def test_texts_beyond_the_length_and_ids_beyond_the_vocabulary_are_counted(base:
     ids[5, 2], ids[9, 3], ids[11, 1] = 9, -2, -1
     dataset = {"kind": "npz", "path": "data.npz", "vocabulary": 9}
     found = report(base, ids, examples()[1], dataset=dataset, model=None)
-    assert (found.ids_outside, found.duplicates) == (2, 54)
+    assert (found.ids_outside, found.ids_outside_shown, found.duplicates) == (2, (6, 10), 54)
     assert "outside 0 .. 8" in found.problems[0]
 
 
@@ -181,3 +181,73 @@ def test_the_digest_of_a_check_depends_on_the_key(base: Path):
 def test_a_configuration_without_data_is_refused(base: Path):
     with pytest.raises(ConfigError, match="config: a check needs a dataset"):
         check_data(configured(base, *examples(), dataset=None), base)
+
+
+def test_an_owner_who_allows_void_examples_has_them_counted_as_a_caution(base: Path):
+    features, labels = examples()
+    features[3, 0] = np.nan
+    dataset = {"kind": "npz", "path": "data.npz", "allow_void": True}
+    found = report(base, features, labels, dataset=dataset)
+    assert found.problems == ()
+    assert "NaN or infinite: 1. They would get no gradient. dataset.allow_void accepts them." in found.cautions[0]
+    assert plan_of(configured(base, features, labels, dataset=dataset), base).features == "[4] float32: images"
+    with pytest.raises(DatasetError, match="dataset_void"):
+        plan_of(configured(base, features, labels), base)
+
+
+def write_table(base: Path, name: str, header: str = "row,a,b,c,y") -> None:
+    rows = np.random.default_rng(3).normal(size=(60, 3)).round(3)
+    lines = [f"{number},{','.join(map(str, row))},{number % 3}" for number, row in enumerate(rows.tolist())]
+    (base / name).write_text("\n".join([header, *lines]))
+
+
+def test_the_features_are_named_and_what_is_left_out_of_them_too(base: Path):
+    write_table(base, "train.csv", header=",a,b,c,y")
+    (base / "models.py").write_text("from torch import nn\n\ndef linear():\n    return nn.Linear(3, 3)\n")
+    dataset = {"kind": "csv", "path": "train.csv", "labels": "y"}
+    config = configured(base, *examples(), dataset=dataset)
+    checked = check_data(config, base)
+    assert (checked.features, checked.report.features) == ("[3] float32: a, b, c", ("a", "b", "c"))
+    (left_out,) = checked.report.left_out
+    assert "the first column is left out" in left_out
+    assert any(left_out in caution for caution in checked.report.cautions)
+    plan = plan_of(config, base)
+    assert plan.features == "[3] float32: a, b, c"
+    assert any(left_out in warning for warning in plan.warnings)
+    assert plan.as_json()["features"] == plan.features
+    # A model that wants the column too is told which ones there are.
+    (base / "models.py").write_text("from torch import nn\n\ndef linear():\n    return nn.Linear(4, 3)\n")
+    with pytest.raises(ModelError, match=r"model_input: .*The features are \[3\] float32: a, b, c\. the first column"):
+        plan_of(config, base)
+    with pytest.raises(ModelError, match="model_input"):
+        check_data(config, base)
+
+
+def test_a_split_of_other_columns_than_the_training_data_is_refused(base: Path):
+    write_table(base, "train.csv")
+    write_table(base, "test.csv", header="row,a,c,b,y")
+    split = {"kind": "csv", "path": "test.csv", "labels": "y", "public": True}
+    config = configured(
+        base,
+        *examples(),
+        dataset={"kind": "csv", "path": "train.csv", "labels": "y"},
+        evaluation={"dataset": split},
+    )
+    with pytest.raises(DatasetError, match="has the feature 'c' where the training data has 'b'"):
+        plan_of(config, base)
+
+
+def test_columns_with_values_that_are_not_finite_are_named_with_their_rows(base: Path):
+    (base / "train.csv").write_text("a,b,c,d,y\n1,2,3,4,0\n1,nan,3,4,1\n1,2,3,,1\n1,,3,4,0\n")
+    found = report(base, *examples(), dataset={"kind": "csv", "path": "train.csv", "labels": "y"})
+    assert (found.not_finite, found.not_finite_shown, found.not_finite_columns) == (3, (2, 3, 4), ("b", "d"))
+    assert "NaN or infinite in b, d: 3." in found.problems[0]
+
+
+def test_the_labels_of_pixels_are_a_form_like_any_other(base: Path):
+    images, masks = np.zeros((60, 4, 2, 2), np.float32), np.arange(240).reshape(60, 2, 2) % 3
+    (base / "models.py").write_text("from torch import nn\n\ndef linear():\n    return nn.Conv2d(4, 3, 1)\n")
+    config = configured(base, images, masks)
+    found = check_data(config, base).report
+    assert (found.label_shape, found.classes, found.labels_outside) == ((2, 2), 3, 0)
+    assert plan_of(config, base).mechanism.num_examples == 60
