@@ -1,12 +1,20 @@
 """User code is found by one rule, leaves `sys.path` as it was, and its source has a digest."""
 
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
 
 from raycloak.metrics.errors import ConfigError
-from raycloak.workers.inputs.user_code import portable_base, resolve, source_digest, unexecuted_digest
+from raycloak.workers.inputs.user_code import (
+    find_in,
+    own_folders,
+    portable_base,
+    resolve,
+    source_digest,
+    unexecuted_digest,
+)
 
 
 def refused(target: str, base: Path) -> str:
@@ -123,6 +131,30 @@ def test_the_source_digest_of_a_callable_covers_its_text_and_what_it_closes_over
     assert len(set(digests)) == len(digests)
     assert source_digest(maker(1), ".") == digests[0]
     assert source_digest(other, ".") == digests[2]
+
+
+def test_guarantee_a_module_that_is_missing_is_named_only_if_the_code_itself_names_it(tmp_path: Path) -> None:
+    (tmp_path / "private.py").write_text("raise ModuleNotFoundError('no Jane_Doe', name='Jane_Doe')\n")
+    assert "Jane" not in refused("private:f", tmp_path)
+    (tmp_path / "computed.py").write_text("import importlib\nimportlib.import_module('Jane_' + 'Doe')\n")
+    assert "Jane" not in refused("computed:f", tmp_path)
+    # Through a neighbour, and inside a function.
+    (tmp_path / "outer.py").write_text("import neighbour_with_gap\n")
+    (tmp_path / "neighbour_with_gap.py").write_text("def g():\n    import missing_one_here\ng()\n")
+    assert "outer imports 'missing_one_here'" in refused("outer:f", tmp_path)
+
+
+def test_folders_of_the_drivers_own_are_those_beside_what_is_installed(tmp_path: Path, monkeypatch) -> None:
+    installed = [Path(path) for path in sysconfig.get_paths().values()]
+    monkeypatch.setattr(sys, "path", [str(tmp_path), str(tmp_path / "none"), *map(str, installed)])
+    assert own_folders() == (str(tmp_path.resolve()),)
+
+
+def test_a_folder_that_is_added_shadows_nothing(tmp_path: Path, monkeypatch) -> None:
+    before = ["first", "second"]
+    monkeypatch.setattr(sys, "path", list(before))
+    find_in((str(tmp_path), "/nowhere", "first"))
+    assert sys.path == [*before, str(tmp_path)]
 
 
 @pytest.fixture
