@@ -3,8 +3,6 @@
 `raycloak.coordinator.planning.plan` is pure; the files and the ledger that the command reads are opened here.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +18,7 @@ from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.rules import RunTerms
 from raycloak.coordinator.ledger.view import LedgerView
 from raycloak.coordinator.planning.cross_check import checked
-from raycloak.coordinator.planning.data_check import features_text, recorded_check
+from raycloak.coordinator.planning.data_check import features_text, naming_features, recorded_check
 from raycloak.coordinator.planning.first_look import first_look
 from raycloak.coordinator.planning.manifest import optimizer_spec
 from raycloak.coordinator.planning.model_source import compute_mode, loss_spec, model_source
@@ -38,7 +36,7 @@ from raycloak.coordinator.planning.payer import (
 from raycloak.coordinator.planning.plan import Plan, make_plan, plan_mechanism, with_notes
 from raycloak.coordinator.planning.public_split import PublicSplit, public_split
 from raycloak.coordinator.planning.references import descriptor, evaluation_form, sealed_terms
-from raycloak.metrics.errors import ConfigError, ModelError
+from raycloak.metrics.errors import ConfigError
 from raycloak.workers.evaluation import Scorer, check_evaluation_form, metric_of
 from raycloak.workers.gradients.clipping import check_batch
 from raycloak.workers.gradients.model_checks import check_rows, check_trainable
@@ -46,7 +44,6 @@ from raycloak.workers.gradients.numerics import slow_products
 from raycloak.workers.gradients.row_memory import largest_rows
 from raycloak.workers.gradients.sum_engines import check_measurable
 from raycloak.workers.inputs.datasets import DatasetForm, SteadyDataset, dataset_form
-from raycloak.workers.inputs.descriptor import OpenedDataset
 from raycloak.workers.inputs.fingerprint import data_marks
 from raycloak.workers.inputs.models import (
     LossFn,
@@ -155,7 +152,7 @@ def _facts_of(config: RunConfig, config_dir: Path) -> _Facts:
     fed_by_name(model, form.inputs)
     vocabulary = check_text(model, form, config.loss_name, opened.vocabulary, data.classes)
     deterministic = not config.allow_nondeterministic
-    with _naming(form, opened):
+    with naming_features(form, opened):
         check_trainable(model, form, loss, deterministic, vocabulary)
     check_classes(model, config.loss_name, opened.examples, data.classes, vocabulary, deterministic)
     return _Facts(
@@ -170,18 +167,6 @@ def _facts_of(config: RunConfig, config_dir: Path) -> _Facts:
         features=opened.features,
         left_out=opened.left_out,
     )
-
-
-@contextmanager
-def _naming(form: DatasetForm, opened: OpenedDataset) -> Iterator[None]:
-    """Let the refusal of a model that does not take the features say which columns they are, and which are none."""
-    try:
-        yield
-    except ModelError as error:
-        if error.code != "model_input" or not opened.features:
-            raise
-        named = ". ".join([f"The features are {features_text(form, opened.features)}", *opened.left_out])
-        raise ModelError(error.code, f"{error.message} {named}.", error.remedy) from error
 
 
 def _device(config: RunConfig) -> str:
