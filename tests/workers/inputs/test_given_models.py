@@ -1,6 +1,7 @@
 """A model's function that a program gives is found by workers where the program finds it, or the module is named."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,8 @@ LAYERS = "from torch import nn\n\ndef linear():\n    return nn.Linear(3, 2)\n"
 
 
 @pytest.fixture
-def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelSource:
-    """Return the source of a function in a folder that the program, as a notebook does, adds to its path."""
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelSource]:
+    """Yield the source of a function in a folder that the program, as a notebook does, adds to its path."""
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "nets_of_ours.py").write_text(NETS)
     (tmp_path / "src" / "layers_of_ours.py").write_text(LAYERS)
@@ -24,11 +25,16 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelSource:
         import nets_of_ours
 
         found = ModelSource.of(nets_of_ours.small)
-    for name in ("nets_of_ours", "layers_of_ours"):
-        del sys.modules[name]
+    forget()
     # A worker's own, which ends with the test.
     monkeypatch.setattr(sys, "path", list(sys.path))
-    return found
+    yield found
+    forget()
+
+
+def forget() -> None:
+    for name in ("nets_of_ours", "layers_of_ours"):
+        sys.modules.pop(name, None)
 
 
 def test_a_worker_finds_what_the_program_found(source: ModelSource, tmp_path: Path):
