@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from raycloak.coordinator.client.training_config import TrainingConfig
     from raycloak.coordinator.cluster.actors import actor, start_platforms
     from raycloak.coordinator.cluster.node_evidence import NodeEvidenceSource
+    from raycloak.coordinator.config.losses import LossConfig
     from raycloak.coordinator.config.run import RunConfig, load_config
     from raycloak.coordinator.config.sections import (
         CheckpointConfig,
@@ -77,7 +78,6 @@ if TYPE_CHECKING:
         LedgerConfig,
         LoggersConfig,
         LoraConfig,
-        LossConfig,
         MasksConfig,
         MeasurementsConfig,
         MetricsConfig,
@@ -158,7 +158,7 @@ _HOMES = {
     "LoadStateResult": "raycloak.coordinator.client.results",
     "LoggersConfig": "raycloak.coordinator.config.sections",
     "LoraConfig": "raycloak.coordinator.config.sections",
-    "LossConfig": "raycloak.coordinator.config.sections",
+    "LossConfig": "raycloak.coordinator.config.losses",
     "MLflowConfig": "raycloak.coordinator.config.sections",
     "MLflowLogger": "raycloak.coordinator.loggers.mlflow_logger",
     "MaskedAggregator": "raycloak.coordinator.aggregation.aggregator",

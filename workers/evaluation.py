@@ -34,7 +34,8 @@ from raycloak.workers.inputs.datasets import Dataset, DatasetForm, dataset_form,
 from raycloak.workers.inputs.losses import predicted, share_predicted
 from raycloak.workers.inputs.models import LossFn, ModelRuntime, load_flat
 from raycloak.workers.inputs.sealed import SealedDataset
-from raycloak.workers.terms.manifest import Manifest, has_accuracy
+from raycloak.workers.terms.loss import has_accuracy
+from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.measurement import macro_f1
 from raycloak.workers.terms.parameter_digest import own_copy, parameter_digest, tensor_digests
 

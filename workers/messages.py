@@ -11,7 +11,8 @@ from raycloak.attestation.policy.policy import Policy
 from raycloak.workers.inputs.compute_mode import PLAIN, ComputeMode
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.inputs.models import ModelSource
-from raycloak.workers.terms.manifest import LossSpec, Manifest, NumericsClass, TensorSpec
+from raycloak.workers.terms.loss import LossSpec
+from raycloak.workers.terms.manifest import Manifest, NumericsClass, TensorSpec
 from raycloak.workers.terms.parameter_digest import TensorContent
 from raycloak.workers.terms.public_sums import PublicSums
 from raycloak.workers.vectors.payload import VectorRange

@@ -41,7 +41,8 @@ from raycloak.workers.inputs.sent_slots import SentSlots
 from raycloak.workers.inputs.text_model import check_text, libraries
 from raycloak.workers.known_answer import check_classes, found_classes, known_answer
 from raycloak.workers.messages import WorkerFacts, WorkerSetup
-from raycloak.workers.terms.manifest import SEVERAL, Manifest, NumericsClass
+from raycloak.workers.terms.loss import SEVERAL
+from raycloak.workers.terms.manifest import Manifest, NumericsClass
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.mechanism import Mechanism, check_together
 from raycloak.workers.terms.parameter_digest import check_same_tensors, frozen_digest, parameter_digest, tensor_digests

@@ -24,9 +24,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from raycloak.coordinator.audit.removals import largest_move
+from raycloak.coordinator.config.losses import LossField
 from raycloak.coordinator.config.run import ModelField, RunConfig
 from raycloak.coordinator.config.section import Section
-from raycloak.coordinator.config.sections import DatasetConfig, LossField
+from raycloak.coordinator.config.sections import DatasetConfig
 from raycloak.coordinator.planning.model_source import loss_spec, model_source
 from raycloak.coordinator.planning.references import descriptor, require_at_hand
 from raycloak.metrics.errors import ConfigError, ModelError

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 
+from raycloak.coordinator.config.losses import LossField
 from raycloak.coordinator.config.run import ModelField, RunConfig
 from raycloak.coordinator.config.section import ALTERNATIVES, Section, problem_of
 from raycloak.coordinator.config.sections import (
@@ -17,7 +18,6 @@ from raycloak.coordinator.config.sections import (
     EarlyStoppingConfig,
     KeyServiceConfig,
     LoraConfig,
-    LossField,
     MeasurementsConfig,
     ModelConfig,
     OptimizerConfig,

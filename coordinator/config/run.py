@@ -12,6 +12,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from raycloak.attestation.core.mask_graph import LARGEST_COMPLETE
 from raycloak.attestation.files.yaml_reader import parse_yaml, read_yaml
+from raycloak.coordinator.config.losses import LossField, name_of_loss
 from raycloak.coordinator.config.section import Section, validated
 from raycloak.coordinator.config.sections import (
     LOSS_OF_TASK,
@@ -26,7 +27,6 @@ from raycloak.coordinator.config.sections import (
     KeyServiceConfig,
     LedgerConfig,
     LoggersConfig,
-    LossField,
     MasksConfig,
     MeasurementsConfig,
     MetricsConfig,
@@ -34,10 +34,9 @@ from raycloak.coordinator.config.sections import (
     OptimizerConfig,
     PlacementConfig,
     RingConfig,
-    name_of_loss,
 )
 from raycloak.metrics.errors import ConfigError
-from raycloak.workers.terms.manifest import has_accuracy
+from raycloak.workers.terms.loss import has_accuracy
 
 DEFAULT_STEPS = 200
 """Steps of a run that gives neither steps nor epochs."""

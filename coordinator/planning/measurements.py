@@ -12,7 +12,7 @@ from raycloak.coordinator.config.sections import ClassCountsConfig, PrivateEvalu
 from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.planning.batches import UNMEASURED_ROWS
 from raycloak.metrics.errors import ConfigError
-from raycloak.workers.terms.manifest import has_accuracy
+from raycloak.workers.terms.loss import has_accuracy
 from raycloak.workers.terms.measurement import NORM, Measurement
 from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.vectors.ring import fit_ring

@@ -1,12 +1,13 @@
 """The model and loss of a configuration, and how they are computed. Apart from other references: they need torch."""
 
+from raycloak.coordinator.config.losses import LossConfig, name_of_loss
 from raycloak.coordinator.config.run import RunConfig
-from raycloak.coordinator.config.sections import LossConfig, ModelConfig, name_of_loss
+from raycloak.coordinator.config.sections import ModelConfig
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.inputs.compute_mode import ComputeMode
 from raycloak.workers.inputs.hub_model import HubSpec
 from raycloak.workers.inputs.models import ModelSource
-from raycloak.workers.terms.manifest import LossSpec, LossTerm
+from raycloak.workers.terms.loss import LossSpec, LossTerm
 
 
 def model_source(model: str | ModelConfig | None) -> ModelSource:

@@ -35,7 +35,8 @@ from raycloak.workers.inputs.models import (
     trainable_tensors,
 )
 from raycloak.workers.inputs.text_model import TextModel
-from raycloak.workers.terms.manifest import LossSpec, Manifest, TensorSpec
+from raycloak.workers.terms.loss import LossSpec
+from raycloak.workers.terms.manifest import Manifest, TensorSpec
 from raycloak.workers.terms.parameter_digest import frozen_digest, parameter_digest, tensor_digests
 
 

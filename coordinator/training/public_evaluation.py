@@ -21,7 +21,7 @@ from raycloak.metrics.errors import ConfigError
 from raycloak.workers.evaluation import Scorer, metric_of
 from raycloak.workers.inputs.models import ModelSource, build_model, loss_function
 from raycloak.workers.inputs.named_inputs import fed_by_name
-from raycloak.workers.terms.manifest import LossSpec
+from raycloak.workers.terms.loss import LossSpec
 
 
 class Evaluator:

@@ -12,7 +12,7 @@ from raycloak.workers.inputs.files import open_examples, read_npz
 from raycloak.workers.inputs.fingerprint import data_marks
 from raycloak.workers.inputs.models import ModelSource
 from raycloak.workers.messages import WorkerSetup
-from raycloak.workers.terms.manifest import LossSpec
+from raycloak.workers.terms.loss import LossSpec
 from raycloak.workers.workload import Workload
 from tests.protocol import HandRun, examples
 
@@ -26,7 +26,7 @@ import numpy as np
 from torch import nn
 
 from raycloak.workers.inputs.datasets import ArrayDataset
-from raycloak.workers.terms.manifest import LossSpec
+from raycloak.workers.terms.loss import LossSpec
 
 HERE = Path(__file__).parent
 

@@ -30,7 +30,8 @@ from raycloak.metrics.errors import (
 )
 from raycloak.workers.messages import StepReply, StepRequest
 from raycloak.workers.run_member import check_partition
-from raycloak.workers.terms.manifest import LossSpec, TensorSpec
+from raycloak.workers.terms.loss import LossSpec
+from raycloak.workers.terms.manifest import TensorSpec
 from raycloak.workers.terms.parameter_digest import parameter_digest, tensor_digests
 from raycloak.workers.terms.public_sums import PublicSums
 from raycloak.workers.terms.receipt import Receipt, data_root

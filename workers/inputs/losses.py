@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from raycloak.metrics.errors import ModelError
 from raycloak.workers.inputs.void import IGNORED
-from raycloak.workers.terms.manifest import LossName, LossTerm
+from raycloak.workers.terms.loss import LossName, LossTerm
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,8 @@ from raycloak.workers.inputs.user_code import (
     source_digest,
     told,
 )
-from raycloak.workers.terms.manifest import LossSpec, TensorSpec
+from raycloak.workers.terms.loss import LossSpec
+from raycloak.workers.terms.manifest import TensorSpec
 from raycloak.workers.terms.parameter_digest import ATTRIBUTES, TensorContent, dimension, split_flat
 
 _BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.modules.batchnorm.SyncBatchNorm)

@@ -19,7 +19,8 @@ from raycloak.coordinator.checkpoints.writer import PackageOrigin, Snapshot, wri
 from raycloak.coordinator.ledger.entries import Head
 from raycloak.metrics.errors import EvidenceError
 from raycloak.workers.gradients.numerics import current_numerics
-from raycloak.workers.terms.manifest import Computation, LossSpec, Manifest, OptimizerSpec, TensorSpec
+from raycloak.workers.terms.loss import LossSpec
+from raycloak.workers.terms.manifest import Computation, Manifest, OptimizerSpec, TensorSpec
 from raycloak.workers.terms.parameter_digest import parameter_digest, tensor_digests
 from tests import protocol
 

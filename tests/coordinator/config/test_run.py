@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from raycloak.coordinator.config.losses import LOSSES
 from raycloak.coordinator.config.run import RunConfig, load_config, parse_config
-from raycloak.coordinator.config.sections import LOSSES
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.inputs.losses import BUILT_IN_LOSSES
 

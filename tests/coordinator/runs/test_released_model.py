@@ -22,7 +22,7 @@ from raycloak.coordinator.runs.export import export
 from raycloak.coordinator.runs.released_model import Keys, released_model
 from raycloak.coordinator.training.assignment import NewRun
 from raycloak.metrics.errors import ConfigError, EvidenceError, ModelError, RefusedError
-from raycloak.workers.terms.manifest import LossSpec
+from raycloak.workers.terms.loss import LossSpec
 from tests import models
 from tests.protocol import RENYI, trained
 from tests.tiny_text import write_bert, write_gpt2, write_reviews

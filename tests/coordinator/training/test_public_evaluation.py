@@ -14,7 +14,7 @@ from raycloak.metrics.errors import ConfigError
 from raycloak.workers.inputs.datasets import ArrayDataset
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.inputs.models import ModelSource
-from raycloak.workers.terms.manifest import LossSpec
+from raycloak.workers.terms.loss import LossSpec
 
 
 def linear(inputs: int, outputs: int) -> ModelSource:

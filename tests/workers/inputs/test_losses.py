@@ -13,7 +13,7 @@ from raycloak.workers.gradients.numerics import pin_numerics
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.inputs.losses import BUILT_IN_LOSSES, BuiltInLoss, cross_entropy, huber, mse
 from raycloak.workers.inputs.losses import binary_cross_entropy as binary
-from raycloak.workers.terms.manifest import LossTerm
+from raycloak.workers.terms.loss import LossTerm
 
 ROWS = 37
 WEIGHTS = (1.0, 0.25, 3.0, 0.0, 7.0)

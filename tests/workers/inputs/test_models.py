@@ -26,7 +26,7 @@ from raycloak.workers.inputs.models import (
     read_flat,
     trainable_tensors,
 )
-from raycloak.workers.terms.manifest import LossSpec
+from raycloak.workers.terms.loss import LossSpec
 from tests.protocol import mechanism
 from tests.workers.gradients.model_zoo import HiddenProduct
 
