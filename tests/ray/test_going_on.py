@@ -72,7 +72,7 @@ def config_file(tmp_path):
     return path
 
 
-def test_a_stopped_run_resumes_and_can_be_replayed(ray_cluster, config_file, tmp_path, raycloak_home):
+def test_a_stopped_run_resumes_and_can_be_replayed(ray_cluster, config_file, tmp_path, raycloak_home, capsys):
     secret = tmp_path / "secret"
     secret.write_text("5e" * 32)
     secret.chmod(0o644)
@@ -91,6 +91,9 @@ def test_a_stopped_run_resumes_and_can_be_replayed(ray_cluster, config_file, tmp
 
     config = load_config(config_file)
     on = Trainer(config, config_dir=tmp_path, resume=True, notice=lambda line: None).train()
+    shown = capsys.readouterr().err
+    assert "starting workers" in shown, "a program that asks for no progress is shown some"
+    assert "1 worker" in shown
     assert (on["run_dir"], on["metrics"]["ending"], on["metrics"]["steps"]) == (str(run_dir), "complete", STEPS)
     assert json.loads((run_dir / "verdict.json").read_text())["ending"] == "complete"
     assert len(digests(run_dir)) == STEPS

@@ -34,6 +34,7 @@ _LISTS = 128
 _CSV_BLOCK = 4 * 2**20
 # As most programs write a date, with a time or not.
 _DATE = r"^[0-9]{1,4}[-/.][0-9]{1,2}[-/.][0-9]{1,4}([ T]|$)"
+_BOOLEAN = "^(?i:true|false)$"
 _SHOWN = 20  # columns of one error
 # What programs write for a value that is not there.
 _MISSING = ("", "NA", "N/A", "n/a", "null", "NULL", "None")
@@ -539,6 +540,8 @@ def _parsed(array: Any, place: str, integers: bool, row: int, allow_void: bool =
         )
     if pc.all(pc.match_substring_regex(text, _DATE)).as_py():
         raise _dates(place)
+    if pc.all(pc.match_substring_regex(text, _BOOLEAN)).as_py():
+        raise DatasetError("dataset_dtype", f"{place} holds true and false.", "Store them as 1 and 0.")
     raise DatasetError(
         "dataset_dtype",
         f"{place} is text.",

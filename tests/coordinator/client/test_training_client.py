@@ -491,6 +491,25 @@ def test_progress_and_tokens_reach_their_callbacks(held, holding):
     assert seen[0] == raycloak.Progress("c0-0", 3, 0.5, None, "computing")
 
 
+def test_who_waits_for_the_first_result_reads_the_phases_of_the_start(held, holding, capsys):
+    read = []
+
+    def said(words, phase):
+        held.tell(wire.Change(progress=wire.Progress(phase=phase)))
+        read.append(capsys.readouterr().err)
+        return f"run: {words}\n" in "".join(read)
+
+    future = holding.forward_backward()
+    until(lambda: future.operation_id)
+    until(lambda: said("connecting to Ray", "connecting to Ray"))
+    said("", "computed")
+    until(lambda: said("opening \N{REPLACEMENT CHARACTER}[2Jdata", "opening \x1b[2Jdata"))
+    # Each phase once, and none of a step.
+    assert len("".join(read).splitlines()) == 2
+    held.finish("c0")
+    future.result(SOON)
+
+
 def told(held, seen):
     held.tell(wire.Change(progress=wire.Progress(operation_id="c0-0", step=3, epsilon=0.5, phase="computing")))
     return seen

@@ -126,6 +126,8 @@ def test_quoted_values_and_tabs_are_read(tmp_path: Path):
         ("a,b,outcome\n1,secret,0\n2,3,0\n", "dataset_dtype", "'b' holds numbers and something else"),
         ("a,b,outcome\n1,secret,0\n", "dataset_dtype", "'b' is text"),
         ("a,b,outcome\n1,2,secret\n", "dataset_dtype", "'outcome' is text"),
+        ("a,b,outcome\n1,True,0\n2,False,1\n", "dataset_dtype", "'b' holds true and false."),
+        ("a,b,outcome\n1,2,true\n", "dataset_dtype", "'outcome' holds true and false."),
         ("a,b,outcome\n1,secret\n", "dataset_unreadable", "as many values"),
         ("a,b,outcome\n1,2,0,secret\n", "dataset_unreadable", "as many values"),
     ],
