@@ -355,9 +355,19 @@ def parse_config(raw: Any, overrides: list[str] | None = None) -> RunConfig:
     return validated(RunConfig, raw)
 
 
-def load_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
+def load_config(path: Path | str, overrides: list[str] | None = None) -> RunConfig:
     """Read a YAML file; the same errors as :func:`parse_config`."""
-    return parse_config(read_yaml(path, "config"), overrides)
+    return parse_config(read_yaml(Path(path), "config"), overrides)
+
+
+def require_config(config: object) -> None:
+    """Raise ConfigError ``config`` where a program gives fields or a path in the place of a configuration."""
+    if not isinstance(config, RunConfig):
+        raise ConfigError(
+            "config",
+            f"a {type(config).__name__} is no configuration.",
+            "Give a raycloak.RunConfig, or raycloak.load_config of a file.",
+        )
 
 
 def apply_override(raw: dict[str, Any], override: str) -> None:

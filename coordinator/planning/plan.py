@@ -38,7 +38,7 @@ from raycloak.coordinator.accounting.renyi import (
     slack_reserve,
     total_slack,
 )
-from raycloak.coordinator.config.run import RunConfig
+from raycloak.coordinator.config.run import RunConfig, require_config
 from raycloak.coordinator.config.sections import Kept
 from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.planning.batches import (
@@ -209,6 +209,7 @@ def make_plan(
             one, or one that `raycloak.coordinator.accounting.accountants.Accountant.needs_whole_plan` names.
     """
     require_assertions()
+    require_config(config)
     config = config.sized(num_examples)
     mechanism = plan_mechanism(config, num_examples, dimension, account, largest_rows, sparse_masks)
     run = Schedule(mechanism, plan_measurements(config, mechanism, largest_rows))

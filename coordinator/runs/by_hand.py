@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from raycloak.coordinator.config.run import RunConfig
+from raycloak.coordinator.config.run import RunConfig, require_config
 from raycloak.coordinator.config.sections import MeasurementsConfig
 from raycloak.coordinator.evidence.sources import configured_policy
 from raycloak.coordinator.planning.first_look import first_look
@@ -25,7 +25,7 @@ from raycloak.workers.inputs.user_code import portable_base
 def by_hand(
     config: RunConfig,
     *,
-    config_dir: Path | None = None,
+    config_dir: Path | str | None = None,
     notice: Callable[[str], None] | None = None,
     small_epsilon: bool = False,
 ) -> Iterator[HandLoop]:
@@ -44,6 +44,7 @@ def by_hand(
     Raises:
         RaycloakError: the reason why the run is refused; nothing was charged.
     """
+    require_config(config)
     if config.dataset is None:
         raise ConfigError("config", "no dataset is named.", "Name one in the configuration.")
     called = config.callbacks or config.loggers.tools
@@ -54,7 +55,7 @@ def by_hand(
             "Leave out measurements, evaluation, callbacks and loggers.",
         )
     check_public(config)
-    base = config_dir or Path.cwd()
+    base = Path(config_dir or Path.cwd())
     require_at_hand(config.dataset, "a loop by hand")
     first_look(config, base)
     configured_policy(config.policy, config.collateral, base)

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from raycloak.coordinator.cluster.tuning import trainable_class
 from raycloak.coordinator.config import home
-from raycloak.coordinator.config.run import RunConfig, parse_config
+from raycloak.coordinator.config.run import RunConfig, parse_config, require_config
 from raycloak.coordinator.planning.first_look import first_look
 from raycloak.coordinator.planning.references import require_at_hand
 from raycloak.coordinator.record.folder import RunFolder, unfinished_run
@@ -42,7 +42,7 @@ _VERDICT = (
 """The facts of a trial's verdict that its last result has. Its own epsilon is none: the search claims more."""
 
 
-def tunable(config: RunConfig, *, config_dir: Path | None = None) -> type[Any]:
+def tunable(config: RunConfig, *, config_dir: Path | str | None = None) -> type[Any]:
     """Return a `ray.tune.Trainable` whose trials are runs of ``config`` with the values that Tune chooses.
 
     Guarantee: a trial computes nothing before the account of ``config`` has been charged for the trial's whole plan; a
@@ -63,7 +63,8 @@ def tunable(config: RunConfig, *, config_dir: Path | None = None) -> type[Any]:
         ConfigError: ``tune_account`` without an account, ``not_private``, ``config``, or ``tune_missing``.
         ConfigError, BudgetError: what `raycloak run` would refuse at first look.
     """
-    base = (config_dir or Path.cwd()).resolve()
+    require_config(config)
+    base = Path(config_dir or Path.cwd()).resolve()
     _check(config)
     require_at_hand(config.dataset, "a search")
     first_look(config, base)

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from raycloak.coordinator.config.run import RunConfig
+from raycloak.coordinator.config.run import RunConfig, require_config
 from raycloak.coordinator.console.output import log_console
 from raycloak.coordinator.evidence.sources import configured_policy
 from raycloak.coordinator.loggers.configured import configured_loggers
@@ -59,8 +59,8 @@ class Trainer:
         *,
         model_init_fn: Callable[[], Any] | None = None,
         train_dataset: Any | None = None,
-        config_dir: Path | None = None,
-        run_secret: Path | None = None,
+        config_dir: Path | str | None = None,
+        run_secret: Path | str | None = None,
         resume: bool = False,
         progress: Callable[[StepReport], None] | None = None,
         phase: Callable[[str], None] | None = None,
@@ -71,6 +71,7 @@ class Trainer:
         placement_group: Any | None = None,
         small_epsilon: bool = False,
     ) -> None:
+        require_config(config)
         if (model_init_fn is None) == (config.model is None):
             raise ConfigError(
                 "config",
@@ -85,14 +86,15 @@ class Trainer:
             )
         check_public(config)
         _require_split(config, metrics)
-        base = config_dir or Path.cwd()
+        base = Path(config_dir or Path.cwd())
+        secret = Path(run_secret) if run_secret else None
         # Before it is charged for a step that nobody sends anything for.
         require_at_hand(config.dataset, "a run of its own")
-        first_look(config, base, run_secret, resume)
+        first_look(config, base, secret, resume)
         configured_policy(config.policy, config.collateral, base)
         model = ModelSource.of(model_init_fn) if model_init_fn is not None else model_source(config.model)
         self._config = config
-        self._secret = str(run_secret.resolve()) if run_secret else None
+        self._secret = str(secret.resolve()) if secret else None
         self._resume = resume
         self._stop = StopRequest()
         self._notice = notice or _to_stderr

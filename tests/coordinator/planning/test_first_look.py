@@ -8,17 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from raycloak.coordinator.config.home import ledger_url
-from raycloak.coordinator.config.run import RunConfig, parse_config
+from raycloak.coordinator.config.run import RunConfig, load_config, parse_config
 from raycloak.coordinator.config.secret_variables import require_none_needed
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.rules import OpeningTerms, RunTerms
 from raycloak.coordinator.planning.first_look import first_look
 from raycloak.coordinator.planning.payer import named_marks
 from raycloak.coordinator.planning.plan import make_plan
+from raycloak.coordinator.runs.by_hand import by_hand
+from raycloak.coordinator.runs.search import tunable
 from raycloak.coordinator.runs.trainer import Trainer
-from raycloak.metrics.errors import RaycloakError
+from raycloak.metrics.errors import ConfigError, RaycloakError
 from tests.coordinator.ledger.witness_server import url_file
 
 GOOD: dict[str, Any] = {
@@ -56,6 +59,33 @@ def test_what_is_well_is_written_to_by_nobody(tmp_path: Path, raycloak_home: Pat
     first_look(config(metrics={"bind": "127.0.0.1:0"}), tmp_path, tmp_path / "secret")
     assert not raycloak_home.exists()
     assert [each.name for each in tmp_path.iterdir()] == ["secret"]
+
+
+def test_a_program_that_gives_no_configuration_is_told_what_to_give(tmp_path: Path):
+    (tmp_path / "config.yaml").write_text("no configuration of a run")
+
+    def by_hand_of(given: Any) -> None:
+        with by_hand(given):
+            pytest.fail("it began")
+
+    for given in (GOOD, str(tmp_path / "config.yaml"), None):
+        for door in (Trainer, by_hand_of, tunable, lambda config: make_plan(config, 100, 10)):
+            with pytest.raises(ConfigError, match=f"config: a {type(given).__name__} is no configuration") as caught:
+                door(given)
+            assert "raycloak.RunConfig" in caught.value.remedy
+
+
+def test_a_program_may_give_its_paths_as_text(tmp_path: Path):
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(GOOD))
+    (tmp_path / "secret").write_text("short")
+    settings = load_config(str(tmp_path / "config.yaml"))
+    assert settings == config()
+    with pytest.raises(ConfigError, match="run_secret"):
+        Trainer(settings, config_dir=str(tmp_path), run_secret=str(tmp_path / "secret"))
+    lost = config(policy="nowhere.yaml")
+    for door in (lambda: Trainer(lost, config_dir=str(tmp_path)), lambda: by_hand(lost, config_dir=".").__enter__()):
+        with pytest.raises(ConfigError, match="nowhere"):
+            door()
 
 
 def test_a_port_that_is_taken_is_named(tmp_path: Path, taken: str):
