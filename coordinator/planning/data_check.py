@@ -10,7 +10,7 @@ Not guaranteed: that nobody wrote the record by hand. It is the owner's word to 
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,10 +31,10 @@ from raycloak.workers.gradients.model_checks import input_errors
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.inputs.columns import some
 from raycloak.workers.inputs.datasets import Dataset, DatasetForm, dataset_form, named_inputs_of
-from raycloak.workers.inputs.descriptor import DatasetDescriptor, OpenedDataset
+from raycloak.workers.inputs.descriptor import OpenedDataset
 from raycloak.workers.inputs.fingerprint import check_digest, data_marks, load_key
-from raycloak.workers.inputs.images import DEPTH_REMEDY, TOO_DEEP
-from raycloak.workers.inputs.inspection import cut_examples, faulty_images
+from raycloak.workers.inputs.images import DEPTH_REMEDY, TOO_DEEP, ImageFacts
+from raycloak.workers.inputs.inspection import cut_examples, images_by_name
 from raycloak.workers.inputs.models import build_model, loss_function
 from raycloak.workers.inputs.named_inputs import fed_by_name
 from raycloak.workers.inputs.sealed import SealedDataset
@@ -66,6 +66,8 @@ class DataReport:
         evaluation_overlap: examples whose features are also in the evaluation split; None if it has none to read.
         constant_features: positions that have one value in all examples; ``constant_shown`` are the first.
         cut: examples of text that are longer than ``max_length``; None for other data.
+        turned: images with a camera's note that they are shown turned, which is ignored; None for other data.
+        several_frames: images with frames or pages beyond the first, which are left out; None for other data.
         allow_void: whether the owner lets a run train on the void ones.
     """
 
@@ -91,6 +93,8 @@ class DataReport:
     constant_features: int
     constant_shown: tuple[int, ...]
     cut: int | None
+    turned: int | None
+    several_frames: int | None
     allow_void: bool
 
     @property
@@ -118,6 +122,8 @@ class DataReport:
             (self.evaluation_overlap, "Examples that are evaluated on too", "Results on them are exact and public."),
             (self.constant_features, "Features with one value in all examples", "Nothing is learned from them."),
             (self.cut, "Texts beyond max_length", "They are cut."),
+            (self.turned, "Images with an EXIF tag that turns them", "The tag is ignored: they are read as they lie."),
+            (self.several_frames, "Images of several frames or pages", "The first is read, the others are left out."),
         )
         said = tuple(f"{what}: {count:,}. {so}" for count, what, so in found if count)
         return (*allowed, *said, *(f"The data: {each}." for each in self.left_out))
@@ -178,7 +184,8 @@ def check_data(config: RunConfig, base: Path) -> Checked:
 
 def _checked(config: RunConfig, dataset: DatasetConfig, base: Path) -> Checked:
     described = descriptor(dataset)
-    _require_images(described, base)
+    images = images_by_name(described, base)
+    _require_read(images)
     opened = _open_for_owner(config, base, "training")
     assert opened is not None, "the configuration names a dataset"
     classes, vocabulary = _limits(config, base, opened)
@@ -210,6 +217,8 @@ def _checked(config: RunConfig, dataset: DatasetConfig, base: Path) -> Checked:
         constant_features=len(findings.constant),
         constant_shown=tuple(findings.constant[:SHOWN].tolist()),
         cut=cut_examples(described, base),
+        turned=sum(each.turned for each in images.values()) if images else None,
+        several_frames=sum(each.several for each in images.values()) if images else None,
         allow_void=dataset.allow_void,
     )
     fingerprint = data_marks(described, opened, base).fingerprint
@@ -250,9 +259,9 @@ def _recorded(config: RunConfig, base: Path, report: DataReport, fingerprint: by
     return found
 
 
-def _require_images(described: DatasetDescriptor, base: Path) -> None:
+def _require_read(images: Mapping[str, ImageFacts]) -> None:
     """Name the images that are not read, by what is wrong with them: on the owner's machine, and only here."""
-    faulty = faulty_images(described, base)
+    faulty = {name: each.fault for name, each in images.items() if each.fault}
     if not faulty:
         return
     said = []

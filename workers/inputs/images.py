@@ -11,6 +11,7 @@ class, then by name. Frames beyond the first and the orientation that a camera n
 import io
 import unicodedata
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, Literal
@@ -38,6 +39,9 @@ _CHANNELS = {"grey": 1, "rgb": 3}
 _MODES = {"grey": "L", "rgb": "RGB"}
 # The modes of more than 8 bits start so: I;16, I;16B, I, F.
 _DEEP = ("I", "F")
+# Of EXIF: the tag of a camera's orientation, and its value for a picture that is shown as it lies.
+_ORIENTATION = 0x0112
+_UPRIGHT = 1
 
 
 class DeepImageError(Exception):
@@ -148,15 +152,33 @@ def decoded(file: BinaryIO, size: tuple[int, int], channels: Channels) -> NDArra
     return np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 
-def fault(file: BinaryIO) -> str:
-    """Return why a file is not read as an image, to follow its name; empty for one that is."""
+@dataclass(frozen=True, slots=True)
+class ImageFacts:
+    """Facts of one image that its pixels do not show.
+
+    Attributes:
+        fault: why the file is not read as an image, to follow its name; empty for one that is.
+        turned: whether a camera noted that it is shown turned or mirrored.
+        several: whether it has frames or pages beyond the first.
+    """
+
+    fault: str
+    turned: bool = False
+    several: bool = False
+
+
+def image_facts(file: BinaryIO) -> ImageFacts:
+    """Return what is wrong with a file as an image, and what is ignored in it."""
     image_module = _pillow()
     try:
         with image_module.open(io.BytesIO(file.read())) as image:
             image.load()
-            return TOO_DEEP if image.mode.startswith(_DEEP) else ""
+            turned = image.getexif().get(_ORIENTATION, _UPRIGHT) != _UPRIGHT
+            deep = TOO_DEEP if image.mode.startswith(_DEEP) else ""
+            # Only formats that may have several count them.
+            return ImageFacts(deep, turned, getattr(image, "n_frames", 1) > 1)
     except Exception:  # noqa: BLE001 - as in :func:`image_rows`
-        return "is no image, or damaged"
+        return ImageFacts("is no image, or damaged")
 
 
 def decoder_digest(classes: tuple[str, ...]) -> bytes:

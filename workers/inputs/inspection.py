@@ -1,4 +1,4 @@
-"""Facts of a dataset that no example shows: how many texts are cut to their length, and which images are not read.
+"""Facts of a dataset that no example shows: how many texts are cut to their length, and what an image's file says.
 
 Hides how each kind's source is read again for its owner. No worker uses it: its results are only for the owner.
 """
@@ -10,7 +10,7 @@ import numpy as np
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.inputs.file_sets import FileSet
 from raycloak.workers.inputs.files import open_examples
-from raycloak.workers.inputs.images import SUFFIXES, fault
+from raycloak.workers.inputs.images import SUFFIXES, ImageFacts, image_facts
 from raycloak.workers.inputs.text_data import Tokenizer, raw_texts
 from raycloak.workers.inputs.token_rows import TokenColumns, row_lengths, token_files
 
@@ -36,10 +36,10 @@ def cut_examples(descriptor: DatasetDescriptor, base: Path) -> int | None:
     return int(np.count_nonzero(lengths > descriptor.max_length))
 
 
-def faulty_images(descriptor: DatasetDescriptor, base: Path) -> dict[str, str]:
-    """Return the images that are not read, by name, and why; none for other data."""
+def images_by_name(descriptor: DatasetDescriptor, base: Path) -> dict[str, ImageFacts]:
+    """Return the facts of each image by its name; none for other data."""
     if descriptor.kind != "imagefolder":
         return {}
     assert descriptor.path is not None, "images have a path"
     files = FileSet(descriptor.path, base, SUFFIXES, hashed=False)
-    return {where: why for where, file in files.opened() if (why := fault(file))}
+    return {where: image_facts(file) for where, file in files.opened()}

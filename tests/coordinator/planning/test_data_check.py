@@ -38,6 +38,8 @@ CLEAN = {
     "constant_features": 0,
     "constant_shown": (),
     "cut": None,
+    "turned": None,
+    "several_frames": None,
     "allow_void": False,
 }
 
@@ -251,3 +253,24 @@ def test_the_labels_of_pixels_are_a_form_like_any_other(base: Path):
     found = check_data(config, base).report
     assert (found.label_shape, found.classes, found.labels_outside) == ((2, 2), 3, 0)
     assert plan_of(config, base).mechanism.num_examples == 60
+
+
+def test_what_is_ignored_in_images_is_counted(base: Path):
+    image_module = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    for name in ("cat", "dog"):
+        (base / "photos" / name).mkdir(parents=True)
+    plain = image_module.new("RGB", (4, 4))
+    for number, orientation in enumerate((None, 1, 6, 3)):
+        tags = image_module.Exif()
+        if orientation is not None:
+            tags[0x0112] = orientation
+        plain.save(base / "photos" / "cat" / f"{number}.jpg", exif=tags)
+    plain.save(base / "photos" / "dog" / "one.gif")
+    plain.save(
+        base / "photos" / "dog" / "two.gif", save_all=True, append_images=[image_module.new("RGB", (4, 4), "red")]
+    )
+    dataset = {"kind": "imagefolder", "path": "photos", "size": [4, 4]}
+    found = report(base, *examples(), dataset=dataset, model=None)
+    assert (found.turned, found.several_frames) == (2, 1)
+    assert any(each.startswith("Images with an EXIF tag that turns them: 2.") for each in found.cautions)
+    assert any(each.startswith("Images of several frames or pages: 1.") for each in found.cautions)

@@ -12,11 +12,15 @@ from raycloak.workers.inputs.datasets import dataset_form
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.inputs.file_sets import FileSet
 from raycloak.workers.inputs.fingerprint import data_marks
-from raycloak.workers.inputs.inspection import faulty_images
+from raycloak.workers.inputs.inspection import images_by_name
 
 
 def described(**fields: Any) -> DatasetDescriptor:
     return DatasetDescriptor(**{"kind": "imagefolder", "path": "pets", "size": (4, 6), "scale": 255.0, **fields})
+
+
+def faulty(base: Path) -> dict[str, str]:
+    return {name: each.fault for name, each in images_by_name(described(), base).items() if each.fault}
 
 
 @pytest.fixture
@@ -104,7 +108,7 @@ def test_an_image_of_more_than_8_bits_is_refused_and_named_to_its_owner_alone(ba
     with pytest.raises(DatasetError, match=r"dataset_dtype: .*folder 'cats', has more than 8 bits") as caught:
         described().open(base)
     assert "mary" not in str(caught.value)
-    assert faulty_images(described(), base) == {str(base / "pets" / "cats" / "mary.tiff"): images.TOO_DEEP}
+    assert faulty(base) == {str(base / "pets" / "cats" / "mary.tiff"): images.TOO_DEEP}
 
 
 def test_a_folder_that_is_not_there_is_said_so(base: Path):
