@@ -33,7 +33,7 @@ from raycloak.workers.inputs.datasets import (
     dataset_form,
     named_inputs_of,
 )
-from raycloak.workers.inputs.file_sets import FileSet, left_out_text, require_unzipped, written
+from raycloak.workers.inputs.file_sets import FileSet, left_out_text, require_unpacked, written
 from raycloak.workers.inputs.files import open_examples, read_digits, read_npz
 from raycloak.workers.inputs.images import SUFFIXES, Channels, decoder_digest, image_classes, image_rows
 from raycloak.workers.inputs.named_inputs import InputSource
@@ -284,7 +284,7 @@ def _open_npz(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
     path, taken = _path(descriptor, base), Taken()
     file, file_digest = open_examples(path, hashed=descriptor.fingerprint_key is not None)
     with file:
-        require_unzipped(file, str(path))
+        require_unpacked(file, str(path), may_be_zip=True)
         features, labels = read_npz(file, path, descriptor.features, descriptor.label_names, descriptor.inputs, taken)
     examples = ArrayDataset(features, labels, descriptor.scale, str(path), named_inputs=taken.inputs)
     checked(examples, void_check(descriptor, str(path), taken))

@@ -30,7 +30,20 @@ from raycloak.workers.inputs.places import Places, file_places, remote_places
 # A seek costs one block; 32 bytes of memory keep one.
 _BLOCK = 2**20
 _PATTERN = re.compile(r"[*?\[]")
-_GZIP = b"\x1f\x8b"
+_GZIP = "packed by gzip"
+_ZIP = "a zip archive or an Excel workbook"
+# The first bytes of a file that no reader takes as it is.
+_MARKS = {
+    b"\x1f\x8b": _GZIP,
+    b"PK\x03\x04": _ZIP,
+    b"\xd0\xcf\x11\xe0": "an Excel workbook",
+    # Its number follows the level, so that no text begins so.
+    **{b"BZh%d1AY&SY" % level: "packed by bzip2" for level in range(1, 10)},
+    b"\xfd7zXZ\x00": "packed by xz",
+    b"\x28\xb5\x2f\xfd": "packed by zstd",
+    b"7z\xbc\xaf\x27\x1c": "packed by 7-Zip",
+}
+_UNPACK = "Unpack it, or save the workbook as CSV."
 
 
 class FileSet:
@@ -147,22 +160,36 @@ def left_out_text(names: Sequence[str]) -> str:
     return f"{len(names)} {files} left out: {', '.join(said)}"
 
 
-def unzipped(file: BinaryIO) -> BinaryIO:
-    """Return what a file holds that gzip has packed, and any other file as it is; seekable, from its start."""
-    return cast(BinaryIO, gzip.GzipFile(fileobj=file)) if _is_zipped(file) else file
+def unzipped(file: BinaryIO, where: str) -> BinaryIO:
+    """Return what a file holds that gzip has packed, and any other file as it is; seekable, from its start.
+
+    Raises:
+        DatasetError: ``dataset_unreadable`` for a file that something else has packed, or an Excel workbook.
+    """
+    packed = _packed(file)
+    if packed == _GZIP:
+        return cast(BinaryIO, gzip.GzipFile(fileobj=file))
+    if packed:
+        raise DatasetError("dataset_unreadable", f"{where} is {packed}.", _UNPACK)
+    return file
 
 
-def require_unzipped(file: BinaryIO, where: str) -> None:
-    """Refuse a file that gzip has packed, where its kind is read in pieces; DatasetError ``dataset_unreadable``."""
-    if _is_zipped(file):
-        raise DatasetError("dataset_unreadable", f"{where} is packed by gzip.", "Unpack it: gzip -d.")
+def require_unpacked(file: BinaryIO, where: str, *, may_be_zip: bool = False) -> None:
+    """Refuse a file that something has packed, where its kind is read in pieces; DatasetError ``dataset_unreadable``.
+
+    Args:
+        may_be_zip: whether the kind's own files are zip archives, as those of numpy are.
+    """
+    packed = _packed(file)
+    if packed and not (may_be_zip and packed == _ZIP):
+        raise DatasetError("dataset_unreadable", f"{where} is {packed}.", _UNPACK)
 
 
-def _is_zipped(file: BinaryIO) -> bool:
-    """Return whether gzip has packed a file, and go back to its start."""
-    start = file.read(len(_GZIP))
+def _packed(file: BinaryIO) -> str:
+    """Return how a file is packed, in words, and go back to its start; nothing for one that is not."""
+    start = file.read(max(map(len, _MARKS)))
     file.seek(0)
-    return start == _GZIP
+    return next((words for mark, words in _MARKS.items() if start.startswith(mark)), "")
 
 
 class CommittedFile(io.RawIOBase):

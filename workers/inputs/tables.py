@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from raycloak.metrics.errors import DatasetError
 from raycloak.workers.inputs.columns import Columns, Group, Layout
 from raycloak.workers.inputs.datasets import Arrays, Taken
-from raycloak.workers.inputs.file_sets import FileSet, require_unzipped, unzipped
+from raycloak.workers.inputs.file_sets import FileSet, require_unpacked, unzipped
 from raycloak.workers.inputs.named_inputs import outlined, packed
 from raycloak.workers.inputs.void import ALLOW, named_by_check, which
 
@@ -61,7 +61,7 @@ def parquet_rows(files: FileSet, columns: Columns, taken: Taken) -> Iterator[Arr
     first: _Outline | None = None
     row = 0
     for where, file in files.opened():
-        require_unzipped(file, where)
+        require_unpacked(file, where)
         try:
             parquet = pq.ParquetFile(file, pre_buffer=False)
             schema = parquet.schema_arrow
@@ -96,7 +96,7 @@ def csv_rows(files: FileSet, columns: Columns, taken: Taken) -> Iterator[Arrays]
     integers = bool(columns.classes)
     row = 0
     for where, opened in files.opened():
-        file = unzipped(opened)
+        file = unzipped(opened, where)
         present = _header(file, where)
         if layout is None:
             layout = columns.layout(present, where)

@@ -20,7 +20,7 @@ from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.metrics.errors import ConfigError, DatasetError
 from raycloak.metrics.file_errors import file_error
 from raycloak.workers.inputs.datasets import Arrays
-from raycloak.workers.inputs.file_sets import require_unzipped, unzipped
+from raycloak.workers.inputs.file_sets import require_unpacked, unzipped
 from raycloak.workers.inputs.files import parquet_table
 from raycloak.workers.inputs.hub_files import library, public_folder, quiet
 from raycloak.workers.inputs.tables import label_columns
@@ -161,7 +161,7 @@ def text_example(item: Mapping[str, Any]) -> tuple[NDArray[Any], NDArray[Any]]:
 
 def _read(file: BinaryIO, path: Path, text: str, labels: tuple[str, ...]) -> tuple[list[str], NDArray[Any]]:
     if path.suffix == ".parquet":
-        require_unzipped(file, str(path))
+        require_unpacked(file, str(path))
         return _parquet(file, path, text, labels)
     other = _OTHERS.get(PurePath(path.name.removesuffix(".gz")).suffix.lower())
     if other is not None:
@@ -213,7 +213,7 @@ def _parquet(file: BinaryIO, path: Path, text: str, labels: tuple[str, ...]) -> 
 
 
 def _text(opened: BinaryIO, path: Path) -> str:
-    file = unzipped(opened)
+    file = unzipped(opened, str(path))
     try:
         # Closing the file is up to who opened it.
         reader = TextIOWrapper(file, encoding="utf-8")

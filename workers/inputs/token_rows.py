@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from raycloak.metrics.errors import DatasetError
 from raycloak.metrics.file_errors import file_error
 from raycloak.workers.inputs.datasets import Arrays, Taken
-from raycloak.workers.inputs.file_sets import FileSet, require_unzipped, written
+from raycloak.workers.inputs.file_sets import FileSet, require_unpacked, written
 from raycloak.workers.inputs.named_inputs import InputSource, outlined, packed
 from raycloak.workers.inputs.tables import PARQUET_SUFFIXES, label_columns, number_column
 from raycloak.workers.inputs.void import IGNORED, PADDING
@@ -161,7 +161,7 @@ def _batches(files: FileSet, columns: TokenColumns) -> Iterator[tuple[str, Any]]
     import pyarrow.parquet as pq
 
     for where, file in files.opened():
-        require_unzipped(file, where)
+        require_unpacked(file, where)
         try:
             if where.lower().endswith(".arrow"):
                 reader = ipc.open_stream(file)

@@ -1,6 +1,10 @@
 """Files of text: the one bad line is named to its owner, a packed file is read, and another form is refused by name."""
 
+import bz2
 import gzip
+import io
+import lzma
+import zipfile
 
 import numpy as np
 import pyarrow as pa
@@ -81,4 +85,33 @@ def test_a_packed_file_of_a_kind_that_is_read_in_pieces_is_refused_by_name(base)
         given = {"kind": kind, "path": path, "features": ("x",), "labels": "y", **fields}
         with pytest.raises(DatasetError, match="is packed by gzip") as caught:
             DatasetDescriptor.model_validate(given).open(base)
-        assert caught.value.remedy == "Unpack it: gzip -d."
+        assert caught.value.remedy.startswith("Unpack it")
+
+
+def as_zip(content: bytes) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("train", content)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("pack", "said"),
+    [
+        (as_zip, "is a zip archive or an Excel workbook"),
+        (bz2.compress, "is packed by bzip2"),
+        (lzma.compress, "is packed by xz"),
+        (lambda content: pa.compress(content, "zstd", asbytes=True), "is packed by zstd"),
+        (lambda content: b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + content, "is an Excel workbook"),
+    ],
+)
+def test_what_a_file_is_packed_by_is_said_and_none_of_its_bytes(base, pack, said):
+    (base / "train.tsv").write_bytes(pack(b"a text\t1\n"))
+    assert said in refusal(base, "train.tsv").message
+    (base / "data.csv").write_bytes(pack(b"x,y\n1,0\n"))
+    pq.write_table(pa.table({"x": [1.0], "y": [0]}), base / "plain.parquet")
+    (base / "data.parquet").write_bytes(pack((base / "plain.parquet").read_bytes()))
+    for kind, path in (("csv", "data.csv"), ("parquet", "data.parquet")):
+        with pytest.raises(DatasetError, match=said) as caught:
+            DatasetDescriptor(kind=kind, path=path, features=("x",), labels="y").open(base)
+        assert caught.value.message == f"{base / path} {said}." or caught.value.message == f"{path} {said}."
