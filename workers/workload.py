@@ -107,7 +107,8 @@ class Workload:
         is_sent = isinstance(self.dataset, SentSlots)
         padded = setup.model.hub is not None
         self.sent_form = SentForm(self.form, self.vocabulary, setup.dataset.classes, padded) if is_sent else None
-        check_trainable(self.module, self.form, loss_fn, deterministic, self.vocabulary)
+        with opened.naming_features(self.form):
+            check_trainable(self.module, self.form, loss_fn, deterministic, self.vocabulary)
         classes = setup.dataset.classes
         check_classes(self.module, setup.loss.name, self.dataset, classes, self.vocabulary, deterministic)
         # Before the parameters are copied: it takes as much memory as a step.

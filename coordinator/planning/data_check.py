@@ -11,7 +11,6 @@ Not guaranteed: that nobody wrote the record by hand. It is the owner's word to 
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,12 +24,12 @@ from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.config.sections import DatasetConfig
 from raycloak.coordinator.planning.model_source import loss_spec, model_source
 from raycloak.coordinator.planning.references import descriptor, part_of, require_at_hand
-from raycloak.metrics.errors import ConfigError, DatasetError, ModelError
+from raycloak.metrics.errors import ConfigError, DatasetError
 from raycloak.metrics.file_errors import file_error
 from raycloak.workers.gradients.model_checks import input_errors
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.inputs.columns import some
-from raycloak.workers.inputs.datasets import Dataset, DatasetForm, dataset_form, named_inputs_of
+from raycloak.workers.inputs.datasets import Dataset, dataset_form, named_inputs_of
 from raycloak.workers.inputs.descriptor import OpenedDataset
 from raycloak.workers.inputs.fingerprint import check_digest, data_marks, load_key
 from raycloak.workers.inputs.images import DEPTH_REMEDY, TOO_DEEP, ImageFacts
@@ -129,27 +128,6 @@ class DataReport:
         return (*allowed, *said, *(f"The data: {each}." for each in self.left_out))
 
 
-def features_text(form: DatasetForm, names: Sequence[str]) -> str:
-    """Return what the features of an example are, with the names of their columns."""
-    if form.inputs:
-        outline = "; ".join(f"{each.name} {list(each.shape)} {each.dtype}" for each in form.inputs)
-    else:
-        outline = f"{list(form.feature_shape)} {form.feature_dtype}"
-    return f"{outline}: {some(names)}" if names else outline
-
-
-@contextmanager
-def naming_features(form: DatasetForm, opened: OpenedDataset) -> Iterator[None]:
-    """Let the refusal of a model that does not take the features say which columns they are, and which are none."""
-    try:
-        yield
-    except ModelError as error:
-        if error.code != "model_input" or not opened.features:
-            raise
-        named = ". ".join([f"The features are {features_text(form, opened.features)}", *opened.left_out])
-        raise ModelError(error.code, f"{error.message} {named}.", error.remedy) from error
-
-
 @dataclass(frozen=True, slots=True)
 class Checked:
     """A report, and what it was recorded under.
@@ -223,7 +201,7 @@ def _checked(config: RunConfig, dataset: DatasetConfig, base: Path) -> Checked:
     )
     fingerprint = data_marks(described, opened, base).fingerprint
     recorded = _recorded(config, base, report, fingerprint)
-    return Checked(report, features_text(form, opened.features), fingerprint, recorded)
+    return Checked(report, opened.features_text(form), fingerprint, recorded)
 
 
 def recorded_check(fingerprint: bytes) -> str | None:
@@ -299,7 +277,7 @@ def _limits(config: RunConfig, base: Path, opened: OpenedDataset) -> tuple[int |
     module = fed_by_name(build_model(model_source(config.model), base, config.seed), form.inputs)
     vocabulary = check_text(module, form, config.loss_name, vocabulary, declared)
     loss = RowLoss(loss_function(loss_spec(config.loss), base)[0])
-    with naming_features(form, opened), input_errors(form):
+    with opened.naming_features(form), input_errors(form):
         check_classes(module, config.loss_name, opened.examples, declared, vocabulary, deterministic=False)
         shown = found_classes(module, loss, opened.examples, vocabulary, deterministic=False)
     return declared or shown, vocabulary

@@ -18,7 +18,7 @@ from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.rules import RunTerms
 from raycloak.coordinator.ledger.view import LedgerView
 from raycloak.coordinator.planning.cross_check import checked
-from raycloak.coordinator.planning.data_check import features_text, naming_features, recorded_check
+from raycloak.coordinator.planning.data_check import recorded_check
 from raycloak.coordinator.planning.first_look import first_look
 from raycloak.coordinator.planning.manifest import optimizer_spec
 from raycloak.coordinator.planning.model_source import compute_mode, loss_spec, model_source
@@ -93,7 +93,7 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
         check_measurable(measurement, form)
     check_rows(model, form, loss, _mechanisms(plan), not config.allow_nondeterministic, facts.vocabulary)
     left_out = (*facts.left_out, *(f"evaluation.dataset: {each}" for each in (split.left_out if split else ())))
-    noted = replace(with_notes(plan, (*facts.notes, *slow), left_out), features=features_text(form, facts.features))
+    noted = replace(with_notes(plan, (*facts.notes, *slow), left_out), features=facts.features_text)
     return replace(checked(noted), data_check=recorded_check(facts.data.fingerprint), groups=groups)
 
 
@@ -121,7 +121,7 @@ class _Facts:
         notes: about how the model was built.
         sizes: numbers of examples and of trainable parameters.
         vocabulary, largest_rows, data: as a worker finds them.
-        features, left_out: as of an `OpenedDataset`.
+        features, features_text, left_out: as of an `OpenedDataset`.
     """
 
     model: nn.Module
@@ -133,6 +133,7 @@ class _Facts:
     largest_rows: int
     data: DataMarks
     features: tuple[str, ...]
+    features_text: str
     left_out: tuple[str, ...]
 
 
@@ -152,7 +153,7 @@ def _facts_of(config: RunConfig, config_dir: Path) -> _Facts:
     fed_by_name(model, form.inputs)
     vocabulary = check_text(model, form, config.loss_name, opened.vocabulary, data.classes)
     deterministic = not config.allow_nondeterministic
-    with naming_features(form, opened):
+    with opened.naming_features(form):
         check_trainable(model, form, loss, deterministic, vocabulary)
     check_classes(model, config.loss_name, opened.examples, data.classes, vocabulary, deterministic)
     return _Facts(
@@ -165,6 +166,7 @@ def _facts_of(config: RunConfig, config_dir: Path) -> _Facts:
         largest_rows=largest_rows(model, form, loss, deterministic, vocabulary, _device(config)),
         data=data_marks(data, opened, config_dir),
         features=opened.features,
+        features_text=opened.features_text(form),
         left_out=opened.left_out,
     )
 

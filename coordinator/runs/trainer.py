@@ -22,6 +22,7 @@ from raycloak.coordinator.training.callbacks import Callback, own_callbacks
 from raycloak.coordinator.training.reporting import StepReport
 from raycloak.coordinator.training.stop_signals import StopRequest
 from raycloak.metrics.errors import ConfigError
+from raycloak.workers.inputs.in_memory import require_first
 from raycloak.workers.inputs.models import ModelSource
 from raycloak.workers.inputs.user_code import portable_base
 
@@ -84,6 +85,8 @@ class Trainer:
                 "the dataset is given twice or not at all.",
                 "Give it once: as config.dataset or as train_dataset.",
             )
+        if train_dataset is not None:
+            require_first(train_dataset)
         check_public(config)
         _require_split(config, metrics)
         base = Path(config_dir or Path.cwd())

@@ -17,11 +17,11 @@ from pydantic import Field
 from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.attestation.core.messages import Message, parse
 from raycloak.attestation.sealed.sealed_data import HEADER_FILE
-from raycloak.metrics.errors import DatasetError, RaycloakError
+from raycloak.metrics.errors import DatasetError, ModelError, RaycloakError
 from raycloak.metrics.file_errors import file_error
 from raycloak.workers.inputs.built_rows import PipelineIndex, built_files
 from raycloak.workers.inputs.canaries import CanaryDataset
-from raycloak.workers.inputs.columns import Columns
+from raycloak.workers.inputs.columns import Columns, some
 from raycloak.workers.inputs.datasets import (
     ArrayDataset,
     Arrays,
@@ -108,6 +108,25 @@ class OpenedDataset:
     def own_examples(self) -> Dataset:
         """The examples of the data itself, without any of an audit."""
         return self.before_canaries or self.examples
+
+    def features_text(self, form: DatasetForm) -> str:
+        """Return what the features of an example are, with the names of their columns."""
+        if form.inputs:
+            outline = "; ".join(f"{each.name} {list(each.shape)} {each.dtype}" for each in form.inputs)
+        else:
+            outline = f"{list(form.feature_shape)} {form.feature_dtype}"
+        return f"{outline}: {some(self.features)}" if self.features else outline
+
+    @contextmanager
+    def naming_features(self, form: DatasetForm) -> Iterator[None]:
+        """Let the refusal of a model that does not take the features say which columns they are, and which are none."""
+        try:
+            yield
+        except ModelError as error:
+            if error.code != "model_input" or not self.features:
+                raise
+            named = "; ".join([f"The features are {self.features_text(form)}", *self.left_out])
+            raise ModelError(error.code, f"{error.message} {named}.", error.remedy) from error
 
 
 class DatasetDescriptor(Message):

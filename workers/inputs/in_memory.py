@@ -4,7 +4,8 @@ Hides which forms an example may have: a pair, features by name, tensors of any 
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,7 @@ def export_in_memory(dataset: Any, path: Path) -> DatasetDescriptor:
         ConfigError: ``vocabulary``, as `raycloak.workers.inputs.named_inputs.outlined`.
     """
     _require_map_style(dataset)
-    if len(dataset) == 0:
-        raise DatasetError("dataset_empty", "the dataset has no examples.", "Name a dataset with examples.")
-    parts, labels = _stacked(dataset)
+    parts, labels = _stacked(_items(dataset))
     vocabulary, allow_void = getattr(dataset, "vocabulary", None), bool(getattr(dataset, "allow_void", False))
     described = DatasetDescriptor(kind="memory", path=str(path), features=("features",), allow_void=allow_void)
     taken, features = Taken(), parts.get("")
@@ -76,6 +75,14 @@ def export_in_memory(dataset: Any, path: Path) -> DatasetDescriptor:
     return described
 
 
+def require_first(dataset: Any) -> None:
+    """Refuse a dataset whose first example is none, before a cluster starts for it; as :func:`export_in_memory`."""
+    _require_map_style(dataset)
+    parts, labels = _stacked(islice(_items(dataset), 1))
+    for part in parts.values():
+        check_arrays(part, labels, "the dataset")
+
+
 def _typed(part: NDArray[Any], labels: NDArray[Any], name: str) -> NDArray[Any]:
     """Return an input of all examples as float32, or integers as int64."""
     check_arrays(part, labels, f"the dataset, input '{name}'")
@@ -85,6 +92,8 @@ def _typed(part: NDArray[Any], labels: NDArray[Any], name: str) -> NDArray[Any]:
 
 def _require_map_style(dataset: Any) -> None:
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+        if len(dataset) == 0:
+            raise DatasetError("dataset_empty", "the dataset has no examples.", "Name a dataset with examples.")
         return
     remedy = "Give it __len__ and __getitem__."
     if hasattr(dataset, "dataset") and hasattr(dataset, "batch_size"):
@@ -92,9 +101,9 @@ def _require_map_style(dataset: Any) -> None:
     raise DatasetError("dataset_array", f"a {type(dataset).__name__} is not a map-style dataset.", remedy)
 
 
-def _stacked(dataset: Any) -> tuple[dict[str, NDArray[Any]], NDArray[Any]]:
-    """Return the features of all examples by the name of the input, which is empty for features without, and labels."""
-    examples = [_example(item) for item in _items(dataset)]
+def _stacked(items: Iterable[Any]) -> tuple[dict[str, NDArray[Any]], NDArray[Any]]:
+    """Return the features of examples by the name of the input, which is empty for features without, and labels."""
+    examples = [_example(item) for item in items]
     names = examples[0][0].keys()
     if any(parts.keys() != names for parts, _ in examples):
         raise DatasetError(

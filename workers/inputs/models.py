@@ -73,6 +73,7 @@ class ModelSource:
             # Not the whole path: the manifest has the name, and a model that was moved is the same.
             return cls(Path(model.hf).name, hub=model)
         name = getattr(model, "__qualname__", type(model).__qualname__)
+        _require_function(model, name)
         return cls(name, cloudpickle.dumps(model), source_digest(model, Path()), own_folders())
 
     def code_digest(self, base: Path | str) -> bytes:
@@ -106,12 +107,7 @@ class ModelSource:
         return found
 
     def _called(self, function: Callable[[], Any], base: Path | str) -> nn.Module:
-        if isinstance(function, nn.Module):
-            raise ModelError(
-                "model_function",
-                f"{self.name} is a {type(function).__name__}, and no function that returns one.",
-                "Name a function without arguments that builds the module.",
-            )
+        _require_function(function, self.name)
         try:
             module = function()
         except Exception as error:
@@ -147,6 +143,16 @@ class ModelRuntime:
     loss_fn: LossFn
     device: str
     deterministic: bool
+
+
+def _require_function(function: object, name: str) -> None:
+    """Refuse a module in the place of the function that builds it: each worker builds its own."""
+    if isinstance(function, nn.Module) or not callable(function):
+        raise ModelError(
+            "model_function",
+            f"{name} is a {type(function).__name__}, and no function that returns a module.",
+            "Give a function without arguments that builds the module.",
+        )
 
 
 def build_model(source: ModelSource, base: Path | str, seed: int, mode: ComputeMode = PLAIN) -> nn.Module:

@@ -11,8 +11,13 @@ from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.planning.data_check import DataReport, check_data, recorded_check
 from raycloak.coordinator.planning.dry_run import plan_of
+from raycloak.coordinator.planning.references import descriptor
 from raycloak.metrics.errors import ConfigError, DatasetError, ModelError
 from raycloak.workers.inputs import text_data
+from raycloak.workers.inputs.models import ModelSource
+from raycloak.workers.messages import WorkerSetup
+from raycloak.workers.terms.loss import LossSpec
+from raycloak.workers.workload import Workload
 from tests.tiny_text import write_tokenizer
 
 CLEAN = {
@@ -219,10 +224,13 @@ def test_the_features_are_named_and_what_is_left_out_of_them_too(base: Path):
     assert plan.as_json()["features"] == plan.features
     # A model that wants the column too is told which ones there are.
     (base / "models.py").write_text("from torch import nn\n\ndef linear():\n    return nn.Linear(4, 3)\n")
-    with pytest.raises(ModelError, match=r"model_input: .*The features are \[3\] float32: a, b, c\. the first column"):
-        plan_of(config, base)
-    with pytest.raises(ModelError, match="model_input"):
-        check_data(config, base)
+    told = r"model_input: .*The features are \[3\] float32: a, b, c; the first column is left out"
+    setup = WorkerSetup(
+        ModelSource.of("models:linear"), LossSpec.of("cross_entropy"), descriptor(config.dataset), str(base), 0, "cpu"
+    )
+    for door in (lambda: plan_of(config, base), lambda: check_data(config, base), lambda: Workload(setup)):
+        with pytest.raises(ModelError, match=told):
+            door()
 
 
 def test_a_split_of_other_columns_than_the_training_data_is_refused(base: Path):

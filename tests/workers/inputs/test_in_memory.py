@@ -8,9 +8,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from raycloak.metrics.errors import DatasetError
+from raycloak.coordinator.config.run import RunConfig
+from raycloak.coordinator.config.sections import DPConfig
+from raycloak.coordinator.runs.trainer import Trainer
+from raycloak.metrics.errors import DatasetError, ModelError
 from raycloak.workers.inputs.datasets import dataset_form
-from raycloak.workers.inputs.in_memory import export_in_memory, unused_keys
+from raycloak.workers.inputs.in_memory import export_in_memory, require_first, unused_keys
+from raycloak.workers.inputs.models import ModelSource
 
 
 class Given:
@@ -102,3 +106,34 @@ def test_what_a_tokenised_example_has_beside_its_ids_is_named(tmp_path: Path):
     assert (features.tolist(), labels.tolist()) == ([[1, -1]] * 2, [1, 1])
     assert unused_keys(dataset) == ("idx", "text")
     assert unused_keys(Given([(1, 2)])) == ()
+
+
+@pytest.mark.parametrize(
+    ("dataset", "code"),
+    [
+        (DataLoader(TensorDataset(torch.ones(4, 2), torch.zeros(4))), "dataset_array"),
+        (Given([]), "dataset_empty"),
+        (Given([(torch.ones(2), 0, 1)]), "dataset_array"),
+        (Given([(torch.ones(2), "yes")]), "dataset_dtype"),
+        (Given([(torch.ones(2), None)]), "dataset_dtype"),
+        (Given([{"input_ids": [1, 2]}]), "dataset_array"),
+    ],
+)
+def test_a_program_is_told_of_its_first_example_before_a_cluster_starts(dataset: Any, code: str, tmp_path: Path):
+    assert refusal(dataset, tmp_path).code == code
+    settings = RunConfig(expected_batch_size=1, steps=1, dp_config=DPConfig(target_epsilon=1.0))
+    doors = (
+        lambda: require_first(dataset),
+        lambda: Trainer(settings, model_init_fn=lambda: torch.nn.Linear(2, 2), train_dataset=dataset),
+    )
+    for door in doors:
+        with pytest.raises(DatasetError) as caught:
+            door()
+        assert caught.value.code == code
+    require_first(Given([(torch.ones(2), 0), "no example, and not looked at"]))
+
+
+def test_a_program_that_gives_a_module_is_told_to_give_its_function():
+    for given in (torch.nn.Linear(2, 2), 3):
+        with pytest.raises(ModelError, match=f"model_function: {type(given).__name__} is a"):
+            ModelSource.of(given)
