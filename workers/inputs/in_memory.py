@@ -5,7 +5,6 @@ Hides which forms an example may have: a pair, features by name, tensors of any 
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,10 @@ _LABEL_KEYS = {"labels", "label"}
 _TEXT_KEYS = _LABEL_KEYS | {"input_ids", "attention_mask", "token_type_ids"}
 # Of the array of an input in the file, where labels have a name too.
 _PREFIX = "input."
+
+
+_Example = tuple[dict[str, NDArray[Any]], NDArray[Any]]
+"""The features of an example by the name of the input, which is empty for features without one; and its label."""
 
 
 def export_in_memory(dataset: Any, path: Path) -> DatasetDescriptor:
@@ -48,7 +51,7 @@ def export_in_memory(dataset: Any, path: Path) -> DatasetDescriptor:
         ConfigError: ``vocabulary``, as `raycloak.workers.inputs.named_inputs.outlined`.
     """
     _require_map_style(dataset)
-    parts, labels = _stacked(_items(dataset))
+    parts, labels = _stacked(_examples(dataset))
     vocabulary, allow_void = getattr(dataset, "vocabulary", None), bool(getattr(dataset, "allow_void", False))
     described = DatasetDescriptor(kind="memory", path=str(path), features=("features",), allow_void=allow_void)
     taken, features = Taken(), parts.get("")
@@ -78,9 +81,7 @@ def export_in_memory(dataset: Any, path: Path) -> DatasetDescriptor:
 def require_first(dataset: Any) -> None:
     """Refuse a dataset whose first example is none, before a cluster starts for it; as :func:`export_in_memory`."""
     _require_map_style(dataset)
-    parts, labels = _stacked(islice(_items(dataset), 1))
-    for part in parts.values():
-        check_arrays(part, labels, "the dataset")
+    next(_examples(dataset))
 
 
 def _typed(part: NDArray[Any], labels: NDArray[Any], name: str) -> NDArray[Any]:
@@ -101,9 +102,9 @@ def _require_map_style(dataset: Any) -> None:
     raise DatasetError("dataset_array", f"a {type(dataset).__name__} is not a map-style dataset.", remedy)
 
 
-def _stacked(items: Iterable[Any]) -> tuple[dict[str, NDArray[Any]], NDArray[Any]]:
+def _stacked(given: Iterable[_Example]) -> tuple[dict[str, NDArray[Any]], NDArray[Any]]:
     """Return the features of examples by the name of the input, which is empty for features without, and labels."""
-    examples = [_example(item) for item in items]
+    examples = list(given)
     names = examples[0][0].keys()
     if any(parts.keys() != names for parts, _ in examples):
         raise DatasetError(
@@ -120,39 +121,39 @@ def _stacked(items: Iterable[Any]) -> tuple[dict[str, NDArray[Any]], NDArray[Any
         ) from None
 
 
-def _items(dataset: Any) -> Iterator[Any]:
+def _examples(dataset: Any) -> Iterator[_Example]:
+    """Yield the features of each example by the name of the input, and its label."""
     # By index: a map-style dataset need not raise the IndexError that ends a plain iteration.
     for index in range(len(dataset)):
+        name = f"example {index} of the dataset"
         try:
-            yield dataset[index]
+            item = dataset[index]
         except Exception as error:
             # The caller holds the examples, so it may see what its own code says of one.
-            raise DatasetError(
-                "dataset_function", f"example {index} of the dataset fails with {own_words(error)}", "Mend it."
-            ) from error
+            raise DatasetError("dataset_function", f"{name} fails with {own_words(error)}", "Mend it.") from error
+        yield _example(item, name)
 
 
-def _example(item: Any) -> tuple[dict[str, NDArray[Any]], NDArray[Any]]:
-    """Return the features of an example by name, and its label."""
+def _example(item: Any, name: str) -> _Example:
     features: Any
     if _is_text(item):
         given = {key: item[key] for key in item.keys() & _TEXT_KEYS if item[key] is not None}
-        ids, labels = text_example({key: _plain(each) for key, each in given.items()})
+        ids, labels = text_example({key: _plain(each, name) for key, each in given.items()}, name)
         return {"": ids}, labels
     if isinstance(item, Mapping):
-        features, label = {key: each for key, each in item.items() if key not in _LABEL_KEYS}, _label_of(item)
+        features, label = {key: each for key, each in item.items() if key not in _LABEL_KEYS}, _label_of(item, name)
     elif isinstance(item, tuple | list) and len(item) == 2:
         features, label = item
     else:
         raise DatasetError(
             "dataset_array",
-            "an example of the dataset is not a pair.",
+            f"{name} is not a pair.",
             "Let each be (features, label), with features by name if the model takes several, or a mapping as "
             "tokenizers of Hugging Face give it.",
         )
     if not isinstance(features, Mapping):
-        return {"": _plain(features)}, _plain(label)
-    return {str(key): _plain(each) for key, each in features.items()}, _plain(label)
+        return {"": _plain(features, name)}, _plain(label, name)
+    return {str(key): _plain(each, name) for key, each in features.items()}, _plain(label, name)
 
 
 def _is_text(item: Any) -> bool:
@@ -165,34 +166,54 @@ def unused_keys(dataset: Any) -> tuple[str, ...]:
     return tuple(sorted(map(str, item.keys() - _TEXT_KEYS))) if _is_text(item) else ()
 
 
-def _label_of(item: Mapping[Any, Any]) -> Any:
+def _label_of(item: Mapping[Any, Any], name: str) -> Any:
     label = item.get("labels", item.get("label"))
     if label is None or len(item) < 2:
         raise DatasetError(
             "dataset_array",
-            "an example of the dataset has no labels, or nothing beside them.",
+            f"{name} has no labels, or nothing beside them.",
             "Let each be a pair (features, label), or a mapping with labels and what the model takes by name.",
         )
     return label
 
 
-def _plain(value: Any) -> NDArray[Any]:
+def _plain(value: Any, name: str) -> NDArray[Any]:
     """Return a tensor, an array or a number as an array; a float of a type that NumPy does not have as float32.
 
     Raises:
-        DatasetError: ``dataset_dtype`` for a tensor without plain elements, such as a sparse one.
+        DatasetError: ``dataset_array`` for lists that are no array; ``dataset_dtype`` for what is no number, or a
+            tensor without plain elements, such as a sparse one.
     """
-    if not hasattr(value, "detach"):
-        return np.asarray(value)
-    tensor = value.detach().cpu()
+    if hasattr(value, "detach"):
+        return _plain_tensor(value.detach().cpu(), name)
     try:
-        try:
-            return np.asarray(tensor.numpy())
-        except TypeError:
-            return np.asarray(tensor.float().numpy())
-    except (TypeError, RuntimeError):
+        array = np.asarray(value)
+    except ValueError:
+        raise DatasetError(
+            "dataset_array", f"{name} has lists of different lengths.", "Pad or crop them to one public length."
+        ) from None
+    if array.dtype.kind not in "fiub":
+        kind = f"value of type {type(value).__name__}" if array.ndim == 0 else f"list of {array.dtype.type.__name__}"
         raise DatasetError(
             "dataset_dtype",
-            f"an example of the dataset is a tensor of {tensor.dtype}, {tensor.layout}, which has no plain numbers.",
-            "Give a dense tensor of numbers: to_dense() or float().",
-        ) from None
+            f"{name} has a {kind} where numbers belong.",
+            "Give numbers; as label, that of the class.",
+        )
+    return array
+
+
+def _plain_tensor(tensor: Any, name: str) -> NDArray[Any]:
+    try:
+        try:
+            array = np.asarray(tensor.numpy())
+        except TypeError:
+            array = np.asarray(tensor.float().numpy())
+        if array.dtype.kind in "fiub":
+            return array
+    except (TypeError, RuntimeError):
+        pass
+    raise DatasetError(
+        "dataset_dtype",
+        f"{name} is a tensor of {tensor.dtype}, {tensor.layout}, which has no plain numbers.",
+        "Give a dense tensor of numbers: to_dense() or float().",
+    )

@@ -134,8 +134,11 @@ def read_blocks(file: BinaryIO, path: Path, tokenizer: Tokenizer, length: int) -
     return ids, np.where(ids == PADDING, IGNORED, ids)
 
 
-def text_example(item: Mapping[str, Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+def text_example(item: Mapping[str, Any], name: str) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return ids, with -1 where the attention mask is 0, and labels, of an example as Hugging Face writes it.
+
+    Args:
+        name: for error messages.
 
     Raises:
         DatasetError: ``dataset_array`` without ``input_ids`` and ``labels``, or with token types other than 0.
@@ -144,7 +147,7 @@ def text_example(item: Mapping[str, Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     if "input_ids" not in item or labels is None:
         raise DatasetError(
             "dataset_array",
-            "an example of the dataset has no input_ids or no labels.",
+            f"{name} has no input_ids or no labels.",
             "Let each be a pair (features, label), or a mapping with input_ids, attention_mask and labels.",
         )
     ids = np.asarray(item["input_ids"])
@@ -152,7 +155,7 @@ def text_example(item: Mapping[str, Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     if np.any(np.asarray(item.get("token_type_ids", 0))):
         raise DatasetError(
             "dataset_array",
-            "an example of the dataset has token types other than 0, which have no place in its features.",
+            f"{name} has token types other than 0, which have no place in its features.",
             "Join a pair of texts into one, with the tokenizer's separator. Or, for a model of your own that takes "
             "them by name, let each example be a pair of inputs by name and a label.",
         )

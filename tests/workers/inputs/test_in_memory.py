@@ -71,6 +71,28 @@ def test_a_loader_is_told_to_give_its_dataset(tmp_path: Path):
     assert "loader" not in refusal(iter([1]), tmp_path).remedy
 
 
+@pytest.mark.parametrize(
+    ("bad", "code", "said"),
+    [
+        ((1.0, None), "dataset_dtype", "example 2 of the dataset has a value of type NoneType where numbers belong."),
+        ((1.0, "yes"), "dataset_dtype", "example 2 of the dataset has a value of type str where numbers belong."),
+        ((["a", "b"], 0), "dataset_dtype", "example 2 of the dataset has a list of str_ where numbers belong."),
+        (([[1.0], [1.0, 2.0]], 0), "dataset_array", "example 2 of the dataset has lists of different lengths."),
+        ((1.0, 0, 7), "dataset_array", "example 2 of the dataset is not a pair."),
+        ({"label": None, "x": 1.0}, "dataset_array", "example 2 of the dataset has no labels, or nothing beside them."),
+        ({"input_ids": [1]}, "dataset_array", "example 2 of the dataset has no input_ids or no labels."),
+        (
+            {"input_ids": [1], "token_type_ids": [1], "label": 0},
+            "dataset_array",
+            "example 2 of the dataset has token types other than 0, which have no place in its features.",
+        ),
+    ],
+)
+def test_the_one_example_that_is_none_is_named(bad: Any, code: str, said: str, tmp_path: Path):
+    error = refusal(Given([(1.0, 0), (2.0, 1), bad, bad]), tmp_path)
+    assert (error.code, error.message) == (code, said)
+
+
 class Failing(Given):
     """A dataset that fails at one example."""
 
