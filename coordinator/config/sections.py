@@ -181,7 +181,7 @@ class DatasetConfig(Section):
         scale: public constant that every feature is divided by; 255 by default for images, else 1.
         vocabulary: N, if features are integers: they are ids 0 .. N-1. A public constant, compared with no example.
         classes: K, if labels are classes 0 .. K-1. A public constant, compared with the model's head and no example.
-            Or the public list of the classes that a table's text labels, or an imagefolder's folders, name.
+            Or the public list of the classes that labels of tables or text, or an imagefolder's folders, name.
         size: height and width of images, or one number for both.
         channels: ``grey`` or ``rgb``, of images.
         tokenizer: of text: a folder relative to the config file, or a name on the Hugging Face hub; the model's if
@@ -325,9 +325,10 @@ class DatasetConfig(Section):
         if is_images and (self.features is not None or self.vocabulary is not None):
             raise ValueError("images have no features or vocabulary to name")
         if isinstance(self.classes, list):
-            if self.kind not in (*TABLES, "imagefolder"):
+            if self.kind not in (*TABLES, "imagefolder", "text", "hf"):
                 raise ValueError(
-                    "a list of classes belongs to kind csv, parquet, ray_data and imagefolder; give their number"
+                    "a list of classes belongs to kind csv, parquet, ray_data, imagefolder, text and hf; give their "
+                    "number"
                 )
             if len(set(self.classes)) != len(self.classes):
                 raise ValueError("a class is listed twice")

@@ -387,7 +387,7 @@ def _open_tokens(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
     files = token_files(descriptor.path, base, descriptor.fingerprint_key is not None)
     vocabulary, content = (tokenizer.vocabulary, tokenizer.content) if tokenizer else (None, b"")
     taken = Taken()
-    columns = TokenColumns(descriptor.label_names, descriptor.max_length, descriptor.inputs)
+    columns = TokenColumns(descriptor.label_names, descriptor.max_length, descriptor.inputs, descriptor.class_names)
     accept = void_check(descriptor, files.text, taken, vocabulary)
     examples = gathered(token_rows(files, columns, taken), files.text, taken=taken, accept=accept)
     return OpenedDataset(
@@ -417,7 +417,8 @@ def _open_text(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
         if descriptor.kind == "text_blocks":
             ids, labels = read_blocks(file, path, tokenizer, length)
         else:
-            ids, labels = read_texts(file, path, descriptor.features[0], descriptor.label_names, tokenizer, length)
+            names, classes = descriptor.label_names, descriptor.class_names
+            ids, labels = read_texts(file, path, descriptor.features[0], names, classes, tokenizer, length)
     examples = checked(ArrayDataset(ids, labels, name=str(path)), void_check(descriptor, str(path), Taken()))
     content, places = tokenizer.content, file_places([path])
     return OpenedDataset(examples, ClearSlices(), tokenizer.vocabulary, content, file_digest, places=places)

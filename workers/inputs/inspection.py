@@ -32,7 +32,9 @@ def cut_examples(descriptor: DatasetDescriptor, base: Path) -> int | None:
         path, tokenizer = base / descriptor.path, Tokenizer.load(descriptor.tokenizer, base)
         file, _ = open_examples(path, hashed=False)
         with file:
-            lengths = tokenizer.lengths(raw_texts(file, path, descriptor.features[0], descriptor.label_names))
+            lengths = tokenizer.lengths(
+                raw_texts(file, path, descriptor.features[0], descriptor.label_names, descriptor.class_names)
+            )
     return int(np.count_nonzero(lengths > descriptor.max_length))
 
 

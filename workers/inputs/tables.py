@@ -116,7 +116,7 @@ def csv_rows(files: FileSet, columns: Columns, taken: Taken) -> Iterator[Arrays]
             ]
             for name in layout.labels:
                 label, place = _trimmed(found[name]), _place(where, name)
-                classed = partial(class_numbers, label, columns, place, row)
+                classed = partial(class_numbers, label, columns.classes, place, row)
                 reads.append(classed if columns.classes else partial(_parsed, label, place, integers, row))
             yield _joined(_all_of(reads, where), layout, where, taken)
             row += len(batch)
@@ -216,7 +216,7 @@ class _Outline:
         ]
         for name in self.layout.labels:
             label, place = found[name], _place(where, name)
-            classed = partial(class_numbers, label, self.columns, place, row)
+            classed = partial(class_numbers, label, self.columns.classes, place, row)
             reads.append(classed if self.columns.classes else partial(number_column, label, place, row))
         parts = iter(_all_of(reads, where))
         with np.errstate(all="ignore"):
@@ -337,13 +337,18 @@ def number_column(array: Any, place: str, row: int = 0, *, allow_void: bool = Fa
     return np.asarray(values).reshape(len(array), lengths[0] if len(lengths) else 0)
 
 
-def label_columns(columns: Sequence[tuple[Any, str]]) -> NDArray[Any]:
-    """Return the labels [n, ...] of one column, or [n, k] of several; errors as :func:`number_column`.
+def label_columns(columns: Sequence[tuple[Any, str]], classes: tuple[str, ...]) -> NDArray[Any]:
+    """Return the labels [n, ...] of one column, or [n, k] of several.
 
     Args:
         columns: arrays of Arrow, and what an error calls each.
+        classes: public list of the classes that labels name; empty for labels that are numbers.
+
+    Raises:
+        DatasetError: as :func:`class_numbers` where there is a list, and else as :func:`number_column`.
     """
-    return _side_by_side([number_column(array, place) for array, place in columns])
+    read = partial(class_numbers, classes=classes) if classes else number_column
+    return _side_by_side([read(array, place=place) for array, place in columns])
 
 
 def _missing(place: str, rows: Iterable[int]) -> DatasetError:
@@ -362,7 +367,7 @@ def _of_lists(lengths: NDArray[Any], mask: NDArray[np.bool_]) -> NDArray[Any]:
     return np.unique(np.repeat(np.arange(len(lengths)), lengths)[mask])
 
 
-def class_numbers(array: Any, columns: Columns, place: str, row: int = 0) -> NDArray[np.int64]:
+def class_numbers(array: Any, classes: tuple[str, ...], place: str, row: int = 0) -> NDArray[np.int64]:
     """Return the place of each text label in the public list of classes, whatever form of Unicode either is in.
 
     Args:
@@ -382,8 +387,8 @@ def class_numbers(array: Any, columns: Columns, place: str, row: int = 0) -> NDA
     if array.null_count:
         raise _unlabelled(place, _rows(array.is_null(), row))
     labels = array.cast(pa.string())
-    classes = [unicodedata.normalize("NFC", name) for name in columns.classes]
-    numbers = pc.index_in(pc.utf8_normalize(labels, form="NFC"), value_set=pa.array(classes, pa.string()))
+    names = pa.array([unicodedata.normalize("NFC", name) for name in classes], pa.string())
+    numbers = pc.index_in(pc.utf8_normalize(labels, form="NFC"), value_set=names)
     if numbers.null_count:
         missing = pc.and_(numbers.is_null(), pc.is_in(labels, value_set=pa.array(_MISSING)))
         if pc.any(missing).as_py():

@@ -23,7 +23,7 @@ from raycloak.workers.inputs.datasets import Arrays
 from raycloak.workers.inputs.file_sets import require_unpacked, unzipped
 from raycloak.workers.inputs.files import parquet_table
 from raycloak.workers.inputs.hub_files import library, public_folder, quiet
-from raycloak.workers.inputs.tables import label_columns
+from raycloak.workers.inputs.tables import class_numbers, label_columns
 from raycloak.workers.inputs.void import IGNORED, PADDING, named_by_check, which
 
 # Texts that are tokenised at once: bounds the memory beside the ids.
@@ -100,26 +100,33 @@ class Tokenizer:
 
 
 def read_texts(
-    file: BinaryIO, path: Path, text: str, labels: tuple[str, ...], tokenizer: Tokenizer, length: int
+    file: BinaryIO,
+    path: Path,
+    text: str,
+    labels: tuple[str, ...],
+    classes: tuple[str, ...],
+    tokenizer: Tokenizer,
+    length: int,
 ) -> Arrays:
     """Return ids [N, length] and labels [N] or [N, k] of a ``.parquet`` table; or of a ``.tsv`` file of text, tab,
     class number, which gzip may have packed.
 
     Args:
         text, labels: names of the table's columns.
+        classes: public list of the classes that labels name; empty for labels that are numbers.
 
     Raises:
-        DatasetError: ``dataset_unreadable``, ``dataset_array`` or ``dataset_empty``.
+        DatasetError: ``dataset_unreadable``, ``dataset_array``, ``dataset_empty`` or ``dataset_label``.
     """
-    texts, classes = _read(file, path, text, labels)
+    texts, numbers = _read(file, path, text, labels, classes)
     if not texts:
         raise DatasetError("dataset_empty", f"{path} has no examples.", "Name a dataset with examples.")
-    return tokenizer.rows(texts, length), classes
+    return tokenizer.rows(texts, length), numbers
 
 
-def raw_texts(file: BinaryIO, path: Path, text: str, labels: tuple[str, ...]) -> list[str]:
+def raw_texts(file: BinaryIO, path: Path, text: str, labels: tuple[str, ...], classes: tuple[str, ...]) -> list[str]:
     """Return the texts of a table before they are cut; arguments and errors as :func:`read_texts`."""
-    return _read(file, path, text, labels)[0]
+    return _read(file, path, text, labels, classes)[0]
 
 
 def read_blocks(file: BinaryIO, path: Path, tokenizer: Tokenizer, length: int) -> Arrays:
@@ -162,10 +169,12 @@ def text_example(item: Mapping[str, Any], name: str) -> tuple[NDArray[Any], NDAr
     return np.where(mask != 0, ids, PADDING), np.asarray(labels)
 
 
-def _read(file: BinaryIO, path: Path, text: str, labels: tuple[str, ...]) -> tuple[list[str], NDArray[Any]]:
+def _read(
+    file: BinaryIO, path: Path, text: str, labels: tuple[str, ...], classes: tuple[str, ...]
+) -> tuple[list[str], NDArray[Any]]:
     if path.suffix == ".parquet":
         require_unpacked(file, str(path))
-        return _parquet(file, path, text, labels)
+        return _parquet(file, path, text, labels, classes)
     other = _OTHERS.get(PurePath(path.name.removesuffix(".gz")).suffix.lower())
     if other is not None:
         raise DatasetError(
@@ -177,28 +186,34 @@ def _read(file: BinaryIO, path: Path, text: str, labels: tuple[str, ...]) -> tup
         raise DatasetError(
             "dataset_array", f"a line of {path} has one label, and {len(labels)} are named.", "Give a .parquet table."
         )
-    return _tsv(file, path)
+    return _tsv(file, path, classes)
 
 
-def _tsv(file: BinaryIO, path: Path) -> tuple[list[str], NDArray[np.int64]]:
-    texts, classes, wrong = [], [], []
+def _tsv(file: BinaryIO, path: Path, classes: tuple[str, ...]) -> tuple[list[str], NDArray[np.int64]]:
+    import pyarrow as pa
+
+    texts, labels, wrong = [], [], []
     for number, line in enumerate(_text(file, path).removesuffix("\n").split("\n"), 1):
         text, _, label = line.removesuffix("\r").rpartition("\t")
-        if text and _CLASS.fullmatch(label):
+        if text and (classes or _CLASS.fullmatch(label)):
             texts.append(text)
-            classes.append(int(label))
+            labels.append(label)
         else:
             wrong.append(number)
     if wrong:
         raise DatasetError(
             "dataset_array",
-            f"a line of {path} is not text, a tab and a class number{which(wrong, 'line')}.",
+            f"a line of {path} is not text, a tab and a class{'' if classes else ' number'}{which(wrong, 'line')}.",
             f"Write one example a line, without a header.{named_by_check()}",
         )
-    return texts, np.asarray(classes, np.int64)
+    if classes:
+        return texts, class_numbers(pa.array(labels, pa.string()), classes, str(path))
+    return texts, np.asarray([int(label) for label in labels], np.int64)
 
 
-def _parquet(file: BinaryIO, path: Path, text: str, labels: tuple[str, ...]) -> tuple[list[str], NDArray[Any]]:
+def _parquet(
+    file: BinaryIO, path: Path, text: str, labels: tuple[str, ...], classes: tuple[str, ...]
+) -> tuple[list[str], NDArray[Any]]:
     import pyarrow as pa
 
     table = parquet_table(file, path, tuple(dict.fromkeys((text, *labels))))
@@ -211,7 +226,7 @@ def _parquet(file: BinaryIO, path: Path, text: str, labels: tuple[str, ...]) -> 
             "Set dataset.features to a column of text.",
         )
     return column.to_pylist(), label_columns(
-        [(table.column(name).combine_chunks(), f"{path}, column '{name}'") for name in labels]
+        [(table.column(name).combine_chunks(), f"{path}, column '{name}'") for name in labels], classes
     )
 
 

@@ -39,11 +39,13 @@ class TokenColumns:
             Several columns make a label [k].
         length: T.
         inputs: columns that a model takes by name, in the place of ``input_ids`` and its mask.
+        classes: public list of the classes that labels name; empty for labels that are numbers.
     """
 
     labels: tuple[str, ...]
     length: int
     inputs: tuple[InputSource, ...] = ()
+    classes: tuple[str, ...] = ()
 
     @property
     def needed(self) -> tuple[str, ...]:
@@ -144,8 +146,9 @@ def _labels(found: dict[str, Any], features: NDArray[Any], columns: TokenColumns
     label, *more = columns.labels
     if label == "input_ids" and not columns.inputs:
         return np.where(features == PADDING, IGNORED, features)
-    if more or not _is_list(found[label]):
-        return label_columns([(found[name], f"{where}, column '{name}'") for name in columns.labels])
+    if more or columns.classes or not _is_list(found[label]):
+        given = [(found[name], f"{where}, column '{name}'") for name in columns.labels]
+        return label_columns(given, columns.classes)
     place = f"{where}, column '{label}'"
     lengths, labels = _padded(found[label], place, columns.length, IGNORED)
     if "input_ids" in found:

@@ -4,6 +4,7 @@ import bz2
 import gzip
 import io
 import lzma
+import unicodedata
 import zipfile
 
 import numpy as np
@@ -71,6 +72,24 @@ def test_several_columns_of_a_table_of_text_make_a_label(base):
     assert labels.tolist() == [[0, 1], [1, 1]]
     (base / "train.tsv").write_text("a text\t1\n")
     assert "has one label, and 2 are named" in refusal(base, "train.tsv", labels=("rude", "spam")).message
+
+
+def test_labels_of_text_may_be_the_names_of_a_public_list(base):
+    names = {"class_names": ("neg", "Müll"), "classes": 2}
+    decomposed = unicodedata.normalize("NFD", "Müll")
+    (base / "train.tsv").write_text(f"a text\tMüll\none\tneg\nmore\t{decomposed}\n", encoding="utf-8")
+    table = {"text": ["a text", "one", "more"], "input_ids": [[1], [2], [3]], "label": ["Müll", "neg", decomposed]}
+    pq.write_table(pa.table(table), base / "train.parquet")
+    tokens = {"kind": "hf", "features": (), "tokenizer": None, "vocabulary": 9}
+    for path, fields in (("train.tsv", {}), ("train.parquet", {}), ("train.parquet", tokens)):
+        _, labels = described(path, labels="label", **names, **fields).open(base).batch(np.arange(3))
+        assert (labels.tolist(), labels.dtype) == ([1, 0, 1], np.int64)
+    (base / "train.tsv").write_text("sentence\tlabel\na text\tneg\n")
+    with for_owner():
+        error = refusal(base, "train.tsv", **names)
+        assert (error.code, "not in dataset.classes (row 1)" in error.message) == ("dataset_label", True)
+        (base / "train.tsv").write_text("a text\tneg\nno tab\n")
+        assert refusal(base, "train.tsv", **names).message.endswith("is not text, a tab and a class (line 2).")
 
 
 def test_a_packed_file_of_a_kind_that_is_read_in_pieces_is_refused_by_name(base):
