@@ -133,4 +133,4 @@ def test_what_a_file_is_packed_by_is_said_and_none_of_its_bytes(base, pack, said
     for kind, path in (("csv", "data.csv"), ("parquet", "data.parquet")):
         with pytest.raises(DatasetError, match=said) as caught:
             DatasetDescriptor(kind=kind, path=path, features=("x",), labels="y").open(base)
-        assert caught.value.message == f"{base / path} {said}." or caught.value.message == f"{path} {said}."
+        assert caught.value.message.endswith(f"{path} {said}.")
