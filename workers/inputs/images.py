@@ -39,9 +39,9 @@ _CHANNELS = {"grey": 1, "rgb": 3}
 _MODES = {"grey": "L", "rgb": "RGB"}
 # The modes of more than 8 bits start so: I;16, I;16B, I, F.
 _DEEP = ("I", "F")
-# Of EXIF: the tag of a camera's orientation, and its value for a picture that is shown as it lies.
+# Of EXIF: the tag of a camera's orientation, and its values for a picture that is shown turned or mirrored.
 _ORIENTATION = 0x0112
-_UPRIGHT = 1
+_TURNED = range(2, 9)
 
 
 class DeepImageError(Exception):
@@ -173,12 +173,18 @@ def image_facts(file: BinaryIO) -> ImageFacts:
     try:
         with image_module.open(io.BytesIO(file.read())) as image:
             image.load()
-            turned = image.getexif().get(_ORIENTATION, _UPRIGHT) != _UPRIGHT
             deep = TOO_DEEP if image.mode.startswith(_DEEP) else ""
-            # Only formats that may have several count them.
-            return ImageFacts(deep, turned, getattr(image, "n_frames", 1) > 1)
+            # Only formats that may have several frames count them.
+            return ImageFacts(deep, _is_turned(image), getattr(image, "n_frames", 1) > 1)
     except Exception:  # noqa: BLE001 - as in :func:`image_rows`
         return ImageFacts("is no image, or damaged")
+
+
+def _is_turned(image: Any) -> bool:
+    try:
+        return image.getexif().get(_ORIENTATION) in _TURNED
+    except Exception:  # noqa: BLE001 - damaged tags raise what they like, and no pixel depends on them
+        return False
 
 
 def decoder_digest(classes: tuple[str, ...]) -> bytes:

@@ -268,7 +268,7 @@ def test_what_is_ignored_in_images_is_counted(base: Path):
     for name in ("cat", "dog"):
         (base / "photos" / name).mkdir(parents=True)
     plain = image_module.new("RGB", (4, 4))
-    for number, orientation in enumerate((None, 1, 6, 3)):
+    for number, orientation in enumerate((None, 0, 1, 6, 3)):
         tags = image_module.Exif()
         if orientation is not None:
             tags[0x0112] = orientation

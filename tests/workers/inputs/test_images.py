@@ -111,6 +111,18 @@ def test_an_image_of_more_than_8_bits_is_refused_and_named_to_its_owner_alone(ba
     assert faulty(base) == {str(base / "pets" / "cats" / "mary.tiff"): images.TOO_DEEP}
 
 
+def test_damaged_tags_are_no_fault_of_an_image(base: Path, monkeypatch: pytest.MonkeyPatch):
+    from PIL import Image
+
+    def damaged(self: Image.Image) -> Image.Exif:
+        raise SyntaxError("not a TIFF file")
+
+    Image.new("RGB", (4, 4)).save(base / "pets" / "cats" / "tagged.png")
+    monkeypatch.setattr(Image.Image, "getexif", damaged)
+    found = images_by_name(described(), base)[str(base / "pets" / "cats" / "tagged.png")]
+    assert found == images.ImageFacts("")
+
+
 def test_a_folder_that_is_not_there_is_said_so(base: Path):
     with pytest.raises(DatasetError, match=r"cannot read .*/pet: No such file or directory"):
         described(path="pet").open(base)
