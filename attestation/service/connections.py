@@ -32,7 +32,7 @@ WINDOW_BYTES: Final = 16_384
 """Of one call, that gRPC takes before anybody reads it. With its probes of the bandwidth it would be megabytes."""
 CONNECTION_BYTES: Final = 65_536
 """Measured of a connection with TLS and no call: 50 to 60 KiB."""
-UNCLAIMED_CALLS: Final = 256
+UNCLAIMED_CALLS: Final = 128
 """Calls of all connections that no handler has looked at; gRPC refuses more. A handler is there within milliseconds."""
 METADATA_BYTES: Final = 16_384
 """Of the headers of one call: a token, a version and a request id, and what proxies add."""
