@@ -5,8 +5,8 @@ without an admitted call lasts nor how many one address has. The guard does that
 that this process has accepted, and shuts down those that nobody may keep. So no byte takes a detour.
 
 Guarantee: a connection on which no call was ever admitted ends `ConnectionBounds.stranger_s` after it was opened, give
-or take a look, or `ConnectionBounds.decision_s` later if a call is being decided. It ends at the next look if a call on
-it was refused, or if it sent more than a first call needs. Once half of all places are taken, an address has no more
+or take a look, or `ConnectionBounds.decision_s` later if a call is being decided. It ends sooner if a call on it was
+refused, or if it sent more than a first call needs. Once half of all places are taken, an address has no more
 than its bound.
 """
 
@@ -40,6 +40,8 @@ _LOOK_S: Final = 0.5
 _TRIM_S: Final = 2.0
 _TRIMS_S: Final = 5.0
 """How often, and for how long after a connection has gone, memory is given back: gRPC frees it piece by piece."""
+_REFUSED_S: Final = 1.0
+"""For a refusal to arrive, before the connection on which it was the only answer ends."""
 _STRANGER_BYTES: Final = 2**18
 """That a connection may send before a call on it was admitted. gRPC's buffer for it grows with what comes at once."""
 _TCP_INFO_RECEIVED: Final = 128
@@ -127,13 +129,13 @@ class _Connection:
 class _Calls:
     """The calls of a connection: how many are open, when the newest began or ended, and when the newest admitted one.
 
-    ``admitted`` is None while none was; ``refused`` says whether one was.
+    ``admitted`` is None while none was; ``refused`` is when one was first.
     """
 
     open: int
     newest: float
     admitted: float | None = None
-    refused: bool = False
+    refused: float | None = None
 
 
 _NONE: Final = _Calls(0, 0.0)
@@ -162,7 +164,9 @@ class GuardedCall:
     def refuse(self) -> None:
         """Note that the service has nothing to do with this caller; its connection ends, unless another call on it was
         admitted."""
-        self._calls.refused = True
+        with self._lock:
+            if self._calls.refused is None:
+                self._calls.refused = self._clock()
 
     def __enter__(self) -> Self:
         return self
@@ -295,10 +299,11 @@ class ConnectionGuard:
 
     def _end_of_stranger(self, inode: int, connection: _Connection, calls: _Calls) -> float:
         """Return when a connection ends if no call on it is admitted until then."""
-        is_decided = bool(calls.open and self._bounds.decision_s)
-        if (calls.refused and not is_decided) or _received(connection.number, inode) > _STRANGER_BYTES:
+        if _received(connection.number, inode) > _STRANGER_BYTES:
             return connection.opened
-        return connection.opened + self._bounds.stranger_s + (self._bounds.decision_s if is_decided else 0.0)
+        is_decided = bool(calls.open and self._bounds.decision_s)
+        end = connection.opened + self._bounds.stranger_s + (self._bounds.decision_s if is_decided else 0.0)
+        return end if calls.refused is None or is_decided else min(end, calls.refused + _REFUSED_S)
 
     def _is_past(self, place: Place, calls: _Calls, places: set[Place], now: float) -> bool:
         # One that the listing has missed, as it was opened meanwhile, is there the next time.

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -287,7 +287,7 @@ class EvidenceServer:
     _stop: Callable[[float], Coroutine[Any, Any, None]]
     _queue: ServiceQueue
     _guard: ConnectionGuard
-    _calls: Mapping[tuple[str, str], int]
+    _servicer: _Servicer
     _at_stop: list[Callable[[], None]] = field(default_factory=list)
 
     @classmethod
@@ -324,7 +324,7 @@ class EvidenceServer:
             queue.close()
             raise
         guard.start(port)
-        return cls(port, loop, thread, stop, queue, guard, servicer.calls)
+        return cls(port, loop, thread, stop, queue, guard, servicer)
 
     @property
     def failure(self) -> BaseException | None:
@@ -337,7 +337,7 @@ class EvidenceServer:
         return ServiceFigures(
             works=self.failure is None,
             # A copy, because the loop's thread counts on.
-            calls=dict(self._calls),
+            calls=dict(self._servicer.calls),
             waits=queue.waits,
             waited_seconds=queue.waited_s,
             waiting=queue.waiting,

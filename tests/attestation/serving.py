@@ -1,6 +1,7 @@
 """An evidence service on loopback, and members that talk to it."""
 
 import socket
+import ssl
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from raycloak.attestation.attester.attester import Attester
+from raycloak.attestation.core.keys import IdentityKey
 from raycloak.attestation.core.messages import Envelope
 from raycloak.attestation.orchestrator.hosting import StaticHosting
 from raycloak.attestation.orchestrator.orchestrator import open_run
@@ -16,8 +18,10 @@ from raycloak.attestation.policy.policy import simulated_policy
 from raycloak.attestation.service.client import EvidenceClient
 from raycloak.attestation.service.limits import ServiceLimits
 from raycloak.attestation.service.server import EvidenceServer
+from raycloak.attestation.trust.channel import SERVER_NAME, client_end
 from tests.attestation.attester.test_attester import Source
 from tests.attestation.conftest import MANIFEST, MEASUREMENT, NOW, Session, StandIn
+from tests.raw_http2 import connect
 
 ANSWER = b"k" * 32
 HOSTING = {"worker-0": (0, 2), "worker-1": (1, 3)}
@@ -73,6 +77,21 @@ class Site:
     def connect(self) -> socket.socket:
         """Open a bare TCP connection."""
         return socket.create_connection(("127.0.0.1", self.server.port), timeout=60)
+
+
+def tls_connection(port: int, folder: Path, source: str = "127.0.0.1") -> ssl.SSLSocket:
+    """Return a connection of a peer that knows the manifest, with TLS and nothing more.
+
+    Args:
+        folder: takes the peer's key, since `ssl` reads keys from files alone.
+    """
+    end = client_end(IdentityKey.generate(), MANIFEST)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    (folder / "end.pem").write_bytes(end.chain_pem + end.key_pem)
+    context.load_cert_chain(folder / "end.pem")
+    return context.wrap_socket(connect(port, source), server_hostname=SERVER_NAME)
 
 
 def answer(client: EvidenceClient, attester: Attester) -> Envelope:

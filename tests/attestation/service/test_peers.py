@@ -2,14 +2,13 @@
 
 from datetime import UTC, datetime, timedelta
 
-import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import NameOID
 
 from raycloak.attestation.core.keys import IdentityKey
-from raycloak.attestation.service.connections import ConnectionGuard, network_of
+from raycloak.attestation.service.connections import ConnectionGuard
 from raycloak.attestation.service.limits import ServiceLimits
 from raycloak.attestation.service.server import _Servicer
 from raycloak.attestation.trust.channel import client_end
@@ -28,22 +27,6 @@ def code_of(call, *arguments) -> str:
     except RefusedError as error:
         return error.code
     return ""
-
-
-@pytest.mark.parametrize(
-    ("host", "counted"),
-    [
-        ("ipv4:192.0.2.7", "192.0.2.7"),
-        ("ipv6:[2001:db8:1:2:3:4:5:6]", "2001:db8:1:2::/64"),
-        ("ipv6:[2001:db8:1:2:ffff::1%eth0]", "2001:db8:1:2::/64"),
-        ("ipv6:[2001:db8:1:3::1]", "2001:db8:1:3::/64"),
-        ("ipv6:[::ffff:192.0.2.7]", "192.0.2.7"),
-        ("unix:/run/socket", "unix:/run/socket"),
-    ],
-)
-def test_an_ipv6_network_counts_as_one_address(host, counted):
-    """Or a limit on the calls of an address would be none: a customer has 2^64 of them."""
-    assert network_of(host) == counted
 
 
 def test_the_calls_of_one_ipv6_network_are_limited_together(session, tmp_path):
