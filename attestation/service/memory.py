@@ -14,8 +14,8 @@ REMEDY: Final = "Lower limits, such as connections; or give the process more mem
 _UNLIMITED: Final = 2**60  # what a control group says that has no limit, and more than any machine has
 
 
-def require_memory(most_bytes: int, memory_bytes: int | None, remedy: str = REMEDY, root: Path = Path("/")) -> int:
-    """Return the memory that calls may take.
+def require_memory(most_bytes: int, memory_bytes: int | None, remedy: str = REMEDY, root: Path = Path("/")) -> str:
+    """Return, for a reader, the memory that calls take at most, and what they have.
 
     Args:
         most_bytes: that calls may take under the limits, all together.
@@ -33,7 +33,7 @@ def require_memory(most_bytes: int, memory_bytes: int | None, remedy: str = REME
             f"by its limits, calls may take {mebibytes(most_bytes)} of memory, and have {mebibytes(given)}.",
             remedy,
         )
-    return given
+    return f"calls take at most {mebibytes(most_bytes)} of {mebibytes(given)}"
 
 
 def process_memory(root: Path = Path("/")) -> int:

@@ -279,9 +279,11 @@ class EvidenceServer:
 
     Attributes:
         port: TCP port that it listens on.
+        memory: that its calls take at most, for a reader.
     """
 
     port: int
+    memory: str
     _loop: asyncio.AbstractEventLoop
     _thread: threading.Thread
     _stop: Callable[[float], Coroutine[Any, Any, None]]
@@ -309,7 +311,7 @@ class EvidenceServer:
                 is.
         """
         limits = limits or ServiceLimits()
-        require_memory(limits.most_bytes, limits.memory_bytes)
+        memory = require_memory(limits.most_bytes, limits.memory_bytes)
         guard = ConnectionGuard(limits.bounds())
         queue = ServiceQueue(desk.transaction, turn or Turn(), limits.pending_calls)
         loop = asyncio.new_event_loop()
@@ -324,7 +326,7 @@ class EvidenceServer:
             queue.close()
             raise
         guard.start(port)
-        return cls(port, loop, thread, stop, queue, guard, servicer)
+        return cls(port, memory, loop, thread, stop, queue, guard, servicer)
 
     @property
     def failure(self) -> BaseException | None:

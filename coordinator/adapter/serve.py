@@ -32,6 +32,7 @@ class ServedFacts:
         adapter: hexadecimal digest.
         budgets: file of the spent tokens.
         metrics: URL of its metrics page.
+        memory: that calls take at most, and what they have.
     """
 
     address: str
@@ -42,6 +43,7 @@ class ServedFacts:
     block_tokens: int
     budgets: Path
     metrics: str
+    memory: str
 
 
 def load_adapter(
@@ -114,6 +116,7 @@ def served_adapter(
                 block_tokens=facts.shape.tokens,
                 budgets=file,
                 metrics=url,
+                memory=server.memory,
             )
         budgets.close()
     finally:

@@ -259,9 +259,11 @@ class Serving:
         port: TCP port that it listens on.
         open_calls: returns how many calls of a client are open, those with an answer that it did not read among them.
         figures: returns what a scrape shows.
+        memory: that calls take at most, for a reader.
     """
 
     port: int
+    memory: str
     open_calls: Callable[[str], int]
     figures: Callable[[], AdapterFigures]
 
@@ -297,7 +299,7 @@ def serving(desk: AdapterDesk, end: ChannelEnd, bind: str) -> Iterator[Serving]:
     Raises:
         ConfigError: ``bind`` if the address cannot be listened on; ``memory`` if calls may take more than there is.
     """
-    require_memory(_most_bytes(desk), None, "Serve it on a machine, or in a container, with more memory.")
+    memory = require_memory(_most_bytes(desk), None, "Serve it on a machine, or in a container, with more memory.")
     guard = ConnectionGuard(_BOUNDS)
     servicer = _Servicer(desk, guard)
     server = grpc.server(ThreadPoolExecutor(_CALLS), options=_BOUNDS.options(), maximum_concurrent_rpcs=_CALLS)
@@ -312,7 +314,7 @@ def serving(desk: AdapterDesk, end: ChannelEnd, bind: str) -> Iterator[Serving]:
     guard.start(port)
     try:
         with _idle_sessions_end(desk):
-            yield Serving(port, servicer.open_calls, lambda: desk.figures(servicer.answered()))
+            yield Serving(port, memory, servicer.open_calls, lambda: desk.figures(servicer.answered()))
     finally:
         guard.stop()
         server.stop(1.0).wait()

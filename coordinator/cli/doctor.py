@@ -65,6 +65,7 @@ def examine() -> list[Check]:
         partial(check_ledger, mounted),
         partial(check_ray_temp, mounted),
         partial(check_shared_memory, Path("/dev/shm")),
+        partial(check_service_memory, Path("/")),
         *(partial(check_port, port) for port in PORTS),
         check_gpu,
         partial(check_tee, Path("/")),
@@ -198,6 +199,24 @@ def check_shared_memory(folder: Path) -> Check:
         finding = f"{folder} has {free / 2**20:.0f} MiB free: Ray keeps on disk what does not fit"
         return Check("object store", "warn", finding, "Give the container more shared memory (--shm-size).")
     return Check("object store", "ok", f"{folder} has {free / 2**30:.1f} GiB free")
+
+
+def check_service_memory(root: Path) -> Check:
+    """Check that a training service for one tenant and an evidence service start here with their default limits."""
+    # Here, as nothing else of this command needs gRPC.
+    from raycloak.attestation.service.limits import ServiceLimits
+    from raycloak.attestation.service.memory import SHARE, mebibytes, process_memory
+    from raycloak.coordinator.service.limits import LimitsConfig
+
+    name, given = "memory of services", process_memory(root) // SHARE
+    evidence, tenant = ServiceLimits().most_bytes, LimitsConfig().most_bytes(1)
+    finding = (
+        f"calls may take {mebibytes(given)}; an evidence service takes {mebibytes(evidence)} at most, "
+        f"and a training service {mebibytes(tenant)} for one tenant"
+    )
+    if max(evidence, tenant) > given:
+        return Check(name, "warn", finding, "Serve elsewhere, or with lower limits, such as connections.")
+    return Check(name, "ok", finding)
 
 
 def check_port(port: int) -> Check:

@@ -131,6 +131,7 @@ class ServiceFacts:
         manifest_digest: digest of the manifest or the contract.
         contract: file with the contract, if any.
         metrics: URL of its metrics page.
+        memory: that its calls take at most, and what they have.
     """
 
     evidence: str
@@ -140,6 +141,7 @@ class ServiceFacts:
     orchestrator_key: bytes
     contract: Path | None
     metrics: str
+    memory: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +202,7 @@ def start_service(config: ServiceConfig, base: Path) -> tuple[EvidenceServer, Ru
         orchestrator_key=run.public.ed25519,
         contract=_write(served.contract, folder / f"{run_id}.contract.json"),
         metrics=page.url,
+        memory=server.memory,
     )
     return server, session, facts
 

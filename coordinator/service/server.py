@@ -468,9 +468,11 @@ class TrainingServer:
 
     Attributes:
         port: TCP port that it listens on.
+        memory: that its calls take at most, for a reader.
     """
 
     port: int
+    memory: str
     _loop: asyncio.AbstractEventLoop
     _thread: threading.Thread
     _stop: Callable[[float], Coroutine[Any, Any, None]]
@@ -490,7 +492,7 @@ class TrainingServer:
                 ``memory`` if the limits allow more than there is.
         """
         limits = settings.limits
-        require_memory(limits.most_bytes(len(settings.tenants)), limits.memory_bytes)
+        memory = require_memory(limits.most_bytes(len(settings.tenants)), limits.memory_bytes)
         guard = ConnectionGuard(limits.bounds())
         credentials = _credentials(settings.tls, base) if settings.tls is not None else None
         loop = asyncio.new_event_loop()
@@ -505,7 +507,7 @@ class TrainingServer:
             loop.call_soon_threadsafe(loop.stop)
             raise
         guard.start(port)
-        return cls(port, loop, thread, stop, watches, guard)
+        return cls(port, memory, loop, thread, stop, watches, guard)
 
     @property
     def watches(self) -> int:

@@ -132,6 +132,7 @@ class ServiceFacts:
     Attributes:
         address: ``host:port`` where it listens.
         evidence: ``SIMULATED`` if the policy of its runs accepts simulated evidence, else ``hardware``.
+        memory: that its calls take at most, and what they have.
     """
 
     address: str
@@ -139,6 +140,7 @@ class ServiceFacts:
     evidence: str
     tenants: int
     store: str
+    memory: str
 
 
 class TrainingService:
@@ -213,6 +215,7 @@ class TrainingService:
             evidence=evidence.replace("simulated", "SIMULATED"),
             tenants=len(settings.tenants),
             store="PostgreSQL" if settings.store is not None and "postgres" in settings.store else "SQLite",
+            memory=self._server.memory,
         )
 
     def __enter__(self) -> Self:

@@ -45,11 +45,11 @@ def test_a_process_may_have_what_the_narrowest_of_its_groups_has(tmp_path, group
 
 def test_guarantee_limits_that_allow_more_than_there_is_are_refused(tmp_path):
     root = machine(tmp_path, "0::/\n")
-    assert require_memory(4 * GIB, None, root=root) == 4 * GIB
+    assert require_memory(4 * GIB, None, root=root) == "calls take at most 4,096 MiB of 4,096 MiB"
     with pytest.raises(ConfigError, match=r"may take 4,097 MiB of memory, and have 4,096 MiB") as refusal:
         require_memory(4 * GIB + 2**20, None, root=root)
     assert refusal.value.code == "memory"
-    assert require_memory(6 * GIB, 6 * GIB, root=root) == 6 * GIB
+    assert require_memory(5 * GIB, 6 * GIB, root=root) == "calls take at most 5,120 MiB of 6,144 MiB"
     with pytest.raises(ConfigError, match="have 1 MiB"):
         require_memory(2**21, 2**20, root=root)
 

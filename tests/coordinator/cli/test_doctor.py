@@ -156,6 +156,16 @@ def test_shared_memory(tmp_path, monkeypatch):
     assert "--shm-size" in doctor.check_shared_memory(tmp_path).remedy
 
 
+@pytest.mark.parametrize(("mib", "status"), [(4096, "ok"), (512, "warn")])
+def test_a_machine_on_which_no_service_would_start_with_its_default_limits_is_told_of(tmp_path, mib, status):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text(f"MemTotal: {mib * 1024} kB\n")
+    (tmp_path / "proc/self/cgroup").write_text("0::/\n")
+    check = doctor.check_service_memory(tmp_path)
+    assert (check.name, check.status) == ("memory of services", status)
+    assert f"calls may take {mib // 2:,} MiB" in check.finding
+
+
 def test_a_port_in_use_is_a_warning():
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
