@@ -91,7 +91,10 @@ class _NoOpDrivers:
         self.tell(client_id, Ended(ending="stopped", metrics=None))
         self.tell(client_id, Exited(code=0, last_words=""))
 
-    def kill(self) -> list[str]:
+    def kill(self, client_id: str) -> None:
+        """See `DriverPort`: it has ended when it was stopped."""
+
+    def kill_all(self) -> list[str]:
         """See `Drivers`: each has ended when it was stopped."""
         return []
 

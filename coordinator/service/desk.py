@@ -185,10 +185,11 @@ class Desk(DriverDesk):
                 self._fail_open(client, closed())
                 self._drop_batches(client)
             elif driver.is_ready:
+                driver.place.leave(self._monotonic())
                 self._tell(client_id, Close())
             else:
                 # Before it is ready it has no steps that could be finished.
-                self._tell_stop(client_id)
+                self._leave(client_id, driver)
         return self._shown(client)
 
     def submit(self, tenant: str, request: wire.SubmitRequest) -> wire.Operation:

@@ -8,6 +8,7 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Final
 
 from raycloak.coordinator.client import service_pb2 as wire
@@ -47,7 +48,7 @@ from raycloak.coordinator.service.pipe import (
     Saved,
     Spent,
 )
-from raycloak.coordinator.service.places import Place, leaving, next_client
+from raycloak.coordinator.service.places import Place, late, leaving, next_client
 from raycloak.coordinator.service.store import (
     DONE,
     FAILED,
@@ -63,6 +64,8 @@ from raycloak.metrics.errors import RaycloakError
 
 _MOST_RESTARTS: Final = 3
 """Drivers of one client that may be lost without having finished a step between them."""
+_MOST_LATE: Final = 3
+"""Turns of one client that may end without having computed a step between them."""
 _LOCKED_RETRY_S: Final = 1.0
 _LOCKED_DEADLINE_S: Final = 600.0
 """For how long a driver is started again while another process executes the run: one of a service that was killed ends
@@ -96,8 +99,7 @@ class DriverDesk(OperationQueues):
         """Start no driver any more, and end each after its step."""
         self._stopping = True
         for client_id, driver in self._drivers.items():
-            driver.is_ready, driver.place.is_leaving = False, True
-            self._tell_stop(client_id)
+            self._leave(client_id, driver)
 
     def report(self, client_id: str, said: Report | Exited) -> None:
         """Take a report of a client's driver; `Exited` is its last."""
@@ -208,7 +210,7 @@ class DriverDesk(OperationQueues):
         if client.status == TERMINATED:
             self._tell(client.client_id, Close())
             return
-        driver.is_ready, driver.phase = not driver.place.is_leaving, "training"
+        driver.is_ready, driver.phase = driver.place.leaving_since is None, "training"
         self._locked.pop(client.client_id, None)
         self._catch_up(client, said.finished_steps)
         for step in range(said.finished_steps, client.allowed_releases):
@@ -229,6 +231,7 @@ class DriverDesk(OperationQueues):
     def _computed(self, client: ClientRow, said: Computed) -> None:
         step, epsilon = said.step, said.epsilon
         self._lost.pop(client.client_id, None)
+        self._late.pop(client.client_id, None)
         client.charged = max(client.charged, step + 1)
         client.epsilon = max(client.epsilon, epsilon or 0.0)
         # A driver that resumed from an earlier package has not reached the step that is to be cancelled.
@@ -341,7 +344,10 @@ class DriverDesk(OperationQueues):
     def _run_ended(self, client: ClientRow, driver: DriverState, said: Ended) -> None:
         # One that stops though nobody told it to is lost, or it would be started again for ever.
         driver.has_ended, driver.is_ready = said.ending not in _RESUMABLE, False
-        if not driver.has_ended or client.status == TERMINATED:
+        if not driver.has_ended:
+            return
+        driver.place.leave(self._monotonic())
+        if client.status == TERMINATED:
             return
         client.ending = said.ending
         for operation in self._store.open_operations(client.client_id):
@@ -350,6 +356,7 @@ class DriverDesk(OperationQueues):
 
     def _run_failed(self, client: ClientRow, driver: DriverState, said: Failed) -> None:
         driver.has_ended, driver.is_ready = True, False
+        driver.place.leave(self._monotonic())
         client.epsilon = max(client.epsilon, said.epsilon or 0.0)
         if said.code == _RUN_LOCKED:
             now = self._monotonic()
@@ -370,7 +377,11 @@ class DriverDesk(OperationQueues):
         if client.status == TERMINATED:
             self._fail_open(client, closed())
             self._drop_batches(client)
-        elif not driver.has_ended and not driver.place.is_leaving:
+        elif driver.place.is_late and not driver.has_ended:
+            self._late[client.client_id] += 1
+            if self._late[client.client_id] > _MOST_LATE:
+                self._fail(client, _too_long(self._limits.turn_seconds + self._limits.leave_seconds))
+        elif driver.place.leaving_since is None:
             # In the operator's log alone: a log's line may be about what is no tenant's business.
             _LOG.warning("client %s: its driver ended (%d): %s", client.client_id, said.code, said.last_words)
             self._lost[client.client_id] += 1
@@ -412,9 +423,10 @@ class DriverDesk(OperationQueues):
         places = {client_id: driver.place for client_id, driver in self._drivers.items()}
         limits = self._limits
         for client_id in leaving(waiting, places, self._served, now, limits.idle_seconds, limits.turn_seconds):
-            driver = self._drivers[client_id]
-            driver.is_ready, driver.place.is_leaving = False, True
-            self._tell_stop(client_id)
+            self._leave(client_id, self._drivers[client_id])
+        for client_id in late(places, now, limits.leave_seconds) if waiting else ():
+            _LOG.warning("client %s: its driver did not give its place up in time and is ended", client_id)
+            self._after.append(partial(self._processes.kill, client_id))
 
     def _start(self, client_id: str, tenant: str) -> None:
         client = self._store.client(client_id)
@@ -425,6 +437,14 @@ class DriverDesk(OperationQueues):
         self._served[tenant] = self._monotonic()
         self._drivers[client_id] = DriverState(Place(tenant, self._served[tenant]))
         self._after.append(lambda: self._processes.start(client_id, begin))
+
+
+def _too_long(seconds: float) -> dict[str, str]:
+    return cause_of(
+        "step_too_long",
+        f"turn after turn of {seconds:g} s ended before a step had, while other clients waited.",
+        "Make its steps shorter, by fewer examples or a smaller model; what was charged stays charged.",
+    )
 
 
 def closed() -> dict[str, str]:

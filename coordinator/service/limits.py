@@ -42,6 +42,9 @@ class LimitsConfig(Section):
         idle_seconds: a client without work gives its place up after so long, when another waits for one.
         turn_seconds: a client with work gives its place up after so long, and a step, when another waits for one. Its
             run is resumed when it gets a place again.
+        leave_seconds: a client that is to give its place up may take so long to end its step, when another waits for
+            one. Its driver is ended then. The step is repeated when it has a place again, and not charged again; if it
+            never ends in time, the client fails (``step_too_long``).
         clients_per_tenant: clients of one tenant that were not closed.
         closed_clients_per_tenant: closed clients of one tenant that are remembered, with their operations and
             artifacts; of more, those that were closed first are forgotten.
@@ -65,6 +68,7 @@ class LimitsConfig(Section):
     active_clients: int = Field(default=4, gt=0, le=4096)
     idle_seconds: float = Field(default=60.0, ge=0)
     turn_seconds: float = Field(default=900.0, gt=0)
+    leave_seconds: float = Field(default=600.0, gt=0)
     clients_per_tenant: int = Field(default=64, gt=0, le=2**20)
     closed_clients_per_tenant: int = Field(default=256, ge=0, le=2**20)
     queued_operations: int = Field(default=1024, gt=0, le=2**20)

@@ -143,6 +143,8 @@ class OperationQueues:
         self._stopping = False
         # Of clients whose driver was lost: how often since a step, and when the run's lock was first taken.
         self._lost: Counter[str] = Counter()
+        # Of clients whose driver was ended as it gave its place up too late: how often since a step.
+        self._late: Counter[str] = Counter()
         self._locked: dict[str, tuple[float, float]] = {}
 
     @contextmanager
@@ -450,7 +452,7 @@ class OperationQueues:
         self._fail_open(client, kept)
         driver = self._drivers.get(client.client_id)
         if driver is not None and not driver.has_ended:
-            self._tell_stop(client.client_id)
+            self._leave(client.client_id, driver)
 
     def _fail_open(self, client: ClientRow, cause: Mapping[str, Any]) -> None:
         for operation in self._store.open_operations(client.client_id):
@@ -463,7 +465,10 @@ class OperationQueues:
     def _tell(self, client_id: str, command: Command) -> None:
         self._after.append(lambda: self._processes.send(client_id, command))
 
-    def _tell_stop(self, client_id: str) -> None:
+    def _leave(self, client_id: str, driver: DriverState) -> None:
+        """Have a driver give its place up after its step."""
+        driver.is_ready = False
+        driver.place.leave(self._monotonic())
         self._after.append(lambda: self._processes.stop(client_id))
 
 

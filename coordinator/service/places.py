@@ -16,13 +16,20 @@ class Place:
     Attributes:
         since: when it got the place, in seconds of a clock that never goes back.
         idle_since: since when it has no work; None while it has some.
-        is_leaving: whether its driver was told to stop.
+        leaving_since: since when its driver is to end by itself; None while it is not.
+        is_late: whether its driver was ended because it had not ended by itself.
     """
 
     tenant: str
     since: float
     idle_since: float | None = None
-    is_leaving: bool = False
+    leaving_since: float | None = None
+    is_late: bool = False
+
+    def leave(self, now: float) -> None:
+        """Note that its driver is to end by itself from now on."""
+        if self.leaving_since is None:
+            self.leaving_since = now
 
 
 def next_client(
@@ -59,7 +66,7 @@ def leaving(
         served: as in `next_client`.
         turn_s: seconds for which a client with work keeps its place while others wait.
     """
-    staying = {client: place for client, place in places.items() if not place.is_leaving}
+    staying = {client: place for client, place in places.items() if place.leaving_since is None}
     held, left, chosen = Counter(place.tenant for place in staying.values()), list(waiting), list[str]()
 
     def take() -> None:
@@ -92,6 +99,16 @@ def leaving(
         if held[_first(left, held, served)[1]] < held[place.tenant] or place.tenant in {each for _, each in left}:
             leave(client)
     return chosen
+
+
+def late(places: Mapping[str, Place], now: float, leave_s: float) -> list[str]:
+    """Return the clients whose drivers have not ended by themselves in ``leave_s`` seconds, each once."""
+    found = []
+    for client, place in places.items():
+        if place.leaving_since is not None and now - place.leaving_since >= leave_s and not place.is_late:
+            place.is_late = True
+            found.append(client)
+    return found
 
 
 def _first(waiting: Sequence[tuple[str, str]], held: Mapping[str, int], served: Mapping[str, float]) -> tuple[str, str]:

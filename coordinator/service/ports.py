@@ -46,13 +46,17 @@ class DriverPort(Protocol):
         """End the driver after its step, so that another can resume its run."""
         ...
 
+    def kill(self, client_id: str) -> None:
+        """End the driver at once; a resume repeats what was not sealed."""
+        ...
+
 
 class Drivers(DriverPort, Protocol):
     """A `DriverPort` with the function that its reports go to, from any thread: client and report."""
 
     tell: Callable[[str, Report | Exited], None]
 
-    def kill(self) -> list[str]:
+    def kill_all(self) -> list[str]:
         """End all drivers at once, and return their clients. From any thread."""
         ...
 

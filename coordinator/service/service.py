@@ -79,7 +79,13 @@ class DriverProcesses:
         if driver is not None:
             driver.stop()
 
-    def kill(self) -> list[str]:
+    def kill(self, client_id: str) -> None:
+        """See `DriverPort`."""
+        driver = self._drivers.get(client_id)
+        if driver is not None:
+            driver.kill()
+
+    def kill_all(self) -> list[str]:
         """See `Drivers`."""
         left = dict(self._drivers)
         for driver in left.values():
@@ -236,7 +242,7 @@ class TrainingService:
         with suppress(ServiceServerError):
             self._turns.put(self._desk.stop).result()
             if not self._drivers_end(DRIVERS_GRACE_S):
-                for client_id in self._processes.kill():
+                for client_id in self._processes.kill_all():
                     _LOG.warning("client %s: its driver did not end its step in time and was killed", client_id)
                 self._drivers_end(_KILLED_S)
         # Before the sampler: the samples that it drops are generated again when the service is back.

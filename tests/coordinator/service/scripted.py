@@ -174,6 +174,7 @@ class ScriptedDriver:
         self.marks, self.due, self.files = (0, 0), [], {}
         self.held = self.held_told = False
         self.opened = self.told = self.over = self.ended = self.closed = self.stopped = False
+        self.hangs = self.killed = False  # it does nothing, and was killed
         self.computed = -1
 
     def take(self, command):
@@ -198,7 +199,10 @@ class ScriptedDriver:
 
     def pump(self):
         """Yield the next reports, as far as commands allow it."""
-        if self.ended:
+        if self.killed and not self.ended:
+            self.ended = True
+            yield Exited(code=-9, last_words="")
+        if self.ended or self.hangs:
             return
         if not self.told:
             self.told = True
@@ -316,12 +320,13 @@ class ScriptedDrivers:
 
     def __init__(self, world, package_every=1) -> None:
         self.world, self.package_every = world, package_every
-        self.of = {}
+        self.of, self.hanging = {}, set()  # drivers by client, and clients whose drivers hang from the start
 
     def start(self, client_id, begin):
         """See `DriverPort`."""
         assert client_id not in self.of, "a client has one driver"
         self.of[client_id] = ScriptedDriver(self.world, begin, self.package_every)
+        self.of[client_id].hangs = client_id in self.hanging
 
     def send(self, client_id, command):
         """See `DriverPort`."""
@@ -332,6 +337,11 @@ class ScriptedDrivers:
         """See `DriverPort`."""
         if client_id in self.of:
             self.of[client_id].stopped = True
+
+    def kill(self, client_id):
+        """See `DriverPort`."""
+        if client_id in self.of:
+            self.of[client_id].killed = True
 
 
 class ScriptedSampler:

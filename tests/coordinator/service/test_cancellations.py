@@ -86,7 +86,8 @@ class Line:
                 self.tell(Exited(code=-9, last_words=""))
             elif what == "evict" and rarely and self.driver is not None:
                 known = self.site.desk._drivers[self.client]
-                known.is_ready, known.place.is_leaving = False, True
+                known.is_ready = False
+                known.place.leave(0.0)
                 self.driver.stopped = True
             elif what == "restart" and rarely:
                 self.restart(self.site.world)

@@ -1260,6 +1260,73 @@ def test_a_client_without_a_place_goes_on_where_it_was(make_site):
     assert site.world.facts("run0", "charge") == [[0], [1]]
 
 
+def pass_time(site, seconds):
+    """Have time pass, and drivers do what they may."""
+    site.now += seconds
+    site.ask(site.desk.tick)
+    site.run()
+
+
+def test_guarantee_a_tenants_place_is_bounded_in_time_though_its_step_never_ends(make_site, caplog):
+    site = make_site(limits={"active_clients": 1, "idle_seconds": 5, "turn_seconds": 10, "leave_seconds": 20})
+    slow = site.create()
+    site.run()
+    forward, optim = steps(site, slow, 1)[0]
+    site.drivers.of[slow].hangs = True
+    other = site.create("south")
+    for now, stopped, killed in ((9, False, False), (10, True, False), (29, True, False), (30, True, True)):
+        site.now = now
+        site.ask(site.desk.tick)
+        assert (site.drivers.of[slow].stopped, site.drivers.of[slow].killed) == (stopped, killed)
+    site.run()
+    assert list(site.drivers.of) == [other]
+    assert "did not give its place up" in caplog.text
+    assert site.get(forward).state == "running"
+    # It goes on when it has a place again, and its step is not charged again.
+    for _ in range(2):
+        pass_time(site, 10)
+    assert [site.get(each).state for each in (forward, optim)] == ["done", "done"]
+    assert site.world.facts("run0", "charge") == [[0]]
+
+
+def test_a_client_fails_whose_step_never_ends_in_its_turns(make_site, caplog):
+    site = make_site(limits={"active_clients": 1, "idle_seconds": 5, "turn_seconds": 10, "leave_seconds": 20})
+    slow = site.create()
+    site.run()
+    operations = steps(site, slow, 1)[0]
+    site.drivers.hanging, site.drivers.of[slow].hangs = {slow}, True
+    other = site.create("south")
+    for _ in range(200):
+        if slow in site.drivers.of and site.client(other, "south").status == "READY":
+            site.submit(other, FB, "south")
+            site.submit(other, OPT, "south")
+        pass_time(site, 1)
+    assert caplog.text.count("did not give its place up") == 4
+    assert site.client(slow).status == "ERROR"
+    assert {site.get(each).error.code for each in operations} == {"step_too_long"}
+
+
+@pytest.mark.parametrize("how", ["closed", "failed"])
+def test_a_driver_that_does_not_end_after_its_client_gives_its_place_to_one_that_waits(make_site, how):
+    site = make_site(limits={"active_clients": 1, "leave_seconds": 20})
+    first = site.create()
+    site.run()
+    if how == "closed":
+        site.ask(site.desk.close_client, "north", first)
+    else:
+        failed = Failed(code="worker_error", message="it broke.", remedy="", exit_code=4, epsilon=0.5, step=1)
+        site.tell(first, failed)
+    site.drivers.of[first].hangs = True
+    site.now = 100
+    site.ask(site.desk.tick)
+    assert not site.drivers.of[first].killed, "nobody waits"
+    other = site.create()
+    site.ask(site.desk.tick)
+    site.run()
+    assert list(site.drivers.of) == [other]
+    assert site.client(first).status == ("TERMINATED" if how == "closed" else "ERROR")
+
+
 # A new process of the service
 
 

@@ -101,11 +101,12 @@ def test_drivers_that_have_ended_are_forgotten_and_those_that_live_can_be_killed
         assert (said[0], said[2]) == ("a", ["b"]), "the next driver of the client may start by now"
         drivers.stop("a")
         drivers.send("a", Close())
+        drivers.kill("a")
     finally:
-        assert drivers.kill() == ["b"]
+        drivers.kill("b")
     client_id, exited, left = heard.get(timeout=DEADLINE_S)
     assert (client_id, exited.code, left) == ("b", -signal.SIGKILL, [])
-    assert drivers.kill() == []
+    assert drivers.kill_all() == []
 
 
 COMMANDS = [
@@ -161,7 +162,7 @@ def test_guarantee_a_driver_that_reads_nothing_holds_nobody_up(tmp_path, heard, 
     desk.start()
     desk.join(30)
     waits = desk.is_alive()
-    assert drivers.kill() == ["a"]
+    assert drivers.kill_all() == ["a"]
     assert heard.get(timeout=DEADLINE_S).code == -signal.SIGKILL
     assert not waits
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from raycloak.coordinator.service.places import Place, leaving, next_client
+from raycloak.coordinator.service.places import Place, late, leaving, next_client
 
 
 def test_a_place_goes_to_the_tenant_with_the_fewest_that_got_none_for_longest_and_there_to_the_longest_wait():
@@ -20,7 +20,7 @@ def test_idle_clients_leave_longest_idle_first_and_no_more_than_wait():
     assert leaving([("w", "a"), ("v", "a")], places, {}, 20, 10, 100) == ["y", "x"]
     assert leaving([("w", "a")], places, {}, 11, 10, 100) == []
     assert leaving([], places, {}, 20, 10, 100) == []
-    places["y"].is_leaving = True
+    places["y"].leave(12)
     assert leaving([("w", "a")], places, {}, 20, 10, 100) == []
 
 
@@ -43,8 +43,17 @@ def test_nobody_leaves_whose_place_would_come_back_to_it():
     places = {"x": Place("a", 0), "y": Place("b", 50), "z": Place("b", 60)}
     assert leaving([("w", "b")], places, {}, 120, 10, 100) == []
     assert leaving([("w", "b")], places, {}, 150, 10, 100) == ["y"]
-    places["y"].is_leaving = True
+    places["y"].leave(12)
     assert leaving([("w", "b")], places, {}, 200, 10, 100) == []
+
+
+def test_a_driver_is_late_once_it_was_to_end_for_so_long_and_is_told_of_once():
+    places = {"x": Place("a", 0), "y": Place("a", 0)}
+    places["y"].leave(5)
+    places["y"].leave(12)
+    assert late(places, 14.9, 10) == []
+    assert late(places, 15, 10) == ["y"]
+    assert late(places, 16, 10) == []
 
 
 @pytest.mark.parametrize(("places", "turns"), [(1, 2), (2, 1), (3, 1)])

@@ -42,7 +42,7 @@ class Drivers:
         if self.obey:
             self.end(client_id, 0)
 
-    def kill(self):
+    def kill_all(self):
         self.killed = list(self.of)
         for client_id in self.killed:
             self.end(client_id, -9)
