@@ -7,15 +7,17 @@ from raycloak.metrics.service_errors import KINDS, ServiceError, ServiceServerEr
 
 TRAILER: Final = "raycloak-error-bin"
 """The key of the trailing metadata that carries an error."""
+_MOST_TEXT: Final = 1024
+"""Characters: peers refuse trailing metadata of more than some kilobytes, and with it the whole answer."""
 
 
 def error_to_wire(error: ServiceError) -> ServiceErrorInfo:
-    """Return the message that carries ``error``."""
+    """Return the message that carries ``error``; a text of more than 1,024 characters is cut."""
     known = {name: value for name, value in error.details.items() if value is not None}
     return ServiceErrorInfo(
         code=error.code,
-        message=error.message,
-        remedy=error.remedy,
+        message=error.message[:_MOST_TEXT],
+        remedy=error.remedy[:_MOST_TEXT],
         request_id=error.request_id,
         kind=error.kind,
         **known,

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from raycloak.attestation.service.connections import WINDOW_BYTES, ConnectionBounds
 from raycloak.coordinator.config.section import Section
+from raycloak.coordinator.service.sampling.requests import MOST_RESULT_BYTES
 
 CALLS_OF_CONNECTION: Final = 32
 """At once, beside a stream of changes for each client that a tenant may have, which may all be in one program."""
@@ -20,8 +21,8 @@ STRANGER_S: Final = 6.0
 it."""
 IDLE_S: Final = 300.0
 """Connecting again costs a client milliseconds."""
-ANSWER_BYTES: Final = 6 * 2**20
-"""Of one answer: an operation has at most `MOST_RESULT_BYTES`; a client its configuration and its manifest."""
+ANSWER_BYTES: Final = MOST_RESULT_BYTES + 2**21
+"""Of one answer: an operation has the texts of a sample at most; a client its configuration and its manifest."""
 LIST_BYTES: Final = 24 * 2**20
 """Of a list: 1,000 clients or artifacts, with 20 KB of notes each."""
 WATCH_BYTES: Final = 128 * 2**10

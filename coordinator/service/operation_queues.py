@@ -331,9 +331,9 @@ class OperationQueues:
         self._generate(client, operation)
 
     def _generate(self, client: ClientRow, operation: OperationRow) -> None:
-        name, package, run_dir = operation_id(operation), operation.package, client.run_dir
+        where = operation_id(operation), client.tenant, operation.package, client.run_dir
         request = wire.Sample.FromString(operation.payload)
-        self._after.append(lambda: self._sampler.submit(name, package, run_dir, request))
+        self._after.append(lambda: self._sampler.submit(*where, request))
 
     def _tell_batches(self, client: ClientRow, step: int) -> None:
         """Name the files of a step that the client sent, before its charge is allowed."""

@@ -64,10 +64,11 @@ class Drivers(DriverPort, Protocol):
 class SamplerPort(Protocol):
     """The sampler: outcomes come to `Desk.sampled`, text to `Desk.tokens`, and tokens per second to `Desk.sampling`."""
 
-    def submit(self, operation_id: str, package: str, run_dir: str, request: wire.Sample) -> None:
+    def submit(self, operation_id: str, tenant: str, package: str, run_dir: str, request: wire.Sample) -> None:
         """Generate text from released weights of the run in ``run_dir``.
 
         Args:
+            tenant: whose share of the sampler it takes.
             package: a package of the run, or a copy of weights, whose name ends with `COPY_SUFFIX`.
         """
         ...

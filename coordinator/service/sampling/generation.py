@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from raycloak.coordinator.runs.released_model import ReleasedModel
-from raycloak.coordinator.service.sampling.requests import SampleRequest
+from raycloak.coordinator.service.sampling.requests import MOST_RESULT_BYTES, SampleRequest
 from raycloak.coordinator.service.sampling.sampler import Completion
 from raycloak.metrics.errors import ConfigError
 from raycloak.metrics.service_errors import FutureFailedError, ServiceValidationError
@@ -79,7 +79,8 @@ class Generator:
 
         Raises:
             ServiceValidationError: ``prompt_too_long`` or ``prompt`` if the model cannot read one.
-            FutureFailedError: ``not_finite`` if the model's logits are not numbers.
+            FutureFailedError: ``not_finite`` if the model's logits are not numbers; ``text_too_long`` if the texts have
+                more than `MOST_RESULT_BYTES` together.
         """
         prompts = [self._ids_of(number, text, request.max_tokens) for number, text in enumerate(request.prompts)]
         rows = [
@@ -138,7 +139,7 @@ class _Row:
 
     Attributes:
         prompt: its token ids.
-        tokens: how many were generated and count.
+        tokens: how many were generated and count. size: bytes of the text by now.
         finished: whether no further token counts.
     """
 
@@ -156,7 +157,7 @@ class _Row:
         self.finished = False
         self._tokenizer, self._ends, self._stop = tokenizer, ends, stop
         self._number, self._on_text, self._place = number, on_text, place
-        self.tokens = 0
+        self.tokens = self.size = 0
         self._text, self._held, self._reason = "", "", "length"
         self._window, self._read = self.prompt[-_BEFORE:], len(self.prompt[-_BEFORE:])
 
@@ -204,6 +205,7 @@ class _Row:
     def _emit(self, text: str) -> None:
         if text:
             self._text += text
+            self.size += len(text.encode())
             self._on_text(self._place, text)
 
     def _decoded(self, ids: Sequence[int]) -> str:
@@ -231,6 +233,12 @@ class _Watch:
     def __call__(self, input_ids: Tensor, scores: object, **_: object) -> Tensor:
         for row, token in zip(self._rows, input_ids[:, -1].tolist(), strict=True):
             row.take(token)
+        if sum(row.size for row in self._rows) > MOST_RESULT_BYTES:
+            raise FutureFailedError(
+                "text_too_long",
+                f"the texts have more than {MOST_RESULT_BYTES} bytes together.",
+                "Ask for fewer tokens or completions.",
+            )
         if self._clock() - self._told >= _RATE_EVERY_S:
             self.tell_rate()
         self.was_cancelled = self._cancelled()

@@ -16,6 +16,8 @@ MOST_TOKENS: Final = 4096
 """Of a completion; 64 such rows keep a sampler for minutes on a small model."""
 MOST_TEXT_BYTES: Final = 2**20
 """Of all prompts and stop texts, beyond any model's context; each text is tokenized as a whole."""
+MOST_RESULT_BYTES: Final = 2**22
+"""Of all completions together: 16 bytes for each token of the largest request, where texts have about four."""
 COLDEST: Final = 0.01
 """The least temperature above 0: logits divided by less are beyond float32."""
 HOTTEST: Final = 100.0

@@ -1,10 +1,13 @@
 """The sampler: text from released weights, generated in child processes beside the training.
 
-    Sampler.submit ──► waiting, oldest first ──► one thread and one process per run ──► on_tokens, on_rate, on_done
+    Sampler.submit ──► waiting, in turns ──► one thread and one process per run ──► on_tokens, on_rate, on_done
 
 A process holds the model of one run with one released set of weights at a time, takes one request after another, and
 ends when nobody asks for a while or another run waits for its place. It gets a run directory and a file of weights, and
 neither data nor keys. It computes on the CPU: the accelerators belong to the workers.
+
+The next request is one of the tenant whose requests have taken the least time, and of these the one that waits longest.
+Who had no request for a while has saved no time up.
 """
 
 import json
@@ -22,7 +25,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from raycloak.coordinator.service.sampling.requests import SampleRequest, wrong_field
+from raycloak.coordinator.service.sampling.requests import MOST_RESULT_BYTES, SampleRequest, wrong_field
 from raycloak.metrics.service_errors import (
     FutureCancelledError,
     FutureFailedError,
@@ -34,8 +37,9 @@ from raycloak.metrics.service_errors import (
 
 _LOG = logging.getLogger(__name__)
 _MODULE = "raycloak.coordinator.service.sampling.process"
-# Longer than any line of a request within its bounds; a process that writes longer ones is broken.
-_LONGEST_LINE = 2**24
+# Longer than any line of a request within its bounds; a process that writes longer ones is broken. JSON writes six
+# characters for some bytes.
+_LONGEST_LINE = 6 * MOST_RESULT_BYTES + 2**20
 # A process that does not notice the cancellation in this time, deep in one long prompt, is ended.
 _CANCEL_S = 20.0
 # All that the libraries of a model look at. The service's environment may hold passwords, and user code runs here.
@@ -100,6 +104,7 @@ Outcome = tuple[Completion, ...] | ServiceError
 class _Job:
     """A request and what is known of its end."""
 
+    tenant: str
     source: SampleSource
     request: SampleRequest
     on_tokens: Callable[[int, str], None]
@@ -135,23 +140,33 @@ class Sampler:
     Guarantee: no process computes with weights that have another digest than the source states. One that crashes or
     hangs fails the request that it had and no other. No process outlives this object or its process.
 
+    Guarantee: of tenants that always have a request here, none gets more of the time than another, but for one request,
+    whatever they ask for and however they submit it.
+
     Args:
         logs: folder, made here, for what the processes write beside their answers; one file per run.
+        clock: seconds that never go back, by which the time of tenants is counted.
     """
 
-    def __init__(self, limits: SamplerLimits, logs: Path) -> None:
+    def __init__(self, limits: SamplerLimits, logs: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits
         self._logs = logs
+        self._clock = clock
         self._changed = threading.Condition()
         self._waiting: list[_Job] = []
         self._hosts: dict[Path, _Host] = {}
         self._leaving: list[_Host] = []
         self._running: set[_Job] = set()
+        # Seconds that requests of each tenant took, and those of the tenant whose request was taken last: who comes
+        # back starts from there.
+        self._spent: dict[str, float] = {}
+        self._least = 0.0
         self._numbers = count(1)
         self._closed = False
 
     def submit(
         self,
+        tenant: str,
         source: SampleSource,
         request: SampleRequest,
         on_tokens: Callable[[int, str], None],
@@ -161,6 +176,7 @@ class Sampler:
         """Queue a request and return at once.
 
         Args:
+            tenant: whose share of the time it takes.
             on_tokens: gets the place of a completion in the result, and the next piece of its text. It is called from
                 a thread of the sampler, as the others are, and should not wait.
             on_rate: gets the tokens per second by now, a few times a second; the last time, those of the whole request.
@@ -170,7 +186,7 @@ class Sampler:
             ServiceQueueFullError: ``sampler_queue_full``. ServiceStateError: ``sampler_closed``.
         """
         assert wrong_field(request) is None, "the desk has checked it"
-        job = _Job(source, request, on_tokens, on_rate, on_done, next(self._numbers))
+        job = _Job(tenant, source, request, on_tokens, on_rate, on_done, next(self._numbers))
         with self._changed:
             if self._closed:
                 raise ServiceStateError("sampler_closed", "the service is ending.", "Ask again once it is back.")
@@ -181,6 +197,7 @@ class Sampler:
                     "Ask again later.",
                     retry_after_s=1.0,
                 )
+            self._spent[tenant] = max(self._spent.get(tenant, 0.0), self._least)
             self._waiting.append(job)
             self._start_hosts()
             self._changed.notify_all()
@@ -223,9 +240,14 @@ class Sampler:
         if process is not None:
             process.cancel(job.number)
 
+    def _in_turn(self) -> list[_Job]:
+        """Return the requests that wait, in the order in which they are taken; the lock is held."""
+        # Of one tenant first the longest wait, as sorting keeps the order of equals.
+        return sorted(self._waiting, key=lambda job: self._spent[job.tenant])
+
     def _start_hosts(self) -> None:
-        """Start a host for the runs that wait longest, as far as there are places; the lock is held."""
-        for job in self._waiting:
+        """Start hosts for the runs whose turn it is, as far as there are places; the lock is held."""
+        for job in self._in_turn():
             if len(self._hosts) + len(self._leaving) >= self._limits.processes:
                 return
             if job.source.run not in self._hosts:
@@ -238,6 +260,7 @@ class Sampler:
         process: _Process | None = None
         try:
             while (job := self._next(host)) is not None:
+                begun = self._clock()
                 try:
                     if process is None or not process.alive:
                         if process is not None:
@@ -254,6 +277,7 @@ class Sampler:
                 finally:
                     with self._changed:
                         self._running.discard(job)
+                        self._spent[job.tenant] += self._clock() - begun
                         job.process = None
                 job.on_done(outcome)
         finally:
@@ -272,15 +296,19 @@ class Sampler:
         until = time.monotonic() + self._limits.idle_s
         with self._changed:
             while not self._closed and (rest := until - time.monotonic()) > 0:
-                own = next((job for job in self._waiting if job.source.run == host.run), None)
-                # Who waited longest comes first. Each host that leaves makes room for one run.
-                homeless = list({job.source.run: job for job in reversed(self._waiting)}.values())[::-1]
-                homeless = [job for job in homeless if job.source.run not in self._hosts][len(self._leaving) :]
-                if homeless and (own is None or self._waiting.index(homeless[0]) < self._waiting.index(own)):
+                firsts: dict[Path, _Job] = {}
+                for job in self._in_turn():
+                    firsts.setdefault(job.source.run, job)
+                own = firsts.get(host.run)
+                # Each host that leaves makes room for one run.
+                homeless = [job for run, job in firsts.items() if run not in self._hosts][len(self._leaving) :]
+                order = list(firsts.values())
+                if homeless and (own is None or order.index(homeless[0]) < order.index(own)):
                     break
                 if own is not None:
                     self._waiting.remove(own)
                     self._running.add(own)
+                    self._least = max(self._least, self._spent[own.tenant])
                     return own
                 self._changed.wait(rest)
             # From here on a request of this run needs another host.
@@ -357,7 +385,7 @@ class _Process:
                         case {"kind": "rate", "tokens_per_second": float(rate)}:
                             job.on_rate(rate)
                         case {"kind": "done", "completions": list(found)}:
-                            return tuple(_completion(each) for each in found)
+                            return _completions(found)
                         case {"kind": "cancelled"}:
                             return _cancelled()
                         case {"kind": "failed", "code": str(code), "message": str(message), "remedy": str(remedy)}:
@@ -467,6 +495,13 @@ def _failed(code: str, message: str, remedy: str, where: object) -> ServiceError
     if isinstance(where, str):
         return ServiceValidationError(code, message, remedy, field=where)
     return FutureFailedError(code, message, remedy)
+
+
+def _completions(found: list[object]) -> tuple[Completion, ...]:
+    completions = tuple(_completion(each) for each in found)
+    if sum(len(each.text.encode()) for each in completions) > MOST_RESULT_BYTES:
+        raise _BrokenAnswer
+    return completions
 
 
 def _completion(found: object) -> Completion:

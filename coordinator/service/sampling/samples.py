@@ -45,6 +45,7 @@ class _Sample:
     """A sample under way. ``cancel`` is set once the sampler has it."""
 
     operation_id: str
+    tenant: str
     package: str
     run: Path
     request: SampleRequest
@@ -99,14 +100,9 @@ class PackageSampler:
         # One: a package is read once for all samples that wait for it.
         self._opener = ThreadPoolExecutor(1, "package-opener")
 
-    def submit(self, operation_id: str, package: str, run_dir: str, request: wire.Sample) -> None:
+    def submit(self, operation_id: str, tenant: str, package: str, run_dir: str, request: wire.Sample) -> None:
         """See `raycloak.coordinator.service.ports.SamplerPort`."""
-        sample = _Sample(
-            operation_id,
-            package,
-            Path(run_dir),
-            request_of(request),
-        )
+        sample = _Sample(operation_id, tenant, package, Path(run_dir), request_of(request))
         with self._lock:
             self._samples[operation_id] = sample
         self._opener.submit(self._begin, sample)
@@ -140,6 +136,7 @@ class PackageSampler:
             source, parameters = self._source(sample)
             used = parameters
             handle = self._sampler.submit(
+                sample.tenant,
                 source,
                 sample.request,
                 lambda place, text: self._on_tokens(sample.operation_id, place, text),

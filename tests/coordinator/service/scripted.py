@@ -350,7 +350,7 @@ class ScriptedSampler:
     def __init__(self) -> None:
         self.asked, self.cancelled = {}, []
 
-    def submit(self, operation_id, package, run_dir, request):
+    def submit(self, operation_id, tenant, package, run_dir, request):
         """See `SamplerPort`."""
         self.asked[operation_id] = (package, run_dir, request)
 

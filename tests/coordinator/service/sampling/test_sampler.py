@@ -7,6 +7,7 @@ import shutil
 import signal
 import threading
 import time
+from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,8 @@ from safetensors.numpy import load_file, save_file
 
 from raycloak.coordinator.record.folder import RunFolder
 from raycloak.coordinator.runs.released_model import model_at
+from raycloak.coordinator.service.sampling import generation
+from raycloak.coordinator.service.sampling import sampler as sampler_module
 from raycloak.coordinator.service.sampling.generation import Generator
 from raycloak.coordinator.service.sampling.requests import SampleRequest
 from raycloak.coordinator.service.sampling.sampler import (
@@ -213,6 +216,18 @@ def test_weights_that_have_diverged_say_so(runs):
         assert failure.value.code == "not_finite"
 
 
+def test_texts_have_a_bound_together(runs, monkeypatch):
+    generator = Generator(fixed_model(runs("whole")))
+    texts = complete(generator, DRAWN)[0]
+    size = sum(len(each.text.encode()) for each in texts)
+    monkeypatch.setattr(generation, "MOST_RESULT_BYTES", size)
+    assert complete(generator, DRAWN)[0] == texts
+    monkeypatch.setattr(generation, "MOST_RESULT_BYTES", size // 2)
+    with pytest.raises(FutureFailedError) as failure:
+        complete(generator, DRAWN)
+    assert failure.value.code == "text_too_long"
+
+
 @pytest.mark.parametrize("name", ["plain", "bert"])
 def test_a_model_that_writes_no_text_is_refused(runs, name):
     with pytest.raises(FutureFailedError) as refusal:
@@ -274,9 +289,10 @@ def sampler(tmp_path):
         each.close()
 
 
-def submit(sampler, source, request):
+def submit(sampler, source, request, tenant="north"):
     listener = Listener()
-    return listener, sampler.submit(source, request, listener.on_tokens, listener.rates.append, listener.on_done)
+    told = listener.on_tokens, listener.rates.append, listener.on_done
+    return listener, sampler.submit(tenant, source, request, *told)
 
 
 def children():
@@ -365,6 +381,95 @@ def test_what_takes_too_long_or_too_much_memory_fails_by_name(runs, sampler):
     assert large.outcome().code in ("sample_memory", "sampler_failed")
 
 
+class Clocked:
+    """Processes that only take time, by a clock: a second for each token.
+
+    Attributes:
+        order: tenants, in the order of their requests.
+        begun, goes_on: whether the first request has begun, and whether it may end.
+    """
+
+    def __init__(self):
+        self.now, self.order = 0.0, []
+        self.begun, self.goes_on = threading.Event(), threading.Event()
+        self.alive = True
+
+    def __call__(self, run, limits, logs):
+        return self
+
+    def outcome(self, job):
+        self.begun.set()
+        assert self.goes_on.wait(DEADLINE_S)
+        self.now += job.request.max_tokens
+        self.order.append(job.tenant)
+        return ()
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "one after another"])
+def test_guarantee_a_tenant_gets_no_more_of_the_time_whatever_it_asks_for(monkeypatch, tmp_path, at_once):
+    """North asks for ten seconds each time and south for one."""
+    clocked, ended = Clocked(), threading.Semaphore(0)
+    monkeypatch.setattr(sampler_module, "_Process", clocked)
+    sampler = Sampler(SamplerLimits(), tmp_path / "logs", lambda: clocked.now)
+    again = [] if at_once else ["north"] * 3
+
+    def ask(tenant):
+        request = replace(GREEDY, max_tokens=10 if tenant == "north" else 1)
+        source = source_of(tmp_path / tenant, "00" * 32)
+        sampler.submit(tenant, source, request, lambda *_: None, lambda _: None, lambda _: end(tenant))
+
+    def end(tenant):
+        # It asks again in the moment it has its answer.
+        if tenant == "north" and again:
+            ask(again.pop())
+        ended.release()
+
+    try:
+        ask("north")
+        assert clocked.begun.wait(DEADLINE_S)
+        for tenant in ["north"] * (3 if at_once else 0) + ["south"] * 30:
+            ask(tenant)
+        clocked.goes_on.set()
+        assert all(ended.acquire(timeout=DEADLINE_S) for _ in range(34))
+    finally:
+        clocked.goes_on.set()
+        sampler.close()
+    spent = Counter()
+    for tenant in clocked.order:
+        spent[tenant] += 10 if tenant == "north" else 1
+        assert spent["north"] <= spent["south"] + 10
+
+
+def test_a_tenant_that_asked_for_nothing_has_saved_no_time_up(monkeypatch, tmp_path):
+    clocked, ended = Clocked(), threading.Semaphore(0)
+    monkeypatch.setattr(sampler_module, "_Process", clocked)
+    sampler = Sampler(SamplerLimits(), tmp_path / "logs", lambda: clocked.now)
+
+    def ask(tenant, count):
+        for _ in range(count):
+            source = source_of(tmp_path / "run", "00" * 32)
+            sampler.submit(tenant, source, GREEDY, lambda *_: None, lambda _: None, lambda _: ended.release())
+
+    try:
+        clocked.goes_on.set()
+        ask("north", 20)
+        assert all(ended.acquire(timeout=DEADLINE_S) for _ in range(20))
+        clocked.goes_on.clear()
+        clocked.begun.clear()
+        ask("north", 4)
+        assert clocked.begun.wait(DEADLINE_S)
+        ask("south", 4)
+        clocked.goes_on.set()
+        assert all(ended.acquire(timeout=DEADLINE_S) for _ in range(8))
+    finally:
+        clocked.goes_on.set()
+        sampler.close()
+    assert clocked.order[-8:] == ["north", "south"] * 4
+
+
 def test_no_more_requests_wait_than_may(runs, sampler):
     with pytest.raises(ServiceQueueFullError) as refusal:
         submit(sampler(waiting=0), runs("whole"), GREEDY)
@@ -378,7 +483,7 @@ def test_a_request_ends_where_no_process_can_be_started(tmp_path):
     try:
         for _ in range(2):
             source = SampleSource(tmp_path, tmp_path / "parameters", "00" * 32)
-            sampler.submit(source, GREEDY, lambda place, text: None, lambda rate: None, told.put)
+            sampler.submit("north", source, GREEDY, lambda place, text: None, lambda rate: None, told.put)
             outcome = told.get(timeout=DEADLINE_S)
             assert (type(outcome), outcome.code) == (FutureFailedError, "sampler_failed")
     finally:
@@ -405,7 +510,7 @@ from raycloak.coordinator.service.sampling.requests import SampleRequest
 sampler = Sampler(SamplerLimits(), Path({str(tmp_path)!r}))
 source = SampleSource(Path({str(tmp_path)!r}), Path("parameters"), "00" * 32)
 told = threading.Event()
-sampler.submit(source, SampleRequest(("a",), 3), lambda *_: None, lambda _: None, lambda _: told.set())
+sampler.submit("north", source, SampleRequest(("a",), 3), lambda *_: None, lambda _: None, lambda _: told.set())
 told.wait()
 children = []
 for each in Path("/proc/self/task").glob("*/children"):

@@ -90,7 +90,7 @@ def test_the_packages_of_a_run_are_sampled_one_after_the_other(site, samples):
     (folder / "sampled" / "left").touch()
     service = make()
     for name, package in enumerate(packages):
-        service.submit(f"c.{name}", str(package), str(run), REQUEST)
+        service.submit(f"c.{name}", "north", str(package), str(run), REQUEST)
     for name in range(2):
         operation, completions, cause = told.outcomes.get(timeout=DEADLINE_S)
         assert (operation, cause) == (f"c.{name}", None)
@@ -108,16 +108,16 @@ def test_a_copy_is_sampled_if_it_has_the_digest_of_its_name(site, samples, tmp_p
     _, run, packages = site
     make, told, folder = samples
     service = make()
-    service.submit("c.0", str(packages[1]), str(run), REQUEST)
+    service.submit("c.0", "north", str(packages[1]), str(run), REQUEST)
     _, expected, _ = told.outcomes.get(timeout=DEADLINE_S)
     (opened,) = (folder / "sampled").iterdir()
     right = tmp_path / f"{opened.stem.rpartition('-')[2]}.safetensors"
     wrong = tmp_path / f"{'0' * 64}.safetensors"
     for copy in (right, wrong):
         shutil.copy2(opened, copy)
-    service.submit("c.1", str(right), str(run), REQUEST)
+    service.submit("c.1", "north", str(right), str(run), REQUEST)
     assert told.outcomes.get(timeout=DEADLINE_S) == ("c.1", expected, None)
-    service.submit("c.2", str(wrong), str(run), REQUEST)
+    service.submit("c.2", "north", str(wrong), str(run), REQUEST)
     _, completions, cause = told.outcomes.get(timeout=DEADLINE_S)
     assert (completions, cause["code"]) == ([], "weights_changed")
     # They are who made them's to remove.
@@ -126,7 +126,7 @@ def test_a_copy_is_sampled_if_it_has_the_digest_of_its_name(site, samples, tmp_p
 
 
 def refused(service, told, package, run):
-    service.submit("c.0", str(package), str(run), REQUEST)
+    service.submit("c.0", "north", str(package), str(run), REQUEST)
     _, completions, cause = told.outcomes.get(timeout=DEADLINE_S)
     assert completions == []
     return cause["code"]
@@ -166,7 +166,7 @@ def test_a_sample_can_be_cancelled_at_any_time(site, samples):
     _, run, packages = site
     make, told, _ = samples
     service = make()
-    service.submit("c.0", str(packages[1]), str(run), REQUEST)
+    service.submit("c.0", "north", str(packages[1]), str(run), REQUEST)
     service.cancel("c.0")
     service.cancel("c.0")
     service.cancel("c.1")
