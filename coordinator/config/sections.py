@@ -1,5 +1,6 @@
 """The sections of a configuration: fields, defaults, bounds, and contradictions within one section."""
 
+import math
 import re
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, Self
@@ -10,6 +11,9 @@ from raycloak.attestation.core.secret_urls import secret_in
 from raycloak.coordinator.config.section import Section
 
 Kept = Literal["sealed", "clear"]
+
+MOST_VALUES = 2**24
+"""Of one sent example, 64 MiB of float32: every worker makes examples of this form before one was sent."""
 
 LARGEST_NOISE = 2.0**40
 """The largest noise multiplier: with more, an accountant's squares would overflow, and no ring could hold the noise."""
@@ -195,7 +199,8 @@ class DatasetConfig(Section):
             config file.
         key_file: the data owner's key of a sealed dataset, which the orchestrator alone reads; relative to the config
             file.
-        shape: of the features of one sent example. They are float32, or ids if there is a ``vocabulary``.
+        shape: of the features of one sent example, which has at most 2^24 values. They are float32, or ids if there is
+            a ``vocabulary``.
         label_kind: of a sent example: ``class`` (one of ``classes``), ``token`` (one for each id of the features: one
             of ``classes``, or of the ``vocabulary`` without them, or -100 for none) or ``number`` (float32).
         max_participations: k: most steps of the run that one sent example takes part in. The service counts them, and
@@ -348,6 +353,8 @@ class DatasetConfig(Section):
         for name, field in type(self).model_fields.items():
             if name not in SENT_FIELDS and getattr(self, name) != field.default:
                 raise ValueError(f"{name} does not belong to kind sent")
+        if math.prod(self.shape or ()) > MOST_VALUES:
+            raise ValueError(f"shape: an example has at most {MOST_VALUES} values, all lengths multiplied")
         if self.label_kind == "class" and not isinstance(self.classes, int):
             raise ValueError("label_kind class needs the number of classes")
         if self.label_kind == "token" and (self.vocabulary is None or len(self.shape or ()) != 1):

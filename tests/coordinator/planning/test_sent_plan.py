@@ -148,6 +148,8 @@ def test_a_batch_that_no_step_has_room_for_is_refused_with_the_field():
         ({"dataset": DATASET | {"shape": None}}, "shape belongs to kind sent, and is needed there"),
         ({"dataset": DATASET | {"shape": [0]}}, "dataset.shape.0"),
         ({"dataset": DATASET | {"classes": None}}, "label_kind class needs the number of classes"),
+        ({"dataset": DATASET | {"shape": [2**12, 2**13]}}, "an example has at most 16777216 values"),
+        ({"dataset": DATASET | {"shape": [2**20] * 8}}, "an example has at most 16777216 values"),
         ({"dataset": DATASET | {"label_kind": "token"}}, "label_kind token needs a vocabulary"),
         ({"dataset": DATASET | {"label_kind": "number"}}, "label_kind number has no classes"),
         ({"dataset": NO_SENT | {"max_participations": 2}}, "max_participations belongs to kind sent"),
