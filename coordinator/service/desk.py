@@ -13,7 +13,7 @@ from typing import Any, Final
 from raycloak.attestation.sealed.sent_batch import SentHead
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.config.run import RunConfig
-from raycloak.coordinator.service.driver_desk import DriverDesk, closed
+from raycloak.coordinator.service.driver_desk import DriverDesk, closed, texts_full
 from raycloak.coordinator.service.operation_queues import (
     ENDINGS,
     remove_all_but,
@@ -74,6 +74,7 @@ _PAGE_BYTES: Final = 2**20
 _LARGEST: Final = 2**63 - 1
 RETRY_S: Final = 1.0
 """The advice of when to ask again where a queue is full."""
+_AWAIT: Final = "Await some of their results first."
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +126,8 @@ class Desk(DriverDesk):
             return self._shown(known)
         training, run = completed(self._settings, tenant, request.config_json)
         if self._store.live_clients(tenant) >= self._limits.clients_per_tenant:
-            raise ServiceQueueFullError(
-                "clients_full",
-                f"this tenant has {self._limits.clients_per_tenant} clients that are not closed.",
-                "Close one.",
-                retry_after_s=RETRY_S,
-            )
+            message = f"this tenant has {self._limits.clients_per_tenant} clients that are not closed."
+            raise _full("clients_full", message, "Close one.")
         dataset = run.dataset
         sent = dataset is not None and str(dataset.kind) == "sent"
         now = self._clock()
@@ -210,9 +207,11 @@ class Desk(DriverDesk):
         if kind is None:
             raise invalid("kind", "the request names no operation")
         payload = getattr(request, kind)
+        content = payload.SerializeToString()
+        self._require_room(client, kind, len(content))
         package = self._checked(client, kind, payload)
         with self._changing(client):
-            operation = self._enter(client, kind, request.idempotency_key, mark, payload.SerializeToString(), package)
+            operation = self._enter(client, kind, request.idempotency_key, mark, content, package)
             if kind == FORWARD_BACKWARD:
                 client.pending = operation.number
             elif kind == OPTIM_STEP:
@@ -354,6 +353,7 @@ class Desk(DriverDesk):
 
     def _check_batch(self, client: ClientRow, head: wire.BatchHead) -> list[bytes]:
         self._require_open(client)
+        self._require_room(client, FORWARD_BACKWARD, 0)
         if not client.sent:
             raise invalid("batch", "this client trains on a registered dataset; forward_backward takes no batch")
         ids = check_batch(head, client, self._limits.batch_bytes)
@@ -371,12 +371,8 @@ class Desk(DriverDesk):
         if client.sent_examples + len(ids) > client.most_sent:
             raise invalid("batch", f"the step would have more than {client.most_sent} examples")
         if self._store.batch_bytes(client.tenant) + head.bytes > self._limits.stored_batch_bytes:
-            raise ServiceQueueFullError(
-                "batches_full",
-                "this tenant's batches fill the room that the service keeps for them.",
-                "Ask the operator: batches stay, so that a run can be verified.",
-                retry_after_s=RETRY_S,
-            )
+            message = "this tenant's batches fill the room that the service keeps for them."
+            raise _full("batches_full", message, "Ask the operator: batches stay, so that a run can be verified.")
         return ids
 
     def operation(self, tenant: str, client_id: str, name: str) -> wire.Operation:
@@ -482,7 +478,7 @@ class Desk(DriverDesk):
         return operation_to_wire(operation)
 
     def _require_open(self, client: ClientRow) -> None:
-        """Refuse a client that takes no operations, or not now."""
+        """Refuse a client that takes no operations."""
         if client.status == TERMINATED:
             raise ServiceStateError("client_closed", "the client was closed.", "Create another one.")
         if client.status == ERROR:
@@ -490,13 +486,26 @@ class Desk(DriverDesk):
             raise ServiceStateError(
                 "client_failed", f"the client has failed: {cause['message']} ({cause['code']})", cause["remedy"]
             )
-        if client.open >= self._limits.queued_operations:
-            raise ServiceQueueFullError(
-                "queue_full",
-                f"{client.open} operations of this client wait.",
-                "Await some of their results first.",
-                retry_after_s=RETRY_S,
+
+    def _require_room(self, client: ClientRow, kind: str, size: int) -> None:
+        """Refuse an operation, with a request of ``size`` bytes, that would go beyond a bound of its client."""
+        limits = self._limits
+        if client.open >= limits.queued_operations:
+            raise _full("queue_full", f"{client.open} operations of this client wait.", _AWAIT)
+        if client.open_bytes + size > limits.queued_bytes:
+            message = f"requests of this client that wait would have more than {limits.queued_bytes} bytes together."
+            raise _full("queue_full", message, _AWAIT)
+        # The step of the last forward_backward is charged, so that it may be released.
+        if client.next_number >= limits.operations_per_client + (kind == OPTIM_STEP):
+            message = f"this client has submitted {client.next_number} operations, as many as the service keeps of one."
+            raise _full("operations_full", message, "Pull what you have saved, and go on with another client.")
+        if kind == SAVE_STATE and self._store.number_of_artifacts(client.client_id) >= limits.artifacts_per_client:
+            message = (
+                f"this client has saved {limits.artifacts_per_client} states, as many as the service keeps of one."
             )
+            raise _full("artifacts_full", message, "Save less often; the operator decides how many there may be.")
+        if kind == SAMPLE and client.sampled_bytes >= limits.sampled_bytes:
+            raise _full(**texts_full(limits.sampled_bytes))
 
     def _shown(self, client: ClientRow) -> wire.Client:
         return client_to_wire(client, self._phase_of(client))
@@ -506,6 +515,10 @@ class Desk(DriverDesk):
         if driver is not None:
             return driver.phase
         return "waiting for a place" if client.open or client.status == INITIALIZING else ""
+
+
+def _full(code: str, message: str, remedy: str) -> ServiceQueueFullError:
+    return ServiceQueueFullError(code, message, remedy, retry_after_s=RETRY_S)
 
 
 def _require_same(known: bytes, mark: bytes) -> None:

@@ -169,7 +169,12 @@ class DriverDesk(OperationQueues):
             else:
                 result = wire.SampleResult.FromString(operation.result)
                 result.completions.extend(completions)
-                self._finish(client, operation, DONE, result=result.SerializeToString())
+                size = result.ByteSize()
+                if client.sampled_bytes + size > self._limits.sampled_bytes:
+                    self._finish(client, operation, FAILED, error=failure(texts_full(self._limits.sampled_bytes)))
+                else:
+                    client.sampled_bytes += size
+                    self._finish(client, operation, DONE, result=result.SerializeToString())
             self._advance(client)
 
     def sampling(self, name: str, tokens_per_second: float) -> None:
@@ -444,6 +449,14 @@ def _too_long(seconds: float) -> dict[str, str]:
         "step_too_long",
         f"turn after turn of {seconds:g} s ended before a step had, while other clients waited.",
         "Make its steps shorter, by fewer examples or a smaller model; what was charged stays charged.",
+    )
+
+
+def texts_full(most: int) -> dict[str, str]:
+    return cause_of(
+        "texts_full",
+        f"this client's samples have written as much as the service keeps of one client, {most} bytes.",
+        "Sample with another client.",
     )
 
 

@@ -49,7 +49,10 @@ class LimitsConfig(Section):
         clients_per_tenant: clients of one tenant that were not closed.
         closed_clients_per_tenant: closed clients of one tenant that are remembered, with their operations and
             artifacts; of more, those that were closed first are forgotten.
-        queued_operations: operations of one client that are not finished.
+        queued_operations, queued_bytes: operations of one client that are not finished, and their requests.
+        operations_per_client: that one client may ever submit; they stay until it is forgotten.
+        artifacts_per_client: that one client may save; each is a model on the operator's storage.
+        sampled_bytes: of the texts that one client's samples have written; they stay until it is forgotten.
         calls_per_second, burst: of one tenant; more calls are refused with the time to wait.
         request_bytes: of one message.
         batch_bytes: of the ciphertext of one ``forward_backward(batch)``.
@@ -73,6 +76,10 @@ class LimitsConfig(Section):
     clients_per_tenant: int = Field(default=64, gt=0, le=2**20)
     closed_clients_per_tenant: int = Field(default=256, ge=0, le=2**20)
     queued_operations: int = Field(default=1024, gt=0, le=2**20)
+    queued_bytes: int = Field(default=16 * 2**20, gt=0, lt=2**40)
+    operations_per_client: int = Field(default=2**18, gt=0, le=2**31)
+    artifacts_per_client: int = Field(default=256, gt=0, le=1000)  # a list has no more: see `desk.MOST_LISTED`
+    sampled_bytes: int = Field(default=256 * 2**20, gt=0, lt=2**40)
     calls_per_second: float = Field(default=1000.0, gt=0)
     burst: int = Field(default=2000, gt=0)
     request_bytes: int = Field(default=2**20, ge=4096, lt=2**30)

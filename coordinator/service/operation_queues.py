@@ -218,6 +218,7 @@ class OperationQueues:
         self._changed[operation.number] = operation
         client.next_number += 1
         client.open += 1
+        client.open_bytes += len(payload)
         if client.open == 1 and client.client_id not in self._drivers:
             client.waits_since = now
         return operation
@@ -362,9 +363,10 @@ class OperationQueues:
         result: bytes = b"",
         error: wire.ServiceErrorInfo | None = None,
     ) -> None:
-        """End an operation."""
+        """End an operation, whose request nobody needs any more."""
         client.revision += 1
         client.open -= 1
+        client.open_bytes -= len(operation.payload)
         now = self._clock()
         queued_s = (operation.handed or now) - operation.submitted
         running_s = now - operation.handed if operation.handed else None
@@ -375,6 +377,7 @@ class OperationQueues:
             step=operation.step,
             revision=client.revision,
             ended=now,
+            payload=b"",
             result=result,
             error=error.SerializeToString() if error is not None else b"",
         )

@@ -34,7 +34,8 @@ class ClientRow:
         sent: whether the client sends its data; most_sent and most_uses bound the examples of a step, and the uses of
             one.
         revision: number of the newest change of the client or of one of its operations; ``changed`` of the client.
-        next_number: of the next operation; ``open`` are queued or running.
+        next_number: of the next operation; ``open`` are queued or running, and have requests of ``open_bytes``.
+        sampled_bytes: of the texts that samples have written.
         submitted_steps: optimizer steps that were submitted and neither cancelled nor failed.
         pending: number of the newest ``forward_backward`` that no ``optim_step`` follows yet; -1 if there is none.
         sent_examples: of the step that the client sends examples for now.
@@ -66,6 +67,8 @@ class ClientRow:
     changed: int = 1
     next_number: int = 0
     open: int = 0
+    open_bytes: int = 0
+    sampled_bytes: int = 0
     submitted_steps: int = 0
     pending: int = -1
     sent_examples: int = 0
@@ -91,7 +94,7 @@ class OperationRow:
         number: place in the client's order.
         step: the optimizer step that it belongs to; of a save, load or sample, the finished steps that it follows. It
             is -1 until the operation is handed to the driver.
-        payload: the request's message, serialised; ``result`` the result's.
+        payload: the request's message, serialised, while it is open; ``result`` the result's.
         error: why it failed or was cancelled: a ServiceErrorInfo, serialised.
         package: path of the package that it loads, or samples from.
         handed: Unix time at which it began to run.
@@ -477,6 +480,11 @@ class Store:
     def artifact(self, client_id: str, number: int) -> ArtifactRow | None:
         """Return an artifact."""
         return self._one(ArtifactRow, "artifacts", "client_id = ? AND number = ?", client_id, number)
+
+    def number_of_artifacts(self, client_id: str) -> int:
+        """Return how many artifacts a client has, or will have once its open saves are done."""
+        saved = self._number("SELECT COUNT(*) FROM artifacts WHERE client_id = ?", client_id)
+        return saved + self._number(f"SELECT COUNT(*) FROM operations WHERE {_OPEN} AND kind = 'save_state'", client_id)
 
     def artifact_of(self, client_id: str, parameter_digest: str) -> ArtifactRow | None:
         """Return the newest artifact of a client that has these parameters."""

@@ -896,6 +896,65 @@ def test_queue_and_clients_are_bounded(make_site):
     site.create()
 
 
+def test_guarantee_what_one_client_may_have_kept_is_bounded(make_site):
+    limits = {"operations_per_client": 9, "artifacts_per_client": 2, "queued_bytes": 120, "sampled_bytes": 200}
+    site = make_site(limits=limits)
+    client = site.create(config=TEXT)
+    site.run()
+
+    def refused(kind, **fields):
+        with pytest.raises(ServiceQueueFullError) as refusal:
+            site.submit(client, kind, **fields)
+        return refusal.value.code
+
+    for _ in range(2):
+        site.submit(client, FB)
+        site.submit(client, OPT)
+        site.run()
+    site.submit(client, SAVE)
+    site.submit(client, SAVE)
+    assert refused(SAVE) == "artifacts_full", "they count while they wait"
+    site.run()
+    assert refused(SAVE) == "artifacts_full"
+    # Of samples there are requests that wait, and texts that stay.
+    first, second = (site.submit(client, SAMPLE, **TEXTS | {"prompts": ["a" * 40]}) for _ in range(2))
+    assert refused(SAMPLE, **TEXTS | {"prompts": ["a" * 40]}) == "queue_full"
+    text = wire.Completion(text="b" * 100)
+    for each in (first, second):
+        site.ask(site.desk.sampled, each.operation_id, [text])
+    assert site.get(first).sample.completions == [text]
+    assert site.get(second).error.code == "texts_full"
+    assert site.store.client(client).open_bytes == 0
+    assert not any(site.store.operation(client, number).payload for number in range(8))
+    # The last forward_backward may have its optim_step.
+    forward = site.submit(client, FB)
+    assert refused(FB) == "operations_full"
+    optim = site.submit(client, OPT)
+    site.run()
+    assert [site.get(each).state for each in (forward, optim)] == ["done", "done"]
+    assert {refused(kind) for kind in (FB, OPT, SAVE)} == {"operations_full"}
+    # One that has all its texts is refused before it is written.
+    other = site.create(config=TEXT)
+    site.run()
+    with site.desk.turn():
+        site.store.change_client(site.store.client(other), sampled_bytes=200)
+    with pytest.raises(ServiceQueueFullError, match="texts_full"):
+        site.submit(other, SAMPLE, **TEXTS)
+
+
+def test_batches_count_as_operations_of_their_client(make_site):
+    site = make_site(limits={"operations_per_client": 2})
+    client = site.create(config=SENT)
+    site.run()
+    site.send(client, "a")
+    site.send(client, "b")
+    with pytest.raises(ServiceQueueFullError, match="operations_full"):
+        site.send(client, "c")
+    optim = site.submit(client, OPT)
+    site.run()
+    assert site.get(optim).state == "done"
+
+
 def test_changes_are_told_in_their_order_from_any_revision_on(site):
     client = site.create()
     steps(site, client, 2)
