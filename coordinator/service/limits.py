@@ -25,8 +25,8 @@ ANSWER_BYTES: Final = MOST_RESULT_BYTES + 2**21
 """Of one answer: an operation has the texts of a sample at most; a client its configuration and its manifest."""
 LIST_BYTES: Final = 24 * 2**20
 """Of a list: 1,000 clients or artifacts, with 20 KB of notes each."""
-WATCH_BYTES: Final = 128 * 2**10
-"""Of what waits for one watcher, beside the page that it is written: see `raycloak.coordinator.service.watches`."""
+WATCH_BYTES: Final = 256 * 2**10
+"""Of what waits for one watcher or is written, beside pages: see `raycloak.coordinator.service.watches`."""
 PAGE_BYTES: Final = ANSWER_BYTES
 """Of what one watcher is written at once, from the store."""
 SEND_BYTES: Final = 2**20

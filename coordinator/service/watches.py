@@ -6,7 +6,7 @@ tokens are kept for a while, and a watcher that falls behind with them is cut.
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -16,12 +16,15 @@ from raycloak.coordinator.service.operations import operation_to_wire
 from raycloak.coordinator.service.ports import News, Stored
 from raycloak.coordinator.service.store import CANCELLED, DONE, FAILED, OperationRow
 
-MOST_KEPT: Final = 1024
-"""Pieces of progress and text that wait for one watcher."""
-_MOST_ROWS: Final = 64
-"""Operations that wait for one watcher; more are read from the store."""
-_MOST_BYTES: Final = WATCH_BYTES // 2
-"""Of the pieces, and of the operations: one of them may have a text of megabytes."""
+_PASSING_BYTES: Final = WATCH_BYTES // 2
+"""Of pieces of progress and text that wait for one watcher."""
+_ROWS_BYTES: Final = WATCH_BYTES // 4
+"""Of operations that wait for one watcher, while as many are written; one of them may have a text of megabytes. Of more
+the store is read."""
+_PIECE_BYTES: Final = 64
+"""Of a piece beside its content. As a message it would take a kilobyte, most of it for 30 bytes."""
+_ROW_BYTES: Final = 1024
+"""Of an operation beside its content, measured: 0.8 KiB."""
 _LATER_S: Final = 0.1
 """A change that ends no operation is told within this time: no future waits for it, and most are soon outdated."""
 _ENDED: Final = (DONE, FAILED, CANCELLED)
@@ -37,7 +40,7 @@ class Watch:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._told = asyncio.Event()
-        self._passing: deque[wire.Change] = deque()
+        self._passing: deque[bytes] = deque()
         self._passing_bytes = 0
         self.is_behind = False
         # Of what is in the store: what was told and is not written, and whether the store is to be read instead.
@@ -53,11 +56,12 @@ class Watch:
         if isinstance(change, Stored):
             self._keep(change)
             return
-        size = change.ByteSize()
-        if len(self._passing) >= MOST_KEPT or self._passing_bytes + size > _MOST_BYTES:
+        piece = change.SerializeToString()
+        size = len(piece) + _PIECE_BYTES
+        if self._passing_bytes + size > _PASSING_BYTES:
             self.is_behind = True
         else:
-            self._passing.append(change)
+            self._passing.append(piece)
             self._passing_bytes += size
         self._told.set()
 
@@ -69,8 +73,8 @@ class Watch:
                 self._newest_end = max(self._newest_end, row.revision)
                 self._told.set()
         # The request is not on the wire, and yet in memory.
-        size = sum(len(row.payload) + len(row.result) + len(row.error) for row in self._rows.values())
-        if len(self._rows) > _MOST_ROWS or size > _MOST_BYTES:
+        size = sum(_ROW_BYTES + len(row.payload) + len(row.result) + len(row.error) for row in self._rows.values())
+        if size > _ROWS_BYTES:
             self._rows.clear()
             self.look()
         elif self._timer is None:
@@ -95,12 +99,12 @@ class Watch:
         self._told.clear()
         return True
 
-    def passing(self) -> list[wire.Change]:
-        """Take all changes that are not durable."""
-        taken = list(self._passing)
-        self._passing.clear()
-        self._passing_bytes = 0
-        return taken
+    def passing(self) -> Iterator[wire.Change]:
+        """Take the changes that are not durable, each when it is asked for."""
+        for _ in range(len(self._passing)):
+            piece = self._passing.popleft()
+            self._passing_bytes -= len(piece) + _PIECE_BYTES
+            yield wire.Change.FromString(piece)
 
     def stored(self, since: int) -> list[wire.Change] | None:
         """Take the changes above revision ``since`` up to the newest end of an operation; None to read the store.

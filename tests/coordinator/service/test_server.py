@@ -272,7 +272,7 @@ def test_streams_are_bounded_for_each_tenant(serve):
 
 
 def test_a_watcher_that_does_not_read_is_cut_and_comes_back(serve, monkeypatch):
-    monkeypatch.setattr(watches_module, "MOST_KEPT", 50)
+    monkeypatch.setattr(watches_module, "_PASSING_BYTES", 2**19)
     served = serve(limits={"stall_seconds": 1.0})
     with stub(served.address) as api:
         client = created(api)

@@ -2,10 +2,12 @@
 
 import asyncio
 import random
+import tracemalloc
 from dataclasses import replace
 
 import pytest
 
+from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.service import watches as module
 from raycloak.coordinator.service.ports import Stored
 from raycloak.coordinator.service.store import DONE, RUNNING, OperationRow
@@ -36,7 +38,7 @@ class Follower:
         """Hear the next news."""
         for _ in range(count):
             self.watches._tell(self.underway.pop(0))
-            assert len(self.watch._rows) <= module._MOST_ROWS
+            assert len(self.watch._rows) * module._ROW_BYTES <= module._ROWS_BYTES
 
     def take(self):
         """Take what is there."""
@@ -79,9 +81,9 @@ def act(site, client, choose):
         pass
 
 
-@pytest.mark.parametrize("most", [1, 3, module._MOST_ROWS])
+@pytest.mark.parametrize("most", [2, 4, module._ROWS_BYTES // module._ROW_BYTES])
 def test_guarantee_changes_are_told_in_their_order_and_none_is_left_out(make_site, monkeypatch, most):
-    monkeypatch.setattr(module, "_MOST_ROWS", most)
+    monkeypatch.setattr(module, "_ROWS_BYTES", most * module._ROW_BYTES)
 
     async def follow(seed):
         choose = random.Random(seed)
@@ -105,12 +107,46 @@ def test_guarantee_changes_are_told_in_their_order_and_none_is_left_out(make_sit
 
     followers = [asyncio.run(follow(seed)) for seed in range(4)]
     assert sum(each.reads for each in followers) > 4
-    assert most == 1 or sum(each.taken for each in followers) > 5
+    assert most == 2 or sum(each.taken for each in followers) > 5
 
 
-def row(number, revision, state):
+def row(number, revision, state, result=b""):
     """Return an operation's row."""
-    return OperationRow("c1", number, f"k{number}", b"", "forward_backward", state, revision, 0.0, b"")
+    return OperationRow("c1", number, f"k{number}", b"", "forward_backward", state, revision, 0.0, b"", result=result)
+
+
+def traced(watch):
+    """Return by how many bytes a watcher grows when it is told more than it takes."""
+    piece, grown = wire.Change(tokens=wire.Tokens(operation_id="c1.5", text="text")), 0
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(2_000):
+            watch.tell(piece)
+            watch.tell(Stored((row(number, number, RUNNING, b"%1000d" % number),), 0))
+            grown = max(grown, tracemalloc.get_traced_memory()[0] - before)
+    finally:
+        tracemalloc.stop()
+    return grown
+
+
+def test_guarantee_a_watcher_that_takes_nothing_holds_little(monkeypatch):
+    monkeypatch.setattr(module, "_LATER_S", 10 * DEADLINE_S)
+
+    async def watch():
+        watches = Watches(asyncio.get_running_loop())
+        watch = watches.open("c1")
+        # A quarter is for operations that are written meanwhile.
+        assert traced(watch) < module.WATCH_BYTES * 3 // 4
+        assert watch.is_behind
+        pieces = list(watch.passing())
+        assert len(pieces) > 1000, "some seconds of text"
+        assert pieces[0].tokens.text == "text"
+        watch.tell(pieces[0])
+        assert list(watch.passing()) == pieces[:1]
+        watches.close("c1", watch)
+
+    asyncio.run(watch())
 
 
 def test_an_end_is_told_at_once_without_a_look_at_the_store(monkeypatch):
