@@ -1,6 +1,7 @@
 """Frames of HTTP/2 (RFC 9113) and gRPC by hand, for peers that do what no client of ours would do."""
 
 import socket
+import ssl
 import struct
 
 DATA, HEADERS, SETTINGS = 0, 1, 4
@@ -61,7 +62,7 @@ def is_closed(connection):
     try:
         while connection.recv(2**16):
             pass
-    except BlockingIOError:
+    except (BlockingIOError, ssl.SSLWantReadError):
         return False
     except OSError:
         return True

@@ -16,7 +16,7 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from raycloak.metrics.errors import ProtocolError
+from raycloak.metrics.errors import ConfigError, ProtocolError
 
 R = TypeVar("R")
 Context: TypeAlias = Any
@@ -37,6 +37,25 @@ def handlers(service: ServiceDescriptor, servicer: Any) -> grpc.GenericRpcHandle
         request, answer = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
         made[method.name] = kind(getattr(servicer, method.name), request.FromString, answer.SerializeToString)
     return grpc.method_handlers_generic_handler(service.full_name, made)
+
+
+def listen(server: Any, bind: str, credentials: Any | None) -> int:
+    """Have a server listen at ``bind``, and return the port.
+
+    Args:
+        server: of `grpc` or `grpc.aio`.
+        bind: ``host:port``; port 0 takes a free one.
+        credentials: of TLS; None for a server without.
+
+    Raises:
+        ConfigError: ``bind`` if it cannot listen there.
+    """
+    try:
+        port: int = server.add_insecure_port(bind) if credentials is None else server.add_secure_port(bind, credentials)
+    # gRPC's only sign that it could not listen there.
+    except RuntimeError:
+        raise ConfigError("bind", f"cannot listen on '{bind}'.", "Give host:port of this machine.") from None
+    return port
 
 
 async def next_request(requests: AsyncIterator[R], deadline_s: float) -> R | None:

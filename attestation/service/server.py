@@ -37,6 +37,7 @@ from raycloak.attestation.service.calls import (
     Room,
     Rooms,
     handlers,
+    listen,
     next_request,
     reflection_of,
 )
@@ -49,7 +50,7 @@ from raycloak.attestation.service.queue import Afterwards, ServiceQueue
 from raycloak.attestation.service.wire_messages import from_wire, release_to_wire, to_wire
 from raycloak.attestation.trust.channel import server_credentials
 from raycloak.metrics.collectors import ServiceFigures
-from raycloak.metrics.errors import ConfigError, EvidenceError, ProtocolError, RaycloakError
+from raycloak.metrics.errors import EvidenceError, ProtocolError, RaycloakError
 from raycloak.metrics.registry import ANSWERED
 
 R = TypeVar("R", bound=ProtoMessage)
@@ -378,11 +379,7 @@ async def _serve(
     health = Health()
     for service, answers in ((_SERVICE, servicer), (REFLECTION, servicer), (HEALTH, health)):
         server.add_generic_rpc_handlers((handlers(service, answers),))
-    try:
-        port = server.add_secure_port(bind, server_credentials(desk.end, manifest_digest))
-    # gRPC's only sign that it could not listen there.
-    except RuntimeError:
-        raise ConfigError("bind", f"cannot listen on '{bind}'.", "Give host:port of this machine.") from None
+    port = listen(server, bind, server_credentials(desk.end, manifest_digest))
 
     def fail() -> None:
         health.is_serving = False

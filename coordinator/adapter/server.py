@@ -17,7 +17,7 @@ import grpc
 
 from raycloak.attestation.core.messages import Envelope
 from raycloak.attestation.keys.release import KeyRelease
-from raycloak.attestation.service.calls import handlers
+from raycloak.attestation.service.calls import handlers, listen
 from raycloak.attestation.service.connections import WINDOW_BYTES, ConnectionBounds, ConnectionGuard, GuardedCall
 from raycloak.attestation.service.grpc_status import status_of, trailing
 from raycloak.attestation.service.memory import require_memory
@@ -26,7 +26,7 @@ from raycloak.coordinator.adapter import adapter_pb2 as wire
 from raycloak.coordinator.adapter.desk import AdapterDesk
 from raycloak.coordinator.adapter.introduction import PIECE_BYTES, introduction_digest
 from raycloak.metrics.adapter_collector import AdapterFigures
-from raycloak.metrics.errors import ConfigError, EvidenceError, ProtocolError, RaycloakError, RefusedError
+from raycloak.metrics.errors import EvidenceError, ProtocolError, RaycloakError, RefusedError
 from raycloak.metrics.registry import ANSWERED
 from raycloak.workers.encrypted.parameters import ANSWER_BYTES, SET_F
 from raycloak.workers.encrypted.seal_objects import require_size
@@ -304,12 +304,7 @@ def serving(desk: AdapterDesk, end: ChannelEnd, bind: str) -> Iterator[Serving]:
     servicer = _Servicer(desk, guard)
     server = grpc.server(ThreadPoolExecutor(_CALLS), options=_BOUNDS.options(), maximum_concurrent_rpcs=_CALLS)
     server.add_generic_rpc_handlers((handlers(SERVICE, servicer),))
-    credentials = server_credentials(end, introduction_digest(desk.facts.identity_key))
-    try:
-        port = server.add_secure_port(bind, credentials)
-    # gRPC's only sign that it could not listen there.
-    except RuntimeError:
-        raise ConfigError("bind", f"cannot listen on '{bind}'.", "Give host:port of this machine.") from None
+    port = listen(server, bind, server_credentials(end, introduction_digest(desk.facts.identity_key)))
     server.start()
     guard.start(port)
     try:

@@ -32,6 +32,7 @@ from raycloak.attestation.service.calls import (
     Held,
     Rooms,
     handlers,
+    listen,
     next_request,
     reflection_of,
 )
@@ -532,14 +533,7 @@ async def _serve(
     servicer, health = _Servicer(parts, settings, watches, guard), Health()
     for service, answers in ((SERVICE, servicer), (REFLECTION, servicer), (HEALTH, health)):
         server.add_generic_rpc_handlers((handlers(service, answers),))
-    try:
-        if credentials is None:
-            port = server.add_insecure_port(settings.bind)
-        else:
-            port = server.add_secure_port(settings.bind, credentials)
-    # gRPC's only sign that it could not listen there.
-    except RuntimeError:
-        raise ConfigError("bind", f"cannot listen on '{settings.bind}'.", "Give host:port of this machine.") from None
+    port = listen(server, settings.bind, credentials)
 
     def fail() -> None:
         health.is_serving = False

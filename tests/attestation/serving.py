@@ -79,13 +79,14 @@ class Site:
         return socket.create_connection(("127.0.0.1", self.server.port), timeout=60)
 
 
-def tls_connection(port: int, folder: Path, source: str = "127.0.0.1") -> ssl.SSLSocket:
+def tls_connection(port: int, folder: Path, source: str = "127.0.0.1", known: bytes = MANIFEST) -> ssl.SSLSocket:
     """Return a connection of a peer that knows the manifest, with TLS and nothing more.
 
     Args:
         folder: takes the peer's key, since `ssl` reads keys from files alone.
+        known: digest that a peer must know to be let in.
     """
-    end = client_end(IdentityKey.generate(), MANIFEST)
+    end = client_end(IdentityKey.generate(), known)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
