@@ -147,7 +147,7 @@ def bench_attest(connections: int, concurrency: int, held: int) -> AttestBench:
         empty = [_Worker.new(f"empty-{i}", source) for i in range(min(connections, MOST_EMPTY))]
         # A worker has its keys before it connects, so that the clock starts at the connection.
         workers = [_Worker.new(f"worker-{i}", source) for i in range(connections)]
-        with Child(serve, folder) as service:
+        with Child(serve, folder, held) as service:
             address, key = service.first()
             with Child(hold, address, held) as holder:
                 holder.first()

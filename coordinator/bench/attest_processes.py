@@ -46,6 +46,13 @@ _HEADERS = (
 )
 
 
+_PLACES: Final = 1024
+"""For connections beside those that are held."""
+_MOST_CALLS: Final = 65_536
+_ROOM: Final = 2**39
+"""For requests: a slow one never becomes whole, and takes its room and no memory."""
+
+
 class _BenchContract(KeyContract):
     """The contract of the bench. Its clients know the digest, and know no policy."""
 
@@ -112,8 +119,8 @@ def raise_open_files(needed: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else hard, hard))
 
 
-def serve(pipe: Connection, folder: str) -> None:
-    """Serve a run below ``folder``; send (address, orchestrator key)."""
+def serve(pipe: Connection, folder: str, held: int) -> None:
+    """Serve a run below ``folder``, beside ``held`` connections; send (address, orchestrator key)."""
     gc.freeze()  # as `raycloak attest serve` does with its loaded modules
     raise_open_files(1024)
     vendor = SimulatedVendor.load_or_create(Path(folder) / "simulator")
@@ -127,8 +134,19 @@ def serve(pipe: Connection, folder: str) -> None:
         contract.with_keys(run.key_commitments(contract.key_context, VIRTUAL_WORKERS, 1)), policy, collateral
     )
     session = run.begin(terms, "bench")
-    # Every worker comes from this one address.
-    limits = ServiceLimits(address_rate=1e6, address_burst=10**6)
+    places = held + _PLACES
+    # Every worker, and every connection that is held, comes from this one address.
+    limits = ServiceLimits(
+        address_rate=1e6,
+        address_burst=10**6,
+        connections=places,
+        connections_per_address=places,
+        pending_calls=_MOST_CALLS,
+        calls_per_address=_MOST_CALLS,
+        request_bytes=_ROOM,
+        request_address_bytes=_ROOM,
+        memory_bytes=2 * _ROOM,
+    )
     server = EvidenceServer.start(session.peer_desk(_Everybody({})), MANIFEST, "127.0.0.1:0", limits)
     pipe.send((f"127.0.0.1:{server.port}", run.public.ed25519))
     _answer(pipe, dict)
