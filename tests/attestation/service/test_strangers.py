@@ -101,3 +101,15 @@ def test_health_has_one_answer_and_no_stream(session, tmp_path):
         assert health.Check(request, timeout=DEADLINE_S).status == health_pb2.HealthCheckResponse.SERVING
         with pytest.raises(grpc.RpcError, match="UNIMPLEMENTED"):
             next(health.Watch(request, timeout=DEADLINE_S))
+
+
+class Dropped(grpc.RpcError):
+    """gRPC's refusal of a call that a server never looked at."""
+
+    def code(self):
+        return grpc.StatusCode.CANCELLED
+
+
+def test_a_call_that_the_service_dropped_is_refused_as_busy(session, tmp_path):
+    with Site(session, tmp_path / "orchestrator").served() as site, site.client(site.attester()) as client:
+        assert client._refusal(Dropped()).code == "busy"

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from raycloak.attestation.service import connections
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.client.service_client import ServiceClient
 from raycloak.coordinator.service.limits import STRANGER_S
@@ -136,6 +138,28 @@ def test_a_connection_without_credentials_ends_within_seconds_and_one_with_a_ten
             time.sleep(0.05)
         assert time.monotonic() - begun > STRANGER_S / 2
         assert changes.is_active()
+
+
+def test_calls_beyond_those_that_a_server_looks_at_are_dropped_and_a_client_makes_them_again(serve, monkeypatch):
+    monkeypatch.setattr(connections, "UNCLAIMED_CALLS", 4)
+    served, goes_on = serve(), threading.Event()
+    with stub(served.address) as api, ServiceClient(served.address, "north") as service:
+        # Nobody looks at a call meanwhile.
+        served.server._loop.call_soon_threadsafe(goes_on.wait, DEADLINE_S)
+        try:
+            ask = wire.ListClientsRequest()
+            calls = [api.ListClients.future(ask, metadata=metadata(), timeout=DEADLINE_S) for _ in range(40)]
+            until = time.monotonic() + DEADLINE_S
+            while not (dropped := [each.code() for each in calls if each.done()]):
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            assert set(dropped) == {grpc.StatusCode.CANCELLED}
+            listed = ThreadPoolExecutor(8)
+            mine = [listed.submit(service.list_clients) for _ in range(8)]
+        finally:
+            goes_on.set()
+        assert [each.result(DEADLINE_S) for each in mine] == [[]] * 8
+        listed.shutdown()
 
 
 def test_who_has_no_credentials_reads_nothing_but_the_health_of_the_server(serve):
