@@ -14,7 +14,7 @@ from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.row_places import SilentRows, silences
 from raycloak.workers.gradients.settings import held_settings
 from raycloak.workers.gradients.taps import Recording, Taps
-from raycloak.workers.inputs.models import LossFn
+from raycloak.workers.inputs.models import LossFn, content_hash
 
 # Torch's whole first sentence is matched, so no other error's text can pass for the name of an operation.
 _NONDETERMINISTIC = re.compile(
@@ -76,6 +76,20 @@ class GradientParts:
             for silent in tried:
                 recording.try_places(losses, silent)
             return next((silent.first for silent in tried if silent.first is not None), None)
+
+    def shared(self, features: Tensor) -> list[tuple[str, bytes]]:
+        """Return a digest of each tensor that a forward pass takes as the same for all rows, whatever the examples are.
+
+        With each comes the name of a parameter that it meets. Errors as a call.
+        """
+        found: list[tuple[str, bytes]] = []
+
+        def take(name: str, tensor: Tensor) -> None:
+            found.append((name, content_hash(tensor)))
+
+        with named_operations(self._deterministic), self._taps.recording(len(features), take) as recording, recording:
+            self._module(features)
+        return found
 
     @contextmanager
     def _recorded(self, features: Tensor, labels: Tensor) -> Iterator[tuple[Recording, Tensor]]:

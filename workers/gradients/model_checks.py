@@ -387,6 +387,8 @@ def _check_met(module: nn.Module, probes: Probes, met: _Met, loss_fn: LossFn, de
     fills = [fill for fill in met.fills if math.isfinite(fill)]
     varied = probes.varied(len(met.batches[0].ordinary.features), fills)
     _check_places(module, varied, loss_fn, deterministic)
+    gradients = GradientParts(module, RowLoss.of(loss_fn), deterministic)
+    _check_shared(gradients, met.batches[0].ordinary.features, varied.features)
     for mixed in met.batches:
         ordinary = probes.labelled(mixed.ordinary.features)
         for features, others in mixed.mixes:
@@ -586,6 +588,18 @@ def _check_places(module: nn.Module, examples: Examples, loss_fn: LossFn, determ
     moved = GradientParts(module, RowLoss.of(loss_fn), deterministic).moved_rows(examples.features, examples.labels)
     if moved is not None:
         raise moved_rows(f"the loss of one example reaches another's row where parameter '{moved}' is used")
+
+
+def _check_shared(gradients: GradientParts, left: Tensor, right: Tensor) -> None:
+    """Require that what taps take as the same for all rows has the same bits in two batches of other rows."""
+    found = gradients.shared(left)
+    for one, other in zip_longest(found, gradients.shared(right) if found else []):
+        if one != other:
+            raise ModelError(
+                "unsupported_layer",
+                f"parameter '{(one or other)[0]}' meets a tensor that depends on examples and has no row for each.",
+                "Keep each example in its row of every tensor: pad and mask in place of packing.",
+            )
 
 
 def _digest_of(part: Part, rows: slice, size: int) -> bytes:

@@ -13,7 +13,7 @@ function modes, such as a custom autograd function. `workers/gradients/model_che
 with autograd's gradient and refuses them.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from raycloak.metrics.errors import ModelError
 from raycloak.workers.gradients.attention import multi_head_attention
@@ -39,6 +40,7 @@ _Finish = Callable[[Tensor, tuple[Tensor, ...]], "list[tuple[Leaf, Use]]"]
 Both come in the model's own types. Sums and elementwise products are formed in float32 (:func:`_wide`); the sides of
 matrix products are widened where these are formed.
 """
+_OnShared = Callable[[str, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +138,14 @@ class Taps:
         self._trained = [(name, tensor) for name, tensor in module.named_parameters() if tensor.requires_grad]
 
     @contextmanager
-    def recording(self, count: int) -> Iterator["Recording"]:
-        """Lend a record of ``count`` rows; no parameter needs a gradient in this block."""
-        recording = Recording(self._trained, list(self._module.buffers()), count)
+    def recording(self, count: int, on_shared: _OnShared | None = None) -> Iterator["Recording"]:
+        """Lend a record of ``count`` rows; no parameter needs a gradient in this block.
+
+        Args:
+            on_shared: gets what is taken as the same for all rows, and the name of the parameter that it meets.
+        """
+        frozen = [tensor for tensor in self._module.parameters() if not tensor.requires_grad]
+        recording = Recording(self._trained, [*frozen, *self._module.buffers()], count, on_shared)
         for _, tensor in self._trained:
             tensor.requires_grad_(False)
         try:
@@ -151,15 +158,21 @@ class Taps:
 class Recording(TorchFunctionMode):
     """The record of one forward pass of ``count`` rows, which runs in a block of this mode."""
 
-    def __init__(self, trained: Sequence[tuple[str, Tensor]], buffers: Sequence[Tensor], count: int) -> None:
+    def __init__(
+        self,
+        trained: Sequence[tuple[str, Tensor]],
+        fixed: Sequence[Tensor],
+        count: int,
+        on_shared: _OnShared | None = None,
+    ) -> None:
         super().__init__()
         self._trained = trained
         self._count = count
+        self._on_shared = on_shared
         # By identity; each leaf holds its tensor, so no identity is given away twice.
         self._leaves = {id(tensor): Leaf(tensor, name, (index,)) for index, (name, tensor) in enumerate(trained)}
         self._graphs: dict[int, Tensor] = {}
-        # Integers that come from no example, such as positions; held, so that no identity is given away twice.
-        self._constants = {id(tensor): tensor for tensor in buffers}
+        self._constants = _Constants(fixed)
         self._records: list[_Record] = []
         # Gives the first tapped output a backward pass, whatever entered it.
         self._anchor = torch.zeros((), requires_grad=True)
@@ -203,23 +216,31 @@ class Recording(TorchFunctionMode):
         while self._records:
             for leaf, use in self._records.pop(0).uses:
                 (uses[leaf.roots[0]] if leaf.graph is None else derived.setdefault(id(leaf.tensor), [])).append(use)
-        for identity, found in derived.items():
-            self._chain(self._leaves[identity], found, uses)
+        if derived:
+            self._chain(derived, uses)
         return [
             part_of(each, self._count, tuple(tensor.shape), tensor.device)
             for each, (_, tensor) in zip(uses, self._trained, strict=True)
         ]
 
-    def _chain(self, leaf: Leaf, found: list[Use], uses: list[list[Use]]) -> None:
-        """Take the rows of a computed tensor back to the parameters that it was computed from, one by one."""
-        assert leaf.graph is not None, "a parameter has no way back"
-        rows = dense_rows(found, self._count, tuple(leaf.tensor.shape), leaf.tensor.device)
-        roots = [self._graphs[index] for index in leaf.roots]
-        rows = rows.to(leaf.graph.dtype).view(-1, *leaf.graph.shape)
-        each = [torch.autograd.grad(leaf.graph, roots, row, retain_graph=True, allow_unused=True) for row in rows]
-        for index, root, gradients in zip(leaf.roots, roots, zip(*each, strict=True), strict=True):
-            filled = [torch.zeros_like(root) if one is None else one for one in gradients]
-            uses[index].append(RowUse(torch.stack(filled)))
+    def _chain(self, derived: Mapping[int, list[Use]], uses: list[list[Use]]) -> None:
+        """Take the rows of computed tensors back to the parameters that they were computed from, row by row.
+
+        All at once, since many may be pieces of one parameter.
+        """
+        leaves = [self._leaves[identity] for identity in derived]
+        graphs = [cast(Tensor, leaf.graph) for leaf in leaves]
+        rows = [
+            dense_rows(found, self._count, tuple(graph.shape), graph.device).to(graph.dtype).view(-1, *graph.shape)
+            for found, graph in zip(derived.values(), graphs, strict=True)
+        ]
+        indices = sorted({index for leaf in leaves for index in leaf.roots})
+        roots = [self._graphs[index] for index in indices]
+        back = [
+            torch.autograd.grad(graphs, roots, each, True, materialize_grads=True) for each in zip(*rows, strict=True)
+        ]
+        for index, gradients in zip(indices, zip(*back, strict=True), strict=True):
+            uses[index].append(RowUse(torch.stack(gradients)))
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -229,12 +250,14 @@ class Recording(TorchFunctionMode):
         inputs = list(tensors_in(args, named))
         leaves = [self._leaves[id(each)] for each in inputs if id(each) in self._leaves]
         if not leaves or not torch.is_grad_enabled():
+            constant = self._constants.have(inputs)
             output = func(*args, **named)
-            integers = isinstance(output, Tensor) and not output.is_floating_point()
-            if integers and all(id(each) in self._constants for each in inputs):
-                self._constants[id(output)] = output
+            if constant:
+                self._constants.add((*inputs, *tensors_in((output,), {})))
             return output
-        rule = _RULES.get(func)
+        # What comes from no example has no rows to attribute; of a table, the rule tells positions of a row apart.
+        rows = any(id(each) not in self._leaves and not self._is_shared(each) for each in inputs)
+        rule = _RULES.get(func) if rows or func is functional.embedding else None
         try:
             if rule is not None:
                 return rule(self, *args, **named)
@@ -324,11 +347,19 @@ class Recording(TorchFunctionMode):
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
     ) -> Tensor:
-        """Tap ``functional.embedding``; ids [tokens] without a batch, as of positions, are repeated for every row."""
+        """Tap ``functional.embedding``.
+
+        Ids [tokens] without a batch, as of positions, are repeated for every row. Ids of pairs of places, as of
+        relative positions, give a tensor that is computed from the table alone.
+        """
         table = self._leaves[id(weight)]
         if max_norm is not None or scale_grad_by_freq:
             raise _unsupported(table.name, "an embedding that counts or rescales over the batch")
-        alone = input.ndim == 1 and (len(input) != self._count or id(input) in self._constants)
+        if input.ndim > 1 and len(input) > 1 and self._is_shared(input):
+            return cast(Tensor, self._other(functional.embedding, (input, weight, padding_idx), {}, [table]))
+        alone = input.ndim == 1 and (len(input) != self._count or self._constants.have([input]))
+        if alone:
+            self._claim(table.name, [input])
         ids = input[None] if alone else input
         ids = self.batched(ids, table)
         padding = None if padding_idx is None else padding_idx % len(weight)
@@ -465,7 +496,7 @@ class Recording(TorchFunctionMode):
             return self._other(function, arguments, named, leaves)
         leaf = leaves[0]
         other = right if left is leaf.tensor else left
-        whole = isinstance(other, Tensor) and other.ndim >= leaf.tensor.ndim and other.shape[:1] == (self._count,)
+        whole = isinstance(other, Tensor) and other.ndim >= leaf.tensor.ndim and self._has_rows(other)
         spread = isinstance(other, Tensor) and (other.ndim > leaf.tensor.ndim or leaf.tensor.shape[:1] == (1,))
         if len(leaves) > 1 or not whole or not spread:
             return self._other(function, arguments, {}, leaves)
@@ -473,7 +504,8 @@ class Recording(TorchFunctionMode):
         def finish(gradient: Tensor, kept: tuple[Tensor, ...]) -> list[tuple[Leaf, Use]]:
             rows = _wide(gradient) * _wide(kept[0]) if factor else _wide(gradient)
             shape = (1,) * (rows.ndim - leaf.tensor.ndim) + tuple(leaf.tensor.shape)
-            return [(leaf, RowUse(rows.sum_to_size(self._count, *shape[1:])))]
+            rows = rows.reshape(self._count, -1, *rows.shape[1:])
+            return [(leaf, RowUse(rows.sum_to_size(self._count, *shape)))]
 
         return self.tap(function(left, right), leaf.name, finish, *([other] if factor else []))
 
@@ -486,26 +518,51 @@ class Recording(TorchFunctionMode):
         self, function: Callable[..., Any], args: Sequence[Any], named: dict[str, Any], leaves: list[Leaf]
     ) -> Any:
         name = _name_of(function)
-        if (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__":
+        if _in_place(function):
             raise _unsupported(leaves[0].name, f"{name}, which works in place")
         output = function(*args, **named)
         outputs = [each for each in tensors_in((output,), {}) if id(each) not in self._leaves]
         if not any(each.is_floating_point() for each in outputs) or name in _CONSTANT:
             return output
         inputs = [each for each in tensors_in(args, named) if id(each) not in self._leaves]
-        if not inputs:
+        if all(map(self._is_shared, inputs)):
+            self._claim(leaves[0].name, inputs)
             return self._derive(function, args, named, leaves, output)
         if not isinstance(output, Tensor) or output.shape[:1] != (self._count,):
             raise _unsupported(leaves[0].name, f"{name}, whose result is not one row per example")
         return self._row_by_row(function, args, named, leaves, output)
 
+    def _has_rows(self, tensor: Tensor) -> bool:
+        """Return whether the first extent of ``tensor`` is the rows, or a multiple of them, as that of windows."""
+        return tensor.ndim > 0 and len(tensor) > 0 and len(tensor) % self._count == 0 and not self._is_shared(tensor)
+
+    def _is_shared(self, tensor: Tensor) -> bool:
+        """Return whether ``tensor`` comes from no example, and is no batch of equal rows, such as positions for each.
+
+        With as many places as rows its values alone tell the two apart; they depend on no example. The wrong one of
+        the two gives rows gradients of others, which the checks before a run find at its own number of rows.
+        """
+        if not self._constants.have([tensor]):
+            return False
+        own = self._constants.is_own(tensor)
+        return own or tensor.shape[:1] != (self._count,) or not torch.equal(tensor, tensor[:1].expand_as(tensor))
+
+    def _claim(self, name: str, shared: Sequence[Tensor]) -> None:
+        if self._on_shared is not None:
+            for each in shared:
+                self._on_shared(name, each.detach())
+
     def _derive(
         self, function: Callable[..., Any], args: Sequence[Any], named: dict[str, Any], leaves: list[Leaf], output: Any
     ) -> Any:
-        """Return a tensor computed from parameters alone, which is then a leaf like them."""
+        """Return a tensor computed from parameters, and from no example, which is then a leaf like them."""
         if not isinstance(output, Tensor):
             raise _unsupported(leaves[0].name, f"{_name_of(function)}, which gives several tensors")
-        if _name_of(function) in _REPEATING and output.shape[:1] == (self._count,):
+        name, rows = _name_of(function), tuple(output.shape[:1])
+        if name in _REPEATING and rows == (self._count,):
+            return self._repeat(leaves[0], output)
+        whole = tuple(leaves[0].tensor.shape)
+        if name == "repeat" and whole and tuple(output.shape) == (self._count * whole[0], *whole[1:]):
             return self._repeat(leaves[0], output)
         with torch.enable_grad():
             graph = function(
@@ -518,19 +575,25 @@ class Recording(TorchFunctionMode):
 
     def _repeat(self, leaf: Leaf, output: Tensor) -> Tensor:
         """Tap a parameter that the model itself repeats for every row, such as a class token."""
-        inner = tuple(leaf.tensor.shape[1:] if leaf.tensor.ndim == output.ndim else leaf.tensor.shape)
-        if (leaf.tensor.ndim == output.ndim and len(leaf.tensor) != 1) or inner != output.shape[
-            output.ndim - len(inner) :
-        ]:
-            raise _unsupported(leaf.name, "a repetition along other dimensions than the batch")
+        shape = (1,) * (output.ndim - leaf.tensor.ndim) + tuple(leaf.tensor.shape)
+        # Along another dimension of several values they would alternate, or the rows would differ.
+        repeated = (len(output) // self._count, *output.shape[1:])
+        if len(output) != self._count * shape[0] or any(a not in (1, b) for a, b in zip(shape, repeated, strict=True)):
+            raise _unsupported(leaf.name, "a repetition along a dimension of its own")
 
         def finish(gradient: Tensor, _kept: tuple[Tensor, ...]) -> list[tuple[Leaf, Use]]:
-            return [(leaf, RowUse(_wide(gradient).reshape(self._count, -1, *inner).sum(1)))]
+            rows = _wide(gradient).reshape(self._count, *repeated)
+            return [(leaf, RowUse(rows.sum_to_size(self._count, *shape)))]
 
         return self.tap(output.clone(), leaf.name, finish)
 
     def _with_graphs(self, values: Any) -> list[Any]:
-        return [self._graph(self._leaves[id(each)]) if id(each) in self._leaves else each for each in values]
+        return [self._with_graph(each) for each in values]
+
+    def _with_graph(self, value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)(self._with_graphs(value))
+        return self._graph(self._leaves[id(value)]) if id(value) in self._leaves else value
 
     def _graph(self, leaf: Leaf) -> Tensor:
         if leaf.graph is not None:
@@ -548,13 +611,16 @@ class Recording(TorchFunctionMode):
         """Tap any other operation: its vector-Jacobian product, for batches of one row."""
         keys, values = list(named), [*args, *named.values()]
         inputs = [each for each in values if isinstance(each, Tensor) and id(each) not in self._leaves]
+        has_row = [self._has_rows(each) and len(each) == self._count for each in inputs]
         # Other tensors than leaves are autograd's alone: a checkpointed layer shall not keep them.
         fixed = [_INPUT if any(value is each for each in inputs) else value for value in values]
 
         def finish(gradient: Tensor, kept: tuple[Tensor, ...]) -> list[tuple[Leaf, Use]]:
             wide = [_wide(each) for each in kept]
-            rows = range(self._count)
-            found = [self._one_row(function, fixed, wide, keys, leaves, _wide(gradient), row) for row in rows]
+            found = []
+            for row in range(self._count):
+                own = [each[row : row + 1] if has else each for each, has in zip(wide, has_row, strict=True)]
+                found.append(self._one_row(function, fixed, own, keys, leaves, _wide(gradient)[row : row + 1]))
             return [
                 (leaf, RowUse(torch.stack(each))) for leaf, each in zip(leaves, zip(*found, strict=True), strict=True)
             ]
@@ -566,27 +632,21 @@ class Recording(TorchFunctionMode):
         self,
         function: Callable[..., Any],
         fixed: list[Any],
-        kept: list[Tensor],
+        own: list[Tensor],
         keys: list[str],
         leaves: list[Leaf],
         gradient: Tensor,
-        row: int,
     ) -> tuple[Tensor, ...]:
+        """Return one row's gradients of the leaves: ``own`` has its inputs, and ``gradient`` its output's."""
         trained = {id(leaf.tensor): leaf.tensor.detach().requires_grad_() for leaf in leaves}
-        inputs = iter(kept)
-        chosen = []
-        for value in fixed:
-            if value is _INPUT:
-                tensor = next(inputs)
-                chosen.append(tensor[row : row + 1] if tensor.shape[:1] == (self._count,) else tensor)
-            else:
-                chosen.append(trained.get(id(value), value))
+        inputs = iter(own)
+        chosen = [next(inputs) if value is _INPUT else trained.get(id(value), value) for value in fixed]
         split = len(chosen) - len(keys)
         with torch.enable_grad():
             output = function(*chosen[:split], **dict(zip(keys, chosen[split:], strict=True)))
-        if output.shape != (1, *gradient.shape[1:]):
+        if output.shape != gradient.shape:
             raise _unsupported(leaves[0].name, f"{_name_of(function)}, which gives one row another shape")
-        return torch.autograd.grad(output, list(trained.values()), gradient[row : row + 1].to(output.dtype))
+        return torch.autograd.grad(output, list(trained.values()), gradient.to(output.dtype))
 
     # --- shapes
 
@@ -635,18 +695,60 @@ _RULES: Mapping[Callable[..., Any], Callable[..., Any]] = {
 """By torch's own function, the rule that taps it: its arguments are that function's."""
 
 
+class _Constants:
+    """Tensors that come from no example: the module's own, and what torch computes from such tensors alone.
+
+    A tensor that was written to is no longer one, also by a view of it, unless what was written comes from no example.
+
+    Args:
+        own: the module's.
+    """
+
+    def __init__(self, own: Sequence[Tensor]) -> None:
+        # Whether a tensor is the module's own, and its version. Not held, as some are large.
+        self._known = WeakIdKeyDictionary()
+        for tensor in own:
+            self._known[tensor] = (True, tensor._version)
+
+    def have(self, tensors: Iterable[Tensor]) -> bool:
+        """Return whether all ``tensors`` are such; true of none."""
+        return all(each in self._known and self._known[each][1] == each._version for each in tensors)
+
+    def is_own(self, tensor: Tensor) -> bool:
+        """Return whether ``tensor``, which is one of these, is the module's own."""
+        own: bool = self._known[tensor][0]
+        return own
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """Take what an operation met and gave that had no other input than these, also in place."""
+        for each in tensors:
+            # A view of what it wrote to, and that itself.
+            for tensor in (each, each._base):
+                # No version is counted of inference tensors.
+                if tensor is not None and not tensor.is_inference():
+                    own = tensor in self._known and self._known[tensor][0]
+                    self._known[tensor] = (own, tensor._version)
+
+
 def tensors_in(args: Sequence[Any], named: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yield the tensors among the arguments of an operation, also those in lists."""
+    """Yield the tensors among the arguments of an operation, also those in lists and dictionaries."""
     for each in (*args, *named.values()):
         if isinstance(each, Tensor):
             yield each
         elif isinstance(each, list | tuple):
-            yield from (inner for inner in each if isinstance(inner, Tensor))
+            yield from tensors_in(each, {})
+        elif isinstance(each, dict):
+            yield from tensors_in((), each)
 
 
 def _wide(values: Tensor) -> Tensor:
     """Return bfloat16 or float16 numbers as float32, which is exact, and any others as they are."""
     return values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
+
+
+def _in_place(function: Callable[..., Any]) -> bool:
+    name = _name_of(function)
+    return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"
 
 
 def _name_of(function: Callable[..., Any]) -> str:

@@ -8,6 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from raycloak.workers.inputs.experts import evaluate_every_expert
+from raycloak.workers.inputs.hub_files import quiet
+
 VOCABULARY, LENGTH, CLASSES = 61, 12, 3
 
 
@@ -152,6 +155,99 @@ def encoder() -> Case:
     return Case(Encoder(), (LENGTH,), text=True)
 
 
+class Places(nn.Module):
+    """Tables and layers over what comes from no example: pairs of places, positions for each row, an index of a buffer.
+
+    Args:
+        length: of a text; that it is the number of rows shall change nothing.
+    """
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(VOCABULARY, 8, padding_idx=0)
+        self.near = nn.Embedding(2 * length, 2)
+        self.each = nn.Embedding(length, 8)
+        self.biases = nn.Parameter(torch.randn(2 * length, 2))
+        self.waves = nn.Linear(1, 8)
+        self.norm = nn.LayerNorm(8)
+        self.one, self.other = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(2))
+        self.head = nn.Linear(8, CLASSES)
+        places = torch.arange(length)
+        self.register_buffer("apart", places[:, None] - places[None, :] + length)
+        self.register_buffer("still", torch.zeros(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        count, length = ids.shape
+        places = torch.arange(length)
+        words = self.words(ids) + self.each(places.expand(count, -1))
+        # A table of waves, of which each is a place's: no row of it is an example's.
+        waves = self.norm(self.waves(torch.log(1.0 + places.to(self.waves.weight.dtype))[:, None]))
+        words = words + waves + torch.cat([self.one, self.still, self.other])
+        near = self.near((places[:, None] - places[None, :]).abs()).permute(2, 0, 1)[None]
+        scores = (words @ words.mT)[:, None] + near.expand(count, -1, -1, -1)
+        scores = scores + self.biases[self.apart.view(-1)].view(length, length, 2).permute(2, 0, 1)[None]
+        sinks = self.other.reshape(1, 2, 1, 1).expand(count, -1, length, -1)
+        mixed = torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1].mean(1) @ words
+        return self.head(mixed.tanh().mean(1))
+
+
+def places(length: int) -> Case:
+    return Case(Places(length), (length,), text=True)
+
+
+class Windows(nn.Module):
+    """Attention within windows that the layer rolls, as Swin's: each row has several windows, and all share a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(1, 8)
+        self.near = nn.Parameter(torch.randn(9, 2))
+        self.head = nn.Linear(8, CLASSES)
+        x = torch.arange(4)
+        self.register_buffer("pairs", ((x[:, None] // 2 - x // 2 + 1) * 3 + x[:, None] % 2 - x % 2 + 1).flatten())
+
+    def forward(self, images: Tensor) -> Tensor:
+        count = len(images)
+        grid = self.wide(images[..., None]).roll((-1, -1), (1, 2))
+        windows = grid.view(count, 2, 2, 2, 2, 8).permute(0, 1, 3, 2, 4, 5).reshape(count * 4, 4, 2, 4).transpose(1, 2)
+        scores = windows @ windows.mT + self.near[self.pairs].view(4, 4, 2).permute(2, 0, 1)[None]
+        mixed = torch.softmax(scores, -1) @ windows
+        return self.head(mixed.transpose(1, 2).reshape(count, 4, 4, 8).tanh().mean((1, 2)))
+
+
+def windows() -> Case:
+    return Case(Windows(), (4, 4))
+
+
+def mixtral() -> Case:
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16, "num_local_experts": 4,
+    }  # fmt: skip
+    config = transformers.MixtralConfig(**sizes, use_cache=False, bos_token_id=1, eos_token_id=2)
+    case = Case(NextToken(Logits(transformers.MixtralForCausalLM(config), causal=True)), (LENGTH,), text=True)
+    evaluate_every_expert(case.module.inner.inner)
+    return case
+
+
+def mixtral_lora() -> Case:
+    """Adapters of PEFT on the matrices of all experts, on their router and on attention."""
+    peft = pytest.importorskip("peft")
+    case = mixtral()
+    config = peft.LoraConfig(
+        r=2, lora_alpha=8, target_modules=["q_proj"], lora_dropout=0.0,
+        target_parameters=["experts.gate_up_proj", "experts.down_proj", "gate.weight"],
+    )  # fmt: skip
+    with quiet():
+        case.module.inner.inner = peft.get_peft_model(case.module.inner.inner, config)
+    for name, tensor in case.module.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(tensor, std=0.1)
+    evaluate_every_expert(case.module.inner.inner.get_base_model())
+    return case
+
+
 class Tied(nn.Module):
     """An embedding that is the output layer, too, wide enough that its rows are formed one by one."""
 
@@ -223,6 +319,12 @@ ZOO: dict[str, Callable[[], Case]] = {
     "convolutions": convolutions,
     "own parameters": own_parameters,
     "encoder": encoder,
+    "places": lambda: places(LENGTH),
+    # As many places as rows in `test_gradient_parts.py`.
+    "places like rows": lambda: places(6),
+    "windows": windows,
+    "mixtral": mixtral,
+    "mixtral lora": mixtral_lora,
     "tied": tied,
     "bert": bert,
     "bert eager": lambda: bert("eager"),

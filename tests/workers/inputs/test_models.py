@@ -160,8 +160,8 @@ class Counted(nn.Module):
         return self.words((x > 0).long()).sum(1)
 
 
-class ReckonedPlaces(nn.Module):
-    """Adds what it learns of six places, whose numbers it reckons in floating point."""
+class CountedPlaces(nn.Module):
+    """Adds what it learns of six places, which it counts along a row of the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class ReckonedPlaces(nn.Module):
         self.head = nn.Linear(3, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.tanh(x[:, :, None] + self.places(torch.linspace(0, 5, 6).long())).sum(1))
+        return self.head(torch.tanh(x[:, :, None] + self.places(torch.ones_like(x[0]).cumsum(0).long() - 1)).sum(1))
 
 
 class BatchSecond(nn.Module):
@@ -518,7 +518,7 @@ def test_the_physical_micro_batch_of_a_run_is_tried_in_the_mode_that_it_computes
 
 
 def test_an_extent_that_equals_the_micro_batch_by_chance_is_refused() -> None:
-    module = ReckonedPlaces()
+    module = CountedPlaces()
     check_trainable(module, FORM, cross_entropy)
     check_rows(module, FORM, cross_entropy, [mechanism(30, micro_batch_size=8)])
     with pytest.raises(ModelError, match=r"another's row where parameter 'places\.weight'"):
