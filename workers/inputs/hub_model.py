@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.attestation.core.messages import Message
 from raycloak.metrics.errors import ConfigError, ModelError, is_out_of_memory
+from raycloak.workers.inputs.dropout import silence_config
 from raycloak.workers.inputs.hub_files import library, public_folder, quiet
+from raycloak.workers.inputs.lora import LoraSpec, adapted
 from raycloak.workers.inputs.text_data import Tokenizer
-from raycloak.workers.inputs.text_model import silence_config
 
 Task = Literal["sequence_classification", "causal_lm", "token_classification"]
 
@@ -26,23 +27,6 @@ _AUTO = {
     "token_classification": "AutoModelForTokenClassification",
 }
 _SHOWN = 12
-
-
-class LoraSpec(Message):
-    """A LoRA adapter, as `peft.LoraConfig` takes it.
-
-    Attributes:
-        target_modules: last parts of the names of the layers that it adapts; ``all-linear`` for all but the head;
-            None for what PEFT adapts in this type of model.
-        bias: which biases are trained beside it.
-    """
-
-    DOMAIN: ClassVar[str] = "raycloak/lora/v1"
-
-    rank: int
-    alpha: float
-    target_modules: tuple[str, ...] | Literal["all-linear"] | None
-    bias: Literal["none", "all", "lora_only"]
 
 
 class HubSpec(Message):
@@ -101,7 +85,7 @@ class HubSpec(Message):
                 notes = (*notes, f"drawn from the seed, since the checkpoint has none: {_listed(drawn)}.")
             if self.lora is None:
                 return model.float(), notes
-            return _adapted(model, self.lora, self.task), notes
+            return adapted(model, self.lora, _PEFT_TASKS[self.task]), notes
 
     def drawn(self, base: Path | str) -> tuple[str, ...]:
         """Return the names of the weights that the checkpoint does not have; errors as :meth:`build`."""
@@ -146,6 +130,8 @@ class HubSpec(Message):
         # Before it is built: some layers keep the number for themselves.
         notes = silence_config(config)
         _check_head(config, self)
+        if self.task != "causal_lm":
+            _pad_as_tokenizer(config, folder)
         if self.classes is not None:
             config.num_labels = self.classes
         auto = getattr(transformers, _AUTO[self.task])
@@ -205,14 +191,24 @@ def _check_head(config: Any, spec: HubSpec) -> None:
     remote = spec.allow_remote_code and _AUTO[spec.task] in (getattr(config, "auto_map", None) or {})
     # An encoder's head for causal language modelling is for decoders made of it: it saw both sides of every token.
     encoder = type(config) in auto.MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
-    has = [task for task, table in tables.items() if type(config) in table and (task != "causal_lm" or not encoder)]
-    if config.is_encoder_decoder or (spec.task not in has and not remote):
-        found = "none" if config.is_encoder_decoder or not has else _listed(has)
+    decoder = not encoder and not config.is_encoder_decoder
+    has = [task for task, table in tables.items() if type(config) in table and (task != "causal_lm" or decoder)]
+    if spec.task not in has and not remote:
         raise ModelError(
             "no_head",
             f"{spec.hf} is a model of type {config.model_type}, which has no head for {spec.task}.",
-            f"Tasks that it has a head for: {found}.",
+            f"Tasks that it has a head for: {_listed(has) or 'none'}.",
         )
+
+
+def _pad_as_tokenizer(config: Any, folder: Path) -> None:
+    """Let a classifier whose configuration names no padding pad as the tokenizer that lies beside it.
+
+    A decoder reads a text's class at its last token that is no padding, so both have to agree.
+    """
+    text = config.get_text_config()
+    if getattr(text, "pad_token_id", None) is None and (folder / "tokenizer.json").exists():
+        text.pad_token_id = Tokenizer.load(str(folder), folder).inner.pad_token_id
 
 
 def _check_loaded(model: Any, info: dict[str, Any], spec: HubSpec) -> None:
@@ -222,7 +218,7 @@ def _check_loaded(model: Any, info: dict[str, Any], spec: HubSpec) -> None:
         ModelError: ``head_size`` or ``weights_missing``.
     """
     if info["mismatched_keys"]:
-        name = min(map(str, info["mismatched_keys"]))
+        name = min(name for name, *_ in info["mismatched_keys"])
         raise ModelError(
             "head_size",
             f"the checkpoint has another shape of {name} than a model with {model.config.num_labels} classes.",
@@ -235,52 +231,6 @@ def _check_loaded(model: Any, info: dict[str, Any], spec: HubSpec) -> None:
             "weights_missing",
             f"the checkpoint {spec.hf} lacks {_listed(lost)}.",
             "Take a whole checkpoint of this type of model.",
-        )
-
-
-def _adapted(model: Any, lora: LoraSpec, task: Task) -> nn.Module:
-    """Return the model with a LoRA adapter, and all else frozen but a head of classes."""
-    peft = library("peft")
-    targets = lora.target_modules
-    if targets is None:
-        known = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(model.config.model_type)
-        targets = () if known is None else tuple(known)
-    if targets != "all-linear":
-        _check_targets(model, targets)
-    names = "all-linear" if targets == "all-linear" else list(targets)
-    config = peft.LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        target_modules=names,
-        bias=lora.bias,
-        lora_dropout=0.0,
-        task_type=_PEFT_TASKS[task],
-    )
-    adapted: nn.Module = peft.get_peft_model(model, config)
-    for layer in adapted.modules():
-        if isinstance(layer, peft.utils.ModulesToSaveWrapper):
-            for head in layer.modules_to_save.values():
-                # The head of a base in half precision: trained parameters are float32, and so must be what they meet.
-                head.float().register_forward_pre_hook(_in_float32)
-    return adapted
-
-
-def _in_float32(_head: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(each.float() for each in inputs)
-
-
-def _check_targets(model: nn.Module, targets: Sequence[str]) -> None:
-    """Require every target to be a layer of the model; ModelError ``target_modules``."""
-    conv1d = library("transformers.pytorch_utils").Conv1D
-    layers = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear | nn.Embedding | conv1d)]
-    unknown = [each for each in targets if not any(name == each or name.endswith(f".{each}") for name in layers)]
-    if unknown or not targets:
-        there = sorted({name.rpartition(".")[2] for name in layers} - {""})
-        what = f"it has no layer {_listed(unknown)}" if unknown else "PEFT knows no layers to adapt in it"
-        raise ModelError(
-            "target_modules",
-            f"LoRA cannot adapt {type(model).__name__}: {what}.",
-            f"Set lora.target_modules to some of: {', '.join(there)}.",
         )
 
 

@@ -7,15 +7,17 @@ parameter, cannot be fixed in this way.
 
 import copy
 import math
+import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from raycloak.workers.inputs.text_model import silence_dropout
+from raycloak.workers.inputs.dropout import silence_dropout
 
 MOST_GROUPS = 32
 """Groups of a GroupNorm that replaces a BatchNorm of images, where they divide its channels (Wu and He, 2018)."""
@@ -24,9 +26,10 @@ MOST_GROUPS = 32
 def fix(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
     """Return a copy of a model with all mechanical mends made, and one line for each of them.
 
-    BatchNorm becomes GroupNorm with its scale and shift. Statistics of batches are dropped from InstanceNorm. Recurrent
-    layers become those of Opacus, with their weights. In-place activations become out-of-place ones, every dropout
-    becomes 0, and trained parameters become float32. All other layers, and ``model`` itself, stay as they are.
+    BatchNorm becomes GroupNorm with its scale and shift; where these are frozen, it keeps its statistics and stays in
+    evaluation mode. Statistics of batches are dropped from InstanceNorm. Recurrent layers become those of Opacus, with
+    their weights. In-place activations become out-of-place ones, every dropout becomes 0, and trained parameters become
+    float32. All other layers, and ``model`` itself, stay as they are.
     """
     fixed, done = copy.deepcopy(model), []
     for name, layer in list(fixed.named_modules(remove_duplicate=False)):
@@ -69,7 +72,10 @@ def _mend_of(layer: nn.Module) -> _Mend | None:
     kind = type(layer).__name__
     if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
         return None
-    if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+    if isinstance(layer, nn.modules.batchnorm._NormBase) and is_frozen(layer):
+        still = isinstance(layer, _Still)
+        return None if still else _Mend(f"{kind} stays in evaluation mode, since it is frozen", partial(_still, layer))
+    if isinstance(layer, nn.modules.batchnorm._BatchNorm) and _only_normalises(layer):
         groups = _groups(layer)
         return _Mend(
             f"GroupNorm({groups}, {layer.num_features}) in place of {kind}", partial(_group_norm, layer, groups)
@@ -83,6 +89,41 @@ def _mend_of(layer: nn.Module) -> _Mend | None:
     return None
 
 
+def keep_still(model: nn.Module) -> None:
+    """Let frozen norms that are in evaluation mode stay in it when ``model`` is put into training mode.
+
+    Their statistics are public, as those of a checkpoint are, and they treat each example alone.
+    """
+    for layer in model.modules():
+        if isinstance(layer, nn.modules.batchnorm._NormBase) and not layer.training and is_frozen(layer):
+            _still(layer)
+
+
+def is_frozen(layer: nn.modules.batchnorm._NormBase) -> bool:
+    """Return whether a norm has statistics to keep, and parameters of which none is trained."""
+    own = [tensor.requires_grad for tensor in layer.parameters(recurse=False)]
+    return layer.running_mean is not None and bool(own) and not any(own)
+
+
+class _Still:
+    """The part of a norm that leaves it in evaluation mode."""
+
+    def train(self, mode: bool = True) -> Any:
+        """Stay in evaluation mode, whatever ``mode`` is."""
+        return super().train(False)  # type: ignore[misc]
+
+
+@cache
+def _still_kind(kind: type) -> type:
+    return type(kind.__name__, (_Still, kind), {"__module__": __name__})
+
+
+def _still(layer: nn.Module) -> nn.Module:
+    if not isinstance(layer, _Still):
+        layer.__class__ = _still_kind(type(layer))
+    return layer.eval()
+
+
 def _groups(layer: Any) -> int:
     """Return how many groups normalise their channels apart; none of them has one channel if there are more."""
     channels: int = layer.num_features
@@ -93,13 +134,37 @@ def _groups(layer: Any) -> int:
     return groups // 2 if channels == groups > 1 else groups
 
 
+def _only_normalises(layer: Any) -> bool:
+    """Return whether a BatchNorm does what torch's does, and then what the layers inside it do, as one with an
+    activation has it."""
+    if type(layer).forward is nn.modules.batchnorm._BatchNorm.forward:
+        return True
+    if layer.running_mean is None:
+        return False
+    probe = copy.deepcopy(layer).cpu().float().eval()
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for dimensions in (2, 4, 5):
+            features = torch.randn(2, layer.num_features, *[2] * (dimensions - 2), generator=draw)
+            try:
+                found = probe(features.clone())
+            except Exception:  # noqa: BLE001 - norms of vectors, images and volumes take no others, and say so in many ways
+                continue
+            own = nn.functional.batch_norm(
+                features, probe.running_mean, probe.running_var, probe.weight, probe.bias, eps=probe.eps
+            )
+            return torch.allclose(found, nn.Sequential(*probe.children())(own), rtol=1e-4, atol=1e-5)
+    return False
+
+
 def _group_norm(layer: Any, groups: int) -> nn.Module:
     norm = nn.GroupNorm(groups, layer.num_features, eps=layer.eps, affine=layer.affine)
     if layer.affine:
         norm.to(layer.weight.device, layer.weight.dtype)
         norm.load_state_dict({"weight": layer.weight.detach(), "bias": layer.bias.detach()})
         norm.requires_grad_(layer.weight.requires_grad)
-    return norm
+    inside = OrderedDict(layer.named_children())
+    return nn.Sequential(OrderedDict(norm=norm, **inside)) if inside else norm
 
 
 def _without_statistics(layer: Any) -> nn.Module:
@@ -125,7 +190,35 @@ def _recurrent(layer: Any) -> nn.Module:
     )
     replacement.load_state_dict(layer.state_dict())
     replacement.requires_grad_(any(tensor.requires_grad for tensor in layer.parameters()))
+    name_once(replacement)
     return replacement
+
+
+def name_once(model: nn.Module) -> None:
+    """Let the recurrent layers of Opacus in ``model`` have each tensor once in a state dictionary, as torch's do.
+
+    Inside another module they have it twice: by torch's name, and by that of their own layer within, since the hook
+    that drops the second one looks for it without the module's name before it.
+    """
+    # Nobody has a layer of a library that was never loaded.
+    renaming = sys.modules.get("opacus.layers.param_rename")
+    for layer in () if renaming is None else model.modules():
+        hooks = layer._state_dict_hooks
+        for key in [key for key, hook in hooks.items() if hook is renaming.filter_out_old_keys]:
+            del hooks[key]
+            layer.register_state_dict_post_hook(_without_inner_names)
+            layer.register_load_state_dict_pre_hook(_with_inner_names)
+
+
+def _without_inner_names(layer: Any, state: dict[str, Any], prefix: str, _metadata: object) -> None:
+    for inner in layer.old_to_new:
+        state.pop(prefix + inner, None)
+
+
+def _with_inner_names(layer: Any, state: dict[str, Any], prefix: str, *_others: object) -> None:
+    for inner, own in layer.old_to_new.items():
+        if prefix + own in state:
+            state.setdefault(prefix + inner, state[prefix + own])
 
 
 def _out_of_place(layer: Any) -> nn.Module:

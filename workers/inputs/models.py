@@ -20,9 +20,11 @@ from torch import Tensor, nn
 from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.metrics.errors import ModelError, is_out_of_memory
 from raycloak.workers.inputs.compute_mode import PLAIN, ComputeMode
+from raycloak.workers.inputs.dropout import dropouts
 from raycloak.workers.inputs.held_values import Held, held_values
 from raycloak.workers.inputs.hub_model import HubSpec
 from raycloak.workers.inputs.losses import BuiltInLoss
+from raycloak.workers.inputs.model_fixes import is_frozen, keep_still, name_once
 from raycloak.workers.inputs.text_model import as_text_model
 from raycloak.workers.inputs.user_code import (
     SEE_WHY,
@@ -38,7 +40,6 @@ from raycloak.workers.terms.loss import LossSpec
 from raycloak.workers.terms.manifest import TensorSpec
 from raycloak.workers.terms.parameter_digest import ATTRIBUTES, TensorContent, dimension, split_flat
 
-_BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.modules.batchnorm.SyncBatchNorm)
 # Elements that are hashed at once: bounds the memory beside the model, and changes no digest.
 _PIECE = 2**20
 A = TypeVar("A", Tensor, NDArray[Any])
@@ -193,19 +194,21 @@ def build_unchecked(source: ModelSource, base: Path | str, seed: int) -> tuple[n
 
 
 def _as_trained(module: nn.Module, drawn: tuple[str, ...]) -> tuple[nn.Module, tuple[str, ...]]:
+    name_once(module)
+    keep_still(module)
     # Hugging Face gives what it loads in evaluation mode; a model that is trained is in training mode everywhere.
     trained, changed = as_text_model(module.train())
     return trained, (*drawn, *changed)
 
 
 def check_layers(module: nn.Module) -> None:
-    """Refuse layers that cannot be trained per example, by their type; `workers/gradients/model_checks.py` also runs
-    the model.
+    """Refuse layers that cannot be trained per example in the mode that each is in, by what it is known to do;
+    `workers/gradients/model_checks.py` also runs the model.
 
     Raises:
-        ModelError: ``mixing_layer`` (batch statistics), ``random_layer`` (dropout with p > 0), ``unsupported_layer``
-            (recurrent layers, running statistics), ``compiled_model``, ``liger_kernels``,
-            ``no_trainable_parameters`` or ``parameter_dtype``; the layer is named.
+        ModelError: ``mixing_layer`` (statistics of batches in training mode), ``random_layer`` (dropout with p > 0),
+            ``unsupported_layer`` (recurrent layers, running statistics in training mode), ``compiled_model``,
+            ``liger_kernels``, ``no_trainable_parameters`` or ``parameter_dtype``; the layer is named.
     """
     _check_dtypes(module)
     for name, layer in module.named_modules():
@@ -220,13 +223,15 @@ def layer_problem(name: str, layer: nn.Module) -> ModelError | None:
     hidden = _hidden_kernels(layer, shown)
     if hidden is not None:
         return hidden
-    if isinstance(layer, _BATCH_STATISTICS):
+    if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training:
         return ModelError(
             "mixing_layer",
             f"{shown} computes statistics over the batch, so one example changes another's gradient.",
-            "Use GroupNorm or LayerNorm, as raycloak.fix(model) does.",
+            "Put it into evaluation mode, where it keeps its statistics, as raycloak.fix(model) does."
+            if is_frozen(layer)
+            else "Use GroupNorm or LayerNorm, as raycloak.fix(model) does.",
         )
-    if _dropout(layer) > 0:
+    if any(dropouts(layer)):
         return ModelError(
             "random_layer",
             f"{shown} draws random numbers outside the run's keyed streams, so a step could not be repeated.",
@@ -345,12 +350,6 @@ def _trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, tensor) for name, tensor in module.named_parameters() if tensor.requires_grad]
 
 
-def _dropout(layer: nn.Module) -> float:
-    if isinstance(layer, nn.modules.dropout._DropoutNd):
-        return layer.p
-    return float(layer.dropout) if isinstance(layer, nn.RNNBase | nn.MultiheadAttention) else 0.0
-
-
 def _hidden_kernels(layer: nn.Module, shown: str) -> ModelError | None:
     """Return the refusal of a layer whose operations torch does not run one by one."""
     # Of a compiler that was never loaded, nobody has a layer.
@@ -386,7 +385,7 @@ def _unsupported(layer: nn.Module, shown: str) -> ModelError | None:
     if isinstance(layer, nn.RNNBase):
         reason = "torch runs all its time steps in one operation, which shows no example's gradient"
         remedy = "Use opacus.layers.DPLSTM, DPGRU or DPRNN, as raycloak.fix(model) does, or freeze it."
-    elif getattr(layer, "track_running_stats", False):
+    elif getattr(layer, "track_running_stats", False) and layer.training:
         reason = "it keeps statistics of the batches that it has seen"
         remedy = "Set track_running_stats=False, as raycloak.fix(model) does, or freeze it."
     else:

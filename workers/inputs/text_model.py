@@ -7,7 +7,9 @@ a model, in shapes that no example changes. So sampling, sealing and the checks 
 import copy
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib.metadata import version
 from typing import Any, Self
 
@@ -17,12 +19,14 @@ from torch import Tensor, nn
 
 from raycloak.metrics.errors import ConfigError, ModelError, is_out_of_memory
 from raycloak.workers.inputs.datasets import Dataset, DatasetForm
+from raycloak.workers.inputs.dropout import silence_dropout
+from raycloak.workers.inputs.experts import evaluate_every_expert
 from raycloak.workers.inputs.void import IGNORED
 
 ATTENTION = "eager"
 """The one attention: a matmul and a softmax. `sdpa` picks its kernel by device, mask and precision."""
 
-# Tokens of the batch on which an explicit mask is compared with the model's own.
+# Tokens of the batch on which the logits are compared with those of the model's own call.
 _PROBED = 8
 # The last positions of its second row are padding.
 _PADDED = 3
@@ -38,19 +42,21 @@ class TextModel(nn.Module):
     """A `transformers` model, bare or inside a PEFT model, that maps token ids [m, T] to logits.
 
     Guarantee: an example's logits depend on its own ids alone, and never on those at its padding. The shapes and the
-    operations of a forward pass depend on m and T alone: the attention mask is always explicit, [m, 1, T, T].
+    operations of a forward pass depend on m and T alone: the model builds its masks from [m, T] as it always does, but
+    without a look at what they hide (:func:`_unseen_masks`), and every expert computes on every token.
 
     An id beyond the vocabulary gives its example NaN logits, and so no gradient: an error would tell of the example.
 
     Args:
-        model: belongs to this object from then on; its cache is off, and its attention the one of this module.
+        model: belongs to this object from then on; its cache is off, its attention the one of this module, and its
+            experts those of `raycloak.workers.inputs.experts`.
 
     Attributes:
         model: the same; parameters are named ``model.`` and the model's own name.
         vocabulary: number of token ids that it has an embedding for.
 
     Raises:
-        ModelError: ``text_model`` if it is an encoder-decoder, has no embedding of tokens, or fails on token ids.
+        ModelError: ``text_model`` if it writes text to an input text, or has no embedding of tokens.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -58,14 +64,17 @@ class TextModel(nn.Module):
         inner = _transformer(model)
         self.model = model
         config: Any = inner.config
-        embedding = inner.get_input_embeddings()
-        if config.is_encoder_decoder or not isinstance(embedding, nn.Embedding):
-            raise _unfit(inner, "is no encoder or decoder of tokens")
+        embedding = _embedding(inner)
+        # An encoder-decoder with a head of classes reads one text with both its parts.
+        self._reads_twice = bool(config.is_encoder_decoder) and hasattr(inner, "classification_head")
+        if config.is_encoder_decoder and not self._reads_twice:
+            raise _unfit(inner, "is an encoder-decoder without a head of classes")
         self.vocabulary = embedding.num_embeddings
         self._dtype = embedding.weight.dtype
         self._accepted = frozenset(inspect.signature(inner.forward).parameters)
         config.use_cache = False
         inner.set_attn_implementation(ATTENTION)
+        evaluate_every_expert(inner)
         text = config.get_text_config()
         padding = getattr(text, "pad_token_id", None)
         if padding is None and getattr(text, "eos_token_id", None) is not None:
@@ -73,11 +82,11 @@ class TextModel(nn.Module):
             padding = text.eos_token_id if isinstance(text.eos_token_id, int) else text.eos_token_id[0]
             text.pad_token_id = padding
         self._padding = padding if padding is not None and 0 <= padding < self.vocabulary else 0
+        if self._reads_twice and getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = self._padding
         self._first_position = _first_position(inner)
         self._positions = _positions(text, self._first_position)
         self._has_types = bool(getattr(text, "type_vocab_size", 0))
-        self._causal = any(getattr(layer, "is_causal", False) is True for layer in inner.modules())
-        self._window = getattr(text, "sliding_window", None)
 
     @property
     def libraries(self) -> str:
@@ -112,24 +121,34 @@ class TextModel(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Return logits, float32 [m, classes] or [m, T, classes], of ids [m, T]."""
-        logits: Tensor = self.model(**self._arguments(features)).logits
-        return logits.float()
+        given, seen = self._arguments(features), features >= 0
+        with _unseen_masks():
+            logits = self._read_twice(given, seen) if self._reads_twice else self.model(**given).logits
+        known = (features < self.vocabulary).all(1)
+        return torch.where(known.view(-1, *[1] * (logits.ndim - 1)), logits.float(), torch.nan)
+
+    def _read_twice(self, given: dict[str, Any], seen: Tensor) -> Tensor:
+        """Return the logits of an encoder-decoder, whose head of classes reads the end of a text.
+
+        Its own forward pass looks for the token that ends a text, in a way that moves the rows of a batch.
+        """
+        inner = _transformer(self.model)
+        if hasattr(inner, "_shift_right"):
+            given = {**given, "decoder_input_ids": inner._shift_right(given["input_ids"])}
+        hidden = getattr(inner, inner.base_model_prefix)(**given)[0]
+        places = torch.arange(hidden.shape[1], device=hidden.device)
+        last = torch.where(seen, places, 0).amax(1)
+        logits: Tensor = inner.classification_head(hidden[torch.arange(len(hidden), device=hidden.device), last])
+        return logits
 
     def _arguments(self, features: Tensor) -> dict[str, Any]:
         """Return all that the model takes; every tensor has a row per example."""
-        seen, known = features >= 0, (features < self.vocabulary).all(1)
+        seen = features >= 0
         ids = torch.where(seen, features, self._padding).clamp(max=self.vocabulary - 1)
-        length = features.shape[1]
-        looks = seen[:, None, :].expand(-1, length, -1)
-        if self._causal:
-            looks = looks & torch.ones(length, length, dtype=torch.bool, device=features.device).tril()
-        # Every position sees itself, so padding has a softmax over something.
-        looks = looks | torch.eye(length, dtype=torch.bool, device=features.device)
-        mask = torch.where(looks, 0.0, torch.finfo(self._dtype).min) + torch.where(known, 0.0, torch.nan)[:, None, None]
-        positions = torch.arange(length, device=features.device) + self._first_position
+        positions = torch.arange(features.shape[1], device=features.device) + self._first_position
         given = {
             "input_ids": ids,
-            "attention_mask": mask[:, None].to(self._dtype),
+            "attention_mask": seen.long(),
             "position_ids": positions.expand_as(ids),
             # A table of types is looked up, but a decoder without one takes its tokens' table.
             "token_type_ids": torch.zeros_like(ids) if self._has_types else None,
@@ -198,32 +217,17 @@ class TextModel(nn.Module):
                 f"examples have {length} tokens, and the model {self._positions} positions.",
                 f"Set max_length to at most {self._positions}.",
             )
-        if self._window is not None and length > self._window:
-            raise ModelError(
-                "sequence_too_long",
-                f"examples have {length} tokens, and the model attends within windows of {self._window}, which an "
-                "explicit mask would widen.",
-                f"Set max_length to at most {self._window}.",
-            )
 
     def _check_inputs(self) -> int:
-        """Require that the model computes from these inputs what it does from its own; returns the logits' dimensions.
+        """Require that these inputs give what the model's own call does; return the number of the logits' dimensions.
 
         Raises:
             ModelError: ``text_model``.
         """
         inner = _transformer(self.model)
-        length = min(_PROBED, self._positions or _PROBED)
-        # Any ids but the padding, which some models look for to find the end.
-        usable = [token for token in range(min(self.vocabulary, 64)) if token != self._padding] or [0]
-        rows = [[usable[(row + 7 * place) % len(usable)] for place in range(length)] for row in range(2)]
-        ids = torch.tensor(rows, device=next(self.model.parameters()).device)
-        seen = torch.ones_like(ids)
-        seen[1, max(1, length - _PADDED) :] = 0
-        training = self.training
-        self.eval()
+        ids, seen = self._probe()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._evaluating():
                 # Without the hooks that may run the forward pass in a narrower type.
                 ours = self.forward(torch.where(seen.bool(), ids, -1))
                 theirs = self.model(
@@ -232,16 +236,61 @@ class TextModel(nn.Module):
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            raise _unfit(inner, f"fails on token ids with {type(error).__name__}") from error
-        finally:
-            self.train(training)
+            # The ids are synthetic, so its text tells of no example.
+            said = next(iter(str(error).strip().splitlines()), "it gives no reason").rstrip(".")
+            raise _unfit(inner, f"fails on token ids with {type(error).__name__}: {said}") from error
         dimensions: int = ours.ndim
         if dimensions == 3:
             ours, theirs = ours[seen.bool()], theirs[seen.bool()]
         tolerance = 1e-3 if self._dtype == torch.float32 else 5e-2
         if not torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance * float(theirs.abs().max())):
-            raise _unfit(inner, "computes something else under an explicit mask than under its own")
+            raise _unfit(inner, "computes something else from explicit inputs than in its own call")
         return dimensions
+
+    def freeze_unused(self) -> tuple[str, ...]:
+        """Freeze all parameters that no logit depends on, and return a sentence that says so; none if there are none.
+
+        An example is that of a decoder's attention to an encoder that is not there. They would get noise alone.
+        """
+        trained = {name: tensor for name, tensor in self.model.named_parameters() if tensor.requires_grad}
+        ids, _ = self._probe()
+        try:
+            with torch.enable_grad(), self._evaluating():
+                used = _reached(self.forward(ids))
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            # :meth:`check_fits` says why.
+            return ()
+        unused = [name for name, tensor in trained.items() if used and id(tensor) not in used]
+        for name in unused:
+            trained[name].requires_grad_(False)
+        shown = ", ".join(unused[:_SHOWN]) + (f", and {len(unused) - _SHOWN} more" if len(unused) > _SHOWN else "")
+        return (f"frozen, since no logit depends on it: {shown}.",) if unused else ()
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        training = self.training
+        self.eval()
+        try:
+            yield
+        finally:
+            self.train(training)
+
+    def _probe(self) -> tuple[Tensor, Tensor]:
+        """Return the ids of two texts, and a mask of them [2, n] that hides the end of the second one."""
+        length = min(_PROBED, self._positions or _PROBED)
+        end = _transformer(self.model).config.eos_token_id if self._reads_twice else None
+        # Any ids but the padding, which some models look for to find the end.
+        usable = [token for token in range(min(self.vocabulary, 64)) if token not in (self._padding, end)] or [0]
+        rows = [[usable[(row + 7 * place) % len(usable)] for place in range(length)] for row in range(2)]
+        lengths = (length, max(1, length - _PADDED))
+        for row, own in zip(rows, lengths, strict=True):
+            row[own - 1] = row[own - 1] if end is None else end
+        ids = torch.tensor(rows, device=next(self.model.parameters()).device)
+        seen = torch.ones_like(ids)
+        seen[1, lengths[1] :] = 0
+        return ids, seen
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return a copy that shares the frozen parameters, which nobody changes: a base may be all of the memory."""
@@ -257,14 +306,18 @@ class TextModel(nn.Module):
 def as_text_model(module: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
     """Return ``module`` in a :class:`TextModel` if it is a `transformers` or PEFT model, and what was changed in it.
 
-    Any other module comes back unchanged, except for its dropout: the dropout of every module is set to 0.
+    Any other module comes back unchanged, except for its dropout: the dropout of every module is set to 0. Parameters
+    of a text model that its logits do not depend on are frozen.
 
     Raises:
         ModelError: as :class:`TextModel`.
     """
     is_text = is_transformer(module) or is_peft(module)
     notes = silence_dropout(module, is_text)
-    return (TextModel(module) if is_text else module), notes
+    if not is_text:
+        return module, notes
+    model = TextModel(module)
+    return model, (*notes, *model.freeze_unused())
 
 
 def check_text(
@@ -284,52 +337,6 @@ def check_text(
 def libraries(module: nn.Module) -> str:
     """Return the libraries of a text model; empty text for any other."""
     return module.libraries if isinstance(module, TextModel) else ""
-
-
-def silence_dropout(module: nn.Module, by_name: bool) -> tuple[str, ...]:
-    """Set every dropout in ``module`` to 0, and return a sentence that says so; none if all are 0 already.
-
-    Args:
-        by_name: whether a number that is named after dropout is one, as in `transformers` and PEFT.
-    """
-    found = []
-    for prefix, layer in module.named_modules():
-        for name, value in _dropouts(layer, by_name):
-            setattr(layer, name, 0.0)
-            found.append((prefix if name == "p" else f"{prefix}.{name}".lstrip("."), value))
-    return _silenced(found)
-
-
-def silence_config(config: Any) -> tuple[str, ...]:
-    """Set every dropout that a `transformers` configuration names to 0; returns as :func:`silence_dropout`."""
-    found = [(name, float(value)) for name, value in vars(config).items() if "drop" in name and _is_positive(value)]
-    for name, _ in found:
-        setattr(config, name, 0.0)
-    return _silenced(found)
-
-
-def _silenced(found: list[tuple[str, float]]) -> tuple[str, ...]:
-    if not found:
-        return ()
-    shown = ", ".join(f"{name or 'model'} was {value:g}" for name, value in found[:_SHOWN])
-    more = f", and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return (f"dropout is set to 0 ({shown}{more}).",)
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, float | int) and not isinstance(value, bool) and value > 0
-
-
-def _dropouts(layer: nn.Module, by_name: bool) -> Iterator[tuple[str, float]]:
-    if isinstance(layer, nn.modules.dropout._DropoutNd):
-        named = ["p"]
-    elif isinstance(layer, nn.RNNBase | nn.MultiheadAttention):
-        named = ["dropout"]
-    else:
-        named = [name for name in vars(layer) if by_name and "drop" in name]
-    for name in named:
-        if _is_positive(value := getattr(layer, name)):
-            yield name, float(value)
 
 
 def _beyond_vocabulary(what: str, vocabulary: int) -> ConfigError:
@@ -381,6 +388,63 @@ def _transformer(model: nn.Module) -> Any:
     return inner
 
 
+def _embedding(inner: Any) -> nn.Embedding:
+    """Return the table of tokens; ModelError ``text_model`` if there is none that is looked up as torch does."""
+    try:
+        found = inner.get_input_embeddings()
+    except NotImplementedError:
+        found = None
+    if not isinstance(found, nn.Embedding):
+        what = "no table of tokens" if found is None else f"a {type(found).__name__} for a table of tokens"
+        raise _unfit(inner, f"has {what}")
+    return found
+
+
+def _reached(output: Tensor) -> set[int]:
+    """Return the identities of the parameters that ``output`` was computed from."""
+    found, seen, nodes = set[int](), set[Any](), [output.grad_fn]
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        nodes += [following for following, _ in node.next_functions]
+    return found
+
+
+# Whether a mask is built in this context for a TextModel.
+_UNSEEN: ContextVar[bool] = ContextVar("raycloak_unseen_masks", default=False)
+
+
+@contextmanager
+def _unseen_masks() -> Iterator[None]:
+    """Keep `transformers` from looking at what a mask hides, as where it traces a graph.
+
+    It drops a mask that hides nothing. Time and kernels would then tell of the examples, and one row would decide how
+    all of them are computed.
+    """
+    masks: Any = sys.modules["transformers.masking_utils"]
+    if not isinstance(masks.is_tracing, _Tracing):
+        masks.is_tracing = _Tracing(masks.is_tracing)
+    entered = _UNSEEN.set(True)
+    try:
+        yield
+    finally:
+        _UNSEEN.reset(entered)
+
+
+class _Tracing:
+    """Tells the functions that build masks that a graph is traced, where a :class:`TextModel` calls them."""
+
+    def __init__(self, own: Callable[..., bool]) -> None:
+        self._own = own
+
+    def __call__(self, tensor: Any = None) -> bool:
+        return _UNSEEN.get() or self._own(tensor)
+
+
 def _first_position(inner: nn.Module) -> int:
     """Return the number of the first position: behind the padding where the table of positions has one, as RoBERTa's.
 
@@ -394,7 +458,8 @@ def _first_position(inner: nn.Module) -> int:
 
 def _positions(config: Any, first: int) -> int | None:
     found = getattr(config, "max_position_embeddings", None)
-    return None if found is None else int(found) - first
+    # XLNet says -1 where there is no limit.
+    return int(found) - first if isinstance(found, int) and found > 0 else None
 
 
 def _unfit(inner: nn.Module, why: str) -> ModelError:

@@ -11,9 +11,13 @@ from safetensors.torch import load_file, save_file
 from raycloak.coordinator.config.run import parse_config
 from raycloak.coordinator.planning.model_source import model_source
 from raycloak.metrics.errors import ConfigError, ModelError
+from raycloak.workers.inputs.hub_files import quiet
 from raycloak.workers.inputs.models import build_noted, read_flat, tensor_contents, trainable_tensors
 from raycloak.workers.terms.parameter_digest import frozen_digest
-from tests.tiny_text import WORDS, bert_config, write_bert, write_gpt2, write_tokenizer
+from tests.tiny_text import SIZES, WORDS, bert_config, write_bert, write_gpt2, write_tokenizer
+
+SIDES = {f"{side}_{what}": 1 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")}
+"""Of an encoder-decoder."""
 
 REMOTE = """
 from transformers import BertForSequenceClassification
@@ -147,9 +151,108 @@ def test_a_task_without_a_head_is_refused(base):
     config = transformers.ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
     transformers.ViTModel(config).save_pretrained(base / "vit")
     assert refused(base, hf="vit").code == "no_head"
+    write_t5(base / "t5")
+    error = refused(base, hf="t5", task="causal_lm")
+    assert (error.code, error.remedy) == (
+        "no_head",
+        "Tasks that it has a head for: sequence_classification, token_classification.",
+    )
+
+
+def write_t5(folder):
     config = transformers.T5Config(d_model=8, d_ff=8, num_layers=1, num_heads=1, d_kv=8, vocab_size=16)
-    transformers.T5ForConditionalGeneration(config).save_pretrained(base / "t5")
-    assert refused(base, hf="t5").code == "no_head"
+    transformers.T5ForConditionalGeneration(config).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("task", ["sequence_classification", "token_classification"])
+def test_a_t5_is_trained_with_a_head_of_classes(task, base):
+    write_t5(base / "t5")
+    module, notes = built(base, hf="t5", task=task, classes=3)
+    assert module(torch.full((2, 6), 5)).shape == ((2, 3) if task == "sequence_classification" else (2, 6, 3))
+    assert "drawn from the seed" in notes[-1]
+    assert module.classes == 3
+
+
+@pytest.mark.parametrize("task", ["sequence_classification", "token_classification"])
+def test_all_linear_is_all_linear_layers_of_the_body_and_the_head_is_trained_whole(task, base):
+    module, _ = built(base, task=task, classes=2, lora={"rank": 2, "target_modules": "all-linear"})
+    names = [tensor.name for tensor in trainable_tensors(module)]
+    adapted = {name.partition(".lora_")[0].rpartition(".")[2] for name in names if ".lora_" in name}
+    assert adapted == {"query", "key", "value", "dense"}
+    assert {name for name in names if ".lora_" not in name} == {
+        f"model.base_model.model.classifier.modules_to_save.default.{part}" for part in ("weight", "bias")
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "heads"),
+    [
+        ("Bart", {"d_model": 8, **SIDES}, {"classification_head"}),
+        ("DistilBert", {"dim": 8, "n_heads": 2, "hidden_dim": 8, "n_layers": 1}, {"pre_classifier", "classifier"}),
+        ("ModernBert", {**SIZES, "pad_token_id": 0}, {"head", "classifier"}),
+    ],
+)
+def test_a_head_by_any_name_is_trained_beside_an_adapter(kind, fields, heads, base):
+    import peft
+
+    config = getattr(transformers, f"{kind}Config")(**{"max_position_embeddings": 24, **fields}, vocab_size=16)
+    getattr(transformers, f"{kind}Model")(config).save_pretrained(base / kind)
+    module, _ = built(base, hf=kind, classes=2, lora={"rank": 2, "target_modules": "all-linear"})
+    names = [tensor.name.removeprefix("model.base_model.model.") for tensor in trainable_tensors(module)]
+    assert {name.partition(".")[0] for name in names if ".lora_" not in name} == heads
+    module.model.save_pretrained(base / f"{kind}-adapter")
+    bare = getattr(transformers, f"{kind}ForSequenceClassification").from_pretrained(base / kind, num_labels=2)
+    with quiet():
+        again = peft.PeftModel.from_pretrained(bare, base / f"{kind}-adapter").state_dict()
+    for name, tensor in module.model.state_dict().items():
+        if "lora_" in name or "modules_to_save" in name:
+            assert torch.equal(tensor, again[name]), name
+
+
+def test_what_peft_cannot_adapt_is_refused_by_name_with_what_it_can(base):
+    config = transformers.MambaConfig(vocab_size=16, hidden_size=8, num_hidden_layers=1, state_size=4)
+    transformers.MambaForCausalLM(config).save_pretrained(base / "mamba")
+    error = refused(base, hf="mamba", task="causal_lm", lora={"rank": 2, "target_modules": ["in_proj", "out_proj"]})
+    assert (error.code, "no layer out_proj" in error.message) == ("target_modules", True)
+    assert error.remedy == "Set lora.target_modules to some of: dt_proj, embeddings, in_proj, x_proj."
+    module, notes = built(base, hf="mamba", task="causal_lm", lora={"rank": 2, "target_modules": "all-linear"})
+    names = {tensor.name.partition(".lora_")[0].rpartition(".")[2] for tensor in trainable_tensors(module)}
+    assert names == {"in_proj", "x_proj"}
+    # The model takes the weight of this one itself, so an adapter beside it reaches nothing.
+    assert "frozen, since no logit depends on it" in notes[-1]
+    assert "dt_proj.lora_A" in notes[-1]
+
+
+def test_a_refusal_of_peft_itself_is_an_error_of_ours(base, monkeypatch):
+    def refuse(*_):
+        raise ValueError("Module 'query' is odd. Please try again.")
+
+    monkeypatch.setattr("peft.get_peft_model", refuse)
+    error = refused(base, lora={"rank": 2, "target_modules": ["query"]})
+    assert (error.code, error.message) == (
+        "target_modules",
+        "LoRA cannot adapt BertForSequenceClassification: PEFT says: Module 'query' is odd.",
+    )
+
+
+def test_the_experts_of_a_mixture_are_adapted_as_all_linear_or_by_name(base):
+    sizes = {**SIZES, "num_key_value_heads": 1, "num_local_experts": 2, "pad_token_id": 0}
+    transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, vocab_size=16)).save_pretrained(base / "moe")
+    for targets, found in (("all-linear", 12), (["q_proj"], 2), (["down_proj"], 2), (["gate_up_proj", "k_proj"], 4)):
+        module, _ = built(base, hf="moe", task="causal_lm", lora={"rank": 2, "target_modules": targets})
+        assert len(trainable_tensors(module)) == 2 * found
+    error = refused(base, hf="moe", task="causal_lm", lora={"rank": 2, "target_modules": ["gate"]})
+    assert (error.code, "gate_up_proj" in error.remedy) == ("target_modules", True)
+
+
+def test_a_classifier_without_padding_pads_as_its_tokenizer(base):
+    """Its class is read at the last token that is no padding, so an exported pair would else disagree."""
+    assert json.loads((base / "gpt2" / "config.json").read_text()).get("pad_token_id") is None
+    module, _ = built(base, hf="gpt2")
+    assert module.model.config.pad_token_id == 0
+    alone = base / "alone"
+    shutil.copytree(base / "gpt2", alone, ignore=shutil.ignore_patterns("tokenizer*"), dirs_exist_ok=True)
+    assert built(base, hf="alone")[0].model.config.pad_token_id == 3
 
 
 def test_a_tokenizer_of_another_vocabulary_is_refused(base):
@@ -173,7 +276,8 @@ def test_what_a_process_has_set_for_the_libraries_stays(base):
 def test_a_head_of_another_size_is_refused(base):
     transformers.BertForSequenceClassification(bert_config(num_labels=5)).save_pretrained(base / "five")
     assert built(base, hf="five")[0].classes == 5
-    assert refused(base, hf="five", classes=2).code == "head_size"
+    error = refused(base, hf="five", classes=2)
+    assert (error.code, "another shape of classifier.bias than" in error.message) == ("head_size", True)
 
 
 def test_a_checkpoint_without_a_part_of_the_body_is_refused(base):

@@ -1,11 +1,13 @@
 """A transformers model computes the same behind one tensor of ids, whatever is in its padding."""
 
 import copy
+import sys
 
 import pytest
 import torch
 import transformers
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from raycloak.metrics.errors import ConfigError, ModelError
 from raycloak.workers.gradients import row_memory
@@ -13,9 +15,9 @@ from raycloak.workers.gradients.model_checks import check_rows, check_trainable
 from raycloak.workers.gradients.row_memory import largest_rows
 from raycloak.workers.inputs.datasets import DatasetForm
 from raycloak.workers.inputs.hub_files import quiet
-from raycloak.workers.inputs.losses import cross_entropy, token_cross_entropy
+from raycloak.workers.inputs.losses import cross_entropy, next_token_cross_entropy, token_cross_entropy
 from raycloak.workers.inputs.models import ModelSource, build_noted
-from raycloak.workers.inputs.text_model import TextModel, as_text_model, check_text, libraries, silence_dropout
+from raycloak.workers.inputs.text_model import TextModel, as_text_model, check_text, libraries
 from tests.protocol import mechanism
 from tests.tiny_text import SIZES, bert_config, gpt2_config
 
@@ -55,7 +57,42 @@ MODELS = {
         )
     ),
     "neox": lambda: transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**LARGER)),
-}
+    "deberta": lambda: transformers.DebertaV2ForSequenceClassification(
+        transformers.DebertaV2Config(
+            **LARGER, relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=8, share_att_key=True,
+            norm_rel_ebd="layer_norm",
+        )
+    ),
+    "mpnet": lambda: transformers.MPNetForSequenceClassification(transformers.MPNetConfig(**LARGER)),
+    "bloom": lambda: transformers.BloomForCausalLM(
+        transformers.BloomConfig(vocab_size=40, hidden_size=16, n_layer=2, n_head=2)
+    ),
+    "mamba": lambda: transformers.MambaForCausalLM(
+        transformers.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=40, state_size=4)
+    ),
+    "gemma3": lambda: transformers.Gemma3ForCausalLM(
+        transformers.Gemma3TextConfig(**LARGER, num_key_value_heads=1, head_dim=8, sliding_window=4)
+    ),
+    "mixtral": lambda: transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**LARGER, num_key_value_heads=1, num_local_experts=4)
+    ),
+    "t5 tokens": lambda: transformers.T5ForTokenClassification(_t5_config()),
+    "t5": lambda: transformers.T5ForSequenceClassification(_t5_config()),
+    "bart": lambda: transformers.BartForSequenceClassification(_bart_config()),
+}  # fmt: skip
+
+
+def _t5_config():
+    return transformers.T5Config(
+        d_model=16, d_ff=32, num_layers=2, num_heads=2, d_kv=8, vocab_size=40, decoder_start_token_id=0
+    )
+
+
+def _bart_config():
+    sides = {f"{side}_{field}": 2 for side in ("encoder", "decoder") for field in ("layers", "attention_heads")}
+    return transformers.BartConfig(
+        **sides, d_model=16, encoder_ffn_dim=32, decoder_ffn_dim=32, vocab_size=40, max_position_embeddings=24
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -78,10 +115,13 @@ def test_the_explicit_inputs_give_what_the_model_gives_with_its_own(name):
     inner = _moved(MODELS[name]()).eval()
     reference = copy.deepcopy(inner)
     model = TextModel(inner).eval()
-    padding = 1 if name == "roberta" else inner.config.get_text_config().pad_token_id or 0
+    padding = 1 if name in ("roberta", "mpnet") else inner.config.get_text_config().pad_token_id or 0
     ids = torch.randint(4, 16, (3, 12))
     seen = torch.ones_like(ids)
-    seen[1, 7:] = seen[2, 1:] = 0
+    seen[1, 7:] = seen[2, 2:] = 0
+    if name in ("t5", "bart"):
+        # Their own call looks for the one token that ends a text.
+        ids[[0, 1, 2], [11, 6, 1]] = inner.config.eos_token_id
     with torch.no_grad():
         ours = model(torch.where(seen.bool(), ids, -1))
         reference.config.get_text_config().pad_token_id = padding
@@ -93,14 +133,69 @@ def test_the_explicit_inputs_give_what_the_model_gives_with_its_own(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_shape_depends_on_the_batch_alone(name):
-    model = TextModel(MODELS[name]())
-    seen = []
+    model, seen = TextModel(MODELS[name]()).eval(), []
     for features in (torch.full((4, 12), 5), torch.full((4, 12), -1), torch.arange(48).reshape(4, 12) % 16):
-        given = model._arguments(features)
-        assert all(each.shape[0] == 4 for each in given.values() if isinstance(each, torch.Tensor))
-        seen.append({key: value.shape for key, value in given.items() if isinstance(value, torch.Tensor)})
-        assert seen[-1]["attention_mask"] == (4, 1, 12, 12)
+        shapes = Shapes()
+        with torch.no_grad(), shapes:
+            model(features)
+        seen.append(shapes.met)
     assert seen[0] == seen[1] == seen[2]
+
+
+class Shapes(TorchFunctionMode):
+    """Notes each operation of torch and the shape of its result."""
+
+    def __init__(self):
+        super().__init__()
+        self.met = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        self.met.append((getattr(func, "__name__", ""), getattr(output, "shape", None)))
+        return output
+
+
+@pytest.mark.parametrize("name", ["bert", "gemma3", "modernbert"])
+def test_a_mask_that_hides_nothing_is_built_in_full(name, monkeypatch):
+    """`transformers` leaves it out, so one text that is shorter would change how all are computed."""
+    model = TextModel(_modernbert() if name == "modernbert" else MODELS[name]()).eval()
+    masks = []
+    functions = sys.modules[type(model.model).__module__]
+    own = functions.eager_attention_forward
+    monkeypatch.setattr(
+        functions, "eager_attention_forward", lambda *args, **named: masks.append(args[4]) or own(*args, **named)
+    )
+    model(torch.full((4, 12), 5))
+    assert {mask.shape for mask in masks} == {(4, 1, 12, 12)}
+
+
+def test_a_model_outside_of_ours_builds_its_masks_as_before():
+    inner = MODELS["bert"]().eval()
+    tracing = sys.modules["transformers.masking_utils"].is_tracing
+    TextModel(MODELS["bert"]())(torch.full((2, 4), 5))
+    assert not tracing()
+    assert not sys.modules["transformers.masking_utils"].is_tracing()
+    with torch.no_grad():
+        inner(input_ids=torch.full((2, 4), 5), attention_mask=torch.ones(2, 4, dtype=torch.int64))
+
+
+def _modernbert():
+    return transformers.ModernBertForSequenceClassification(
+        transformers.ModernBertConfig(**LARGER, local_attention=4, pad_token_id=0)
+    )
+
+
+def test_a_text_may_be_longer_than_a_window():
+    """Each token of the one layer sees the four before it, and no other."""
+    config = transformers.MistralConfig(**{**LARGER, "num_hidden_layers": 1}, num_key_value_heads=1, sliding_window=4)
+    model = TextModel(_moved(transformers.MistralForCausalLM(config))).eval()
+    check_text(model, TOKENS, "next_token_cross_entropy", None, None)
+    features = torch.full((1, 12), 5)
+    moved = features.clone()
+    moved[0, 2] = 6
+    with torch.no_grad():
+        changed = (model(features) != model(moved)).any(2)[0].tolist()
+    assert changed == [2 <= place < 6 for place in range(12)]
 
 
 def test_what_is_in_the_padding_changes_nothing():
@@ -186,26 +281,6 @@ def test_a_copy_shares_the_frozen_parameters_and_no_others():
         assert torch.equal(own, other)
 
 
-def test_every_dropout_is_0_and_said():
-    module = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.25), nn.LSTM(2, 2, num_layers=2, dropout=0.5))
-    assert silence_dropout(module, by_name=False) == ("dropout is set to 0 (1 was 0.25, 2.dropout was 0.5).",)
-    assert silence_dropout(module, by_name=False) == ()
-    assert module[1].p == module[2].dropout == 0
-
-
-def test_a_number_of_a_users_module_is_no_dropout():
-    class Dropping(nn.Linear):
-        drop_below = 0.5
-
-        def __init__(self):
-            super().__init__(2, 2)
-            self.drop_above = 3.0
-
-    module = Dropping()
-    assert as_text_model(module) == (module, ())
-    assert module.drop_above == 3.0
-
-
 def test_a_function_may_return_a_model_of_transformers_as_it_is(tmp_path):
     (tmp_path / "own.py").write_text(
         "import transformers\n"
@@ -238,10 +313,10 @@ def test_the_positions_of_a_roberta_begin_behind_its_padding():
     assert _refused(module, FORM.model_copy(update={"feature_shape": (23,)})).code == "sequence_too_long"
 
 
-def test_sequences_beyond_a_window_are_refused():
-    config = transformers.MistralConfig(**LARGER, num_key_value_heads=1, sliding_window=8)
-    error = _refused(TextModel(transformers.MistralForCausalLM(config)), TOKENS, "next_token_cross_entropy")
-    assert (error.code, "8" in error.remedy) == ("sequence_too_long", True)
+def test_xlnets_minus_one_is_no_number_of_positions():
+    config = transformers.XLNetConfig(vocab_size=40, d_model=16, n_layer=1, n_head=2, d_inner=32)
+    assert config.max_position_embeddings == -1
+    assert TextModel(transformers.XLNetForSequenceClassification(config))._positions is None
 
 
 def test_tokens_beyond_the_vocabulary_are_refused():
@@ -278,14 +353,10 @@ def test_features_that_are_no_ids_are_refused():
     "build",
     [
         lambda: transformers.BertModel(bert_config()),
-        lambda: transformers.T5ForSequenceClassification(
-            transformers.T5Config(d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8, vocab_size=40)
-        ),
-        lambda: transformers.MambaForCausalLM(
-            transformers.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=40)
-        ),
+        lambda: transformers.T5ForConditionalGeneration(_t5_config()),
+        lambda: transformers.CanineForSequenceClassification(transformers.CanineConfig(**SIZES)),
     ],
-    ids=["no head", "encoder-decoder", "no attention"],
+    ids=["no head", "encoder-decoder", "no table of tokens"],
 )
 def test_a_model_of_another_kind_is_refused(build):
     with pytest.raises(ModelError) as caught:
@@ -293,11 +364,40 @@ def test_a_model_of_another_kind_is_refused(build):
     assert caught.value.code == "text_model"
 
 
-def test_a_model_that_goes_by_its_own_mask_is_refused():
-    class Deaf(transformers.BertForSequenceClassification):
-        def forward(self, input_ids=None, attention_mask=None, **others):
-            return super().forward(input_ids, attention_mask if attention_mask.ndim == 2 else None)
+def test_a_failure_on_token_ids_is_told_with_its_cause():
+    config = transformers.BrosConfig(**SIZES, vocab_size=16)
+    with pytest.raises(ModelError, match="fails on token ids with ValueError: You have to specify bbox") as caught:
+        check_text(TextModel(transformers.BrosForTokenClassification(config)), TOKENS, "mse", None, None)
+    assert caught.value.code == "text_model"
+
+
+def test_a_model_that_computes_something_else_in_its_own_call_is_refused():
+    class Shifted(transformers.BertForSequenceClassification):
+        def forward(self, input_ids=None, attention_mask=None, position_ids=None, **others):
+            if position_ids is not None:
+                position_ids = position_ids + 1
+            return super().forward(input_ids, attention_mask, position_ids=position_ids)
 
     with pytest.raises(ModelError) as caught:
-        check_text(TextModel(_moved(Deaf(bert_config()))), FORM, "cross_entropy", None, None)
+        check_text(TextModel(_moved(Shifted(bert_config()))), FORM, "cross_entropy", None, None)
     assert caught.value.code == "text_model"
+
+
+@pytest.mark.parametrize("name", ["deberta", "mpnet", "bloom", "mamba", "mixtral", "t5", "t5 tokens", "bart"])
+def test_a_family_of_its_own_passes_all_checks(name):
+    module, _ = as_text_model(_moved(MODELS[name]()))
+    token = name == "t5 tokens"
+    form = TOKENS if token or name in ("bloom", "mamba", "mixtral") else FORM
+    loss = token_cross_entropy if token else next_token_cross_entropy if form is TOKENS else cross_entropy
+    check_text(module, form, loss.terms[0].name, None, None)
+    check_trainable(module, form, loss, True, 16)
+
+
+def test_what_no_logit_depends_on_is_frozen_and_said():
+    """A decoder alone has nobody to attend to; its attention to an encoder would get noise and nothing else."""
+    module, notes = as_text_model(transformers.BartForCausalLM(_bart_config()))
+    frozen = [name for name, tensor in module.named_parameters() if not tensor.requires_grad]
+    assert frozen
+    assert all("encoder_attn" in name for name in frozen)
+    assert notes[-1].startswith(f"frozen, since no logit depends on it: {frozen[0].removeprefix('model.')}, ")
+    check_trainable(module, TOKENS, next_token_cross_entropy, True, 16)
