@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -58,8 +59,10 @@ def dropouts(layer: nn.Module, by_name: bool = False) -> Iterator[tuple[str, flo
 
 def _drops_out(layer: nn.Module, name: str) -> bool:
     value = vars(layer)[name]
-    held = (*layer.children(), *layer.parameters(), *layer.buffers())
-    if held or not (isinstance(value, float) and 0 < value <= 1):
+    # First, since layers have many attributes, and few are such numbers.
+    if not (isinstance(value, float) and 0 < value <= 1):
+        return False
+    if next(chain[object](layer.children(), layer.parameters(), layer.buffers()), None) is not None:
         return False
     probe = copy.deepcopy(layer).train()
     with torch.random.fork_rng(devices=[]), torch.no_grad():

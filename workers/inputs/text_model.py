@@ -72,6 +72,13 @@ class TextModel(nn.Module):
         self.vocabulary = embedding.num_embeddings
         self._dtype = embedding.weight.dtype
         self._accepted = frozenset(inspect.signature(inner.forward).parameters)
+        if "global_attention_mask" in self._accepted:
+            raise ModelError(
+                "text_model",
+                f"{type(inner).__name__} gathers the tokens of a batch that attend globally, so one example decides "
+                "what is computed for all.",
+                "Take a model that attends by masks alone, such as ModernBERT for long texts.",
+            )
         config.use_cache = False
         inner.set_attn_implementation(ATTENTION)
         evaluate_every_expert(inner)
