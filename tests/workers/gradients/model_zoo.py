@@ -195,6 +195,26 @@ def places(length: int) -> Case:
     return Case(Places(length), (length,), text=True)
 
 
+class Written(nn.Module):
+    """Looks up ids that it wrote into tensors which came from no example: by an index, by views, and as an output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        index, turned, whole, given = (torch.zeros(ids.shape, dtype=torch.int64) for _ in range(4))
+        index[:, :4] = ids[:, :4]
+        turned.T[4:] = ids.T[4:]
+        whole.view(-1).copy_(ids.reshape(-1))
+        torch.add(ids, 0, out=given)
+        return self.head(sum(self.words(each) for each in (index, turned, whole, given)).tanh().mean(1))
+
+
+def written() -> Case:
+    return Case(Written(), (LENGTH,), text=True)
+
+
 class Windows(nn.Module):
     """Attention within windows that the layer rolls, as Swin's: each row has several windows, and all share a table."""
 
@@ -322,6 +342,7 @@ ZOO: dict[str, Callable[[], Case]] = {
     "places": lambda: places(LENGTH),
     # As many places as rows in `test_gradient_parts.py`.
     "places like rows": lambda: places(6),
+    "written": written,
     "windows": windows,
     "mixtral": mixtral,
     "mixtral lora": mixtral_lora,

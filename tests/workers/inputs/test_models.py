@@ -525,6 +525,26 @@ def test_an_extent_that_equals_the_micro_batch_by_chance_is_refused() -> None:
         check_rows(module, FORM, cross_entropy, [mechanism(30, micro_batch_size=6)])
 
 
+def test_what_is_taken_as_the_same_for_all_rows_and_depends_on_examples_is_refused() -> None:
+    """One list of all rows' tokens, of which each row sees its own: outputs and gradients keep apart."""
+
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.head = nn.Embedding(11, 5), nn.Linear(5, 3)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            own = torch.eye(len(ids), dtype=torch.bool).repeat_interleave(ids.shape[1], 1)
+            words = self.words(ids.clamp(0, 10).reshape(-1))
+            return self.head(torch.where(own[:, :, None], words, 0.0).sum(1))
+
+    code, message = refusal(Packed(), TEXTS, vocabulary=11)
+    assert (code, "parameter 'words.weight' meets a tensor that depends on examples" in message) == (
+        "unsupported_layer",
+        True,
+    )
+
+
 def test_a_loss_with_a_memory_is_refused() -> None:
     class Running:
         mean = 0.0
