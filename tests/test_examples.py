@@ -78,6 +78,17 @@ def test_the_records_are_of_recipes_that_exist(monkeypatch):
     assert set(records.RECIPES) == set(RECIPES)
 
 
+def test_the_page_of_text_models_is_what_its_record_says(monkeypatch):
+    models = script("../benchmarks/text_models.py", monkeypatch)
+    found = models.results()
+    assert "\n".join(models.tables(found)) in models.PAGE.read_text(encoding="utf-8")
+    assert {each.task for each in found if not each.code} == set(models.HEADS)
+    # Of the script itself, and of defects.
+    assert not {each.code for each in found} & {"config", "unexpected"}
+    for each in found:
+        assert bool(each.code) == bool(each.message), each
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_has_the_name_of_its_file_and_is_private_unless_it_says_so(recipe):
     config = load_config(RECIPES[recipe])

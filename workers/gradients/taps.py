@@ -212,29 +212,29 @@ class Recording(TorchFunctionMode):
     def parts(self) -> list[Part]:
         """Return the part of each trained parameter in canonical order, after the backward pass; once."""
         uses: list[list[Use]] = [[] for _ in self._trained]
-        derived: dict[int, list[Use]] = {}
+        derived: dict[int, tuple[Leaf, list[Use]]] = {}
         while self._records:
             for leaf, use in self._records.pop(0).uses:
-                (uses[leaf.roots[0]] if leaf.graph is None else derived.setdefault(id(leaf.tensor), [])).append(use)
+                of_leaf = uses[leaf.roots[0]] if leaf.graph is None else derived.setdefault(id(leaf), (leaf, []))[1]
+                of_leaf.append(use)
         if derived:
-            self._chain(derived, uses)
+            self._chain(list(derived.values()), uses)
         return [
             part_of(each, self._count, tuple(tensor.shape), tensor.device)
             for each, (_, tensor) in zip(uses, self._trained, strict=True)
         ]
 
-    def _chain(self, derived: Mapping[int, list[Use]], uses: list[list[Use]]) -> None:
+    def _chain(self, derived: Sequence[tuple[Leaf, list[Use]]], uses: list[list[Use]]) -> None:
         """Take the rows of computed tensors back to the parameters that they were computed from, row by row.
 
         All at once, since many may be pieces of one parameter.
         """
-        leaves = [self._leaves[identity] for identity in derived]
-        graphs = [cast(Tensor, leaf.graph) for leaf in leaves]
+        graphs = [cast(Tensor, leaf.graph) for leaf, _ in derived]
         rows = [
             dense_rows(found, self._count, tuple(graph.shape), graph.device).to(graph.dtype).view(-1, *graph.shape)
-            for found, graph in zip(derived.values(), graphs, strict=True)
+            for (_, found), graph in zip(derived, graphs, strict=True)
         ]
-        indices = sorted({index for leaf in leaves for index in leaf.roots})
+        indices = sorted({index for leaf, _ in derived for index in leaf.roots})
         roots = [self._graphs[index] for index in indices]
         back = [
             torch.autograd.grad(graphs, roots, each, True, materialize_grads=True) for each in zip(*rows, strict=True)
@@ -518,8 +518,8 @@ class Recording(TorchFunctionMode):
         self, function: Callable[..., Any], args: Sequence[Any], named: dict[str, Any], leaves: list[Leaf]
     ) -> Any:
         name = _name_of(function)
-        if _in_place(function):
-            raise _unsupported(leaves[0].name, f"{name}, which works in place")
+        if (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__":
+            return self._rewrite(function, args, named, leaves)
         output = function(*args, **named)
         outputs = [each for each in tensors_in((output,), {}) if id(each) not in self._leaves]
         if not any(each.is_floating_point() for each in outputs) or name in _CONSTANT:
@@ -572,6 +572,24 @@ class Recording(TorchFunctionMode):
         tensor = graph.detach()
         self._leaves[id(tensor)] = Leaf(tensor, leaves[0].name, roots, graph)
         return tensor
+
+    def _rewrite(
+        self, function: Callable[..., Any], args: Sequence[Any], named: dict[str, Any], leaves: list[Leaf]
+    ) -> Tensor:
+        """Run an operation in place on a computed leaf, which from then on stands for what was written."""
+        leaf, inputs = self.leaf(args[0]), [each for each in tensors_in(args, named) if id(each) not in self._leaves]
+        if leaf is None or leaf.graph is None or not all(map(self._is_shared, inputs)):
+            raise _unsupported(leaves[0].name, f"{_name_of(function)}, which works in place")
+        with torch.enable_grad():
+            graph = leaf.graph.clone()
+            function(
+                graph, *self._with_graphs(args[1:]), **dict(zip(named, self._with_graphs(named.values()), strict=True))
+            )
+        # In memory of its own: the graph so far keeps its numbers. So do views, whose gradients then fail the checks.
+        leaf.tensor.data = graph.detach()
+        roots = tuple(dict.fromkeys(root for each in leaves for root in each.roots))
+        self._leaves[id(leaf.tensor)] = Leaf(leaf.tensor, leaf.name, roots, graph)
+        return leaf.tensor
 
     def _repeat(self, leaf: Leaf, output: Tensor) -> Tensor:
         """Tap a parameter that the model itself repeats for every row, such as a class token."""
@@ -744,11 +762,6 @@ def tensors_in(args: Sequence[Any], named: Mapping[str, Any]) -> Iterator[Tensor
 def _wide(values: Tensor) -> Tensor:
     """Return bfloat16 or float16 numbers as float32, which is exact, and any others as they are."""
     return values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
-
-
-def _in_place(function: Callable[..., Any]) -> bool:
-    name = _name_of(function)
-    return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"
 
 
 def _name_of(function: Callable[..., Any]) -> str:

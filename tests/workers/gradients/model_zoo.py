@@ -184,6 +184,7 @@ class Places(nn.Module):
         waves = self.norm(self.waves(torch.log(1.0 + places.to(self.waves.weight.dtype))[:, None]))
         words = words + waves + torch.cat([self.one, self.still, self.other])
         near = self.near((places[:, None] - places[None, :]).abs()).permute(2, 0, 1)[None]
+        near.div_(2.0)
         scores = (words @ words.mT)[:, None] + near.expand(count, -1, -1, -1)
         scores = scores + self.biases[self.apart.view(-1)].view(length, length, 2).permute(2, 0, 1)[None]
         sinks = self.other.reshape(1, 2, 1, 1).expand(count, -1, length, -1)
