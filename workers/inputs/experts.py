@@ -32,7 +32,7 @@ def evaluate_every_expert(model: Any) -> None:
     library("transformers.integrations.moe").ExpertsInterface.register(EXPERTS, _every_expert)
     model.set_experts_implementation(EXPERTS)
     # Nobody has an adapter of a library that was never loaded.
-    peft = sys.modules.get("peft.tuners.lora.layer")
+    peft: Any = sys.modules.get("peft.tuners.lora.layer")
     for layer in () if peft is None else model.modules():
         if type(layer) is peft.ParamWrapper:
             layer.__class__ = _beside(peft.ParamWrapper)
@@ -103,7 +103,7 @@ def _adapter(wrapper: Any, expert: int, tokens: Tensor) -> Tensor:
     down = wrapper.lora_A[name].weight[expert * rank : (expert + 1) * rank]
     up = wrapper.lora_B[name].weight
     up = up.reshape(len(up), rank, -1)[:, :, expert]
-    added = functional.linear(functional.linear(tokens.to(down.dtype), down), up) * wrapper.scaling[name]
+    added: Tensor = functional.linear(functional.linear(tokens.to(down.dtype), down), up) * wrapper.scaling[name]
     return added.to(tokens.dtype)
 
 

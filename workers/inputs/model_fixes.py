@@ -119,8 +119,9 @@ def _still_kind(kind: type) -> type:
 
 
 def _still(layer: nn.Module) -> nn.Module:
-    if not isinstance(layer, _Still):
-        layer.__class__ = _still_kind(type(layer))
+    kind: Any = type(layer)
+    if not issubclass(kind, _Still):
+        layer.__class__ = _still_kind(kind)
     return layer.eval()
 
 
@@ -201,8 +202,9 @@ def name_once(model: nn.Module) -> None:
     that drops the second one looks for it without the module's name before it.
     """
     # Nobody has a layer of a library that was never loaded.
-    renaming = sys.modules.get("opacus.layers.param_rename")
-    for layer in () if renaming is None else model.modules():
+    renaming: Any = sys.modules.get("opacus.layers.param_rename")
+    layers: Any = () if renaming is None else model.modules()
+    for layer in layers:
         hooks = layer._state_dict_hooks
         for key in [key for key, hook in hooks.items() if hook is renaming.filter_out_old_keys]:
             del hooks[key]

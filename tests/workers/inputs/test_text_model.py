@@ -364,6 +364,13 @@ def test_a_model_of_another_kind_is_refused(build):
     assert caught.value.code == "text_model"
 
 
+def test_a_model_that_gathers_tokens_of_the_batch_is_refused_with_its_cause():
+    config = transformers.LongformerConfig(**SIZES, vocab_size=16, attention_window=4)
+    with pytest.raises(ModelError, match="gathers the tokens of a batch that attend globally") as caught:
+        TextModel(transformers.LongformerForSequenceClassification(config))
+    assert caught.value.code == "text_model"
+
+
 def test_a_failure_on_token_ids_is_told_with_its_cause():
     config = transformers.BrosConfig(**SIZES, vocab_size=16)
     with pytest.raises(ModelError, match="fails on token ids with ValueError: You have to specify bbox") as caught:
