@@ -60,7 +60,8 @@ SIZES: dict[str, int] = {
         "num_decoder_layers num_attention_heads n_head n_heads num_heads encoder_attention_heads attention_heads "
         "decoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads swa_num_attention_heads "
         "num_key_value_heads num_kv_heads swa_num_key_value_heads linear_num_key_heads linear_num_value_heads "
-        "linear_num_heads index_n_heads num_experts_per_tok moe_topk moe_k zero_expert_num moe_top_k",
+        "linear_num_heads index_n_heads num_experts_per_tok num_experts_per_token moe_topk moe_k zero_expert_num "
+        "moe_top_k",
         1: "n_group topk_group num_mem_blocks mamba_n_groups n_groups mamba_ngroups",
     }.items()
     for name in names.split()

@@ -34,8 +34,9 @@ def evaluate_every_expert(model: Any) -> None:
     # Nobody has an adapter of a library that was never loaded.
     peft: Any = sys.modules.get("peft.tuners.lora.layer")
     for layer in () if peft is None else model.modules():
-        if type(layer) is peft.ParamWrapper:
-            layer.__class__ = _beside(peft.ParamWrapper)
+        kind: Any = type(layer)
+        if kind is peft.ParamWrapper:
+            layer.__class__ = _beside(kind)
 
 
 def _every_expert(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
