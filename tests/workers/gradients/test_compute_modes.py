@@ -74,8 +74,9 @@ def test_rows_in_bfloat16_are_those_of_brute_force_up_to_its_rounding(name: str)
     expected = brute_force(case.module, features, labels)
     found = rows_of(in_mode(case.module, BF16), features, labels)
     error = float((found - expected).norm(dim=1).div(expected.norm(dim=1)).max())
-    # Where rounding moves a number across the corner of a ReLU, or to another maximum of a pool, a term is lost.
-    assert error < (0.3 if name == "cnn" else 0.02)
+    # Where rounding moves a number across the corner of a ReLU, or to another maximum of a pool or another expert, a
+    # term is lost.
+    assert error < (0.3 if name in ("cnn", "mixtral lora") else 0.03)
     assert error > 1e-4, "it did compute in bfloat16"
 
 
