@@ -135,6 +135,7 @@ class HubSpec(Message):
         if self.classes is not None:
             config.num_labels = self.classes
         auto = getattr(transformers, _AUTO[self.task])
+        _check_weights(folder, self.hf, _AUTO[self.task])
         try:
             model, info = auto.from_pretrained(
                 folder,
@@ -151,6 +152,18 @@ class HubSpec(Message):
             raise _unreadable(self.hf, error) from None
         _check_loaded(model, info, self)
         return model, notes, tuple(sorted(info["missing_keys"]))
+
+
+def _check_weights(folder: Path, hf: str, auto: str) -> None:
+    """Require weights in safetensors; ModelError ``model_unreadable``, with how others are converted."""
+    pickled = sorted(each.name for each in folder.glob("pytorch_model*.bin"))
+    if pickled and next(folder.glob("*.safetensors"), None) is None:
+        raise ModelError(
+            "model_unreadable",
+            f"{hf} has its weights in {_listed(pickled)}, which run code when they are read.",
+            "If you trust their author, write them as safetensors once, in Python: "
+            f"transformers.{auto}.from_pretrained(FOLDER).save_pretrained(FOLDER).",
+        )
 
 
 def _config(folder: Path, hf: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from raycloak.metrics.errors import ModelError
 from raycloak.workers.inputs.dropout import silence_dropout
 
 MOST_GROUPS = 32
@@ -30,7 +31,14 @@ def fix(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
     evaluation mode. Statistics of batches are dropped from InstanceNorm. Recurrent layers become those of Opacus, with
     their weights. In-place activations become out-of-place ones, every dropout becomes 0, and trained parameters become
     float32. All other layers, and ``model`` itself, stay as they are.
+
+    Raises:
+        ModelError: ``model_kind`` if ``model`` is no `torch.nn.Module`.
     """
+    given: Any = model
+    if not isinstance(given, nn.Module):
+        kind = given.__name__ if isinstance(given, type) else f"a {type(given).__name__}"
+        raise ModelError("model_kind", f"fix takes a torch.nn.Module, not {kind}.", "Build the model first.")
     fixed, done = copy.deepcopy(model), []
     for name, layer in list(fixed.named_modules(remove_duplicate=False)):
         mend = _mend_of(layer)

@@ -295,7 +295,9 @@ def test_pickled_weights_and_folders_without_any_are_refused(base):
     folder.mkdir()
     shutil.copy(base / "bert" / "config.json", folder)
     torch.save(load_file(base / "bert" / "model.safetensors"), folder / "pytorch_model.bin")
-    assert refused(base, hf="pickled").code == "model_unreadable"
+    error = refused(base, hf="pickled")
+    assert (error.code, "pytorch_model.bin" in error.message) == ("model_unreadable", True)
+    assert ".save_pretrained(FOLDER)" in error.remedy
     write_tokenizer(base / "tokenizer")
     (base / "tokenizer" / "config.json").unlink(missing_ok=True)
     assert refused(base, hf="tokenizer").code == "model_unreadable"

@@ -107,3 +107,9 @@ def test_a_state_dictionary_of_a_fixed_recurrent_model_fits_the_users_own(kind):
     again, _ = raycloak.fix(Recurrent(kind))
     again.load_state_dict(state)
     assert torch.equal(again(x), fixed(x))
+
+
+@pytest.mark.parametrize("given", [3, nn.Linear])
+def test_what_is_no_module_is_refused_by_name(given):
+    with pytest.raises(ModelError, match="model_kind: fix takes"):
+        raycloak.fix(given)
