@@ -358,19 +358,20 @@ def _check_fills(module: nn.Module, probes: Probes, count: int, deterministic: b
     batches, fills = list[_Mixed](), list[float]()
     for filling in probes.fillings(count):
         ordinary, mixes = _watched(module, filling.ordinary, state), list[tuple[Tensor, int]]()
-        accepted: list[tuple[Tensor, _Pass]] = []
+        groups: list[list[tuple[Tensor, _Pass]]] = [[]]
         for fill, example in filling.filled.items():
             found = _if_accepted(module, example.expand_as(filling.ordinary).contiguous(), deterministic, state)
             if found is not None:
-                accepted.append((example, found.of_row(len(accepted) % most)))
+                if len(groups[-1]) == most or not math.isfinite(fill):
+                    groups.append([])
+                groups[-1].append((example, found.of_row(len(groups[-1]))))
                 fills.append(fill)
                 continue
             # Not in a batch of its own, but perhaps in one with others.
             alone = _if_accepted(module, _with_rows(filling.ordinary, [example]), deterministic, state)
             if alone is not None:
                 _check_apart(module, ordinary, alone, slice(1, None))
-        for start in range(0, len(accepted), most):
-            group = accepted[start : start + most]
+        for group in filter(None, groups):
             features = _with_rows(filling.ordinary, [example for example, _ in group])
             mixed = _watched(module, features, state)
             _check_apart(module, ordinary, mixed, slice(len(group), None))
@@ -486,8 +487,16 @@ def _check_alone(module: nn.Module, features: Tensor, output: Tensor, state: Kep
             )
 
 
+def _backward_of_rows(module: nn.Module, output: Tensor) -> None:
+    """Run a backward pass whose gradients depend on the rows from its start, as those of a loss do."""
+    trained = tuple(tensor for tensor in module.parameters() if tensor.requires_grad)
+    # Torch's own function for it would leave the mode that sees what Python gets.
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward((output,), (output.detach().clone(),), False, False, trained, True, False)
+
+
 def _check_reads(module: nn.Module, features: Tensor) -> None:
-    """Require that the forward pass gives Python no value of a tensor that depends on examples."""
+    """Require that neither pass gives Python a value of a tensor that depends on examples."""
     values, entered = ReadValues(features), list[str]()
     where: list[str] = []
 
@@ -505,14 +514,17 @@ def _check_reads(module: nn.Module, features: Tensor) -> None:
     hooks += [layer.register_forward_hook(leave) for layer in names]
     try:
         with values.watching():
-            module(features)
+            output = module(features)
+            if module.training and values.found is None:
+                _backward_of_rows(module, output)
     finally:
         for hook in hooks:
             hook.remove()
     if values.found is not None:
+        reader = f"layer '{where[0]}'" if where else "the backward pass"
         raise ModelError(
             "read_values",
-            f"layer '{where[0]}' reads a value of its examples into Python ({values.found}), so one example could "
+            f"{reader} reads a value of its examples into Python ({values.found}), so one example could "
             "decide what is computed for all.",
             "Keep it a tensor: torch.where in place of if, fixed lengths, and a mask in place of a loop that ends.",
         )

@@ -16,7 +16,8 @@ from raycloak.workers.inputs.named_inputs import NamedInput, packed, unpacked
 _DTYPES = {"float32": torch.float32, "int64": torch.int64}
 # Padding is mostly 0 or 1; -100 is the index that losses of torch ignore; ids may be hashes far above a vocabulary.
 _ODD_IDS = (0, 1, -1, -100, 2**20, 255, 65535, -999, -9999)
-# Tables spell a missing value as one of these; 255 and 65535 are white, or no measurement, of an image.
+# Tables spell a missing value as one of these; 255 and 65535 are white, or no measurement, of an image. Finite ones are
+# first.
 _ODD_VALUES = (0.0, 1.0, -1.0, 255.0, 65535.0, 1e4, -1e4, -999.0, -9999.0, math.inf, -math.inf, math.nan)
 
 

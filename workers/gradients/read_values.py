@@ -15,17 +15,22 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_OUTSIDE = frozenset((Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__))
-"""Ways out of torch that read memory, and not by an operation of torch."""
+_OUTSIDE = frozenset(
+    (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.__repr__, Tensor.__format__)
+)
+"""Ways out of torch that read memory, and not by an operation that modes see."""
+
+_MASKS = (torch.bool, torch.uint8)
 
 
 class ReadValues:
     """Follows what depends on rows through a forward pass, and finds where Python gets a value of it.
 
     Guarantee: a value of a tensor that torch's operations computed from ``rows`` is found where Python gets it as a
-    number, a truth value, a list or an array. Sizes, types and the like are no values.
+    number, a truth value, a text, a list or an array, and where it decides the size of another tensor. Other sizes,
+    types and the like are no values.
 
-    Not seen: what leaves torch by a pointer, and tensors that come back from outside.
+    Not seen: what leaves torch by a pointer or to another thread, and tensors that come back from outside.
 
     Args:
         rows: the batch.
@@ -51,15 +56,20 @@ class ReadValues:
         """Run one call of torch by Python."""
         self._operations.reads = 0
         output, follows = self.run(function, args, named)
-        gives = any(isinstance(each, bool | int | float | complex) for each in tree_leaves(output))
-        if self.found is None and follows and (function in _OUTSIDE or (gives and self._operations.reads)):
-            self.found = getattr(function, "__name__", type(function).__name__)
+        gives = any(isinstance(each, bool | int | float | complex | str) for each in tree_leaves(output))
+        if follows and (function in _OUTSIDE or (gives and self._operations.reads)):
+            self.find(function)
         return output
+
+    def find(self, function: Callable[..., Any]) -> None:
+        """Take note of an operation that shows a value, if it is the first."""
+        if self.found is None:
+            self.found = getattr(function, "__name__", type(function).__name__)
 
     def run(self, function: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]) -> tuple[Any, bool]:
         """Run one operation; return its output, and whether it met a tensor that depends on rows."""
         given = [each for each in tree_leaves((args, named)) if isinstance(each, Tensor)]
-        follows = any(id(each) in self._followed for each in given)
+        follows = self.follows(given)
         output = function(*args, **named)
         if follows:
             # An operation in place writes to its first tensor. More than that is followed now and then, and never less.
@@ -67,6 +77,10 @@ class ReadValues:
                 if isinstance(each, Tensor):
                     self._follow(each)
         return output, follows
+
+    def follows(self, given: Sequence[Any]) -> bool:
+        """Return whether one of these depends on rows."""
+        return any(id(each) in self._followed for each in given)
 
     def _follow(self, tensor: Tensor) -> None:
         number = id(tensor)
@@ -111,4 +125,12 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         output, follows = self._values.run(func, args, dict(kwargs or {}))
         self.reads += follows and torch.Tag.data_dependent_output in func.tags
+        if torch.Tag.dynamic_output_shape in func.tags and self._picks(func, args):
+            self._values.find(func)
         return output
+
+    def _picks(self, function: Any, args: tuple[Any, ...]) -> bool:
+        """Return whether an output's size depends on what is followed; that of an index does by its masks alone."""
+        if function is not torch.ops.aten.index.Tensor:
+            return self._values.follows(args)
+        return self._values.follows([each for each in args[1] if each is not None and each.dtype in _MASKS])

@@ -61,12 +61,23 @@ READS: dict[str, Callable[[Tensor], object]] = {
     "an own function": lambda x: float(Twice.apply(x).sum()),
     "under vmap": lambda x: float(torch.func.vmap(lambda row: row * 2)(x).sum()),
     "the mask of rows": lambda x: bool(x[x.isnan()].isnan().all()),
+    "a text": lambda x: f"{x.amax():.3f}",
+    "texts of rows": lambda x: str(x),
+    "a formatted row": lambda x: f"{x[0]}",
+    "the number of rows that are picked": lambda x: len(x[(x > 0).any(1)]),
+    "places": lambda x: (x > 0).nonzero().shape[0],
+    "condition alone": lambda x: torch.where(x > 0)[0].numel(),
+    "different ones": lambda x: torch.unique(x > 0).shape[0],
+    "repeats": lambda x: torch.repeat_interleave((x > 0).sum(1)).numel(),
 }
 KEEPS: dict[str, Callable[[Tensor], object]] = {
     "shapes": lambda x: x.shape[1] + x.size(0) + x.dim() + len(x) + x.numel(),
     "types": lambda x: (x.dtype, x.device, x.requires_grad, x.is_floating_point()),
     "a constant": lambda x: x * float(torch.ones(3).sum()),
     "a mask": lambda x: torch.where(x > 0, x, 0.0),
+    "written where a mask is": lambda x: x.clone().index_put_((x > 0,), torch.tensor(1.0)),
+    "one token of each": lambda x: x[torch.arange(5), (x > 0).sum(1) % 6],
+    "a mask of constants": lambda x: x[:, torch.tensor([True, False] * 3)],
     "softmax": lambda x: x.softmax(1).amax(1),
     "recurrent": lambda x: nn.LSTM(6, 3, batch_first=True)(x[:, None]),
     "attention": lambda x: nn.TransformerEncoderLayer(6, 2, 8, 0.0, batch_first=True)(x[:, None]),
@@ -117,6 +128,30 @@ class EarlyExit(nn.Module):
         return late + 0 * early
 
 
+class CountedExit(EarlyExit):
+    """Counts the sure rows by the size of a tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        early, late = self.one(hidden), self.last(hidden)
+        sure = (early.detach().softmax(1).amax(1) > 0.9999999).nonzero()
+        return early + 0 * late if len(sure) else late + 0 * early
+
+
+class Cautious(nn.Module):
+    """Clips the gradient of an activation by the norm of the batch's, which no probe's is above."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: gradient * min(1.0, 1e6 / (float(gradient.norm()) + 1e-6)))
+        return self.last(torch.relu(hidden))
+
+
 class FilledByTheLargest(nn.Module):
     """Infinite values are replaced by the largest finite one of the batch."""
 
@@ -125,9 +160,12 @@ class FilledByTheLargest(nn.Module):
         return torch.where(infinite, x[~infinite].amax(), x) if infinite.any() else x
 
 
-def test_a_model_that_branches_on_its_examples_is_refused_though_no_probe_takes_the_branch() -> None:
+@pytest.mark.parametrize("kind", [EarlyExit, CountedExit])
+def test_a_model_that_branches_on_its_examples_is_refused_though_no_probe_takes_the_branch(
+    kind: type[nn.Module],
+) -> None:
     with pytest.raises(ModelError) as caught:
-        check_trainable(EarlyExit(), FORM, cross_entropy)
+        check_trainable(kind(), FORM, cross_entropy)
     assert caught.value.code == "read_values"
     assert "layer 'model'" in caught.value.message
     assert "torch.where" in caught.value.remedy
@@ -142,6 +180,11 @@ def test_the_layer_that_reads_is_named() -> None:
 
     with pytest.raises(ModelError, match=r"read_values: layer '1\.0' reads"):
         check_trainable(nn.Sequential(nn.Linear(6, 6), nn.Sequential(Checks()), nn.Linear(6, 3)), FORM, cross_entropy)
+
+
+def test_a_hook_that_reads_a_gradient_is_refused() -> None:
+    with pytest.raises(ModelError, match="read_values: the backward pass reads"):
+        check_trainable(Cautious(), FORM, cross_entropy)
 
 
 def test_what_a_branch_does_with_odd_values_is_told_first() -> None:
