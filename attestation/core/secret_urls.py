@@ -6,12 +6,22 @@ command lines. So none may hold a secret.
 
 from urllib.parse import parse_qsl
 
-_PARAMETERS = frozenset({"oauth_client_secret", "password", "scram_client_key", "scram_server_key", "sslpassword"})
-"""The secrets that libpq takes as parameters of a URL."""
+_PARAMETERS = frozenset(
+    {
+        *("oauth_client_secret", "password", "scram_client_key", "scram_server_key", "sslpassword"),
+        # What signs a shared access to Azure's stores.
+        "sig",
+        # Nothing takes these, but whoever writes one has written a secret.
+        *("access_token", "account_key", "client_secret", "sas_token", "secret_access_key", "secret_key"),
+        *("session_token", "x-amz-security-token", "x-amz-signature"),
+    }
+)
+"""The secrets that stand as parameters of URLs: those of libpq, and those of object stores."""
 
 _PLACES = {
     "postgres": "put it into ~/.pgpass of this machine, mode 0600, or name such a file: ?passfile=/absolute/file",
     "s3": "put both keys into ~/.aws/credentials of each machine, mode 0600, or give the machine a role",
+    "abfs": "give each machine an identity, or log it in: az login",
 }
 _ELSEWHERE = "leave it out"
 
@@ -28,7 +38,11 @@ def secret_in(url: str) -> str | None:
     path, _, query = rest.partition("#")[0].partition("?")
     if _has_password(path.partition("/")[0]):
         return f"it has a password: {place}"
-    named = sorted(_PARAMETERS.intersection(name.lower() for name, _ in parse_qsl(query, keep_blank_values=True)))
+    parameters = parse_qsl(query, keep_blank_values=True)
+    # Such as an endpoint's.
+    if any(secret_in(value) is not None for _, value in parameters):
+        return f"it has a password in a parameter: {place}"
+    named = sorted(_PARAMETERS.intersection(name.lower() for name, _ in parameters))
     return f"it has the parameter {named[0]}: {place}" if named else None
 
 

@@ -11,12 +11,14 @@ from raycloak.coordinator.config.run import RunConfig
 from raycloak.metrics.errors import ConfigError
 
 _AWS = "Put both keys into ~/.aws/credentials of each machine, mode 0600, or give the machine a role"
+_AZURE = "Give each machine an identity, or log it in: az login"
 _DRIVER = "Set it for the driver alone"
 SECRET_VARIABLES = {
     # No secret, but a library that finds it without the other looks no further.
     "AWS_ACCESS_KEY_ID": _AWS,
     "AWS_SECRET_ACCESS_KEY": _AWS,
     "AWS_SESSION_TOKEN": _AWS,
+    "AZURE_CLIENT_SECRET": _AZURE,
     "HF_TOKEN": "Use `hf auth login`",
     "HUGGING_FACE_HUB_TOKEN": "Use `hf auth login`",
     "MLFLOW_TRACKING_PASSWORD": _DRIVER,
@@ -41,8 +43,9 @@ def require_none_needed(config: RunConfig) -> None:
         needed.append(("PGPASSWORD", "the ledger"))
     parts = (config.dataset, config.evaluation.dataset if config.evaluation else None)
     # Machines of a cluster that is there have keys of their own.
-    if not os.environ.get("RAY_ADDRESS") and any((part.path or "").startswith("s3://") for part in parts if part):
-        needed.append(("AWS_SECRET_ACCESS_KEY", "a worker"))
+    for scheme, variable in (("s3://", "AWS_SECRET_ACCESS_KEY"), ("abfs", "AZURE_CLIENT_SECRET")):
+        if not os.environ.get("RAY_ADDRESS") and any((part.path or "").startswith(scheme) for part in parts if part):
+            needed.append((variable, "a worker"))
     for name, who in needed:
         if name in os.environ:
             raise _refusal(name, f"is in the environment, which is kept from Ray's processes, and {who} is one of them")

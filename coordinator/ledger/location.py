@@ -98,9 +98,7 @@ def check_file_system(path: Path, mounts: str) -> None:
 
 def is_network_file_system(path: Path) -> bool:
     """Return whether a path is below a network or FUSE mount, as far as can be told."""
-    return _is_network(
-        file_system(Path(os.path.realpath(path)), _MOUNTS.read_text(encoding="utf-8") if _MOUNTS.exists() else "")
-    )
+    return _is_network(file_system(Path(os.path.realpath(path)), mounts()))
 
 
 def _is_network(kind: str) -> bool:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from raycloak.coordinator.ledger.location import check_file_system
+from raycloak.coordinator.ledger import location
+from raycloak.coordinator.ledger.location import check_file_system, is_network_file_system
 from raycloak.coordinator.ledger.store import LedgerStore
 from raycloak.metrics.errors import BudgetError, ConfigError
 from tests.coordinator.ledger.ledger_cases import MANIFEST, PARAMETERS, opened
@@ -312,6 +313,14 @@ def test_a_link_to_a_network_file_system_is_followed(tmp_path: Path):
     mounts = f"/dev/sda1 / ext4 rw 0 0\nserver:/x {tmp_path / 'far'} nfs rw 0 0\n"
     with pytest.raises(ConfigError, match="network_file_system"):
         check_file_system(tmp_path / "near" / "ledger.sqlite", mounts)
+
+
+def test_a_mount_point_may_have_a_name_that_is_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    listed = tmp_path / "mounts"
+    listed.write_bytes(b"/dev/sda1 / ext4 rw 0 0\n/dev/sdb1 /media/\xfc ext4 rw 0 0\nserver:/x /far nfs rw 0 0\n")
+    monkeypatch.setattr(location, "_MOUNTS", listed)
+    assert is_network_file_system(Path("/far/witness"))
+    assert not is_network_file_system(tmp_path)
 
 
 def test_postgresql_without_its_driver_says_what_to_install(monkeypatch: pytest.MonkeyPatch):

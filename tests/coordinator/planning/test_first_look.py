@@ -163,11 +163,8 @@ ON_S3 = {"kind": "parquet", "path": "s3://b/d", "labels": "y"}
     ("variable", "changes", "code"),
     [
         ("PGPASSWORD", {"ledger": {"url": "postgresql://u@127.0.0.1:1/l"}}, "secret_variable"),
-        (
-            "AWS_SECRET_ACCESS_KEY",
-            {"dataset": {"kind": "parquet", "path": "s3://b/d", "labels": "y"}},
-            "secret_variable",
-        ),
+        ("AWS_SECRET_ACCESS_KEY", {"dataset": ON_S3}, "secret_variable"),
+        ("AZURE_CLIENT_SECRET", {"dataset": ON_S3 | {"path": "abfss://c@account/d"}}, "secret_variable"),
     ],
 )
 def test_a_secret_that_only_this_process_has_is_refused_where_an_actor_needs_it(
