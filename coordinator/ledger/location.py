@@ -35,10 +35,12 @@ def prepare_file(path: Path, create: bool) -> None:
     """Create the file with mode 0600 (its folder 0700) if it is missing, and check an existing one.
 
     Guarantee: on return the file exists, and only its owner can read it, because it holds the signing key. It is not
-    on a network file system, where SQLite's locks and syncs cannot be relied on.
+    on a network file system, where SQLite's locks and syncs cannot be relied on. It has no second name: a ledger that
+    was killed under one would miss charges under the other.
 
     Raises:
-        ConfigError: ``network_file_system``, ``ledger_missing``, or ``ledger_url`` if the file cannot be made.
+        ConfigError: ``network_file_system``, ``ledger_missing``, or ``ledger_url`` if the file cannot be made or has
+            several names.
         BudgetError: ``ledger_exposed``.
     """
     check_file_system(path, mounts())
@@ -48,7 +50,15 @@ def prepare_file(path: Path, create: bool) -> None:
         raise ConfigError("ledger_url", f"{path} is not a file.", "Name the file of a ledger.")
     if not path.exists():
         raise ledger_missing(f"there is no ledger at {path}.")
-    mode = path.stat().st_mode & 0o777
+    status = path.stat()
+    if status.st_nlink > 1:
+        raise ConfigError(
+            "ledger_url",
+            f"{path} is one of {status.st_nlink} names of a file (hard links), and SQLite keeps the last charges "
+            "beside the name that it was opened by.",
+            "Keep the name that the ledger was used by, and remove the others. Copies are backups, and links are none.",
+        )
+    mode = status.st_mode & 0o777
     if mode & 0o077:
         raise BudgetError(
             "ledger_exposed",

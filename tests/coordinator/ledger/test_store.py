@@ -315,6 +315,19 @@ def test_a_link_to_a_network_file_system_is_followed(tmp_path: Path):
         check_file_system(tmp_path / "near" / "ledger.sqlite", mounts)
 
 
+def test_a_ledger_with_a_second_name_is_refused(tmp_path: Path):
+    """Killed under one, it has its last charges in a log that is not found by the other."""
+    first, second = tmp_path / "ledger.sqlite", tmp_path / "other.sqlite"
+    opened(f"sqlite:///{first}").close()
+    os.link(first, second)
+    for path in (first, second):
+        with pytest.raises(ConfigError, match=r"ledger_url: .* is one of 2 names"):
+            LedgerStore(f"sqlite:///{path}")
+    second.unlink()
+    second.symlink_to(first)
+    LedgerStore(f"sqlite:///{second}").close()
+
+
 def test_a_mount_point_may_have_a_name_that_is_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     listed = tmp_path / "mounts"
     listed.write_bytes(b"/dev/sda1 / ext4 rw 0 0\n/dev/sdb1 /media/\xfc ext4 rw 0 0\nserver:/x /far nfs rw 0 0\n")
