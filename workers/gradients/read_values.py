@@ -57,7 +57,10 @@ class ReadValues:
         self._operations.reads = 0
         output, follows = self.run(function, args, named)
         gives = any(isinstance(each, bool | int | float | complex | str) for each in tree_leaves(output))
-        if follows and (function in _OUTSIDE or (gives and self._operations.reads)):
+        slices = [each for each in tree_leaves((args, named)) if isinstance(each, slice)]
+        # Torch reads the ends of a slice before any mode sees it.
+        cuts = self.follows([end for each in slices for end in (each.start, each.stop, each.step)])
+        if cuts or (follows and (function in _OUTSIDE or (gives and self._operations.reads))):
             self.find(function)
         return output
 

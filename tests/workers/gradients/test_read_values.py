@@ -68,6 +68,9 @@ READS: dict[str, Callable[[Tensor], object]] = {
     "places": lambda x: (x > 0).nonzero().shape[0],
     "condition alone": lambda x: torch.where(x > 0)[0].numel(),
     "different ones": lambda x: torch.unique(x > 0).shape[0],
+    "the end of a slice": lambda x: x[: (x > 0).any(1).sum()],
+    "a slice of columns": lambda x: x[:, (x > 0).any(1).sum() : 6],
+    "a slice that is written": lambda x: torch.zeros(6).__setitem__(slice(None, (x > 0).any(1).sum()), 1.0),
     "repeats": lambda x: torch.repeat_interleave((x > 0).sum(1)).numel(),
 }
 KEEPS: dict[str, Callable[[Tensor], object]] = {
@@ -77,6 +80,7 @@ KEEPS: dict[str, Callable[[Tensor], object]] = {
     "a mask": lambda x: torch.where(x > 0, x, 0.0),
     "written where a mask is": lambda x: x.clone().index_put_((x > 0,), torch.tensor(1.0)),
     "one token of each": lambda x: x[torch.arange(5), (x > 0).sum(1) % 6],
+    "a slice to a constant": lambda x: x[:, : torch.tensor(3)],
     "a mask of constants": lambda x: x[:, torch.tensor([True, False] * 3)],
     "softmax": lambda x: x.softmax(1).amax(1),
     "recurrent": lambda x: nn.LSTM(6, 3, batch_first=True)(x[:, None]),
