@@ -492,7 +492,12 @@ def _backward_of_rows(module: nn.Module, output: Tensor) -> None:
     trained = tuple(tensor for tensor in module.parameters() if tensor.requires_grad)
     # Torch's own function for it would leave the mode that sees what Python gets.
     engine = torch.autograd.Variable._execution_engine
-    engine.run_backward((output,), (output.detach().clone(),), False, False, trained, True, False)
+    try:
+        engine.run_backward((output,), (output.detach().clone(),), False, False, trained, True, False)
+    except RuntimeError as error:
+        # The comparison of gradients, which comes later, names the parameter whose input was overwritten.
+        if "modified by an inplace operation" not in str(error):
+            raise
 
 
 def _check_reads(module: nn.Module, features: Tensor) -> None:

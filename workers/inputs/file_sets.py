@@ -31,7 +31,7 @@ from raycloak.workers.inputs.places import Places, file_places, remote_places
 _BLOCK = 2**20
 _PATTERN = re.compile(r"[*?\[]")
 _GZIP = "packed by gzip"
-_ZIP = "a zip archive or an Excel workbook"
+_ZIP = "a zip archive, as workbooks of Excel and .npz files are"
 # The first bytes of a file that no reader takes as it is.
 _MARKS = {
     b"\x1f\x8b": _GZIP,
@@ -43,7 +43,7 @@ _MARKS = {
     b"\x28\xb5\x2f\xfd": "packed by zstd",
     b"7z\xbc\xaf\x27\x1c": "packed by 7-Zip",
 }
-_UNPACK = "Unpack it, or save the workbook as CSV."
+_UNPACK = "Unpack it, save a workbook as CSV, or read .npz files with dataset.kind npz."
 
 
 class FileSet:

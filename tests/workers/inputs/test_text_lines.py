@@ -117,7 +117,7 @@ def as_zip(content: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("pack", "said"),
     [
-        (as_zip, "is a zip archive or an Excel workbook"),
+        (as_zip, "is a zip archive, as workbooks of Excel and .npz files are"),
         (bz2.compress, "is packed by bzip2"),
         (lzma.compress, "is packed by xz"),
         (lambda content: pa.compress(content, "zstd", asbytes=True), "is packed by zstd"),
