@@ -20,7 +20,7 @@ from raycloak.workers.gradients.sum_engines import SumEngine
 from raycloak.workers.inputs.datasets import Dataset, named_inputs_of
 from raycloak.workers.inputs.losses import BUILT_IN_LOSSES
 from raycloak.workers.inputs.named_inputs import packed
-from raycloak.workers.inputs.text_model import LOSSES_OF_CLASSES
+from raycloak.workers.terms.loss import LOSSES_OF_CLASSES
 from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.vectors.streams import KeyStream
 from raycloak.workers.virtual_worker import VirtualWorkerComputer

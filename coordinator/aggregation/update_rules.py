@@ -32,6 +32,7 @@ import torch
 from numpy.typing import NDArray
 
 from raycloak.metrics.errors import ConfigError, ProtocolError, RunFailedError, is_out_of_memory
+from raycloak.metrics.listing import listed
 from raycloak.metrics.proof_bounds import require_bound
 from raycloak.workers.inputs.user_code import own_words, resolve, source_digest
 from raycloak.workers.terms.manifest import OptimizerSpec, TensorSpec, matches
@@ -171,8 +172,7 @@ def by_terms(spec: OptimizerSpec, tensors: Sequence[TensorSpec]) -> dict[Optimiz
 
 def shown_names(tensors: Sequence[TensorSpec]) -> str:
     """Return the names of tensors for a sentence, the first ones of many."""
-    more = f" and {len(tensors) - _SHOWN} more" if len(tensors) > _SHOWN else ""
-    return f"{', '.join(tensor.name for tensor in tensors[:_SHOWN])}{more}"
+    return listed([tensor.name for tensor in tensors], _SHOWN)
 
 
 def learning_rate(spec: OptimizerSpec, step: int, total_steps: int) -> float:

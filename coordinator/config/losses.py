@@ -6,9 +6,8 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator,
 
 from raycloak.coordinator.config.section import Section
 from raycloak.coordinator.config.sections import require_known
-from raycloak.workers.terms.loss import SEVERAL, LossName
+from raycloak.workers.terms.loss import LOSSES_OF_CLASSES, LOSSES_OF_TOKENS, SEVERAL, LossName
 
-CLASS_LOSSES = ("cross_entropy", "token_cross_entropy", "next_token_cross_entropy")
 LOSSES: tuple[str, ...] = get_args(LossName)
 """The losses that have a name; `raycloak.workers.inputs.losses` computes them."""
 
@@ -46,9 +45,9 @@ class LossConfig(Section):
     @model_validator(mode="after")
     def _settings_of_the_loss(self) -> Self:
         owners = {
-            "class_weights": CLASS_LOSSES,
+            "class_weights": LOSSES_OF_CLASSES,
             "positive_weights": ("binary_cross_entropy",),
-            "label_smoothing": (*CLASS_LOSSES, "binary_cross_entropy"),
+            "label_smoothing": (*LOSSES_OF_CLASSES, "binary_cross_entropy"),
             "delta": ("huber",),
         }
         for field, names in owners.items():
@@ -68,7 +67,7 @@ def _check_losses(loss: str | LossConfig | list[LossConfig]) -> str | LossConfig
             raise ValueError("outputs and weight belong to one of several losses, in a list")
         return loss
     for index, each in enumerate(loss):
-        if each.name in CLASS_LOSSES[1:]:
+        if each.name in LOSSES_OF_TOKENS:
             raise ValueError(f"entry {index}: {each.name} takes all outputs, so it cannot be one of several")
         if each.outputs is None or (each.outputs < 2 and each.name == "cross_entropy"):
             raise ValueError(

@@ -26,9 +26,9 @@ from raycloak.coordinator.planning.model_source import loss_spec, model_source
 from raycloak.coordinator.planning.references import descriptor, part_of, require_at_hand
 from raycloak.metrics.errors import ConfigError, DatasetError
 from raycloak.metrics.file_errors import file_error
+from raycloak.metrics.listing import listed
 from raycloak.workers.gradients.model_checks import input_errors
 from raycloak.workers.gradients.row_loss import RowLoss
-from raycloak.workers.inputs.columns import some
 from raycloak.workers.inputs.datasets import Dataset, dataset_form, named_inputs_of
 from raycloak.workers.inputs.descriptor import OpenedDataset
 from raycloak.workers.inputs.fingerprint import check_digest, data_marks, load_key
@@ -103,7 +103,7 @@ class DataReport:
 
     @property
     def _voids(self) -> tuple[str, ...]:
-        columns = f" in {some(self.not_finite_columns)}" if self.not_finite_columns else ""
+        columns = f" in {listed(self.not_finite_columns)}" if self.not_finite_columns else ""
         ids = "its vocabulary" if self.vocabulary is None else f"0 .. {self.vocabulary - 1}"
         found = (
             (self.not_finite, f"with a value that is NaN or infinite{columns}"),
@@ -245,8 +245,7 @@ def _require_read(images: Mapping[str, ImageFacts]) -> None:
     said = []
     for why in dict.fromkeys(faulty.values()):
         names = [name for name, each in faulty.items() if each == why]
-        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        said.append(f"each of these {why}: {', '.join(names[:SHOWN])}{more}")
+        said.append(f"each of these {why}: {listed(names, SHOWN)}")
     remedy = f" {DEPTH_REMEDY}" if TOO_DEEP in faulty.values() else ""
     raise DatasetError("dataset_unreadable", f"{'; '.join(said)}.", f"Remove or replace them.{remedy}")
 

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from raycloak.metrics.errors import DatasetError
+from raycloak.metrics.listing import listed
 from raycloak.workers.inputs.named_inputs import InputSource
 
 _RANGE = re.compile(r"(.*?)([0-9]+)\.\.(.*?)([0-9]+)")
@@ -64,7 +65,7 @@ class Layout:
             if name not in present:
                 raise DatasetError(
                     "dataset_array",
-                    f"{where} has no column '{name}'; it has {some(present)}.",
+                    f"{where} has no column '{name}'; it has {listed(present)}.",
                     "Give all files of a table the same columns.",
                 )
 
@@ -146,7 +147,7 @@ def _found(asked: Sequence[str], present: Sequence[str], where: str) -> tuple[st
         if there is None:
             raise DatasetError(
                 "dataset_array",
-                f"{where} has no column '{name}'; it has {some(present)}.",
+                f"{where} has no column '{name}'; it has {listed(present)}.",
                 "Set dataset.features and dataset.labels.",
             )
         found.append(there)
@@ -162,9 +163,3 @@ def _expanded(name: str) -> Iterator[str]:
     width = len(found[2]) if found[2].startswith("0") else 1
     for number in range(int(found[2]), int(found[4]) + 1):
         yield f"{found[1]}{number:0{width}d}"
-
-
-def some(names: Sequence[str], most: int = 20) -> str:
-    """Return the first names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{', '.join(names[:most])}{more}"

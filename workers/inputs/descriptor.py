@@ -19,9 +19,10 @@ from raycloak.attestation.core.messages import Message, parse
 from raycloak.attestation.sealed.sealed_data import HEADER_FILE
 from raycloak.metrics.errors import DatasetError, ModelError, RaycloakError
 from raycloak.metrics.file_errors import file_error
+from raycloak.metrics.listing import listed
 from raycloak.workers.inputs.built_rows import PipelineIndex, built_files
 from raycloak.workers.inputs.canaries import CanaryDataset
-from raycloak.workers.inputs.columns import Columns, some
+from raycloak.workers.inputs.columns import Columns
 from raycloak.workers.inputs.datasets import (
     ArrayDataset,
     Arrays,
@@ -115,7 +116,7 @@ class OpenedDataset:
             outline = "; ".join(f"{each.name} {list(each.shape)} {each.dtype}" for each in form.inputs)
         else:
             outline = f"{list(form.feature_shape)} {form.feature_dtype}"
-        return f"{outline}: {some(self.features)}" if self.features else outline
+        return f"{outline}: {listed(self.features)}" if self.features else outline
 
     @contextmanager
     def naming_features(self, form: DatasetForm) -> Iterator[None]:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from raycloak.metrics.listing import listed
+
 # Layers that a sentence names.
 _SHOWN = 3
 # Rows of images, of texts and of vectors.
@@ -89,9 +91,8 @@ def _draws(layer: nn.Module, features: torch.Tensor) -> tuple[bool, object]:
 def _silenced(found: list[tuple[str, float]]) -> tuple[str, ...]:
     if not found:
         return ()
-    shown = ", ".join(f"{name or 'model'} was {value:g}" for name, value in found[:_SHOWN])
-    more = f", and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return (f"dropout is set to 0 ({shown}{more}).",)
+    shown = listed([f"{name or 'model'} was {value:g}" for name, value in found], _SHOWN)
+    return (f"dropout is set to 0 ({shown}).",)
 
 
 def _is_named(name: str) -> bool:

@@ -4,7 +4,6 @@ Weights are safetensors, mapped into memory: the workers of a node share the pag
 """
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -13,6 +12,7 @@ from torch import nn
 from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.attestation.core.messages import Message
 from raycloak.metrics.errors import ConfigError, ModelError, is_out_of_memory
+from raycloak.metrics.listing import listed
 from raycloak.workers.inputs.dropout import silence_config
 from raycloak.workers.inputs.hub_files import library, public_folder, quiet
 from raycloak.workers.inputs.lora import LoraSpec, adapted
@@ -82,7 +82,7 @@ class HubSpec(Message):
         with quiet():
             model, notes, drawn = self._load(folder)
             if drawn:
-                notes = (*notes, f"drawn from the seed, since the checkpoint has none: {_listed(drawn)}.")
+                notes = (*notes, f"drawn from the seed, since the checkpoint has none: {listed(drawn, _SHOWN)}.")
             if self.lora is None:
                 return model.float(), notes
             return adapted(model, self.lora, _PEFT_TASKS[self.task]), notes
@@ -160,7 +160,7 @@ def _check_weights(folder: Path, hf: str, auto: str) -> None:
     if pickled and next(folder.glob("*.safetensors"), None) is None:
         raise ModelError(
             "model_unreadable",
-            f"{hf} has its weights in {_listed(pickled)}, which run code when they are read.",
+            f"{hf} has its weights in {listed(pickled, _SHOWN)}, which run code when they are read.",
             "If you trust their author, write them as safetensors once, in Python: "
             f"transformers.{auto}.from_pretrained(FOLDER).save_pretrained(FOLDER).",
         )
@@ -182,7 +182,7 @@ def _check_code(config: dict[str, Any], hf: str, allowed: bool) -> None:
     if named and not allowed:
         raise ModelError(
             "remote_code",
-            f"{hf} comes with Python code of its own ({_listed(sorted(map(str, named.values())))}).",
+            f"{hf} comes with Python code of its own ({listed(sorted(map(str, named.values())), _SHOWN)}).",
             "Read it; model.allow_remote_code: true then runs it in every worker, and its digest is in the manifest.",
         )
     if any("--" in str(name) for name in named.values()):
@@ -210,7 +210,7 @@ def _check_head(config: Any, spec: HubSpec) -> None:
         raise ModelError(
             "no_head",
             f"{spec.hf} is a model of type {config.model_type}, which has no head for {spec.task}.",
-            f"Tasks that it has a head for: {_listed(has) or 'none'}.",
+            f"Tasks that it has a head for: {listed(has, _SHOWN) or 'none'}.",
         )
 
 
@@ -242,14 +242,9 @@ def _check_loaded(model: Any, info: dict[str, Any], spec: HubSpec) -> None:
     if lost:
         raise ModelError(
             "weights_missing",
-            f"the checkpoint {spec.hf} lacks {_listed(lost)}.",
+            f"the checkpoint {spec.hf} lacks {listed(lost, _SHOWN)}.",
             "Take a whole checkpoint of this type of model.",
         )
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
 
 
 def _unreadable(hf: str, error: Exception) -> ModelError:

@@ -18,10 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from raycloak.metrics.errors import ConfigError, ModelError, is_out_of_memory
+from raycloak.metrics.listing import listed
 from raycloak.workers.inputs.datasets import Dataset, DatasetForm
 from raycloak.workers.inputs.dropout import silence_dropout
 from raycloak.workers.inputs.experts import evaluate_every_expert
 from raycloak.workers.inputs.void import IGNORED
+from raycloak.workers.terms.loss import LOSSES_OF_CLASSES, LOSSES_OF_TOKENS
 
 ATTENTION = "eager"
 """The one attention: a matmul and a softmax. `sdpa` picks its kernel by device, mask and precision."""
@@ -34,8 +36,6 @@ _PADDED = 3
 _SHOWN = 3
 # Public examples that are looked at together.
 _CHECKED = 4096
-_LOSSES_OF_TOKENS = ("token_cross_entropy", "next_token_cross_entropy")
-LOSSES_OF_CLASSES = ("cross_entropy", *_LOSSES_OF_TOKENS)
 
 
 class TextModel(nn.Module):
@@ -211,7 +211,7 @@ class TextModel(nn.Module):
             ids, labels = examples.batch(np.arange(start, min(start + _CHECKED, len(examples)), dtype=np.int64))
             if ids.max() >= self.vocabulary:
                 raise _beyond_vocabulary(f"the evaluation split has the token id {ids.max()}", self.vocabulary)
-            if loss in _LOSSES_OF_TOKENS:
+            if loss in LOSSES_OF_TOKENS:
                 labels = labels[labels != IGNORED]
             if most is not None and ((labels < 0) | (labels >= most)).any():
                 wrong = labels[(labels < 0) | (labels >= most)][0]
@@ -272,8 +272,7 @@ class TextModel(nn.Module):
         unused = [name for name, tensor in trained.items() if used and id(tensor) not in used]
         for name in unused:
             trained[name].requires_grad_(False)
-        shown = ", ".join(unused[:_SHOWN]) + (f", and {len(unused) - _SHOWN} more" if len(unused) > _SHOWN else "")
-        return (f"frozen, since no logit depends on it: {shown}.",) if unused else ()
+        return (f"frozen, since no logit depends on it: {listed(unused, _SHOWN)}.",) if unused else ()
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -364,7 +363,7 @@ def _beyond_head(what: str, classes: int) -> ConfigError:
 
 def _check_loss(loss: str, dimensions: int, label_shape: tuple[int, ...]) -> None:
     """Require a built-in loss to fit logits [m, classes] or [m, T, classes]; a user's own may fit anything."""
-    of_tokens = loss in _LOSSES_OF_TOKENS
+    of_tokens = loss in LOSSES_OF_TOKENS
     if (loss == "cross_entropy" and dimensions == 3) or (of_tokens and (dimensions == 2 or len(label_shape) != 1)):
         raise ConfigError(
             "loss_of_task",

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raycloak.metrics.errors import DatasetError
+from raycloak.metrics.listing import listed
 from raycloak.workers.inputs.named_inputs import Inputs, unpacked
 
 PADDING = -1
@@ -161,5 +162,4 @@ def void_columns(features: NDArray[Any], limits: Limits, columns: Sequence[str])
 def _columns_text(columns: Sequence[str]) -> str:
     if not columns:
         return ""
-    more = f" and {len(columns) - SHOWN} more" if len(columns) > SHOWN else ""
-    return f" in {', '.join(columns[:SHOWN])}{more}"
+    return f" in {listed(columns, SHOWN)}"

@@ -9,6 +9,10 @@ LossName = Literal[
 ]
 """The built-in losses, as `workers/inputs/losses.py` computes them."""
 
+LOSSES_OF_TOKENS: tuple[LossName, ...] = ("token_cross_entropy", "next_token_cross_entropy")
+LOSSES_OF_CLASSES: tuple[LossName, ...] = ("cross_entropy", *LOSSES_OF_TOKENS)
+"""The losses over one class an example, or one a token."""
+
 SEVERAL = "several"
 """The name of a loss that is the sum of several."""
 
