@@ -76,7 +76,7 @@ def witness_place(text: str) -> str:
 
 
 Address = Annotated[str, AfterValidator(host_and_port)]
-Place = Annotated[str, AfterValidator(without_secret)]
+Place = Annotated[str, Field(min_length=1), AfterValidator(without_secret)]
 """A path or URL without a secret: Ray keeps what its actors are given."""
 Side = Annotated[int, Field(gt=0, le=2**14)]
 
@@ -645,7 +645,7 @@ class LedgerConfig(Section):
             does not use stays charged.
     """
 
-    url: Annotated[str, Field(min_length=1), AfterValidator(without_secret)] | None = None
+    url: Place | None = None
     account: str | None = None
     witness: Annotated[str, AfterValidator(witness_place)] | None = None
     prepaid: bool = False
@@ -731,7 +731,7 @@ class CheckpointConfig(Section):
     checkpoint_frequency: int = Field(default=50, ge=0)
     num_to_keep: int = Field(default=2, gt=0)
     keep_best: Literal["evaluation_accuracy", "evaluation_loss"] | None = None
-    storage: Annotated[str, Field(min_length=1), AfterValidator(without_secret)] | None = None
+    storage: Place | None = None
     recipients: list[str] = Field(default_factory=list)
 
     @field_validator("storage")
