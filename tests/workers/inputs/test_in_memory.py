@@ -15,21 +15,7 @@ from raycloak.metrics.errors import DatasetError, ModelError
 from raycloak.workers.inputs.datasets import dataset_form
 from raycloak.workers.inputs.in_memory import export_in_memory, require_first, unused_keys
 from raycloak.workers.inputs.models import ModelSource
-
-
-class Given:
-    """A map-style dataset."""
-
-    def __init__(self, items: Any, **attributes: Any) -> None:
-        self._items = items
-        for name, value in attributes.items():
-            setattr(self, name, value)
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._items[index]
+from tests.workers.inputs.given_dataset import Given
 
 
 def exported(dataset: Any, folder: Path) -> tuple[np.ndarray, np.ndarray]:

@@ -1,7 +1,6 @@
 """Several inputs by name travel as one array of features, and a model gets each back, bit for bit."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +19,7 @@ from raycloak.workers.inputs.in_memory import export_in_memory
 from raycloak.workers.inputs.losses import cross_entropy
 from raycloak.workers.inputs.models import trainable_tensors
 from raycloak.workers.inputs.named_inputs import InputSource, NamedInput, fed_by_name, outlined, packed, unpacked
+from tests.workers.inputs.given_dataset import Given
 
 INPUTS = (
     NamedInput(name="ids", shape=(3,), dtype="int64", vocabulary=50),
@@ -249,21 +249,6 @@ def test_a_function_of_the_users_own_gives_inputs_by_name(tmp_path: Path):
         described("Odd").open(tmp_path)
     with pytest.raises(DatasetError, match="other names, types or shapes"):
         described("Restless", ids=50).open(tmp_path).batch(np.array([1]))
-
-
-class Given:
-    """A map-style dataset of a Trainer."""
-
-    def __init__(self, items: list[Any], **attributes: Any) -> None:
-        self._items = items
-        for name, value in attributes.items():
-            setattr(self, name, value)
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._items[index]
 
 
 @pytest.mark.parametrize("form", ["a pair", "a mapping"])
