@@ -21,7 +21,7 @@ class NoiseTerms(Protocol):
 
     @property
     def private(self) -> bool:
-        """Whether there is noise at all."""
+        """True if there is noise at all."""
         ...
 
     @property

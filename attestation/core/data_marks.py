@@ -40,7 +40,7 @@ class Likeness(IntEnum):
 
     @property
     def words(self) -> str:
-        """What they share, to follow "has"."""
+        """The words for what they share, to follow "has"."""
         return _WORDS[self]
 
 

@@ -147,7 +147,7 @@ def _first_interval(parts: Parts, delta: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """Where epsilon is looked for, and how. The choice decides how tight the result is, and never whether it holds.
+    """The losses among which epsilon is looked for. The choice decides how tight the result is, never whether it holds.
 
     Attributes:
         bottom, top: the losses that a transform holds; no epsilon below ``bottom`` is found.

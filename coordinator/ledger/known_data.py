@@ -48,7 +48,7 @@ def learned(event: StatesData, known: Known) -> bool:
 
 
 class Learning:
-    """What the accounts of a chain are known by, entry after entry.
+    """The marks that the accounts of a chain are known by, entry after entry.
 
     Args:
         whole: as in :class:`Known`.

@@ -86,7 +86,7 @@ class Witness(Protocol):
 
     @property
     def place(self) -> Place:
-        """Where the heads are kept."""
+        """The place where the heads are kept."""
         ...
 
 
