@@ -4,7 +4,6 @@ A branch, a loop's length or a number that Python computes with may then follow 
 computed for all of them. No synthetic batch shows a branch that it does not take, so the reading itself is refused.
 """
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +13,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from raycloak.workers.gradients.tensor_table import TensorTable
 
 _OUTSIDE = frozenset(
     (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.__repr__, Tensor.__format__)
@@ -41,10 +42,9 @@ class ReadValues:
 
     def __init__(self, rows: Tensor) -> None:
         self.found: str | None = None
-        # By identity. A tensor that is gone gives its number away, so it is forgotten first.
-        self._followed: dict[int, weakref.ref[Tensor]] = {}
+        self._followed = TensorTable[bool]()
         self._operations = _Operations(self)
-        self._follow(rows)
+        self._followed[rows] = True
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -78,20 +78,12 @@ class ReadValues:
             # An operation in place writes to its first tensor. More than that is followed now and then, and never less.
             for each in (*tree_leaves(output), *given[:1]):
                 if isinstance(each, Tensor):
-                    self._follow(each)
+                    self._followed[each] = True
         return output, follows
 
     def follows(self, given: Sequence[Any]) -> bool:
         """Return whether one of these depends on rows."""
-        return any(id(each) in self._followed for each in given)
-
-    def _follow(self, tensor: Tensor) -> None:
-        number = id(tensor)
-        self._followed[number] = weakref.ref(tensor, lambda gone: self._forget(number, gone))
-
-    def _forget(self, number: int, gone: "weakref.ref[Tensor]") -> None:
-        if self._followed.get(number) is gone:
-            del self._followed[number]
+        return any(each in self._followed for each in given)
 
 
 class _Calls(TorchFunctionMode):

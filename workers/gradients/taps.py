@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from raycloak.metrics.errors import ModelError
 from raycloak.workers.gradients.attention import multi_head_attention
@@ -31,6 +30,7 @@ from raycloak.workers.gradients.numerics import exact_sums
 from raycloak.workers.gradients.parts import Part, Products
 from raycloak.workers.gradients.patches import patches
 from raycloak.workers.gradients.row_places import SilentRows
+from raycloak.workers.gradients.tensor_table import TensorTable
 from raycloak.workers.gradients.uses import LookupUse, ProductUse, RowUse, Use, dense_rows, part_of, settled
 
 _FIX = "Use it through Linear, Conv, Embedding or a norm, with the batch as the first dimension, or freeze it."
@@ -724,18 +724,22 @@ class _Constants:
 
     def __init__(self, own: Sequence[Tensor]) -> None:
         # Whether a tensor is the module's own, and its version. Not held, as some are large.
-        self._known = WeakIdKeyDictionary()
+        self._known = TensorTable[tuple[bool, int]]()
         for tensor in own:
             self._known[tensor] = (True, tensor._version)
 
     def have(self, tensors: Iterable[Tensor]) -> bool:
         """Return whether all ``tensors`` are such; true of none."""
-        return all(each in self._known and self._known[each][1] == each._version for each in tensors)
+        for each in tensors:
+            found = self._known.get(each)
+            if found is None or found[1] != each._version:
+                return False
+        return True
 
     def is_own(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor``, which is one of these, is the module's own."""
-        own: bool = self._known[tensor][0]
-        return own
+        """Return whether ``tensor`` is the module's own."""
+        found = self._known.get(tensor)
+        return found is not None and found[0]
 
     def add(self, tensors: Iterable[Tensor]) -> None:
         """Take what an operation met and gave that had no other input than these, also in place."""
@@ -744,8 +748,7 @@ class _Constants:
             for tensor in (each, each._base):
                 # No version is counted of inference tensors.
                 if tensor is not None and not tensor.is_inference():
-                    own = tensor in self._known and self._known[tensor][0]
-                    self._known[tensor] = (own, tensor._version)
+                    self._known[tensor] = (self.is_own(tensor), tensor._version)
 
 
 def tensors_in(args: Sequence[Any], named: Mapping[str, Any]) -> Iterator[Tensor]:

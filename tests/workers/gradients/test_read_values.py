@@ -114,7 +114,7 @@ def test_a_tensor_that_is_gone_is_not_mistaken_for_a_new_one() -> None:
             x + 1
             assert float(torch.ones(2).sum()) == 2
     assert values.found is None
-    assert len(values._followed) == 1
+    assert len(values._followed._values) == 1
 
 
 class EarlyExit(nn.Module):
