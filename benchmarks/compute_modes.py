@@ -37,9 +37,9 @@ def work(name: str, mode: str) -> Any:
     from raycloak.workers.gradients.clipping import GradientEngine
     from raycloak.workers.gradients.numerics import pin_numerics
     from raycloak.workers.gradients.row_memory import _mechanism
-    from raycloak.workers.inputs.compute_mode import ComputeMode
-    from raycloak.workers.inputs.losses import cross_entropy, next_token_cross_entropy
-    from raycloak.workers.inputs.models import read_flat
+    from raycloak.workers.models.compute_mode import ComputeMode
+    from raycloak.workers.models.losses import cross_entropy, next_token_cross_entropy
+    from raycloak.workers.models.models import read_flat
 
     pin_numerics()
     torch.manual_seed(0)
@@ -66,7 +66,7 @@ def text_model(name: str) -> Any:
     import peft
     import transformers
 
-    from raycloak.workers.inputs.text_model import TextModel
+    from raycloak.workers.models.text_model import TextModel
 
     if name == "gpt2 whole":
         config = transformers.GPT2Config(

@@ -100,7 +100,7 @@ def _shares(name: str, shape: tuple[int, ...], dtype) -> Iterator[tuple[str, dic
     from raycloak.workers.gradients import clipping
     from raycloak.workers.gradients.clipping import GradientEngine
     from raycloak.workers.inputs import rows
-    from raycloak.workers.inputs.models import build_model, loss_function, parameter_count, read_flat
+    from raycloak.workers.models.models import build_model, loss_function, parameter_count, read_flat
     from raycloak.workers.terms.loss import LossSpec
     from raycloak.workers.virtual_worker import VirtualWorkerComputer
 

@@ -20,7 +20,7 @@ from raycloak.coordinator.planning.dry_run import plan_of
 from raycloak.coordinator.planning.model_source import model_source
 from raycloak.coordinator.planning.plan import Plan
 from raycloak.coordinator.training.public_evaluation import public_evaluator
-from raycloak.workers.inputs.models import read_flat
+from raycloak.workers.models.models import read_flat
 
 
 def main() -> None:

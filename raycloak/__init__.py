@@ -114,9 +114,9 @@ if TYPE_CHECKING:
     from raycloak.workers.gradients.environment import worker_environment
     from raycloak.workers.inputs.datasets import ArrayDataset, Dataset
     from raycloak.workers.inputs.descriptor import DatasetDescriptor
-    from raycloak.workers.inputs.model_fixes import fix
-    from raycloak.workers.inputs.models import ModelSource
     from raycloak.workers.messages import Admission, StepRequest, WorkerSetup
+    from raycloak.workers.models.model_fixes import fix
+    from raycloak.workers.models.models import ModelSource
     from raycloak.workers.terms.binding import vectors_digest
     from raycloak.workers.terms.parameter_digest import parameter_digest
     from raycloak.workers.terms.receipt import Receipt, data_root
@@ -168,7 +168,7 @@ _HOMES = {
     "MembershipReport": "raycloak.coordinator.training.reporting",
     "MetricsConfig": "raycloak.coordinator.config.sections",
     "ModelConfig": "raycloak.coordinator.config.sections",
-    "ModelSource": "raycloak.workers.inputs.models",
+    "ModelSource": "raycloak.workers.models.models",
     "NodeEvidenceSource": "raycloak.coordinator.cluster.node_evidence",
     "OptimStepResult": "raycloak.coordinator.client.results",
     "OptimizerConfig": "raycloak.coordinator.config.sections",
@@ -210,7 +210,7 @@ _HOMES = {
     "code_measurement": "raycloak.attestation.simulators.tdx_vendor",
     "data_root": "raycloak.workers.terms.receipt",
     "epochs": "raycloak.coordinator.planning.manifest",
-    "fix": "raycloak.workers.inputs.model_fixes",
+    "fix": "raycloak.workers.models.model_fixes",
     "load": "raycloak.coordinator.runs.released_model",
     "load_config": "raycloak.coordinator.config.run",
     "make_plan": "raycloak.coordinator.planning.plan",

@@ -58,9 +58,9 @@ from raycloak.metrics.events import EventWriter
 from raycloak.metrics.traces import OFF, Traces
 from raycloak.workers.gradients.clipping import GradientEngine
 from raycloak.workers.inputs.datasets import ArrayDataset
-from raycloak.workers.inputs.losses import cross_entropy
-from raycloak.workers.inputs.models import ModelSource, build_model
 from raycloak.workers.messages import Admission, StepReply, StepRequest, WorkerSetup
+from raycloak.workers.models.losses import cross_entropy
+from raycloak.workers.models.models import ModelSource, build_model
 from raycloak.workers.terms.binding import Binding, vectors_digest
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.mechanism import Mechanism

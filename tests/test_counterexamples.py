@@ -23,9 +23,9 @@ from raycloak.workers.gradients.numerics import pin_numerics
 from raycloak.workers.gradients.parts import DensePart
 from raycloak.workers.gradients.sum_engines import ClassCountEngine
 from raycloak.workers.inputs.datasets import ArrayDataset
-from raycloak.workers.inputs.losses import cross_entropy
-from raycloak.workers.inputs.models import ModelSource, build_model
 from raycloak.workers.known_answer import known_answer
+from raycloak.workers.models.losses import cross_entropy
+from raycloak.workers.models.models import ModelSource, build_model
 from raycloak.workers.run_member import RunMember
 from raycloak.workers.train_worker import TrainWorker
 from raycloak.workers.vectors import masks

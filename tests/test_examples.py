@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 from raycloak.coordinator.config.run import RunConfig, load_config
 from raycloak.coordinator.planning.dry_run import plan_of
 from raycloak.coordinator.planning.model_source import model_source
-from raycloak.workers.inputs.models import build_model, trainable_tensors
+from raycloak.workers.models.models import build_model, trainable_tensors
 
 # PEFT asks transformers for a name that will go.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")

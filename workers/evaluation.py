@@ -31,9 +31,9 @@ from raycloak.metrics.errors import DatasetError, ProtocolError
 from raycloak.workers.gradients.gradient_parts import named_operations
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.inputs.datasets import Dataset, DatasetForm, dataset_form, slice_ids
-from raycloak.workers.inputs.losses import predicted, share_predicted
-from raycloak.workers.inputs.models import LossFn, ModelRuntime, load_flat
 from raycloak.workers.inputs.sealed import SealedDataset
+from raycloak.workers.models.losses import predicted, share_predicted
+from raycloak.workers.models.models import LossFn, ModelRuntime, load_flat
 from raycloak.workers.terms.loss import has_accuracy
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.measurement import macro_f1

@@ -18,8 +18,8 @@ from raycloak.workers.gradients.gradient_parts import named_operations
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.sum_engines import SumEngine
 from raycloak.workers.inputs.datasets import Dataset, named_inputs_of
-from raycloak.workers.inputs.losses import BUILT_IN_LOSSES
 from raycloak.workers.inputs.named_inputs import packed
+from raycloak.workers.models.losses import BUILT_IN_LOSSES
 from raycloak.workers.terms.loss import LOSSES_OF_CLASSES
 from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.vectors.streams import KeyStream

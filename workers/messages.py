@@ -8,9 +8,9 @@ from raycloak.attestation.core.data_marks import DataMarks
 from raycloak.attestation.core.evidence import CollateralBundle
 from raycloak.attestation.core.messages import Envelope
 from raycloak.attestation.policy.policy import Policy
-from raycloak.workers.inputs.compute_mode import PLAIN, ComputeMode
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
-from raycloak.workers.inputs.models import ModelSource
+from raycloak.workers.models.compute_mode import PLAIN, ComputeMode
+from raycloak.workers.models.models import ModelSource
 from raycloak.workers.terms.loss import LossSpec
 from raycloak.workers.terms.manifest import Manifest, NumericsClass, TensorSpec
 from raycloak.workers.terms.parameter_digest import TensorContent

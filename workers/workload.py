@@ -24,7 +24,13 @@ from raycloak.workers.gradients.spare_rows import spare_rows
 from raycloak.workers.gradients.sum_engines import check_measurable, measurement_engine
 from raycloak.workers.inputs.datasets import Dataset, dataset_form
 from raycloak.workers.inputs.fingerprint import data_marks
-from raycloak.workers.inputs.models import (
+from raycloak.workers.inputs.sealed import ClearSlices, SliceLocks
+from raycloak.workers.inputs.sent_rows import SentForm
+from raycloak.workers.inputs.sent_slots import SentSlots
+from raycloak.workers.known_answer import check_classes, found_classes, known_answer
+from raycloak.workers.messages import WorkerFacts, WorkerSetup
+from raycloak.workers.models.fed_by_name import fed_by_name
+from raycloak.workers.models.models import (
     ModelRuntime,
     build_model,
     build_noted,
@@ -34,13 +40,7 @@ from raycloak.workers.inputs.models import (
     tensor_contents,
     trainable_tensors,
 )
-from raycloak.workers.inputs.named_inputs import fed_by_name
-from raycloak.workers.inputs.sealed import ClearSlices, SliceLocks
-from raycloak.workers.inputs.sent_rows import SentForm
-from raycloak.workers.inputs.sent_slots import SentSlots
-from raycloak.workers.inputs.text_model import check_text, libraries
-from raycloak.workers.known_answer import check_classes, found_classes, known_answer
-from raycloak.workers.messages import WorkerFacts, WorkerSetup
+from raycloak.workers.models.text_model import check_text, libraries
 from raycloak.workers.terms.loss import SEVERAL
 from raycloak.workers.terms.manifest import Manifest, NumericsClass
 from raycloak.workers.terms.measurement import Measurement

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from raycloak.metrics.errors import ModelError
 from raycloak.workers.encrypted.adapter_worker import Adapter, LowRank
-from raycloak.workers.inputs.text_model import is_peft
+from raycloak.workers.models.text_model import is_peft
 
 # They are in one message with the adapter's description, of which a client takes four times as much.
 _SHARED_BYTES: Final = 16 * 2**20

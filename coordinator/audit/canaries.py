@@ -35,8 +35,8 @@ from raycloak.workers.gradients.gradient_parts import PerExampleGradients
 from raycloak.workers.inputs.canaries import CanaryDataset
 from raycloak.workers.inputs.datasets import Dataset, dataset_form
 from raycloak.workers.inputs.descriptor import AuditedExamples, DatasetDescriptor
-from raycloak.workers.inputs.models import LossFn, build_model, loss_function, read_flat
-from raycloak.workers.inputs.text_model import check_text
+from raycloak.workers.models.models import LossFn, build_model, loss_function, read_flat
+from raycloak.workers.models.text_model import check_text
 from raycloak.workers.terms.mechanism import Mechanism
 
 RAW_NORM = 2.0**10

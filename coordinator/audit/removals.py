@@ -17,7 +17,7 @@ from raycloak.workers.gradients.clipping import GradientEngine
 from raycloak.workers.gradients.numerics import pin_numerics
 from raycloak.workers.gradients.spare_rows import CANDIDATES, spare_rows
 from raycloak.workers.inputs.datasets import DatasetForm
-from raycloak.workers.inputs.models import LossFn, load_flat
+from raycloak.workers.models.models import LossFn, load_flat
 from raycloak.workers.terms.mechanism import Mechanism
 
 CLIP = 2.0**-30

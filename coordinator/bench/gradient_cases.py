@@ -19,8 +19,8 @@ from torch.nn import functional
 
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.inputs.datasets import DatasetForm
-from raycloak.workers.inputs.losses import cross_entropy
-from raycloak.workers.inputs.models import LossFn
+from raycloak.workers.models.losses import cross_entropy
+from raycloak.workers.models.models import LossFn
 
 Features = NDArray[np.float32] | NDArray[np.int64]
 SEED: Final = 0

@@ -19,7 +19,7 @@ from raycloak.coordinator.accounting.opacus_modules import opacus_module
 from raycloak.coordinator.bench.gradient_cases import Case, Features
 from raycloak.workers.gradients.clipping import GradientEngine
 from raycloak.workers.gradients.numerics import choose_kernels
-from raycloak.workers.inputs.models import LossFn, read_flat
+from raycloak.workers.models.models import LossFn, read_flat
 from raycloak.workers.terms.mechanism import Mechanism
 
 CLIP: Final = 1.0

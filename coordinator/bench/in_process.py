@@ -30,8 +30,8 @@ from raycloak.coordinator.training.coordinator import Coordinator
 from raycloak.coordinator.training.reporting import Reporting
 from raycloak.metrics.collectors import RunMetrics
 from raycloak.metrics.events import EventWriter
-from raycloak.workers.inputs.models import ModelSource
 from raycloak.workers.messages import WorkerSetup
+from raycloak.workers.models.models import ModelSource
 from raycloak.workers.terms.mechanism import Mechanism
 
 CLASSES = 20

@@ -23,7 +23,7 @@ from raycloak.coordinator.planning.manifest import optimizer_spec
 from raycloak.coordinator.planning.model_source import loss_spec, model_source
 from raycloak.coordinator.planning.references import descriptor
 from raycloak.metrics.errors import ConfigError
-from raycloak.workers.inputs.models import build_model, loss_function, trainable_tensors
+from raycloak.workers.models.models import build_model, loss_function, trainable_tensors
 from raycloak.workers.terms.manifest import OptimizerSpec
 from raycloak.workers.terms.mechanism import Mechanism
 

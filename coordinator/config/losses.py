@@ -9,7 +9,7 @@ from raycloak.coordinator.config.sections import require_known
 from raycloak.workers.terms.loss import LOSSES_OF_CLASSES, LOSSES_OF_TOKENS, SEVERAL, LossName
 
 LOSSES: tuple[str, ...] = get_args(LossName)
-"""The losses that have a name; `raycloak.workers.inputs.losses` computes them."""
+"""The losses that have a name; `raycloak.workers.models.losses` computes them."""
 
 
 class LossConfig(Section):

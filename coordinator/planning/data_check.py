@@ -34,12 +34,12 @@ from raycloak.workers.inputs.descriptor import OpenedDataset
 from raycloak.workers.inputs.fingerprint import check_digest, data_marks, load_key
 from raycloak.workers.inputs.images import DEPTH_REMEDY, TOO_DEEP, ImageFacts
 from raycloak.workers.inputs.inspection import cut_examples, images_by_name
-from raycloak.workers.inputs.models import build_model, loss_function
-from raycloak.workers.inputs.named_inputs import fed_by_name
 from raycloak.workers.inputs.sealed import SealedDataset
-from raycloak.workers.inputs.text_model import check_text
 from raycloak.workers.inputs.void import IGNORED, SHOWN, Limits, Voids, for_owner, void_columns
 from raycloak.workers.known_answer import check_classes, found_classes
+from raycloak.workers.models.fed_by_name import fed_by_name
+from raycloak.workers.models.models import build_model, loss_function
+from raycloak.workers.models.text_model import check_text
 
 # Rows read at once: bounds the memory, and changes no finding.
 _CHUNK = 1024

@@ -45,7 +45,9 @@ from raycloak.workers.gradients.row_memory import largest_rows
 from raycloak.workers.gradients.sum_engines import check_measurable
 from raycloak.workers.inputs.datasets import DatasetForm, SteadyDataset, dataset_form
 from raycloak.workers.inputs.fingerprint import data_marks
-from raycloak.workers.inputs.models import (
+from raycloak.workers.known_answer import check_classes
+from raycloak.workers.models.fed_by_name import fed_by_name
+from raycloak.workers.models.models import (
     LossFn,
     build_model,
     build_noted,
@@ -53,9 +55,7 @@ from raycloak.workers.inputs.models import (
     parameter_count,
     trainable_tensors,
 )
-from raycloak.workers.inputs.named_inputs import fed_by_name
-from raycloak.workers.inputs.text_model import check_text
-from raycloak.workers.known_answer import check_classes
+from raycloak.workers.models.text_model import check_text
 from raycloak.workers.terms.mechanism import Mechanism
 
 

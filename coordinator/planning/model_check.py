@@ -10,10 +10,10 @@ from raycloak.coordinator.planning.references import descriptor
 from raycloak.workers.gradients.model_checks import check_trainable
 from raycloak.workers.gradients.model_report import ModelReport, report_on
 from raycloak.workers.inputs.datasets import dataset_form
-from raycloak.workers.inputs.models import ModelSource, build_unchecked, loss_function
-from raycloak.workers.inputs.named_inputs import fed_by_name
-from raycloak.workers.inputs.text_model import check_text
 from raycloak.workers.known_answer import check_classes
+from raycloak.workers.models.fed_by_name import fed_by_name
+from raycloak.workers.models.models import ModelSource, build_unchecked, loss_function
+from raycloak.workers.models.text_model import check_text
 
 
 def report_by_type(target: str, base: Path) -> tuple[ModelReport, tuple[str, ...]]:

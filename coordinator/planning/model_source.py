@@ -4,9 +4,9 @@ from raycloak.coordinator.config.losses import LossConfig, name_of_loss
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.config.sections import ModelConfig
 from raycloak.metrics.errors import ConfigError
-from raycloak.workers.inputs.compute_mode import ComputeMode
-from raycloak.workers.inputs.hub_model import HubSpec
-from raycloak.workers.inputs.models import ModelSource
+from raycloak.workers.models.compute_mode import ComputeMode
+from raycloak.workers.models.hub_model import HubSpec
+from raycloak.workers.models.models import ModelSource
 from raycloak.workers.terms.loss import LossSpec, LossTerm
 
 

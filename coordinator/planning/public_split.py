@@ -14,7 +14,7 @@ from raycloak.coordinator.planning.references import descriptor, require_public
 from raycloak.metrics.errors import DatasetError
 from raycloak.workers.inputs.datasets import Dataset, DatasetForm, dataset_form
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
-from raycloak.workers.inputs.text_model import TextModel, check_text
+from raycloak.workers.models.text_model import TextModel, check_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,8 +75,8 @@ from raycloak.metrics.server import MetricsServer
 from raycloak.metrics.traces import OFF, UNRECORDED, Span, Traces, tracing
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.inputs.in_memory import export_in_memory, unused_keys
-from raycloak.workers.inputs.models import ModelSource
 from raycloak.workers.messages import WorkerSetup
+from raycloak.workers.models.models import ModelSource
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.measurement import Released
 

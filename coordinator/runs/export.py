@@ -16,7 +16,7 @@ from raycloak.metrics.errors import ConfigError
 from raycloak.metrics.file_errors import file_error, require_absent
 from raycloak.workers.inputs.hub_files import library, quiet
 from raycloak.workers.inputs.text_data import Tokenizer
-from raycloak.workers.inputs.text_model import is_peft, is_transformer
+from raycloak.workers.models.text_model import is_peft, is_transformer
 
 Format = Literal["safetensors", "torch", "hf", "peft"]
 FORMATS: tuple[Format, ...] = ("safetensors", "torch", "hf", "peft")

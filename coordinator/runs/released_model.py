@@ -26,7 +26,7 @@ from raycloak.coordinator.record.folder import AUDIT, RunFolder
 from raycloak.coordinator.record.run_list import find_run
 from raycloak.metrics.errors import ConfigError, ModelError, RefusedError
 from raycloak.metrics.file_errors import file_error
-from raycloak.workers.inputs.models import (
+from raycloak.workers.models.models import (
     ModelSource,
     build_model,
     load_flat,
@@ -34,7 +34,7 @@ from raycloak.workers.inputs.models import (
     tensor_contents,
     trainable_tensors,
 )
-from raycloak.workers.inputs.text_model import TextModel
+from raycloak.workers.models.text_model import TextModel
 from raycloak.workers.terms.loss import LossSpec
 from raycloak.workers.terms.manifest import Manifest, TensorSpec
 from raycloak.workers.terms.parameter_digest import frozen_digest, parameter_digest, tensor_digests
@@ -298,7 +298,7 @@ def _built(described: _Described, manifest: Manifest, arrays: Mapping[str, np.nd
     """Build the model, require it to be the run's, and give it the weights.
 
     Raises:
-        ModelError: ``model_mismatch``, or as :func:`raycloak.workers.inputs.models.build_noted`.
+        ModelError: ``model_mismatch``, or as :func:`raycloak.workers.models.models.build_noted`.
     """
     computation = manifest.computation
     module = build_model(described.source, described.base, described.seed)

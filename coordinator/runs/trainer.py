@@ -23,8 +23,8 @@ from raycloak.coordinator.training.reporting import StepReport
 from raycloak.coordinator.training.stop_signals import StopRequest
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.inputs.in_memory import require_first
-from raycloak.workers.inputs.models import ModelSource
 from raycloak.workers.inputs.user_code import portable_base
+from raycloak.workers.models.models import ModelSource
 
 
 class Trainer:

@@ -19,8 +19,8 @@ from raycloak.coordinator.record.outcome import Evaluation
 from raycloak.coordinator.training.model import Model, ModelReader
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.evaluation import Scorer, metric_of
-from raycloak.workers.inputs.models import ModelSource, build_model, loss_function
-from raycloak.workers.inputs.named_inputs import fed_by_name
+from raycloak.workers.models.fed_by_name import fed_by_name
+from raycloak.workers.models.models import ModelSource, build_model, loss_function
 from raycloak.workers.terms.loss import LossSpec
 
 

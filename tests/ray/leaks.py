@@ -15,7 +15,7 @@ from raycloak.attestation.core.keys import Purpose, Secret, derive
 from raycloak.attestation.keys.release import RunKeys
 from raycloak.coordinator.cluster.process_table import process_table
 from raycloak.workers.inputs.datasets import Dataset, slice_digest, slice_ids
-from raycloak.workers.inputs.models import load_flat, read_flat
+from raycloak.workers.models.models import load_flat, read_flat
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.receipt import data_root
 from raycloak.workers.vectors.ring import encode_into, ring_dtype

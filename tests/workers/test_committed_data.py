@@ -10,8 +10,8 @@ from raycloak.workers.inputs.descriptor import AuditedExamples, DatasetDescripto
 from raycloak.workers.inputs.file_sets import content_digest
 from raycloak.workers.inputs.files import open_examples, read_npz
 from raycloak.workers.inputs.fingerprint import data_marks
-from raycloak.workers.inputs.models import ModelSource
 from raycloak.workers.messages import WorkerSetup
+from raycloak.workers.models.models import ModelSource
 from raycloak.workers.terms.loss import LossSpec
 from raycloak.workers.workload import Workload
 from tests.protocol import HandRun, examples

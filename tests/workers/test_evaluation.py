@@ -25,9 +25,9 @@ from raycloak.workers.evaluation import (
     open_answer,
 )
 from raycloak.workers.inputs.datasets import ArrayDataset, dataset_form, slice_ids
-from raycloak.workers.inputs.losses import cross_entropy
-from raycloak.workers.inputs.models import ModelSource, build_model
 from raycloak.workers.inputs.sealed import seal_dataset
+from raycloak.workers.models.losses import cross_entropy
+from raycloak.workers.models.models import ModelSource, build_model
 from tests.protocol import VIRTUAL_WORKERS, HandRun, examples, orchestrator_key
 
 KEY, COUNT = Secret(b"e" * 32), 30

@@ -12,9 +12,9 @@ from raycloak.metrics.errors import ConfigError
 from raycloak.workers.gradients.clipping import GradientEngine
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.inputs.datasets import ArrayDataset
-from raycloak.workers.inputs.losses import binary_cross_entropy, cross_entropy, mse
-from raycloak.workers.inputs.models import ModelSource, build_model, read_flat
 from raycloak.workers.known_answer import check_classes, found_classes, known_answer
+from raycloak.workers.models.losses import binary_cross_entropy, cross_entropy, mse
+from raycloak.workers.models.models import ModelSource, build_model, read_flat
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.workload import PlannedWorkload, Workload
 from tests.protocol import Arrays, config, examples, initial_parameters, mechanism, worker_setup

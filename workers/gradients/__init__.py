@@ -3,5 +3,5 @@
 Doors: clipping, environment, gradient_parts, model_checks, model_report, numerics, row_loss, row_memory, spare_rows,
 sum_engines.
 
-May import: `inputs` and the rooms below; `attestation`, `metrics`.
+May import: `models` and the rooms below; `attestation`, `metrics`.
 """

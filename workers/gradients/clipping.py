@@ -23,8 +23,8 @@ from raycloak.workers.gradients.parts import Part
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.row_places import SilentRows, moved_rows
 from raycloak.workers.inputs.datasets import Batch, Dataset
-from raycloak.workers.inputs.models import LossFn, load_flat, trainable_tensors
 from raycloak.workers.inputs.rows import in_turn
+from raycloak.workers.models.models import LossFn, load_flat, trainable_tensors
 from raycloak.workers.terms.mechanism import MAX_CLIP, MAX_DIMENSION, MIN_CLIP, Mechanism
 from raycloak.workers.terms.public_sums import PublicSums
 

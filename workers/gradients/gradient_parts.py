@@ -14,7 +14,7 @@ from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.row_places import SilentRows, silences
 from raycloak.workers.gradients.settings import held_settings
 from raycloak.workers.gradients.taps import Recording, Taps
-from raycloak.workers.inputs.models import LossFn, content_hash
+from raycloak.workers.models.models import LossFn, content_hash
 
 # Torch's whole first sentence is matched, so no other error's text can pass for the name of an operation.
 _NONDETERMINISTIC = re.compile(

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from raycloak.metrics.errors import ModelError
-from raycloak.workers.inputs.held_values import LOSS, Held, View, held_values
-from raycloak.workers.inputs.models import content_hash, dtype_name
+from raycloak.workers.models.held_values import LOSS, Held, View, held_values
+from raycloak.workers.models.models import content_hash, dtype_name
 
 _COPIED_BYTES = 2**22
 """Largest tensor that is compared bit by bit. Every probe of a model would else read a frozen base whole."""

@@ -29,9 +29,9 @@ from raycloak.workers.gradients.probes import Examples, Pair, Probes, odd_ids
 from raycloak.workers.gradients.read_values import ReadValues
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.row_places import moved_rows
-from raycloak.workers.inputs.compute_mode import has_autocast, in_full_precision, remove_autocast
 from raycloak.workers.inputs.datasets import DatasetForm
-from raycloak.workers.inputs.models import LossFn, check_layers, compiled_model, content_hash
+from raycloak.workers.models.compute_mode import has_autocast, in_full_precision, remove_autocast
+from raycloak.workers.models.models import LossFn, check_layers, compiled_model, content_hash
 from raycloak.workers.terms.mechanism import Mechanism
 
 _BATCH_SIZES = (5, 7)
@@ -97,7 +97,7 @@ def check_trainable(
     """Refuse a model or loss that cannot be trained under per-example clipping on data of this form.
 
     Guarantee: on the synthetic examples tried, the forward pass and the loss draw no random number and change nothing
-    that `workers/inputs/held_values.py` finds, in training and in evaluation mode; an example's output, loss and
+    that `workers/models/held_values.py` finds, in training and in evaluation mode; an example's output, loss and
     gradient keep their bits, and every layer its shape, when another example or its label changes; no loss of an
     example gives a gradient to another row of a tensor that a trained parameter enters; Python reads no value of a
     tensor that depends on examples; an example's output alone is its output in the batch up to rounding; the losses of
@@ -113,7 +113,7 @@ def check_trainable(
 
     Raises:
         ConfigError: ``vocabulary`` if features are integers and nobody says how many ids there are.
-        ModelError: what `raycloak.workers.inputs.models.check_layers` refuses, ``model_input`` if the model or loss
+        ModelError: what `raycloak.workers.models.models.check_layers` refuses, ``model_input`` if the model or loss
             fails on such data, ``buffer_update``, ``random_layer``, ``mixing_layer``, ``moved_rows``, ``read_values``,
             ``mixing_loss``, ``loss_shape``, ``unsupported_layer``, ``nondeterministic_op``, ``compiled_model``, or
             ``bf16_unsupported`` if the model fails in bfloat16 alone; the layer is named.

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from raycloak.metrics.errors import ModelError
-from raycloak.workers.inputs.model_fixes import fix, fix_of
-from raycloak.workers.inputs.models import layer_problem
+from raycloak.workers.models.model_fixes import fix, fix_of
+from raycloak.workers.models.models import layer_problem
 
 Status = Literal["trained", "frozen", "refused", "no parameters"]
 

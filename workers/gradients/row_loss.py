@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from raycloak.metrics.errors import ModelError, is_out_of_memory
-from raycloak.workers.inputs.losses import BuiltInLoss
-from raycloak.workers.inputs.models import LossFn
+from raycloak.workers.models.losses import BuiltInLoss
+from raycloak.workers.models.models import LossFn
 
 
 class RowLoss:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from raycloak.workers.gradients.clipping import GradientEngine
 from raycloak.workers.gradients.probes import Probes
 from raycloak.workers.inputs.datasets import DatasetForm
-from raycloak.workers.inputs.models import LossFn, read_flat
+from raycloak.workers.models.models import LossFn, read_flat
 from raycloak.workers.terms.mechanism import Mechanism
 
 MICRO_BATCH_BYTES = 2**30

@@ -25,8 +25,8 @@ from raycloak.workers.gradients.kept_state import KeptState
 from raycloak.workers.gradients.parts import DensePart
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.inputs.datasets import DatasetForm
-from raycloak.workers.inputs.losses import share_predicted
-from raycloak.workers.inputs.models import LossFn, ModelRuntime, load_flat
+from raycloak.workers.models.losses import share_predicted
+from raycloak.workers.models.models import LossFn, ModelRuntime, load_flat
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.public_sums import PublicSums
 

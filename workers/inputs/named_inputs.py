@@ -8,17 +8,14 @@ A packed row has the shape [1, width], so that no one takes it for a text of ids
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raycloak.attestation.core.messages import Message
-from raycloak.metrics.errors import ConfigError, DatasetError, ModelError
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
+from raycloak.metrics.errors import ConfigError, DatasetError
 
 
 class NamedInput(Message):
@@ -111,58 +108,13 @@ def packed(parts: Mapping[str, NDArray[Any]], inputs: Inputs) -> NDArray[np.int6
 def unpacked(features: NDArray[np.int64], inputs: Inputs) -> dict[str, NDArray[Any]]:
     """Return the inputs [n, ...] by name that :func:`packed` made ``features`` [n, 1, width] of."""
     parts: dict[str, NDArray[Any]] = {}
-    for each, rows in _cut(features[:, 0], inputs):
+    for each, rows in cut(features[:, 0], inputs):
         values = rows if each.dtype == "int64" else rows.astype(np.int32).view(np.float32)
         parts[each.name] = values.reshape(len(features), *each.shape)
     return parts
 
 
-def _cut(rows: Any, inputs: Inputs) -> list[tuple[NamedInput, Any]]:
+def cut(rows: Any, inputs: Inputs) -> list[tuple[NamedInput, Any]]:
+    """Return each input with its columns of packed rows [n, ...], an array or a tensor."""
     ends = np.cumsum([each.size for each in inputs]).tolist()
     return [(each, rows[:, end - each.size : end]) for each, end in zip(inputs, ends, strict=True)]
-
-
-class _Unpacking:
-    """A hook that gives a model its inputs by name in the place of one packed tensor; other calls pass as they are."""
-
-    def __init__(self, inputs: Inputs) -> None:
-        self._inputs = inputs
-
-    def __call__(
-        self, module: "nn.Module", args: tuple[Any, ...], named: dict[str, Any]
-    ) -> tuple[tuple[()], dict[str, Any]] | None:
-        if len(args) != 1 or named:
-            return None
-        return (), self._given(args[0])
-
-    def _given(self, features: "Tensor") -> "dict[str, Tensor]":
-        import torch
-
-        parts = {}
-        for each, rows in _cut(features[:, 0], self._inputs):
-            values = rows if each.dtype == "int64" else rows.to(torch.int32).view(torch.float32)
-            parts[each.name] = values.reshape(len(features), *each.shape)
-        return parts
-
-
-def fed_by_name(module: "nn.Module", inputs: Sequence[NamedInput]) -> "nn.Module":
-    """Let ``module`` take packed features from now on, and get the inputs by name; without any it stays as it is.
-
-    The names of its parameters stay, and so does what it does when it is called with the inputs themselves.
-
-    Raises:
-        ModelError: ``text_form`` if it is a model of `transformers`, which takes token ids alone.
-    """
-    if not inputs:
-        return module
-    from raycloak.workers.inputs.text_model import TextModel
-
-    if isinstance(module, TextModel):
-        raise ModelError(
-            "text_form",
-            f"a text model takes token ids, and the dataset gives {', '.join(each.name for each in inputs)} by name.",
-            "Leave dataset.inputs out, or wrap the model in a module of your own whose forward takes them.",
-        )
-    # First of all hooks, so that any other sees what the model gets.
-    module.register_forward_pre_hook(_Unpacking(tuple(inputs)), prepend=True, with_kwargs=True)
-    return module

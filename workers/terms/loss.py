@@ -7,7 +7,7 @@ from raycloak.attestation.core.messages import Message
 LossName = Literal[
     "cross_entropy", "token_cross_entropy", "next_token_cross_entropy", "binary_cross_entropy", "mse", "huber"
 ]
-"""The built-in losses, as `workers/inputs/losses.py` computes them."""
+"""The built-in losses, as `workers/models/losses.py` computes them."""
 
 LOSSES_OF_TOKENS: tuple[LossName, ...] = ("token_cross_entropy", "next_token_cross_entropy")
 LOSSES_OF_CLASSES: tuple[LossName, ...] = ("cross_entropy", *LOSSES_OF_TOKENS)

@@ -17,7 +17,7 @@ from raycloak.metrics.errors import ConfigError
 from raycloak.metrics.service_errors import FutureFailedError, ServiceValidationError
 from raycloak.workers.inputs.hub_files import library, quiet
 from raycloak.workers.inputs.text_data import Tokenizer
-from raycloak.workers.inputs.text_model import is_peft, is_transformer
+from raycloak.workers.models.text_model import is_peft, is_transformer
 
 _RATE_EVERY_S: Final = 0.25
 """Between two rates: often enough for a person who watches, and few beside the pieces of text."""

@@ -42,7 +42,7 @@ from raycloak.workers.gradients.gradient_parts import PerExampleGradients
 from raycloak.workers.gradients.model_checks import check_trainable
 from raycloak.workers.gradients.row_memory import largest_rows
 from raycloak.workers.inputs.datasets import DatasetForm
-from raycloak.workers.inputs.losses import cross_entropy
+from raycloak.workers.models.losses import cross_entropy
 from raycloak.workers.gradients.numerics import pin_numerics
 pin_numerics()
 model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh())

@@ -27,7 +27,7 @@ from raycloak.workers.gradients.gradient_parts import PerExampleGradients
 from raycloak.workers.inputs.canaries import CanaryDataset
 from raycloak.workers.inputs.datasets import ArrayDataset
 from raycloak.workers.inputs.fingerprint import data_marks
-from raycloak.workers.inputs.models import ModelSource, build_model, read_flat
+from raycloak.workers.models.models import ModelSource, build_model, read_flat
 from raycloak.workers.run_member import RunMember
 from tests.coordinator.audit import audit_cases as cases
 from tests.coordinator.audit.audit_cases import audited, coins_of, small_config

@@ -13,7 +13,7 @@ from raycloak.coordinator.config.run import parse_config
 from raycloak.coordinator.planning.model_source import model_source
 from raycloak.coordinator.planning.plan import plan_mechanism
 from raycloak.metrics.errors import ConfigError
-from raycloak.workers.inputs.models import build_model, read_flat
+from raycloak.workers.models.models import build_model, read_flat
 
 EXAMPLES, CLIP, RATE = 12, 0.1, 2.0
 

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from raycloak.coordinator.config.losses import LOSSES
 from raycloak.coordinator.config.run import RunConfig, load_config, parse_config
 from raycloak.metrics.errors import ConfigError
-from raycloak.workers.inputs.losses import BUILT_IN_LOSSES
+from raycloak.workers.models.losses import BUILT_IN_LOSSES
 
 GOOD: dict[str, Any] = {
     "expected_batch_size": 100,

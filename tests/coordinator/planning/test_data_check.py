@@ -14,8 +14,8 @@ from raycloak.coordinator.planning.dry_run import plan_of
 from raycloak.coordinator.planning.references import descriptor
 from raycloak.metrics.errors import ConfigError, DatasetError, ModelError
 from raycloak.workers.inputs import text_data
-from raycloak.workers.inputs.models import ModelSource
 from raycloak.workers.messages import WorkerSetup
+from raycloak.workers.models.models import ModelSource
 from raycloak.workers.terms.loss import LossSpec
 from raycloak.workers.workload import Workload
 from tests.tiny_text import write_tokenizer

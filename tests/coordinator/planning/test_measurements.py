@@ -28,7 +28,7 @@ from raycloak.coordinator.report.words import released_text
 from raycloak.coordinator.runs.verdict import verdict_of
 from raycloak.coordinator.training.assignment import NewRun, ReplayedRun, ResumedRun
 from raycloak.metrics.errors import ConfigError, ProtocolError, RunFailedError
-from raycloak.workers.inputs.losses import cross_entropy
+from raycloak.workers.models.losses import cross_entropy
 from raycloak.workers.run_member import RunMember
 from raycloak.workers.terms.measurement import Released, released
 from raycloak.workers.vectors.payload import VectorRange

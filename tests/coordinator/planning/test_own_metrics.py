@@ -14,7 +14,7 @@ from raycloak.coordinator.runs.trainer import Trainer
 from raycloak.coordinator.training.public_evaluation import Evaluator
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.inputs.datasets import ArrayDataset
-from raycloak.workers.inputs.models import ModelSource
+from raycloak.workers.models.models import ModelSource
 from raycloak.workers.terms.loss import LossSpec
 from tests.coordinator.config.test_run import GOOD
 from tests.own_code import words

@@ -17,7 +17,7 @@ from raycloak.coordinator.training.assignment import NewRun, Order, ResumedRun
 from raycloak.coordinator.training.reporting import StepReport
 from raycloak.metrics.errors import RunFailedError
 from raycloak.workers.inputs.fingerprint import data_marks
-from raycloak.workers.inputs.models import ModelSource
+from raycloak.workers.models.models import ModelSource
 from tests.coordinator.config.test_run import GOOD
 
 

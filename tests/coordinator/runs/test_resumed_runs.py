@@ -29,7 +29,7 @@ from raycloak.coordinator.training.conclusion import Conclusion
 from raycloak.coordinator.training.steps import Training
 from raycloak.coordinator.training.stop_signals import StopRequest
 from raycloak.metrics.errors import BudgetError, ConfigError, EvidenceError, RaycloakError, RefusedError, RunFailedError
-from raycloak.workers.inputs.models import ModelSource
+from raycloak.workers.models.models import ModelSource
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.parameter_digest import parameter_digest, tensor_digests
 from raycloak.workers.virtual_worker import VirtualWorkerComputer

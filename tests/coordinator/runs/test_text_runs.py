@@ -36,9 +36,9 @@ from raycloak.workers import workload
 from raycloak.workers.gradients import kept_state
 from raycloak.workers.gradients.model_checks import check_rows, check_trainable
 from raycloak.workers.gradients.row_memory import largest_rows
-from raycloak.workers.inputs import models
-from raycloak.workers.inputs.compute_mode import ComputeMode
 from raycloak.workers.inputs.sealed import seal_dataset
+from raycloak.workers.models import models
+from raycloak.workers.models.compute_mode import ComputeMode
 from raycloak.workers.terms.manifest import LossSpec
 from raycloak.workers.train_worker import TrainWorker
 from tests.protocol import RENYI, SECRET, VIRTUAL_WORKERS, config, settle, trained, whole_run, worker_setup
@@ -197,7 +197,7 @@ def test_a_worker_with_another_tokenizer_is_refused(base, tmp_path):
             def prepare(setup):
                 other = setup.dataset.model_copy(update={"tokenizer": str(base / "other")})
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr("raycloak.workers.inputs.hub_model.HubSpec.check_tokenizer", lambda *_: None)
+                    patch.setattr("raycloak.workers.models.hub_model.HubSpec.check_tokenizer", lambda *_: None)
                     return TrainWorker.prepare(worker, replace(setup, dataset=other))
 
             worker.prepare = prepare

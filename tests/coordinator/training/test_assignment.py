@@ -7,7 +7,7 @@ import pytest
 from raycloak.coordinator.record.folder import RunFolder, RunRecord
 from raycloak.coordinator.runs.execution import Execution
 from raycloak.coordinator.training.assignment import NewRun, ReplayedRun, ResumedRun
-from raycloak.workers.inputs.models import ModelSource
+from raycloak.workers.models.models import ModelSource
 from tests.models import small_model
 from tests.protocol import HandRun, config
 

@@ -13,7 +13,7 @@ from raycloak.coordinator.training.public_evaluation import Evaluator
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.inputs.datasets import ArrayDataset
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
-from raycloak.workers.inputs.models import ModelSource
+from raycloak.workers.models.models import ModelSource
 from raycloak.workers.terms.loss import LossSpec
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from raycloak.workers.inputs.experts import evaluate_every_expert
 from raycloak.workers.inputs.hub_files import quiet
+from raycloak.workers.models.experts import evaluate_every_expert
 
 VOCABULARY, LENGTH, CLASSES = 61, 12, 3
 

@@ -21,8 +21,8 @@ from raycloak.workers.gradients.numerics import pin_numerics
 from raycloak.workers.gradients.parts import DensePart, Part
 from raycloak.workers.gradients.row_places import SilentRows
 from raycloak.workers.inputs.datasets import ArrayDataset
-from raycloak.workers.inputs.losses import cross_entropy
-from raycloak.workers.inputs.models import read_flat
+from raycloak.workers.models.losses import cross_entropy
+from raycloak.workers.models.models import read_flat
 from raycloak.workers.terms.mechanism import Mechanism
 from tests.drawn import batches_of, spare_of
 

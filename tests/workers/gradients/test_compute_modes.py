@@ -17,11 +17,11 @@ from raycloak.workers.gradients.model_checks import check_trainable
 from raycloak.workers.gradients.numerics import pin_numerics
 from raycloak.workers.gradients.parts import Part
 from raycloak.workers.gradients.row_memory import largest_rows
-from raycloak.workers.inputs.compute_mode import ComputeMode, has_autocast, in_full_precision, remove_autocast
 from raycloak.workers.inputs.datasets import DatasetForm
-from raycloak.workers.inputs.losses import cross_entropy, next_token_cross_entropy
-from raycloak.workers.inputs.models import tensor_contents
-from raycloak.workers.inputs.text_model import TextModel
+from raycloak.workers.models.compute_mode import ComputeMode, has_autocast, in_full_precision, remove_autocast
+from raycloak.workers.models.losses import cross_entropy, next_token_cross_entropy
+from raycloak.workers.models.models import tensor_contents
+from raycloak.workers.models.text_model import TextModel
 from tests.workers.gradients.model_zoo import ZOO
 from tests.workers.gradients.test_gradient_parts import ROWS, brute_force, case_of
 from tests.workers.gradients.test_sensitivity import largest_move

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from raycloak.workers.gradients.clipping import ClippedSum
 from raycloak.workers.gradients.gradient_parts import GradientParts, PerExampleGradients
 from raycloak.workers.gradients.numerics import pin_numerics
-from raycloak.workers.inputs.losses import cross_entropy
+from raycloak.workers.models.losses import cross_entropy
 from tests.workers.gradients.model_zoo import ZOO, Case
 
 ROWS = 6

@@ -15,8 +15,8 @@ from raycloak.workers.gradients.model_checks import check_rows, check_trainable
 from raycloak.workers.gradients.numerics import pin_numerics
 from raycloak.workers.gradients.sum_engines import PrivateEvaluationEngine
 from raycloak.workers.inputs.datasets import ArrayDataset, DatasetForm
-from raycloak.workers.inputs.losses import cross_entropy
-from raycloak.workers.inputs.models import LossFn, read_flat
+from raycloak.workers.models.losses import cross_entropy
+from raycloak.workers.models.models import LossFn, read_flat
 from raycloak.workers.terms.measurement import Measurement
 from tests.drawn import batches_of
 from tests.protocol import mechanism

@@ -13,8 +13,8 @@ from raycloak.metrics.errors import ModelError
 from raycloak.workers.gradients.model_checks import check_trainable
 from raycloak.workers.gradients.model_report import LayerReport, ModelReport, report_on
 from raycloak.workers.inputs.datasets import DatasetForm
-from raycloak.workers.inputs.losses import cross_entropy
-from raycloak.workers.inputs.models import check_layers
+from raycloak.workers.models.losses import cross_entropy
+from raycloak.workers.models.models import check_layers
 
 FORM = DatasetForm(num_examples=100, feature_shape=(6, 5), feature_dtype="float32", label_shape=(), label_dtype="int64")
 

@@ -12,7 +12,7 @@ from raycloak.workers.gradients.model_checks import check_trainable
 from raycloak.workers.gradients.numerics import pin_numerics
 from raycloak.workers.gradients.read_values import ReadValues
 from raycloak.workers.inputs.datasets import DatasetForm
-from raycloak.workers.inputs.losses import cross_entropy
+from raycloak.workers.models.losses import cross_entropy
 
 FORM = DatasetForm(num_examples=64, feature_shape=(6,), feature_dtype="float32", label_shape=(), label_dtype="int64")
 

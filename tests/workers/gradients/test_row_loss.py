@@ -15,8 +15,8 @@ from raycloak.workers.gradients.numerics import pin_numerics
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.sum_engines import PrivateEvaluationEngine
 from raycloak.workers.inputs.datasets import ArrayDataset, dataset_form
-from raycloak.workers.inputs.losses import cross_entropy, mse
-from raycloak.workers.inputs.models import LossFn, read_flat
+from raycloak.workers.models.losses import cross_entropy, mse
+from raycloak.workers.models.models import LossFn, read_flat
 from raycloak.workers.terms.measurement import Measurement
 from tests.protocol import mechanism
 

@@ -13,8 +13,8 @@ from raycloak.workers.gradients.model_checks import check_released, check_rows, 
 from raycloak.workers.gradients.numerics import pin_numerics
 from raycloak.workers.gradients.row_places import SilentRows, silences
 from raycloak.workers.inputs.datasets import DatasetForm
-from raycloak.workers.inputs.losses import cross_entropy
-from raycloak.workers.inputs.models import read_flat
+from raycloak.workers.models.losses import cross_entropy
+from raycloak.workers.models.models import read_flat
 from tests.protocol import mechanism
 from tests.workers.gradients.model_zoo import ZOO
 

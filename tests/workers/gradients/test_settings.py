@@ -18,8 +18,8 @@ from raycloak.workers.gradients.parts import GramPart, Lookups, Products
 from raycloak.workers.gradients.settings import held_settings
 from raycloak.workers.gradients.sum_engines import PrivateEvaluationEngine
 from raycloak.workers.inputs.datasets import DatasetForm
-from raycloak.workers.inputs.losses import cross_entropy
-from raycloak.workers.inputs.models import read_flat
+from raycloak.workers.models.losses import cross_entropy
+from raycloak.workers.models.models import read_flat
 from raycloak.workers.terms.measurement import Measurement
 from tests.protocol import mechanism
 

@@ -14,7 +14,7 @@ from raycloak.coordinator.runs.trainer import Trainer
 from raycloak.metrics.errors import DatasetError, ModelError
 from raycloak.workers.inputs.datasets import dataset_form
 from raycloak.workers.inputs.in_memory import export_in_memory, require_first, unused_keys
-from raycloak.workers.inputs.models import ModelSource
+from raycloak.workers.models.models import ModelSource
 from tests.workers.inputs.given_dataset import Given
 
 

@@ -16,9 +16,10 @@ from raycloak.workers.gradients.probes import Probes
 from raycloak.workers.inputs.datasets import DatasetForm, dataset_form
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.inputs.in_memory import export_in_memory
-from raycloak.workers.inputs.losses import cross_entropy
-from raycloak.workers.inputs.models import trainable_tensors
-from raycloak.workers.inputs.named_inputs import InputSource, NamedInput, fed_by_name, outlined, packed, unpacked
+from raycloak.workers.inputs.named_inputs import InputSource, NamedInput, outlined, packed, unpacked
+from raycloak.workers.models.fed_by_name import fed_by_name
+from raycloak.workers.models.losses import cross_entropy
+from raycloak.workers.models.models import trainable_tensors
 from tests.workers.inputs.given_dataset import Given
 
 INPUTS = (

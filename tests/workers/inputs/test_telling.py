@@ -9,8 +9,8 @@ import pytest
 
 from raycloak.metrics.errors import RaycloakError
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
-from raycloak.workers.inputs.models import ModelSource, build_model
 from raycloak.workers.inputs.user_code import resolve, telling
+from raycloak.workers.models.models import ModelSource, build_model
 
 SECRET = "row 17 is 0.5"
 SOURCE = f"def rows(): raise ValueError({SECRET!r})\ndef model(): raise ValueError({SECRET!r})\n"

@@ -17,8 +17,8 @@ from raycloak.workers.gradients.sum_engines import (
     check_measurable,
 )
 from raycloak.workers.inputs.datasets import ArrayDataset, dataset_form
-from raycloak.workers.inputs.losses import binary_cross_entropy, cross_entropy, mse
-from raycloak.workers.inputs.models import ModelSource, build_model
+from raycloak.workers.models.losses import binary_cross_entropy, cross_entropy, mse
+from raycloak.workers.models.models import ModelSource, build_model
 from raycloak.workers.terms.measurement import LARGEST_NORM, Measurement, released
 from raycloak.workers.vectors.ring import decode
 from raycloak.workers.virtual_worker import VirtualWorkerComputer

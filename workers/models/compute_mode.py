@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from raycloak.metrics.errors import ModelError
-from raycloak.workers.inputs.text_model import TextModel
+from raycloak.workers.models.text_model import TextModel
 
 Precision = Literal["float32", "bf16"]
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from raycloak.metrics.errors import ConfigError, ModelError, is_out_of_memory
 from raycloak.metrics.listing import listed
 from raycloak.workers.inputs.datasets import Dataset, DatasetForm
-from raycloak.workers.inputs.dropout import silence_dropout
-from raycloak.workers.inputs.experts import evaluate_every_expert
 from raycloak.workers.inputs.void import IGNORED
+from raycloak.workers.models.dropout import silence_dropout
+from raycloak.workers.models.experts import evaluate_every_expert
 from raycloak.workers.terms.loss import LOSSES_OF_CLASSES, LOSSES_OF_TOKENS
 
 ATTENTION = "eager"
@@ -49,7 +49,7 @@ class TextModel(nn.Module):
 
     Args:
         model: belongs to this object from then on; its cache is off, its attention the one of this module, and its
-            experts those of `raycloak.workers.inputs.experts`.
+            experts those of `raycloak.workers.models.experts`.
 
     Attributes:
         model: the same; parameters are named ``model.`` and the model's own name.

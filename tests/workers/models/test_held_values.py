@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from raycloak.metrics.errors import ProtocolError
-from raycloak.workers.inputs.held_values import Held, held_values
-from raycloak.workers.inputs.losses import cross_entropy
-from raycloak.workers.inputs.models import ModelSource, build_model, tensor_contents
+from raycloak.workers.models.held_values import Held, held_values
+from raycloak.workers.models.losses import cross_entropy
+from raycloak.workers.models.models import ModelSource, build_model, tensor_contents
 from raycloak.workers.terms.parameter_digest import check_same_tensors, frozen_digest
 from raycloak.workers.workload import Workload
 from tests.protocol import config, worker_setup
@@ -238,7 +238,7 @@ def test_values_come_with_the_layer_that_holds_them() -> None:
 SETS = """
 import json
 from torch import nn
-from raycloak.workers.inputs.held_values import held_values
+from raycloak.workers.models.held_values import held_values
 module = nn.Module()
 module.words = {"one", "two", "three", 4, None}
 print(json.dumps([held[1:3] for held in held_values(module)]))

@@ -10,9 +10,9 @@ import raycloak
 from raycloak.metrics.errors import ModelError
 from raycloak.workers.gradients.model_checks import check_trainable
 from raycloak.workers.inputs.datasets import DatasetForm
-from raycloak.workers.inputs.losses import cross_entropy
-from raycloak.workers.inputs.model_fixes import keep_still
-from raycloak.workers.inputs.models import check_layers
+from raycloak.workers.models.losses import cross_entropy
+from raycloak.workers.models.model_fixes import keep_still
+from raycloak.workers.models.models import check_layers
 
 IMAGES = DatasetForm(
     num_examples=64, feature_shape=(3, 4, 4), feature_dtype="float32", label_shape=(), label_dtype="int64"

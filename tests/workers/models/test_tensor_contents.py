@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from raycloak.metrics.errors import ModelError, ProtocolError
-from raycloak.workers.inputs.models import tensor_contents
+from raycloak.workers.models.models import tensor_contents
 from raycloak.workers.terms.parameter_digest import ATTRIBUTES, check_same_tensors, frozen_digest
 
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from raycloak.attestation.core.messages import Message
 from raycloak.metrics.errors import ModelError
-from raycloak.workers.inputs.experts import stacks_of
 from raycloak.workers.inputs.hub_files import library
+from raycloak.workers.models.experts import stacks_of
 
 
 class LoraSpec(Message):

@@ -8,9 +8,9 @@ from torch import nn
 
 import raycloak
 from raycloak.metrics.errors import ModelError
-from raycloak.workers.inputs.dropout import dropouts, silence_dropout
-from raycloak.workers.inputs.models import check_layers
-from raycloak.workers.inputs.text_model import as_text_model
+from raycloak.workers.models.dropout import dropouts, silence_dropout
+from raycloak.workers.models.models import check_layers
+from raycloak.workers.models.text_model import as_text_model
 
 
 class DropPath(nn.Module):

@@ -13,10 +13,10 @@ from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.attestation.core.messages import Message
 from raycloak.metrics.errors import ConfigError, ModelError, is_out_of_memory
 from raycloak.metrics.listing import listed
-from raycloak.workers.inputs.dropout import silence_config
 from raycloak.workers.inputs.hub_files import library, public_folder, quiet
-from raycloak.workers.inputs.lora import LoraSpec, adapted
 from raycloak.workers.inputs.text_data import Tokenizer
+from raycloak.workers.models.dropout import silence_config
+from raycloak.workers.models.lora import LoraSpec, adapted
 
 Task = Literal["sequence_classification", "causal_lm", "token_classification"]
 

@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from raycloak.metrics.errors import ModelError
 from raycloak.workers.gradients.row_loss import RowLoss
-from raycloak.workers.inputs.losses import BUILT_IN_LOSSES, next_token_cross_entropy, token_cross_entropy
+from raycloak.workers.models.losses import BUILT_IN_LOSSES, next_token_cross_entropy, token_cross_entropy
 
 LENGTH, CLASSES = 9, 13
 

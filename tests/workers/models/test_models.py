@@ -14,8 +14,8 @@ from raycloak.workers.gradients import model_checks
 from raycloak.workers.gradients.model_checks import check_rows, check_trainable
 from raycloak.workers.inputs.datasets import ArrayDataset, DatasetForm, dataset_form
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
-from raycloak.workers.inputs.losses import cross_entropy, mse
-from raycloak.workers.inputs.models import (
+from raycloak.workers.models.losses import cross_entropy, mse
+from raycloak.workers.models.models import (
     LossFn,
     ModelSource,
     build_model,

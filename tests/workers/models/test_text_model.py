@@ -15,9 +15,9 @@ from raycloak.workers.gradients.model_checks import check_rows, check_trainable
 from raycloak.workers.gradients.row_memory import largest_rows
 from raycloak.workers.inputs.datasets import DatasetForm
 from raycloak.workers.inputs.hub_files import quiet
-from raycloak.workers.inputs.losses import cross_entropy, next_token_cross_entropy, token_cross_entropy
-from raycloak.workers.inputs.models import ModelSource, build_noted
-from raycloak.workers.inputs.text_model import TextModel, as_text_model, check_text, libraries
+from raycloak.workers.models.losses import cross_entropy, next_token_cross_entropy, token_cross_entropy
+from raycloak.workers.models.models import ModelSource, build_noted
+from raycloak.workers.models.text_model import TextModel, as_text_model, check_text, libraries
 from tests.protocol import mechanism
 from tests.tiny_text import SIZES, bert_config, gpt2_config
 

@@ -11,8 +11,8 @@ from torch.nn import functional
 from raycloak.metrics.errors import ModelError
 from raycloak.workers.gradients.numerics import pin_numerics
 from raycloak.workers.gradients.row_loss import RowLoss
-from raycloak.workers.inputs.losses import BUILT_IN_LOSSES, BuiltInLoss, cross_entropy, huber, mse
-from raycloak.workers.inputs.losses import binary_cross_entropy as binary
+from raycloak.workers.models.losses import BUILT_IN_LOSSES, BuiltInLoss, cross_entropy, huber, mse
+from raycloak.workers.models.losses import binary_cross_entropy as binary
 from raycloak.workers.terms.loss import LossTerm
 
 ROWS = 37

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from raycloak.metrics.errors import ConfigError
-from raycloak.workers.inputs.models import ModelSource, build_model
+from raycloak.workers.models.models import ModelSource, build_model
 
 NETS = "import layers_of_ours\n\ndef small():\n    return layers_of_ours.linear()\n"
 LAYERS = "from torch import nn\n\ndef linear():\n    return nn.Linear(3, 2)\n"

@@ -19,13 +19,6 @@ from torch import Tensor, nn
 
 from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.metrics.errors import ModelError, is_out_of_memory
-from raycloak.workers.inputs.compute_mode import PLAIN, ComputeMode
-from raycloak.workers.inputs.dropout import dropouts
-from raycloak.workers.inputs.held_values import Held, held_values
-from raycloak.workers.inputs.hub_model import HubSpec
-from raycloak.workers.inputs.losses import BuiltInLoss
-from raycloak.workers.inputs.model_fixes import is_frozen, keep_still, name_once
-from raycloak.workers.inputs.text_model import as_text_model
 from raycloak.workers.inputs.user_code import (
     SEE_WHY,
     absent_import,
@@ -36,6 +29,13 @@ from raycloak.workers.inputs.user_code import (
     source_digest,
     told,
 )
+from raycloak.workers.models.compute_mode import PLAIN, ComputeMode
+from raycloak.workers.models.dropout import dropouts
+from raycloak.workers.models.held_values import Held, held_values
+from raycloak.workers.models.hub_model import HubSpec
+from raycloak.workers.models.losses import BuiltInLoss
+from raycloak.workers.models.model_fixes import is_frozen, keep_still, name_once
+from raycloak.workers.models.text_model import as_text_model
 from raycloak.workers.terms.loss import LossSpec
 from raycloak.workers.terms.manifest import TensorSpec
 from raycloak.workers.terms.parameter_digest import ATTRIBUTES, TensorContent, dimension, split_flat
@@ -170,7 +170,7 @@ def build_noted(
     in one numerics class.
 
     Returns:
-        The module, its dropout set to 0, as a `raycloak.workers.inputs.text_model.TextModel` if it is a model of
+        The module, its dropout set to 0, as a `raycloak.workers.models.text_model.TextModel` if it is a model of
         Hugging Face; and sentences for the reader about what was changed or drawn.
 
     Raises:
@@ -257,7 +257,7 @@ def trainable_tensors(module: nn.Module) -> tuple[TensorSpec, ...]:
 
 
 def tensor_contents(module: nn.Module, loss_fn: LossFn | None = None) -> tuple[TensorContent, ...]:
-    """Return the content of all that ``module`` and ``loss_fn`` hold (`workers/inputs/held_values.py`).
+    """Return the content of all that ``module`` and ``loss_fn`` hold (`workers/models/held_values.py`).
 
     Every parameter, buffer, other tensor and array is one entry. The plain values of a layer together are one more, of
     dtype ``attributes``.

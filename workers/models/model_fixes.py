@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from raycloak.metrics.errors import ModelError
-from raycloak.workers.inputs.dropout import silence_dropout
+from raycloak.workers.models.dropout import silence_dropout
 
 MOST_GROUPS = 32
 """Groups of a GroupNorm that replaces a BatchNorm of images, where they divide its channels (Wu and He, 2018)."""
