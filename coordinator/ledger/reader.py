@@ -80,7 +80,7 @@ class LedgerReader:
             return StepStatus(False)
         event = entry.event
         assert isinstance(event, StepCharged)
-        return StepStatus(True, event.parameter_digest, entry.sequence)
+        return StepStatus(True, event.input_digest, entry.sequence)
 
     def view(self) -> LedgerView:
         """Return all accounts as they are now, over a connection of its own. Never waits for a charge."""

@@ -106,11 +106,11 @@ class Case:
     def parameters_after(self, steps: int) -> bytes | None:
         """Return the digest of the parameters that the next step starts from; None if the steps were not committed."""
         if (load := self.history.load_after(steps)) is not None:
-            return load.parameter_digest
+            return load.model_digest
         if steps == 0:
             return self.manifest.computation.initial_parameters
         commit = self.history.commits.get(("gradient", steps - 1))
-        return commit.parameter_digest if commit else None
+        return commit.released_digest if commit else None
 
     def started_from(self, charged: bytes, finished: int, query: Query) -> bool:
         """Return whether a charge was for the parameters after ``finished`` steps, and for batches that were kept.

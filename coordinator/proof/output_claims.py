@@ -18,7 +18,7 @@ from raycloak.coordinator.proof.claims import Broken, NotThere
 from raycloak.coordinator.proof.history import LoggedLoad, LoggedPackage
 from raycloak.coordinator.proof.parts import MEASUREMENTS, METRICS, PACKAGE, PARAMETERS, VERDICT
 from raycloak.workers.terms.measurement import ReleasedValues, average_of, released, values_digest
-from raycloak.workers.terms.parameter_digest import parameter_digest, tensor_digests
+from raycloak.workers.terms.model_digest import model_digest, tensor_digests
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ def _package(case: Case, name: str) -> PackageManifest:
     agrees = {
         "run": (found.run_id, found.manifest_digest) == (manifest.run_id, manifest.digest()),
         "step": commit is not None and own in history.sealed,
-        "parameters": commit is not None and found.parameter_digest == commit.parameter_digest,
+        "parameters": commit is not None and found.model_digest == commit.released_digest,
         "ledger": commit is not None
         and (found.ledger_sequence, found.ledger_hash) == (commit.ledger_sequence, commit.ledger_hash),
         "evidence log": case.log.root_at(found.log_length) == found.log_hash,
@@ -100,12 +100,12 @@ def model(case: Case) -> str:
     }:
         raise Broken(PARAMETERS, "it has other tensors than the manifest")
     digests = [tensor_digests(found[tensor.name].reshape(-1), (tensor,))[0] for tensor in tensors]
-    digest = parameter_digest(tensors, digests)
+    digest = model_digest(tensors, digests)
     steps = next((each for each in case.resting_steps if case.parameters_after(each) == digest), None)
     if steps is None:
         raise Broken(PARAMETERS, f"its digest is {digest.hex()}, which step {case.steps} did not commit")
     # A header may hold anything, so the whole file must be the one that the run writes.
-    metadata = {"run_id": manifest.run_id, "parameter_digest": digest.hex()}
+    metadata = {"run_id": manifest.run_id, "model_digest": digest.hex()}
     if not _is_header(content, save({tensor.name: found[tensor.name] for tensor in tensors}, metadata)):
         raise Broken(PARAMETERS, "its header is not the one that the run writes")
     if steps < case.steps:
@@ -146,7 +146,7 @@ def measurements(case: Case) -> str:
         planned = case.manifest.computation.mechanism.steps
         if released(measurement, each.number, planned, average) != each:
             raise Broken(where, "its values, their noise or its step are not those of such a measurement")
-        if place in made and values_digest(each.query, each.number, average) != made[place].parameter_digest:
+        if place in made and values_digest(each.query, each.number, average) != made[place].released_digest:
             raise Broken(where, "its values are not the ones that were committed")
     if lacking := made.keys() - seen:
         query, number = min(lacking)
@@ -166,7 +166,7 @@ def metrics(case: Case) -> NoReturn:
     if METRICS not in case.parts:
         raise NotThere("there is no metrics.jsonl")
     seen: set[int] = set()
-    loads = {(each.after_step, each.step, each.parameter_digest.hex()): each for each in case.history.loads}
+    loads = {(each.after_step, each.step, each.model_digest.hex()): each for each in case.history.loads}
     for number, line in enumerate(case.parts.lines(METRICS) if case.parts.by_name[METRICS].size else [], 1):
         where = f"{METRICS}, line {number}"
         event = _object(line, where)
@@ -190,7 +190,7 @@ def _expected(case: Case, event: dict[str, Any], loads: Mapping[tuple[int, int, 
         if commit is None:
             return {}
         charge = case.charge(case.run.charges["gradient"][step])
-        return {"parameter_digest": commit.parameter_digest.hex(), "epsilon": charge.charged_epsilon}
+        return {"model_digest": commit.released_digest.hex(), "epsilon": charge.charged_epsilon}
     if kind == "measurement":
         made = _among(case.released, event.get("query"), event.get("release"))
         name = event.get("value_name")
@@ -204,7 +204,7 @@ def _expected(case: Case, event: dict[str, Any], loads: Mapping[tuple[int, int, 
             "epsilon": charge.charged_epsilon,
         }
     if kind == "load":
-        known = _among(loads, event.get("steps"), event.get("step"), event.get("parameter_digest"))
+        known = _among(loads, event.get("steps"), event.get("step"), event.get("model_digest"))
         return {} if known else {"event": "of no state that was loaded there"}
     if kind == "admitted":
         mechanism, planned = computation.mechanism, event.get("epsilon_planned")
@@ -249,7 +249,7 @@ def verdict(case: Case) -> NoReturn:
         "accountant": mechanism.accountant if mechanism.private else None,
         "exact": case.manifest.computation.exact,
         "evidence_class": _class_of(case, found.get("evidence_class")),
-        "parameter_digest": last.hex() if last else None,
+        "model_digest": last.hex() if last else None,
         "virtual_workers": mechanism.virtual_workers,
         "measurements": [each.model_dump(mode="json") for each in case.released.values()],
     }

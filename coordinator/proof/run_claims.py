@@ -161,7 +161,7 @@ def _release(case: Case, commit: Commit, charge: int | None, binding: int | None
     finished = commit.step
     if commit.query != "gradient":
         finished = computation.measurement(commit.query).after(commit.step, computation.mechanism.steps)
-    if not case.started_from(case.charge(charge).parameter_digest, finished, commit.query):
+    if not case.started_from(case.charge(charge).input_digest, finished, commit.query):
         of_batches = ", or for batches that are not named" if computation.mechanism.max_participations else ""
         raise Broken(where, f"it was charged for other parameters than those after {finished} steps{of_batches}")
     return binding

@@ -34,7 +34,7 @@ class RunSummary:
         epsilon_cap: what its account may spend.
         epsilon_claimed: what the run claims however it ends; None for an unfinished run of an earlier version.
         accuracy, loss: the newest on the public split.
-        parameter_digest: of the newest parameters.
+        model_digest: of the newest parameters.
     """
 
     run_dir: Path
@@ -52,7 +52,7 @@ class RunSummary:
     loss: float | None
     evidence_class: str | None
     account: str | None
-    parameter_digest: str | None
+    model_digest: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def _of_verdict(verdict: Mapping[str, Any]) -> dict[str, Any]:
         "loss": number(verdict, "evaluation_loss"),
         "evidence_class": text(verdict, "evidence_class"),
         "account": text(verdict, "account"),
-        "parameter_digest": text(verdict, "parameter_digest"),
+        "model_digest": text(verdict, "model_digest"),
     }
 
 
@@ -130,7 +130,7 @@ def _of_log(course: Course) -> dict[str, Any]:
         "loss": quality if course.metric == "loss" else None,
         "evidence_class": course.evidence_class,
         "account": course.account,
-        "parameter_digest": course.parameter_digest,
+        "model_digest": course.model_digest,
     }
 
 

@@ -313,9 +313,9 @@ _ARTICLE_13: Final = (
             "Planned changes after the first conformity assessment, or none.",
             says=(
                 Said(
-                    "The model was fixed after step {} with the parameter digest {}.",
+                    "The model was fixed after step {} with the model digest {}.",
                     f"{VERDICT}steps",
-                    f"{VERDICT}parameter_digest",
+                    f"{VERDICT}model_digest",
                 ),
             ),
         ),

@@ -252,15 +252,15 @@ class PacedRun:
                     id=command.id,
                     package=saved.package,
                     package_digest=saved.package_digest.hex(),
-                    parameter_digest=saved.parameter_digest.hex(),
+                    model_digest=saved.model_digest.hex(),
                     step=saved.step,
                 )
             elif isinstance(command, Copy):
                 digest = training.copy(CopyRequest(command.after, command.path))
-                report = Copied(id=command.id, parameter_digest=digest.hex())
+                report = Copied(id=command.id, model_digest=digest.hex())
             else:
                 loaded = training.load(LoadRequest(command.after, command.package))
-                report = Loaded(id=command.id, parameter_digest=loaded.parameter_digest.hex(), step=loaded.step)
+                report = Loaded(id=command.id, model_digest=loaded.model_digest.hex(), step=loaded.step)
         except RefusedError as refusal:
             report = Refused(id=command.id, code=refusal.code, message=refusal.message, remedy=refusal.remedy)
         self._tell(report)
@@ -315,7 +315,7 @@ class PacedRun:
         self._tell(
             Released(
                 step=step,
-                digest=report.parameter_digest,
+                digest=report.model_digest,
                 epsilon=report.epsilon,
                 seconds=report.seconds,
                 evaluation_accuracy=report.evaluation_accuracy,

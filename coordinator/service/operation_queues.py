@@ -327,7 +327,7 @@ class OperationQueues:
         self._after.append(lambda: remove_all_but(needed, newest.parent.glob(f"[!.]*{COPY_SUFFIX}")))
 
     def _assign_package(self, client: ClientRow, operation: OperationRow, package: str, digest: str) -> None:
-        result = wire.SampleResult(step=operation.step, parameter_digest=digest)
+        result = wire.SampleResult(step=operation.step, model_digest=digest)
         self._store.change_operation(operation, package=package, result=result.SerializeToString())
         self._generate(client, operation)
 

@@ -225,17 +225,17 @@ class Saved:
     id: str
     package: str
     package_digest: str
-    parameter_digest: str
+    model_digest: str
     step: int
     kind: Literal["saved"] = "saved"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copied:
-    """A report that :class:`Copy` ``id`` is done; ``parameter_digest`` is hexadecimal."""
+    """A report that :class:`Copy` ``id`` is done; ``model_digest`` is hexadecimal."""
 
     id: str
-    parameter_digest: str
+    model_digest: str
     kind: Literal["copied"] = "copied"
 
 
@@ -244,7 +244,7 @@ class Loaded:
     """A report that :class:`Load` ``id`` is done; ``step`` counts the finished steps behind the loaded state."""
 
     id: str
-    parameter_digest: str
+    model_digest: str
     step: int
     kind: Literal["loaded"] = "loaded"
 

@@ -107,7 +107,7 @@ class RunRecords:
         return {
             event["step"]: Released(
                 step=event["step"],
-                digest=event["parameter_digest"],
+                digest=event["model_digest"],
                 epsilon=event.get("epsilon"),
                 seconds=event["seconds"],
                 evaluation_accuracy=event.get("evaluation_accuracy"),

@@ -34,7 +34,7 @@ class StepReport:
         evaluation_loss: mean on the public split, in its place where a loss is measured.
         evaluation_metrics: values of the user's own metrics beside it, by name.
         workers: workers that took part.
-        parameter_digest: hexadecimal digest of the parameters after the step.
+        model_digest: hexadecimal digest of the parameters after the step.
         seconds: wall time of the step.
         exact: whether every operation has a deterministic kernel.
         grad_norm: l2 norm of the step's average gradient; None if the run is private.
@@ -46,7 +46,7 @@ class StepReport:
     epsilon_cap: Fact[float | None]
     evaluation_accuracy: Release[float | None]
     workers: Fact[int]
-    parameter_digest: Release[str]
+    model_digest: Release[str]
     seconds: Physical[float]
     evaluation_loss: Release[float | None] = None
     exact: Fact[bool] = True
@@ -135,7 +135,7 @@ class Reporting:
         self.events.write(
             "step",
             step=outcome.commit.step,
-            parameter_digest=outcome.commit.parameter_digest.hex(),
+            model_digest=outcome.commit.released_digest.hex(),
             epsilon=outcome.charged_epsilon if private else None,
             evaluation_accuracy=accuracy,
             evaluation_loss=loss,

@@ -86,7 +86,7 @@ class SentSteps:
                 "Train on data that a client sends through a training service: raycloak serve.",
             )
         for digests in self.files.sets(step):
-            if step_input(model.digest, digests) == status.parameter_digest:
+            if step_input(model.digest, digests) == status.input_digest:
                 return digests
         raise RefusedError(
             "batch_missing",

@@ -41,7 +41,7 @@ from raycloak.metrics.errors import BudgetError, EvidenceError, RunFailedError
 from raycloak.metrics.traces import OFF, Traces
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.measurement import Measurement, Released, released, values_digest
-from raycloak.workers.terms.parameter_digest import parameter_digest
+from raycloak.workers.terms.model_digest import model_digest
 from raycloak.workers.terms.receipt import Receipt, data_root
 from raycloak.workers.vectors.payload import VectorRange
 
@@ -149,7 +149,7 @@ class StepRunner:
         """
         done = self._execute(Task("gradient", step, self._vector_ranges(), batches=batches), model)
         digests = [each for report in done.reduced.updates for each in report.tensor_digests]
-        parameters = parameter_digest(self.manifest.computation.tensors, digests)
+        parameters = model_digest(self.manifest.computation.tensors, digests)
         updated = done.reduced.updated
         model = Model(tuple(p for p, _ in updated), tuple(s for _, s in updated), parameters)
         return model, self.outcome(done, parameters)

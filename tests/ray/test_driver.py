@@ -120,15 +120,15 @@ def test_a_driver_that_is_killed_and_resumed_gives_the_bytes_of_a_run_without_on
     second.until(Refused, id="too early", code="no_state")
     digests = [second.until(Released).digest for _ in range(STEPS)]
     assert digests[0] == released.digest
-    saved = second.until(Saved, id="kept", parameter_digest=digests[-1], step=STEPS)
+    saved = second.until(Saved, id="kept", model_digest=digests[-1], step=STEPS)
     assert Path(saved.package).exists()
     copy = tmp_path / "copies" / "weights.safetensors"
     second.send(Copy(id="sampled", after=STEPS, path=copy))
-    second.until(Copied, id="sampled", parameter_digest=digests[-1])
+    second.until(Copied, id="sampled", model_digest=digests[-1])
     assert copy.exists()
     second.send(Close())
     ended = second.until(Ended, ending="complete")
-    assert ended.metrics["parameter_digest"] == digests[-1]
+    assert ended.metrics["model_digest"] == digests[-1]
     assert second.until(Exited, code=0)
 
     third = started(run.run_id)
@@ -148,7 +148,7 @@ def test_a_driver_that_is_killed_and_resumed_gives_the_bytes_of_a_run_without_on
         parse_config(CONFIG),
         config_dir=tmp_path,
         run_secret=tmp_path / "secret",
-        progress=lambda report: seen.append(report.parameter_digest),
+        progress=lambda report: seen.append(report.model_digest),
         notice=lambda line: None,
     ).train()
     assert digests == seen
@@ -282,7 +282,7 @@ def test_a_caller_of_a_whole_service_cancels_a_step_between_two_micro_batches_an
         assert isinstance(refused, BudgetExceededError)
         assert 0 < refused.current_epsilon <= refused.max_epsilon == 3.0
         saved = client.save_state(metadata={"step": last.step}).result(DEADLINE_S)
-        assert (saved.step, saved.parameter_digest) == (last.step, last.parameter_digest)
+        assert (saved.step, saved.model_digest) == (last.step, last.model_digest)
         assert len(service.pull_artifact(saved.artifact_id)) == saved.bytes
         assert client.load_state(saved.artifact_id).result(DEADLINE_S).step == last.step
         assert isinstance(client.forward_backward().exception(DEADLINE_S), BudgetExceededError)

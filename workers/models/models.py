@@ -38,7 +38,7 @@ from raycloak.workers.models.model_fixes import is_frozen, keep_still, name_once
 from raycloak.workers.models.text_model import as_text_model
 from raycloak.workers.terms.loss import LossSpec
 from raycloak.workers.terms.manifest import TensorSpec
-from raycloak.workers.terms.parameter_digest import ATTRIBUTES, TensorContent, dimension, split_flat
+from raycloak.workers.terms.model_digest import ATTRIBUTES, TensorContent, dimension, split_flat
 
 # Elements that are hashed at once: bounds the memory beside the model, and changes no digest.
 _PIECE = 2**20

@@ -26,7 +26,7 @@ class StepSeen:
 
     time: float
     step: int
-    parameter_digest: str
+    model_digest: str
     workers: int
     attempts: int
     seconds: float

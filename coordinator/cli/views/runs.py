@@ -192,7 +192,7 @@ def _run_rows(facts: Mapping[str, Any], course: Course) -> list[tuple[str, str]]
         ("directory", str(facts["run_dir"])),
         ("config.yaml", f"SHA-256 {facts['config_digest']}" if facts["config_digest"] else NONE),
         ("manifest", facts["manifest_digest"] or NONE),
-        ("parameters", facts["parameter_digest"] or NONE),
+        ("parameters", facts["model_digest"] or NONE),
     ]
     return [*rows, *(("cannot be read", problem) for problem in facts["problems"])]
 
@@ -330,7 +330,7 @@ def _result_rows(comparison: "Comparison") -> list[tuple[str, list[str]]]:
         ("s per step", [value_text(run.seconds_per_step) or NONE for run in runs]),
         ("evidence", [evidence_class_text(run.summary.evidence_class) for run in runs]),
         ("left / joined / restarts", incidents),
-        ("parameters", [(run.summary.parameter_digest or NONE)[:16] for run in runs]),
+        ("parameters", [(run.summary.model_digest or NONE)[:16] for run in runs]),
     ]
 
 

@@ -54,12 +54,12 @@ class SampleSource:
     Attributes:
         run: the run directory.
         parameters: safetensors file of the trained tensors, as a run directory has it and a package opens to.
-        parameter_digest: of the released weights, in hexadecimal digits; the file must have it.
+        model_digest: of the released weights, in hexadecimal digits; the file must have it.
     """
 
     run: Path
     parameters: Path
-    parameter_digest: str
+    model_digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -486,7 +486,7 @@ def _line_of(job: _Job) -> dict[str, Any]:
         "id": job.number,
         "run": str(source.run),
         "parameters": str(source.parameters),
-        "parameter_digest": source.parameter_digest,
+        "model_digest": source.model_digest,
         "request": asdict(job.request),
     }
 

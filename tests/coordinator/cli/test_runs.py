@@ -145,13 +145,13 @@ def test_a_real_run_is_pictured_with_its_own_figures(tmp_path, raycloak):
     assert (facts["state"], facts["steps"], facts["planned_steps"], facts["workers"]) == ("done", 2, 2, 3)
     assert (facts["epsilon_planned"], facts["epsilon_cap"]) == (plan.epsilon_outsiders, plan.epsilon_cap)
     assert facts["epsilon_charged"] == run.finished.charged_epsilon
-    assert snapshot.course.parameter_digest == run.digests[-1]
+    assert snapshot.course.model_digest == run.digests[-1]
     assert snapshot.course.delta == plan.delta
     times = snapshot.course.times()
     assert times.whole >= times.charge + times.compute + times.reduce > 0
     assert "2 of 2 · 100%" in shown(TopView(snapshot))
     shown_facts = json.loads(raycloak("runs", "show", str(run.folder), "--json")[1])
-    assert (shown_facts["parameter_digest"], shown_facts["steps"]) == (run.digests[-1], 2)
+    assert (shown_facts["model_digest"], shown_facts["steps"]) == (run.digests[-1], 2)
 
 
 def look(run, now=None, monkeypatch=None):

@@ -61,7 +61,7 @@ def test_a_receipt_is_for_exactly_the_step_and_passes_the_workers_check(ledger: 
         ledger_key=ledger.public_key,
         run_id="run-a",
         step=3,
-        parameter_digest=PARAMETERS,
+        input_digest=PARAMETERS,
         manifest_digest=MANIFEST,
         account="patients",
         mechanism_digest=mechanism().digest(),
@@ -274,7 +274,7 @@ def test_status_resolves_a_lost_reply_without_charging(ledger: PrivacyLedger):
     assert not ledger.status("run-a", 0).charged
     receipt = receipt_of(ledger, ledger.charge("run-a", 0, PARAMETERS, MANIFEST))
     status = ledger.status("run-a", 0)
-    assert (status.charged, status.parameter_digest, status.sequence) == (True, PARAMETERS, receipt.sequence)
+    assert (status.charged, status.input_digest, status.sequence) == (True, PARAMETERS, receipt.sequence)
 
 
 def test_a_later_instance_takes_the_run_over_and_the_older_one_is_fenced(ledger_url: str, ledger: PrivacyLedger):
@@ -409,7 +409,7 @@ def test_a_step_of_one_mechanism_does_not_pay_for_the_same_step_of_another(ledge
     first = ledger.charge("run-a", 0, PARAMETERS, MANIFEST)
     assert not ledger.status("run-a", 0, "evaluation").charged
     evaluation = ledger.charge("run-a", 0, b"q" * 32, MANIFEST, "evaluation")
-    assert ledger.status("run-a", 0, "evaluation").parameter_digest == b"q" * 32
+    assert ledger.status("run-a", 0, "evaluation").input_digest == b"q" * 32
     before = ledger.view()
     assert ledger.charge("run-a", 0, PARAMETERS, MANIFEST) == first
     assert ledger.charge("run-a", 0, b"q" * 32, MANIFEST, "evaluation") == evaluation

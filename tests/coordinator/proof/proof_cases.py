@@ -194,7 +194,7 @@ def lengthened(record: Proved, steps: int) -> dict[str, bytes]:
     log = check_exported_log(record.lines("evidence.jsonl"), record.site.orchestrator.public)
     body = next(entry.content for entry in log.entries if entry.kind == "roster")
     members = read_documents(record.lines("documents.jsonl"))[bytes.fromhex(body["members"])].open(RosterMembers)
-    digests[0] = next(bytes.fromhex(e.content["parameter_digest"]) for e in log.entries if e.kind == "committed")
+    digests[0] = next(bytes.fromhex(e.content["released_digest"]) for e in log.entries if e.kind == "committed")
     head, more = Head(entries[-1].sequence, entries[-1].hash), []
     for step in range(1, steps):
         common = {"recorded_at": NOW, "run_id": manifest.run_id, "query": "gradient", "step": step}
@@ -203,7 +203,7 @@ def lengthened(record: Proved, steps: int) -> dict[str, bytes]:
         spent = epsilon_at(terms, [PricedRun.of(registered).spend({"gradient": step + 1})])
         charge = StepCharged(
             **common,
-            parameter_digest=digests[step - 1],
+            input_digest=digests[step - 1],
             mechanism_digest=mechanism.digest(),
             charged_epsilon=spent,
         )
@@ -221,7 +221,7 @@ def lengthened(record: Proved, steps: int) -> dict[str, bytes]:
         )
         asked = {"step": step, "attempt": 1, "ratchet": step, "nonce": roster.nonce.hex()}
         more.append(("roster", body | asked | {"digest": roster.digest().hex()}))
-        commit = {"query": "gradient", "step": step, "parameter_digest": digests[step].hex(), "attempts": 1}
+        commit = {"query": "gradient", "step": step, "released_digest": digests[step].hex(), "attempts": 1}
         paid = {"ledger_sequence": head.sequence, "ledger_hash": head.hash.hex()}
         more.append(("committed", commit | paid))
     contents = relogged(record, lambda known: known.extend(more))

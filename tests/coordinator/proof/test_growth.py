@@ -54,11 +54,11 @@ def _entries(n: int) -> list[Entry]:
         digest = step.to_bytes(32).hex()
         package = f'"package_digest":"{digest}","step":{step + 1}'
         bodies = {
-            "committed": f'{{"attempts":1,"ledger_hash":"{digest}","ledger_sequence":{step + 1},"parameter_digest":'
-            f'"{digest}","query":"gradient","step":{step}}}',
+            "committed": f'{{"attempts":1,"ledger_hash":"{digest}","ledger_sequence":{step + 1},"query":"gradient",'
+            f'"released_digest":"{digest}","step":{step}}}',
             "sealed": f"{{{package}}}",
             "published": f"{{{package}}}",
-            "loaded": f'{{"after_step":{step + 1},"parameter_digest":"{digest}",{package}}}',
+            "loaded": f'{{"after_step":{step + 1},"model_digest":"{digest}",{package}}}',
         }
         entries += [Entry(len(entries), kind, body.encode(), b"") for kind, body in bodies.items()]
     return entries

@@ -181,13 +181,13 @@ def test_the_charge_binds_the_batches_and_the_weights_stay_the_models(client):
     manifest, files = manifest_of(run), BatchFiles(run.folder)
     parameters = [manifest.computation.initial_parameters, *map(bytes.fromhex, run.digests)]
     ledger = PrivacyLedger(f"sqlite:///{home.home() / 'ledger.sqlite'}", create=False)
-    charges = [entry.event.parameter_digest for entry in ledger.history() if isinstance(entry.event, StepCharged)]
+    charges = [entry.event.input_digest for entry in ledger.history() if isinstance(entry.event, StepCharged)]
     ledger.close()
     for step, charged in enumerate(charges):
         (digests,) = files.sets(step)
         assert charged == step_input(parameters[step], digests)
         assert [digest(path.read_bytes()) for path in client.files[step]] == list(digests)
-    committed = [body["parameter_digest"] for kind, body in run.evidence if kind == "committed"]
+    committed = [body["released_digest"] for kind, body in run.evidence if kind == "committed"]
     assert committed == run.digests
 
 

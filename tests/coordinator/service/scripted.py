@@ -144,7 +144,7 @@ class World:
 
 
 def digest(step):
-    """Return the parameter digest of every run after ``step`` finished steps."""
+    """Return the model digest of every run after ``step`` finished steps."""
     return f"{step:064x}"
 
 
@@ -300,17 +300,17 @@ class ScriptedDriver:
             return Refused(id=command.id, code=self.world.load_refusal, message="it is refused.", remedy="")
         if isinstance(command, Load):
             self.world.note(self.run_id, "load", command.id, command.package)
-            return Loaded(id=command.id, parameter_digest=command.package.rpartition("-")[2], step=self.position)
+            return Loaded(id=command.id, model_digest=command.package.rpartition("-")[2], step=self.position)
         if isinstance(command, Copy):
             command.path.parent.mkdir(parents=True, exist_ok=True)
             command.path.write_text(digest(self.position))
-            return Copied(id=command.id, parameter_digest=digest(self.position))
+            return Copied(id=command.id, model_digest=digest(self.position))
         self.world.note(self.run_id, "save", command.id)
         return Saved(
             id=command.id,
             package=f"{self.run_id}/package-{digest(self.position)}",
             package_digest="ab" * 32,
-            parameter_digest=digest(self.position),
+            model_digest=digest(self.position),
             step=self.position,
         )
 

@@ -20,7 +20,7 @@ from raycloak.metrics.errors import ProtocolError
 from raycloak.workers.models.held_values import Held, held_values
 from raycloak.workers.models.losses import cross_entropy
 from raycloak.workers.models.models import ModelSource, build_model, tensor_contents
-from raycloak.workers.terms.parameter_digest import check_same_tensors, frozen_digest
+from raycloak.workers.terms.model_digest import check_same_tensors, frozen_digest
 from raycloak.workers.workload import Workload
 from tests.protocol import config, worker_setup
 
