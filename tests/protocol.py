@@ -48,8 +48,8 @@ from raycloak.coordinator.record.folder import RunFolder, RunRecord
 from raycloak.coordinator.record.outcome import Finished
 from raycloak.coordinator.runs.local_session import local_session
 from raycloak.coordinator.training.assignment import Assignment, NewRun, Order, Session
-from raycloak.coordinator.training.coordinator import Coordinator
 from raycloak.coordinator.training.pace import OPEN, Pace
+from raycloak.coordinator.training.phases import Coordinator
 from raycloak.coordinator.training.public_evaluation import public_evaluator
 from raycloak.coordinator.training.reporting import Reporting, StepReport
 from raycloak.metrics.collectors import RunFacts, RunMetrics

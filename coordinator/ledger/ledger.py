@@ -41,7 +41,7 @@ from raycloak.coordinator.ledger.reader import LedgerReader
 from raycloak.coordinator.ledger.rules import (
     OpeningTerms,
     PricedRun,
-    RunTerms,
+    RegistrationTerms,
     check_cap,
     epsilon_at,
     now,
@@ -67,7 +67,7 @@ class RunStart:
         data_root: see `raycloak.workers.terms.receipt.data_root`.
     """
 
-    run: RunTerms
+    run: RegistrationTerms
     data_root: bytes
 
 
@@ -204,7 +204,7 @@ class PrivacyLedger(LedgerReader):
             if event is not None:
                 self._book.append(rows, event)
 
-    def register_run(self, run: RunTerms) -> None:
+    def register_run(self, run: RegistrationTerms) -> None:
         """Let a run charge to an account, and make this instance the run's owner. Idempotent for the same terms.
 
         The account that the run opens, if it is not open yet, is opened in the same entry of the store, or not at all.
@@ -329,7 +329,7 @@ class PrivacyLedger(LedgerReader):
             self._take(rows, row)
         return binding
 
-    def _priced(self, run: RunTerms) -> _Priced | None:
+    def _priced(self, run: RegistrationTerms) -> _Priced | None:
         """Price a new run before the lock is taken: it takes seconds the first time, and others wait for the lock."""
         with self._store.read() as rows:
             if rows.run(run.run_id) is not None:
@@ -337,7 +337,7 @@ class PrivacyLedger(LedgerReader):
             account = self._book.standing_for(rows, run).account
         return _Priced(account.terms, account.fixed, registration(run, account.terms, account.fixed))
 
-    def _register(self, rows: Rows, run: RunTerms, priced: _Priced | None) -> None:
+    def _register(self, rows: Rows, run: RegistrationTerms, priced: _Priced | None) -> None:
         """Register a run, and open the account that it is to open; or check that it is the one that is registered."""
         found = rows.run(run.run_id)
         if found is not None:
@@ -515,7 +515,7 @@ class PrivacyLedger(LedgerReader):
         if self._witnessed:
             self._witnessed.keep(head)
 
-    def _check_same_run(self, rows: Rows, row: RunRow, run: RunTerms) -> None:
+    def _check_same_run(self, rows: Rows, row: RunRow, run: RegistrationTerms) -> None:
         known = self._book.run(rows, row).registered
         # Its data may have moved since, or gained a key of its account: the fingerprint says whether it is the same.
         same = (known.account, known.mechanisms, known.manifest_digest, known.data.fingerprint) == (

@@ -16,7 +16,7 @@ from raycloak.coordinator.ledger.extract import CheckedExtract
 from raycloak.coordinator.planning.measurements import Schedule
 from raycloak.coordinator.proof.claims import Broken
 from raycloak.coordinator.proof.history import History
-from raycloak.coordinator.proof.parts import BATCHES, MANIFEST, Parts
+from raycloak.coordinator.proof.parts import BATCHES, MANIFEST, RecordParts
 from raycloak.coordinator.proof.trust import Trust
 from raycloak.coordinator.record.batch_files import Digests, sent_sets
 from raycloak.metrics.errors import ProtocolError
@@ -45,7 +45,7 @@ class OwnClaim:
 
 
 @dataclass
-class Case:
+class ProofCase:
     """The state that claims share. Each field but the first three is set by the claim that establishes it.
 
     Attributes:
@@ -53,7 +53,7 @@ class Case:
         released: what the measurements released, by query and number, in order.
     """
 
-    parts: Parts
+    parts: RecordParts
     trust: Trust
     bundle: str | None
     log: ExportedLog = field(init=False)

@@ -13,7 +13,7 @@ from raycloak.attestation.sealed.package_keys import open_manifest
 from raycloak.attestation.sealed.package_manifest import PackageManifest
 from raycloak.coordinator.ledger.rules import epsilon_at
 from raycloak.coordinator.proof.budget_claims import TOLERANCE
-from raycloak.coordinator.proof.case import Case
+from raycloak.coordinator.proof.case import ProofCase
 from raycloak.coordinator.proof.claims import Broken, NotThere
 from raycloak.coordinator.proof.history import LoggedLoad, LoggedPackage
 from raycloak.coordinator.proof.parts import MEASUREMENTS, METRICS, PACKAGE, PARAMETERS, VERDICT
@@ -27,7 +27,7 @@ _BEHIND = "of a run that has not ended: a resume repeats steps that are committe
 _LARGEST_PACKAGE_TEXT = 2**26
 
 
-def packages(case: Case) -> str:
+def packages(case: ProofCase) -> str:
     """Each sealed package is signed, and states what log and ledger have; the newest published one is there."""
     names, present = case.parts.packages(), set[bytes]()
     for name in names:
@@ -45,7 +45,7 @@ def packages(case: Case) -> str:
     return f"{len(names)} packages, for {', '.join(recipients)}; their encrypted files are not part of this{retired}"
 
 
-def _package(case: Case, name: str) -> PackageManifest:
+def _package(case: ProofCase, name: str) -> PackageManifest:
     body = case.parts.read(f"{PACKAGE}{name}/manifest.json", _LARGEST_PACKAGE_TEXT)
     signature = case.parts.read(f"{PACKAGE}{name}/manifest.sig", _LARGEST_PACKAGE_TEXT)
     _, found = open_manifest(body, signature, case.trust.signers)
@@ -73,7 +73,7 @@ def _package(case: Case, name: str) -> PackageManifest:
     return found
 
 
-def _may_claim(case: Case, stated: Any, steps: int) -> bool:
+def _may_claim(case: ProofCase, stated: Any, steps: int) -> bool:
     """Return whether a run may state an epsilon of so many steps: at least what they claim, at most its whole plan."""
     if not case.manifest.computation.mechanism.private:
         return stated is None
@@ -81,7 +81,7 @@ def _may_claim(case: Case, stated: Any, steps: int) -> bool:
     return _is_number(stated) and claim.least(steps) * (1 - TOLERANCE) <= stated <= claim.whole * (1 + TOLERANCE)
 
 
-def model(case: Case) -> str:
+def model(case: ProofCase) -> str:
     """The released parameters are, byte for byte, the ones that the last step committed."""
     if PARAMETERS not in case.parts:
         if case.history.finished and case.steps:
@@ -127,7 +127,7 @@ def _is_header(content: bytes, written: bytes) -> bool:
     return same and content[:8] == written[:8] and content[end:] == written[end:] and headers[0] == compact[0]
 
 
-def measurements(case: Case) -> str:
+def measurements(case: ProofCase) -> str:
     """Each measured value is what was committed, and each committed measurement is there."""
     made = {place: each for place, each in case.history.commits.items() if place[0] != "gradient"}
     if not made and MEASUREMENTS not in case.parts:
@@ -161,7 +161,7 @@ def measurements(case: Case) -> str:
     return f"{proved}; {waits}" if ahead else proved
 
 
-def metrics(case: Case) -> NoReturn:
+def metrics(case: ProofCase) -> NoReturn:
     """Hold `metrics.jsonl` to the signed records that it repeats. Nobody signs the file, so it is never proved."""
     if METRICS not in case.parts:
         raise NotThere("there is no metrics.jsonl")
@@ -181,7 +181,9 @@ def metrics(case: Case) -> NoReturn:
     )
 
 
-def _expected(case: Case, event: dict[str, Any], loads: Mapping[tuple[int, int, str], LoggedLoad]) -> dict[str, Any]:
+def _expected(
+    case: ProofCase, event: dict[str, Any], loads: Mapping[tuple[int, int, str], LoggedLoad]
+) -> dict[str, Any]:
     """Return what the signed records say of an event's fields; ``loads`` are those of the log."""
     computation, kind = case.manifest.computation, event.get("event")
     if kind == "step" and isinstance(step := event.get("step"), int):
@@ -229,7 +231,7 @@ def _among(known: Mapping[Any, T], *place: Any) -> T | None:
     return known.get(place) if all(isinstance(each, str | int) for each in place) else None
 
 
-def verdict(case: Case) -> NoReturn:
+def verdict(case: ProofCase) -> NoReturn:
     """Hold `verdict.json` to the signed records that it repeats, and its epsilon to the charges; as :func:`metrics`."""
     if VERDICT not in case.parts:
         raise NotThere("there is no verdict.json")
@@ -274,7 +276,7 @@ def verdict(case: Case) -> NoReturn:
     )
 
 
-def _class_of(case: Case, stated: Any) -> str:
+def _class_of(case: ProofCase, stated: Any) -> str:
     """Return the evidence class that a file may state: ``stated`` itself, if it is of a session of the run.
 
     Sessions may differ, as when GPUs came later. SIMULATED evidence in any of them must be said.
@@ -285,7 +287,7 @@ def _class_of(case: Case, stated: Any) -> str:
     return str(stated) if is_so else "+".join(sorted(classes))
 
 
-def _check_charged(case: Case, found: dict[str, Any]) -> None:
+def _check_charged(case: ProofCase, found: dict[str, Any]) -> None:
     """Require the account's epsilon in a verdict to be one that it had after the run's last charge."""
     stated = found.get("privacy_epsilon_charged")
     if not case.manifest.computation.mechanism.private:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from raycloak.coordinator.record.run_course import Course, number
+from raycloak.coordinator.record.run_course import RunCourse, number
 from raycloak.coordinator.record.run_list import RunSummary, summary_of
 from raycloak.coordinator.record.run_reader import (
     EventTail,
@@ -32,7 +32,7 @@ class ComparedRun:
     """
 
     summary: RunSummary
-    course: Course
+    course: RunCourse
     config: Mapping[str, Any]
     data: str | None
     delta: float | None
@@ -94,7 +94,7 @@ def leaves(tree: object, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _read(path: Path) -> ComparedRun:
-    course, digests = Course(), {}
+    course, digests = RunCourse(), {}
     for event in EventTail(path).read():
         course.take(event)
         if event["event"] == "step" and course.model_digest is not None:

@@ -100,7 +100,7 @@ class _Timed:
 
 
 @dataclass(slots=True)
-class Course:
+class RunCourse:
     """The figures of a run as far as its log goes; :meth:`take` adds one event.
 
     Attributes:
@@ -150,7 +150,7 @@ class Course:
     _timed: deque[_Timed] = field(default_factory=lambda: deque(maxlen=RATED + 1))
 
     @classmethod
-    def of(cls, events: Iterable[Event]) -> "Course":
+    def of(cls, events: Iterable[Event]) -> "RunCourse":
         """Return the course that a whole log tells of."""
         course = cls()
         for event in events:

@@ -11,7 +11,7 @@ from typing import Any
 
 from raycloak.coordinator.config import home
 from raycloak.coordinator.record.folder import RunFolder
-from raycloak.coordinator.record.run_course import Course, count, number, text
+from raycloak.coordinator.record.run_course import RunCourse, count, number, text
 from raycloak.coordinator.record.run_reader import EventTail, State, read_verdict, run_directories, state_of
 from raycloak.metrics.errors import ConfigError
 
@@ -83,10 +83,10 @@ def read_summary(path: Path) -> RunSummary:
     verdict = read_verdict(path)
     # A verdict spares the log, which has a line for each step.
     is_over = verdict is not None and not _goes_on(state_of(path))
-    return summary_of(path, Course() if is_over else Course.of(EventTail(path).read()), verdict)
+    return summary_of(path, RunCourse() if is_over else RunCourse.of(EventTail(path).read()), verdict)
 
 
-def summary_of(path: Path, course: Course, verdict: Mapping[str, Any] | None) -> RunSummary:
+def summary_of(path: Path, course: RunCourse, verdict: Mapping[str, Any] | None) -> RunSummary:
     """Return a run in short, from the course that its log tells of or its verdict; ConfigError ``not_a_run``."""
     record, state = RunFolder.open(path).record, state_of(path)
     # The verdict of a run that goes on is of an execution before.
@@ -117,7 +117,7 @@ def _of_verdict(verdict: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _of_log(course: Course) -> dict[str, Any]:
+def _of_log(course: RunCourse) -> dict[str, Any]:
     quality = course.quality.last[1] if course.quality.last else None
     return {
         "steps": course.steps,

@@ -37,16 +37,16 @@ from raycloak.coordinator.service.pipe import (
     Copy,
     Ended,
     Failed,
-    Held,
+    HeldStep,
     Load,
     Loaded,
     Notice,
     Opened,
     Over,
-    Phase,
+    PhaseBegun,
     Ready,
     Refused,
-    Released,
+    ReleasedStep,
     Report,
     Save,
     Saved,
@@ -61,7 +61,8 @@ from raycloak.metrics.errors import ConfigError, ProtocolError, RaycloakError, R
 
 if TYPE_CHECKING:
     from raycloak.coordinator.runs.execution import Execution
-    from raycloak.coordinator.training.reporting import Outset, StepReport
+    from raycloak.coordinator.training.outset import Outset
+    from raycloak.coordinator.training.reporting import StepReport
     from raycloak.coordinator.training.steps import Training
     from raycloak.workers.terms.measurement import Released as Measured
     from raycloak.workers.terms.public_sums import PublicSums
@@ -266,7 +267,7 @@ class PacedRun:
         self._tell(report)
 
     def _phase(self, words: str) -> None:
-        self._tell(Phase(words=words))
+        self._tell(PhaseBegun(words=words))
 
     def _opened(self, folder: RunFolder) -> None:
         self._tell(Opened(run_id=folder.record.run_id, run_dir=folder.path))
@@ -308,12 +309,12 @@ class PacedRun:
         self._tell(Computed(step=step, epsilon=epsilon, loss=self._losses.get(step), tokens=tokens))
 
     def _held(self, step: int, epsilon: float | None) -> None:
-        self._tell(Held(step=step, epsilon=epsilon))
+        self._tell(HeldStep(step=step, epsilon=epsilon))
 
     def _stepped(self, report: "StepReport") -> None:
         step = report.step - 1
         self._tell(
-            Released(
+            ReleasedStep(
                 step=step,
                 digest=report.model_digest,
                 epsilon=report.epsilon,

@@ -35,20 +35,20 @@ from raycloak.coordinator.service.pipe import (
     Copied,
     Ended,
     Failed,
-    Held,
+    HeldStep,
     Loaded,
     Notice,
     Opened,
     Over,
-    Phase,
+    PhaseBegun,
     Ready,
     Refused,
-    Released,
+    ReleasedStep,
     Report,
     Saved,
     Spent,
 )
-from raycloak.coordinator.service.places import Place, late, leaving, next_client
+from raycloak.coordinator.service.places import ClientPlace, late, leaving, next_client
 from raycloak.coordinator.service.store import (
     DONE,
     FAILED,
@@ -108,7 +108,7 @@ class DriverDesk(OperationQueues):
             return
         with self._changing(client):
             match said:
-                case Phase():
+                case PhaseBegun():
                     driver.phase = said.words
                     self._show(client_id, wire.Progress(phase=driver.phase, step=client.finished))
                 case Notice():
@@ -122,9 +122,9 @@ class DriverDesk(OperationQueues):
                 case Computed():
                     driver.computed, driver.tokens = said.step, said.tokens
                     self._computed(client, said)
-                case Held():
+                case HeldStep():
                     self._held(client, driver, said)
-                case Released():
+                case ReleasedStep():
                     self._released(client, said, driver.tokens)
                 case Saved():
                     self._saved(client, said)
@@ -247,7 +247,7 @@ class DriverDesk(OperationQueues):
                 self._finish_forward(client, operation, said.loss, said.tokens)
         self._show(client.client_id, wire.Progress(step=step, epsilon=client.epsilon, phase="computed"))
 
-    def _held(self, client: ClientRow, driver: DriverState, said: Held) -> None:
+    def _held(self, client: ClientRow, driver: DriverState, said: HeldStep) -> None:
         if said.epsilon is not None:
             client.charged = max(client.charged, said.step + 1)
             client.epsilon = max(client.epsilon, said.epsilon)
@@ -264,7 +264,7 @@ class DriverDesk(OperationQueues):
             # It came to its end, or goes on. The driver has taken the release back, and is told of it again.
             driver.told = None
 
-    def _released(self, client: ClientRow, said: Released, tokens: int | None = None) -> None:
+    def _released(self, client: ClientRow, said: ReleasedStep, tokens: int | None = None) -> None:
         """Finish a step.
 
         Args:
@@ -440,7 +440,7 @@ class DriverDesk(OperationQueues):
             config=json.loads(client.run_config), base=self._base, run_secret=None, run_id=client.run_id or None
         )
         self._served[tenant] = self._monotonic()
-        self._drivers[client_id] = DriverState(Place(tenant, self._served[tenant]))
+        self._drivers[client_id] = DriverState(ClientPlace(tenant, self._served[tenant]))
         self._after.append(lambda: self._processes.start(client_id, begin))
 
 

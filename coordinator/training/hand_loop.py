@@ -16,8 +16,8 @@ from raycloak.coordinator.planning.plan import Plan
 from raycloak.coordinator.record.outcome import Ending
 from raycloak.coordinator.training.assignment import Order
 from raycloak.coordinator.training.conclusion import finish_log
-from raycloak.coordinator.training.coordinator import Coordinator
 from raycloak.coordinator.training.model import Model
+from raycloak.coordinator.training.phases import Coordinator
 from raycloak.coordinator.training.step import Done, Gathered, StepRunner
 from raycloak.metrics.errors import ConfigError, RaycloakError, RunFailedError
 from raycloak.metrics.registry import FAILED

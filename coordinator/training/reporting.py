@@ -10,6 +10,7 @@ from raycloak.coordinator.cluster.control import Restart
 from raycloak.coordinator.membership.departures import Departure
 from raycloak.coordinator.planning.plan import Plan
 from raycloak.coordinator.record.outcome import Evaluation, StepOutcome
+from raycloak.coordinator.training.outset import Outset
 from raycloak.metrics.collectors import RunMetrics
 from raycloak.metrics.events import EventWriter
 from raycloak.metrics.registry import exactness_mark, privacy_mark
@@ -70,24 +71,6 @@ class MembershipReport:
     member: Fact[str]
     code: Fact[str | None]
     workers: Fact[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Outset:
-    """The terms of an execution whose members are admitted and whose model is there.
-
-    Attributes:
-        finished_steps: steps that earlier executions finished.
-        charged_steps: of the run by now, by the ledger's record.
-        charged_epsilon: of the account by now, by the ledger's record.
-    """
-
-    manifest: Manifest
-    plan: Plan
-    evidence_class: str
-    finished_steps: int
-    charged_steps: int
-    charged_epsilon: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ NO_BATCHES = StepBatches()
 
 
 @dataclass(frozen=True, slots=True)
-class SentSteps:
+class BatchesOfSteps:
     """The batches of a run's steps, from its client or from the run's directory.
 
     Attributes:

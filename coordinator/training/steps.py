@@ -26,12 +26,12 @@ from raycloak.coordinator.training.early_stopping import EarlyStopping
 from raycloak.coordinator.training.model import Model, ModelReader
 from raycloak.coordinator.training.pace import OPEN, Pace, StepLeft
 from raycloak.coordinator.training.reporting import Reporting, StepReport
-from raycloak.coordinator.training.sent import NO_BATCHES, SentSteps, StepBatches
+from raycloak.coordinator.training.sent import NO_BATCHES, BatchesOfSteps, StepBatches
 from raycloak.coordinator.training.state_requests import (
     CopyRequest,
-    Loaded,
+    LoadedState,
     LoadRequest,
-    Saved,
+    PackagedState,
     SaveRequest,
     StateKeeper,
 )
@@ -109,7 +109,7 @@ class Training:
     states: StateKeeper
     stopping: EarlyStopping | None = None
     pace: Pace = OPEN
-    sent: SentSteps | None = None
+    sent: BatchesOfSteps | None = None
     outcomes: list[StepOutcome] = field(default_factory=list)
     measurement_outcomes: list[StepOutcome] = field(default_factory=list)
     _evaluated: tuple[bytes, Evaluation] | None = None
@@ -232,7 +232,7 @@ class Training:
         self._sealed_steps = self.finished_steps
         self.metrics.phase_finished("checkpoint", time.perf_counter() - started)
 
-    def save(self, request: SaveRequest) -> Saved:
+    def save(self, request: SaveRequest) -> PackagedState:
         """Save the current state, between two steps; as `StateKeeper.save`."""
         return self.states.save(self, request)
 
@@ -240,7 +240,7 @@ class Training:
         """Write the current parameters to a file, between two steps; as `StateKeeper.copy`."""
         return self.states.copy(self, request)
 
-    def load(self, request: LoadRequest) -> Loaded:
+    def load(self, request: LoadRequest) -> LoadedState:
         """Go on from an earlier state, between two steps; as `StateKeeper.load`."""
         before = self.model.digest
         loaded = self.states.load(self, request)

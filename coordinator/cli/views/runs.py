@@ -12,7 +12,7 @@ from rich.text import Text
 
 from raycloak.coordinator.console.figures import epsilon_text, size_text, value_text
 from raycloak.coordinator.console.tables import fields_table
-from raycloak.coordinator.record.run_course import Course
+from raycloak.coordinator.record.run_course import RunCourse
 from raycloak.coordinator.record.run_list import RunSummary, UnreadableRun
 
 if TYPE_CHECKING:
@@ -147,12 +147,12 @@ def age_text(seconds: float) -> str:
     return f"{max(0, int(seconds))} s"
 
 
-def incident_lines(course: Course) -> list[str]:
+def incident_lines(course: RunCourse) -> list[str]:
     """Return the newest incidents, each with its time."""
     return [f"{datetime.fromtimestamp(each.time).astimezone():%H:%M:%S} {each.says}" for each in course.incidents]
 
 
-def run_view(facts: Mapping[str, Any], course: Course) -> Group:
+def run_view(facts: Mapping[str, Any], course: RunCourse) -> Group:
     """Return one run in full, from the facts that `raycloak runs show` prints as JSON."""
     tables = [fields_table("Run", _run_rows(facts, course))]
     if facts["manifest"]:
@@ -166,7 +166,7 @@ def run_view(facts: Mapping[str, Any], course: Course) -> Group:
     return Group(*tables)
 
 
-def _run_rows(facts: Mapping[str, Any], course: Course) -> list[tuple[str, str]]:
+def _run_rows(facts: Mapping[str, Any], course: RunCourse) -> list[tuple[str, str]]:
     steps = f"{facts['steps']} of {facts['planned_steps'] or '?'}"
     steps += f", {facts['repeated_steps']} computed again" if facts["repeated_steps"] else ""
     pace = facts["seconds_per_step"]

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from raycloak.attestation.core.private_memory import keep_memory_private
 from raycloak.coordinator.service.sampling.requests import SampleRequest
-from raycloak.coordinator.service.sampling.sampler import Completion
+from raycloak.coordinator.service.sampling.sampler import SampledCompletion
 from raycloak.metrics.errors import RaycloakError, is_out_of_memory
 
 # Steps of the training come first where both want the processor.
@@ -59,14 +59,14 @@ class _Service:
         on_text: Callable[[int, str], None],
         on_rate: Callable[[float], None],
         cancelled: Callable[[], bool],
-    ) -> tuple[Completion, ...] | None:
+    ) -> tuple[SampledCompletion, ...] | None:
         """Return the completions of a request; None if it was cancelled. Errors as `Generator`."""
         fields = message["request"]
         request = SampleRequest(**{**fields, "prompts": tuple(fields["prompts"]), "stop": tuple(fields["stop"])})
         generator = self._generator(message["run"], Path(message["parameters"]), message["model_digest"])
         if cancelled():
             return None
-        found: tuple[Completion, ...] | None = generator.complete(request, on_text, on_rate, cancelled)
+        found: tuple[SampledCompletion, ...] | None = generator.complete(request, on_text, on_rate, cancelled)
         return found
 
     def _generator(self, run: str, parameters: Path, model_digest: str) -> Any:

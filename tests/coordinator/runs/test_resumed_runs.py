@@ -23,7 +23,7 @@ from raycloak.coordinator.record.outcome import Ending
 from raycloak.coordinator.record.run_list import read_summary
 from raycloak.coordinator.runs.discard import discard
 from raycloak.coordinator.runs.execution import Execution
-from raycloak.coordinator.training import coordinator
+from raycloak.coordinator.training import phases
 from raycloak.coordinator.training.assignment import NewRun, ReplayedRun, ResumedRun
 from raycloak.coordinator.training.conclusion import Conclusion
 from raycloak.coordinator.training.steps import Training
@@ -226,7 +226,7 @@ def _ended_badly(home: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> tupl
                 "checkpoints": (Conclusion, "_close_checkpoints"),
                 "model": (RunFolder, "write_parameters"),
                 "result": (Conclusion, "_result"),
-                "log": (coordinator, "end_log"),
+                "log": (phases, "end_log"),
             }[what]
             patch.setattr(*place, fail)
             execution._fail(second.coordinator, folder, failure.value, time.monotonic())

@@ -22,15 +22,15 @@ from raycloak.coordinator.service.pipe import (
     Copy,
     Ended,
     Failed,
-    Held,
+    HeldStep,
     Load,
     Loaded,
     Opened,
     Over,
-    Phase,
+    PhaseBegun,
     Ready,
     Refused,
-    Released,
+    ReleasedStep,
     Save,
     Saved,
 )
@@ -150,7 +150,7 @@ def digest(step):
 
 def released(step):
     """Return the report of a released step."""
-    return Released(
+    return ReleasedStep(
         step=step,
         digest=digest(step + 1),
         epsilon=0.1 * (step + 1),
@@ -207,7 +207,11 @@ class ScriptedDriver:
         if not self.told:
             self.told = True
             self.world.note(self.run_id, "begin")
-            yield from (Phase(words="admitting"), Opened(run_id=self.run_id, run_dir=Path(self.run_id)), self.ready())
+            yield from (
+                PhaseBegun(words="admitting"),
+                Opened(run_id=self.run_id, run_dir=Path(self.run_id)),
+                self.ready(),
+            )
         while not (self.ended or self.stopped):
             if self.due and self.due[0].after <= self.position:
                 yield self.between(self.due.pop(0))
@@ -267,7 +271,7 @@ class ScriptedDriver:
                 return Over(ending=self.world.ending)
             assert charged == list(range(step)), "a step is charged in its order"
             self.world.note(self.run_id, "charge", step)
-            return Phase(words="computing")
+            return PhaseBegun(words="computing")
         return None
 
     def hold(self):
@@ -275,7 +279,7 @@ class ScriptedDriver:
         self.held_told = True
         self.marks = self.marks[0], min(self.marks[1], self.position)
         charged = [self.position] in [list(each) for each in self.world.facts(self.run_id, "charge")]
-        return Held(step=self.position, epsilon=0.1 * (self.position + 1) if charged and self.is_private else None)
+        return HeldStep(step=self.position, epsilon=0.1 * (self.position + 1) if charged and self.is_private else None)
 
     def compute(self):
         """Compute the step."""

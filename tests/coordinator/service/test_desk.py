@@ -8,7 +8,7 @@ import pytest
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.service.drivers import Exited
 from raycloak.coordinator.service.operation_queues import MOST_SAMPLES
-from raycloak.coordinator.service.pipe import Computed, Ended, Failed, Held, Opened, Over, Released, Spent
+from raycloak.coordinator.service.pipe import Computed, Ended, Failed, HeldStep, Opened, Over, ReleasedStep, Spent
 from raycloak.coordinator.service.sampling.requests import request_of, wrong_field
 from raycloak.metrics.service_errors import (
     BudgetExceededError,
@@ -389,7 +389,7 @@ def test_a_report_of_a_held_step_that_goes_on_takes_nothing_from_it(site):
     driver = site.drivers.of[client]
     reports = driver.pump()
     site.tell(client, next(reports))
-    late = Held(step=0, epsilon=0.1)
+    late = HeldStep(step=0, epsilon=0.1)
     driver.marks = (1, 0)
     site.tell(client, late)
     assert driver.marks == (1, 1)
@@ -847,10 +847,10 @@ def test_a_step_that_is_repeated_with_another_result_fails_the_client(site):
     client = site.create()
     steps(site, client, 1)
     site.run()
-    same = Released(step=0, digest=digest(1), epsilon=0.1, seconds=1.0, evaluation_accuracy=None, evaluation_loss=None, loss=None)  # fmt: skip # noqa: E501
+    same = ReleasedStep(step=0, digest=digest(1), epsilon=0.1, seconds=1.0, evaluation_accuracy=None, evaluation_loss=None, loss=None)  # fmt: skip # noqa: E501
     site.tell(client, same)
     assert site.client(client).status == "READY"
-    other = Released(step=0, digest=digest(9), epsilon=0.1, seconds=1.0, evaluation_accuracy=None, evaluation_loss=None, loss=None)  # fmt: skip # noqa: E501
+    other = ReleasedStep(step=0, digest=digest(9), epsilon=0.1, seconds=1.0, evaluation_accuracy=None, evaluation_loss=None, loss=None)  # fmt: skip # noqa: E501
     site.tell(client, other)
     assert site.client(client).error.code == "not_exact"
 
@@ -1227,7 +1227,7 @@ def test_a_computed_step_of_sent_data_is_not_cancelled_by_an_older_report_of_its
     site.tell(client, computed)
     site.cancel(optim)
     assert site.drivers.of[client].held is False
-    site.tell(client, Held(step=0, epsilon=0.1))
+    site.tell(client, HeldStep(step=0, epsilon=0.1))
     assert site.get(optim).state == "running"
     for report in reports:
         site.tell(client, report)

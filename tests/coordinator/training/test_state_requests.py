@@ -94,7 +94,7 @@ def charges(home: Path) -> list[tuple[int, str]]:
     ledger.verify()
     events = [entry.event for entry in ledger.history() if isinstance(entry.event, StepCharged)]
     ledger.close()
-    return [(event.step, event.model_digest.hex()) for event in events]
+    return [(event.step, event.input_digest.hex()) for event in events]
 
 
 def back(home: Path) -> dict[int, Act]:

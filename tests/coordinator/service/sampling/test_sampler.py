@@ -23,7 +23,7 @@ from raycloak.coordinator.service.sampling import sampler as sampler_module
 from raycloak.coordinator.service.sampling.generation import Generator
 from raycloak.coordinator.service.sampling.requests import SampleRequest
 from raycloak.coordinator.service.sampling.sampler import (
-    Completion,
+    SampledCompletion,
     Sampler,
     SamplerLimits,
     SampleSource,
@@ -131,7 +131,7 @@ def test_completions_of_a_batch_are_those_that_transformers_writes_for_each_prom
             input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=6, pad_token_id=0
         )[0, ids.shape[1] :].tolist()
         ended = 3 in written
-        assert found[number] == Completion(
+        assert found[number] == SampledCompletion(
             number,
             "".join(f" {word}" for word in tokenizer.decode(written, skip_special_tokens=True).split()),
             "stop" if ended else "length",

@@ -10,7 +10,7 @@ from raycloak.coordinator.accounting.calibration import epsilon_against
 from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.rules import OpeningTerms
-from raycloak.coordinator.training.coordinator import Phase
+from raycloak.coordinator.training.phases import Phase
 from raycloak.metrics.errors import BudgetError, ConfigError, DatasetError, ModelError
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.receipt import Receipt
