@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 from raycloak.attestation.core.canonical import length_prefixed
 from raycloak.attestation.core.messages import Message, parse
 from raycloak.attestation.processes.arrays import mapped, shared, stated_bytes
-from raycloak.attestation.processes.deadline import Deadline, awaited, whenever
+from raycloak.attestation.processes.deadline import Deadline, awaited
 from raycloak.metrics.errors import ProtocolError
 
 if TYPE_CHECKING:
@@ -75,7 +75,6 @@ class Channel:
             ConnectionError: the other side is gone.
             TimeoutError: the deadline has passed. A part may be sent, so the channel is of no more use.
         """
-        by = by or whenever()
         assert len(arrays) <= MOST_ARRAYS, "the kernel passes no more at once"
         descriptors: list[int] = []
         try:
@@ -116,7 +115,6 @@ class Channel:
                 ``frame_too_large`` or ``arrays_too_large``: nothing more is received after the first.
             TimeoutError: the deadline has passed. A part may be read, so the channel is of no more use.
         """
-        by = by or whenever()
         descriptors: list[int] = []
         try:
             length = self._receive(4, by, descriptors)
@@ -142,7 +140,7 @@ class Channel:
         """End both directions at once."""
         self._end.close()
 
-    def _send(self, piece: memoryview, descriptors: Sequence[int], by: Deadline) -> int:
+    def _send(self, piece: memoryview, descriptors: Sequence[int], by: Deadline | None) -> int:
         passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(descriptors)}i", *descriptors))]
         while True:
             try:
@@ -150,7 +148,7 @@ class Channel:
             except BlockingIOError:
                 self._await(select.POLLOUT, by)
 
-    def _receive(self, size: int, by: Deadline, descriptors: list[int] | None) -> bytearray | None:
+    def _receive(self, size: int, by: Deadline | None, descriptors: list[int] | None) -> bytearray | None:
         """Return that many bytes; None if they end before. Descriptors that nobody expects are not taken."""
         content = bytearray()
         while len(content) < size:
@@ -179,7 +177,7 @@ class Channel:
                 descriptors += struct.unpack(f"{count}i", data[: 4 * count])
         return piece
 
-    def _await(self, event: int, by: Deadline) -> None:
+    def _await(self, event: int, by: Deadline | None) -> None:
         if not awaited(self._end.fileno(), event, by):
             raise TimeoutError("the other process did not read or answer in time")
 

@@ -93,7 +93,7 @@ class Child(Program):
         """Receive a message without arrays; see :meth:`receive_frame`."""
         frame = self.receive_frame(*kinds, by=by)
         if frame.arrays:
-            self.kill()
+            self.destroy()
             raise ProtocolError("malformed", f"a {type(frame.message).__name__} with arrays")
         return frame.message
 
@@ -111,7 +111,7 @@ class Child(Program):
         except TimeoutError:
             raise self._overdue() from None
         except ProtocolError:
-            self.kill()
+            self.destroy()
             raise
         if found is None:
             raise self._gone()
@@ -133,19 +133,18 @@ class Child(Program):
         self.finish()
         with suppress(TimeoutError):
             self.wait(by)
-        self.kill()
+        exited = self.destroy()
         self.channel.close()
-        return self.wait(Deadline(0.0))
+        return exited
 
     def _overdue(self) -> RunFailedError:
-        self.kill()
+        self.destroy()
         return RunFailedError("child_overdue", "a child process did not answer in time, and was ended.", _SEE_LOG)
 
     def _gone(self) -> RunFailedError:
         with suppress(TimeoutError):
             self.wait(Deadline(_ENDS_S))
-        self.kill()
-        exited = self.wait(Deadline(0.0))
+        exited = self.destroy()
         if exited.out_of_memory:
             return out_of_memory()
         return RunFailedError("child_ended", f"a child process ended with {exited.how}.", _SEE_LOG)

@@ -10,11 +10,7 @@ _LOOK_S: Final = 0.25
 
 
 class Deadline:
-    """A moment ``seconds`` from now, which another thread may bring nearer.
-
-    Args:
-        seconds: infinity for a wait that only the other side ends.
-    """
+    """A moment ``seconds`` from now, which another thread may bring nearer."""
 
     def __init__(self, seconds: float) -> None:
         self._at = time.monotonic() + seconds
@@ -29,15 +25,12 @@ class Deadline:
         self._at = min(self._at, time.monotonic() + seconds)
 
 
-def whenever() -> Deadline:
-    """Return a deadline that never passes."""
-    return Deadline(math.inf)
-
-
-def awaited(descriptor: int, event: int, by: Deadline) -> bool:
+def awaited(descriptor: int, event: int, by: Deadline | None) -> bool:
     """Wait for an event of ``poll``, or for the other side's end; return whether it came before the deadline."""
     poll = select.poll()
     poll.register(descriptor, event)
+    if by is None:
+        return bool(poll.poll())
     while not poll.poll(math.ceil(1000 * min(by.left, _LOOK_S))):
         if by.left == 0:
             return False

@@ -27,12 +27,14 @@ def main(grace: str, target: str, *arguments: str) -> int:
         if grace != "-":
             _end_with(parent, float(grace))
         _function(target)(parent, *arguments)
-    except RaycloakError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return _told(parent, error)
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the last resort: a defect still ends in one report
         traceback.print_exc()
-        return _told(parent, error)
+        if isinstance(error, RaycloakError):
+            sys.stderr.write(f"error: {error}\n")
+        failed = Failed.of(error)
+        with suppress(OSError):  # nobody may be left to be told
+            parent.send(failed)
+        return failed.exit_code
     return 0
 
 
@@ -67,13 +69,6 @@ def _function(target: str) -> Callable[..., None]:
     module, _, name = target.partition(":")
     found: Callable[..., None] = getattr(importlib.import_module(module), name)
     return found
-
-
-def _told(parent: Channel, error: BaseException) -> int:
-    failed = Failed.of(error)
-    with suppress(OSError):  # nobody may be left to be told
-        parent.send(failed)
-    return failed.exit_code
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ class Exited:
 class Program:
     """A running program. It is a session of its own: a signal of the parent's terminal is the parent's to handle.
 
-    A context manager that kills it.
+    Its methods are for any thread. A context manager that kills it.
 
     Args:
         command: the program and its arguments.
@@ -95,7 +95,7 @@ class Program:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.kill()
+        self.destroy()
 
     @property
     def pid(self) -> int:
@@ -114,15 +114,19 @@ class Program:
                 os.kill(self._process.pid, number)
 
     def kill(self) -> None:
-        """End it at once, and all that it started in its session; return when it is gone."""
+        """End it at once, and all that it started in its session, without a wait."""
         alive = self.alive
         with self._taking:
             if self._process.returncode is None:
                 self._killed |= alive
                 os.killpg(self._process.pid, signal.SIGKILL)
-        self.wait(Deadline(_GONE_S))
 
-    def wait(self, by: Deadline) -> Exited:
+    def destroy(self) -> Exited:
+        """End it at once, as :meth:`kill`, and wait until it is gone; return how it ended."""
+        self.kill()
+        return self.wait(Deadline(_GONE_S))
+
+    def wait(self, by: Deadline | None = None) -> Exited:
         """Wait for its end.
 
         Raises:
@@ -171,7 +175,7 @@ class Program:
                     raise TimeoutError(f"process {self.pid} has not ended in time")
                 time.sleep(_LOOK_S)
 
-    def _ended(self, by: Deadline) -> bool:
+    def _ended(self, by: Deadline | None) -> bool:
         with self._taking:
             if self._process.returncode is not None:
                 return True

@@ -11,20 +11,19 @@ import sqlite3
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
 
 import grpc
 
+from raycloak.attestation.processes.program import Exited
 from raycloak.coordinator.bench.attest_processes import cpu_seconds, raise_open_files
 from raycloak.coordinator.bench.resident_memory import resident
 from raycloak.coordinator.client.service_client import ServiceClient
 from raycloak.coordinator.client.training_client import TrainingClient
 from raycloak.coordinator.config.home import HOME_VARIABLE
 from raycloak.coordinator.config.section import validated
-from raycloak.coordinator.service.drivers import Exited
 from raycloak.coordinator.service.pipe import (
     Allow,
     Begin,
@@ -115,7 +114,10 @@ class _NoOpDrivers:
         """Return the reports of the steps between the former watermarks and these; the lock is held."""
         done, self._done[client_id] = self._done[client_id], marks
         computed = [Computed(step=step, epsilon=None, loss=None) for step in range(done.computed, marks.computed)]
-        return [*computed, *(replace(_RELEASED, step=step) for step in range(done.released, marks.released))]
+        return [
+            *computed,
+            *(_RELEASED.model_copy(update={"step": step}) for step in range(done.released, marks.released)),
+        ]
 
 
 _READY: Final = Ready(
@@ -137,7 +139,7 @@ _READY: Final = Ready(
     manifest={},
 )
 _RELEASED: Final = Released(
-    step=0, digest="00" * 32, epsilon=None, seconds=0.0, evaluation_accuracy=None, evaluation_loss=None, loss=None
+    step=0, model_digest="00" * 32, epsilon=None, seconds=0.0, evaluation_accuracy=None, evaluation_loss=None, loss=None
 )
 
 
