@@ -72,7 +72,7 @@ class Channel:
             by: until when the other side must have made room for it; None waits as long as it lives.
 
         Raises:
-            ConnectionError: the other side is gone.
+            ConnectionError: the other side is gone, or this one is closed.
             TimeoutError: the deadline has passed. A part may be sent, so the channel is of no more use.
         """
         assert len(arrays) <= MOST_ARRAYS, "the kernel passes no more at once"
@@ -86,6 +86,8 @@ class Channel:
             content = length_prefixed(message.DOMAIN, message.encode(), *specs)
             frame = memoryview(len(content).to_bytes(4, "big") + content)
             with self._sending:
+                if self._end.fileno() < 0:
+                    raise BrokenPipeError("the channel is closed")
                 # With the first byte, so that who reads the length has them.
                 frame = frame[self._send(frame[:_PIECE], descriptors, by) :]
                 while frame:
@@ -137,8 +139,9 @@ class Channel:
             self._end.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """End both directions at once."""
-        self._end.close()
+        """End both directions, after a send that is under way. Nobody may receive meanwhile."""
+        with self._sending:
+            self._end.close()
 
     def _send(self, piece: memoryview, descriptors: Sequence[int], by: Deadline | None) -> int:
         passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(descriptors)}i", *descriptors))]

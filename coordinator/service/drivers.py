@@ -70,8 +70,7 @@ class Driver:
         child.finish()
 
     def _listen(self, child: Child) -> None:
-        writer = threading.Thread(target=self._write, args=(child,), name=f"to driver {child.pid}", daemon=True)
-        writer.start()
+        threading.Thread(target=self._write, args=(child,), name=f"to driver {child.pid}", daemon=True).start()
         try:
             while (report := child.channel.receive(*REPORTS)) is not None:
                 self._told(report)
@@ -81,6 +80,5 @@ class Driver:
         finally:
             exited = child.wait()
             self.stop()
-            writer.join()
             child.channel.close()
             self._told(exited)
