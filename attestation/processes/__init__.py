@@ -2,7 +2,7 @@
 
 Hides pipes, signals, descriptors and shared memory. It knows nothing of what a child does.
 
-Doors: arrays, channel, child, deadline, failure, program.
+Doors: channel, child, deadline, failure, program.
 
 May import: `core`; `metrics`.
 """

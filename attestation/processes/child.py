@@ -65,7 +65,7 @@ class Child(Program):
         try:
             with its:
                 command = [sys.executable, "-m", _INSIDE, "-" if grace_s is None else str(grace_s), target, *arguments]
-                super().__init__(command, log=log, environment=environment, folder=folder, stdin=its)
+                super().__init__(command, log=log, environment=environment, folder=folder, stdin=its.fileno())
         except BaseException:
             self.channel.close()
             raise

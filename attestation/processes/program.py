@@ -3,7 +3,6 @@
 import os
 import select
 import signal
-import socket
 import subprocess
 import tempfile
 import threading
@@ -57,7 +56,7 @@ class Program:
         output: file that its standard output is appended to instead.
         environment: all variables of it; None has it inherit those of this process.
         folder: that it works in.
-        stdin: what it reads; None gives it nothing.
+        stdin: descriptor that it reads; None gives it nothing.
 
     Raises:
         OSError: it cannot be started.
@@ -71,7 +70,7 @@ class Program:
         output: Path | None = None,
         environment: Mapping[str, str] | None = None,
         folder: Path | None = None,
-        stdin: socket.socket | None = None,
+        stdin: int | None = None,
     ) -> None:
         self._log = log
         self._killed = False
@@ -80,7 +79,7 @@ class Program:
             errors = _appended(log, opened)
             self._process = subprocess.Popen(
                 command,
-                stdin=stdin or subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL if stdin is None else stdin,
                 stdout=_appended(output, opened) if output is not None else errors,
                 stderr=errors,
                 env=environment,

@@ -120,7 +120,7 @@ def _listen(parent: Channel, samples: SimpleQueue[Sample], cancelled: set[int]) 
         if isinstance(message, Cancel):
             # By number: one that comes too late must not end the request behind it.
             cancelled.add(message.id)
-        else:
+        elif isinstance(message, Sample):
             samples.put(message)
     # The service is done with this process: there is nothing to finish and nobody to tell.
     os._exit(0)
