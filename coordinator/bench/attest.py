@@ -142,7 +142,7 @@ def bench_attest(connections: int, concurrency: int, held: int) -> AttestBench:
         # A worker has its keys before it connects, so that the clock starts at the connection.
         workers = [_Worker.new(f"worker-{i}", source) for i in range(connections)]
         with Child(f"{processes.__name__}:serve", folder, str(held)) as service:
-            serving = service.receive(processes.Serving, by=processes.soon())
+            serving = service.receive(processes.BenchServing, by=processes.soon())
             with Child(f"{processes.__name__}:hold", serving.address, str(held)) as holder:
                 # It answers once they are open.
                 figures(holder)

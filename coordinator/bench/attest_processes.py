@@ -68,7 +68,7 @@ class _BenchContract(KeyContract):
         return MANIFEST
 
 
-class Serving(Message):
+class BenchServing(Message):
     """The first answer of a process that serves, with what its clients need to know it or to be let in."""
 
     DOMAIN: ClassVar[str] = "raycloak/bench/serving/v1"
@@ -147,7 +147,7 @@ def serve(parent: Channel, folder: str, held: str) -> None:
         memory_bytes=2 * _ROOM,
     )
     server = EvidenceServer.start(session.peer_desk(_Everybody({})), MANIFEST, "127.0.0.1:0", limits)
-    parent.send(Serving(address=f"127.0.0.1:{server.port}", credential=run.public.ed25519.hex()))
+    parent.send(BenchServing(address=f"127.0.0.1:{server.port}", credential=run.public.ed25519.hex()))
     _answer(parent, dict)
     server.stop()
     run.close()

@@ -16,8 +16,8 @@ from raycloak.attestation.core.messages import Message
 from raycloak.attestation.processes.channel import Channel
 from raycloak.attestation.processes.child import Child
 from raycloak.attestation.processes.deadline import Deadline
-from raycloak.coordinator.bench.gradient_cases import Case
-from raycloak.coordinator.bench.gradient_methods import METHODS, Workload, choose_default_kernels
+from raycloak.coordinator.bench.gradient_cases import BenchCase
+from raycloak.coordinator.bench.gradient_methods import METHODS, BenchWorkload, choose_default_kernels
 from raycloak.coordinator.bench.resident_memory import growth, return_freed_blocks
 from raycloak.workers.gradients.environment import worker_environment
 from raycloak.workers.gradients.numerics import pin_numerics
@@ -30,7 +30,7 @@ class Measure(Message):
     """A request to measure one method on one case."""
 
     DOMAIN: ClassVar[str] = "raycloak/bench/measure/v1"
-    case: Case
+    case: BenchCase
     method: str
     device: str
     threads: int
@@ -43,7 +43,7 @@ class Peak(Message):
     extra_bytes: int
 
 
-def peak_extra_bytes(case: Case, method: str, device: torch.device, threads: int) -> int:
+def peak_extra_bytes(case: BenchCase, method: str, device: torch.device, threads: int) -> int:
     """Measure ``method`` in a new process.
 
     Raises:
@@ -72,13 +72,13 @@ def prepare(device: torch.device, threads: int) -> None:
     choose_default_kernels()
 
 
-def _measured(case: Case, method: str, device: torch.device, threads: int) -> int:
+def _measured(case: BenchCase, method: str, device: torch.device, threads: int) -> int:
     prepare(device, threads)
     return_freed_blocks()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        METHODS[method](Workload.of(case, device)).run()
-        work = Workload.of(case, device)
+        METHODS[method](BenchWorkload.of(case, device)).run()
+        work = BenchWorkload.of(case, device)
         if device.type != "cuda":
             return growth(lambda: METHODS[method](work).run())
         gc.collect()

@@ -117,7 +117,7 @@ def _update_rule(module: nn.Module, spec: OptimizerSpec) -> Any:
     return rule(groups, lr=spec.learning_rate, betas=(spec.beta1, spec.beta2), eps=spec.eps)
 
 
-class Peer(Message):
+class OpacusPeer(Message):
     """A request to train ``config``, a configuration as plain data, with the mechanism of the run's plan."""
 
     DOMAIN: ClassVar[str] = "raycloak/bench/peer/v1"
@@ -145,7 +145,7 @@ def take_steps(parent: Channel) -> None:
     torch.set_num_threads(1)
     # Torch warns of Opacus' hooks at every pass.
     warnings.filterwarnings("ignore", "Full backward hook is firing")
-    peer = parent.receive(Peer)
+    peer = parent.receive(OpacusPeer)
     if peer is None:
         return
     training = OpacusTraining(parse_config(peer.config), peer.base, peer.mechanism)

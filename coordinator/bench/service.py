@@ -20,7 +20,7 @@ import grpc
 
 from raycloak.attestation.processes.child import Child
 from raycloak.coordinator.bench import service_processes as processes
-from raycloak.coordinator.bench.attest_processes import Figures, Serving, cpu_seconds, figures, soon
+from raycloak.coordinator.bench.attest_processes import BenchServing, Figures, cpu_seconds, figures, soon
 from raycloak.coordinator.bench.bare_ray import NoOpActors
 from raycloak.coordinator.bench.resident_memory import resident
 from raycloak.coordinator.client.service_client import ServiceClient
@@ -137,8 +137,8 @@ def bench_service(clients: int) -> ServiceBench:
         floor = stack.enter_context(Child(f"{target}floor", folder))
         # Before the threads of gRPC: Ray starts its processes from this one.
         actors = stack.enter_context(NoOpActors(clients, os.cpu_count() or 1))
-        serving = service.receive(Serving, by=soon())
-        channel = stack.enter_context(grpc.insecure_channel(floor.receive(Serving, by=soon()).address))
+        serving = service.receive(BenchServing, by=soon())
+        channel = stack.enter_context(grpc.insecure_channel(floor.receive(BenchServing, by=soon()).address))
         connection = stack.enter_context(ServiceClient(serving.address, serving.credential))
         callers = [connection.create_training_client(processes.CONFIG) for _ in range(clients)]
         calls: dict[str, Call] = {
@@ -227,7 +227,7 @@ def _together(call: Call, callers: int, count: int) -> list[float]:
     return [each for times in found for each in times]
 
 
-def _idle_memory(service: Child, serving: Serving) -> tuple[float, float]:
+def _idle_memory(service: Child, serving: BenchServing) -> tuple[float, float]:
     """Return the bytes that an idle client takes in the service, and in a process of clients."""
     before = figures(service)["resident"]
     target = f"{processes.__name__}:idle_clients"

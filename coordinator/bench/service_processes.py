@@ -18,7 +18,7 @@ import grpc
 
 from raycloak.attestation.processes.channel import Channel
 from raycloak.attestation.processes.program import Exited
-from raycloak.coordinator.bench.attest_processes import Figures, Question, Serving, cpu_seconds, raise_open_files
+from raycloak.coordinator.bench.attest_processes import BenchServing, Figures, Question, cpu_seconds, raise_open_files
 from raycloak.coordinator.bench.resident_memory import resident
 from raycloak.coordinator.client.service_client import ServiceClient
 from raycloak.coordinator.client.training_client import TrainingClient
@@ -31,7 +31,7 @@ from raycloak.coordinator.service.pipe import (
     Computed,
     Ended,
     Ready,
-    Released,
+    ReleasedStep,
     Report,
 )
 from raycloak.coordinator.service.service import TrainingService
@@ -138,7 +138,7 @@ _READY: Final = Ready(
     account="bench",
     manifest={},
 )
-_RELEASED: Final = Released(
+_RELEASED: Final = ReleasedStep(
     step=0, model_digest="00" * 32, epsilon=None, seconds=0.0, evaluation_accuracy=None, evaluation_loss=None, loss=None
 )
 
@@ -174,7 +174,7 @@ def serve(parent: Channel, folder: str, most_clients: str, most_queued: str) -> 
     drivers = _NoOpDrivers()
     acts: dict[str, Callable[[], None]] = {"hold": drivers.hold, "go_on": drivers.go_on, "": lambda: None}
     with TrainingService(settings, Path(folder), drivers) as service:
-        parent.send(Serving(address=service.facts.address, credential=token))
+        parent.send(BenchServing(address=service.facts.address, credential=token))
         while (question := parent.receive(Question)) is not None:
             acts[question.act]()
             parent.send(Figures(values={"resident": float(resident()), "cpu": cpu_seconds()}))
@@ -200,7 +200,7 @@ async def _floor(parent: Channel, path: Path) -> None:
     server.add_generic_rpc_handlers((handler,))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    parent.send(Serving(address=f"127.0.0.1:{port}", credential=""))
+    parent.send(BenchServing(address=f"127.0.0.1:{port}", credential=""))
     await asyncio.to_thread(parent.receive, Question)
     await server.stop(0.0)
     writer.submit(database.close).result()

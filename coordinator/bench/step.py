@@ -136,11 +136,11 @@ class _Opacus:
             self.start_seconds = _process_seconds() - report.seconds
             began = time.perf_counter()
             # Only here, because Opacus' import would lengthen the start that is measured.
-            from raycloak.coordinator.bench.opacus_steps import Peer, Seconds
+            from raycloak.coordinator.bench.opacus_steps import OpacusPeer, Seconds
 
             self._process = self._stack.enter_context(Child("raycloak.coordinator.bench.opacus_steps:take_steps"))
             plain = self._config.model_dump(mode="json", exclude_unset=True)
-            peer = Peer(config=plain, base=self._base.resolve(), mechanism=_mechanism())
+            peer = OpacusPeer(config=plain, base=self._base.resolve(), mechanism=_mechanism())
             self._process.call(peer, Seconds, by=Deadline(_PEER_S))
             self.peer_start_seconds = time.perf_counter() - began
             self._steps(self._process, WARM_UP_STEPS)

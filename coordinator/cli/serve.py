@@ -17,7 +17,7 @@ from raycloak.coordinator.quick_imports import quickly
 from raycloak.metrics.errors import ConfigError, RunFailedError
 
 if TYPE_CHECKING:
-    from raycloak.coordinator.service.service import ServiceFacts
+    from raycloak.coordinator.service.service import TrainingServiceFacts
 
 # How soon a failed store ends the command; a signal ends the wait at once.
 _LOOK_S = 0.5
@@ -66,7 +66,7 @@ def _token(output: Output, config: Path | None) -> int:
 def _said(output: Output, path: Path | None, base: Path | None) -> int:
     from raycloak.coordinator.console.tables import fields_table
 
-    def say(facts: "ServiceFacts") -> None:
+    def say(facts: "TrainingServiceFacts") -> None:
         rows = [(name.replace("_", " "), str(value)) for name, value in asdict(facts).items()]
         output.result(asdict(facts), fields_table(f"Training service ({facts.evidence} evidence)", rows))
 
@@ -76,7 +76,7 @@ def _said(output: Output, path: Path | None, base: Path | None) -> int:
     return 0
 
 
-def _serve(path: Path, base: Path | None, announce: "Callable[[ServiceFacts], None]") -> None:
+def _serve(path: Path, base: Path | None, announce: "Callable[[TrainingServiceFacts], None]") -> None:
     """Serve until SIGTERM or Ctrl-C."""
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # every refused handshake would be a line
     with quickly():  # a full collection is a pause for every client

@@ -91,7 +91,7 @@ class Close(Message):
     DOMAIN: ClassVar[str] = "raycloak/driver/close/v1"
 
 
-class Phase(Message):
+class PhaseBegun(Message):
     """A report of what the driver does, in a few words."""
 
     DOMAIN: ClassVar[str] = "raycloak/driver/phase/v1"
@@ -171,7 +171,7 @@ class Computed(Message):
     tokens: int | None = None
 
 
-class Held(Message):
+class HeldStep(Message):
     """A report that step ``step``, from 0, is held: nobody computes it, and it is not released unless allowed anew.
 
     Attributes:
@@ -184,7 +184,7 @@ class Held(Message):
     epsilon: Figure
 
 
-class Released(Message):
+class ReleasedStep(Message):
     """A report that step ``step``, from 0, is finished; see `StepReport` and :class:`Computed`.
 
     Attributes:
@@ -216,16 +216,16 @@ class Saved(Message):
     id: str
     package: str
     package_digest: str
-    parameter_digest: str
+    model_digest: str
     step: int
 
 
 class Copied(Message):
-    """A report that :class:`Copy` ``id`` is done; ``parameter_digest`` is hexadecimal."""
+    """A report that :class:`Copy` ``id`` is done; ``model_digest`` is hexadecimal."""
 
     DOMAIN: ClassVar[str] = "raycloak/driver/copied/v1"
     id: str
-    parameter_digest: str
+    model_digest: str
 
 
 class Loaded(Message):
@@ -233,7 +233,7 @@ class Loaded(Message):
 
     DOMAIN: ClassVar[str] = "raycloak/driver/loaded/v1"
     id: str
-    parameter_digest: str
+    model_digest: str
     step: int
 
 
@@ -273,8 +273,8 @@ class Ended(Message):
 
 Command = Begin | Allow | Batches | Save | Copy | Load | Close
 Report = (
-    Phase | Notice | Opened | Ready | Spent | Computed | Held | Released | Saved | Copied | Loaded | Refused
-    | Over | Ended | Failed
+    PhaseBegun | Notice | Opened | Ready | Spent | Computed | HeldStep | ReleasedStep | Saved | Copied | Loaded
+    | Refused | Over | Ended | Failed
 )  # fmt: skip
 
 COMMANDS: Final[tuple[type[Command], ...]] = get_args(Command)

@@ -13,7 +13,7 @@ FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class SampledCompletion:
     """A completion of a prompt.
 
     Attributes:
@@ -37,7 +37,7 @@ class Sample(Message):
     id: int
     run: Path
     parameters: Path
-    parameter_digest: str
+    model_digest: str
     request: SampleRequest
 
 
@@ -63,11 +63,11 @@ class Rate(Message):
     tokens_per_second: float
 
 
-class Done(Message):
+class SampleDone(Message):
     """The end of a sample with its completions."""
 
     DOMAIN: ClassVar[str] = "raycloak/sampler/done/v1"
-    completions: tuple[Completion, ...]
+    completions: tuple[SampledCompletion, ...]
 
 
 class Cancelled(Message):

@@ -1,7 +1,7 @@
 """The child process that generates text, one request after another; `sampler.py` beside it starts it.
 
-It answers each `Sample` with `Piece` and `Rate` any number of times, then one of `Done`, `Cancelled` and `Unanswered`.
-It ends with its parent.
+It answers each `Sample` with `Piece` and `Rate` any number of times, then one of `SampleDone`, `Cancelled` and
+`Unanswered`. It ends with its parent.
 """
 
 import os
@@ -17,11 +17,11 @@ from raycloak.attestation.processes.channel import Channel
 from raycloak.coordinator.service.sampling.messages import (
     Cancel,
     Cancelled,
-    Completion,
-    Done,
     Piece,
     Rate,
     Sample,
+    SampledCompletion,
+    SampleDone,
     Unanswered,
 )
 from raycloak.metrics.errors import RaycloakError, is_out_of_memory
@@ -61,15 +61,15 @@ class _Service:
         on_text: Callable[[int, str], None],
         on_rate: Callable[[float], None],
         cancelled: Callable[[], bool],
-    ) -> tuple[Completion, ...] | None:
+    ) -> tuple[SampledCompletion, ...] | None:
         """Return the completions of a request; None if it was cancelled. Errors as `Generator`."""
-        generator = self._generator(sample.run, sample.parameters, sample.parameter_digest)
+        generator = self._generator(sample.run, sample.parameters, sample.model_digest)
         if cancelled():
             return None
-        found: tuple[Completion, ...] | None = generator.complete(sample.request, on_text, on_rate, cancelled)
+        found: tuple[SampledCompletion, ...] | None = generator.complete(sample.request, on_text, on_rate, cancelled)
         return found
 
-    def _generator(self, run: Path, parameters: Path, parameter_digest: str) -> Any:
+    def _generator(self, run: Path, parameters: Path, model_digest: str) -> Any:
         # After the limits are set and the input is listened to: torch and the model take seconds.
         import torch
 
@@ -79,11 +79,11 @@ class _Service:
         torch.set_num_threads(self._threads)
         if self._loaded is None or self._loaded[0] != run:
             self._loaded = None  # its memory is for the next one
-            model = model_at(run, parameters, parameter_digest)
+            model = model_at(run, parameters, model_digest)
             self._loaded = (run, model, Generator(model))
-        elif self._loaded[1].parameter_digest != parameter_digest:
+        elif self._loaded[1].model_digest != model_digest:
             _, model, generator = self._loaded
-            self._loaded = (run, with_weights(model, parameters, parameter_digest), generator)
+            self._loaded = (run, with_weights(model, parameters, model_digest), generator)
         return self._loaded[2]
 
 
@@ -112,7 +112,7 @@ def _answer(service: _Service, sample: Sample, cancelled: Set[int], parent: Chan
             )
         )
     else:
-        parent.send(Cancelled() if found is None else Done(completions=found))
+        parent.send(Cancelled() if found is None else SampleDone(completions=found))
 
 
 def _listen(parent: Channel, samples: SimpleQueue[Sample], cancelled: set[int]) -> None:

@@ -25,11 +25,11 @@ from raycloak.attestation.processes.deadline import Deadline
 from raycloak.coordinator.service.sampling.messages import (
     Cancel,
     Cancelled,
-    Completion,
-    Done,
     Piece,
     Rate,
     Sample,
+    SampledCompletion,
+    SampleDone,
     Unanswered,
 )
 from raycloak.coordinator.service.sampling.requests import MOST_RESULT_BYTES, SampleRequest, wrong_field
@@ -59,12 +59,12 @@ class SampleSource:
     Attributes:
         run: the run directory.
         parameters: safetensors file of the trained tensors, as a run directory has it and a package opens to.
-        parameter_digest: of the released weights, in hexadecimal digits; the file must have it.
+        model_digest: of the released weights, in hexadecimal digits; the file must have it.
     """
 
     run: Path
     parameters: Path
-    parameter_digest: str
+    model_digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class SamplerLimits:
     waiting: int = 64
 
 
-Outcome = tuple[Completion, ...] | ServiceError
+Outcome = tuple[SampledCompletion, ...] | ServiceError
 """The end of a request: its completions, or why there are none."""
 
 
@@ -340,7 +340,7 @@ class _Process:
             id=job.number,
             run=source.run,
             parameters=source.parameters,
-            parameter_digest=source.parameter_digest,
+            model_digest=source.model_digest,
             request=job.request,
         )
         with self._changing:
@@ -348,12 +348,12 @@ class _Process:
         try:
             self._child.send(sample, by=until)
             while True:
-                match self._child.receive(Piece, Rate, Done, Cancelled, Unanswered, by=until):
+                match self._child.receive(Piece, Rate, SampleDone, Cancelled, Unanswered, by=until):
                     case Piece(completion=place, text=text):
                         job.on_tokens(place, text)
                     case Rate(tokens_per_second=rate):
                         job.on_rate(rate)
-                    case Done(completions=found):
+                    case SampleDone(completions=found):
                         return found if _fits(found) else self._failure("it gave more text than it may.")
                     case Cancelled():
                         return _cancelled()
@@ -402,7 +402,7 @@ def _failed(said: Unanswered) -> ServiceError:
     return FutureFailedError(said.code, said.message, said.remedy)
 
 
-def _fits(found: tuple[Completion, ...]) -> bool:
+def _fits(found: tuple[SampledCompletion, ...]) -> bool:
     return sum(len(each.text.encode()) for each in found) <= MOST_RESULT_BYTES
 
 

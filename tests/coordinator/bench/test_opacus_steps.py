@@ -9,7 +9,7 @@ import torch
 from raycloak.attestation.processes.child import Child
 from raycloak.attestation.processes.deadline import Deadline
 from raycloak.coordinator.bench import opacus_steps, step
-from raycloak.coordinator.bench.opacus_steps import OpacusTraining, Peer, Seconds, Steps
+from raycloak.coordinator.bench.opacus_steps import OpacusPeer, OpacusTraining, Seconds, Steps
 from raycloak.coordinator.bench.step import BLOCK_STEPS, WARM_UP_STEPS, bench_step
 from raycloak.coordinator.config.run import parse_config
 from raycloak.coordinator.planning.model_source import model_source
@@ -99,7 +99,7 @@ def test_the_peers_turns_are_in_no_figure_of_the_run(task, monkeypatch):
             asked.append("closed")
 
         def call(self, message, kind, *, by):
-            if isinstance(message, Peer):
+            if isinstance(message, OpacusPeer):
                 now[0] += 3.0
                 return kind(steps=())
             asked.append(message.number)
@@ -123,7 +123,7 @@ def test_the_peers_turns_are_in_no_figure_of_the_run(task, monkeypatch):
 def test_a_peer_in_a_process_of_its_own_takes_the_steps_that_it_is_asked_for(task):
     wanted = config()
     plain = wanted.model_dump(mode="json", exclude_unset=True)
-    peer = Peer(config=plain, base=task, mechanism=plan_mechanism(wanted, EXAMPLES, 18))
+    peer = OpacusPeer(config=plain, base=task, mechanism=plan_mechanism(wanted, EXAMPLES, 18))
     with Child(f"{opacus_steps.__name__}:take_steps") as child:
         assert child.call(peer, Seconds, by=Deadline(300)).steps == ()
         assert len(child.call(Steps(number=2), Seconds, by=Deadline(300)).steps) == 2

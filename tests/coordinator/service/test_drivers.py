@@ -31,7 +31,7 @@ from raycloak.coordinator.service.pipe import (
     Copy,
     Ended,
     Load,
-    Phase,
+    PhaseBegun,
     Save,
 )
 from raycloak.coordinator.service.service import DriverProcesses
@@ -253,7 +253,7 @@ def test_a_driver_that_cannot_do_a_command_stops(ends, monkeypatch):
 def test_a_driver_stops_at_a_command_that_it_cannot_read_and_when_nobody_hears_it(ends):
     service, driver = ends
     stop, other = StopRequest(), StopRequest()
-    service.send(Phase(words="none of the commands"))
+    service.send(PhaseBegun(words="none of the commands"))
     PacedRun(REFUSED, driver, stop)
     assert "cannot be read" in service.receive(*pipe.REPORTS, by=Deadline(DEADLINE_S)).line
     stopped = threading.Event()
