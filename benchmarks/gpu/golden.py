@@ -1,6 +1,6 @@
 """Digests of words that the product's functions give: a device gives the same, and so does every later version.
 
-``python -m benchmarks.gpu.golden`` writes them anew. Bytes of words are fixed for ever, so a difference is a fault of the
+``python -m benchmarks.gpu.golden`` writes them anew. Words are fixed for ever, so a difference is a fault of the
 code, unless CHANGELOG.md says that runs give other bytes.
 """
 

@@ -4,6 +4,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -98,16 +99,16 @@ def kernel_speed(place: Place) -> Found:
         spec = RingSpec(bits, -20, 2.0**8)
         vector = words.encoded(values, spec).vector
         size = vector.nbytes
-        figures[f"encode, {bits} bits"] = _speed(place, lambda: words.encoded(values, spec), values.nbytes + size)
+        figures[f"encode, {bits} bits"] = _speed(place, partial(words.encoded, values, spec), values.nbytes + size)
         for count in (1, 7, 31):
             masks = [(key(f"mask {each}"), 1) for each in range(count)]
             figures[f"{count} masks, {bits} bits"] = _speed(
-                place, lambda: words.masked(vector, masks), 2 * size, count * size
+                place, partial(words.masked, vector, masks), 2 * size, count * size
             )
         for sigma in (300.0, 2.0**13 + 0.25, 1.5 * 2.0**20, 2.0**33):
             tables = words.NoiseTables.of(NoiseSampler(sigma, bits), place.device)
             figures[f"noise of {tables.draws} draws, {bits} bits"] = _speed(
-                place, lambda: words.add_noise(vector, tables, key("noise")), 2 * size, 2 * LONG * tables.draws
+                place, partial(words.add_noise, vector, tables, key("noise")), 2 * size, 2 * LONG * tables.draws
             )
     return Found(figures)
 

@@ -1,7 +1,6 @@
 """The sections of the check, run one after another within a budget, and the report that grows with them."""
 
 import json
-import os
 import sys
 import time
 import traceback
@@ -84,14 +83,13 @@ class Report:
         # A process that is killed while it writes leaves the file before.
         half = self.path.with_suffix(".half")
         half.write_text(self.text() + "\n", encoding="utf-8")
-        os.replace(half, self.path)
+        half.replace(self.path)
 
 
 def _entry(section: Section) -> dict[str, Any]:
     try:
         found = section.run()
-    except Exception as error:
-        # The sections after it may still tell something, and the machine is here only once.
+    except Exception as error:  # noqa: BLE001 - the sections after it may still tell something
         return {"failed": f"{type(error).__name__}: {error}"[:600], "where": traceback.format_exc()[-1200:]}
     return {"figures": dict(found.figures), "faults": list(found.faults)}
 

@@ -71,7 +71,7 @@ class NoiseTables:
     @classmethod
     def of(cls, sampler: NoiseSampler, device: torch.device) -> "NoiseTables":
         """Take them from the product's sampler."""
-        require_bound(BLOCK == DRAW_WORDS.value, "a kernel draws one block")
+        require_bound(DRAW_WORDS.value == BLOCK, "a kernel draws one block")
         table, found = sampler._table, sampler.decomposition
         share = float((table.index == OPEN.value).mean())
         words = found.draws * BLOCK
