@@ -1,4 +1,4 @@
-"""`benchmarks/gpu/report.py`: a part that fails or finds no time leaves the others' results, and the whole not passed."""
+"""`benchmarks/gpu/report.py`: a section that fails or is skipped leaves the other results, and the check fails."""
 
 import json
 
