@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.report import Found
-from raycloak.coordinator.bench.gradient_cases import Case, Features, case_named
-from raycloak.coordinator.bench.gradient_methods import Workload
+from raycloak.coordinator.bench.gradient_cases import BenchCase, Features, case_named
+from raycloak.coordinator.bench.gradient_methods import BenchWorkload
 from raycloak.workers.gradients.clipping import GradientEngine
 from raycloak.workers.gradients.numerics import pin_numerics
 from raycloak.workers.gradients.row_memory import _mechanism
@@ -49,8 +49,8 @@ class Sums:
     """The engine of one model on a device, and the batch of its bench."""
 
     def __init__(self, model: Model, device: torch.device) -> None:
-        case = Case(model.name, case_named(model.name).rows, 1)
-        work = Workload.of(case, device)
+        case = BenchCase(model.name, case_named(model.name).rows, 1)
+        work = BenchWorkload.of(case, device)
         ComputeMode(precision=model.precision).apply(work.module)
         ((features, labels),) = work.batches
         self.batch: Batch = features, labels
