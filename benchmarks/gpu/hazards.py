@@ -11,6 +11,7 @@ import torch
 from benchmarks.gpu.children import MARK
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.report import Found
+from raycloak.workers.gradients.numerics import exact_sums
 
 OVERRIDES = (
     "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_EMULATE_SINGLE_PRECISION",
@@ -20,24 +21,26 @@ OVERRIDES = (
 
 
 def _child(name: str, **environment: str) -> CompletedProcess[str]:
-    return subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu.children", name],
         env={**os.environ, **environment}, capture_output=True, encoding="utf-8", timeout=60, check=False,
     )  # fmt: skip
+    # A context that an error ended makes the exit code another one too.
+    if not done.stdout:
+        raise RuntimeError(f"{name}: {done.stderr[-500:]}")
+    return done
 
 
 def residue(place: Place) -> Found:
     """Count the words of a process that ended, in the memory that the next one gets; nothing is promised here."""
-    written = _child("write")
-    found = _child("read")
-    freed = torch.full((2**20,), MARK, dtype=torch.int32, device=place.device)
-    del freed
-    again = torch.empty(2**20, dtype=torch.int32, device=place.device)
-    figures = {
-        "words of another process": found.stdout.strip() or found.stderr[-300:],
-        "words of this process, freed": int((again == MARK).sum()),
-    }
-    return Found(figures, () if written.returncode == 0 else (written.stderr[-300:],))
+    _child("write")
+    found = int(_child("read").stdout)
+    # Elsewhere torch fills memory that it gives.
+    with exact_sums():
+        freed = torch.full((2**20,), MARK, dtype=torch.int32, device=place.device)
+        del freed
+        again = torch.empty(2**20, dtype=torch.int32, device=place.device)
+    return Found({"words of another process": found, "words of this process": int((again == MARK).sum())})
 
 
 def errors(place: Place) -> Found:

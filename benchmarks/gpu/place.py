@@ -13,7 +13,7 @@ class Place:
     """A device.
 
     Attributes:
-        interpreted: whether Triton's interpreter computes the kernels, on the CPU and some 10,000 times slower.
+        interpreted: whether Triton's interpreter computes the kernels, on the CPU and slowly.
     """
 
     device: torch.device

@@ -28,7 +28,7 @@ class Section:
     """One part of the check.
 
     Attributes:
-        needs_s: seconds that it takes at most on an H100; with fewer left it is skipped.
+        needs_s: seconds that it may take, an estimate; with fewer left it is skipped.
         run: returns what it found; an error fails this section alone.
     """
 
@@ -70,7 +70,7 @@ class Report:
     @property
     def passed(self) -> bool:
         """Whether every section ran and found no fault."""
-        return all(_verdict(entry) == "passed" for entry in self.sections.values())
+        return bool(self.sections) and all(_verdict(entry) == "passed" for entry in self.sections.values())
 
     def text(self) -> str:
         """Return the report as one line of JSON."""

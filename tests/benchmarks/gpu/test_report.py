@@ -70,3 +70,7 @@ def test_every_broken_promise_of_a_sum_is_a_fault(changed, faults):
     kept = dict.fromkeys(("again", "new_engine", "other_process", "beside_others", "other_place"), True)
     found = Repeats(**{**kept, "norm_of_one": 1.0, "distance_from_cpu": 1e-7, **changed})
     assert len(found.faults()) == faults
+
+
+def test_a_check_of_no_section_has_not_passed(report):
+    assert not report.passed
