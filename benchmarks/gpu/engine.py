@@ -143,7 +143,7 @@ def _elsewhere(model: Model, place: Place) -> str:
     """Return the digest of the sum that a new process computes."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu.children", "sum", place.device.type, model.name, model.precision],
-        capture_output=True, encoding="utf-8", timeout=120, check=True,
+        capture_output=True, encoding="utf-8", timeout=300, check=True,
     )  # fmt: skip
     return done.stdout.split()[-1]
 

@@ -32,7 +32,7 @@ for name, change in changes.items():
 
 def test_the_kernels_give_the_products_bytes(run_python, tmp_path):
     output = tmp_path / "report.json"
-    done = run_python("-m", "benchmarks.gpu", "--interpret", "--output", str(output))
+    done = run_python("-m", "benchmarks.gpu", "--interpret", "--budget", "3600", "--output", str(output))
     assert done.code == 0, done.stdout + done.stderr
     report = json.loads(output.read_text(encoding="utf-8"))
     assert list(report["sections"]) == ["machine", "kernel_bytes", "fused_rows"]

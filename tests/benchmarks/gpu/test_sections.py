@@ -30,7 +30,7 @@ import raycloak.coordinator.bench.gradient
 from raycloak.coordinator.accounting.opacus_modules import opacus_module
 for name in ("grad_sample", "optimizers", "utils.fast_gradient_clipping_utils"):
     opacus_module("opacus." + name)
-sys.argv[1:] = ["--device", "cpu", "--only", "machine", "repeats mlp", "--output", {output!r}]
+sys.argv[1:] = ["--device", "cpu", "--only", "machine", "repeats mlp", "--budget", "3600", "--output", {output!r}]
 runpy.run_module("benchmarks.gpu", run_name="__main__")
 """
 
