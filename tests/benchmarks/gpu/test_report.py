@@ -22,7 +22,7 @@ def _failing():
 
 
 def test_a_report_names_the_card_and_holds_dataclasses_as_fields(report):
-    found = Repeats(True, True, True, True, False, 1.0, 0.0)
+    found = Repeats(True, True, True, True, False, 1.0, 0.0, 1e-3)
     report.add(Section("repeats", 1, lambda: Found({"mlp": found})))
     assert report.passed
     stored = _stored(report)
@@ -68,7 +68,7 @@ def test_a_fault_is_not_passed(report):
 )
 def test_every_broken_promise_of_a_sum_is_a_fault(changed, faults):
     kept = dict.fromkeys(("again", "new_engine", "other_process", "beside_others", "other_place"), True)
-    found = Repeats(**{**kept, "norm_of_one": 1.0, "distance_from_cpu": 1e-7, **changed})
+    found = Repeats(**{**kept, "norm_of_one": 1.0, "distance_from_cpu": 1e-7, "far": 1e-3, **changed})
     assert len(found.faults()) == faults
 
 
