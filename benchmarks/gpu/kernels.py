@@ -53,17 +53,15 @@ def _moved(case: Case, device: torch.device) -> Tensor:
     return torch.from_numpy(case.vector()).to(device)
 
 
-def kernel_bytes(place: Place, seed: int = 0, longest: int = 100_000) -> Found:
+def kernel_bytes(place: Place) -> Found:
     """Compare the kernels with the golden file, and with the product's functions where no file says what is right.
 
-    The interpreter takes seconds for a block of noise, so it computes fewer cases.
-
-    Args:
-        seed, longest: of the cases that are in no file.
+    The interpreter takes a second for a block of noise, so it computes fewer and shorter cases.
     """
     right = stored()
     known = [case for case in cases() if not place.interpreted or _is_short(case)]
-    new = list(random_cases(seed, 1 if place.interpreted else 8, longest))
+    count, longest = (1, 5000) if place.interpreted else (8, 100_000)
+    new = list(random_cases(seed=0, count=count, longest=longest))
     faults, tally = [], Counter[str]()
     for case in [*known, *new]:
         expected = right[case.name] if case in known else digest(words_of(case))

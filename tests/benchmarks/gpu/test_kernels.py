@@ -26,7 +26,7 @@ kernels.cases = lambda: []
 for name, change in changes.items():
     with patch.object(*change):
         # Of 4 random cases and the count of what is not finite; of 2 precisions.
-        print(f"{name}: {len(kernels.kernel_bytes(place, longest=5000).faults)} {len(proof.fused_rows(place).faults)}")
+        print(f"{name}: {len(kernels.kernel_bytes(place).faults)} {len(proof.fused_rows(place).faults)}")
 """
 
 
