@@ -11,7 +11,7 @@ ON_RAY := $(shell awk '$$1 == "ray" { print $$2 }' tests/marks.txt)
 # its start, and a third of the collection of the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test test-fast test-plain test-ray format fuzz proto reference pictures clean
+.PHONY: demo check test test-fast test-plain test-ray format code-lines fuzz proto reference pictures clean
 
 demo: $(INSTALLED)
 	$(BIN)/raycloak demo
@@ -43,6 +43,10 @@ test-ray: $(INSTALLED)
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The code lines of the wheel, by room; tests/code_lines.py says what is counted.
+code-lines: $(INSTALLED)
+	$(BIN)/python -m tests.code_lines
 
 # docs/reference/, from the docstrings of the public names; a test compares it with what this makes.
 reference: $(INSTALLED)
