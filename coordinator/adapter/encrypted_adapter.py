@@ -3,19 +3,18 @@
 The client runs the public base model. It sends encrypted inputs of the adapted layers, and adds the decrypted deltas.
 """
 
+import inspect
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
+from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
@@ -27,7 +26,6 @@ from raycloak.attestation.keys.run_secret import load_secret
 from raycloak.attestation.policy.policy import Policy, load_policy, simulated_policy
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
 from raycloak.coordinator.adapter.connection import AdapterAddress
-from raycloak.coordinator.adapter.sequences import Call, Planner, Reading, joined, sent_rows
 from raycloak.coordinator.adapter.session import AdapterSession, Traffic
 from raycloak.coordinator.config import home
 from raycloak.coordinator.evidence.sources import collateral_of
@@ -46,10 +44,6 @@ class EncryptedAdapter:
 
     It hides the client's hidden states from the server, even from one whose enclave is broken. It does not hide the
     adapter from the client, and nothing proves that the deltas are right. See docs/encrypted-adapters.md.
-
-    A batch is cut into two parts of whole sequences, if that takes no more blocks. While the server works for one part,
-    the client computes the other. Both parts run in the caller's thread. A call is not cut if it has other arguments
-    than a sequence has, such as labels, or if bare passes of its parts do not give the result of the whole.
 
     Calls of a process take turns. While one runs, the base model must not be called by itself in another thread.
 
@@ -91,7 +85,7 @@ class EncryptedAdapter:
         try:
             self._layers = _layers(base_model, self._session)
             self._shared = _shared(base_model, self._session.shared)
-            self._planner = Planner(self._read, self._session.block_tokens)
+            self._known: dict[Hashable, _Reading] = {}
         except BaseException:
             self._session.close()
             raise
@@ -114,22 +108,19 @@ class EncryptedAdapter:
                 training mode.
         """
         _require_eval(self._model)
-        call = Call.of(self._model.forward, args, kwargs)
+        given = inspect.signature(self._model.forward).bind(*args, **kwargs).arguments
+        mask = {**given, **kwargs}.get("attention_mask")
         with _CALLS, torch.no_grad(), _replaced(self._model, self._shared):
-            plan = self._planner.plan(call)
+            reading = self._reading(args, kwargs)
+            blocks = sum(-(-int(_sent(each, mask).sum()) // self._session.block_tokens) for each in reading.shapes)
             done = count(1)
 
             def tell() -> None:
                 if self._progress is not None:
-                    self._progress(next(done), plan.blocks)
+                    self._progress(next(done), blocks)
 
-            def forward(part: Call) -> Any:
-                # Each task has context variables of its own.
-                _PASS.set(_Pass(self._session, plan.inputs, part.mask, tell))
-                return self._model(*part.args, **part.kwargs)
-
-            with _hooked(self._layers, lambda *each: _PASS.get().add(*each)):
-                return joined(self._session.in_turns([partial(forward, part) for part in plan.parts]))
+            with _hooked(self._layers, _Pass(self._session, reading.inputs, mask, tell).add):
+                return self._model(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: ModelError ``generation_refused``."""
@@ -153,19 +144,19 @@ class EncryptedAdapter:
         """End the session; the worker drops the keys."""
         self._session.close()
 
-    def _read(self, call: Call) -> Reading:
-        """Return which layers read one and the same tensor, and more, by a bare pass.
+    def _reading(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "_Reading":
+        """Return which layers read one and the same tensor in calls of this kind, by a bare pass before the first.
 
         Only a pass can tell: two layers of one block may share an input, as query and value do, or not. It costs the
         base model's forward pass, and nothing is sent.
         """
+        kind = tuple((name, _kind(each)) for name, each in (*enumerate(args), *kwargs.items()))
+        if kind in self._known:
+            return self._known[kind]
         seen: list[torch.Tensor] = []
         inputs: dict[str, int] = {}
-        bare, own, is_steady = call.copied(), _settings(self._model), not _is_compiled(self._model)
 
         def note(name: str, given: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-            nonlocal is_steady
-            is_steady = is_steady and _settings(self._model) == own
             # Kept in a list, so that no later tensor takes the place of one in memory.
             inputs[name] = next((index for index, each in enumerate(seen) if each is given), len(seen))
             if inputs[name] == len(seen):
@@ -173,8 +164,45 @@ class EncryptedAdapter:
             return output
 
         with _hooked(self._layers, note):
-            result = self._model(*bare.args, **bare.kwargs)
-        return Reading(inputs, [each.shape[:-1] for each in seen], result, is_steady)
+            self._model(*map(_copied, args), **{name: _copied(each) for name, each in kwargs.items()})
+        found = self._known[kind] = _Reading(inputs, [each.shape[:-1] for each in seen])
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """The findings of a bare pass.
+
+    Attributes:
+        inputs: number of the tensor that each layer reads, by the layer's name.
+        shapes: of each such tensor's tokens, by its number.
+    """
+
+    inputs: Mapping[str, int]
+    shapes: Sequence[torch.Size]
+
+
+def _is_setting(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _kind(value: Any) -> Hashable:
+    """Return what arguments have in common with which layers read the same tensors: shape and type, or a setting."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype
+    return value if _is_setting(value) else type(value).__name__
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of what a model could change, such as a cache."""
+    return value if isinstance(value, torch.Tensor) or _is_setting(value) else deepcopy(value)
+
+
+def _sent(shape: torch.Size, mask: torch.Tensor | None) -> torch.Tensor:
+    """Return which tokens of a tensor to send, bool of shape [tokens]: all but those that a mask of its shape hides."""
+    if mask is not None and mask.shape == shape:
+        return mask.reshape(-1).bool().cpu()
+    return torch.ones(shape.numel(), dtype=torch.bool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,23 +241,13 @@ class _Pass:
             for each, number in self._inputs.items()
             if number == mine and self._session.projections[each].width_in == width
         ] or [name]
-        rows = sent_rows(given.shape[:-1], self._mask)
+        rows = _sent(given.shape[:-1], self._mask)
         sent = given.reshape(-1, width)[rows].cpu().double().numpy()
-        parts = []
-        for part in self._session.deltas(sent, names):
-            parts.append(part)
-            self._tell()
-        for each in names:
-            found = np.concatenate([part[each] for part in parts]) if parts else np.zeros((0, 1))
+        for each, found in self._session.deltas(sent, names, self._tell).items():
             delta = torch.zeros(rows.numel(), self._session.projections[each].width_out, dtype=torch.float64)
-            if parts:
-                delta[rows] = torch.from_numpy(found)
+            delta[rows] = torch.from_numpy(found)
             self._pending[each] = _Pending(given, delta.reshape(*given.shape[:-1], -1))
         return self._pending.pop(name)
-
-
-# The pass that a task of the thread is in: the tasks share the model, and so its hooks.
-_PASS: ContextVar[_Pass] = ContextVar("_PASS")
 
 
 @contextmanager
@@ -266,37 +284,6 @@ def _replaced(model: nn.Module, parts: Mapping[str, nn.Parameter]) -> Iterator[N
     finally:
         for module, name, own in places:
             module.register_parameter(name, own)
-
-
-def _settings(model: nn.Module) -> tuple[Any, ...]:
-    """Return what a model could change around a layer, and change back: settings of PyTorch, and the model's own."""
-    cuda, backends = torch.cuda, torch.backends
-    attention = [
-        getattr(backends.cuda, f"{each}_sdp_enabled")() for each in ("flash", "mem_efficient", "math", "cudnn")
-    ]
-    configs = {id(each.config): each.config for each in model.modules() if hasattr(each, "config")}
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        [(torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in ("cpu", "cuda")],
-        torch.is_autocast_cache_enabled(),
-        torch.get_default_dtype(),
-        torch.get_default_device(),
-        torch.get_float32_matmul_precision(),
-        attention,
-        [getattr(backends.cudnn, each) for each in ("enabled", "benchmark", "deterministic", "allow_tf32")],
-        backends.mkldnn.enabled,
-        (cuda.current_device(), cuda.current_stream()) if cuda.is_initialized() else None,  # type: ignore[no-untyped-call]
-        [dict(vars(each)) for each in configs.values() if hasattr(each, "__dict__")],
-    )
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    """Return whether a module is compiled: its calls then change how PyTorch runs the caller's thread."""
-    return any(
-        getattr(each, "_compiled_call_impl", None) is not None or hasattr(each.forward, "_torchdynamo_orig_callable")
-        for each in model.modules()
-    )
 
 
 def _layers(model: nn.Module, session: AdapterSession) -> dict[str, nn.Module]:

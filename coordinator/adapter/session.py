@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,14 +22,11 @@ from raycloak.coordinator.adapter import adapter_pb2 as wire
 from raycloak.coordinator.adapter.connection import AdapterAddress, AdapterConnection
 from raycloak.coordinator.adapter.introduction import PIECE_BYTES
 from raycloak.coordinator.adapter.registration import ClientOrchestrator
-from raycloak.coordinator.adapter.turns import Turns
 from raycloak.metrics.errors import ModelError, ProtocolError, RefusedError
 from raycloak.workers.encrypted.client_keys import ClientKeys
 from raycloak.workers.encrypted.parameters import ANSWER_BYTES, MAX_WIDTH, BlockShape, require_allowed
 
-R = TypeVar("R")
-
-# Blocks of one task under way: the server computes one while the next is encrypted. More would only take memory.
+# Blocks under way: the server computes one while the next is encrypted. More would only take memory.
 _AHEAD: Final = 2
 
 
@@ -39,7 +36,7 @@ class Traffic:
 
     Attributes:
         blocks: requests, each of which sent one block.
-        wait_s: time that the client waited for the server while it had nothing else to do.
+        wait_s: time that the client waited for the server.
     """
 
     blocks: int = 0
@@ -84,8 +81,6 @@ class AdapterSession:
         self.traffic = Traffic()
         self._connection = AdapterConnection(address, identity)
         self._sequence = 0
-        self._turns = Turns()
-        self._line: _Line | None = None
         self._name = ""
         self._orchestrator: ClientOrchestrator | None = None
         try:
@@ -127,45 +122,46 @@ class AdapterSession:
         pieces = (wire.RegisterRequest(sealed_keys=piece) for piece in _pieces(given.sealed))
         self._connection.call("Register", chain([registration], pieces))
 
-    def in_turns(self, tasks: Sequence[Callable[[], R]]) -> list[R]:
-        """Return the results of tasks that ask for `deltas`; one computes while the server works for another.
+    def deltas(
+        self, tokens: NDArray[Any], names: Sequence[str], tell: Callable[[], None] = lambda: None
+    ) -> dict[str, NDArray[np.float64]]:
+        """Return the deltas of hidden states for projections that share them; the next block is encrypted meanwhile.
 
-        The first error ends them all. Behind a call that failed nothing is sent. A block that is under way when a task
-        fails for another reason is awaited, and it is charged.
-
-        Raises:
-            RefusedError: ``adapter_closed`` behind `close`.
-        """
-        if self._orchestrator is None:
-            raise RefusedError("adapter_closed", "the session was closed.", "Make another encrypted adapter.")
-        with _Line() as self._line:
-            return self._turns.run(tasks)
-
-    def deltas(self, tokens: NDArray[Any], names: Sequence[str]) -> Iterator[dict[str, NDArray[np.float64]]]:
-        """Yield the deltas of hidden states, block by block, for projections that share them; in a task of `in_turns`.
+        Behind a block that was refused nothing is sent. A block that is under way when ``tell`` fails is awaited, and
+        it is charged.
 
         Args:
             tokens: shape [n, width].
             names: projections of that width.
+            tell: called after each block.
+
+        Returns:
+            Deltas by projection, shape [n, its width].
 
         Raises:
             BudgetError: ``tokens_spent``. The server's other refusals.
             ModelError: ``states_not_finite``; nothing is sent then.
+            RefusedError: ``adapter_closed`` behind `close`.
         """
+        if self._orchestrator is None:
+            raise RefusedError("adapter_closed", "the session was closed.", "Make another encrypted adapter.")
         if not np.isfinite(tokens).all():
             raise ModelError(
                 "states_not_finite",
                 f"an input of '{names[0]}' has numbers that are not finite, and nothing can encrypt them.",
                 "Look at the model's inputs and its precision.",
             )
-        size = self.block_tokens
+        found = {name: np.zeros((len(tokens), self.projections[name].width_out)) for name in names}
+        starts = range(0, len(tokens), self.block_tokens)
         asked: deque[_Asked] = deque()
-        for start in range(0, len(tokens), size):
-            if len(asked) == _AHEAD:
-                yield self._finished(asked.popleft())
-            asked.append(self._asked(tokens[start : start + size], names))
-        while asked:
-            yield self._finished(asked.popleft())
+        with _Line() as line:
+            for start in starts:
+                if len(asked) == _AHEAD:
+                    self._finish(asked.popleft(), found, tell)
+                asked.append(self._asked(line, tokens, slice(start, start + self.block_tokens), names))
+            while asked:
+                self._finish(asked.popleft(), found, tell)
+        return found
 
     @property
     def block_tokens(self) -> int:
@@ -186,13 +182,12 @@ class AdapterSession:
                 own, self._orchestrator = self._orchestrator, None
                 own.finish()
 
-    def _asked(self, tokens: NDArray[Any], names: Sequence[str]) -> "_Asked":
+    def _asked(self, line: "_Line", tokens: NDArray[Any], rows: slice, names: Sequence[str]) -> "_Asked":
         began = time.perf_counter()
-        batch, factors = self._keys.encrypt(tokens)
+        batch, factors = self._keys.encrypt(tokens[rows])
         self.traffic.encrypt_s += time.perf_counter() - began
-        assert self._line is not None, "only a task of `in_turns` may ask"
-        answers = [(each, self._line.ask(partial(self._answer, batch, each))) for each in self._requests(names)]
-        return _Asked(answers, factors)
+        answers = [(each, line.ask(partial(self._answer, batch, each))) for each in self._requests(names)]
+        return _Asked(rows, answers, factors)
 
     def _requests(self, names: Sequence[str]) -> Iterator[list[str]]:
         """Yield projections that share a block, request by request: as many as one answer holds."""
@@ -222,28 +217,29 @@ class AdapterSession:
         answer: wire.ApplyReply = self._connection.call("Apply", chain([request], pieces))
         return answer
 
-    def _finished(self, asked: "_Asked") -> dict[str, NDArray[np.float64]]:
-        found = {}
+    def _finish(self, asked: "_Asked", found: dict[str, NDArray[np.float64]], tell: Callable[[], None]) -> None:
         for names, future in asked.answers:
-            answer = self._turns.result(future)
-            self.traffic.wait_s = self._turns.idle_s
+            began = time.perf_counter()
+            answer = future.result()
             answered = time.perf_counter()
+            self.traffic.wait_s += answered - began
             if len(answer.answers) != len(names):
                 raise ProtocolError("malformed", "the server answered for another number of projections.")
             self.tokens_left = answer.tokens_left
             for name, each in zip(names, answer.answers, strict=True):
                 described = self.projections[name]
-                found[name] = self._keys.decrypt(each, described.width_out, asked.factors, described.gain)
+                found[name][asked.rows] = self._keys.decrypt(each, described.width_out, asked.factors, described.gain)
                 self.traffic.received_bytes += len(each)
             self.traffic.decrypt_s += time.perf_counter() - answered
         self.traffic.tokens += len(asked.factors)
-        return found
+        tell()
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A block under way: its requests' projections and answers, and what the answers' numbers are multiplied by."""
+    """A block under way: its rows, its requests' projections and answers, and what the answers are multiplied by."""
 
+    rows: slice
     answers: "Sequence[tuple[list[str], Future[wire.ApplyReply]]]"
     factors: NDArray[np.float64]
 
@@ -264,11 +260,11 @@ class _Line:
     def __exit__(self, *_: object) -> None:
         self._thread.shutdown(cancel_futures=True)
 
-    def ask(self, call: Callable[[], R]) -> "Future[R]":
+    def ask(self, call: Callable[[], wire.ApplyReply]) -> "Future[wire.ApplyReply]":
         """Return a call's result as a future; behind a call that failed, that call's error."""
         return self._thread.submit(self._made, call)
 
-    def _made(self, call: Callable[[], R]) -> R:
+    def _made(self, call: Callable[[], wire.ApplyReply]) -> wire.ApplyReply:
         # A server charges for each block that it answers, and nobody would read this answer.
         if self._failure is not None:
             raise self._failure

@@ -233,11 +233,8 @@ def library() -> Any:
     Raises:
         ConfigError: ``encryption_missing`` where the extra is not installed.
     """
-    # Both ends ask for both packages of the extra, so that a client learns of the second before its first call.
-    if find_spec("tenseal") is None or find_spec("greenlet") is None:
-        raise ConfigError(
-            "encryption_missing", "encrypted adapters need tenseal and greenlet.", "pip install 'raycloak[he]'."
-        )
+    if find_spec("tenseal") is None:
+        raise ConfigError("encryption_missing", "encrypted adapters need tenseal.", "pip install 'raycloak[he]'.")
     import tenseal.sealapi
 
     return tenseal.sealapi
