@@ -44,7 +44,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The code lines of the wheel, by room; tests/code_lines.py says what is counted.
+# The code lines of the wheels, by room; tests/code_lines.py says what is counted.
 code-lines: $(INSTALLED)
 	$(BIN)/python -m tests.code_lines
 
@@ -56,11 +56,12 @@ reference: $(INSTALLED)
 pictures: $(INSTALLED)
 	$(BIN)/python -m tests.pictures
 
-# The stubs of the two services; a test compares them with what this makes.
+# The stubs of the three services; a test compares them with what this makes.
 proto: $(INSTALLED)
 	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. \
-		raycloak/attestation/service/evidence.proto raycloak/coordinator/client/service.proto \
-		raycloak/coordinator/adapter/adapter.proto
+		raycloak/attestation/service/evidence.proto raycloak/coordinator/client/service.proto
+	cd lab && ../$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. \
+		raycloak_lab/adapter/adapter.proto
 
 # Seeds and findings go to FUZZ_DIR; INDEX=path/to/INDEX.json adds recorded evidence to the seeds.
 FUZZ_DIR ?= build/fuzz
@@ -71,11 +72,11 @@ fuzz: $(INSTALLED)
 	$(BIN)/python -m tests.fuzz --folder $(FUZZ_DIR) $(if $(INDEX),--index $(INDEX)) $(FUZZ_OPTIONS)
 
 # Build isolation is off because it would fetch a setuptools that constraints.txt does not pin.
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml lab/pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(PIP) setuptools torch==2.13.0
-	$(PIP) --no-build-isolation --editable '.[dev]'
+	$(PIP) --no-build-isolation --editable '.[dev]' --editable lab
 	touch $@
 
 clean:
-	rm -rf .venv build dist *.egg-info .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv build dist *.egg-info lab/build lab/*.egg-info .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from raycloak.attestation.policy.policy import simulated_policy
     from raycloak.attestation.service.serving_orchestrator import EvidenceOrchestrator
     from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
-    from raycloak.coordinator.adapter.encrypted_adapter import EncryptedAdapter
     from raycloak.coordinator.aggregation.aggregator import MaskedAggregator, ReduceRequest
     from raycloak.coordinator.aggregation.ranges import split_ranges
     from raycloak.coordinator.client.connection import ServiceCredentials
@@ -146,7 +145,6 @@ _HOMES = {
     "DatasetDescriptor": "raycloak.workers.inputs.descriptor",
     "DpMetrics": "raycloak.coordinator.client.results",
     "EarlyStoppingConfig": "raycloak.coordinator.config.sections",
-    "EncryptedAdapter": "raycloak.coordinator.adapter.encrypted_adapter",
     "EvaluationConfig": "raycloak.coordinator.config.sections",
     "EvaluationReport": "raycloak.coordinator.training.callbacks",
     "EvidenceOrchestrator": "raycloak.attestation.service.serving_orchestrator",
@@ -249,7 +247,6 @@ __all__ = [
     "DatasetError",
     "DpMetrics",
     "EarlyStoppingConfig",
-    "EncryptedAdapter",
     "EvaluationConfig",
     "EvaluationReport",
     "EvidenceError",

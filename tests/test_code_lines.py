@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from tests.code_lines import GENERATED, by_room, code_lines, report, wheel
+from tests.code_lines import GENERATED, by_room, code_lines, report, wheels
 from tests.layout import ROOT
 
 SOURCE = '''"""A module,
@@ -37,7 +37,9 @@ def test_rooms_are_added_up_and_stubs_are_counted_apart(tmp_path):
     assert report(found).splitlines()[-2:] == ["      3 total", f"      1 {GENERATED}"]
 
 
-def test_all_that_the_wheel_contains_is_counted_and_nothing_else():
-    files = {path.relative_to(ROOT).as_posix() for path in wheel()}
-    assert {"raycloak/__main__.py", "coordinator/cli/app.py", "metrics/errors.py"} <= files
-    assert not [name for name in files if name.startswith(("tests/", "benchmarks/", "raycloak/metrics/"))]
+def test_all_that_each_wheel_contains_is_counted_and_nothing_else():
+    ours, beside = ({path.relative_to(ROOT).as_posix() for path in files} for files in wheels().values())
+    assert {"raycloak/__main__.py", "coordinator/cli/app.py", "metrics/errors.py"} <= ours
+    assert not [name for name in ours if name.startswith(("tests/", "benchmarks/", "raycloak/metrics/", "lab/"))]
+    assert "lab/raycloak_lab/cli/app.py" in beside
+    assert all(name.startswith("lab/raycloak_lab/") for name in beside)

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, Protocol
 
-from raycloak.coordinator.bench.attest_processes import Child
+from raycloak.coordinator.bench.child import Child
 from raycloak.coordinator.bench.mask import bench_mask
 from raycloak.coordinator.config.home import HOME_VARIABLE
 from raycloak.coordinator.config.run import RunConfig

@@ -5,16 +5,13 @@ Exit codes: 0 done, 2 bad input, 3 refused (budget, evidence, policy), 4 failed.
 """
 
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
-from typer.exceptions import Abort, TyperException
 
-from raycloak.coordinator.cli.adapter import adapter
 from raycloak.coordinator.cli.attest.attest import attest
 from raycloak.coordinator.cli.audit import audit_command
 from raycloak.coordinator.cli.bench import bench
@@ -25,14 +22,14 @@ from raycloak.coordinator.cli.model import model
 from raycloak.coordinator.cli.options import RUN_OR_OTHER, AsJson, ConfigFile, Debug, Overrides, RunName, SmallEpsilon
 from raycloak.coordinator.cli.options import execute as _execute
 from raycloak.coordinator.cli.package import package
+from raycloak.coordinator.cli.program import run_program
 from raycloak.coordinator.cli.report import report_command
 from raycloak.coordinator.cli.runs import runs
 from raycloak.coordinator.cli.serve import serve_command
 from raycloak.coordinator.cli.top import top_command
 from raycloak.coordinator.cli.verify import bundle_command, trust_command, verify_command
 from raycloak.coordinator.config.run import RunConfig, load_config, parse_config
-from raycloak.coordinator.console.output import Output, command_output, leave_stdout
-from raycloak.coordinator.console.streams import open_missing_streams
+from raycloak.coordinator.console.output import Output
 from raycloak.coordinator.quick_imports import quickly
 from raycloak.coordinator.runs.progress import EVERY_S, ProgressDisplay, waiting
 from raycloak.metrics.errors import ConfigError, RaycloakError
@@ -54,7 +51,6 @@ app.add_typer(attest, name="attest")
 app.add_typer(data, name="data")
 app.add_typer(model, name="model")
 app.add_typer(runs, name="runs")
-app.add_typer(adapter, name="adapter")
 
 
 def _say_version(asked: bool) -> None:
@@ -343,53 +339,21 @@ def _discard(output: Output, run: str) -> int:
 
 @app.command()
 def plan(
-    config: Annotated[
-        Path | None, typer.Argument(metavar="CONFIG", help="YAML file of the run.", show_default=False)
-    ] = None,
+    config: ConfigFile,
     overrides: Overrides = None,
     trials: Annotated[
         int | None, typer.Option(metavar="K", help="Also show the cost of a search of K such runs.", min=1)
     ] = None,
-    scale: Annotated[
-        bool, typer.Option("--scale", help="Instead predict a step at other sizes from rates of this machine.")
-    ] = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Show what CONFIG will spend and need, and refuse what cannot run; charges nothing."""
-    if scale:
-        _execute(as_json, debug, lambda output: _scale(output, config, overrides or []))
-    else:
-        _execute(as_json, debug, lambda output: _plan(output, config, overrides, trials))
+    _execute(as_json, debug, lambda output: _plan(output, config, overrides, trials))
 
 
-def _scale(output: Output, config: Path | None, overrides: list[str]) -> int:
-    from raycloak.coordinator.bench.calibration import calibrate, check
-    from raycloak.coordinator.cli.views.scale import ScaleTables
-    from raycloak.coordinator.planning.scale import parse_scale, simulate
-
-    if config is not None:
-        raise ConfigError("usage", "--scale takes no CONFIG.", "Set sizes with --set; see docs/scale.md.")
-    assumed = parse_scale(overrides)
-    output.announce("measuring this machine, about a minute")
-    rates = calibrate(assumed.optimizer)
-    checked = check(rates)
-    found = simulate(assumed, rates)
-    fields = {
-        "assumed": assumed.model_dump(),
-        "rates": asdict(rates),
-        "check": asdict(checked),
-        "sizes": [asdict(each) for each in found],
-    }
-    output.result(fields, ScaleTables(assumed, found, checked))
-    return 0
-
-
-def _plan(output: Output, path: Path | None, overrides: list[str] | None, trials: int | None) -> int:
+def _plan(output: Output, path: Path, overrides: list[str] | None, trials: int | None) -> int:
     from raycloak.coordinator.planning.first_look import first_look
 
-    if path is None:
-        raise ConfigError("usage", "no CONFIG is given.", "Name the YAML file of the run, or give --scale.")
     config, config_dir = load_config(path, overrides), path.parent
     # Before the libraries of a plan, which take seconds to import.
     first_look(config, config_dir)
@@ -440,28 +404,4 @@ app.command("trust")(trust_command)
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the console script; exits with the command's code."""
-    open_missing_streams()
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    code = _invoke(given)
-    leave_stdout()
-    sys.exit(code)
-
-
-def _invoke(arguments: list[str]) -> int:
-    try:
-        return int(app(args=arguments, prog_name="raycloak", standalone_mode=False) or 0)
-    except TyperException as error:
-        message = " ".join(error.format_message().split()).rstrip(".")
-        # A proposal ends in a question mark.
-        message += "" if message.endswith("?") else "."
-        context = getattr(error, "ctx", None)
-        command = context.command_path if context is not None else "raycloak"
-        with command_output("--json" in arguments, "--debug" in arguments) as output:
-            output.error(ConfigError("usage", message, f"See {command} --help."))
-        return ConfigError.exit_code
-    except Abort:
-        return RaycloakError.exit_code
-    except OSError as error:  # of help or version; a command says it itself
-        with command_output(as_json=False, debug=False) as output:
-            output.error(RaycloakError("output_lost", f"nothing could be written: {error.strerror}.", "Make room."))
-        return RaycloakError.exit_code
+    run_program(app, "raycloak", arguments)

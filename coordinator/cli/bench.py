@@ -42,7 +42,7 @@ def mask_command(
 def _bench_mask(output: Output, params: int, workers: int, bits: Literal[32, 64], colluding: int | None) -> int:
     from raycloak.coordinator.bench.mask import bench_mask
 
-    return _measured(output, "bench mask", bench_mask(params, workers, bits, colluding_workers=colluding))
+    return measured(output, "bench mask", bench_mask(params, workers, bits, colluding_workers=colluding))
 
 
 @bench.command("noise")
@@ -60,31 +60,7 @@ def noise_command(
 def _bench_noise(output: Output, draws: int, sigma: float, bits: Literal[32, 64]) -> int:
     from raycloak.coordinator.bench.noise import bench_noise
 
-    return _measured(output, "bench noise", bench_noise(draws, sigma, bits))
-
-
-@bench.command("adapter")
-def adapter_command(as_json: AsJson = False, debug: Debug = False) -> None:
-    """Answer one encrypted block for widths 384, 768 and 4096, beside the clear adapter and TenSEAL's own product."""
-    execute(as_json, debug, _bench_adapter)
-
-
-def _bench_adapter(output: Output) -> int:
-    from rich.table import Table
-
-    from raycloak.coordinator.bench.adapter import bench_adapter
-    from raycloak.coordinator.console.figures import value_text
-
-    result = asdict(bench_adapter())
-    table = Table(
-        title=f"bench adapter (median of {result['runs']}, processor time)", title_justify="left", title_style="bold"
-    )
-    for header in ("", *(str(each["width"]) for each in result["widths"])):
-        table.add_column(header)
-    for name in list(result["widths"][0])[1:]:
-        table.add_row(name.replace("_", " "), *(value_text(each[name]) for each in result["widths"]))
-    output.result(result, table)
-    return 0
+    return measured(output, "bench noise", bench_noise(draws, sigma, bits))
 
 
 @bench.command("step")
@@ -105,7 +81,7 @@ def step_command(
 def _bench_step(output: Output, config: RunConfig, config_dir: Path, against: str | None) -> int:
     from raycloak.coordinator.bench.step import bench_step
 
-    return _measured(output, "bench step", bench_step(config, config_dir=config_dir, against=against))
+    return measured(output, "bench step", bench_step(config, config_dir=config_dir, against=against))
 
 
 @bench.command("start")
@@ -232,40 +208,6 @@ def _bench_chaos(output: Output, path: Path, overrides: tuple[str, ...], damage:
     return 4 if result.breaches or missed else 0
 
 
-@bench.command("attest")
-def attest_command(
-    connections: Annotated[int, typer.Option(help="Workers to attest, each over a connection of its own.")] = 2000,
-    concurrency: Annotated[int, typer.Option(help="Workers that attest at the same time.")] = 16,
-    held: Annotated[int, typer.Option(help="Idle, half-open and slow connections to hold meanwhile.")] = 0,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """Attest simulated workers over the gRPC evidence service: handshake, challenge, appraisal, keys. SIMULATED."""
-    execute(as_json, debug, lambda output: _bench_attest(output, connections, concurrency, held))
-
-
-def _bench_attest(output: Output, connections: int, concurrency: int, held: int) -> int:
-    from raycloak.coordinator.bench.attest import bench_attest
-
-    return _measured(output, "bench attest (SIMULATED)", bench_attest(connections, concurrency, held))
-
-
-@bench.command("service")
-def service_command(
-    clients: Annotated[int, typer.Option(help="Clients that call at the same time.")] = 16,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """Time operations through a training service whose drivers train nothing, beside Ray actors and bare gRPC."""
-    execute(as_json, debug, lambda output: _bench_service(output, clients))
-
-
-def _bench_service(output: Output, clients: int) -> int:
-    from raycloak.coordinator.bench.service import bench_service
-
-    return _measured(output, "bench service", bench_service(clients))
-
-
 def _ring_bits(bits: int) -> Literal[32, 64]:
     if bits == 32:
         return 32
@@ -274,7 +216,8 @@ def _ring_bits(bits: int) -> Literal[32, 64]:
     raise ConfigError("ring_bits", f"a ring of {bits} bits does not exist.", "Give 32 or 64.")
 
 
-def _measured(output: Output, title: str, result: "DataclassInstance") -> int:
+def measured(output: Output, title: str, result: "DataclassInstance") -> int:
+    """Show the fields of a bench's result; the exit code of success."""
     from raycloak.coordinator.console.figures import value_text
     from raycloak.coordinator.console.tables import fields_table
 

@@ -27,7 +27,6 @@ from raycloak.coordinator.evidence.sources import LocalPlatform
 from raycloak.coordinator.evidence.standalone_service import ServiceConfig, start_service
 from raycloak.coordinator.runs.verdict import metrics_view
 from raycloak.coordinator.training.assignment import NewRun
-from raycloak.metrics.adapter_collector import AdapterCollector, AdapterFigures
 from raycloak.metrics.collectors import GpuReadingCollector, LedgerCollector, RunFacts, RunMetrics
 from raycloak.metrics.dashboards.render import DASHBOARDS, RULES
 from raycloak.metrics.exporter import Exporter
@@ -35,6 +34,7 @@ from raycloak.metrics.gpu_readings import GpuReading
 from raycloak.metrics.registry import SERIES
 from raycloak.metrics.server import MetricsServer
 from raycloak.metrics.training_service import ServiceMetrics, ServiceSnapshot
+from raycloak_lab.adapter.collector import AdapterCollector, AdapterFigures
 from tests.metrics.samples import sample_names
 from tests.prometheus import BINARY, Prometheus
 from tests.protocol import RENYI, WholeRun, examples, on, whole_run

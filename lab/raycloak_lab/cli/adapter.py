@@ -1,0 +1,73 @@
+"""The commands ``raycloak-lab adapter``: serve an adapter over encrypted activations, and show a client's key."""
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from raycloak.coordinator.cli.options import RUN_OR_OTHER, AsJson, Debug, ended_by_signals, execute
+from raycloak.coordinator.console.output import Output
+
+adapter = typer.Typer(help="Adapters over encrypted activations (experimental).")
+
+
+@adapter.command("serve")
+def serve_command(
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|PACKAGE", help=f"Adapter, as a {RUN_OR_OTHER}; or a sealed package.", show_default=False
+        ),
+    ],
+    settings: Annotated[Path, typer.Argument(metavar="SETTINGS", help="YAML file of the server.", show_default=False)],
+    config: Annotated[Path | None, typer.Option(help="Configuration that names a package's model.")] = None,
+    trust: Annotated[Path | None, typer.Option(help="Trust store of a package's reader.")] = None,
+    key: Annotated[Path | None, typer.Option(help="Private key of one of a package's recipients.")] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Answer encrypted batches until SIGTERM or Ctrl-C; first prints the address for clients.
+
+    It hides clients' hidden states from the server. It does not hide the adapter from clients: see
+    docs/encrypted-adapters.md.
+    """
+    execute(as_json, debug, lambda output: _serve(output, path, settings, config, trust, key))
+
+
+@adapter.command("identity")
+def identity_command(as_json: AsJson = False, debug: Debug = False) -> None:
+    """Print the key that an adapter's owner names this client by; made at the first call."""
+    execute(as_json, debug, _identity)
+
+
+def _serve(output: Output, path: str, settings: Path, config: Path | None, trust: Path | None, key: Path | None) -> int:
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # every refused handshake would be a line
+    from raycloak.coordinator.console.figures import value_text
+    from raycloak.coordinator.console.tables import fields_table
+    from raycloak_lab.adapter.serve import served_adapter
+    from raycloak_lab.adapter.settings import load_settings
+
+    terms = load_settings(settings)
+    output.announce("starting the worker, which reads the adapter")
+    with (
+        served_adapter(path, terms, trust, key, config) as facts,
+        # Not before: a signal ends a start at once, though reading the adapter can take minutes.
+        ended_by_signals() as ended,
+    ):
+        rows = [(name.replace("_", " "), value_text(value)) for name, value in asdict(facts).items()]
+        output.result(asdict(facts), fields_table(f"Encrypted adapter ({facts.evidence} evidence)", rows))
+        ended.wait()
+    return 0
+
+
+def _identity(output: Output) -> int:
+    from raycloak.attestation.core.keys import IdentityKey
+    from raycloak.attestation.keys.run_secret import load_secret
+    from raycloak.coordinator.console.tables import fields_table
+    from raycloak_lab.adapter.places import identity_file
+
+    key = IdentityKey.from_seed(load_secret(identity_file())).public.hex()
+    output.result({"identity_key": key}, fields_table("Client of encrypted adapters", [("identity key", key)]))
+    return 0

@@ -1,0 +1,53 @@
+"""The command ``raycloak-lab``; exit codes and the line of an error as of ``raycloak``."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import NoReturn
+
+import typer
+
+from raycloak.coordinator.cli.options import AsJson, Debug, Overrides, execute
+from raycloak.coordinator.cli.program import run_program
+from raycloak.coordinator.console.output import Output
+from raycloak_lab.cli.adapter import adapter
+from raycloak_lab.cli.bench import bench
+
+app = typer.Typer(
+    name="raycloak-lab",
+    help="Beside raycloak: benches for its developers, and adapters over encrypted activations.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(bench, name="bench")
+app.add_typer(adapter, name="adapter")
+
+
+@app.command("scale")
+def scale_command(overrides: Overrides = None, as_json: AsJson = False, debug: Debug = False) -> None:
+    """Predict a step at other sizes from rates of this machine; see docs/scale.md."""
+    execute(as_json, debug, lambda output: _scale(output, overrides or []))
+
+
+def _scale(output: Output, overrides: list[str]) -> int:
+    from raycloak_lab.scale.calibration import calibrate, check
+    from raycloak_lab.scale.simulation import parse_scale, simulate
+    from raycloak_lab.scale.tables import ScaleTables
+
+    assumed = parse_scale(overrides)
+    output.announce("measuring this machine, about a minute")
+    rates = calibrate(assumed.optimizer)
+    checked = check(rates)
+    found = simulate(assumed, rates)
+    fields = {
+        "assumed": assumed.model_dump(),
+        "rates": asdict(rates),
+        "check": asdict(checked),
+        "sizes": [asdict(each) for each in found],
+    }
+    output.result(fields, ScaleTables(assumed, found, checked))
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the console script; exits with the command's code."""
+    run_program(app, "raycloak-lab", arguments)
