@@ -18,7 +18,7 @@ import peft
 import torch
 import transformers
 
-import raycloak
+import raycloak_lab
 from raycloak.attestation.core.keys import IdentityKey
 from raycloak.attestation.keys.run_secret import load_secret
 from raycloak_lab.adapter import places
@@ -101,7 +101,7 @@ def measured(adapted, client, tokenizer, rows, folder):
     clear, bare = answers(adapted, tokenizer, rows), answers(client, tokenizer, rows)
     with serving(desk, worker.end, "127.0.0.1:0") as server:
         address = f"{worker.facts.identity_key.hex()}@127.0.0.1:{server.port}"
-        with raycloak.EncryptedAdapter(client, address) as model:
+        with raycloak_lab.EncryptedAdapter(client, address) as model:
             wall, processor = time.perf_counter(), time.process_time()
             encrypted = answers(model, tokenizer, rows)
             took = {"wall_s": time.perf_counter() - wall, "processor_s": time.process_time() - processor}

@@ -5,6 +5,7 @@ Exit codes: 0 done, 2 bad input, 3 refused (budget, evidence, policy), 4 failed.
 """
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -22,14 +23,15 @@ from raycloak.coordinator.cli.model import model
 from raycloak.coordinator.cli.options import RUN_OR_OTHER, AsJson, ConfigFile, Debug, Overrides, RunName, SmallEpsilon
 from raycloak.coordinator.cli.options import execute as _execute
 from raycloak.coordinator.cli.package import package
-from raycloak.coordinator.cli.program import run_program
+from raycloak.coordinator.cli.program import invoke
 from raycloak.coordinator.cli.report import report_command
 from raycloak.coordinator.cli.runs import runs
 from raycloak.coordinator.cli.serve import serve_command
 from raycloak.coordinator.cli.top import top_command
 from raycloak.coordinator.cli.verify import bundle_command, trust_command, verify_command
 from raycloak.coordinator.config.run import RunConfig, load_config, parse_config
-from raycloak.coordinator.console.output import Output
+from raycloak.coordinator.console.output import Output, leave_stdout
+from raycloak.coordinator.console.streams import open_missing_streams
 from raycloak.coordinator.quick_imports import quickly
 from raycloak.coordinator.runs.progress import EVERY_S, ProgressDisplay, waiting
 from raycloak.metrics.errors import ConfigError, RaycloakError
@@ -404,4 +406,7 @@ app.command("trust")(trust_command)
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the console script; exits with the command's code."""
-    run_program(app, "raycloak", arguments)
+    open_missing_streams()
+    code = invoke(app, "raycloak", list(sys.argv[1:] if arguments is None else arguments))
+    leave_stdout()
+    sys.exit(code)

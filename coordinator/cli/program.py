@@ -1,27 +1,14 @@
 """A console script: what typer and the operating system raise beside its commands becomes a line and an exit code."""
 
-import sys
-from collections.abc import Sequence
-from typing import NoReturn
-
 import typer
 from typer.exceptions import Abort, TyperException
 
-from raycloak.coordinator.console.output import command_output, leave_stdout
-from raycloak.coordinator.console.streams import open_missing_streams
+from raycloak.coordinator.console.output import command_output
 from raycloak.metrics.errors import ConfigError, RaycloakError
 
 
-def run_program(app: typer.Typer, name: str, arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command that the arguments, or else those of this process, name; exits with its code."""
-    open_missing_streams()
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    code = _invoke(app, name, given)
-    leave_stdout()
-    sys.exit(code)
-
-
-def _invoke(app: typer.Typer, name: str, arguments: list[str]) -> int:
+def invoke(app: typer.Typer, name: str, arguments: list[str]) -> int:
+    """Run the command that the arguments name, and return its exit code."""
     try:
         return int(app(args=arguments, prog_name=name, standalone_mode=False) or 0)
     except TyperException as error:

@@ -1,5 +1,6 @@
 """The command ``raycloak-lab``; exit codes and the line of an error as of ``raycloak``."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import NoReturn
@@ -7,8 +8,9 @@ from typing import NoReturn
 import typer
 
 from raycloak.coordinator.cli.options import AsJson, Debug, Overrides, execute
-from raycloak.coordinator.cli.program import run_program
-from raycloak.coordinator.console.output import Output
+from raycloak.coordinator.cli.program import invoke
+from raycloak.coordinator.console.output import Output, leave_stdout
+from raycloak.coordinator.console.streams import open_missing_streams
 from raycloak_lab.cli.adapter import adapter
 from raycloak_lab.cli.bench import bench
 
@@ -50,4 +52,7 @@ def _scale(output: Output, overrides: list[str]) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the console script; exits with the command's code."""
-    run_program(app, "raycloak-lab", arguments)
+    open_missing_streams()
+    code = invoke(app, "raycloak-lab", list(sys.argv[1:] if arguments is None else arguments))
+    leave_stdout()
+    sys.exit(code)

@@ -23,12 +23,12 @@ import yaml
 from typer.testing import CliRunner
 
 import raycloak
+import raycloak_lab
 from raycloak.attestation.core.keys import IdentityKey
 from raycloak.attestation.policy.policy import simulated_policy
 from raycloak.attestation.sealed.package_keys import TrustStore, create_recipient, load_signer
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
 from raycloak.coordinator.checkpoints.archive import Archive
-from raycloak.coordinator.cli.app import app
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.sections import CheckpointConfig
 from raycloak.coordinator.training.assignment import NewRun
@@ -37,6 +37,7 @@ from raycloak_lab.adapter import adapter_pb2 as wire
 from raycloak_lab.adapter import places
 from raycloak_lab.adapter.connection import AdapterAddress, AdapterConnection
 from raycloak_lab.adapter.serve import load_adapter
+from raycloak_lab.cli.app import app
 from tests.coordinator.runs.test_released_model import LORA, directory_of, of_text
 from tests.lab.adapter.conftest import identity
 from tests.protocol import RENYI, trained
@@ -102,7 +103,7 @@ def settings_of(shared_home, folder):
 def serve(shared_home, target, folder, *options):
     """Start the command that serves an adapter."""
     file = settings_of(shared_home, folder)
-    return started(shared_home, "-m", "raycloak", "adapter", "serve", str(target), str(file), "--json", *options)
+    return started(shared_home, "-m", "raycloak_lab", "adapter", "serve", str(target), str(file), "--json", *options)
 
 
 @contextmanager
@@ -157,7 +158,7 @@ def test_a_classifier_in_three_processes_computes_what_the_trained_model_does(ru
     # The adapter is a PEFT model, so whoever has read it has loaded torch.
     assert [has_torch(each) for each in (process.pid, worker)] == [False, True]
     base = base_model(folder)
-    with raycloak.EncryptedAdapter(base, facts["address"]) as model, torch.no_grad():
+    with raycloak_lab.EncryptedAdapter(base, facts["address"]) as model, torch.no_grad():
         found = model(input_ids=TEXTS, attention_mask=MASK).logits
         expected = raycloak.load(directory)(input_ids=TEXTS, attention_mask=MASK).logits
         bare = base(input_ids=TEXTS, attention_mask=MASK).logits
@@ -170,12 +171,12 @@ PREPARED = Path(__file__).resolve().parents[3] / "examples" / "sst2" / "data"
 CLIENT = """
 import json, sys
 import torch, transformers
-import raycloak
+import raycloak_lab
 
 base, address, policy, texts = sys.argv[1], sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
 given = transformers.AutoTokenizer.from_pretrained(base)(texts, return_tensors="pt", padding=True)
 model = transformers.AutoModelForSequenceClassification.from_pretrained(base, num_labels=2).eval()
-with raycloak.EncryptedAdapter(model, address, policy=policy) as adapted:
+with raycloak_lab.EncryptedAdapter(model, address, policy=policy) as adapted:
     logits = adapted(**given).logits
     print(json.dumps({"logits": logits.tolist(), "blocks": adapted.traffic.blocks, "simulated": adapted.simulated}))
 """
@@ -286,7 +287,7 @@ def test_a_sealed_package_is_served_as_its_run_is_and_a_worker_that_is_killed_is
     base = base_model(run[0])
     with command(shared_home, package, tmp_path, *options_of(folder)) as (facts, process), torch.no_grad():
         assert facts["projections"] == 4
-        with raycloak.EncryptedAdapter(base, facts["address"]) as model:
+        with raycloak_lab.EncryptedAdapter(base, facts["address"]) as model:
             found = model(input_ids=TEXTS, attention_mask=MASK).logits
             os.kill(child_processes(process.pid)[-1], signal.SIGKILL)
             for call in (model, model):
@@ -368,7 +369,6 @@ def damaged(package):
 def test_the_documented_client_runs_as_it_is_there(run, server):
     (block,) = (each for each in BLOCKS if each.document == DOCUMENT and each.language == "python")
     names = {
-        "raycloak": raycloak,
         "base_model": base_model(run[0]),
         "address": server[0]["address"],
         "policy": None,
@@ -411,5 +411,5 @@ def test_memory_is_bounded_under_100_hostile_clients(run, server):
     # A third of what they send: a piece is read when there is room for it.
     assert after[0] - before[0] < 330 * 2**20
     assert after[1] - before[1] < 100 * 2**20
-    with raycloak.EncryptedAdapter(base_model(run[0]), facts["address"]) as model:
+    with raycloak_lab.EncryptedAdapter(base_model(run[0]), facts["address"]) as model:
         model(input_ids=TEXTS, attention_mask=MASK)
