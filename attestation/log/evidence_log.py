@@ -25,7 +25,7 @@ from raycloak.attestation.log import merkle
 from raycloak.attestation.log.entries import (
     Entry,
     EntryProof,
-    ExportedEntry,
+    ExportedLogEntry,
     LogHead,
     SignedHead,
     broken,
@@ -140,7 +140,7 @@ class EvidenceLog:
         """Return at most ``limit`` entries from position ``start``, each as a line of an exported log."""
         # A caller's number may be larger than SQLite's integers.
         found = self._entries("AND sequence >= ? ORDER BY sequence LIMIT ?", min(start, 2**62), limit)
-        return tuple(ExportedEntry.of(entry).encode() for entry in found)
+        return tuple(ExportedLogEntry.of(entry).encode() for entry in found)
 
     def head_line(self) -> bytes:
         """Return the signed head, as the last line of an exported log."""
@@ -167,7 +167,7 @@ class EvidenceLog:
         """Prove that ``entry`` is under :meth:`head`; ValueError if it is not in the log."""
         head = self.position()
         path = merkle.inclusion_proof(entry.sequence, head.length, self._subtree)
-        return EntryProof(entry=ExportedEntry.of(entry), path=path, head=self._signed(head))
+        return EntryProof(entry=ExportedLogEntry.of(entry), path=path, head=self._signed(head))
 
     def inclusion(self, sequence: int, length: int) -> tuple[bytes, ...]:
         """Prove that entry ``sequence`` is one of the first ``length``; ValueError if it is not."""
@@ -188,7 +188,7 @@ class EvidenceLog:
         head = self.head_line()
         with whole_file(path) as file:
             for entry in self.entries():
-                file.write(ExportedEntry.of(entry).encode() + b"\n")
+                file.write(ExportedLogEntry.of(entry).encode() + b"\n")
             file.write(head + b"\n")
 
     def _signed(self, head: LogHead) -> SignedHead:
@@ -261,7 +261,7 @@ class ExportedLog:
     def prove(self, sequence: int) -> EntryProof:
         """Prove that entry ``sequence`` is under the head of the file; ValueError if there is no such entry."""
         path = merkle.inclusion_proof(sequence, len(self.entries), self.tree.subtree)
-        return EntryProof(entry=ExportedEntry.of(self.entries[sequence]), path=path, head=self.signed)
+        return EntryProof(entry=ExportedLogEntry.of(self.entries[sequence]), path=path, head=self.signed)
 
     def root_at(self, length: int) -> bytes | None:
         """Return the root over the first ``length`` entries; None if there are fewer, or ``length`` is not positive."""
@@ -293,7 +293,7 @@ def check_exported_log(exported: Sequence[bytes], owner: SignerPublic) -> Export
     claimed = parse_line(LogHead, signed.head, "the signed head")
     entries = []
     for sequence, line in enumerate(lines):
-        entry = parse_line(ExportedEntry, line, f"entry {sequence}").entry
+        entry = parse_line(ExportedLogEntry, line, f"entry {sequence}").entry
         entry.check(claimed.run_id, sequence)
         entries.append(entry)
     log = ExportedLog(tuple(entries), signed, signed.open(owner))

@@ -27,7 +27,7 @@ from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.metrics.errors import ConfigError, ProtocolError, RefusedError
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.measurement import Released, ReleasedValues
-from raycloak.workers.terms.parameter_digest import split_flat
+from raycloak.workers.terms.model_digest import split_flat
 
 AUDIT = "audit.json"
 """The file of a run directory that an audit wrote: its model is that of the configuration with canaries."""
@@ -90,7 +90,7 @@ class SavedState(Message):
     step: int
     package: str
     package_digest: bytes
-    parameter_digest: bytes
+    model_digest: bytes
 
 
 class SavedStates(Message):
@@ -210,9 +210,9 @@ class RunFolder:
         """Remove the verdict of an execution before, which the newest one contradicts and could not replace."""
         (self.path / "verdict.json").unlink(missing_ok=True)
 
-    def write_parameters(self, manifest: Manifest, parameters: np.ndarray, parameter_digest: bytes) -> None:
+    def write_parameters(self, manifest: Manifest, parameters: np.ndarray, model_digest: bytes) -> None:
         """Keep the released parameters as ``parameters.safetensors``; they are on disk when this returns."""
-        write_weights(self.path / "parameters.safetensors", manifest, parameters, parameter_digest)
+        write_weights(self.path / "parameters.safetensors", manifest, parameters, model_digest)
 
     def _kept(self, cls: type[M], name: str) -> M | None:
         """Read a message that an execution wrote; None if none has."""
@@ -223,7 +223,7 @@ class RunFolder:
             raise ConfigError("not_a_run", f"{path} cannot be read.", "Restore it as the run wrote it.") from None
 
 
-def write_weights(path: Path, manifest: Manifest, parameters: np.ndarray, parameter_digest: bytes) -> None:
+def write_weights(path: Path, manifest: Manifest, parameters: np.ndarray, model_digest: bytes) -> None:
     """Write released parameters, float32[d], as the safetensors file ``path``; it is whole and on disk, or not there.
 
     Raises:
@@ -235,7 +235,7 @@ def write_weights(path: Path, manifest: Manifest, parameters: np.ndarray, parame
     save_file(
         {t.name: part.reshape(t.shape) for t, part in zip(tensors, parts, strict=True)},
         draft,
-        metadata={"run_id": manifest.run_id, "parameter_digest": parameter_digest.hex()},
+        metadata={"run_id": manifest.run_id, "model_digest": model_digest.hex()},
     )
     # Before the rename, so that the name never leads to content that is not on disk.
     sync(draft)

@@ -111,7 +111,7 @@ def test_a_worker_on_registered_data_takes_no_batches(tmp_path):
         return reply.code
 
     assert code(run.receipt()) == "receipt_mismatch"
-    assert code(run.receipt(parameter_digest=step_input(run.digest, (name,)))) == "batch_unexpected"
+    assert code(run.receipt(input_digest=step_input(run.digest, (name,)))) == "batch_unexpected"
 
 
 def test_a_steps_input_is_another_for_any_other_batches():

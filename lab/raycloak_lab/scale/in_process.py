@@ -26,7 +26,7 @@ from raycloak.coordinator.record.folder import RunFolder, RunRecord
 from raycloak.coordinator.runs.local_session import local_session
 from raycloak.coordinator.runs.verdict import run_facts
 from raycloak.coordinator.training.assignment import NewRun, Order
-from raycloak.coordinator.training.coordinator import Coordinator
+from raycloak.coordinator.training.phases import Coordinator
 from raycloak.coordinator.training.reporting import Reporting
 from raycloak.metrics.collectors import RunMetrics
 from raycloak.metrics.events import EventWriter

@@ -259,7 +259,7 @@ def test_a_file_changed_after_it_was_verified_is_refused(site, sealed):
 
 
 def test_parameters_with_another_digest_are_refused_and_leave_no_file(site, tmp_path):
-    name = site.publish(parameter_digest=b"x" * 32)
+    name = site.publish(model_digest=b"x" * 32)
     package = site.verify(name)
     out = tmp_path / "out" / "model.safetensors"
     out.parent.mkdir()

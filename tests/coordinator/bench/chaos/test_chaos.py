@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from raycloak.coordinator.bench.chaos.chaos import Chaos, Damage, bench_chaos
-from raycloak.coordinator.bench.chaos.child_run import ChildRun, ChildTask, EventTail, Left, StepSeen
+from raycloak.coordinator.bench.chaos.child_run import ChildRun, ChildTask, Left, LineTail, StepSeen
 from raycloak.coordinator.bench.chaos.cluster import Process
 from raycloak.coordinator.bench.chaos.schedule import Strike
 from raycloak.coordinator.config.run import load_config
@@ -24,7 +24,7 @@ class PaperRun:
     pid = 1
 
     def __init__(self, batches):
-        self.tail = EventTail(Path("nowhere"))
+        self.tail = LineTail(Path("nowhere"))
         self.ended = []
         self.done = []
         self._batches = list(batches)
