@@ -1,6 +1,6 @@
 """The dashboard of all runs and all accounts. The recording rules compute its burn."""
 
-from raycloak.metrics.dashboards.panels import RATE, Dashboard, Panel, PromQuery, Row
+from raycloak.metrics.dashboards.panels import Dashboard, Panel, PromQuery, Row
 
 _TO_RUN = ("Open the run", "/d/raycloak-run?var-run=${__field.labels.run}&${__url_time_range}")
 _TO_ACCOUNT = ("Open a run of the account", "/d/raycloak-run?var-account=${__field.labels.account}&${__url_time_range}")
@@ -158,58 +158,11 @@ ACCOUNTS_ROW = Row(
         ),
     ),
 )
-ADAPTERS_ROW = Row(
-    "Encrypted adapters",
-    (
-        Panel(
-            "Tokens left",
-            "Of the projection that has the least left, for all clients together. No restart gives any back.",
-            "stat",
-            (PromQuery("min by (instance) (raycloak_adapter_tokens_left)", "{{instance}}"),),
-            width=6,
-            steps=((0, "red"), (1, "green")),
-            phase="adapter",
-        ),
-        Panel(
-            "Calls",
-            "A second, by method and code. Any code but ok is a refusal.",
-            "timeseries",
-            (PromQuery(f"sum by (method, code) (rate(raycloak_adapter_calls_total{RATE}))", "{{method}} {{code}}"),),
-            "reqps",
-            6,
-            phase="adapter",
-        ),
-        Panel(
-            "Tokens and sessions",
-            "Tokens charged a second, by whole blocks, and open sessions.",
-            "timeseries",
-            (
-                PromQuery(f"sum by (instance) (rate(raycloak_adapter_tokens_total{RATE}))", "tokens {{instance}}"),
-                PromQuery("max by (instance) (raycloak_adapter_sessions)", "sessions {{instance}}"),
-            ),
-            width=6,
-            phase="adapter",
-        ),
-        Panel(
-            "Time of blocks",
-            "Seconds a second, by phase. A server that is busy all the time is at 1.",
-            "timeseries",
-            (
-                PromQuery(
-                    f"sum by (instance, phase) (rate(raycloak_adapter_busy_seconds_total{RATE}))",
-                    "{{phase}} {{instance}}",
-                ),
-            ),
-            width=6,
-            phase="adapter",
-        ),
-    ),
-)
 FLEET_DASHBOARD = Dashboard(
     file="fleet.json",
     uid="raycloak-fleet",
     title="raycloak: fleet",
-    description="All runs and all accounts, and the servers of encrypted adapters.",
+    description="All runs and all accounts.",
     variables=(),
-    rows=(NOW_ROW, RUNS_ROW, ACCOUNTS_ROW, ADAPTERS_ROW),
+    rows=(NOW_ROW, RUNS_ROW, ACCOUNTS_ROW),
 )

@@ -8,10 +8,9 @@ RATE = "[$__rate_interval]"
 RUN = '{run="$run"}'
 ACCOUNT = '{account="$account"}'
 
-Phase = Literal["running", "ended", "loss", "gpu", "service", "training service", "adapter", "ray"]
+Phase = Literal["running", "ended", "loss", "gpu", "service", "training service", "ray"]
 """The condition under which a panel's queries have data. It may be a run that trains, has ended, or evaluates a loss
-and no accuracy. It may also be the presence of GPUs, an evidence service, a training service, an adapter's server, or
-Ray's own pages."""
+and no accuracy. It may also be the presence of GPUs, an evidence service, a training service, or Ray's own pages."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,34 @@ from dataclasses import dataclass
 from prometheus_client.core import Metric
 
 from raycloak.metrics.exporter import Values
-from raycloak.metrics.registry import ADAPTER_CALLS, ADAPTER_SERIES, ANSWERED, Series
+from raycloak.metrics.privacy_class import PrivacyClass
+from raycloak.metrics.registry import ANSWERED, Label, Series
+
+ADAPTER_CALLS = ("Describe", "Begin", "Register", "Apply", "Close")
+ADAPTER_PHASES = ("charge", "compute")
+ADAPTER_SERIES = (
+    Series(
+        "raycloak_adapter_calls_total",
+        "Calls that the server of an encrypted adapter answered: ok, or the code of the refusal.",
+        "counter",
+        labels=(Label("method", ADAPTER_CALLS), Label("code", usual=(ANSWERED,))),
+    ),
+    Series("raycloak_adapter_tokens_total", "Tokens charged to clients, by whole blocks, once a block.", "counter"),
+    Series(
+        "raycloak_adapter_busy_seconds_total",
+        "Time that blocks took, by phase.",
+        "counter",
+        PrivacyClass.PHYSICAL,
+        (Label("phase", ADAPTER_PHASES),),
+        "seconds",
+    ),
+    Series(
+        "raycloak_adapter_tokens_left",
+        "Tokens that the projection with the least left will ever answer, for all clients together.",
+        "gauge",
+    ),
+    Series("raycloak_adapter_sessions", "Sessions that are open.", "gauge"),
+)
 
 
 @dataclass(frozen=True)

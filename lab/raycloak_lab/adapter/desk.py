@@ -16,9 +16,8 @@ from typing import Protocol
 from raycloak.attestation.core.messages import Envelope
 from raycloak.attestation.keys.release import KeyRelease
 from raycloak.metrics.errors import ProtocolError, RefusedError
-from raycloak.metrics.registry import ADAPTER_PHASES
 from raycloak_lab.adapter.budgets import TokenBudgets
-from raycloak_lab.adapter.collector import AdapterFigures
+from raycloak_lab.adapter.collector import ADAPTER_PHASES, AdapterFigures
 from raycloak_lab.encrypted.adapter_worker import AdapterFacts
 from raycloak_lab.encrypted.evaluation_keys import batch_bytes, released_bytes
 from raycloak_lab.encrypted.parameters import ANSWER_BYTES

@@ -14,7 +14,7 @@ from raycloak.metrics.exporter import Exporter
 from raycloak.metrics.server import MetricsServer
 from raycloak_lab.adapter import places
 from raycloak_lab.adapter.budgets import TokenBudgets
-from raycloak_lab.adapter.collector import AdapterCollector
+from raycloak_lab.adapter.collector import ADAPTER_SERIES, AdapterCollector
 from raycloak_lab.adapter.desk import AdapterDesk
 from raycloak_lab.adapter.server import Serving, serving
 from raycloak_lab.adapter.settings import AdapterSettings
@@ -60,7 +60,7 @@ def load_adapter(
 @contextmanager
 def _page(server: Serving, settings: AdapterSettings) -> Iterator[str]:
     """Serve the metrics page inside the block; yields its URL."""
-    exporter = Exporter()
+    exporter = Exporter(ADAPTER_SERIES)
     exporter.add(AdapterCollector(server.figures))
     page = MetricsServer(exporter.registry, settings.metrics.bind)
     try:

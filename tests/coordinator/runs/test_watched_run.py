@@ -34,7 +34,8 @@ from raycloak.metrics.gpu_readings import GpuReading
 from raycloak.metrics.registry import SERIES
 from raycloak.metrics.server import MetricsServer
 from raycloak.metrics.training_service import ServiceMetrics, ServiceSnapshot
-from raycloak_lab.adapter.collector import AdapterCollector, AdapterFigures
+from raycloak_lab.adapter.collector import ADAPTER_SERIES, AdapterCollector, AdapterFigures
+from raycloak_lab.adapter.dashboard import ADAPTER_DASHBOARD
 from tests.metrics.samples import sample_names
 from tests.prometheus import BINARY, Prometheus
 from tests.protocol import RENYI, WholeRun, examples, on, whole_run
@@ -121,7 +122,7 @@ def training_service(stack: ExitStack) -> tuple[ServiceMetrics, str]:
 def page_of_an_adapter(stack: ExitStack) -> str:
     """Serve the series of an encrypted adapter's server with one session."""
     figures = AdapterFigures({("Apply", "ok"): 1}, 64, {"charge": 0.01, "compute": 0.1}, 236, 1)
-    exporter = Exporter()
+    exporter = Exporter(ADAPTER_SERIES)
     exporter.add(AdapterCollector(lambda: figures))
     return stack.enter_context(MetricsServer(exporter.registry)).address
 
@@ -232,7 +233,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
 
 QUERIES = [
     (board.file, panel.title, query.expr, panel.phase)
-    for board in DASHBOARDS
+    for board in (*DASHBOARDS, ADAPTER_DASHBOARD)
     for row in board.rows
     for panel in row.panels
     for query in panel.queries

@@ -4,14 +4,14 @@ import torch
 from prometheus_client import generate_latest
 
 from raycloak.metrics.exporter import Exporter
-from raycloak_lab.adapter.collector import AdapterCollector
+from raycloak_lab.adapter.collector import ADAPTER_SERIES, AdapterCollector
 from raycloak_lab.adapter.encrypted_adapter import EncryptedAdapter
 from tests.lab.adapter.conftest import TOKENS
 
 
 def test_the_page_shows_calls_tokens_seconds_and_what_is_left(site, encoder):
     with site(of_adapter=1000) as served:
-        exporter = Exporter()
+        exporter = Exporter(ADAPTER_SERIES)
         exporter.add(AdapterCollector(served.server.figures))
         with EncryptedAdapter(encoder, served.address) as model:
             model(torch.ones(1, 5, 16))

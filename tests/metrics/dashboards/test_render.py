@@ -9,25 +9,31 @@ import yaml
 from raycloak.metrics.dashboards.render import DASHBOARDS, FOLDER, render
 from raycloak.metrics.dashboards.run import VERDICT
 from raycloak.metrics.registry import SERIES
+from raycloak_lab.adapter.collector import ADAPTER_SERIES
+from raycloak_lab.adapter.dashboard import ADAPTER_DASHBOARD
+from tests.layout import LAB
 from tests.metrics.samples import sample_names
 
 PROMTOOL = shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool (Debian package prometheus) is not installed")
 
-EXPORTED = {name: series for series in SERIES if series.privacy.exportable for name in sample_names(series)}
+EXPORTED = {
+    name: series for series in (*SERIES, *ADAPTER_SERIES) if series.privacy.exportable for name in sample_names(series)
+}
 # Ray's own, Prometheus' own, and what the rules record.
 OTHERS = {"ray_object_store_memory", "ALERTS", "run:raycloak_budget_burn:ratio1h"}
 TARGET_LABELS = {"instance", "job", "namespace", "pod", "le"}
 WORDS = {"and", "or", "unless", "by", "on", "without", "ignoring", "group_left", "group_right", "bool", "offset"}
+FILES = {FOLDER / board.file: board for board in DASHBOARDS} | {LAB / "adapter" / "adapter.json": ADAPTER_DASHBOARD}
 EXPRESSIONS = [
     expr
-    for board in DASHBOARDS
+    for board in FILES.values()
     for expr in (
         *(query.expr for row in board.rows for panel in row.panels for query in panel.queries),
         *(annotation.expr for annotation in board.annotations),
     )
 ]
-BOARDS = pytest.mark.parametrize("board", DASHBOARDS, ids=lambda board: board.file)
+BOARDS = pytest.mark.parametrize(("file", "board"), FILES.items(), ids=lambda each: getattr(each, "name", ""))
 
 
 def metrics_of(expr):
@@ -84,18 +90,18 @@ def test_the_checks_see_what_they_look_for():
 
 
 @BOARDS
-def test_the_file_is_what_the_generator_writes(board):
-    assert (FOLDER / board.file).read_text() == render(board), "run: python -m raycloak.metrics.dashboards.render"
+def test_the_file_is_what_the_generator_writes(file, board):
+    assert file.read_text() == render(board), "run: python -m raycloak.metrics.dashboards.render"
 
 
 def test_every_dashboard_has_a_file_and_every_file_a_dashboard():
     assert sorted(path.name for path in FOLDER.glob("*.json")) == sorted(board.file for board in DASHBOARDS)
-    assert len({board.uid for board in DASHBOARDS}) == len(DASHBOARDS)
+    assert len({board.uid for board in FILES.values()}) == len(FILES)
 
 
 @BOARDS
-def test_grafana_can_provision_it(board):
-    shown = json.loads((FOLDER / board.file).read_text())
+def test_grafana_can_provision_it(file, board):
+    shown = json.loads(file.read_text())
     assert shown["schemaVersion"] >= 39
     assert shown["id"] is None
     assert "__inputs" not in shown
@@ -122,10 +128,10 @@ def test_every_link_of_a_panel_leads_to_a_dashboard_and_its_variable():
 
 
 @BOARDS
-def test_no_two_panels_overlap(board):
+def test_no_two_panels_overlap(file, board):
     cells = [
         (x, y)
-        for panel in json.loads((FOLDER / board.file).read_text())["panels"]
+        for panel in json.loads(file.read_text())["panels"]
         for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
         for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
     ]
@@ -133,16 +139,16 @@ def test_no_two_panels_overlap(board):
 
 
 @BOARDS
-def test_a_row_of_panels_has_no_gap(board):
+def test_a_row_of_panels_has_no_gap(file, board):
     lines = {}
-    for panel in json.loads((FOLDER / board.file).read_text())["panels"]:
+    for panel in json.loads(file.read_text())["panels"]:
         lines.setdefault(panel["gridPos"]["y"], []).append(panel["gridPos"]["w"])
     assert {y: sum(widths) for y, widths in lines.items() if sum(widths) != 24} == {}
 
 
 def test_the_rows_cover_what_an_operator_watches():
     assert {board.file: [row.title for row in board.rows] for board in DASHBOARDS} == {
-        "fleet.json": ["Now", "Runs", "Accounts", "Encrypted adapters"],
+        "fleet.json": ["Now", "Runs", "Accounts"],
         "run.json": [
             "Verdict",
             "Result",
