@@ -7,9 +7,9 @@ import subprocess
 import pytest
 import yaml
 
-from raycloak.metrics.dashboards.render import RULES, RULES_RESOURCE, rules_resource
 from raycloak.metrics.registry import SERIES
 from raycloak_lab.adapter.collector import ADAPTER_SERIES
+from raycloak_lab.dashboards.render import RULES, RULES_RESOURCE, rules_resource
 from tests.layout import LAB, ROOT
 from tests.metrics.samples import sample_names
 
@@ -441,7 +441,7 @@ def promtool(*arguments):
 
 
 def test_the_operator_gets_the_same_rules():
-    assert RULES_RESOURCE.read_text() == rules_resource(), "run: python -m raycloak.metrics.dashboards.render"
+    assert RULES_RESOURCE.read_text() == rules_resource(), "run: python -m raycloak_lab.dashboards.render"
     resource = yaml.safe_load(RULES_RESOURCE.read_text())
     assert (resource["apiVersion"], resource["kind"]) == ("monitoring.coreos.com/v1", "PrometheusRule")
     assert resource["spec"] == yaml.safe_load(RULES.read_text())

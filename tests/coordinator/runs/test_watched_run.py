@@ -28,14 +28,13 @@ from raycloak.coordinator.evidence.standalone_service import ServiceConfig, star
 from raycloak.coordinator.runs.verdict import metrics_view
 from raycloak.coordinator.training.assignment import NewRun
 from raycloak.metrics.collectors import GpuReadingCollector, LedgerCollector, RunFacts, RunMetrics
-from raycloak.metrics.dashboards.render import DASHBOARDS, RULES
 from raycloak.metrics.exporter import Exporter
 from raycloak.metrics.gpu_readings import GpuReading
 from raycloak.metrics.registry import SERIES
 from raycloak.metrics.server import MetricsServer
 from raycloak.metrics.training_service import ServiceMetrics, ServiceSnapshot
 from raycloak_lab.adapter.collector import ADAPTER_SERIES, AdapterCollector, AdapterFigures
-from raycloak_lab.adapter.dashboard import ADAPTER_DASHBOARD
+from raycloak_lab.dashboards.render import FILES, RULES
 from tests.metrics.samples import sample_names
 from tests.prometheus import BINARY, Prometheus
 from tests.protocol import RENYI, WholeRun, examples, on, whole_run
@@ -233,13 +232,13 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
 
 QUERIES = [
     (board.file, panel.title, query.expr, panel.phase)
-    for board in (*DASHBOARDS, ADAPTER_DASHBOARD)
+    for board in FILES.values()
     for row in board.rows
     for panel in row.panels
     for query in panel.queries
 ] + [
     (board.file, annotation.name, annotation.expr, "running")
-    for board in DASHBOARDS
+    for board in FILES.values()
     for annotation in board.annotations
 ]
 
@@ -298,7 +297,7 @@ def test_a_run_that_is_not_private_is_marked(watched: Watched) -> None:
 
 
 def test_the_variables_of_every_dashboard_have_values(watched: Watched) -> None:
-    for board in DASHBOARDS:
+    for board in FILES.values():
         for variable in board.variables:
             metric, label = re.fullmatch(r"label_values\((.+), (\w+)\)", variable.query).groups()
             assert {labels.get(label) for labels, _ in watched.query(metric, "running")} - {None}

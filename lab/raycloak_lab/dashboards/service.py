@@ -1,6 +1,6 @@
 """The dashboard of the evidence service, standalone or of a run."""
 
-from raycloak.metrics.dashboards.panels import RATE, Dashboard, Panel, PromQuery, Row, Variable, quantile
+from raycloak_lab.dashboards.panels import RATE, Dashboard, Panel, PromQuery, Row, Variable, quantile
 
 _HERE = '{instance=~"$instance"}'
 

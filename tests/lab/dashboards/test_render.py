@@ -6,12 +6,10 @@ import subprocess
 import pytest
 import yaml
 
-from raycloak.metrics.dashboards.render import DASHBOARDS, FOLDER, render
-from raycloak.metrics.dashboards.run import VERDICT
 from raycloak.metrics.registry import SERIES
 from raycloak_lab.adapter.collector import ADAPTER_SERIES
-from raycloak_lab.adapter.dashboard import ADAPTER_DASHBOARD
-from tests.layout import LAB
+from raycloak_lab.dashboards.render import DASHBOARDS, FILES, FOLDER, render
+from raycloak_lab.dashboards.run import VERDICT
 from tests.metrics.samples import sample_names
 
 PROMTOOL = shutil.which("promtool")
@@ -24,7 +22,6 @@ EXPORTED = {
 OTHERS = {"ray_object_store_memory", "ALERTS", "run:raycloak_budget_burn:ratio1h"}
 TARGET_LABELS = {"instance", "job", "namespace", "pod", "le"}
 WORDS = {"and", "or", "unless", "by", "on", "without", "ignoring", "group_left", "group_right", "bool", "offset"}
-FILES = {FOLDER / board.file: board for board in DASHBOARDS} | {LAB / "adapter" / "adapter.json": ADAPTER_DASHBOARD}
 EXPRESSIONS = [
     expr
     for board in FILES.values()
@@ -91,7 +88,7 @@ def test_the_checks_see_what_they_look_for():
 
 @BOARDS
 def test_the_file_is_what_the_generator_writes(file, board):
-    assert file.read_text() == render(board), "run: python -m raycloak.metrics.dashboards.render"
+    assert file.read_text() == render(board), "run: python -m raycloak_lab.dashboards.render"
 
 
 def test_every_dashboard_has_a_file_and_every_file_a_dashboard():

@@ -1,6 +1,6 @@
 """The dashboard of what machines report and prove: GPUs, evidence and collateral."""
 
-from raycloak.metrics.dashboards.panels import (
+from raycloak_lab.dashboards.panels import (
     RUN,
     RUN_ANNOTATIONS,
     RUN_VARIABLES,

@@ -1,22 +1,30 @@
-"""Write the Grafana dashboards, and the rules for the operator: ``python -m raycloak.metrics.dashboards.render``."""
+"""Write the Grafana dashboards and the rules for the operator into a checkout.
+
+``python -m raycloak_lab.dashboards.render`` does it.
+"""
 
 import json
 import textwrap
 from pathlib import Path
 from typing import Any
 
-from raycloak.metrics.dashboards.fleet import FLEET_DASHBOARD
-from raycloak.metrics.dashboards.gpu_and_evidence import GPU_DASHBOARD
-from raycloak.metrics.dashboards.panels import Annotation, Dashboard, Panel, PromQuery, Row, Variable
-from raycloak.metrics.dashboards.run import RUN_DASHBOARD
-from raycloak.metrics.dashboards.service import SERVICE_DASHBOARD
-from raycloak.metrics.dashboards.training_service import TRAINING_SERVICE_DASHBOARD
+from raycloak_lab.dashboards.adapter import ADAPTER_DASHBOARD
+from raycloak_lab.dashboards.fleet import FLEET_DASHBOARD
+from raycloak_lab.dashboards.gpu_and_evidence import GPU_DASHBOARD
+from raycloak_lab.dashboards.panels import Annotation, Dashboard, Panel, PromQuery, Row, Variable
+from raycloak_lab.dashboards.run import RUN_DASHBOARD
+from raycloak_lab.dashboards.service import SERVICE_DASHBOARD
+from raycloak_lab.dashboards.training_service import TRAINING_SERVICE_DASHBOARD
 
 DASHBOARDS = (FLEET_DASHBOARD, RUN_DASHBOARD, GPU_DASHBOARD, SERVICE_DASHBOARD, TRAINING_SERVICE_DASHBOARD)
-FOLDER = Path(__file__).parent
-RULES = Path(__file__).parents[1] / "rules" / "raycloak.rules.yml"
-# By the folder's own place: raycloak/metrics is a link to it.
-RULES_RESOURCE = Path(__file__).resolve().parents[2] / "deploy" / "prometheus-rules.yaml"
+CHECKOUT = Path(__file__).resolve().parents[3]
+FOLDER = CHECKOUT / "metrics" / "dashboards"
+FILES = {FOLDER / board.file: board for board in DASHBOARDS} | {
+    Path(__file__).with_name(ADAPTER_DASHBOARD.file): ADAPTER_DASHBOARD
+}
+"""All dashboards by their files: raycloak carries its own, and raycloak-lab that of adapters."""
+RULES = CHECKOUT / "metrics" / "rules" / "raycloak.rules.yml"
+RULES_RESOURCE = CHECKOUT / "deploy" / "prometheus-rules.yaml"
 # Grafana's own grid.
 GRID_WIDTH = 24
 # Each Grafana has data sources of its own, so the reader picks one by a variable.
@@ -26,7 +34,7 @@ _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 def rules_resource() -> str:
     """Return the rules as a resource of the Prometheus operator."""
     head = """# The alerts, for the Prometheus operator; metrics/rules/raycloak.rules.yml has them without it.
-# Written by python -m raycloak.metrics.dashboards.render
+# Written by python -m raycloak_lab.dashboards.render
 apiVersion: monitoring.coreos.com/v1
 kind: PrometheusRule
 metadata:
@@ -188,6 +196,6 @@ def _options(panel: Panel) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for board in DASHBOARDS:
-        (FOLDER / board.file).write_text(render(board), encoding="utf-8")
+    for file, board in FILES.items():
+        file.write_text(render(board), encoding="utf-8")
     RULES_RESOURCE.write_text(rules_resource(), encoding="utf-8")

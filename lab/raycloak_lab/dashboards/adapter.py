@@ -1,9 +1,6 @@
-"""The dashboard of encrypted adapters' servers; ``python -m raycloak_lab.adapter.dashboard`` writes `adapter.json`."""
+"""The dashboard of encrypted adapters' servers."""
 
-from pathlib import Path
-
-from raycloak.metrics.dashboards.panels import RATE, Dashboard, Panel, PromQuery, Row
-from raycloak.metrics.dashboards.render import render
+from raycloak_lab.dashboards.panels import RATE, Dashboard, Panel, PromQuery, Row
 
 ADAPTERS_ROW = Row(
     "Encrypted adapters",
@@ -56,6 +53,3 @@ ADAPTER_DASHBOARD = Dashboard(
     variables=(),
     rows=(ADAPTERS_ROW,),
 )
-
-if __name__ == "__main__":
-    Path(__file__).with_name(ADAPTER_DASHBOARD.file).write_text(render(ADAPTER_DASHBOARD), encoding="utf-8")

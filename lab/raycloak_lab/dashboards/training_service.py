@@ -1,6 +1,6 @@
 """The dashboard of the training service."""
 
-from raycloak.metrics.dashboards.panels import RATE, Dashboard, Panel, PromQuery, Row, Variable, quantile
+from raycloak_lab.dashboards.panels import RATE, Dashboard, Panel, PromQuery, Row, Variable, quantile
 
 _HERE = '{instance=~"$instance"}'
 _PHASES = "raycloak_training_service_operation_phase_duration_seconds"

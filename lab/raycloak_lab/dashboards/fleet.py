@@ -1,6 +1,6 @@
 """The dashboard of all runs and all accounts. The recording rules compute its burn."""
 
-from raycloak.metrics.dashboards.panels import Dashboard, Panel, PromQuery, Row
+from raycloak_lab.dashboards.panels import Dashboard, Panel, PromQuery, Row
 
 _TO_RUN = ("Open the run", "/d/raycloak-run?var-run=${__field.labels.run}&${__url_time_range}")
 _TO_ACCOUNT = ("Open a run of the account", "/d/raycloak-run?var-account=${__field.labels.account}&${__url_time_range}")

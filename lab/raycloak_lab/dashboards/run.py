@@ -4,7 +4,7 @@ Rows follow the questions of a person who watches it. Is it all right? What did 
 it go to plan? Where does time go? Who takes part? Does anything touch disk?
 """
 
-from raycloak.metrics.dashboards.panels import (
+from raycloak_lab.dashboards.panels import (
     ACCOUNT,
     RATE,
     RUN,
