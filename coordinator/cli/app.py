@@ -20,8 +20,7 @@ from raycloak.coordinator.cli.budget import budget
 from raycloak.coordinator.cli.data import data
 from raycloak.coordinator.cli.init import init_command
 from raycloak.coordinator.cli.model import model
-from raycloak.coordinator.cli.options import RUN_OR_OTHER, AsJson, ConfigFile, Debug, Overrides, RunName, SmallEpsilon
-from raycloak.coordinator.cli.options import execute as _execute
+from raycloak.coordinator.cli.options import RUN_OR_OTHER, ConfigFile, Overrides, RunName, SmallEpsilon, command
 from raycloak.coordinator.cli.package import package
 from raycloak.coordinator.cli.program import invoke
 from raycloak.coordinator.cli.report import report_command
@@ -84,7 +83,9 @@ Once = Annotated[
 
 
 @app.command()
+@command
 def run(
+    output: Output,
     config: ConfigFile,
     overrides: Overrides = None,
     run_secret: RunSecret = None,
@@ -92,19 +93,13 @@ def run(
     once: Once = False,
     yes: SmallEpsilon = False,
     progress: ProgressEvery = EVERY_S,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Train as CONFIG says; leaves a verdict and a run directory. Exit code 4 if it was stopped before its end."""
-
-    def body(output: Output) -> int:
-        if not once:
-            return _train(output, load_config(config, overrides), config.parent, run_secret, resume, progress, yes)
-        if resume:
-            raise ConfigError("usage", "give --resume or --once, not both.", "Leave one out.")
-        return _train_once(output, load_config(config, overrides), config.parent, run_secret, progress, yes)
-
-    _execute(as_json, debug, body)
+    if not once:
+        return _train(output, load_config(config, overrides), config.parent, run_secret, resume, progress, yes)
+    if resume:
+        raise ConfigError("usage", "give --resume or --once, not both.", "Leave one out.")
+    return _train_once(output, load_config(config, overrides), config.parent, run_secret, progress, yes)
 
 
 app.command("init")(init_command)
@@ -112,23 +107,14 @@ app.command("serve")(serve_command)
 
 
 @app.command()
+@command
 def demo(
-    overrides: Overrides = None,
-    run_secret: RunSecret = None,
-    progress: ProgressEvery = EVERY_S,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+    output: Output, overrides: Overrides = None, run_secret: RunSecret = None, progress: ProgressEvery = EVERY_S
+) -> int:
     """Train a small model on scikit-learn's digits with three local workers; evidence is SIMULATED."""
     from raycloak.coordinator.runs.demo import demo_config
 
-    _execute(
-        as_json,
-        debug,
-        lambda output: _train(
-            output, parse_config(demo_config(), overrides), None, run_secret, resume=False, every_s=progress
-        ),
-    )
+    return _train(output, parse_config(demo_config(), overrides), None, run_secret, resume=False, every_s=progress)
 
 
 def _train(
@@ -238,18 +224,14 @@ def _show_done(output: Output, folder: "RunFolder", config: RunConfig) -> int:
 
 
 @app.command("replay")
+@command
 def replay_command(
+    output: Output,
     run: RunName,
     steps: Annotated[str, typer.Option(metavar="FIRST:END", help="Steps to compute again.", show_default=False)],
     workers: Annotated[int, typer.Option(help="Workers to compute them on.")] = 2,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Compute finished steps of a run again and compare their digests; charges nothing. Exit code 4 if one differs."""
-    _execute(as_json, debug, lambda output: _replay(output, run, steps, workers))
-
-
-def _replay(output: Output, run: str, steps: str, workers: int) -> int:
     from raycloak.coordinator.cli.views.verdict import replay_table
     from raycloak.coordinator.record.run_list import find_run
     from raycloak.coordinator.runs.replay import parse_steps, replay
@@ -264,7 +246,9 @@ def _replay(output: Output, run: str, steps: str, workers: int) -> int:
 
 
 @app.command("export")
+@command
 def export_command(
+    output: Output,
     source: Annotated[
         str, typer.Argument(metavar="RUN|PACKAGE", help=f"A {RUN_OR_OTHER}; or a sealed package.", show_default=False)
     ],
@@ -276,23 +260,8 @@ def export_command(
     trust: Annotated[Path | None, typer.Option(metavar="STORE", help="Trust store, for a package.")] = None,
     key: Annotated[Path | None, typer.Option(metavar="FILE", help="Private key of a recipient, for a package.")] = None,
     run_code: Annotated[bool, typer.Option("--run-code", help="Run Python that a run from elsewhere names.")] = False,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """Write the trained model of a run for other libraries: hf opens with from_pretrained, peft with PeftModel."""
-    _execute(as_json, debug, lambda output: _export(output, source, form, out, config, trust, key, run_code))
-
-
-def _export(
-    output: Output,
-    source: str,
-    form: str,
-    out: Path,
-    config: Path | None,
-    trust: Path | None,
-    key: Path | None,
-    run_code: bool,
 ) -> int:
+    """Write the trained model of a run for other libraries: hf opens with from_pretrained, peft with PeftModel."""
     from raycloak.coordinator.console.tables import fields_table
     from raycloak.metrics.file_errors import require_absent
 
@@ -317,16 +286,9 @@ def _export(
 
 
 @app.command("discard")
-def discard_command(
-    run: RunName,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+@command
+def discard_command(output: Output, run: RunName) -> int:
     """Discard an unfinished run: destroy its generated secret. What was charged stays charged."""
-    _execute(as_json, debug, lambda output: _discard(output, run))
-
-
-def _discard(output: Output, run: str) -> int:
     from raycloak.coordinator.console.tables import fields_table
     from raycloak.coordinator.record.run_list import find_run
     from raycloak.coordinator.runs.discard import discard
@@ -340,17 +302,17 @@ def _discard(output: Output, run: str) -> int:
 
 
 @app.command()
+@command
 def plan(
+    output: Output,
     config: ConfigFile,
     overrides: Overrides = None,
     trials: Annotated[
         int | None, typer.Option(metavar="K", help="Also show the cost of a search of K such runs.", min=1)
     ] = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Show what CONFIG will spend and need, and refuse what cannot run; charges nothing."""
-    _execute(as_json, debug, lambda output: _plan(output, config, overrides, trials))
+    return _plan(output, config, overrides, trials)
 
 
 def _plan(output: Output, path: Path, overrides: list[str] | None, trials: int | None) -> int:
@@ -382,12 +344,9 @@ def _plan(output: Output, path: Path, overrides: list[str] | None, trials: int |
 
 
 @app.command()
-def doctor(as_json: AsJson = False, debug: Debug = False) -> None:
+@command
+def doctor(output: Output) -> int:
     """Check that this machine can run raycloak. Exit code 4 if a check fails."""
-    _execute(as_json, debug, _doctor)
-
-
-def _doctor(output: Output) -> int:
     from raycloak.coordinator.cli.doctor import checks_table, examine
 
     checks = examine()

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from raycloak.coordinator.cli.options import AsJson, ConfigFile, Debug, Overrides, execute
-from raycloak.coordinator.config.run import RunConfig, load_config
+from raycloak.coordinator.cli.options import ConfigFile, Overrides, command
+from raycloak.coordinator.config.run import load_config
 from raycloak.coordinator.console.output import Output
 from raycloak.metrics.errors import ConfigError
 
@@ -25,75 +25,67 @@ Bits = Annotated[int, typer.Option(help="Width of the ring, 32 or 64.")]
 
 
 @bench.command("mask")
+@command
 def mask_command(
+    output: Output,
     params: Annotated[int, typer.Option(help="Coordinates of the vector.")] = 10_000_000,
     workers: Annotated[int, typer.Option(help="Workers of the roster.")] = 8,
     colluding_workers: Annotated[
         int | None, typer.Option(help="Number that a sparse mask graph withstands; also compares with 32 workers.")
     ] = None,
     bits: Bits = 32,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Clamp, encode, mask and tag one worker's vector on one core, compared with bare ChaCha20 keystreams."""
-    execute(as_json, debug, lambda output: _bench_mask(output, params, workers, _ring_bits(bits), colluding_workers))
-
-
-def _bench_mask(output: Output, params: int, workers: int, bits: Literal[32, 64], colluding: int | None) -> int:
     from raycloak.coordinator.bench.mask import bench_mask
 
-    return measured(output, "bench mask", bench_mask(params, workers, bits, colluding_workers=colluding))
+    return measured(
+        output, "bench mask", bench_mask(params, workers, _ring_bits(bits), colluding_workers=colluding_workers)
+    )
 
 
 @bench.command("noise")
+@command
 def noise_command(
+    output: Output,
     draws: Annotated[int, typer.Option(help="Draws per run.")] = 1_000_000,
     sigma: Annotated[float, typer.Option(help="Standard deviation in ring units.")] = 1e4,
     bits: Bits = 32,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Draw integer Gaussian noise on one core."""
-    execute(as_json, debug, lambda output: _bench_noise(output, draws, sigma, _ring_bits(bits)))
-
-
-def _bench_noise(output: Output, draws: int, sigma: float, bits: Literal[32, 64]) -> int:
     from raycloak.coordinator.bench.noise import bench_noise
 
-    return measured(output, "bench noise", bench_noise(draws, sigma, bits))
+    return measured(output, "bench noise", bench_noise(draws, sigma, _ring_bits(bits)))
 
 
 @bench.command("step")
+@command
 def step_command(
+    output: Output,
     config: ConfigFile,
     overrides: Overrides = None,
     against: Annotated[
         str | None,
         typer.Option(metavar="PEER", help="bare-ray (a program of the same calls) or opacus takes turns with it."),
     ] = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Time the phases of CONFIG's steps on Ray."""
-    execute(as_json, debug, lambda output: _bench_step(output, load_config(config, overrides), config.parent, against))
-
-
-def _bench_step(output: Output, config: RunConfig, config_dir: Path, against: str | None) -> int:
     from raycloak.coordinator.bench.step import bench_step
 
-    return measured(output, "bench step", bench_step(config, config_dir=config_dir, against=against))
+    return measured(
+        output, "bench step", bench_step(load_config(config, overrides), config_dir=config.parent, against=against)
+    )
 
 
 @bench.command("start")
+@command
 def start_command(
+    output: Output,
     config: ConfigFile,
     overrides: Overrides = None,
     rounds: Annotated[int, typer.Option(help="Starts of each program, in turns.", min=1)] = 3,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Time CONFIG's run from its command to its first step, beside a bare Ray program of as many actors."""
-    execute(as_json, debug, lambda output: _bench_start(output, config, tuple(overrides or ()), rounds))
+    return _bench_start(output, config, tuple(overrides or ()), rounds)
 
 
 def _bench_start(output: Output, path: Path, overrides: tuple[str, ...], rounds: int) -> int:
@@ -121,7 +113,9 @@ def _start_table(result: "StartBench") -> "Table":
 
 
 @bench.command("gradient")
+@command
 def gradient_command(
+    output: Output,
     model: Annotated[str, typer.Argument(help="cnn, mlp, bert, bert-lora, gpt2, gpt2-lora or llama-lora.")],
     against: Annotated[
         str, typer.Option(metavar="PEERS", help="Any of opacus, ghost and plain, separated by commas.")
@@ -129,18 +123,12 @@ def gradient_command(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     threads: Annotated[int, typer.Option(help="Threads of torch, for every method.")] = 1,
     rounds: Annotated[int, typer.Option(help="Rounds, in each of which every method has one turn.")] = 7,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Sum the clipped gradients of MODEL beside Opacus and non-private training: speed, memory, and the right sum."""
-    execute(as_json, debug, lambda output: _bench_gradient(output, model, against.split(","), device, threads, rounds))
-
-
-def _bench_gradient(output: Output, model: str, against: list[str], device: str, threads: int, rounds: int) -> int:
     from raycloak.coordinator.bench.gradient import bench_gradient
     from raycloak.coordinator.bench.gradient_cases import case_named
 
-    result = bench_gradient(case_named(model), against, device=device, threads=threads, rounds=rounds)
+    result = bench_gradient(case_named(model), against.split(","), device=device, threads=threads, rounds=rounds)
     output.result(asdict(result), _gradient_table(result))
     return 0
 
@@ -180,21 +168,21 @@ def _range_text(spread: "RoundSpread | None") -> str:
 
 
 @bench.command("chaos")
+@command
 def chaos_command(
+    output: Output,
     config: ConfigFile,
     kills: Annotated[int, typer.Option(help="Number of signals to send to processes of the run.")] = 20,
     seed: Annotated[int, typer.Option(help="Seed of the damage: what is hit, how and when.")] = 0,
     nodes_lost: Annotated[int, typer.Option(help="Number of cluster nodes to kill as well.")] = 0,
     strict: Annotated[bool, typer.Option("--strict", help="Exit code 4 also for a missed expectation.")] = False,
     overrides: Overrides = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Kill and stop processes of a run, and compare it with the undisturbed one; exit code 4 for a broken promise."""
     from raycloak.coordinator.bench.chaos.chaos import Damage
 
     damage = Damage(kills, seed, nodes_lost)
-    execute(as_json, debug, lambda output: _bench_chaos(output, config, tuple(overrides or ()), damage, strict))
+    return _bench_chaos(output, config, tuple(overrides or ()), damage, strict)
 
 
 def _bench_chaos(output: Output, path: Path, overrides: tuple[str, ...], damage: "Damage", strict: bool) -> int:

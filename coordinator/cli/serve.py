@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from raycloak.coordinator.cli.options import AsJson, Debug, ended_by_signals, execute
+from raycloak.coordinator.cli.options import command, ended_by_signals
 from raycloak.coordinator.console.output import Output
 from raycloak.coordinator.quick_imports import quickly
 from raycloak.metrics.errors import ConfigError, RunFailedError
@@ -16,7 +16,9 @@ from raycloak.metrics.errors import ConfigError, RunFailedError
 _LOOK_S = 0.5
 
 
+@command
 def serve_command(
+    output: Output,
     config: Annotated[
         Path | None, typer.Argument(metavar="CONFIG", help="YAML file of the service.", show_default=False)
     ] = None,
@@ -27,14 +29,12 @@ def serve_command(
         ),
     ] = None,
     token: Annotated[bool, typer.Option("--token", help="Instead make a token, and show it this once.")] = False,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Train for clients over gRPC until SIGTERM or Ctrl-C; first prints where it listens.
 
     At the end each run stops after its step; the next start goes on with it.
     """
-    execute(as_json, debug, lambda output: _token(output, config) if token else _serve(output, config, base))
+    return _token(output, config) if token else _serve(output, config, base)
 
 
 def _token(output: Output, config: Path | None) -> int:

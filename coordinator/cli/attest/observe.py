@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from raycloak.coordinator.cli.options import RUN_OR_OTHER, AsJson, Debug, execute, run_or_path
+from raycloak.coordinator.cli.options import RUN_OR_OTHER, command, run_or_path
 from raycloak.coordinator.console.output import Output
 from raycloak.metrics.errors import ConfigError
 
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from raycloak.workers.terms.manifest import Manifest
 
 
+@command
 def observe_command(
+    output: Output,
     run: Annotated[
         str,
         typer.Argument(
@@ -36,11 +38,9 @@ def observe_command(
         Path | None, typer.Option(metavar="FILE", help="Collateral that hardware evidence is judged with.")
     ] = None,
     log: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the evidence log to this file.")] = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Attest as an observer of a run, and check its newest roster, its members' evidence and its evidence log."""
-    execute(as_json, debug, lambda output: _observe(output, run_or_path(run), address, (policy, collateral), log))
+    return _observe(output, run_or_path(run), address, (policy, collateral), log)
 
 
 def _observe(

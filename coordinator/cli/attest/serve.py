@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from raycloak.coordinator.cli.options import AsJson, Debug, ended_by_signals, execute
+from raycloak.coordinator.cli.options import command, ended_by_signals
 from raycloak.coordinator.console.output import Output
 from raycloak.coordinator.quick_imports import quickly
 from raycloak.metrics.errors import RunFailedError
@@ -16,13 +16,13 @@ from raycloak.metrics.errors import RunFailedError
 _LOOK_S = 0.5
 
 
+@command
 def serve_command(
+    output: Output,
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the service.", show_default=False)],
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Attest members over gRPC and give them their keys until SIGTERM or Ctrl-C; first prints where it listens."""
-    execute(as_json, debug, lambda output: _serve(output, config))
+    return _serve(output, config)
 
 
 def _serve(output: Output, path: Path) -> int:

@@ -7,14 +7,16 @@ from typing import Annotated
 
 import typer
 
-from raycloak.coordinator.cli.options import RUN_OR_OTHER, AsJson, Debug, ended_by_signals, execute
+from raycloak.coordinator.cli.options import RUN_OR_OTHER, command, ended_by_signals
 from raycloak.coordinator.console.output import Output
 
 adapter = typer.Typer(help="Adapters over encrypted activations (experimental).")
 
 
 @adapter.command("serve")
+@command
 def serve_command(
+    output: Output,
     path: Annotated[
         str,
         typer.Argument(
@@ -25,24 +27,12 @@ def serve_command(
     config: Annotated[Path | None, typer.Option(help="Configuration that names a package's model.")] = None,
     trust: Annotated[Path | None, typer.Option(help="Trust store of a package's reader.")] = None,
     key: Annotated[Path | None, typer.Option(help="Private key of one of a package's recipients.")] = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Answer encrypted batches until SIGTERM or Ctrl-C; first prints the address for clients.
 
     It hides clients' hidden states from the server. It does not hide the adapter from clients: see
     docs/encrypted-adapters.md.
     """
-    execute(as_json, debug, lambda output: _serve(output, path, settings, config, trust, key))
-
-
-@adapter.command("identity")
-def identity_command(as_json: AsJson = False, debug: Debug = False) -> None:
-    """Print the key that an adapter's owner names this client by; made at the first call."""
-    execute(as_json, debug, _identity)
-
-
-def _serve(output: Output, path: str, settings: Path, config: Path | None, trust: Path | None, key: Path | None) -> int:
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # every refused handshake would be a line
     from raycloak.coordinator.console.figures import value_text
     from raycloak.coordinator.console.tables import fields_table
@@ -62,7 +52,10 @@ def _serve(output: Output, path: str, settings: Path, config: Path | None, trust
     return 0
 
 
-def _identity(output: Output) -> int:
+@adapter.command("identity")
+@command
+def identity_command(output: Output) -> int:
+    """Print the key that an adapter's owner names this client by; made at the first call."""
     from raycloak.attestation.core.keys import IdentityKey
     from raycloak.attestation.keys.run_secret import load_secret
     from raycloak.coordinator.console.tables import fields_table

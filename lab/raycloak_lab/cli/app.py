@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import typer
 
-from raycloak.coordinator.cli.options import AsJson, Debug, Overrides, execute
+from raycloak.coordinator.cli.options import Overrides, command
 from raycloak.coordinator.cli.program import invoke
 from raycloak.coordinator.console.output import Output, leave_stdout
 from raycloak.coordinator.console.streams import open_missing_streams
@@ -25,17 +25,14 @@ app.add_typer(adapter, name="adapter")
 
 
 @app.command("scale")
-def scale_command(overrides: Overrides = None, as_json: AsJson = False, debug: Debug = False) -> None:
+@command
+def scale_command(output: Output, overrides: Overrides = None) -> int:
     """Predict a step at other sizes from rates of this machine; see docs/scale.md."""
-    execute(as_json, debug, lambda output: _scale(output, overrides or []))
-
-
-def _scale(output: Output, overrides: list[str]) -> int:
     from raycloak_lab.scale.calibration import calibrate, check
     from raycloak_lab.scale.simulation import parse_scale, simulate
     from raycloak_lab.scale.tables import ScaleTables
 
-    assumed = parse_scale(overrides)
+    assumed = parse_scale(overrides or [])
     output.announce("measuring this machine, about a minute")
     rates = calibrate(assumed.optimizer)
     checked = check(rates)

@@ -6,19 +6,16 @@ from typing import Annotated
 import typer
 
 from raycloak.coordinator.cli.bench import measured
-from raycloak.coordinator.cli.options import AsJson, Debug, execute
+from raycloak.coordinator.cli.options import command
 from raycloak.coordinator.console.output import Output
 
 bench = typer.Typer(help="Measurements on this machine.")
 
 
 @bench.command("adapter")
-def adapter_command(as_json: AsJson = False, debug: Debug = False) -> None:
+@command
+def adapter_command(output: Output) -> int:
     """Answer one encrypted block for widths 384, 768 and 4096, beside the clear adapter and TenSEAL's own product."""
-    execute(as_json, debug, _bench_adapter)
-
-
-def _bench_adapter(output: Output) -> int:
     from rich.table import Table
 
     from raycloak.coordinator.console.figures import value_text
@@ -37,34 +34,25 @@ def _bench_adapter(output: Output) -> int:
 
 
 @bench.command("attest")
+@command
 def attest_command(
+    output: Output,
     connections: Annotated[int, typer.Option(help="Workers to attest, each over a connection of its own.")] = 2000,
     concurrency: Annotated[int, typer.Option(help="Workers that attest at the same time.")] = 16,
     held: Annotated[int, typer.Option(help="Idle, half-open and slow connections to hold meanwhile.")] = 0,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Attest simulated workers over the gRPC evidence service: handshake, challenge, appraisal, keys. SIMULATED."""
-    execute(as_json, debug, lambda output: _bench_attest(output, connections, concurrency, held))
-
-
-def _bench_attest(output: Output, connections: int, concurrency: int, held: int) -> int:
     from raycloak_lab.bench.attest import bench_attest
 
     return measured(output, "bench attest (SIMULATED)", bench_attest(connections, concurrency, held))
 
 
 @bench.command("service")
+@command
 def service_command(
-    clients: Annotated[int, typer.Option(help="Clients that call at the same time.")] = 16,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+    output: Output, clients: Annotated[int, typer.Option(help="Clients that call at the same time.")] = 16
+) -> int:
     """Time operations through a training service whose drivers train nothing, beside Ray actors and bare gRPC."""
-    execute(as_json, debug, lambda output: _bench_service(output, clients))
-
-
-def _bench_service(output: Output, clients: int) -> int:
     from raycloak_lab.bench.service import bench_service
 
     return measured(output, "bench service", bench_service(clients))
