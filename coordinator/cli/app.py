@@ -312,15 +312,11 @@ def plan(
     ] = None,
 ) -> int:
     """Show what CONFIG will spend and need, and refuse what cannot run; charges nothing."""
-    return _plan(output, config, overrides, trials)
-
-
-def _plan(output: Output, path: Path, overrides: list[str] | None, trials: int | None) -> int:
     from raycloak.coordinator.planning.first_look import first_look
 
-    config, config_dir = load_config(path, overrides), path.parent
+    loaded, config_dir = load_config(config, overrides), config.parent
     # Before the libraries of a plan, which take seconds to import.
-    first_look(config, config_dir)
+    first_look(loaded, config_dir)
     from raycloak.coordinator.cli.views.plan import adapter_cover, adapter_rows, evidence_text, plan_table, search_rows
     from raycloak.coordinator.evidence.sources import configured_policy
     from raycloak.coordinator.planning.dry_run import plan_of
@@ -328,17 +324,17 @@ def _plan(output: Output, path: Path, overrides: list[str] | None, trials: int |
     from raycloak.coordinator.training.callbacks import own_callbacks
     from raycloak.workers.inputs.user_code import telling
 
-    policy = configured_policy(config.policy, config.collateral, config_dir)
+    policy = configured_policy(loaded.policy, loaded.collateral, config_dir)
     classes = sorted(policy.accepted_classes) if policy is not None else ["simulated"]
     # Who asks for a plan may see what their own code says: it is not in a run.
     with telling(), waiting(output.progress, "opening the data and trying the model"):
-        own_callbacks(config.callbacks, (), config_dir)
-        plan = plan_of(config, config_dir)
+        own_callbacks(loaded.callbacks, (), config_dir)
+        plan = plan_of(loaded, config_dir)
     search = search_of(plan, trials) if trials is not None else None
     fields = plan.as_json() | {"evidence_classes": classes} | ({"search": search.as_json()} if search else {})
-    if cover := adapter_cover(config, plan):
+    if cover := adapter_cover(loaded, plan):
         fields["adapter_leak"] = cover
-    rows = [("evidence", evidence_text(classes)), *adapter_rows(config, plan), *(search_rows(search) if search else [])]
+    rows = [("evidence", evidence_text(classes)), *adapter_rows(loaded, plan), *(search_rows(search) if search else [])]
     output.result(fields, plan_table(plan, rows))
     return 0
 

@@ -1,7 +1,6 @@
 """The commands ``raycloak bench ...``: measurements on this machine."""
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
     from rich.table import Table
 
-    from raycloak.coordinator.bench.chaos.chaos import Damage
     from raycloak.coordinator.bench.gradient import GradientBench, RoundSpread
     from raycloak.coordinator.bench.start import StartBench
 
@@ -85,13 +83,9 @@ def start_command(
     rounds: Annotated[int, typer.Option(help="Starts of each program, in turns.", min=1)] = 3,
 ) -> int:
     """Time CONFIG's run from its command to its first step, beside a bare Ray program of as many actors."""
-    return _bench_start(output, config, tuple(overrides or ()), rounds)
-
-
-def _bench_start(output: Output, path: Path, overrides: tuple[str, ...], rounds: int) -> int:
     from raycloak.coordinator.bench.start import bench_start
 
-    result = bench_start(load_config(path, list(overrides)), path, overrides, rounds)
+    result = bench_start(load_config(config, overrides), config, tuple(overrides or ()), rounds)
     output.result(asdict(result), _start_table(result))
     return 0
 
@@ -179,18 +173,11 @@ def chaos_command(
     overrides: Overrides = None,
 ) -> int:
     """Kill and stop processes of a run, and compare it with the undisturbed one; exit code 4 for a broken promise."""
-    from raycloak.coordinator.bench.chaos.chaos import Damage
-
-    damage = Damage(kills, seed, nodes_lost)
-    return _bench_chaos(output, config, tuple(overrides or ()), damage, strict)
-
-
-def _bench_chaos(output: Output, path: Path, overrides: tuple[str, ...], damage: "Damage", strict: bool) -> int:
-    from raycloak.coordinator.bench.chaos.chaos import bench_chaos
+    from raycloak.coordinator.bench.chaos.chaos import Damage, bench_chaos
     from raycloak.coordinator.bench.chaos.report import chaos_view
 
-    config = load_config(path, list(overrides))
-    result = bench_chaos(config, path, damage, overrides=overrides, notice=output.announce)
+    damage, given = Damage(kills, seed, nodes_lost), tuple(overrides or ())
+    result = bench_chaos(load_config(config, overrides), config, damage, overrides=given, notice=output.announce)
     output.result(asdict(result), chaos_view(result))
     missed = strict and not all(each.met for each in result.expectations)
     return 4 if result.breaches or missed else 0

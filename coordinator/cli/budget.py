@@ -43,22 +43,18 @@ _DAY_S = 86_400
 @command
 def show_command(output: Output, account: SomeAccount = None, ledger: LedgerUrl = None) -> int:
     """Show what each account may spend, has spent, and on which runs."""
-    return _show(output, account, ledger)
-
-
-def _show(output: Output, name: str | None, url: str | None) -> int:
     from raycloak.coordinator.cli.views.budget import accounts_view
 
-    with ledger_at(url, create=False) as ledger:
-        view = ledger.view()
-    accounts = [account for account in view.accounts if name in (None, account.name)]
-    if name is not None and not accounts:
+    with ledger_at(ledger, create=False) as books:
+        view = books.view()
+    accounts = [each for each in view.accounts if account in (None, each.name)]
+    if account is not None and not accounts:
         raise BudgetError(
             "account_unknown",
-            f"there is no account '{name}'.",
-            f"Open it: raycloak budget open {name} --epsilon-cap E",
+            f"there is no account '{account}'.",
+            f"Open it: raycloak budget open {account} --epsilon-cap E",
         )
-    shown = [_facts(account) for account in accounts]
+    shown = [_facts(each) for each in accounts]
     output.result({**asdict(view), "accounts": shown}, accounts_view(accounts))
     return 0
 
@@ -141,14 +137,10 @@ def bind_command(
     witness: Witness = None,
 ) -> int:
     """Let an account know its data also as CONFIG names it: under another fingerprint key, or after it moved."""
-    return _bind(output, account, dataset, ledger, witness)
-
-
-def _bind(output: Output, account: str, dataset: Path, url: str | None, witness: str | None) -> int:
     data = _marks_of(dataset)
-    with existing_ledger(url, witness) as ledger:
-        ledger.add_data(account, data)
-        return _account(output, ledger, account)
+    with existing_ledger(ledger, witness) as books:
+        books.add_data(account, data)
+        return _account(output, books, account)
 
 
 def _account(output: Output, ledger: "PrivacyLedger", *names: str) -> int:
@@ -165,14 +157,10 @@ def _account(output: Output, ledger: "PrivacyLedger", *names: str) -> int:
 @command
 def key_command(output: Output, ledger: LedgerUrl = None) -> int:
     """Show the public key of the ledger, which `data seal` names; a missing ledger is made."""
-    return _key(output, ledger)
-
-
-def _key(output: Output, url: str | None) -> int:
     from raycloak.coordinator.console.tables import fields_table
 
-    with ledger_at(url, create=True) as ledger:
-        key = ledger.public_key
+    with ledger_at(ledger, create=True) as books:
+        key = books.public_key
     output.result({"key": key}, fields_table("Ledger", [("key", key.hex())]))
     return 0
 
@@ -318,23 +306,12 @@ def cap_command(
     witness: Witness = None,
 ) -> int:
     """Lower the cap of an account, or raise it as its authority has signed."""
-    return _cap(output, account, epsilon_cap, authorisation, ledger, witness)
-
-
-def _cap(
-    output: Output,
-    account: str,
-    epsilon_cap: float,
-    authorisation: Path | None,
-    url: str | None,
-    witness: str | None,
-) -> int:
     from raycloak.coordinator.ledger.cap_authority import load_authorisation
 
     signed = load_authorisation(authorisation) if authorisation else None
-    with existing_ledger(url, witness) as ledger:
-        ledger.change_cap(account, epsilon_cap, signed)
-        return _account(output, ledger, account)
+    with existing_ledger(ledger, witness) as books:
+        books.change_cap(account, epsilon_cap, signed)
+        return _account(output, books, account)
 
 
 @budget.command("transfer")
@@ -348,23 +325,15 @@ def transfer_command(
     witness: Witness = None,
 ) -> int:
     """Move unspent epsilon between two accounts of one dataset; what both may spend together stays the same."""
-    return _transfer(output, source, target, epsilon, ledger, witness)
-
-
-def _transfer(output: Output, source: str, target: str, epsilon: float, url: str | None, witness: str | None) -> int:
-    with existing_ledger(url, witness) as ledger:
-        ledger.transfer(source, target, epsilon)
-        return _account(output, ledger, source, target)
+    with existing_ledger(ledger, witness) as books:
+        books.transfer(source, target, epsilon)
+        return _account(output, books, source, target)
 
 
 @budget.command("close")
 @command
 def close_command(output: Output, account: Account, ledger: LedgerUrl = None, witness: Witness = None) -> int:
     """Close an account for good: nothing more is charged to it."""
-    return _close(output, account, ledger, witness)
-
-
-def _close(output: Output, account: str, url: str | None, witness: str | None) -> int:
-    with existing_ledger(url, witness) as ledger:
-        ledger.close_account(account)
-        return _account(output, ledger, account)
+    with existing_ledger(ledger, witness) as books:
+        books.close_account(account)
+        return _account(output, books, account)

@@ -18,15 +18,11 @@ if TYPE_CHECKING:
 @command
 def history_command(output: Output, account: SomeAccount = None, ledger: LedgerUrl = None) -> int:
     """Check the ledger's whole chain, then list its entries, of one account or all."""
-    return _history(output, account, ledger)
-
-
-def _history(output: Output, account: str | None, url: str | None) -> int:
     from raycloak.coordinator.cli.views.budget import history_view
 
-    with ledger_at(url, create=False) as ledger:
-        known = ledger.verify().accounts
-        entries = ledger.history(account)
+    with ledger_at(ledger, create=False) as books:
+        known = books.verify().accounts
+        entries = books.history(account)
     if account not in (None, *known):
         raise BudgetError(
             "account_unknown", f"there is no account '{account}'.", "List the accounts: raycloak budget show"
@@ -46,15 +42,11 @@ def export_command(
     ledger: LedgerUrl = None,
 ) -> int:
     """Check the ledger, then write its whole chain to FILE; `verify --export` needs FILE alone."""
-    return _export(output, file, ledger)
-
-
-def _export(output: Output, file: Path, url: str | None) -> int:
     from raycloak.coordinator.console.tables import fields_table
 
-    with ledger_at(url, create=False) as ledger:
-        head = ledger.export(file)
-        key = ledger.public_key.hex()
+    with ledger_at(ledger, create=False) as books:
+        head = books.export(file)
+        key = books.public_key.hex()
     facts = {"file": str(file), "entries": head.sequence, "head": head.hash.hex(), "public_key": key}
     output.result(facts, fields_table("Exported ledger", [(name, str(value)) for name, value in facts.items()]))
     return 0

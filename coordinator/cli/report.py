@@ -27,10 +27,6 @@ def report_command(
     ] = False,
 ) -> int:
     """Write the record of a run as one page: verdict, curves, evidence, incidents, limits. Reads the run alone."""
-    return _report(to, run, output, pdf, eu_ai_act, model_card)
-
-
-def _report(to: Output, run: str, output: Path | None, pdf: bool, eu_ai_act: bool, model_card: bool) -> int:
     from raycloak.coordinator.console.tables import fields_table
     from raycloak.coordinator.record.run_list import find_run
     from raycloak.coordinator.report.document import write_report

@@ -38,13 +38,10 @@ def verify_command(
     ] = None,
 ) -> int:
     """Appraise the evidence that an index lists. Exit code 4 if a case could not be appraised."""
-    return _verify(output, index, case or [])
-
-
-def _verify(output: Output, index: Path, wanted: list[str]) -> int:
     from raycloak.attestation.vectors.check import check
     from raycloak.attestation.vectors.index import read_index
 
+    wanted = case or []
     cases = read_index(index)
     unknown = sorted(set(wanted) - {each.fields.id for each in cases})
     if unknown:

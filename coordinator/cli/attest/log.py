@@ -123,15 +123,11 @@ def check_command(
     key: TrustedKey,
 ) -> int:
     """Check a proof without its log. Exit code 3 if it does not hold."""
-    return _check(output, proof, key)
-
-
-def _check(output: Output, path: Path, key: Path) -> int:
     from raycloak.attestation.log.entries import EntryProof, LogHead, parse_line
 
-    proof = parse_line(EntryProof, _read(path).strip(), "the proof")
-    claimed = parse_line(LogHead, proof.head.head, "the signed head")
-    entry, head = proof.check(_owner(key, proof.head), claimed.run_id)
+    stated = parse_line(EntryProof, _read(proof).strip(), "the proof")
+    claimed = parse_line(LogHead, stated.head.head, "the signed head")
+    entry, head = stated.check(_owner(key, stated.head), claimed.run_id)
     facts = {"verified": True, "run_id": head.run_id, "sequence": entry.sequence, "kind": entry.kind}
     return _show(output, "Proof of an entry", facts | {"entries": head.length, "body": entry.content})
 

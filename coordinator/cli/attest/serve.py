@@ -22,10 +22,6 @@ def serve_command(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the service.", show_default=False)],
 ) -> int:
     """Attest members over gRPC and give them their keys until SIGTERM or Ctrl-C; first prints where it listens."""
-    return _serve(output, config)
-
-
-def _serve(output: Output, path: Path) -> int:
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # every refused handshake would be a line
     with quickly():  # a full collection is a pause for every member
         from raycloak.attestation.keys.run_secret import exposure
@@ -34,10 +30,10 @@ def _serve(output: Output, path: Path) -> int:
         from raycloak.coordinator.evidence.standalone_service import load_service, start_service
 
     with ended_by_signals() as ended:
-        config = load_service(path)
-        if (warning := exposure(path.parent / config.run_secret)) is not None:
+        loaded = load_service(config)
+        if (warning := exposure(config.parent / loaded.run_secret)) is not None:
             output.note(warning)
-        server, session, facts = start_service(config, path.parent)
+        server, session, facts = start_service(loaded, config.parent)
         rows = [(name.replace("_", " "), value_text(value)) for name, value in asdict(facts).items()]
         output.result(asdict(facts), fields_table(f"Evidence service ({facts.evidence} evidence)", rows))
         while not ended.wait(_LOOK_S) and server.failure is None:
