@@ -1,6 +1,6 @@
-"""Benchmarks of one machine: masking, noise, gradients, a start, a step.
+"""Benchmarks of one machine: masking, gradients, a start, a step.
 
-Doors: bare_ray, child, gradient, gradient_cases, mask, noise, resident_memory, start, step.
+Doors: bare_ray, child, gradient, gradient_cases, mask, resident_memory, start, step.
 
 May import: `runs` and the rooms below; `workers`, `attestation`, `metrics`.
 """

@@ -41,20 +41,6 @@ def mask_command(
     )
 
 
-@bench.command("noise")
-@command
-def noise_command(
-    output: Output,
-    draws: Annotated[int, typer.Option(help="Draws per run.")] = 1_000_000,
-    sigma: Annotated[float, typer.Option(help="Standard deviation in ring units.")] = 1e4,
-    bits: Bits = 32,
-) -> int:
-    """Draw integer Gaussian noise on one core."""
-    from raycloak.coordinator.bench.noise import bench_noise
-
-    return measured(output, "bench noise", bench_noise(draws, sigma, _ring_bits(bits)))
-
-
 @bench.command("step")
 @command
 def step_command(

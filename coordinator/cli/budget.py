@@ -94,21 +94,6 @@ def open_command(
     witness: Witness = None,
 ) -> int:
     """Open an account that runs may name; opening it again with the same terms changes nothing."""
-    terms, at = (epsilon_cap, delta, accountant), (ledger, witness)
-    return _open(output, account, terms, authority, dataset, fingerprint, also, *at)
-
-
-def _open(
-    output: Output,
-    name: str,
-    terms: tuple[float, float, AccountantName],
-    authority: Path | None,
-    dataset: Path | None,
-    fingerprint: str | None,
-    also: bool,
-    url: str | None,
-    witness: str | None,
-) -> int:
     from raycloak.attestation.core.data_marks import DataMarks
     from raycloak.coordinator.ledger.cap_authority import load_authority
     from raycloak.coordinator.ledger.rules import OpeningTerms
@@ -120,9 +105,10 @@ def _open(
     if len(given) not in (0, 32):
         raise ConfigError("usage", "a fingerprint has 64 digits.", "Take it as `budget fingerprint` gives it.")
     data = _marks_of(dataset) if dataset else DataMarks(fingerprint=given)
-    with ledger_at(url, create=True, witness=witness) as ledger:
-        ledger.open_account(name, OpeningTerms(*terms), authority=key, data=data, also=also)
-        return _account(output, ledger, name)
+    terms = OpeningTerms(epsilon_cap, delta, accountant)
+    with ledger_at(ledger, create=True, witness=witness) as books:
+        books.open_account(account, terms, authority=key, data=data, also=also)
+        return _account(output, books, account)
 
 
 @budget.command("bind")
