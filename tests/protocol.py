@@ -721,6 +721,7 @@ def whole_run(
         secret_file=str(path),
         started_at=float(NOW),
         status="running",
+        driver_base=str(home),
     )
     events = EventWriter(folder / "metrics.jsonl")
     reporting = Reporting(

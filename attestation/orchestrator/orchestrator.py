@@ -67,7 +67,7 @@ def open_run(
     Raises:
         ConfigError: ``run_secret`` if the file cannot be used or is another run's, ``run_unknown``,
             ``secret_destroyed``.
-        EvidenceError: ``log_broken`` or ``log_format``.
+        EvidenceError: ``log_broken``.
     """
     directory = Path(state_directory)
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -13,7 +13,7 @@ from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.attestation.core.messages import Message
 from raycloak.metrics.errors import EvidenceError
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 # AES-GCM's.
 TAG_BYTES = 16
 NONCE_PREFIX_BYTES = 7  # with four bytes of position and one end mark, the 12-byte nonce of AES-GCM
@@ -137,7 +137,7 @@ class PackageManifest(Message):
 
     DOMAIN: ClassVar[str] = "raycloak/package/manifest/v1"
 
-    format: Literal[1] = FORMAT
+    format: Literal[2] = FORMAT
     run_id: str
     manifest_digest: bytes
     step: int = Field(gt=0)

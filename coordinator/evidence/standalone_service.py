@@ -11,7 +11,7 @@ from raycloak.attestation.collateral.files import load_collateral
 from raycloak.attestation.collateral.keeper import CollateralKeeper, CollateralRefresh
 from raycloak.attestation.core.canonical import digest
 from raycloak.attestation.core.evidence import CollateralBundle
-from raycloak.attestation.core.messages import parse
+from raycloak.attestation.core.messages import parse_stored
 from raycloak.attestation.files.whole import write_whole
 from raycloak.attestation.files.yaml_reader import read_yaml
 from raycloak.attestation.keys.halves import ServiceContract
@@ -300,7 +300,7 @@ def _with_sealed(served: _Served, config: ServiceConfig, base: Path) -> _Served:
 
 def _manifest(path: Path) -> Manifest:
     try:
-        return parse(Manifest, path.read_bytes().strip())
+        return parse_stored(Manifest, path.read_bytes().strip(), str(path))
     except OSError as error:
         raise file_error("manifest", "read", path, error) from None
     except ProtocolError:

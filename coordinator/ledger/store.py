@@ -32,7 +32,7 @@ from raycloak.coordinator.ledger.postgres import server_of
 from raycloak.metrics.errors import BudgetError
 
 _FAMILY = "raycloak ledger v"
-APPLICATION = f"{_FAMILY}5"
+APPLICATION = f"{_FAMILY}6"
 
 _tables = sa.MetaData()
 _integer = sa.BigInteger().with_variant(sa.Integer, "sqlite")

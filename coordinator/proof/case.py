@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from raycloak.attestation.core.messages import parse
+from raycloak.attestation.core.messages import parse_stored
 from raycloak.attestation.core.roster import Query
 from raycloak.attestation.log.evidence_log import ExportedLog
 from raycloak.attestation.orchestrator.documents import Document
@@ -67,7 +67,7 @@ class ProofCase:
     def manifest(self) -> Manifest:
         """The run's manifest, parsed; whether it is the one that others signed for is a claim of its own."""
         try:
-            return parse(Manifest, self.parts.line(MANIFEST))
+            return parse_stored(Manifest, self.parts.line(MANIFEST), MANIFEST)
         except ProtocolError as refusal:
             raise Broken(MANIFEST, refusal.message) from None
 

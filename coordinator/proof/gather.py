@@ -101,7 +101,7 @@ def _opened(run_dir: Path) -> tuple[RunFolder, Manifest]:
 def _incomplete(run_dir: Path, name: str) -> ConfigError:
     return ConfigError(
         "run_incomplete",
-        f"{run_dir} has no {name}: the run was killed or written by an earlier version.",
+        f"{run_dir} has no {name}: the run was killed before it wrote one.",
         "Resume the run and let it end: raycloak run CONFIG --resume.",
     )
 

@@ -253,11 +253,9 @@ def verdict(case: ProofCase) -> NoReturn:
         "evidence_class": _class_of(case, found.get("evidence_class")),
         "model_digest": last.hex() if last else None,
         "virtual_workers": mechanism.virtual_workers,
+        "max_participations": mechanism.max_participations,
         "measurements": [each.model_dump(mode="json") for each in case.released.values()],
     }
-    # Verdicts of earlier versions have no such field.
-    if mechanism.max_participations is not None or found.get("max_participations") is not None:
-        expected["max_participations"] = mechanism.max_participations
     for name, value in expected.items():
         if name not in found or not _same(found[name], value):
             raise Broken(VERDICT, f"it states {name} {found.get(name)}, the signed records {value}")

@@ -20,7 +20,7 @@ import yaml
 from pydantic import ValidationError
 from safetensors.numpy import save_file
 
-from raycloak.attestation.core.messages import Message, parse
+from raycloak.attestation.core.messages import Message, parse, parse_stored
 from raycloak.attestation.files.whole import sync, write_whole
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig, parse_config
@@ -42,7 +42,7 @@ class RunRecord(Message):
 
     Attributes:
         base: folder that relative paths and ``module:function`` names of the configuration start from.
-        driver_base: the same folder on the driver's machine, absolute; empty in records before it was kept.
+        driver_base: the same folder on the driver's machine, absolute.
         secret_file: the user's run-secret file; None if the orchestrator generated one.
         started_at: Unix time of the first execution, in seconds.
     """
@@ -55,7 +55,7 @@ class RunRecord(Message):
     secret_file: str | None
     started_at: float
     status: Status
-    driver_base: str = ""
+    driver_base: str
 
 
 class WatchedResult(Message):
@@ -133,7 +133,7 @@ class RunFolder:
     def open(cls, path: Path) -> "RunFolder":
         """Open an existing directory; ConfigError ``not_a_run`` if it is none."""
         try:
-            # Nobody signs it, so its bytes need not be the canonical ones: records of earlier versions have less in it.
+            # Nobody signs it, so its bytes need not be the canonical ones.
             return cls(path, RunRecord.model_validate_json((path / "run.json").read_bytes()))
         except (OSError, ValidationError):
             raise ConfigError(
@@ -145,7 +145,7 @@ class RunFolder:
     @property
     def base(self) -> Path:
         """The folder that the configuration's relative paths start from, wherever this process was started."""
-        return Path(self.record.driver_base or self.record.base)
+        return Path(self.record.driver_base)
 
     def mark(self, status: Status) -> None:
         """Write the status; readers see the old record or the new one."""
@@ -163,7 +163,11 @@ class RunFolder:
         return parse_config(raw)
 
     def manifest(self) -> Manifest | None:
-        """Read the run's manifest; None if it ended before one was made."""
+        """Read the run's manifest; None if it ended before one was made.
+
+        Raises:
+            ConfigError: ``former_format``; ``not_a_run`` if it cannot be read.
+        """
         return self._kept(Manifest, "manifest.json")
 
     def write_manifest(self, manifest: Manifest) -> None:
@@ -217,8 +221,11 @@ class RunFolder:
     def _kept(self, cls: type[M], name: str) -> M | None:
         """Read a message that an execution wrote; None if none has."""
         path = self.path / name
+        if not path.exists():
+            return None
         try:
-            return parse(cls, path.read_bytes().strip()) if path.exists() else None
+            body = path.read_bytes().strip()
+            return parse_stored(cls, body, str(path)) if "format" in cls.model_fields else parse(cls, body)
         except (OSError, ProtocolError):
             raise ConfigError("not_a_run", f"{path} cannot be read.", "Restore it as the run wrote it.") from None
 

@@ -106,7 +106,7 @@ class RunCourse:
     Attributes:
         account, manifest_digest, evidence_class, private, exact, planned_steps, virtual_workers: terms of the run; None
             before its members are admitted.
-        epsilon_planned, epsilon_cap, delta: likewise; None if nothing is private, and in logs of earlier versions.
+        epsilon_planned, epsilon_cap, delta: likewise; None if nothing is private.
         executions: how often it was started; ``resumed_at`` is the step at which the newest one began.
         began_at, last_at: Unix time of the first and the newest event.
         steps: committed steps. ``repeated``: steps that were computed again after a resume.

@@ -1,7 +1,7 @@
 """The runs of a state folder in short, and the one that a user names.
 
 Hides from which files the figures of a run come: its verdict once an execution has ended, its log before that. Neither
-configuration nor manifest is needed, so runs of other versions are listed too.
+configuration nor manifest is needed, so runs of former formats are listed too.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ class RunSummary:
         private: whether an epsilon is claimed at all.
         epsilon_charged: what its account had been charged, by all its runs, after the newest step or at its end.
         epsilon_cap: what its account may spend.
-        epsilon_claimed: what the run claims however it ends; None for an unfinished run of an earlier version.
+        epsilon_claimed: what the run claims however it ends.
         accuracy, loss: the newest on the public split.
         model_digest: of the newest parameters.
     """

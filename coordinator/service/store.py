@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 from raycloak.coordinator.service.databases import Database
 from raycloak.metrics.errors import ConfigError
 
-APPLICATION: Final = "raycloak training service v1"
+APPLICATION: Final = "raycloak training service v2"
 
 R = TypeVar("R")
 

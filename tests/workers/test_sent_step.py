@@ -115,7 +115,7 @@ def test_a_worker_on_registered_data_takes_no_batches(tmp_path):
 
 
 def test_a_steps_input_is_another_for_any_other_batches():
-    """Guarantee of `step_input`; without batches, a ledger of an earlier version has the very same digest."""
+    """Guarantee of `step_input`; without batches it is the model digest itself."""
     one, two = b"1" * 32, b"2" * 32
     sets = [(one,), (two,), (one, two), (two, one), (one, one)]
     found = {step_input(INPUT, each) for each in sets} | {step_input(one, sets[0])}

@@ -259,6 +259,7 @@ class Manifest(KeyContract):
     Virtual-worker keys derive from its :attr:`key_context`.
 
     Attributes:
+        format: of all files of a run, which share one version: manifest, evidence log, state and parameters.
         known_answer: digest of the encoded, noised vector of the public synthetic batch; see
             `workers/known_answer.py`. It changes with code that no digest of a source file sees, such as an installed
             package.
@@ -276,6 +277,7 @@ class Manifest(KeyContract):
 
     DOMAIN: ClassVar[str] = "raycloak/manifest/v1"
 
+    format: Literal[2] = 2
     computation: Computation
     account: str
     ledger_key: bytes

@@ -185,7 +185,6 @@ class TopView:
         claim = None if plan is None else f"this run claims {epsilon_text(plan)}"
         delta = None if course.delta is None else f"δ {course.delta:g}"
         lines.append(", ".join(each for each in (claim, delta) if each))
-        # Logs of earlier versions have no cap.
         top = max(charged, (plan or 0.0) if cap is None else cap)
         picture = curve_text(course.epsilon, planned, course.steps, (width, rows), (0.0, top), "magenta")
         return [("ε", picture, _lines(lines, rows_of_words))]

@@ -162,5 +162,11 @@ def _setup(config: RunConfig, folder: Path, width: int) -> WorkerSetup:
 
 def _record(run_id: str, folder: Path) -> RunRecord:
     return RunRecord(
-        run_id=run_id, name="scale", base=str(folder), secret_file=None, started_at=time.time(), status="running"
+        run_id=run_id,
+        name="scale",
+        base=str(folder),
+        secret_file=None,
+        started_at=time.time(),
+        status="running",
+        driver_base=str(folder),
     )

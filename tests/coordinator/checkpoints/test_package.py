@@ -16,7 +16,7 @@ from raycloak.coordinator.checkpoints.reader import Expected, open_to_file
 from raycloak.coordinator.checkpoints.storage import MANIFEST, RUN_MANIFEST, SIGNATURE
 from raycloak.coordinator.checkpoints.writer import OPTIMIZER, PARAMETERS
 from raycloak.coordinator.record.outcome import Evaluation
-from raycloak.metrics.errors import EvidenceError
+from raycloak.metrics.errors import ConfigError, EvidenceError
 from raycloak.workers.terms.manifest import TensorSpec
 from tests.coordinator.checkpoints.tssp_cases import TENSORS, Site, ranges_of, run_manifest, snapshot
 
@@ -201,6 +201,14 @@ def test_a_manifest_that_is_not_canonical_is_refused_though_it_is_signed(site, s
     (site.folder(sealed) / MANIFEST).write_bytes(body)
     (site.folder(sealed) / SIGNATURE).write_bytes(site.signer.sign(body).encode())
     assert site.refusal(sealed) == "package_malformed"
+
+
+def test_a_package_of_a_former_format_is_refused_by_name(site, sealed):
+    body = (site.folder(sealed) / MANIFEST).read_bytes().replace(b'"format":2', b'"format":1')
+    (site.folder(sealed) / MANIFEST).write_bytes(body)
+    (site.folder(sealed) / SIGNATURE).write_bytes(site.signer.sign(body).encode())
+    with pytest.raises(ConfigError, match=r"former_format: the package is a PackageManifest of format 1; .* format 2"):
+        site.verify(sealed)
 
 
 def test_an_older_package_presented_as_the_newest_is_refused(site, sealed):

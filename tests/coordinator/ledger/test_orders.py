@@ -234,7 +234,7 @@ def charge_every_step(ledger: PrivacyLedger) -> None:
         ledger.charge("run-b", step, PARAMETERS, MANIFEST)
 
 
-@pytest.mark.parametrize("former", ["raycloak ledger v3", "raycloak ledger v4"])
+@pytest.mark.parametrize("former", ["raycloak ledger v3", "raycloak ledger v5"])
 def test_a_ledger_of_a_former_format_is_refused_by_name(ledger: PrivacyLedger, ledger_url: str, former: str):
     tamper(ledger_url, f"UPDATE meta SET value = '{former}' WHERE name = 'application'")
     for create in (True, False):

@@ -235,7 +235,9 @@ def _ended_badly(home: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> tupl
     return folder, [body["step"] for kind, body in second.evidence if kind == "committed"], said
 
 
-RECORD = {"run_id": "", "name": "run", "base": "/", "secret_file": None, "started_at": 0.0, "status": "running"}
+RECORD = {"run_id": "", "name": "run", "base": "/", "secret_file": None, "started_at": 0.0, "status": "running"} | {
+    "driver_base": "/"
+}
 
 
 @pytest.mark.parametrize("what", ["packages", "checkpoints", "model", "result"])
@@ -303,7 +305,9 @@ def test_a_run_that_cannot_continue_now_may_be_resumed_later(tmp_path, killed):
     refused = resumed(tmp_path, first, seed=1)
     with refused.events, pytest.raises(RefusedError, match="resume_differs") as refusal:
         refused.coordinator.run()
-    record = RunRecord(run_id="", name="run", base="/", secret_file=None, started_at=0.0, status="running")
+    record = RunRecord(
+        run_id="", name="run", base="/", secret_file=None, started_at=0.0, status="running", driver_base="/"
+    )
     folder = RunFolder(refused.folder, record)
     execution = Execution(refused.config, ModelSource.of(small_model), "/", notice=lambda line: None)
     execution._fail(refused.coordinator, folder, refusal.value, time.monotonic())
@@ -472,7 +476,13 @@ def test_a_discarded_run_has_no_secret_and_cannot_be_resumed(raycloak_home):
     with pytest.raises(Killed):
         run.train()
     record = RunRecord(
-        run_id=run.session.run_id, name="run", base="/", secret_file=None, started_at=0.0, status="running"
+        run_id=run.session.run_id,
+        name="run",
+        base="/",
+        secret_file=None,
+        started_at=0.0,
+        status="running",
+        driver_base="/",
     )
     folder = RunFolder(run.folder, record)
     folder.mark("failed")

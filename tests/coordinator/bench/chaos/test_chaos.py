@@ -164,7 +164,9 @@ TABLE = '{"claims": [{"claim": "steps", "outcome": "%s", "record": "step 3", "sa
 def test_the_claims_that_an_auditor_would_refuse_are_named(printed, found, tmp_path, monkeypatch):
     path, answers = tmp_path / "runs" / "chaos-a", iter(printed)
     path.mkdir(parents=True)
-    record = RunRecord(run_id="a", name="chaos", base="", secret_file=None, started_at=0.0, status="running")
+    record = RunRecord(
+        run_id="a", name="chaos", base="", secret_file=None, started_at=0.0, status="running", driver_base=""
+    )
     RunFolder(path, record).mark("stopped")
     run = ChildRun(ChildTask(CONFIG, (), tmp_path / "secret"), tmp_path, {}, 1.0)
 
