@@ -80,11 +80,9 @@ def sev_snp_command(
     guest_features: Annotated[int, typer.Option(help="The guest's SEV_FEATURES word.")] = 1,
 ) -> int:
     """Compute the launch measurement of an SEV-SNP guest, from the files it is launched with."""
-    from raycloak.attestation.snp.launch_measurement import SnpLaunch
+    from raycloak.attestation.snp.launch_measurement import SnpLaunch, snp_measurement
 
     launch = SnpLaunch(ovmf, vcpus, vcpu_type, kernel, initrd, append, guest_features)
-    from raycloak.attestation.snp.launch_measurement import snp_measurement
-
     return _say(output, "sev_snp", snp_measurement(launch), "as QEMU launches it")
 
 
