@@ -179,10 +179,7 @@ def _ring_bits(bits: int) -> Literal[32, 64]:
 
 def measured(output: Output, title: str, result: "DataclassInstance") -> int:
     """Show the fields of a bench's result; the exit code of success."""
-    from raycloak.coordinator.console.figures import value_text
-    from raycloak.coordinator.console.tables import fields_table
+    from raycloak.coordinator.console.tables import facts_table
 
-    figures = asdict(result)
-    rows = [(name.replace("_", " "), value_text(value)) for name, value in figures.items()]
-    output.result(figures, fields_table(title, rows))
+    output.result(asdict(result), facts_table(title, asdict(result)))
     return 0

@@ -105,12 +105,7 @@ def _title(found: "VerifiedPackage") -> str:
 
 
 def _show(output: Output, title: str, facts: dict[str, Any]) -> int:
-    from raycloak.coordinator.console.figures import value_text
-    from raycloak.coordinator.console.tables import fields_table
+    from raycloak.coordinator.console.tables import facts_table
 
-    rows = [
-        (name.replace("_", " "), ", ".join(value) if isinstance(value, list) else value_text(value))
-        for name, value in facts.items()
-    ]
-    output.result(facts, fields_table(title, rows))
+    output.result(facts, facts_table(title, facts))
     return 0

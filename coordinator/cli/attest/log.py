@@ -185,13 +185,7 @@ def _read(path: Path) -> bytes:
 
 
 def _show(output: Output, title: str, facts: dict[str, Any], hidden: tuple[str, ...] = ()) -> int:
-    from raycloak.coordinator.console.figures import value_text
-    from raycloak.coordinator.console.tables import fields_table
+    from raycloak.coordinator.console.tables import facts_table
 
-    rows = [
-        (name.replace("_", " "), ", ".join(value) if isinstance(value, list) else value_text(value))
-        for name, value in facts.items()
-        if name not in hidden
-    ]
-    output.result(facts, fields_table(title, rows))
+    output.result(facts, facts_table(title, {name: value for name, value in facts.items() if name not in hidden}))
     return 0

@@ -25,8 +25,7 @@ def serve_command(
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # every refused handshake would be a line
     with quickly():  # a full collection is a pause for every member
         from raycloak.attestation.keys.run_secret import exposure
-        from raycloak.coordinator.console.figures import value_text
-        from raycloak.coordinator.console.tables import fields_table
+        from raycloak.coordinator.console.tables import facts_table
         from raycloak.coordinator.evidence.standalone_service import load_service, start_service
 
     with ended_by_signals() as ended:
@@ -34,8 +33,7 @@ def serve_command(
         if (warning := exposure(config.parent / loaded.run_secret)) is not None:
             output.note(warning)
         server, session, facts = start_service(loaded, config.parent)
-        rows = [(name.replace("_", " "), value_text(value)) for name, value in asdict(facts).items()]
-        output.result(asdict(facts), fields_table(f"Evidence service ({facts.evidence} evidence)", rows))
+        output.result(asdict(facts), facts_table(f"Evidence service ({facts.evidence} evidence)", asdict(facts)))
         while not ended.wait(_LOOK_S) and server.failure is None:
             pass
         server.stop()

@@ -34,8 +34,7 @@ def serve_command(
     docs/encrypted-adapters.md.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # every refused handshake would be a line
-    from raycloak.coordinator.console.figures import value_text
-    from raycloak.coordinator.console.tables import fields_table
+    from raycloak.coordinator.console.tables import facts_table
     from raycloak_lab.adapter.serve import served_adapter
     from raycloak_lab.adapter.settings import load_settings
 
@@ -46,8 +45,7 @@ def serve_command(
         # Not before: a signal ends a start at once, though reading the adapter can take minutes.
         ended_by_signals() as ended,
     ):
-        rows = [(name.replace("_", " "), value_text(value)) for name, value in asdict(facts).items()]
-        output.result(asdict(facts), fields_table(f"Encrypted adapter ({facts.evidence} evidence)", rows))
+        output.result(asdict(facts), facts_table(f"Encrypted adapter ({facts.evidence} evidence)", asdict(facts)))
         ended.wait()
     return 0
 
