@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
 from raycloak.metrics.errors import RefusedError
-from raycloak.metrics.registry import OTHER, SERIES, Kind, Label, Series
+from raycloak.metrics.registry import BY_NAME, OTHER, SERIES, Kind, Label, Series
 
 LabelValues = tuple[str, ...]
 _Bucket = tuple[str, float] | tuple[str, float, Exemplar]
@@ -51,7 +51,8 @@ def check_exportable(series: Series, declared: Collection[Series] = SERIES) -> N
     """
     if not series.privacy.exportable:
         raise RefusedError("metric_secret", f"{series.name} depends on private examples and is never exported")
-    if series not in declared:
+    # What the registry reserves stays what it says, whoever declares it otherwise.
+    if series not in declared or BY_NAME.get(series.name, series) != series:
         raise RefusedError("metric_undeclared", f"{series.name} is not declared")
 
 
