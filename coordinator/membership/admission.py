@@ -13,8 +13,9 @@ from raycloak.attestation.core.evidence import CollateralBundle
 from raycloak.attestation.core.messages import Envelope
 from raycloak.coordinator.aggregation.ranges import ParameterRange
 from raycloak.coordinator.cluster.backend import ActorLost
+from raycloak.coordinator.cluster.calls import Reference
 from raycloak.coordinator.cluster.control import START_AGAIN
-from raycloak.coordinator.cluster.remote import AggregatorActor, Reference, WorkerActor
+from raycloak.coordinator.cluster.remote import AggregatorActor, WorkerActor
 from raycloak.coordinator.membership.crew import aggregator_id
 from raycloak.coordinator.membership.departures import Departure
 from raycloak.coordinator.membership.evidence_review import Review

@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -300,7 +299,7 @@ def test_an_aggregator_never_takes_one_query_for_another(tmp_path):
     with pytest.raises(ProtocolError, match="query_unknown"):
         hand.aggregators[0].measure(request, hand.binding(request), *vectors[0])
     body = Roster.model_validate_json(request.roster.body).model_copy(update={"query": "evaluation"})
-    other = replace(request, roster=seal(body, orchestrator_key()))
+    other = request.model_copy(update={"roster": seal(body, orchestrator_key())})
     with pytest.raises(ProtocolError, match="query_mismatch"):
         hand.reduce(other, vectors)
     assert isinstance(other, ReduceRequest)

@@ -19,7 +19,10 @@ from tests.protocol import VIRTUAL_WORKERS, Call, Fate, WholeRun, on, trained, w
 
 def answering(code: str) -> Fate:
     """Return a worker that computes nothing and says why."""
-    return lambda reply, *vectors: (replace(reply, code=code, header=None), *(vector[:0] for vector in vectors))
+    return lambda reply, *vectors: (
+        reply.model_copy(update={"code": code, "header": None}),
+        *(vector[:0] for vector in vectors),
+    )
 
 
 NOBODY_JOINS = ["failure.join_timeout_s=0"]
@@ -193,7 +196,7 @@ def test_all_workers_failing_alike_is_one_error_with_their_code(tmp_path):
 
 def test_a_worker_whose_header_is_no_header_leaves_and_the_bytes_stay(tmp_path, undisturbed):
     def garbled(reply, *vectors):
-        return (replace(reply, header=Envelope(b"{}", reply.header.signature)), *vectors)
+        return (reply.model_copy(update={"header": Envelope(body=b"{}", signature=reply.header.signature)}), *vectors)
 
     run = trained(tmp_path, disturb=on("step", "worker-1", garbled, 1))
     assert run.digests == undisturbed

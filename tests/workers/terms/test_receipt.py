@@ -81,6 +81,6 @@ def test_no_field_of_a_signed_receipt_can_be_changed(field: str):
 def test_a_malformed_receipt_is_refused_even_if_signed():
     other = RECEIPT.encode().replace(b'"step":7', b'"step": 7')
     assert other != RECEIPT.encode()
-    signed = Envelope(other, LEDGER.sign(length_prefixed(Receipt.DOMAIN, other)))
+    signed = Envelope(body=other, signature=LEDGER.sign(length_prefixed(Receipt.DOMAIN, other)))
     with pytest.raises(ProtocolError, match="malformed"):
         check(signed)

@@ -170,12 +170,14 @@ def test_every_changed_byte_of_a_header_is_refused():
     for position in range(len(envelope.body)):
         body = bytearray(envelope.body)
         body[position] ^= 1
-        refusal = refusal_of(open_header, Envelope(bytes(body), envelope.signature), attempt, "worker-0")
+        refusal = refusal_of(open_header, Envelope(body=bytes(body), signature=envelope.signature), attempt, "worker-0")
         assert refusal.code == "signature"
     for position in range(64):
         signature = bytearray(envelope.signature)
         signature[position] ^= 1
-        assert refusal_of(open_header, Envelope(envelope.body, bytes(signature)), attempt, "worker-0").code
+        assert refusal_of(
+            open_header, Envelope(body=envelope.body, signature=bytes(signature)), attempt, "worker-0"
+        ).code
 
 
 def test_only_workers_of_the_roster_send_headers():
