@@ -3,16 +3,15 @@
 A message is a frozen pydantic model. Its bytes are canonical JSON with hexadecimal byte strings. A signature covers
 ``LP(domain, body)``, so a message of one type never verifies as another. A receiver parses only verified bytes.
 
-A field may be a record, which is a frozen dataclass of such fields: it is written and checked like a message. Sets are
-no fields, because they have no order.
+A field may be a record, a frozen dataclass of such fields, which is written and checked like a message. A set is none,
+because it has no order.
 
 The rule for a field that is added later: it has a default with today's meaning, and is left out of the bytes where it
 has that value (``Field(exclude_if=...)``). So what was written before keeps its bytes, digest and signature, and means
 what it meant. A field that cannot be left out, or another meaning of one that is there, is a new domain.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from json.encoder import encode_basestring_ascii
 from typing import Any, ClassVar, Final, TypeVar
@@ -105,9 +104,7 @@ def _writer_of(kind: type) -> Callable[[Any], str]:
     """Find the writer of a class, once for each class that is written here."""
     # A class that configures or serializes itself may have other bytes.
     if issubclass(kind, Message) and kind.model_config == Message.model_config and not _serializes_itself(kind):
-        _WRITERS[kind] = _fields_writer(kind.model_fields)
-    elif is_dataclass(kind):
-        _WRITERS[kind] = _fields_writer([field.name for field in fields(kind)])
+        _WRITERS[kind] = _message_writer(kind)
     elif issubclass(kind, StrEnum):
         _WRITERS[kind] = lambda value: encode_basestring_ascii(value.value)
     else:
@@ -121,11 +118,12 @@ def _serializes_itself(kind: type[Message]) -> bool:
     return bool(leaves_out or found.field_serializers or found.model_serializers or found.computed_fields)
 
 
-def _fields_writer(names: Iterable[str]) -> Callable[[object], str]:
-    named = [(name, f"{encode_basestring_ascii(name)}:") for name in sorted(names)]
+def _message_writer(kind: type[Message]) -> Callable[[Message], str]:
+    named = [(name, f"{encode_basestring_ascii(name)}:") for name in sorted(kind.model_fields)]
 
-    def write(record: object) -> str:
-        return f"{{{','.join([start + _text(getattr(record, name)) for name, start in named])}}}"
+    def write(message: Message) -> str:
+        values = message.__dict__
+        return f"{{{','.join([start + _text(values[name]) for name, start in named])}}}"
 
     return write
 

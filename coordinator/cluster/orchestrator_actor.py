@@ -3,7 +3,7 @@
 A module of its own, so that the orchestrator's process imports nothing that only other actors need.
 """
 
-import time
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -20,9 +20,15 @@ with quickly():
 class OrchestratorActor(Receiver, RunOrchestrator):
     """A RunOrchestrator that answers calls, and its view and figures while another method runs."""
 
-    def __init__(self, state_directory: str, bind: str | None = None, source: EvidenceSource | None = None) -> None:
+    def __init__(
+        self,
+        state_directory: str,
+        clock: Callable[[], float],
+        bind: str | None = None,
+        source: EvidenceSource | None = None,
+    ) -> None:
         keep_memory_private()
-        super().__init__(state_directory, time.time, bind, source)
+        super().__init__(state_directory, clock, bind, source)
 
     @ray.method(concurrency_group="control")
     def receive_beside(self, name: str, returns: int, *frames: Any) -> Any:

@@ -100,7 +100,7 @@ class RayBackend:
             scheduling_strategy=self._placement.take(member_id),
             environment=self._environment,
         )
-        evidence = self._platforms.source(), self._platforms.gpus()
+        evidence = (self._platforms.source(), time.time, self._platforms.gpus())
         started = self._members[member_id] = _Started.of(worker.remote(member_id, *evidence))
         return WorkerActor(member_id, started.handle, self.call)
 

@@ -54,7 +54,7 @@ class RayControl:
     ) -> None:
         self._arguments: Mapping[ControlRole, tuple[Any, ...]] = {
             "ledger": (ledger_url, True, witness),
-            "orchestrator": (orchestrator_folder, bind, source),
+            "orchestrator": (orchestrator_folder, time.time, bind, source),
         }
         self._processes: dict[str, ActorProcess | None] = {}
         self._serial = 0

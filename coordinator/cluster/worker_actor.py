@@ -1,7 +1,7 @@
 """TrainWorker as an actor: when its process is asked to end, it finishes its step and says that it leaves."""
 
 import signal
-import time
+from collections.abc import Callable
 from types import FrameType
 
 import numpy as np
@@ -26,9 +26,11 @@ class TrainWorkerActor(Receiver, TrainWorker):
     ends the process at once. A call that its caller cancels ends between two micro-batches.
     """
 
-    def __init__(self, member_id: str, source: EvidenceSource, gpus: GpuSource | None) -> None:
+    def __init__(
+        self, member_id: str, source: EvidenceSource, clock: Callable[[], float], gpus: GpuSource | None
+    ) -> None:
         keep_memory_private()
-        super().__init__(member_id, source, time.time, gpus)
+        super().__init__(member_id, source, clock, gpus)
         self._leaving = False
         # The former handler, which ends the process, is put back at the first signal.
         self._before = signal.signal(signal.SIGTERM, self._asked_to_end)

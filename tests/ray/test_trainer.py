@@ -22,9 +22,10 @@ from raycloak.attestation.log.evidence_log import read_exported_log
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
 from raycloak.attestation.tdx.rules import RTMRS
 from raycloak.coordinator.bench.chaos.cluster import role
-from raycloak.coordinator.cluster.actors import GpuSamplers, fetch, kill_all, start_platforms
+from raycloak.coordinator.cluster.actors import GpuSamplers, kill_all, start_platforms
 from raycloak.coordinator.cluster.backend import ActorLost
 from raycloak.coordinator.cluster.process_table import descendants, process_table
+from raycloak.coordinator.cluster.ray_calls import fetch
 from raycloak.coordinator.config.run import parse_config
 from raycloak.coordinator.runs.demo import demo_config
 from raycloak.coordinator.runs.evidence_address import manifest_in
@@ -92,7 +93,7 @@ def observed(ray_cluster, secret, tmp_path_factory):
         config, said = digits(**OBSERVED, **SERVED), scraping.notices.append
         trainer = Trainer(config, run_secret=secret, notice=said, progress=look, callbacks=[Told()])
         result = trainer.train()
-        vectors = [ray.get(list(references), timeout=120) for references in watching.seen]
+        vectors = [ray.get([each.held for each in references], timeout=120) for references in watching.seen]
     return Observed(trainer, result, scraping.pages, processes, vectors, evidence, scraping.notices)
 
 

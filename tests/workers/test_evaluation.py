@@ -1,7 +1,6 @@
 """A worker measures what it was ordered to measure, on the slices it hosts, and signs exactly that."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -225,8 +224,8 @@ def test_a_worker_takes_no_evaluation_keys_in_the_place_of_others(run):
     name, hosted = "worker-0", run.hosting["worker-0"]
     release = run.orchestrator.release(name, 0, hosted, run.workers[name]._stage._watch.length)
     for wrong in (
-        replace(release, evaluation=replace(release, evaluation=None)),
-        replace(release, slices=release.evaluation),
+        release.model_copy(update={"evaluation": release.model_copy(update={"evaluation": None})}),
+        release.model_copy(update={"slices": release.evaluation}),
     ):
         assert code_of(run.workers[name].accept_keys, wrong) == "key_package_mismatch"
     run.workers[name].accept_keys(release)

@@ -345,8 +345,8 @@ def test_a_challenge_for_somebody_else_is_not_answered(still):
 def test_keys_for_another_member_or_from_another_signer_are_refused(still):
     foreign = still.orchestrator.release("worker-1", 0, (0,))
     assert refused(still.workers["worker-0"].accept_keys, foreign) == "key_package_mismatch"
-    package = replace(foreign.package, signature=IdentityKey.generate().sign(foreign.package.body))
-    forged = replace(foreign, package=package)
+    unsigned = {"signature": IdentityKey.generate().sign(foreign.package.body)}
+    forged = foreign.model_copy(update={"package": foreign.package.model_copy(update=unsigned)})
     assert refused(still.workers["worker-1"].accept_keys, forged) == "signature"
 
 
