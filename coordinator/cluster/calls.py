@@ -202,8 +202,10 @@ class Wire:
     @cache
     def of(method: Callable[..., Any]) -> "Wire":
         """Read the signature of a function of an actor's class or protocol, once for each."""
-        signature, hints = inspect.signature(method), _hints(method)
-        _, *parameters = signature.parameters.values()
+        plain = inspect.unwrap(method)
+        signature, hints = inspect.signature(plain), _hints(plain)
+        # Ray adds a parameter to the methods of a class that it makes actors of.
+        _, *parameters = (each for each in signature.parameters.values() if not each.name.startswith("_ray_"))
         fields, forms = {}, {}
         for each in parameters:
             kind, name = hints[each.name], f"{method.__name__}.{each.name}"
@@ -281,8 +283,7 @@ def _returned(kind: Any) -> tuple[Any, ...]:
     return parts if any(map(_by_itself, parts)) else (kind,)
 
 
-def _hints(method: Callable[..., Any]) -> dict[str, Any]:
-    plain = inspect.unwrap(method)
+def _hints(plain: Callable[..., Any]) -> dict[str, Any]:
     # A protocol names types that its module does not import, because they bring torch.
     late: Mapping[str, str] = getattr(sys.modules[plain.__module__], "LATE", {})
     used = set(re.findall(r"\w+", " ".join(map(str, plain.__annotations__.values()))))

@@ -25,7 +25,7 @@ from raycloak.coordinator.bench.chaos.cluster import role
 from raycloak.coordinator.cluster.actors import GpuSamplers, kill_all, start_platforms
 from raycloak.coordinator.cluster.backend import ActorLost
 from raycloak.coordinator.cluster.process_table import descendants, process_table
-from raycloak.coordinator.cluster.ray_calls import fetch
+from raycloak.coordinator.cluster.ray_calls import ask, fetch
 from raycloak.coordinator.config.run import parse_config
 from raycloak.coordinator.runs.demo import demo_config
 from raycloak.coordinator.runs.evidence_address import manifest_in
@@ -172,7 +172,7 @@ def test_a_sampler_where_there_is_no_nvml_says_so_and_ends(ray_cluster):
     def ask_until_it_is_gone():
         # Ray ends a killed process a little later, and a call that comes first is still answered.
         for _ in range(60):
-            fetch(handle.sample.remote(), 30)
+            fetch(ask(handle, GpuSampler.sample), 30)
             time.sleep(1)
 
     with pytest.raises(ActorLost) as lost:
