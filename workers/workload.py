@@ -44,7 +44,7 @@ from raycloak.workers.terms.loss import SEVERAL
 from raycloak.workers.terms.manifest import Manifest, NumericsClass
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.mechanism import Mechanism, check_together
-from raycloak.workers.terms.parameter_digest import check_same_tensors, frozen_digest, parameter_digest, tensor_digests
+from raycloak.workers.terms.model_digest import check_same_tensors, frozen_digest, model_digest, tensor_digests
 from raycloak.workers.virtual_worker import VirtualWorkerComputer
 
 # Marks the known answer of a loss that does not run under vmap: its last bits may be others.
@@ -131,7 +131,7 @@ class Workload:
 
     def _start(self) -> bytes:
         tensors = trainable_tensors(self.module)
-        return parameter_digest(tensors, tensor_digests(read_flat(self.module), tensors))
+        return model_digest(tensors, tensor_digests(read_flat(self.module), tensors))
 
     def _build_again(self) -> nn.Module:
         """Build another module of the same model.

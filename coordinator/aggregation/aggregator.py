@@ -25,7 +25,7 @@ from raycloak.metrics.errors import ProtocolError, SenderError
 from raycloak.workers.gradients.numerics import current_numerics, pin_numerics
 from raycloak.workers.terms.binding import check_binding, vectors_digest
 from raycloak.workers.terms.manifest import Manifest
-from raycloak.workers.terms.parameter_digest import tensor_digests
+from raycloak.workers.terms.model_digest import tensor_digests
 from raycloak.workers.vectors.payload import (
     Header,
     VectorRange,
@@ -48,7 +48,7 @@ class ReduceRequest(Message):
 
     Attributes:
         headers: one signed header per worker, in the roster's order, which is also that of the vectors.
-        parameter_digest: digest of the whole parameters that the step started from, and of the batches that a client
+        input_digest: digest of the whole parameters that the step started from, and of the batches that a client
             sent for it; see `raycloak.workers.terms.step_input`.
         ranges: the cut of the parameters.
     """
@@ -57,7 +57,7 @@ class ReduceRequest(Message):
 
     roster: Envelope
     headers: tuple[Envelope, ...]
-    parameter_digest: bytes
+    input_digest: bytes
     ranges: tuple[VectorRange, ...]
 
 
@@ -78,7 +78,7 @@ class ReduceReport(Message):
     squares: float | None = None
 
 
-Released = tuple[ReduceReport, NDArray[np.float64]]
+ReleasedAverage = tuple[ReduceReport, NDArray[np.float64]]
 """A report, and the released average: the decoded sum over the public divisor."""
 
 
@@ -195,7 +195,7 @@ class MaskedAggregator:
         report = ReduceReport(tensor_digests=digests, seconds=time.perf_counter() - started, squares=squares)
         return report, updated, new_state
 
-    def measure(self, request: ReduceRequest, binding: Envelope, *vectors: RingVector) -> Released:
+    def measure(self, request: ReduceRequest, binding: Envelope, *vectors: RingVector) -> ReleasedAverage:
         """Verify, sum, decode and divide by the public divisor, for a measurement. Parameters and state stay.
 
         Guarantee: as :meth:`reduce`.
@@ -212,7 +212,7 @@ class MaskedAggregator:
         average = self._average(self._verify(request, updates=False), binding, vectors, np.float64)
         return ReduceReport(seconds=time.perf_counter() - started), average
 
-    def release(self, request: ReduceRequest, binding: Envelope, *vectors: RingVector) -> Released:
+    def release(self, request: ReduceRequest, binding: Envelope, *vectors: RingVector) -> ReleasedAverage:
         """Verify, sum, decode and divide by the public batch size, for a training step that its caller updates by.
 
         Guarantee: as :meth:`reduce`. The average is what an update is made from, so it is released either way.
@@ -274,7 +274,7 @@ class MaskedAggregator:
         if request.ranges[own.index : own.index + 1] != (own,):
             raise ProtocolError("range_mismatch", "the request cuts the parameters in another way than this range")
         self._require_cover(roster, len(request.headers), "headers")
-        attempt = VerifiedAttempt.of(roster, request.parameter_digest, request.ranges, mechanism.ring_bits)
+        attempt = VerifiedAttempt.of(roster, request.input_digest, request.ranges, mechanism.ring_bits)
         expected = []
         for worker, envelope in zip(roster.workers, request.headers, strict=True):
             with _naming(worker.member_id):

@@ -48,7 +48,7 @@ from raycloak.metrics.errors import ProtocolError, RaycloakError, RunFailedError
 M = TypeVar("M", bound=Message)
 T_co = TypeVar("T_co", covariant=True)
 
-Array = NDArray[Any]
+_Array = NDArray[Any]
 # Of an optimizer: arrays by name.
 _State = Mapping[str, np.ndarray]
 
@@ -80,13 +80,13 @@ class Form(Protocol):
 class _Arrays:
     """The form of arrays of numbers; who gets one may only read it."""
 
-    def write(self, value: Any) -> Array:
+    def write(self, value: Any) -> _Array:
         """Return a read-only view, so that the caller's own array stays writable."""
         view = self.read(value).view()
         view.flags.writeable = False
         return view
 
-    def read(self, frame: Any) -> Array:
+    def read(self, frame: Any) -> _Array:
         if type(frame) is not np.ndarray or frame.dtype.kind not in _NUMBERS:
             raise ProtocolError("malformed", "not an array of numbers")
         return frame
@@ -103,7 +103,7 @@ class _StateNames(Message):
 class _States:
     """The form of states: the message of their names, and an array for each."""
 
-    def write(self, value: _State) -> tuple[bytes | Array, ...]:
+    def write(self, value: _State) -> tuple[bytes | _Array, ...]:
         return (_StateNames(names=tuple(value)).encode(), *map(ARRAYS.write, value.values()))
 
     def read(self, frame: Any) -> _State:
@@ -291,10 +291,10 @@ def _hints(plain: Callable[..., Any]) -> dict[str, Any]:
     return get_type_hints(plain, localns=names)
 
 
-class Refusal(Message):
+class SentError(Message):
     """A `RaycloakError` on its way. Fields that its class does not have are None."""
 
-    DOMAIN: ClassVar[str] = "raycloak/refusal/v1"
+    DOMAIN: ClassVar[str] = "raycloak/sent-error/v1"
 
     kind: str
     code: str
@@ -328,8 +328,8 @@ _KINDS: Final[Mapping[str, type[RaycloakError]]] = {
 }
 
 
-class Refused(Exception):
-    """The exception by which an actor refuses; its one argument is an encoded :class:`Refusal`."""
+class ActorRefusal(Exception):
+    """The exception by which an actor refuses; its one argument is an encoded :class:`SentError`."""
 
 
 class Receiver:
@@ -339,7 +339,7 @@ class Receiver:
         """Answer one call.
 
         Raises:
-            Refused: the method refuses, or the call is none of the actor's.
+            ActorRefusal: the method refuses, or the call is none of the actor's.
         """
         try:
             method = getattr(type(self), name, None)
@@ -349,5 +349,5 @@ class Receiver:
             answered = wire.write_answer(getattr(self, name)(*wire.read_call(frames)), returns)
         except RaycloakError as error:
             # Without its cause: an actor system would send the text of that too.
-            raise Refused(Refusal.of(error).encode()) from None
+            raise ActorRefusal(SentError.of(error).encode()) from None
         return answered[0] if returns == 1 else answered

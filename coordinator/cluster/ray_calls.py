@@ -23,7 +23,7 @@ from ray.exceptions import (
 
 from raycloak.attestation.core.messages import parse
 from raycloak.coordinator.cluster.backend import ActorLost
-from raycloak.coordinator.cluster.calls import Reference, Refusal, Refused, Wire, form_of_value
+from raycloak.coordinator.cluster.calls import ActorRefusal, Reference, SentError, Wire, form_of_value
 from raycloak.metrics.errors import RunFailedError
 
 P = ParamSpec("P")
@@ -122,8 +122,8 @@ def fetch(reference: Reference[T], deadline_s: float) -> T:
     except RayActorError:
         raise ActorLost("died") from None
     except RayTaskError as error:
-        if isinstance(error.cause, Refused):
-            raise parse(Refusal, error.cause.args[0]).error() from None
+        if isinstance(error.cause, ActorRefusal):
+            raise parse(SentError, error.cause.args[0]).error() from None
         raise RunFailedError(
             "actor_error", f"an actor failed with {type(error.cause).__name__}", "See the log of the run for its trace."
         ) from error

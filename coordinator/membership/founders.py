@@ -17,7 +17,7 @@ from raycloak.metrics.errors import MORE_MEMORY, ProtocolError, RunFailedError
 from raycloak.workers.messages import WorkerFacts, WorkerSetup
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.mechanism import Mechanism
-from raycloak.workers.terms.parameter_digest import check_same_tensors, parameter_digest, tensor_digests
+from raycloak.workers.terms.model_digest import check_same_tensors, model_digest, tensor_digests
 
 T = TypeVar("T", bound=Hashable)
 
@@ -94,7 +94,7 @@ def _start(members: Members, facts: Mapping[str, WorkerFacts], chosen: WorkerFac
     found: list[Parameters] = []
 
     def take(_: str, start: Parameters) -> None:
-        if parameter_digest(chosen.tensors, tensor_digests(start, chosen.tensors)) != chosen.initial_parameters:
+        if model_digest(chosen.tensors, tensor_digests(start, chosen.tensors)) != chosen.initial_parameters:
             raise ProtocolError("parameters_mismatch", "a worker gave other initial parameters than it had stated")
         found.append(start)
 

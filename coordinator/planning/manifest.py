@@ -25,7 +25,7 @@ from raycloak.workers.terms.manifest import (
 )
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.mechanism import Mechanism
-from raycloak.workers.terms.parameter_digest import frozen_digest
+from raycloak.workers.terms.model_digest import frozen_digest
 
 BY_HAND = "by hand"
 """The name of an update that the caller of `raycloak.by_hand` makes, and no aggregator; no configuration has it."""

@@ -183,7 +183,7 @@ HEADER_CHANGES = {
     "step": 1,
     "attempt": 0,
     "roster_digest": bytes(32),
-    "parameter_digest": bytes(32),
+    "input_digest": bytes(32),
     "sender": "worker-0",
     "virtual_workers": (1, 4),
     "vector_tags": (bytes(16),),
@@ -278,9 +278,9 @@ def test_a_vector_of_an_earlier_attempt_is_refused(hand, earlier, answers):
 
 def test_parameters_that_the_workers_did_not_compute_from_are_refused(hand, answers):
     request, vectors = answers
-    error = refused(hand, request.model_copy(update={"parameter_digest": bytes(32)}), vectors)
+    error = refused(hand, request.model_copy(update={"input_digest": bytes(32)}), vectors)
     assert error.code == "header_mismatch"
-    assert "parameter_digest" in error.message
+    assert "input_digest" in error.message
 
 
 def test_ranges_that_are_not_its_own_are_refused(hand, answers):
@@ -299,7 +299,7 @@ def test_workers_that_were_told_another_cut_are_of_no_use(tmp_path):
     roster = hand.roster()
     told = [hand.ask(name, hand.request(roster, ranges=other)) for name in hand.workers]
     headers = tuple(reply.header for reply, _ in told)
-    request = ReduceRequest(roster=roster, headers=headers, parameter_digest=hand.digest, ranges=other)
+    request = ReduceRequest(roster=roster, headers=headers, input_digest=hand.digest, ranges=other)
     vectors = list(zip(*(vectors for _, vectors in told), strict=True))
     assert refused(hand, request, vectors).code == "range_mismatch"
     assert refused(hand, request, vectors, 1).code == "range_mismatch"

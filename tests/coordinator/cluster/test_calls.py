@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from raycloak.attestation.core.messages import Envelope, parse
-from raycloak.coordinator.cluster.calls import Receiver, Reference, Refusal, Refused, Wire
+from raycloak.coordinator.cluster.calls import ActorRefusal, Receiver, Reference, SentError, Wire
 from raycloak.coordinator.cluster.control import LedgerFace, OrchestratorFace
 from raycloak.coordinator.cluster.remote import Aggregator, AggregatorActor, Remote, Worker, WorkerActor
 from raycloak.coordinator.cluster.run_orchestrator import RunOrchestrator
@@ -72,12 +72,12 @@ def received(*frames, method="tell", returns=1) -> Any:
 
 def refusal(*frames, **options) -> RaycloakError:
     """Return the error with which a call is refused."""
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(ActorRefusal) as caught:
         received(*frames, **options)
     assert caught.value.__cause__ is None
     assert caught.value.__suppress_context__
     (body,) = caught.value.args
-    return parse(Refusal, body).error()
+    return parse(SentError, body).error()
 
 
 def carried(frame: Any) -> bool:
@@ -207,7 +207,7 @@ EVERY_ERROR = [
 
 @pytest.mark.parametrize("error", EVERY_ERROR, ids=lambda error: type(error).__name__)
 def test_an_error_comes_out_as_it_was(error):
-    found = parse(Refusal, Refusal.of(error).encode()).error()
+    found = parse(SentError, SentError.of(error).encode()).error()
     assert type(found) is type(error)
     assert found.__reduce__() == error.__reduce__()
 
@@ -215,18 +215,18 @@ def test_an_error_comes_out_as_it_was(error):
 def test_every_class_of_errors_travels():
     kinds = [each for each in vars(errors).values() if inspect.isclass(each) and issubclass(each, RaycloakError)]
     for kind in kinds:
-        assert type(Refusal.of(kind("a_code", "It is so.")).error()) is kind
+        assert type(SentError.of(kind("a_code", "It is so.")).error()) is kind
 
 
 def test_an_error_of_a_later_class_travels_as_the_one_above_it():
     class Special(BudgetError):
         pass
 
-    assert type(Refusal.of(Special("a_code", "It is so.")).error()) is BudgetError
+    assert type(SentError.of(Special("a_code", "It is so.")).error()) is BudgetError
 
 
 def test_an_unknown_kind_is_refused():
-    foreign = Refusal.of(ConfigError("a", "b")).model_copy(update={"kind": "SystemExit"})
+    foreign = SentError.of(ConfigError("a", "b")).model_copy(update={"kind": "SystemExit"})
     with pytest.raises(ProtocolError, match="unknown kind"):
         foreign.error()
 

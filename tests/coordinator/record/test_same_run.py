@@ -90,7 +90,7 @@ def test_differences_reach_every_leaf():
 
 def commit(step, sequence):
     return StepCommit(
-        step=step, parameter_digest=bytes(32), attempts=1, ledger_sequence=sequence, ledger_hash=bytes([sequence]) * 32
+        step=step, released_digest=bytes(32), attempts=1, ledger_sequence=sequence, ledger_hash=bytes([sequence]) * 32
     )
 
 
