@@ -457,8 +457,8 @@ class Call:
 
 
 Fate = str | Callable[..., tuple[Any, ...]] | None
-"""``dies`` (before it answers), ``dies after`` (having done it), ``hangs``, ``lacks`` (an object that it was given), or
-a function of the values returned."""
+"""``dies`` (before it answers), ``dies after`` (having done it), ``hangs``, ``lacks`` (an object that it was given),
+``garbles`` (its answer), or a function of the values returned."""
 
 
 class Stage(LocalBackend):
@@ -531,6 +531,8 @@ class Stage(LocalBackend):
             return references
         if fate == "lacks":
             return self._failed(returns, ActorLost("object_lost"))
+        if fate == "garbles":
+            return self._failed(returns, ProtocolError("malformed", "no answer of this method"))
         if fate == "dies":
             self.stop(actor)
         references = super().call(actor, method, *args, returns=returns)

@@ -128,9 +128,9 @@ class LocalBackend:
         try:
             result = getattr(actor.handle, method.__name__)(*wire.read_call(wire.write_call(values)))
             frames = wire.write_answer(result, returns)
+            return tuple(Settled(value=wire.read_answer(index, frame)) for index, frame in enumerate(frames))
         except Exception as error:  # noqa: BLE001 - raised again where the reference is fetched
             return tuple(Settled(error=error) for _ in range(returns))
-        return tuple(Settled(value=wire.read_answer(index, frame)) for index, frame in enumerate(frames))
 
     def wait(self, references: Sequence[Reference[object]], deadline_s: float) -> Collection[Reference[object]]:
         return list(references)

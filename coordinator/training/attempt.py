@@ -217,6 +217,9 @@ class AttemptRunner:
                     failures[member_id] = replies[member_id].code
             except ActorLost as lost:
                 failures[member_id] = lost.cause
+            except ProtocolError as refusal:
+                # What it sent is no answer.
+                failures[member_id] = refusal.code
         # Tags are kept of a failed attempt too: a late answer may still complete it, and a later attempt must then
         # decode to the same value.
         headers: list[Header] = []
