@@ -319,7 +319,7 @@ class HandRun:
 
     @property
     def vector_ranges(self) -> tuple[VectorRange, ...]:
-        return tuple(VectorRange(owned.index, owned.start, owned.size) for owned in self.ranges)
+        return tuple(VectorRange(index=owned.index, offset=owned.start, length=owned.size) for owned in self.ranges)
 
     def roster(
         self, step: int = 0, hosting: Mapping[str, tuple[int, ...]] | None = None, commit: StepCommit | None = None

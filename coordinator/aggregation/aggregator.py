@@ -268,9 +268,9 @@ class MaskedAggregator:
             self._part.manifest.computation.measurement(roster.query)
         mechanism = self._part.manifest.computation.mechanism_of(roster.query)
         if roster.query == "gradient":
-            own = VectorRange(self._part.range.index, self._part.range.start, self._part.range.size)
+            own = VectorRange(index=self._part.range.index, offset=self._part.range.start, length=self._part.range.size)
         else:
-            own = VectorRange(0, 0, mechanism.dimension)
+            own = VectorRange(index=0, offset=0, length=mechanism.dimension)
         if request.ranges[own.index : own.index + 1] != (own,):
             raise ProtocolError("range_mismatch", "the request cuts the parameters in another way than this range")
         self._require_cover(roster, len(request.headers), "headers")

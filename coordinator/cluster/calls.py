@@ -1,14 +1,13 @@
 """Calls of actors and their answers as canonical messages: an actor system carries bytes and arrays, and nothing else.
 
-    call      the message of a method's arguments, then the arguments that travel by themselves
-    answer    one message, or also what travels by itself
+    call      one message of a method's plain arguments, then each message, array and optimizer state among them
+    answer    one message; where there are arrays or states, each value by itself
     refusal   the message of a RaycloakError, in the one exception that an actor raises
 
-Arrays, optimizer states and signed envelopes travel by themselves: one actor hands them to another, and a reference
-stands for them while they are on their way.
+A reference may stand for what travels by itself, while it is on its way or where it is put once for several calls.
 
-Each message is made of the method's signature, which alone says what may arrive. So a signature has messages, records
-and plain values, as `raycloak.attestation.core.messages` allows them.
+The message of a call is made of the method's signature, which alone says what may arrive. So a signature has messages,
+arrays, and plain values and records as `raycloak.attestation.core.messages` allows them.
 
 Guarantee: a receiver gets what the signature says or nothing. It unpickles no object and ignores no field, and each
 value has one encoding (ProtocolError ``malformed``).
@@ -41,7 +40,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import create_model
 
-from raycloak.attestation.core.messages import Envelope, Message, parse
+from raycloak.attestation.core.messages import Message, parse
 from raycloak.metrics import errors
 from raycloak.metrics.errors import ProtocolError, RaycloakError, RunFailedError, SenderError
 
@@ -145,7 +144,9 @@ class _Values:
 
 
 def form_of_value(value: Any) -> Form:
-    """Return the form of a value that a caller puts into a backend: an array, or a state."""
+    """Return the form of a value that a caller puts into a backend: a message, an array or a state."""
+    if isinstance(value, Message):
+        return _Messages(type(value))
     return ARRAYS if isinstance(value, np.ndarray) else STATES
 
 
@@ -160,7 +161,7 @@ def _form(kind: Any, name: str) -> Form:
         return ARRAYS
     if kind == _State:
         return STATES
-    if isinstance(kind, type) and issubclass(kind, Message):
+    if _is_message(kind):
         return _Messages(kind)
     return _Values(_message(name, {"value": kind}))
 
@@ -171,8 +172,12 @@ def _is_array(kind: Any) -> bool:
     return np.ndarray in (kind, get_origin(kind))
 
 
-def _by_itself(kind: Any) -> bool:
-    return _is_array(kind) or kind == _State or kind is Envelope
+def _is_message(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Message)
+
+
+def _is_large(kind: Any) -> bool:
+    return _is_array(kind) or kind == _State
 
 
 def _message(name: str, fields: Mapping[str, Any]) -> type[Message]:
@@ -209,7 +214,7 @@ class Wire:
         fields, forms = {}, {}
         for each in parameters:
             kind, name = hints[each.name], f"{method.__name__}.{each.name}"
-            if _by_itself(kind):
+            if _is_large(kind) or _is_message(kind):
                 forms[each.name] = _form(kind, name)
             else:
                 many = each.kind is inspect.Parameter.VAR_POSITIONAL
@@ -280,7 +285,7 @@ def _returned(kind: Any) -> tuple[Any, ...]:
         return (kind,)
     parts = tuple(get_args(each)[0] if get_origin(each) in (tuple, Unpack) else each for each in get_args(kind))
     parts = tuple(get_args(each)[0] if get_origin(each) is tuple else each for each in parts)
-    return parts if any(map(_by_itself, parts)) else (kind,)
+    return parts if any(map(_is_large, parts)) else (kind,)
 
 
 def _hints(plain: Callable[..., Any]) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def send(handle: Any, method: Callable[..., Any], args: Sequence[Any], returns: 
 
 
 def put(value: T) -> Reference[T]:
-    """Put an array or an optimizer state into Ray's store."""
+    """Put a message, an array or an optimizer state into Ray's store."""
     form = form_of_value(value)
     return RayReference(ray.put(form.write(value)), form.read)
 

@@ -225,8 +225,11 @@ class WorkerActor(_MemberActor):
     prepare = _Asked(Worker.prepare)
     initial_parameters = _Asked(Worker.initial_parameters)
     compute_known_answer = _Asked(Worker.compute_known_answer)
-    present = _Asked(Worker.present)
     accept_keys = _Asked(Worker.accept_keys)
+
+    def present(self, challenge: "Challenge", admission: "Reference[Admission]") -> "Reference[Envelope]":
+        """Have the worker attest itself, by the terms of ``admission``."""
+        return self._ask_one(Worker.present, challenge, _given(admission))
 
     def step(
         self,

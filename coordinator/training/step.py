@@ -158,7 +158,7 @@ class StepRunner:
         """Make release ``number`` of a measurement of ``model``, which does not change; otherwise as :meth:`run`."""
         # The measurement's roster commits a step and so moves the ratchet on; workers refuse an older one after it.
         self._prepared = None
-        whole = VectorRange(0, 0, measurement.mechanism.dimension)
+        whole = VectorRange(index=0, offset=0, length=measurement.mechanism.dimension)
         done = self._execute(Task(measurement.query, number, (whole,)), model)
         (average,) = done.reduced.averages
         values = values_digest(measurement.query, number, average)
@@ -444,7 +444,7 @@ class StepRunner:
         return tuple(actor.member_id for actor in self.membership.members.aggregators[: len(task.ranges)])
 
     def _vector_ranges(self) -> tuple[VectorRange, ...]:
-        return tuple(VectorRange(owned.index, owned.start, owned.size) for owned in self.ranges)
+        return tuple(VectorRange(index=owned.index, offset=owned.start, length=owned.size) for owned in self.ranges)
 
     def _masked_bytes(self, query: Query, vectors: int) -> int:
         """Return the bytes of that many vectors, or 0 where workers add no masks; see `TrainWorker`."""

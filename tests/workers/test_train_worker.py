@@ -609,12 +609,12 @@ def test_ranges_that_do_not_cut_the_parameters_into_pieces_are_refused(hand):
     whole = hand.mechanism.dimension
     for number, ranges in enumerate(
         [
-            (VectorRange(0, 0, whole - 1),),
-            (VectorRange(0, 0, whole + 1),),
-            (VectorRange(0, 1, whole - 1),),
-            (VectorRange(1, 0, whole),),
-            (VectorRange(0, 0, 40), VectorRange(1, 39, whole - 39)),
-            (VectorRange(0, 0, whole), VectorRange(1, whole, 0)),
+            (VectorRange(index=0, offset=0, length=whole - 1),),
+            (VectorRange(index=0, offset=0, length=whole + 1),),
+            (VectorRange(index=0, offset=1, length=whole - 1),),
+            (VectorRange(index=1, offset=0, length=whole),),
+            (VectorRange(index=0, offset=0, length=40), VectorRange(index=1, offset=39, length=whole - 39)),
+            (VectorRange(index=0, offset=0, length=whole), VectorRange(index=1, offset=whole, length=0)),
             (),
         ]
     ):
@@ -623,7 +623,9 @@ def test_ranges_that_do_not_cut_the_parameters_into_pieces_are_refused(hand):
         request = hand.request(hand.roster(), ranges=ranges)
         reply, _ = hand.ask("worker-0", request)
         assert (number, reply.code) == (number, "range_mismatch")
-    check_partition((VectorRange(0, 0, 40), VectorRange(1, 40, whole - 40)), whole)
+    check_partition(
+        (VectorRange(index=0, offset=0, length=40), VectorRange(index=1, offset=40, length=whole - 40)), whole
+    )
 
 
 # --- peers

@@ -23,9 +23,10 @@ from raycloak.workers.vectors.vector_tag import VECTOR_TAG_BYTES
 _COMPACT_BYTES = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
 
 
-@dataclass(frozen=True, slots=True)
-class VectorRange:
+class VectorRange(Message):
     """The coordinates [offset, offset + length) of the flat vector, owned by the aggregator with this index."""
+
+    DOMAIN: ClassVar[str] = "raycloak/vector-range/v1"
 
     index: int
     offset: int

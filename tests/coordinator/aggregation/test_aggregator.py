@@ -285,7 +285,7 @@ def test_parameters_that_the_workers_did_not_compute_from_are_refused(hand, answ
 
 def test_ranges_that_are_not_its_own_are_refused(hand, answers):
     request, vectors = answers
-    whole = VectorRange(0, 0, hand.mechanism.dimension)
+    whole = VectorRange(index=0, offset=0, length=hand.mechanism.dimension)
     assert refused(hand, request.model_copy(update={"ranges": (whole,)}), vectors).code == "range_mismatch"
     assert refused(hand, request.model_copy(update={"ranges": ()}), vectors).code == "range_mismatch"
 
@@ -294,7 +294,7 @@ def test_workers_that_were_told_another_cut_are_of_no_use(tmp_path):
     """Headers and request agree with each other, but not with the range that the aggregator was admitted for."""
     hand = HandRun(tmp_path, aggregators=2)
     total = hand.mechanism.dimension
-    other = (VectorRange(0, 0, 1), VectorRange(1, 1, total - 1))
+    other = (VectorRange(index=0, offset=0, length=1), VectorRange(index=1, offset=1, length=total - 1))
     assert other != hand.vector_ranges
     roster = hand.roster()
     told = [hand.ask(name, hand.request(roster, ranges=other)) for name in hand.workers]

@@ -268,7 +268,7 @@ def test_a_receipt_for_training_does_not_pay_for_a_measurement(tmp_path):
     hand = HandRun(tmp_path, **MEASURED)
     counts = hand.measurements[0]
     roster = hand.orchestrator.open_step(0, hand.hosting, ("aggregator-0",), (), "class_counts")
-    whole = (VectorRange(0, 0, 3),)
+    whole = (VectorRange(index=0, offset=0, length=3),)
     assert hand.code("worker-0", hand.request(roster, ranges=whole)) == "receipt_mismatch"
     named = hand.receipt(query="class_counts")
     assert hand.code("worker-0", hand.request(roster, ranges=whole, receipt=named)) == "receipt_mismatch"
@@ -280,7 +280,7 @@ def test_a_receipt_for_training_does_not_pay_for_a_measurement(tmp_path):
 
 def test_attempts_of_a_query_count_by_themselves_and_are_fenced(tmp_path):
     hand = HandRun(tmp_path, **MEASURED)
-    whole = (VectorRange(0, 0, 3),)
+    whole = (VectorRange(index=0, offset=0, length=3),)
     paid = hand.receipt(query="class_counts", mechanism_digest=hand.measurements[0].mechanism.digest())
     rosters = [hand.orchestrator.open_step(0, hand.hosting, ("aggregator-0",), (), "class_counts") for _ in range(2)]
     assert [Roster.model_validate_json(each.body).attempt for each in rosters] == [0, 1]

@@ -26,7 +26,7 @@ WORKERS = ("worker-0", "worker-1")
 IDENTITIES = {name: IdentityKey.from_seed(Secret(digest(name.encode()))) for name in (*WORKERS, "aggregator-0")}
 AGREEMENTS = {name: AgreementKey.generate() for name in (*WORKERS, "aggregator-0", "aggregator-1")}
 HOSTED = {"worker-0": (0, 2), "worker-1": (1,)}
-RANGES = (VectorRange(0, 0, 1500), VectorRange(1, 1500, 500))
+RANGES = (VectorRange(index=0, offset=0, length=1500), VectorRange(index=1, offset=1500, length=500))
 VECTOR_TAGS = (b"a" * 16, b"b" * 16)
 
 
@@ -194,7 +194,7 @@ def test_framing_stays_below_one_kibibyte():
     hosted = tuple(range(992, 1000))
     sender = member("worker-0").model_copy(update={"member_id": "worker-0123456789abcdef", "virtual_workers": hosted})
     view = roster(step=999_999, attempt=99, members=(sender, *roster().members[1:]))
-    ranges = tuple(VectorRange(index, 10**9 * (index + 1), 10**9) for index in range(3))
+    ranges = tuple(VectorRange(index=index, offset=10**9 * (index + 1), length=10**9) for index in range(3))
     envelope = seal_header(
         attempt_of(view, ranges=ranges),
         sender.member_id,
@@ -234,7 +234,7 @@ def test_another_length_or_ring_is_refused():
 
 
 def test_arrays_of_other_ranges_attempts_or_senders_are_refused():
-    ranges = (VectorRange(0, 0, 1000), VectorRange(1, 1000, 1000))
+    ranges = (VectorRange(index=0, offset=0, length=1000), VectorRange(index=1, offset=1000, length=1000))
     array = np.arange(1000, dtype=np.uint32)
     attempt = attempt_of(ranges=ranges)
     header = opened(attempt, [array, array + np.uint32(1)])
@@ -289,7 +289,7 @@ def test_a_low_order_key_is_refused():
 
 
 def test_tagging_and_checking_copy_nothing():
-    part = VectorRange(0, 0, 1_000_000)
+    part = VectorRange(index=0, offset=0, length=1_000_000)
     attempt = attempt_of(ranges=(part,))
     array = np.ones(part.length, np.uint32)
     key = worker_key(attempt, 0)
