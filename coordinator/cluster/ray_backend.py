@@ -89,13 +89,13 @@ class RayBackend:
         self._members: dict[str, _Started] = {}
         self._spare: _Started | None = None
         self._first_reduce: float | None = None
-        self._aggregator = actor(MaskedAggregatorActor, **off_this_node(), environment=self._environment)
+        self._aggregator = actor(_AGGREGATOR, **off_this_node(), environment=self._environment)
 
     def start_worker(self, member_id: str) -> WorkerActor:
         bundle = self._placement.bundle
         options = {"num_cpus": bundle.pop("CPU", 0.0), "num_gpus": bundle.pop("GPU", 0.0), "resources": bundle}
         worker = actor(
-            TrainWorkerActor,
+            _WORKER,
             **options,
             scheduling_strategy=self._placement.take(member_id),
             environment=self._environment,
