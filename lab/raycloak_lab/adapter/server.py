@@ -117,8 +117,8 @@ class _Servicer:
         def answer(client: str) -> wire.RegisterReply:
             first = _first(requests)
             sealed = _joined(first.sealed_keys, (each.sealed_keys for each in requests), self._desk.sealed_bytes)
-            package = Envelope(first.package.body, first.package.signature)
-            release = KeyRelease(package, first.proof, extends=tuple(first.extends))
+            package = Envelope(body=first.package.body, signature=first.package.signature)
+            release = KeyRelease(package=package, proof=first.proof, extends=tuple(first.extends))
             self._desk.register(client, first.session, release, first.fingerprint, sealed)
             return wire.RegisterReply()
 

@@ -109,7 +109,9 @@ class AdapterSession:
         request = wire.BeginRequest(contract=own.contract, policy=own.policy, challenge=own.challenge())
         begun = self._connection.call("Begin", request)
         self._name = begun.session
-        given = own.release(Envelope(begun.presentation.body, begun.presentation.signature), self._keys.released)
+        given = own.release(
+            Envelope(body=begun.presentation.body, signature=begun.presentation.signature), self._keys.released
+        )
         self.evidence_class = given.evidence_class
         package = wire.SignedMessage(body=given.release.package.body, signature=given.release.package.signature)
         registration = wire.RegisterRequest(

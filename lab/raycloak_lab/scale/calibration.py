@@ -24,8 +24,9 @@ from raycloak.workers.terms.manifest import TensorSpec
 from raycloak.workers.terms.model_digest import own_copy, tensor_digests
 from raycloak.workers.vectors.masks import apply_masks
 from raycloak.workers.vectors.noise import NoiseSampler, decompose
-from raycloak.workers.vectors.payload import tag_payload, vector_tag
+from raycloak.workers.vectors.payload import tag_payload
 from raycloak.workers.vectors.ring import RingBits, RingSpec, encode_into, ring_dtype
+from raycloak.workers.vectors.vector_tag import TensorLeaves, vector_tag
 from raycloak_lab.scale.in_process import CLASSES, MeteredRun, metered_run
 from raycloak_lab.scale.simulation import (
     Line,
@@ -147,7 +148,7 @@ def _words(bits: RingBits) -> WordRates:
     noise, encoded = Line.through(few, many), _each(partial(encode_into, summed, spec, out))
     averages = [(count, _each(partial(decoded_average, [out] * count, bits, -20, 4.0, np.float32))) for count in (2, 8)]
     return WordRates(
-        vector=Line(encoded + _each(partial(vector_tag, key, out)) + noise.fixed, noise.each),
+        vector=Line(encoded + _each(lambda: vector_tag(key, bits, [TensorLeaves.of(out)])) + noise.fixed, noise.each),
         mask=_each(partial(apply_masks, out, [(key, 1)])),
         tag=_each(partial(tag_payload, key, out)),
         averaged=Line.through(*averages),

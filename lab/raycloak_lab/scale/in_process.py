@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from raycloak.coordinator.cluster.backend import LocalBackend
-from raycloak.coordinator.cluster.remote import Actor, Reference
+from raycloak.coordinator.cluster.calls import Reference
+from raycloak.coordinator.cluster.remote import Actor
 from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.planning.model_source import loss_spec
 from raycloak.coordinator.planning.references import descriptor
@@ -157,7 +158,14 @@ def _write_examples(folder: Path, workers: int, width: int) -> None:
 def _setup(config: RunConfig, folder: Path, width: int) -> WorkerSetup:
     assert config.dataset is not None, "it is named above"
     model = ModelSource.of(lambda: torch.nn.Linear(width, CLASSES, bias=False))
-    return WorkerSetup(model, loss_spec(config.loss), descriptor(config.dataset), str(folder), config.seed, "cpu")
+    return WorkerSetup(
+        model=model,
+        loss=loss_spec(config.loss),
+        dataset=descriptor(config.dataset),
+        base=str(folder),
+        seed=config.seed,
+        device="cpu",
+    )
 
 
 def _record(run_id: str, folder: Path) -> RunRecord:

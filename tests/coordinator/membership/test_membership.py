@@ -1,7 +1,5 @@
 """Membership: a worker that fails is named, and the run continues as long as enough are left."""
 
-from dataclasses import replace
-
 import pytest
 
 from raycloak.attestation.core.evidence import EvidenceClass, Presentation
@@ -82,7 +80,9 @@ def test_the_majority_decides_what_the_manifest_says(tmp_path, undisturbed):
 
     def prepare(self: TrainWorker, setup):
         facts = TrainWorker.prepare(self, setup)
-        self._stage.facts = replace(facts, numerics=facts.numerics.model_copy(update={"cpu_capability": "ANOTHER"}))
+        self._stage.facts = facts.model_copy(
+            update={"numerics": facts.numerics.model_copy(update={"cpu_capability": "ANOTHER"})}
+        )
         return self._stage.facts
 
     run = trained(tmp_path, tamper=tampered("worker-0", prepare=prepare))

@@ -70,7 +70,7 @@ def test_a_contract_without_keys_of_an_orchestrator_is_refused_and_the_worker_se
     terms = parse(ServiceContract, client.contract).model_copy(update={"orchestrator_ml_dsa": b"short"})
     asked = parse(Challenge, client.challenge()).model_copy(update={"manifest_digest": terms.digest()})
     worker.present("hostile", terms.encode(), client.policy, asked.encode())
-    nothing = KeyRelease(Envelope(b"", b""), b"")
+    nothing = KeyRelease(package=Envelope(body=b"", signature=b""), proof=b"")
     assert code(lambda: worker.register("hostile", nothing, digest(RELEASED), b"")) == "malformed"
     assert worker.present("other", client.contract, client.policy, client.challenge())
 
