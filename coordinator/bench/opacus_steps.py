@@ -25,11 +25,9 @@ from raycloak.coordinator.planning.model_source import loss_spec, model_source
 from raycloak.coordinator.planning.references import descriptor
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.models.models import build_model, loss_function, trainable_tensors
+from raycloak.workers.terms.built_in_rules import RULES
 from raycloak.workers.terms.manifest import OptimizerSpec
 from raycloak.workers.terms.mechanism import Mechanism
-
-TORCH_RULES = ("sgd", "adam", "adamw")
-"""Update rules that torch has under these names, with the run's settings."""
 
 
 class OpacusTraining:
@@ -100,21 +98,19 @@ class OpacusTraining:
 
 def _update_rule(module: nn.Module, spec: OptimizerSpec) -> Any:
     """Return the run's update rule, as torch has it."""
-    if spec.name not in TORCH_RULES:
+    if spec.name not in RULES:
         raise ConfigError(
             "bench_peer",
             f"plain torch has no update rule '{spec.name}'.",
-            f"Compare with one of {', '.join(TORCH_RULES)}.",
+            f"Compare with one of {', '.join(RULES)}.",
         )
     trained = {name: tensor for name, tensor in module.named_parameters() if tensor.requires_grad}
     groups = [
         {"params": [trained[tensor.name] for tensor in members], "weight_decay": terms.weight_decay, "terms": terms}
         for terms, members in by_terms(spec, trainable_tensors(module)).items()
     ]
-    if spec.name == "sgd":
-        return torch.optim.SGD(groups, lr=spec.learning_rate, momentum=spec.momentum)
-    rule = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[spec.name]
-    return rule(groups, lr=spec.learning_rate, betas=(spec.beta1, spec.beta2), eps=spec.eps)
+    rule = RULES[spec.name]
+    return getattr(torch.optim, rule.torch_class)(groups, lr=spec.learning_rate, **rule.arguments(spec))
 
 
 class OpacusPeer(Message):
