@@ -303,7 +303,11 @@ def test_a_run_whose_policy_asks_for_hardware_refuses_simulated_workers(tmp_path
     """By name, with exit code 3, and before anything is charged; the simulator's root being known changes nothing."""
     run = whole_run(tmp_path)
     known = run.session.policy
-    accepted = {"accepted_classes": (EvidenceClass.INTEL_TDX,), "anchors": (*known.anchors, INTEL_TDX_ANCHOR)}
+    accepted = {
+        "accepted_classes": (EvidenceClass.INTEL_TDX,),
+        "anchors": (*known.anchors, INTEL_TDX_ANCHOR),
+        "tdx": known.tdx.model_copy(update=dict.fromkeys(("rtmr0", "rtmr1", "rtmr2", "rtmr3"), "any")),
+    }
     run.change(policy=known.model_copy(update=accepted))
     with pytest.raises(RefusedError) as refusal:
         run.train()
