@@ -14,7 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,14 +71,18 @@ class Copy:
             if (source / name).is_symlink() or (source / name).exists():
                 shutil.copy2(source / name, target, follow_symlinks=False)
 
-    def make(self, mutation: Mutation) -> None:
-        """Make the edit."""
-        path = self.root / mutation.file
-        path.write_text(path.read_text().replace(mutation.before, mutation.after))
+    @contextmanager
+    def mutated(self, mutation: Mutation) -> Iterator[None]:
+        """Make the edit for the length of the block.
 
-    def undo(self, mutation: Mutation, source: Path = ROOT) -> None:
-        """Put the file back, with its time: Python takes a compiled module by time and size."""
-        shutil.copy2(source / mutation.file, self.root / mutation.file)
+        The file gets its time back too: Python takes a compiled module for that of a source by its time and size.
+        """
+        path = self.root / mutation.file
+        text, time_ns = path.read_text(), path.stat().st_mtime_ns
+        path.write_text(text.replace(mutation.before, mutation.after))
+        yield
+        path.write_text(text)
+        os.utime(path, ns=(time_ns, time_ns))
 
     def test(self, tests: Sequence[str]) -> int | None:
         """Run tests until one fails; return pytest's exit code, None if they do not end."""
@@ -111,9 +116,8 @@ def run(mutations: Sequence[Mutation], copy: Copy) -> int:
             problem = None if code == 0 else f"its tests do not pass without it: {copy.last_words()}"
             passing |= {each.tests} if code == 0 else set()
         if problem is None:
-            copy.make(each)
-            code = copy.test(each.tests)
-            copy.undo(each)
+            with copy.mutated(each):
+                code = copy.test(each.tests)
             if code not in (0, FAILED):
                 problem = f"its tests did not run: {copy.last_words()}"
         verdict = f"error ({problem})" if problem else "killed" if code == FAILED else "SURVIVED"

@@ -1,6 +1,7 @@
 """The seeded bugs can all be made, and the command tells which of them the tests notice."""
 
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -50,10 +51,10 @@ class ScriptedCopy:
         (root / "code.py").write_text("if x > 1:")
         (root / "test_code.py").touch()
 
-    def make(self, mutation):
+    @contextmanager
+    def mutated(self, mutation):
         self.acts.append("make")
-
-    def undo(self, mutation):
+        yield
         self.acts.append("undo")
 
     def test(self, tests):
