@@ -11,7 +11,7 @@ ON_RAY := $(shell awk '$$1 == "ray" { print $$2 }' tests/marks.txt)
 # its start, and a third of the collection of the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test test-fast test-plain test-ray mutations format fuzz proto reference pictures clean
+.PHONY: demo check test test-fast test-plain test-ray test-profile mutations format fuzz proto reference pictures clean
 
 demo: $(INSTALLED)
 	$(BIN)/raycloak demo
@@ -39,6 +39,10 @@ test-plain: $(INSTALLED)
 
 test-ray: $(INSTALLED)
 	$(PYTEST) $(ON_RAY)
+
+# Processor seconds by test file, to benchmarks/results. PLACES="tests/workers tests/ray" measures those alone.
+test-profile: $(INSTALLED)
+	$(BIN)/python -m tests.costs $(PLACES)
 
 # Fifty seeded bugs, each of which a test must notice. ROOMS="masks ledger" makes those of some rooms.
 mutations: $(INSTALLED)
