@@ -37,8 +37,9 @@ endif
 test-plain: $(INSTALLED)
 	$(PYTEST) --numprocesses 2 --dist worksteal -m "not ray"
 
+# Each process has a cluster of its own; a file's tests share what it starts there.
 test-ray: $(INSTALLED)
-	$(PYTEST) $(ON_RAY)
+	$(PYTEST) --numprocesses 2 --dist loadfile $(ON_RAY)
 
 # Processor seconds by test file, to benchmarks/results. PLACES="tests/workers tests/ray" measures those alone.
 test-profile: $(INSTALLED)
