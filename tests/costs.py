@@ -2,7 +2,6 @@
 
 Processor seconds, not seconds on the clock, since a busy machine and a wait change only those. They are of pytest's
 process and of all that it started: the import of the file, its tests, and the fixtures that it was the first to need.
-A process that nobody waits for is counted until the last test of a file that it lived through.
 
 With places, such as ``tests/workers``, only their lines of the record are replaced.
 """
@@ -10,6 +9,7 @@ With places, such as ``tests/workers``, only their lines of the record are repla
 import json
 import os
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -20,22 +20,57 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "benchmarks" / "results" / "test-profile.json"
 TICKS_IN_S = os.sysconf("SC_CLK_TCK")
+LOOK_S = 0.5
+"""A look at some hundred processes takes some milliseconds; a process that ends loses what it did since the last."""
 
 
-def spent_s() -> float:
-    """Return the processor seconds of this process and of all its descendants, whether they run or were waited for."""
-    parents, ticks = {}, {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
+class Processes:
+    """This process and all its descendants.
+
+    Linux adds the time of a process that ended to that of the one that waited for it. Nobody waits for the workers of
+    a raylet. So a thread looks again and again, and remembers what those had that are gone.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._workers: dict[int, int] = {}
+        self._lost = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(LOOK_S):
+            self.spent_s()
+
+    def spent_s(self) -> float:
+        """Return the processor seconds of all of them so far."""
+        with self._lock:
+            names, parents, ticks = _process_table()
+            found, new = set[int](), {os.getpid()}
+            while new:
+                found |= new
+                new = {pid for pid, parent in parents.items() if parent in new} - found
+            self._lost += sum(spent for pid, spent in self._workers.items() if pid not in found)
+            self._workers = {pid: ticks[pid] for pid in found if names.get(parents[pid]) == "raylet"}
+            return (self._lost + sum(ticks[pid] for pid in found)) / TICKS_IN_S
+
+
+def _process_table() -> tuple[dict[int, str], dict[int, int], dict[int, int]]:
+    """Return name, parent and ticks of each process; the ticks with those of children that it waited for."""
+    names, parents, ticks = {}, {}, {}
+    for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has just ended
-            # After the name, which may hold anything. proc(5) counts the state as the third field.
-            fields = path.read_text().rpartition(")")[2].split()
-            parents[int(path.parent.name)] = int(fields[1])
-            ticks[int(path.parent.name)] = sum(map(int, fields[11:15]))
-    found, new = set[int](), {os.getpid()}
-    while new:
-        found |= new
-        new = {pid for pid, parent in parents.items() if parent in new} - found
-    return sum(ticks.get(pid, 0) for pid in found) / TICKS_IN_S
+            pid, (name, _, rest) = int(folder.name), (folder / "stat").read_text().partition("(")[2].rpartition(")")
+            # proc(5) counts the state, the first after the name, as the third field.
+            fields = rest.split()
+            names[pid], parents[pid], ticks[pid] = name, int(fields[1]), sum(map(int, fields[11:15]))
+    return names, parents, ticks
 
 
 class Costs:
@@ -43,7 +78,11 @@ class Costs:
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
-        self._last = spent_s()
+        self._processes = Processes()
+        self._last = self._processes.spent_s()
+
+    def pytest_unconfigure(self) -> None:
+        self._processes.close()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_make_collect_report(self, collector: pytest.Collector) -> Iterator[None]:
@@ -61,7 +100,7 @@ class Costs:
         return result
 
     def _add(self, file: str) -> None:
-        now = spent_s()
+        now = self._processes.spent_s()
         self.seconds[file] += max(now - self._last, 0.0)
         self._last = now
 
