@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+from raycloak.coordinator.audit.canaries import CanaryTask
 from raycloak.coordinator.planning import dry_run
 from raycloak.workers import workload
 from raycloak.workers.gradients.model_checks import check_released, check_rows, check_trainable
@@ -51,6 +52,10 @@ def _kind(module: nn.Module) -> tuple[Any, ...]:
 
 def _loss(loss_fn: Any) -> tuple[Any, ...]:
     inner = loss_fn.loss_fn if isinstance(loss_fn, RowLoss) else loss_fn
+    task = getattr(inner, "__self__", None)
+    if isinstance(task, CanaryTask) and ":" not in str(task.loss_function):
+        # An audit's, with one of our own losses: neither its coins nor its folder decide what it computes.
+        return inner.__code__, str(task.loss_function), task.output_shape, task.raw_norm
     return getattr(inner, "__code__", None) or type(inner), ADDRESS.sub("", repr(inner))
 
 
