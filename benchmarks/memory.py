@@ -57,7 +57,7 @@ def worker(parameters: int, hosted: int) -> int:
     from raycloak.workers.hosted_sum import HostedSum
     from raycloak.workers.inputs.datasets import ArrayDataset
     from raycloak.workers.models.models import read_flat
-    from raycloak.workers.terms.parameter_digest import own_copy
+    from raycloak.workers.terms.model_digest import own_copy
     from raycloak.workers.vectors.masks import masked_sum
     from raycloak.workers.virtual_worker import VirtualWorkerComputer
 

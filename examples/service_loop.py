@@ -28,4 +28,4 @@ with (
     artifact = tc.save_state(metadata={"epoch": 1}).result()
     service.save_artifact(artifact.artifact_id, "model.tssp")
     tc.load_state(artifact.artifact_id).result()
-print("released model", artifact.parameter_digest)
+print("released model", artifact.model_digest)

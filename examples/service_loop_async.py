@@ -26,7 +26,7 @@ async def train(service: raycloak.ServiceClient, learning_rate: float) -> str:
         for _, opt in steps:
             done = await opt
             print(f"{config.name} step {done.step}: ε {done.dp_metrics.epsilon_spent:.3f}")
-        return (await tc.save_state()).parameter_digest
+        return (await tc.save_state()).model_digest
 
 
 async def main() -> None:

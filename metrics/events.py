@@ -84,7 +84,7 @@ FIELDS = (
     EventField("value_name", str),
     EventField("noise_deviation", float),
     EventField("value", float, _RELEASED),
-    EventField("parameter_digest", str, _RELEASED),
+    EventField("model_digest", str, _RELEASED),
     EventField("epsilon", float, _RELEASED),
     EventField("epsilon_one_worker", float, _RELEASED),
     EventField("evaluation_accuracy", float, _RELEASED),

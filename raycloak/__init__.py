@@ -118,7 +118,7 @@ if TYPE_CHECKING:
     from raycloak.workers.models.model_fixes import fix
     from raycloak.workers.models.models import ModelSource
     from raycloak.workers.terms.binding import vectors_digest
-    from raycloak.workers.terms.parameter_digest import parameter_digest
+    from raycloak.workers.terms.model_digest import model_digest
     from raycloak.workers.terms.receipt import Receipt, data_root
     from raycloak.workers.train_worker import TrainWorker
     from raycloak.workers.vectors.payload import Header, VectorRange
@@ -214,7 +214,7 @@ _HOMES = {
     "load": "raycloak.coordinator.runs.released_model",
     "load_config": "raycloak.coordinator.config.run",
     "make_plan": "raycloak.coordinator.planning.plan",
-    "parameter_digest": "raycloak.workers.terms.parameter_digest",
+    "model_digest": "raycloak.workers.terms.model_digest",
     "run_terms": "raycloak.coordinator.planning.manifest",
     "simulated_policy": "raycloak.attestation.policy.policy",
     "split_ranges": "raycloak.coordinator.aggregation.ranges",
@@ -338,7 +338,7 @@ __all__ = [
     "load",
     "load_config",
     "make_plan",
-    "parameter_digest",
+    "model_digest",
     "run_terms",
     "simulated_policy",
     "split_ranges",

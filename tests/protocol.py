@@ -48,8 +48,8 @@ from raycloak.coordinator.record.folder import RunFolder, RunRecord
 from raycloak.coordinator.record.outcome import Finished
 from raycloak.coordinator.runs.local_session import local_session
 from raycloak.coordinator.training.assignment import Assignment, NewRun, Order, Session
-from raycloak.coordinator.training.coordinator import Coordinator
 from raycloak.coordinator.training.pace import OPEN, Pace
+from raycloak.coordinator.training.phases import Coordinator
 from raycloak.coordinator.training.public_evaluation import public_evaluator
 from raycloak.coordinator.training.reporting import Reporting, StepReport
 from raycloak.metrics.collectors import RunFacts, RunMetrics
@@ -64,7 +64,7 @@ from raycloak.workers.models.models import ModelSource, build_model
 from raycloak.workers.terms.binding import Binding, vectors_digest
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.mechanism import Mechanism
-from raycloak.workers.terms.parameter_digest import parameter_digest, tensor_digests
+from raycloak.workers.terms.model_digest import model_digest, tensor_digests
 from raycloak.workers.terms.receipt import Receipt, data_root
 from raycloak.workers.train_worker import TrainWorker
 from raycloak.workers.vectors.payload import Header, VectorRange
@@ -337,7 +337,7 @@ class HandRun:
             "run_id": self.run_id,
             "query": "gradient",
             "step": step,
-            "parameter_digest": self.digest,
+            "input_digest": self.digest,
             "manifest_digest": self.manifest.digest(),
             "account": self.manifest.account,
             "mechanism_digest": self.mechanism.digest(),
@@ -419,7 +419,7 @@ class HandRun:
         self.parameters = tuple(parameters for _, parameters, _ in answers)
         self.states = tuple(state for _, _, state in answers)
         digests = tensor_digests(np.concatenate(self.parameters), self.facts.tensors)
-        self.digest = parameter_digest(self.facts.tensors, digests)
+        self.digest = model_digest(self.facts.tensors, digests)
         return StepCommit(step, self.digest, 1, 3 + step, bytes(32))
 
 
@@ -616,7 +616,7 @@ class WholeRun:
     @property
     def digests(self) -> list[str]:
         """Parameter digest after each committed step, as progress told it."""
-        return [report.parameter_digest for report in self.reports]
+        return [report.model_digest for report in self.reports]
 
     @property
     def entries(self) -> int:
@@ -721,6 +721,7 @@ def whole_run(
         secret_file=str(path),
         started_at=float(NOW),
         status="running",
+        driver_base=str(home),
     )
     events = EventWriter(folder / "metrics.jsonl")
     reporting = Reporting(

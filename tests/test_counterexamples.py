@@ -81,10 +81,10 @@ def error(found: np.ndarray, truth: np.ndarray) -> float:
 
 
 def forget(monkeypatch, *, query: bool = False, model: bool = False, data: bool = False) -> None:
-    """Key sampling and noise without the query, the parameter digest or the digests of the slice and of all data."""
+    """Key sampling and noise without the query, the input digest or the digests of the slice and of all data."""
 
-    def weaker(secret, purpose, name, step, model_digest, slice_digest, root):
-        fields = ((name, query), (model_digest, model), (slice_digest, data), (root, data))
+    def weaker(secret, purpose, name, step, input_digest, slice_digest, root):
+        fields = ((name, query), (input_digest, model), (slice_digest, data), (root, data))
         return derive(secret, purpose, step, *(field for field, dropped in fields if not dropped))
 
     monkeypatch.setattr("raycloak.workers.virtual_worker.derive", weaker)
@@ -445,7 +445,7 @@ def test_colluders_around_an_honest_worker_unmask_it_unless_honest_workers_share
     ]
     peers_of = [[peer.member_id for peer in view.workers if peer is not own] for own in view.workers]
     given = [
-        roster_masks(pairs[i], view, f"worker-{i}", parameter_digest=RUN, ranges=(VectorRange(0, 0, 8),))[0]
+        roster_masks(pairs[i], view, f"worker-{i}", input_digest=RUN, ranges=(VectorRange(0, 0, 8),))[0]
         for i in range(6)
     ]
     assert [len(masks_of) for masks_of in given] == [5] * 6, "the product's graph is complete"

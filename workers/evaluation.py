@@ -37,7 +37,7 @@ from raycloak.workers.models.models import LossFn, ModelRuntime, load_flat
 from raycloak.workers.terms.loss import has_accuracy
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.measurement import macro_f1
-from raycloak.workers.terms.parameter_digest import own_copy, parameter_digest, tensor_digests
+from raycloak.workers.terms.model_digest import model_digest, own_copy, tensor_digests
 
 Metric = Literal["accuracy", "loss"]
 
@@ -265,7 +265,7 @@ class SliceEvaluator:
         self._attester.require_own(own)
         tensors = manifest.computation.tensors
         flat = own_copy(parameters)
-        if parameter_digest(tensors, tensor_digests(flat, tensors)) != order.parameter_digest:
+        if model_digest(tensors, tensor_digests(flat, tensors)) != order.model_digest:
             raise ProtocolError("parameters_mismatch", "the order is for other parameters than those that came with it")
         split.scorer.load(flat)
         body = EvaluationAnswer(

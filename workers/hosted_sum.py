@@ -13,7 +13,7 @@ from raycloak.workers.vectors.ring import RingVector
 from raycloak.workers.virtual_worker import EncodedVector
 
 Place = tuple[Query, int, bytes, bytes]
-"""Query, step, parameter digest and data root: a vector is a function of these and of its virtual worker."""
+"""Query, step, input digest and data root: a vector is a function of these and of its virtual worker."""
 
 
 class HostedSum:

@@ -13,7 +13,7 @@ from raycloak.workers.models.compute_mode import PLAIN, ComputeMode
 from raycloak.workers.models.models import ModelSource
 from raycloak.workers.terms.loss import LossSpec
 from raycloak.workers.terms.manifest import Manifest, NumericsClass, TensorSpec
-from raycloak.workers.terms.parameter_digest import TensorContent
+from raycloak.workers.terms.model_digest import TensorContent
 from raycloak.workers.terms.public_sums import PublicSums
 from raycloak.workers.vectors.payload import VectorRange
 

@@ -128,6 +128,6 @@ class Peers:
             {peer_id: pair for (peer_id, _), pair in self._pairs.items()},
             attempt.roster,
             self._attester.member_id,
-            parameter_digest=attempt.parameter_digest,
+            input_digest=attempt.input_digest,
             ranges=attempt.ranges,
         )

@@ -29,7 +29,7 @@ from raycloak.workers.peers import Peers
 from raycloak.workers.second_halves import SecondHalves
 from raycloak.workers.sent_step import SentStep, own_batches
 from raycloak.workers.terms.mechanism import Mechanism
-from raycloak.workers.terms.parameter_digest import own_copy, parameter_digest, tensor_digests
+from raycloak.workers.terms.model_digest import model_digest, own_copy, tensor_digests
 from raycloak.workers.terms.public_sums import PublicSums, require_public
 from raycloak.workers.terms.receipt import Receipt, check_receipt, data_root
 from raycloak.workers.terms.step_input import step_input
@@ -191,7 +191,7 @@ class RunMember:
     ) -> tuple[bytes, Receipt]:
         """Return the digest of the step's input that really arrived, and the receipt, which was verified for it."""
         manifest, tensors = self._admission.manifest, self.planned.workload.facts.tensors
-        model = parameter_digest(tensors, tensor_digests(flat, tensors))
+        model = model_digest(tensors, tensor_digests(flat, tensors))
         inputs = step_input(model, batches)
         receipt = check_receipt(
             envelope,
@@ -199,7 +199,7 @@ class RunMember:
             run_id=manifest.run_id,
             query=roster.query,
             step=roster.step,
-            parameter_digest=inputs,
+            input_digest=inputs,
             manifest_digest=self.manifest_digest,
             account=manifest.account,
             mechanism_digest=manifest.computation.mechanism_of(roster.query).digest(),

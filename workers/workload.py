@@ -45,7 +45,7 @@ from raycloak.workers.terms.loss import SEVERAL
 from raycloak.workers.terms.manifest import Manifest, NumericsClass
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.mechanism import Mechanism, check_together
-from raycloak.workers.terms.parameter_digest import check_same_tensors, frozen_digest, parameter_digest, tensor_digests
+from raycloak.workers.terms.model_digest import check_same_tensors, frozen_digest, model_digest, tensor_digests
 from raycloak.workers.virtual_worker import VirtualWorkerComputer
 
 # Marks the known answer of a loss that does not run under vmap: its last bits may be others.
@@ -128,7 +128,7 @@ class Workload:
             model_notes=(*notes, *slow_products(self.module, setup.device, torch.backends.cpu.get_cpu_capability())),
         )
         tensors = self.facts.tensors
-        self.start = parameter_digest(tensors, tensor_digests(self.facts.initial_parameters, tensors))
+        self.start = model_digest(tensors, tensor_digests(self.facts.initial_parameters, tensors))
         folder = None if setup.evaluation is None else Path(setup.base) / setup.evaluation
         self.split = None if folder is None else open_split(folder, setup.loss.name, self.form, self.runtime)
         self.evaluation_slices: SliceLocks = ClearSlices() if self.split is None else self.split.dataset

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import Final, NoReturn
 from urllib.parse import unquote
 
-from raycloak.attestation.collateral.https_get import Answer, FetchError
+from raycloak.attestation.collateral.https_get import FetchError, HttpsResponse
 from raycloak.attestation.core.evidence import Collateral, CollateralBundle, Refusal, refuse
 from raycloak.attestation.policy.collateral_service import CollateralService
 from raycloak.attestation.trust.certificates import check_links, crl_der, key_id, load_chain, load_crl, signed_by
 from raycloak.attestation.trust.roots import Anchor
 from raycloak.metrics.errors import EvidenceError
 
-Get = Callable[[str], Answer]
+Get = Callable[[str], HttpsResponse]
 
 _PCK_CHAIN: Final = ("sgx-pck-crl-issuer-chain",)
 _TCB_CHAIN: Final = ("tcb-info-issuer-chain", "sgx-tcb-info-issuer-chain")
@@ -56,13 +56,13 @@ def _amd_lists(client: "_Client", service: CollateralService, wanted: str) -> It
 class _Client:
     get: Get
 
-    def ask(self, url: str, what: str) -> Answer:
+    def ask(self, url: str, what: str) -> HttpsResponse:
         try:
             return self.get(url)
         except FetchError as error:
             _refuse(what, url, str(error))
 
-    def crl(self, url: str, what: str) -> tuple[bytes, Answer]:
+    def crl(self, url: str, what: str) -> tuple[bytes, HttpsResponse]:
         answer = self.ask(url, what)
         return _der(answer.body), answer
 
@@ -131,7 +131,7 @@ def _check_signed(found: Collateral, roots: set[bytes]) -> None:
             refuse(Refusal.EVIDENCE_TAMPERED, "the signature over a document does not hold")
 
 
-def _chain(answer: Answer, names: Sequence[str], what: str, url: str) -> str:
+def _chain(answer: HttpsResponse, names: Sequence[str], what: str, url: str) -> str:
     found = next((answer.headers[name] for name in names if name in answer.headers), None)
     if found is None:
         _refuse(what, url, "the answer has no chain of its signer")

@@ -20,7 +20,7 @@ _CHUNK: Final = 65_536
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpsResponse:
     """A service's answer. Header names are in lower case."""
 
     body: bytes
@@ -36,7 +36,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def https_get(url: str, deadline_s: float = DEADLINE_S, max_bytes: int = MAX_BYTES) -> Answer:
+def https_get(url: str, deadline_s: float = DEADLINE_S, max_bytes: int = MAX_BYTES) -> HttpsResponse:
     """Fetch ``url``; :class:`FetchError` without an answer in time and within ``max_bytes``."""
     ends = time.monotonic() + deadline_s
     context = ssl.create_default_context()
@@ -53,7 +53,7 @@ def https_get(url: str, deadline_s: float = DEADLINE_S, max_bytes: int = MAX_BYT
                 if time.monotonic() > ends:
                     raise FetchError(f"it did not answer within {deadline_s:g} s")
             headers: HTTPMessage = response.headers
-            return Answer(body, {name.lower(): value for name, value in headers.items()})
+            return HttpsResponse(body, {name.lower(): value for name, value in headers.items()})
     except HTTPError as error:
         with error:
             raise FetchError(f"it answers with status {error.code}") from None

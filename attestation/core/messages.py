@@ -15,7 +15,7 @@ from pydantic_core import from_json
 
 from raycloak.attestation.core.canonical import canonical_json, digest, length_prefixed
 from raycloak.attestation.core.keys import IdentityKey, signature_is_valid
-from raycloak.metrics.errors import ProtocolError
+from raycloak.metrics.errors import ConfigError, ProtocolError
 
 M = TypeVar("M", bound="Message")
 
@@ -58,6 +58,31 @@ def parse(cls: type[M], body: bytes) -> M:
     if message.encode() != body:
         raise ProtocolError("malformed", f"a {cls.__name__} that is not in canonical form")
     return message
+
+
+def parse_stored(cls: type[M], body: bytes, name: str) -> M:
+    """Parse a document that outlives the version that wrote it; its class has a field ``format``.
+
+    Args:
+        name: the document's, for the message.
+
+    Raises:
+        ConfigError: ``former_format`` if ``body`` is of another format, or of none.
+        ProtocolError: as :func:`parse`.
+    """
+    try:
+        found = from_json(body)
+    except ValueError:
+        found = None
+    current = cls.model_fields["format"].default
+    if found and isinstance(found, dict) and found.get("format") != current:
+        stated = f"of format {found['format']}" if "format" in found else "without a format"
+        raise ConfigError(
+            "former_format",
+            f"{name} is a {cls.__name__} {stated}; this version reads format {current}.",
+            "Use the version of raycloak that wrote it, or make it again with this one.",
+        )
+    return parse(cls, body)
 
 
 def checked(cls: type[M], message: M) -> M:

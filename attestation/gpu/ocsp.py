@@ -33,7 +33,7 @@ MAX_OCSP_BYTES: Final = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class OcspAnswer:
     """One answer about one certificate of a chain.
 
     Attributes:
@@ -58,28 +58,28 @@ class Answer:
         return self.status is ocsp.OCSPCertStatus.REVOKED and self.reason is not x509.ReasonFlags.certificate_hold
 
 
-def find_answers(ders: Sequence[bytes], chain: Sequence[x509.Certificate]) -> tuple[Answer, ...]:
+def find_answers(ders: Sequence[bytes], chain: Sequence[x509.Certificate]) -> tuple[OcspAnswer, ...]:
     """Find the answer that counts for each certificate of ``chain`` except the first and the last. Judge nothing.
 
     A final revocation counts first, then the newest answer, and of several of one time the worst. The result does not
     depend on the order of ``ders``. An unreadable response, or one without an answer, counts for nothing.
     """
     answers = [answer for der in ders for answer in _read(der, chain)]
-    counts: dict[int, Answer] = {}
+    counts: dict[int, OcspAnswer] = {}
     # Ascending precedence: the answer that counts about a certificate is stored last.
     for answer in sorted(answers, key=_precedence):
         counts[chain.index(answer.certificate)] = answer
     return tuple(counts[position] for position in sorted(counts))
 
 
-def check_signatures(answers: Sequence[Answer]) -> None:
+def check_signatures(answers: Sequence[OcspAnswer]) -> None:
     """Require that each answer is signed by one of its responders; EvidenceError ``evidence_tampered`` otherwise."""
     for answer in answers:
         if answer.responder is None:
             _refuse(Refusal.EVIDENCE_TAMPERED, answer, "is not signed by its responder")
 
 
-def check_responders(answers: Sequence[Answer]) -> None:
+def check_responders(answers: Sequence[OcspAnswer]) -> None:
     """Require that each responder is the issuer, or authorised by the issuer to answer.
 
     Raises:
@@ -90,19 +90,19 @@ def check_responders(answers: Sequence[Answer]) -> None:
             _refuse(Refusal.SIGNER_ROLE, answer, "is signed by a responder that may not answer for its issuer")
 
 
-def check_good(answers: Sequence[Answer]) -> None:
+def check_good(answers: Sequence[OcspAnswer]) -> None:
     """Require that every answer is "good"; EvidenceError ``revoked`` for revoked, held and unknown certificates."""
     for answer in answers:
         if answer.status is not ocsp.OCSPCertStatus.GOOD:
             _refuse(Refusal.REVOKED, answer, f"says {answer.status.name.lower()}")
 
 
-def check_current(answers: Sequence[Answer], now: datetime) -> datetime:
+def check_current(answers: Sequence[OcspAnswer], now: datetime) -> datetime:
     """Return when the first answer ends, of at least one; EvidenceError ``collateral_stale`` if one is not current."""
     return min(_window(answer, now) for answer in answers)
 
 
-def check_coverage(answers: Sequence[Answer], chain: Sequence[x509.Certificate], now: datetime) -> datetime:
+def check_coverage(answers: Sequence[OcspAnswer], chain: Sequence[x509.Certificate], now: datetime) -> datetime:
     """Require a current answer about every certificate between leaf and root; return when the first one ends.
 
     Raises:
@@ -123,14 +123,14 @@ _SEVERITY: Final = {
 }
 
 
-def _precedence(answer: Answer) -> tuple[bool, datetime, int, bool, float]:
+def _precedence(answer: OcspAnswer) -> tuple[bool, datetime, int, bool, float]:
     """Return a sort key: the answer with the highest counts. Its last two parts fix the order of equal answers."""
     unsound = answer.responder is None or not _may_answer(answer.responder, answer.issuer)
     ends = answer.next_update.timestamp() if answer.next_update else 0.0
     return answer.is_final, answer.this_update, _SEVERITY[answer.status], unsound, -ends
 
 
-def _read(der: bytes, chain: Sequence[x509.Certificate]) -> list[Answer]:
+def _read(der: bytes, chain: Sequence[x509.Certificate]) -> list[OcspAnswer]:
     try:
         if len(der) > MAX_OCSP_BYTES:
             raise ValueError("too large")
@@ -148,9 +148,9 @@ def _about(
     single: ocsp.OCSPSingleResponse,
     certificates: tuple[x509.Certificate, ...],
     chain: Sequence[x509.Certificate],
-) -> list[Answer]:
+) -> list[OcspAnswer]:
     return [
-        Answer(
+        OcspAnswer(
             certificate=certificate,
             issuer=issuer,
             responder=next((each for each in (*certificates, issuer) if _signed(each, response)), None),
@@ -199,7 +199,7 @@ def _may_answer(responder: x509.Certificate, issuer: x509.Certificate) -> bool:
     return ExtendedKeyUsageOID.OCSP_SIGNING in usage and is_issued_by(responder, issuer)
 
 
-def _window(answer: Answer, now: datetime) -> datetime:
+def _window(answer: OcspAnswer, now: datetime) -> datetime:
     if answer.next_update is None or not answer.this_update <= now < answer.next_update:
         _refuse(Refusal.COLLATERAL_STALE, answer, "is not current")
     return min(
@@ -207,5 +207,5 @@ def _window(answer: Answer, now: datetime) -> datetime:
     )
 
 
-def _refuse(code: Refusal, answer: Answer, what: str) -> NoReturn:
+def _refuse(code: Refusal, answer: OcspAnswer, what: str) -> NoReturn:
     refuse(code, f"the OCSP answer about '{common_name(answer.certificate)}' {what}")

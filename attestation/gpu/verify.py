@@ -15,7 +15,7 @@ from cryptography import x509
 
 from raycloak.attestation.core.evidence import EvidenceClass, Refusal, refuse, require_class
 from raycloak.attestation.gpu.ocsp import (
-    Answer,
+    OcspAnswer,
     check_coverage,
     check_current,
     check_good,
@@ -93,7 +93,7 @@ class _Rims:
         ends = [check_rim_windows(rim, now, what) for rim, what in named if rim is not None]
         return [end for end in ends if end is not None]
 
-    def signer_answers(self, ocsp: Sequence[bytes]) -> tuple[Answer, ...]:
+    def signer_answers(self, ocsp: Sequence[bytes]) -> tuple[OcspAnswer, ...]:
         """Return the OCSP answers about the manifests' signers, roots excepted. Most signers have none."""
         chains = [rim.certificates for rim in (self.driver, self.vbios) if rim is not None and rim.certificates]
         # `find_answers` skips the first of a chain: for a device it is firmware, about which no answers exist.
@@ -193,7 +193,7 @@ def _check_chain(chain: Sequence[x509.Certificate]) -> None:
         refuse(Refusal.CHAIN_BROKEN, f"'{common_name(chain[0])}' is not the certificate of a device's firmware")
 
 
-def _check_signatures(report: GpuReport, leaf: x509.Certificate, answers: Sequence[Answer]) -> None:
+def _check_signatures(report: GpuReport, leaf: x509.Certificate, answers: Sequence[OcspAnswer]) -> None:
     if not signed_by(leaf, report.signature, report.signed):
         refuse(Refusal.EVIDENCE_TAMPERED, "the signature over the GPU's report does not hold")
     check_signatures(answers)

@@ -90,7 +90,7 @@ class SignedHead(Message):
         return parse_line(LogHead, self.head, "the signed head")
 
 
-class ExportedEntry(Message):
+class ExportedLogEntry(Message):
     """An entry as a line of an exported log."""
 
     DOMAIN: ClassVar[str] = "raycloak/evidence-log/line/v2"
@@ -101,7 +101,7 @@ class ExportedEntry(Message):
     hash: bytes
 
     @classmethod
-    def of(cls, entry: Entry) -> "ExportedEntry":
+    def of(cls, entry: Entry) -> "ExportedLogEntry":
         return cls(sequence=entry.sequence, kind=entry.kind, body=entry.content, hash=entry.hash)
 
     @property
@@ -115,7 +115,7 @@ class EntryProof(Message):
 
     DOMAIN: ClassVar[str] = "raycloak/evidence-log/entry-proof/v2"
 
-    entry: ExportedEntry
+    entry: ExportedLogEntry
     path: tuple[bytes, ...]
     head: SignedHead
 

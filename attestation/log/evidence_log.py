@@ -8,7 +8,6 @@ hashes shows that an entry is under a head, or that a later head extends an earl
 Not guaranteed: that the newest entries were not cut off, unless a later head is kept elsewhere.
 """
 
-import json
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -25,7 +24,7 @@ from raycloak.attestation.log import merkle
 from raycloak.attestation.log.entries import (
     Entry,
     EntryProof,
-    ExportedEntry,
+    ExportedLogEntry,
     LogHead,
     SignedHead,
     broken,
@@ -33,7 +32,6 @@ from raycloak.attestation.log.entries import (
     parse_line,
 )
 from raycloak.attestation.log.tail_cache import RecentLog
-from raycloak.metrics.errors import EvidenceError
 
 _KEPT_SUBTREES = 4096  # of those on disk; all are dropped at once when so many are in memory
 _SCHEMA = (
@@ -79,8 +77,7 @@ class EvidenceLog:
             time.
 
     Raises:
-        EvidenceError: ``log_broken`` if the entries found in the database do not match its tree. ``log_format``
-            if the database has a log of an older version.
+        EvidenceError: ``log_broken`` if the entries found in the database do not match its tree.
     """
 
     def __init__(
@@ -96,9 +93,6 @@ class EvidenceLog:
         self._newest: tuple[LogHead, SignedHead] | None = None
         self._committed: dict[tuple[int, int], bytes] = {}
         self._recent = RecentLog(transactions)
-        # The table of format 1, the hash chain.
-        if self._one("SELECT 1 FROM sqlite_master WHERE name = 'evidence_log'"):
-            raise _old_format("the state of this run")
         for statement in _SCHEMA:
             connection.execute(statement)
         # At opening, so that nothing is appended to a log that was changed.
@@ -140,7 +134,7 @@ class EvidenceLog:
         """Return at most ``limit`` entries from position ``start``, each as a line of an exported log."""
         # A caller's number may be larger than SQLite's integers.
         found = self._entries("AND sequence >= ? ORDER BY sequence LIMIT ?", min(start, 2**62), limit)
-        return tuple(ExportedEntry.of(entry).encode() for entry in found)
+        return tuple(ExportedLogEntry.of(entry).encode() for entry in found)
 
     def head_line(self) -> bytes:
         """Return the signed head, as the last line of an exported log."""
@@ -167,7 +161,7 @@ class EvidenceLog:
         """Prove that ``entry`` is under :meth:`head`; ValueError if it is not in the log."""
         head = self.position()
         path = merkle.inclusion_proof(entry.sequence, head.length, self._subtree)
-        return EntryProof(entry=ExportedEntry.of(entry), path=path, head=self._signed(head))
+        return EntryProof(entry=ExportedLogEntry.of(entry), path=path, head=self._signed(head))
 
     def inclusion(self, sequence: int, length: int) -> tuple[bytes, ...]:
         """Prove that entry ``sequence`` is one of the first ``length``; ValueError if it is not."""
@@ -188,7 +182,7 @@ class EvidenceLog:
         head = self.head_line()
         with whole_file(path) as file:
             for entry in self.entries():
-                file.write(ExportedEntry.of(entry).encode() + b"\n")
+                file.write(ExportedLogEntry.of(entry).encode() + b"\n")
             file.write(head + b"\n")
 
     def _signed(self, head: LogHead) -> SignedHead:
@@ -261,7 +255,7 @@ class ExportedLog:
     def prove(self, sequence: int) -> EntryProof:
         """Prove that entry ``sequence`` is under the head of the file; ValueError if there is no such entry."""
         path = merkle.inclusion_proof(sequence, len(self.entries), self.tree.subtree)
-        return EntryProof(entry=ExportedEntry.of(self.entries[sequence]), path=path, head=self.signed)
+        return EntryProof(entry=ExportedLogEntry.of(self.entries[sequence]), path=path, head=self.signed)
 
     def root_at(self, length: int) -> bytes | None:
         """Return the root over the first ``length`` entries; None if there are fewer, or ``length`` is not positive."""
@@ -280,7 +274,6 @@ def read_exported_log(path: Path, owner: SignerPublic) -> ExportedLog:
 
     Raises:
         EvidenceError: ``log_broken``; the message names the first entry that is out of place, or the head.
-            ``log_format`` for the log of an older version.
     """
     return check_exported_log(_lines(path), owner)
 
@@ -288,12 +281,12 @@ def read_exported_log(path: Path, owner: SignerPublic) -> ExportedLog:
 def check_exported_log(exported: Sequence[bytes], owner: SignerPublic) -> ExportedLog:
     """Check the lines of an exported log as :func:`read_exported_log` does."""
     *lines, last = exported or broken("it is empty")
-    signed = _signed_head(last)
+    signed = parse_line(SignedHead, last, "the signed head")
     # Not verified yet: entries are checked first, so that the message names the first wrong one.
     claimed = parse_line(LogHead, signed.head, "the signed head")
     entries = []
     for sequence, line in enumerate(lines):
-        entry = parse_line(ExportedEntry, line, f"entry {sequence}").entry
+        entry = parse_line(ExportedLogEntry, line, f"entry {sequence}").entry
         entry.check(claimed.run_id, sequence)
         entries.append(entry)
     log = ExportedLog(tuple(entries), signed, signed.open(owner))
@@ -306,9 +299,9 @@ def read_exported_head(path: Path) -> SignedHead:
     """Return the signed head in the last line of ``path``, unverified. The file may hold a whole log or just a head.
 
     Raises:
-        EvidenceError: ``log_broken`` or ``log_format``.
+        EvidenceError: ``log_broken``.
     """
-    return _signed_head(_lines(path)[-1])
+    return parse_line(SignedHead, _lines(path)[-1], "the signed head")
 
 
 def _lines(path: Path) -> list[bytes]:
@@ -317,21 +310,3 @@ def _lines(path: Path) -> list[bytes]:
     except OSError:
         lines = []
     return lines or broken(f"{path} cannot be read or is empty")
-
-
-def _signed_head(line: bytes) -> SignedHead:
-    try:
-        fields = set(json.loads(line))
-    except (ValueError, TypeError, RecursionError):
-        fields = set()
-    if fields == {"head", "signature"}:
-        raise _old_format("this log")
-    return parse_line(SignedHead, line, "the signed head")
-
-
-def _old_format(what: str) -> EvidenceError:
-    return EvidenceError(
-        "log_format",
-        f"{what} is a hash chain, format 1; this version reads the Merkle log, format 2.",
-        "Use the version of raycloak that wrote it.",
-    )

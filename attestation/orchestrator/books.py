@@ -34,7 +34,7 @@ class RunBooks:
         refusals: decides which refusals become entries of ``log``.
 
     Raises:
-        EvidenceError: ``log_broken`` or ``log_format``, as :class:`EvidenceLog`.
+        EvidenceError: ``log_broken``, as :class:`EvidenceLog`.
     """
 
     def __init__(self, path: Path, run_id: str, signer: HybridSigner) -> None:

@@ -18,13 +18,13 @@ class StepCommit:
     """A finished step, with what it released and the ledger entry that charged it.
 
     Attributes:
-        parameter_digest: of the released parameters; for a measurement, SHA-256 of its values.
+        released_digest: of the released parameters; for a measurement, SHA-256 of its values.
         query: the mechanism that this is a step of.
         ledger_sequence, ledger_hash: position and hash of the ledger's newest entry about the step, its binding.
     """
 
     step: int
-    parameter_digest: bytes
+    released_digest: bytes
     attempts: int
     ledger_sequence: int
     ledger_hash: bytes
@@ -50,14 +50,14 @@ class CommitBook:
     def record(self, commits: tuple[StepCommit, ...], session: SessionId) -> None:
         """Log steps that ``session`` finished, in a transaction of the caller's; skip those that it has logged.
 
-        Guarantee: a step is committed with one parameter digest only, in whatever session of the run.
+        Guarantee: a step is committed with one released digest only, in whatever session of the run.
 
         Raises:
             ProtocolError: ``not_reproducible`` if a step was committed with other parameters; nothing is logged then.
         """
         for commit in commits:
             known = self._state.commit_of(commit.query, commit.step)
-            if known is not None and StepCommit(*known[0]).parameter_digest != commit.parameter_digest:
+            if known is not None and StepCommit(*known[0]).released_digest != commit.released_digest:
                 raise _not_reproducible(commit, StepCommit(*known[0]))
             if known is None or known[1] != session.name:
                 self._state.keep_commit(_row_of(commit), session)
@@ -66,14 +66,14 @@ class CommitBook:
 
 def _row_of(commit: StepCommit) -> CommitRow:
     paid = commit.ledger_sequence, commit.ledger_hash
-    return commit.step, commit.parameter_digest, commit.attempts, *paid, commit.query
+    return commit.step, commit.released_digest, commit.attempts, *paid, commit.query
 
 
 def _body_of(commit: StepCommit) -> dict[str, JsonValue]:
     return {
         "query": commit.query,
         "step": commit.step,
-        "parameter_digest": commit.parameter_digest.hex(),
+        "released_digest": commit.released_digest.hex(),
         "attempts": commit.attempts,
         "ledger_sequence": commit.ledger_sequence,
         "ledger_hash": commit.ledger_hash.hex(),
@@ -83,7 +83,7 @@ def _body_of(commit: StepCommit) -> dict[str, JsonValue]:
 def _not_reproducible(commit: StepCommit, known: StepCommit) -> ProtocolError:
     return ProtocolError(
         "not_reproducible",
-        f"{commit.query} step {commit.step} now gives {commit.parameter_digest.hex()}, but "
-        f"{known.parameter_digest.hex()} were committed.",
+        f"{commit.query} step {commit.step} now gives {commit.released_digest.hex()}, but "
+        f"{known.released_digest.hex()} were committed.",
         "Use the kind of machine and the library versions of the first execution, or start a new run.",
     )

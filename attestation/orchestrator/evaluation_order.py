@@ -25,7 +25,7 @@ class EvaluationOrder(Message):
 
     Attributes:
         finished_steps: the steps after which the model is measured; at least 1.
-        parameter_digest: the digest that the last of them was committed with.
+        model_digest: the digest that the last of them was committed with.
         members: the workers, each with the virtual workers whose slices it measures.
     """
 
@@ -34,7 +34,7 @@ class EvaluationOrder(Message):
     run_id: str
     manifest_digest: bytes
     finished_steps: int
-    parameter_digest: bytes
+    model_digest: bytes
     members: tuple[Member, ...]
 
     def member(self, member_id: str) -> Member:
@@ -53,14 +53,14 @@ def place_order(order: EvaluationOrder, virtual_workers: int, loads: LoadBook, l
             were not loaded after it.
             ``order_mismatch`` unless each of ``virtual_workers`` is measured by one worker.
     """
-    if not loads.made(order.finished_steps, order.parameter_digest):
+    if not loads.made(order.finished_steps, order.model_digest):
         raise ProtocolError(
             "not_committed", f"{order.finished_steps} steps of the run did not give the parameters to be measured"
         )
     check_cover(order, virtual_workers)
     body: dict[str, JsonValue] = {
         "finished_steps": order.finished_steps,
-        "parameter_digest": order.parameter_digest.hex(),
+        "model_digest": order.model_digest.hex(),
         "digest": order.digest().hex(),
         "members": RosterMembers(members=order.members).digest().hex(),
     }

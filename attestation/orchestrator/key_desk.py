@@ -34,7 +34,7 @@ from raycloak.metrics.errors import EvidenceError
 
 
 @dataclass(slots=True)
-class Asked:
+class AskedKeys:
     """The keys that are asked for: a refusal is logged under the kind that it is about."""
 
     kind: KeyKind
@@ -43,7 +43,7 @@ class Asked:
 @contextmanager
 def refusals_logged(
     refusals: RefusalLog, transaction: Callable[[], AbstractContextManager[None]], member_id: str, kind: KeyKind
-) -> Iterator[Asked]:
+) -> Iterator[AskedKeys]:
     """Log a refusal to release keys to ``member_id`` that is raised inside, as ``release_refused``.
 
     Guarantee: before the refusal leaves, the entry is durable or part of the caller's transaction. Beyond its budget,
@@ -52,7 +52,7 @@ def refusals_logged(
     Args:
         kind: of the keys. A caller that releases several kinds sets the one that it has come to.
     """
-    asked = Asked(kind)
+    asked = AskedKeys(kind)
     try:
         yield asked
     except EvidenceError as refusal:

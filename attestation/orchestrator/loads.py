@@ -24,13 +24,13 @@ class StateLoad:
         after_step: number of finished steps at which it became current; no step or charge is taken back.
         step: number of finished steps behind the package.
         package_digest: of the package, which the run published.
-        parameter_digest: of the package's parameters.
+        model_digest: of the package's parameters.
     """
 
     after_step: int
     step: int
     package_digest: bytes
-    parameter_digest: bytes
+    model_digest: bytes
 
 
 class LoadBook:
@@ -60,25 +60,25 @@ class LoadBook:
         if self._commits.of(load.after_step - 1) is None or self._commits.of(load.after_step) is not None:
             _refuse(f"a state was to be loaded after step {load.after_step}, which is not the newest committed one")
         committed = self._commits.of(load.step - 1)
-        if committed is None or committed.parameter_digest != load.parameter_digest:
+        if committed is None or committed.released_digest != load.model_digest:
             _refuse(f"step {load.step} of this run was not committed with the parameters to be loaded")
         package = {"step": load.step, "package_digest": load.package_digest.hex()}
         if all(entry.content != package for entry in self._log.newest("published")):
             _refuse(f"this run published no such package of step {load.step}")
         self._log.append(LOADED, _body_of(load))
 
-    def made(self, finished_steps: int, parameter_digest: bytes) -> bool:
+    def made(self, finished_steps: int, model_digest: bytes) -> bool:
         """Return whether the parameters after ``finished_steps`` were these, by commit or by load."""
         committed = self._commits.of(finished_steps - 1)
         if committed is None:
             return False
-        return committed.parameter_digest == parameter_digest or any(
-            (load.after_step, load.parameter_digest) == (finished_steps, parameter_digest) for load in self.all()
+        return committed.released_digest == model_digest or any(
+            (load.after_step, load.model_digest) == (finished_steps, model_digest) for load in self.all()
         )
 
 
 def _load(content: Mapping[str, Any]) -> StateLoad:
-    digests = (bytes.fromhex(content[name]) for name in ("package_digest", "parameter_digest"))
+    digests = (bytes.fromhex(content[name]) for name in ("package_digest", "model_digest"))
     return StateLoad(content["after_step"], content["step"], *digests)
 
 
@@ -87,7 +87,7 @@ def _body_of(load: StateLoad) -> dict[str, JsonValue]:
         "after_step": load.after_step,
         "step": load.step,
         "package_digest": load.package_digest.hex(),
-        "parameter_digest": load.parameter_digest.hex(),
+        "model_digest": load.model_digest.hex(),
     }
 
 

@@ -67,7 +67,7 @@ def open_run(
     Raises:
         ConfigError: ``run_secret`` if the file cannot be used or is another run's, ``run_unknown``,
             ``secret_destroyed``.
-        EvidenceError: ``log_broken`` or ``log_format``.
+        EvidenceError: ``log_broken``.
     """
     directory = Path(state_directory)
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -372,7 +372,7 @@ class RunSession:
         return self._members[1]
 
     def order_evaluation(
-        self, finished_steps: int, parameter_digest: bytes, hosting: Mapping[str, tuple[int, ...]]
+        self, finished_steps: int, model_digest: bytes, hosting: Mapping[str, tuple[int, ...]]
     ) -> Envelope:
         """Log and sign the order to evaluate the model after ``finished_steps``.
 
@@ -386,7 +386,7 @@ class RunSession:
                 run_id=self.run.run_id,
                 manifest_digest=self._terms.manifest_digest,
                 finished_steps=finished_steps,
-                parameter_digest=parameter_digest,
+                model_digest=model_digest,
                 # Under the write lock, as in open_step.
                 members=tuple(self.admission.entry(i, hosting[i]) for i in sorted(hosting)),
             )
@@ -398,7 +398,7 @@ class RunSession:
     def commit(self, commits: tuple[StepCommit, ...]) -> None:
         """Log finished steps as :meth:`open_step` does, except those that this session has logged already.
 
-        Guarantee: a step is committed with one parameter digest only, in whatever session of the run.
+        Guarantee: a step is committed with one released digest only, in whatever session of the run.
 
         Raises:
             ProtocolError: ``not_reproducible`` if a step was committed with other parameters; nothing is logged then.

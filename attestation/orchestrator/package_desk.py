@@ -102,7 +102,7 @@ class PackageDesk:
         committed = self._commits.of(step)
         if committed is None:
             raise EvidenceError("not_committed", f"step {step} was not committed yet")
-        if committed.parameter_digest != manifest.parameter_digest:
+        if committed.released_digest != manifest.model_digest:
             raise EvidenceError("seal_refused", f"step {step} was committed with other parameters than the package's")
         if (committed.ledger_sequence, committed.ledger_hash) != (manifest.ledger_sequence, manifest.ledger_hash):
             raise EvidenceError("seal_refused", f"step {step} was charged by another entry of the ledger")

@@ -37,7 +37,7 @@ CREATE TABLE IF NOT EXISTS opened (member_id TEXT NOT NULL, v INTEGER NOT NULL, 
 CREATE TABLE IF NOT EXISTS documents (place INTEGER PRIMARY KEY, name BLOB NOT NULL UNIQUE, line BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS data (v INTEGER PRIMARY KEY, commitment BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS commits (
-    step INTEGER NOT NULL, parameter_digest BLOB NOT NULL, attempts INTEGER NOT NULL,
+    step INTEGER NOT NULL, released_digest BLOB NOT NULL, attempts INTEGER NOT NULL,
     ledger_sequence INTEGER NOT NULL, ledger_hash BLOB NOT NULL, query TEXT NOT NULL, session TEXT NOT NULL,
     PRIMARY KEY (query, step)
 );
@@ -45,7 +45,7 @@ CREATE TABLE IF NOT EXISTS commits (
 
 
 CommitRow = tuple[int, bytes, int, int, bytes, Query]
-"""Step, parameter digest, attempts, ledger sequence, ledger hash and query of a committed step."""
+"""Step, released digest, attempts, ledger sequence, ledger hash and query of a committed step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ class OrchestratorState:
 
     def commits(self) -> list[CommitRow]:
         """Return every step ever committed, in order for each query."""
-        columns = "step, parameter_digest, attempts, ledger_sequence, ledger_hash, query"
+        columns = "step, released_digest, attempts, ledger_sequence, ledger_hash, query"
         return self.db.execute(f"SELECT {columns} FROM commits ORDER BY query, step").fetchall()
 
     def commit_of(self, query: Query, step: int) -> tuple[CommitRow, str] | None:

@@ -71,10 +71,8 @@ _SCHEMA = (
         PRIMARY KEY (kind, epoch, key_id)
     ) WITHOUT ROWID
     """,
-    # Sums over the other table, so that a draw reads two rows however many members drew before. The INSERT fills them
-    # for a state that an older version wrote.
-    "INSERT OR REPLACE INTO draw_totals SELECT kind, epoch, key_id, sum(count) FROM draws GROUP BY kind, epoch, key_id",
 )
+"""``draw_totals`` has sums over ``draws``, so that a draw reads two rows however many members drew before."""
 
 
 _AT_ONCE: Final = 500

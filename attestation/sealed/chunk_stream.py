@@ -36,7 +36,7 @@ class Sink(Protocol):
     def write(self, data: bytes, /) -> object: ...
 
 
-class Source(Protocol):
+class PayloadSource(Protocol):
     """A readable origin of a payload."""
 
     def read(self, size: int, /) -> bytes: ...
@@ -72,7 +72,7 @@ def write_payload(
     )
 
 
-def read_payload(source: Source, data_key: Secret, context: bytes, payload: Payload) -> Iterator[bytes]:
+def read_payload(source: PayloadSource, data_key: Secret, context: bytes, payload: Payload) -> Iterator[bytes]:
     """Yield the plaintext of a payload, chunk by chunk.
 
     Guarantee: every yielded chunk is the one that was written at its place of this very payload. When the iterator
@@ -127,7 +127,7 @@ def _associated(context: bytes, name: str) -> bytes:
     return length_prefixed("raycloak/package/chunk/v1", context, name)
 
 
-def _read_exactly(source: Source, size: int) -> bytes:
+def _read_exactly(source: PayloadSource, size: int) -> bytes:
     """Read up to ``size`` bytes. Fewer come only at the end, and then the tag does not verify."""
     parts, left = [], size
     while left and (part := source.read(left)):

@@ -23,7 +23,7 @@ from raycloak.attestation.core.hybrid_signature import (
     new_seeds,
 )
 from raycloak.attestation.core.keys import Purpose, Secret, derive
-from raycloak.attestation.core.messages import Message, parse
+from raycloak.attestation.core.messages import Message, parse, parse_stored
 from raycloak.attestation.files.private import publish, publish_pair, read_private, require_name
 from raycloak.attestation.files.whole import write_whole
 from raycloak.attestation.sealed.package_manifest import PackageManifest, PackageRefusal, refuse
@@ -174,9 +174,10 @@ def open_manifest(body: bytes, signature: bytes, trust: TrustStore) -> tuple[str
 
     Raises:
         EvidenceError: as :meth:`TrustStore.verify`, or ``package_malformed``.
+        ConfigError: ``former_format``.
     """
     try:
-        return trust.verify(body, parse(HybridSignature, signature)), parse(PackageManifest, body)
+        return trust.verify(body, parse(HybridSignature, signature)), parse_stored(PackageManifest, body, "the package")
     except ProtocolError as error:
         refuse(PackageRefusal.MALFORMED, f"{error.message}.")
 

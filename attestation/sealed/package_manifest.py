@@ -13,7 +13,7 @@ from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.attestation.core.messages import Message
 from raycloak.metrics.errors import EvidenceError
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 # AES-GCM's.
 TAG_BYTES = 16
 NONCE_PREFIX_BYTES = 7  # with four bytes of position and one end mark, the 12-byte nonce of AES-GCM
@@ -122,7 +122,7 @@ class PackageManifest(Message):
         run_id, manifest_digest: the run, and the digest of its manifest, which lies in the package in the clear.
         step: number of finished steps.
         ranges: number of parameter ranges that the optimizer state is cut into.
-        parameter_digest: of the released parameters after ``step`` steps.
+        model_digest: of the released parameters after ``step`` steps.
         epsilon, delta: what the run claims, of its whole plan and not of the steps so far: which package is used may
             depend on what was released. epsilon is None for a run that is not private.
         evidence_class: of the run's members.
@@ -137,12 +137,12 @@ class PackageManifest(Message):
 
     DOMAIN: ClassVar[str] = "raycloak/package/manifest/v1"
 
-    format: Literal[1] = FORMAT
+    format: Literal[2] = FORMAT
     run_id: str
     manifest_digest: bytes
     step: int = Field(gt=0)
     ranges: int = Field(gt=0)
-    parameter_digest: bytes
+    model_digest: bytes
     epsilon: float | None
     delta: float
     evidence_class: str
@@ -166,9 +166,9 @@ class PackageManifest(Message):
 
     def context(self) -> bytes:
         """Return the context that every payload's key is derived for, besides the payload's name."""
-        return package_context(self.run_id, self.manifest_digest, self.step, self.parameter_digest)
+        return package_context(self.run_id, self.manifest_digest, self.step, self.model_digest)
 
 
-def package_context(run_id: str, manifest_digest: bytes, step: int, parameter_digest: bytes) -> bytes:
+def package_context(run_id: str, manifest_digest: bytes, step: int, model_digest: bytes) -> bytes:
     """Compute :meth:`PackageManifest.context` from its fields, before the payloads are encrypted."""
-    return digest(length_prefixed("raycloak/package/context/v1", run_id, manifest_digest, step, parameter_digest))
+    return digest(length_prefixed("raycloak/package/context/v1", run_id, manifest_digest, step, model_digest))

@@ -8,7 +8,6 @@ for any other policy, use or demand.
 Not guaranteed: that the data owner's dataset key, a file that the orchestrator reads, stays where it is.
 """
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from pydantic import Field, JsonValue, model_validator
 from raycloak.attestation.core.canonical import canonical_json, length_prefixed
 from raycloak.attestation.core.data_marks import DataMarks
 from raycloak.attestation.core.keys import Purpose, Secret, derive
-from raycloak.attestation.core.messages import Message, parse
+from raycloak.attestation.core.messages import Message, parse_stored
 from raycloak.attestation.files.private import read_private
 from raycloak.attestation.keys.release import key_commitment
 from raycloak.attestation.sealed.demand import SealedDemand, StatedRun
@@ -84,19 +83,17 @@ class SealedHeader(Message):
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Read the header of the sealed dataset in ``folder``; ConfigError ``sealed_data`` if there is none."""
+        """Read the header of the sealed dataset in ``folder``.
+
+        Raises:
+            ConfigError: ``sealed_data`` if there is none; ``former_format``.
+        """
         try:
             content = (folder / HEADER_FILE).read_bytes()
-            header = parse(cls, content)
+            header = parse_stored(cls, content, str(folder / HEADER_FILE))
         except OSError as error:
             raise file_error("sealed_data", "read", folder / HEADER_FILE, error) from None
         except ProtocolError:
-            if _is_older(content):
-                raise ConfigError(
-                    "sealed_data",
-                    f"{folder} was sealed by an earlier version, in a format that is no longer read.",
-                    "Seal it again: raycloak data seal.",
-                ) from None
             raise ConfigError(
                 "sealed_data",
                 f"{folder / HEADER_FILE} is not the header of a sealed dataset.",
@@ -118,15 +115,6 @@ class SealedHeader(Message):
                 f"the dataset is sealed for {self.use}, and no key of it opens anything for {use}.",
                 f"Seal it with raycloak data seal --part {use}.",
             )
-
-
-def _is_older(content: bytes) -> bool:
-    """Return whether ``content`` is a header of an earlier format."""
-    try:
-        found = json.loads(content)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(found, dict) and found.get("format") in (1, 2, 3)
 
 
 def slice_file(folder: Path, v: int) -> Path:

@@ -108,7 +108,7 @@ def reflection_of(*services: ServiceDescriptor) -> Any:
     return reflection.aio.ReflectionServicer([each.full_name for each in (*services, HEALTH, REFLECTION)])
 
 
-class Held:
+class HeldRoom:
     """Room that a call has, until `leave`."""
 
     def __init__(self, room: "Room", size: int) -> None:
@@ -139,12 +139,12 @@ class Room:
         """Return whether nobody holds anything here, or waits."""
         return not (self._held or self._waiting)
 
-    async def take(self, size: int) -> Held:
+    async def take(self, size: int) -> HeldRoom:
         """Wait for ``size`` bytes, or for all that there are if ``size`` is more, and take them."""
         size = min(size, self._most)
         if not self._waiting and self._held + size <= self._most:
             self._held += size
-            return Held(self, size)
+            return HeldRoom(self, size)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         place = (size, turn)
         self._waiting.append(place)
@@ -156,7 +156,7 @@ class Room:
             # It may have been given its room in the moment it left. Or others waited behind it alone.
             self.give(size if turn.done() and not turn.cancelled() else 0)
             raise
-        return Held(self, size)
+        return HeldRoom(self, size)
 
     def give(self, size: int) -> None:
         """Take ``size`` bytes back, and let those in who wait for them."""
@@ -175,7 +175,7 @@ class Rooms:
         self._most = most_of_each
         self._of: dict[str, Room] = {}
 
-    async def take(self, name: str, size: int) -> Held:
+    async def take(self, name: str, size: int) -> HeldRoom:
         """Take ``size`` bytes of the room of ``name``; see `Room.take`."""
         if len(self._of) > _ROOMS:
             self._of = {each: room for each, room in self._of.items() if not room.is_empty}

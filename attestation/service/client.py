@@ -19,7 +19,7 @@ from raycloak.attestation.core.canonical import digest
 from raycloak.attestation.core.evidence import Challenge, Role
 from raycloak.attestation.core.messages import Envelope, parse
 from raycloak.attestation.keys.release import KeyRelease
-from raycloak.attestation.log.entries import EntryProof, ExportedEntry, SignedHead
+from raycloak.attestation.log.entries import EntryProof, ExportedLogEntry, SignedHead
 from raycloak.attestation.orchestrator.peer_desk import AttestationResult
 from raycloak.attestation.service import evidence_pb2 as wire
 from raycloak.attestation.service.evidence_pb2_grpc import EvidenceStub
@@ -144,7 +144,7 @@ class EvidenceClient:
         reply = self._log(start=sequence, limit=1, entry=wire.EntryInTree(sequence=sequence, size=size))
         if len(reply.entries) != 1:
             raise ProtocolError("malformed", f"entry {sequence} did not come with its proof")
-        entry, head = parse(ExportedEntry, reply.entries[0]), parse(SignedHead, reply.head)
+        entry, head = parse(ExportedLogEntry, reply.entries[0]), parse(SignedHead, reply.head)
         return EntryProof(entry=entry, path=tuple(reply.inclusion.hashes), head=head), reply.inclusion.size
 
     def prove_growth(self, old_size: int, size: int = 0) -> tuple[tuple[bytes, ...], SignedHead]:

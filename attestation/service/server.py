@@ -33,7 +33,7 @@ from raycloak.attestation.service.calls import (
     REFLECTION,
     Context,
     Health,
-    Held,
+    HeldRoom,
     Room,
     Rooms,
     handlers,
@@ -62,7 +62,7 @@ START_DEADLINE_S: Final = 30.0
 
 
 @dataclass(slots=True)
-class _Asked:
+class _PeerCall:
     """A call of a peer that may ask.
 
     Attributes:
@@ -74,14 +74,14 @@ class _Asked:
     network: str
     until: float
     guarded: GuardedCall
-    held: list[Held]
+    held: list[HeldRoom]
 
     def left_s(self) -> float:
         """Return the seconds until the call is late."""
         return self.until - time.monotonic()
 
 
-class _Servicer:
+class _EvidenceServicer:
     """Turns wire messages into calls of the desk, under the limits."""
 
     def __init__(self, desk: PeerDesk, queue: ServiceQueue, limits: ServiceLimits, guard: ConnectionGuard) -> None:
@@ -179,7 +179,7 @@ class _Servicer:
         raise AssertionError("unreachable: a refusal raises")
 
     @asynccontextmanager
-    async def _asked(self, method: str, context: Context) -> AsyncIterator[_Asked]:
+    async def _asked(self, method: str, context: Context) -> AsyncIterator[_PeerCall]:
         """Let a call in; a refusal, also of what is done in the block, ends it."""
         refusal: RaycloakError
         with self._guard.call(context.peer()) as guarded:
@@ -202,12 +202,12 @@ class _Servicer:
         await context.abort(status_of(refusal), refusal.code, trailing(refusal))
 
     @asynccontextmanager
-    async def _within_limits(self, context: Context, guarded: GuardedCall) -> AsyncIterator[_Asked]:
+    async def _within_limits(self, context: Context, guarded: GuardedCall) -> AsyncIterator[_PeerCall]:
         """Yield a call of a peer that may ask now; what it holds is given back at the end."""
         peer = self._peer(context)
         left = context.time_remaining()
         deadline_s = self._limits.deadline_s if left is None else min(left, self._limits.deadline_s)
-        asked = _Asked(peer, network_of(peer.address), time.monotonic() + deadline_s, guarded, [])
+        asked = _PeerCall(peer, network_of(peer.address), time.monotonic() + deadline_s, guarded, [])
         with self._counted(asked.network):
             try:
                 yield asked
@@ -230,7 +230,7 @@ class _Servicer:
             if not self._waiting[network]:
                 del self._waiting[network]
 
-    async def _request(self, requests: AsyncIterator[Q], asked: _Asked) -> Q | None:
+    async def _request(self, requests: AsyncIterator[Q], asked: _PeerCall) -> Q | None:
         """Read the next request, once there is room for it; None if there is none."""
         for held in asked.held:
             held.leave()
@@ -290,7 +290,7 @@ class EvidenceServer:
     _stop: Callable[[float], Coroutine[Any, Any, None]]
     _queue: ServiceQueue
     _guard: ConnectionGuard
-    _servicer: _Servicer
+    _servicer: _EvidenceServicer
     _at_stop: list[Callable[[], None]] = field(default_factory=list)
 
     @classmethod
@@ -318,7 +318,7 @@ class EvidenceServer:
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=loop.run_forever, name="evidence-service", daemon=True)
         thread.start()
-        servicer = _Servicer(desk, queue, limits, guard)
+        servicer = _EvidenceServicer(desk, queue, limits, guard)
         starting = asyncio.run_coroutine_threadsafe(_serve(servicer, desk, manifest_digest, bind, limits, queue), loop)
         try:
             port, stop = starting.result(START_DEADLINE_S)
@@ -368,7 +368,7 @@ class EvidenceServer:
 
 
 async def _serve(
-    servicer: _Servicer,
+    servicer: _EvidenceServicer,
     desk: PeerDesk,
     manifest_digest: bytes,
     bind: str,

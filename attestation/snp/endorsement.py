@@ -27,7 +27,7 @@ _NUMBERS: Final[dict[Component, int]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TcbLayout:
     """The way in which a generation writes TCB version and hardware id.
 
     Attributes:
@@ -49,9 +49,9 @@ class Layout:
         return ", ".join(f"{names[number]} {value}" for number, value in parts if number in names)
 
 
-_MILAN = Layout((_BOOT_LOADER, _TEE, *_RESERVED, _SNP, _MICROCODE), 64)
-_TURIN = Layout((_FMC, _BOOT_LOADER, _TEE, _SNP, *_RESERVED[1:], _MICROCODE), 8)
-LAYOUTS: Final[dict[Generation, Layout]] = {"Milan": _MILAN, "Genoa": _MILAN, "Turin": _TURIN}
+_MILAN = TcbLayout((_BOOT_LOADER, _TEE, *_RESERVED, _SNP, _MICROCODE), 64)
+_TURIN = TcbLayout((_FMC, _BOOT_LOADER, _TEE, _SNP, *_RESERVED[1:], _MICROCODE), 8)
+LAYOUTS: Final[dict[Generation, TcbLayout]] = {"Milan": _MILAN, "Genoa": _MILAN, "Turin": _TURIN}
 
 
 def issuer_name(generation: Generation, kind: KeyKind) -> str:
@@ -71,14 +71,14 @@ def issuer_role(issuer: x509.Certificate) -> tuple[Generation, KeyKind] | None:
     return _ROLES.get(common_name(issuer))
 
 
-def certified_tcb(certificate: x509.Certificate, layout: Layout) -> bytes | None:
+def certified_tcb(certificate: x509.Certificate, layout: TcbLayout) -> bytes | None:
     """Return the TCB version, 8 bytes, that the key was derived for; None if the certificate does not say."""
     values = [_component(certificate, number) for number in layout.components]
     known = [value for value in values if value is not None]
     return bytes(known) if len(known) == len(values) else None
 
 
-def certified_hardware_id(certificate: x509.Certificate, layout: Layout) -> bytes | None:
+def certified_hardware_id(certificate: x509.Certificate, layout: TcbLayout) -> bytes | None:
     """Return the id of the chip that holds the key; None for a VLEK's certificate, which is for many chips.
 
     The value is the bare bytes, or an octet string of them. The length decides: a bare id may look like the header.

@@ -15,7 +15,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ec import SECP384R1, EllipticCurvePublicKey
 
 from raycloak.attestation.core.evidence import EvidenceClass, Refusal, refuse, require_class
-from raycloak.attestation.snp.endorsement import LAYOUTS, Layout, certified_hardware_id, certified_tcb, issuer_role
+from raycloak.attestation.snp.endorsement import LAYOUTS, TcbLayout, certified_hardware_id, certified_tcb, issuer_role
 from raycloak.attestation.snp.report import KEY_KINDS, SnpReport, parse_report
 from raycloak.attestation.snp.rules import Generation, KeyKind, SnpRules
 from raycloak.attestation.trust.certificates import (
@@ -92,7 +92,7 @@ class _Endorsement:
     anchor: Anchor
     chain: tuple[x509.Certificate, ...]
     generation: Generation
-    layout: Layout
+    layout: TcbLayout
 
 
 @dataclass(frozen=True, slots=True)

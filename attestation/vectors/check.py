@@ -17,7 +17,7 @@ from raycloak.attestation.snp.verify import SnpClaims, check_host_data, verify_s
 from raycloak.attestation.tdx.rules import TdxRules
 from raycloak.attestation.tdx.verify import TdxClaims, check_registers, verify_tdx
 from raycloak.attestation.trust.certificates import crl_der
-from raycloak.attestation.vectors.index import Case
+from raycloak.attestation.vectors.index import VectorCase
 from raycloak.metrics.errors import ConfigError, EvidenceError
 
 
@@ -30,7 +30,7 @@ class GuestClaims(Protocol):
     def report_data(self) -> bytes: ...
 
 
-def compare(case: Case, claims: GuestClaims, measurements: Sequence[bytes] | None) -> None:
+def compare(case: VectorCase, claims: GuestClaims, measurements: Sequence[bytes] | None) -> None:
     """Refuse a measurement that is not one of ``measurements``, and unexpected report data.
 
     Raises:
@@ -42,7 +42,7 @@ def compare(case: Case, claims: GuestClaims, measurements: Sequence[bytes] | Non
         refuse(Refusal.KEY_NOT_BOUND, "the report data is not the expected one")
 
 
-def appraise_tdx(case: Case) -> TdxClaims:
+def appraise_tdx(case: VectorCase) -> TdxClaims:
     """Verify the case's quote and return its claims; EvidenceError if it is refused."""
     rules = case.without("tcb_statuses", "Revoked").rules(TdxRules)
     claims = verify_tdx(
@@ -58,7 +58,7 @@ def appraise_tdx(case: Case) -> TdxClaims:
     return claims
 
 
-def _collateral(case: Case) -> tuple[Collateral, ...]:
+def _collateral(case: VectorCase) -> tuple[Collateral, ...]:
     """Read the collateral; none if it cannot be read, which the verifier refuses in its turn."""
     if case.fields.collateral is None:
         return ()
@@ -69,7 +69,7 @@ def _collateral(case: Case) -> tuple[Collateral, ...]:
         return ()
 
 
-def appraise_snp(case: Case) -> SnpClaims:
+def appraise_snp(case: VectorCase) -> SnpClaims:
     """Verify the case's report and return its claims; EvidenceError if it is refused."""
     # An index that says nothing of key kinds was recorded for both.
     rules = case.given("key_kinds", ["VCEK", "VLEK"]).rules(SnpRules)
@@ -89,7 +89,7 @@ def appraise_snp(case: Case) -> SnpClaims:
     return claims
 
 
-def appraise_gpu(case: Case) -> GpuClaims:
+def appraise_gpu(case: VectorCase) -> GpuClaims:
     """Verify the case's report and return its claims; EvidenceError if it is refused."""
     return verify_gpu(
         case.evidence(),
@@ -105,7 +105,7 @@ def appraise_gpu(case: Case) -> GpuClaims:
     )
 
 
-def references_of(case: Case) -> GpuReferences:
+def references_of(case: VectorCase) -> GpuReferences:
     """Read the manifests that the case names."""
     named = case.fields.rim
     if named is None:
@@ -114,7 +114,7 @@ def references_of(case: Case) -> GpuReferences:
     return GpuReferences(driver, vbios)
 
 
-def answers_of(case: Case) -> tuple[bytes, ...]:
+def answers_of(case: VectorCase) -> tuple[bytes, ...]:
     """Read the OCSP answers that the case names, in base64 or DER."""
     return tuple(case.base64_file(name) for name in case.fields.ocsp or ())
 
@@ -122,7 +122,7 @@ def answers_of(case: Case) -> tuple[bytes, ...]:
 Claims = TdxClaims | SnpClaims | GpuClaims
 
 # One line per family: a function that returns the evidence's claims, or raises EvidenceError.
-FAMILIES: Final[Mapping[str, Callable[[Case], Claims]]] = MappingProxyType(
+FAMILIES: Final[Mapping[str, Callable[[VectorCase], Claims]]] = MappingProxyType(
     {
         "sev_snp": appraise_snp,
         "nvidia_gpu": appraise_gpu,
@@ -146,7 +146,7 @@ class CaseVerdict:
         milliseconds: time from reading the case's files to its verdict.
     """
 
-    case: Case
+    case: VectorCase
     accepted: bool | None
     evidence_class: EvidenceClass | None
     refusal: str | None
@@ -164,14 +164,14 @@ class CaseVerdict:
         return self.accepted is (fields.expect == "accept") and self.refusal == fields.refusal
 
 
-def check(case: Case) -> CaseVerdict:
+def check(case: VectorCase) -> CaseVerdict:
     """Appraise one case."""
     started = time.perf_counter()
     verdict = _judge(case)
     return replace(verdict, milliseconds=(time.perf_counter() - started) * 1000)
 
 
-def _judge(case: Case) -> CaseVerdict:
+def _judge(case: VectorCase) -> CaseVerdict:
     appraise = FAMILIES.get(case.fields.family)
     if appraise is None:
         unknown = f"there is no verifier for evidence of family '{case.fields.family}'"

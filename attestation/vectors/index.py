@@ -59,7 +59,7 @@ class CaseFields(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class VectorCase:
     """A case with its policy and the folder its paths are relative to.
 
     Every method that reads a file or a field raises ConfigError ``index`` if that fails. Evidence whose content is not
@@ -96,14 +96,14 @@ class Case:
         """The expected report data; None if it is not compared."""
         return self._hex("report_data", self.fields.report_data)
 
-    def without(self, rule: str, value: Any) -> "Case":
+    def without(self, rule: str, value: Any) -> "VectorCase":
         """Return the case with ``value`` taken off its policy's list ``rule``, because no policy can accept it."""
         listed = self.policy.get(rule)
         if not isinstance(listed, list) or value not in listed:
             return self
         return replace(self, policy={**self.policy, rule: [each for each in listed if each != value]})
 
-    def given(self, rule: str, value: Any) -> "Case":
+    def given(self, rule: str, value: Any) -> "VectorCase":
         """Return the case with ``value`` as its policy's ``rule``, unless the policy has that rule."""
         return replace(self, policy={rule: value, **self.policy})
 
@@ -186,7 +186,7 @@ class Case:
         return ConfigError("index", f"case '{self.fields.id}': {message}.", "See docs/attestation-index.md.")
 
 
-def read_index(path: Path) -> tuple[Case, ...]:
+def read_index(path: Path) -> tuple[VectorCase, ...]:
     """Read the cases of the index at ``path``, in its order.
 
     An entry that is not of the format becomes a case with a flaw, so the other cases can still be judged.
@@ -225,13 +225,13 @@ def _no_index(path: Path, why: str) -> ConfigError:
     return ConfigError("index", f"{path} is not an index of evidence: {why}.", "See docs/attestation-index.md.")
 
 
-def _case(name: str, entry: Any, defaults: Mapping[str, Mapping[str, Any]], folder: Path) -> Case:
+def _case(name: str, entry: Any, defaults: Mapping[str, Mapping[str, Any]], folder: Path) -> VectorCase:
     try:
         fields = CaseFields.model_validate(entry)
     except ValidationError as error:
         nothing = CaseFields(id=name, family="", evidence="", encoding="", at="")
-        return Case(nothing, {}, folder, flaw=_first_line(error))
-    return Case(fields, {**defaults.get(fields.family, {}), **(fields.policy or {})}, folder)
+        return VectorCase(nothing, {}, folder, flaw=_first_line(error))
+    return VectorCase(fields, {**defaults.get(fields.family, {}), **(fields.policy or {})}, folder)
 
 
 def _first_line(error: Exception) -> str:

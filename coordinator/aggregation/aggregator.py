@@ -25,7 +25,7 @@ from raycloak.metrics.errors import ProtocolError, SenderError
 from raycloak.workers.gradients.numerics import current_numerics, pin_numerics
 from raycloak.workers.terms.binding import check_binding, vectors_digest
 from raycloak.workers.terms.manifest import Manifest
-from raycloak.workers.terms.parameter_digest import tensor_digests
+from raycloak.workers.terms.model_digest import tensor_digests
 from raycloak.workers.vectors.payload import (
     Header,
     VectorRange,
@@ -49,14 +49,14 @@ class ReduceRequest:
 
     Attributes:
         headers: one signed header per worker, in the roster's order, which is also that of the vectors.
-        parameter_digest: digest of the whole parameters that the step started from, and of the batches that a client
+        input_digest: digest of the whole parameters that the step started from, and of the batches that a client
             sent for it; see `raycloak.workers.terms.step_input`.
         ranges: the cut of the parameters.
     """
 
     roster: Envelope
     headers: tuple[Envelope, ...]
-    parameter_digest: bytes
+    input_digest: bytes
     ranges: tuple[VectorRange, ...]
 
 
@@ -281,7 +281,7 @@ class MaskedAggregator:
         if request.ranges[own.index : own.index + 1] != (own,):
             raise ProtocolError("range_mismatch", "the request cuts the parameters in another way than this range")
         self._require_cover(roster, len(request.headers), "headers")
-        attempt = VerifiedAttempt.of(roster, request.parameter_digest, request.ranges, mechanism.ring_bits)
+        attempt = VerifiedAttempt.of(roster, request.input_digest, request.ranges, mechanism.ring_bits)
         expected = []
         for worker, envelope in zip(roster.workers, request.headers, strict=True):
             with _naming(worker.member_id):

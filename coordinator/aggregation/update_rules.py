@@ -36,7 +36,7 @@ from raycloak.metrics.listing import listed
 from raycloak.metrics.proof_bounds import require_bound
 from raycloak.workers.inputs.user_code import own_words, resolve, source_digest
 from raycloak.workers.terms.manifest import OptimizerSpec, TensorSpec, matches
-from raycloak.workers.terms.parameter_digest import dimension
+from raycloak.workers.terms.model_digest import dimension
 
 State = dict[str, NDArray[Any]]
 _ADAFACTOR_PARAMETER_SCALE = 1e-3  # the larger of the rule's two eps, at torch's default

@@ -35,7 +35,7 @@ from raycloak.coordinator.record.outcome import Finished
 from raycloak.coordinator.runs.local_session import local_session
 from raycloak.coordinator.runs.verdict import run_facts
 from raycloak.coordinator.training.assignment import NewRun, Order, Session
-from raycloak.coordinator.training.coordinator import Coordinator
+from raycloak.coordinator.training.phases import Coordinator
 from raycloak.coordinator.training.reporting import Reporting, StepReport
 from raycloak.metrics.collectors import RunMetrics
 from raycloak.metrics.errors import ConfigError

@@ -30,7 +30,7 @@ from raycloak.coordinator.planning.scale import (
     vector_seconds,
 )
 from raycloak.workers.terms.manifest import TensorSpec
-from raycloak.workers.terms.parameter_digest import own_copy, tensor_digests
+from raycloak.workers.terms.model_digest import own_copy, tensor_digests
 from raycloak.workers.vectors.masks import apply_masks
 from raycloak.workers.vectors.noise import NoiseSampler, decompose
 from raycloak.workers.vectors.payload import tag_payload, vector_tag

@@ -16,9 +16,9 @@ from typing import Final, Literal
 import numpy as np
 import torch
 
-from raycloak.coordinator.bench.gradient_cases import Case
+from raycloak.coordinator.bench.gradient_cases import BenchCase
 from raycloak.coordinator.bench.gradient_memory import peak_extra_bytes, prepare
-from raycloak.coordinator.bench.gradient_methods import METHODS, ExactSums, Method, Workload, exact_sums
+from raycloak.coordinator.bench.gradient_methods import METHODS, BenchWorkload, ExactSums, Method, exact_sums
 from raycloak.metrics.errors import ConfigError, RaycloakError, RunFailedError
 from raycloak.workers.gradients.model_checks import check_trainable
 
@@ -32,7 +32,7 @@ _PACKAGES: Final = ("torch", "numpy", "opacus", "transformers", "peft")
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class RoundSpread:
     """A figure over the rounds."""
 
     median: float
@@ -40,7 +40,7 @@ class Spread:
     high: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> "Spread":
+    def of(cls, values: Sequence[float]) -> "RoundSpread":
         """Return median and range of at least one value."""
         return cls(statistics.median(values), min(values), max(values))
 
@@ -62,9 +62,9 @@ class MethodFigures:
 
     refused: str | None = None
     reason: str | None = None
-    seconds: Spread | None = None
+    seconds: RoundSpread | None = None
     sum_error: float | None = None
-    vs_nonprivate: Spread | None = None
+    vs_nonprivate: RoundSpread | None = None
     peak_extra_bytes: int | None = None
     bytes_per_parameter: float | None = None
     memory_vs_nonprivate: float | None = None
@@ -94,9 +94,9 @@ class GradientBench:
     threads: int
     rounds: int
     clock: Literal["processor", "wall"]
-    vs_nonprivate: Spread | None
-    vs_opacus_hooks: Spread | None
-    vs_opacus_ghost: Spread | None
+    vs_nonprivate: RoundSpread | None
+    vs_opacus_hooks: RoundSpread | None
+    vs_opacus_ghost: RoundSpread | None
     memory_vs_nonprivate: float | None
     methods: dict[str, MethodFigures]
     packages: dict[str, str]
@@ -113,7 +113,7 @@ class _Measured:
     seconds: list[float] = field(default_factory=list)
 
 
-def bench_gradient(case: Case, against: Iterable[str], *, device: str, threads: int, rounds: int) -> GradientBench:
+def bench_gradient(case: BenchCase, against: Iterable[str], *, device: str, threads: int, rounds: int) -> GradientBench:
     """Measure our clipped sum of ``case`` and the peers ``against``.
 
     Raises:
@@ -125,7 +125,7 @@ def bench_gradient(case: Case, against: Iterable[str], *, device: str, threads: 
     if rounds < 1 or threads < 1:
         raise ConfigError("bench_input", "the bench needs at least 1 round and 1 thread.", "Raise the number.")
     prepare(place, threads)
-    work = Workload.of(case, place)
+    work = BenchWorkload.of(case, place)
     with warnings.catch_warnings():
         # Opacus' hooks and torch's backward hooks warn at every pass.
         warnings.simplefilter("ignore")
@@ -172,9 +172,9 @@ def _check_sums(measured: dict[str, _Measured], exact: ExactSums) -> None:
             measured[name] = _Measured("wrong_sum", message, sum_error=each.sum_error)
 
 
-def _first_run(case: Case, device: torch.device, name: str) -> _Measured:
+def _first_run(case: BenchCase, device: torch.device, name: str) -> _Measured:
     try:
-        work = Workload.of(case, device)
+        work = BenchWorkload.of(case, device)
         if name == "ours":
             form, vocabulary = case.form()
             check_trainable(work.module, form, case.loss_fn, vocabulary=vocabulary)
@@ -219,11 +219,11 @@ def _time_in_turns(measured: dict[str, _Measured], rounds: int, clock: Callable[
 
 
 def _figures(
-    work: Workload, measured: dict[str, _Measured], peaks: dict[str, int], threads: int, rounds: int
+    work: BenchWorkload, measured: dict[str, _Measured], peaks: dict[str, int], threads: int, rounds: int
 ) -> GradientBench:
-    def ratio(above: str, below: str) -> Spread | None:
+    def ratio(above: str, below: str) -> RoundSpread | None:
         pair = [measured[name].seconds if name in measured else [] for name in (above, below)]
-        return Spread.of([a / b for a, b in zip(*pair, strict=True)]) if all(pair) else None
+        return RoundSpread.of([a / b for a, b in zip(*pair, strict=True)]) if all(pair) else None
 
     def memory(name: str) -> float | None:
         return peaks[name] / peaks["plain"] if name in peaks and peaks.get("plain") else None
@@ -233,7 +233,7 @@ def _figures(
         name: MethodFigures(
             refused=each.refused,
             reason=each.reason,
-            seconds=Spread.of(each.seconds) if each.seconds else None,
+            seconds=RoundSpread.of(each.seconds) if each.seconds else None,
             sum_error=each.sum_error,
             vs_nonprivate=ratio("plain", name),
             peak_extra_bytes=peaks.get(name),

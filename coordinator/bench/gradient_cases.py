@@ -28,7 +28,7 @@ _LORA_RANK: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class BenchCase:
     """One model and its batch.
 
     Attributes:
@@ -73,7 +73,7 @@ class Case:
         return form, kind.vocabulary
 
 
-def case_named(name: str) -> Case:
+def case_named(name: str) -> BenchCase:
     """Return the case of that name; ConfigError ``bench_input`` if there is none."""
     if name not in CASES:
         raise ConfigError("bench_input", f"the bench has no model '{name}'.", f"Name one of {', '.join(CASES)}.")
@@ -269,6 +269,6 @@ _KINDS: Final[Mapping[str, _Kind]] = MappingProxyType(
         ),
     }
 )
-CASES: Final[Mapping[str, Case]] = MappingProxyType(
-    {name: Case(name, 64 if kind.vocabulary is None else 8) for name, kind in _KINDS.items()}
+CASES: Final[Mapping[str, BenchCase]] = MappingProxyType(
+    {name: BenchCase(name, 64 if kind.vocabulary is None else 8) for name, kind in _KINDS.items()}
 )

@@ -14,15 +14,15 @@ from concurrent.futures.process import BrokenProcessPool
 
 import torch
 
-from raycloak.coordinator.bench.gradient_cases import Case
-from raycloak.coordinator.bench.gradient_methods import METHODS, Workload, choose_default_kernels
+from raycloak.coordinator.bench.gradient_cases import BenchCase
+from raycloak.coordinator.bench.gradient_methods import METHODS, BenchWorkload, choose_default_kernels
 from raycloak.coordinator.bench.resident_memory import growth, return_freed_blocks
 from raycloak.metrics.errors import RunFailedError
 from raycloak.workers.gradients.environment import worker_environment
 from raycloak.workers.gradients.numerics import pin_numerics
 
 
-def peak_extra_bytes(case: Case, method: str, device: torch.device, threads: int) -> int:
+def peak_extra_bytes(case: BenchCase, method: str, device: torch.device, threads: int) -> int:
     """Measure ``method`` in a new process.
 
     Raises:
@@ -48,13 +48,13 @@ def prepare(device: torch.device, threads: int) -> None:
     choose_default_kernels()
 
 
-def _measured(case: Case, method: str, device: torch.device, threads: int) -> int:
+def _measured(case: BenchCase, method: str, device: torch.device, threads: int) -> int:
     prepare(device, threads)
     return_freed_blocks()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        METHODS[method](Workload.of(case, device)).run()
-        work = Workload.of(case, device)
+        METHODS[method](BenchWorkload.of(case, device)).run()
+        work = BenchWorkload.of(case, device)
         if device.type != "cuda":
             return growth(lambda: METHODS[method](work).run())
         gc.collect()

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from raycloak.coordinator.accounting.opacus_modules import opacus_module
-from raycloak.coordinator.bench.gradient_cases import Case, Features
+from raycloak.coordinator.bench.gradient_cases import BenchCase, Features
 from raycloak.workers.gradients.clipping import GradientEngine
 from raycloak.workers.gradients.numerics import choose_kernels
 from raycloak.workers.models.models import LossFn, read_flat
@@ -26,7 +26,7 @@ CLIP: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class BenchWorkload:
     """One model and its batch, ready to be summed.
 
     Attributes:
@@ -35,14 +35,14 @@ class Workload:
         parameters: float32 [d], those of ``module``.
     """
 
-    case: Case
+    case: BenchCase
     module: nn.Module
     batches: list[tuple[Features, NDArray[np.int64]]]
     parameters: NDArray[np.float32]
     device: torch.device
 
     @classmethod
-    def of(cls, case: Case, device: torch.device) -> Self:
+    def of(cls, case: BenchCase, device: torch.device) -> Self:
         """Build a new one."""
         module = case.build().to(device)
         return cls(case, module, case.batches(), read_flat(module), device)
@@ -63,7 +63,7 @@ class Workload:
 class Method(Protocol):
     """A way to sum the gradients of a workload, which belongs to it from then on."""
 
-    def __init__(self, work: Workload) -> None: ...
+    def __init__(self, work: BenchWorkload) -> None: ...
 
     def run(self) -> None:
         """Compute the sum of all micro-batches. This is what is measured."""
@@ -77,7 +77,7 @@ class Method(Protocol):
 class Ours:
     """The product's engine, from NumPy arrays and a parameter vector to a float64 sum, with deterministic kernels."""
 
-    def __init__(self, work: Workload) -> None:
+    def __init__(self, work: BenchWorkload) -> None:
         rows = np.ones(work.case.rows, np.bool_)
         self._batches = [(features, labels, rows) for features, labels in work.batches]
         self._parameters = work.parameters
@@ -100,7 +100,7 @@ class Ours:
 class Plain:
     """Non-private training up to the update: forward, backward, gradients accumulated by autograd."""
 
-    def __init__(self, work: Workload) -> None:
+    def __init__(self, work: BenchWorkload) -> None:
         self._module, self._loss_fn = work.module, work.case.loss_fn
         self._trained, self._tensors = work.trained(), work.tensors()
 
@@ -119,7 +119,7 @@ class Plain:
 class OpacusHooks:
     """Opacus' per-example gradients (GradSampleModule), clipped and accumulated by its DPOptimizer."""
 
-    def __init__(self, work: Workload) -> None:
+    def __init__(self, work: BenchWorkload) -> None:
         self._loss_fn, self._trained, self._tensors = work.case.loss_fn, work.trained(), work.tensors()
         # Its own check for buffers is off: it would refuse models that it computes correctly.
         self._module = opacus_module("opacus.grad_sample").GradSampleModule(
@@ -144,7 +144,7 @@ class OpacusHooks:
 class OpacusGhost:
     """Opacus' ghost clipping: a backward pass for the norms, and another for the sum of the scaled losses."""
 
-    def __init__(self, work: Workload) -> None:
+    def __init__(self, work: BenchWorkload) -> None:
         self._trained, self._tensors = work.trained(), work.tensors()
         self._module = opacus_module("opacus.grad_sample").GradSampleModuleFastGradientClipping(
             work.module, batch_first=True, loss_reduction="sum", strict=False, max_grad_norm=CLIP
@@ -169,7 +169,7 @@ class OpacusGhost:
         return _flat([tensor.summed_grad for tensor in self._trained])  # type: ignore[attr-defined]
 
 
-METHODS: Final[Mapping[str, Callable[[Workload], Method]]] = MappingProxyType(
+METHODS: Final[Mapping[str, Callable[[BenchWorkload], Method]]] = MappingProxyType(
     {"ours": Ours, "opacus": OpacusHooks, "ghost": OpacusGhost, "plain": Plain}
 )
 
@@ -182,7 +182,7 @@ class ExactSums:
     plain: NDArray[np.float64]
 
 
-def exact_sums(work: Workload) -> ExactSums:
+def exact_sums(work: BenchWorkload) -> ExactSums:
     """Compute the sums in float64 on the CPU: autograd on one example at a time, and nothing else."""
     module = copy.deepcopy(work.module).cpu().double()
     trained = [tensor for tensor in module.parameters() if tensor.requires_grad]
@@ -242,7 +242,7 @@ def _flat(tensors: Any) -> NDArray[np.float64]:
     return np.concatenate([tensor.detach().double().cpu().numpy().reshape(-1) for tensor in tensors])
 
 
-def _mechanism(work: Workload) -> Mechanism:
+def _mechanism(work: BenchWorkload) -> Mechanism:
     """Return a mechanism of the workload's shape; its accounting has no say in a clipped sum."""
     examples = work.case.rows * work.case.micro_batches
     return Mechanism(

@@ -26,7 +26,7 @@ from raycloak.coordinator.record.folder import RunFolder, RunRecord
 from raycloak.coordinator.runs.local_session import local_session
 from raycloak.coordinator.runs.verdict import run_facts
 from raycloak.coordinator.training.assignment import NewRun, Order
-from raycloak.coordinator.training.coordinator import Coordinator
+from raycloak.coordinator.training.phases import Coordinator
 from raycloak.coordinator.training.reporting import Reporting
 from raycloak.metrics.collectors import RunMetrics
 from raycloak.metrics.events import EventWriter
@@ -162,5 +162,11 @@ def _setup(config: RunConfig, folder: Path, width: int) -> WorkerSetup:
 
 def _record(run_id: str, folder: Path) -> RunRecord:
     return RunRecord(
-        run_id=run_id, name="scale", base=str(folder), secret_file=None, started_at=time.time(), status="running"
+        run_id=run_id,
+        name="scale",
+        base=str(folder),
+        secret_file=None,
+        started_at=time.time(),
+        status="running",
+        driver_base=str(folder),
     )

@@ -189,7 +189,7 @@ class _OneOf:
         began = time.perf_counter()
         for pair in self._pairs.values():
             pair.advance_to(step)
-        (masks,) = roster_masks(self._pairs, roster, "worker-0", parameter_digest=bytes(32), ranges=self._ranges)
+        (masks,) = roster_masks(self._pairs, roster, "worker-0", input_digest=bytes(32), ranges=self._ranges)
         key = time.perf_counter() - began
         return (
             key,

@@ -32,7 +32,7 @@ from raycloak.coordinator.service.pipe import (
     Computed,
     Ended,
     Ready,
-    Released,
+    ReleasedStep,
     Report,
 )
 from raycloak.coordinator.service.service import TrainingService
@@ -136,7 +136,7 @@ _READY: Final = Ready(
     account="bench",
     manifest={},
 )
-_RELEASED: Final = Released(
+_RELEASED: Final = ReleasedStep(
     step=0, digest="00" * 32, epsilon=None, seconds=0.0, evaluation_accuracy=None, evaluation_loss=None, loss=None
 )
 

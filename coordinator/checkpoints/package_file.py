@@ -102,15 +102,15 @@ class PackageFile:
         return {file: size for file, (_, size) in self.places.items()} if name == self.name else {}
 
     @contextmanager
-    def reader(self, name: str, file: str) -> Iterator["_Part"]:
+    def reader(self, name: str, file: str) -> Iterator["_PartStream"]:
         """Open a binary stream over one of its files."""
         start, size = self.places[file]
         with self.path.open("rb") as tar:
             tar.seek(start)
-            yield _Part(tar, size)
+            yield _PartStream(tar, size)
 
 
-class _Part:
+class _PartStream:
     """A binary stream over the next ``size`` bytes of another one."""
 
     def __init__(self, stream: BinaryIO, size: int) -> None:

@@ -39,7 +39,7 @@ from raycloak.coordinator.checkpoints.storage import (
 from raycloak.coordinator.checkpoints.writer import PARAMETERS
 from raycloak.metrics.errors import ConfigError, ProtocolError
 from raycloak.workers.terms.manifest import Manifest
-from raycloak.workers.terms.parameter_digest import parameter_digest, tensor_digests
+from raycloak.workers.terms.model_digest import model_digest, tensor_digests
 
 # Wider than the names that runs give, since readers name copies as they like.
 _STEP = re.compile(r"step-?([0-9]{1,18})", re.IGNORECASE)
@@ -290,7 +290,7 @@ def check_parameters(tensor: Callable[[str], np.ndarray], package: VerifiedPacka
     """
     tensors = package.run_manifest.computation.tensors
     digests = [tensor_digests(tensor(each.name).reshape(-1), (each,))[0] for each in tensors]
-    if parameter_digest(tensors, digests) != package.manifest.parameter_digest:
+    if model_digest(tensors, digests) != package.manifest.model_digest:
         refuse(PackageRefusal.PARAMETERS_DIFFER, "its parameters do not have the digest that its manifest states.")
 
 

@@ -41,7 +41,7 @@ class Restored:
     """
 
     finished_steps: int
-    parameter_digest: bytes
+    model_digest: bytes
     parameters: tuple[NDArray[np.float32], ...]
     states: tuple[State, ...]
     name: str
@@ -123,7 +123,7 @@ class Restorer:
         flat = np.concatenate([tensors[each.name].reshape(-1) for each in specs])
         return Restored(
             finished_steps=manifest.step,
-            parameter_digest=manifest.parameter_digest,
+            model_digest=manifest.model_digest,
             parameters=tuple(flat[owned.start : owned.stop].copy() for owned in split_ranges(specs, manifest.ranges)),
             states=parted_states(state, manifest.ranges),
             name=package.name,

@@ -14,7 +14,7 @@ from raycloak.coordinator.config.sections import CheckpointConfig
 from raycloak.metrics.errors import EvidenceError
 
 
-class Retention:
+class PackageRetention:
     """The rule by which one run's packages are kept or deleted. Packages of other runs are left alone.
 
     Args:

@@ -18,7 +18,7 @@ from typing import Any
 
 from raycloak.attestation.sealed.package_keys import RecipientPublic
 from raycloak.attestation.sealed.package_manifest import PackageManifest
-from raycloak.coordinator.checkpoints.retention import Retention
+from raycloak.coordinator.checkpoints.retention import PackageRetention
 from raycloak.coordinator.checkpoints.storage import (
     MANIFEST,
     RUN_MANIFEST,
@@ -56,7 +56,7 @@ class _Drafted:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _Work:
     """The background thread's present work, and what the main thread does afterwards."""
 
     future: Future[Any]
@@ -111,7 +111,7 @@ class Checkpoints:
         before = control.orchestrator.newest_published()
         self._previous = before.digest if before else b""
         signer, run = control.orchestrator.package_signer(), terms.manifest.digest()
-        self._retention = Retention(config, storage, signer, run, wanted)
+        self._retention = PackageRetention(config, storage, signer, run, wanted)
         self._background = Background()
         self._waiting: Snapshot | None = None
         self._drafted: _Drafted | None = None
@@ -119,7 +119,7 @@ class Checkpoints:
         self._not_before = monotonic()
         self._in_trouble = False
         # First remove what a writer that died left unfinished. Nobody else writes here.
-        self._job: _Job | None = self._start(storage.sweep, lambda _: None, self._not_tidied)
+        self._job: _Work | None = self._start(storage.sweep, lambda _: None, self._not_tidied)
 
     def due(self, finished_steps: int) -> bool:
         """Return whether the configuration asks for a package after so many steps."""
@@ -200,7 +200,7 @@ class Checkpoints:
             return True
         return False
 
-    def _finish_job(self, job: _Job) -> bool:
+    def _finish_job(self, job: _Work) -> bool:
         if not job.future.done():
             return False
         self._job = None
@@ -274,8 +274,8 @@ class Checkpoints:
 
     def _start(
         self, work: Callable[[], Any], then: Callable[[Any], None], failed: Callable[[BaseException], None]
-    ) -> _Job:
-        return _Job(self._background.run(work), then, failed)
+    ) -> _Work:
+        return _Work(self._background.run(work), then, failed)
 
 
 def _write(

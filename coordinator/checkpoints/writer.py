@@ -19,7 +19,7 @@ from raycloak.coordinator.checkpoints.storage import Draft
 from raycloak.coordinator.ledger.entries import Head
 from raycloak.coordinator.record.outcome import Evaluation
 from raycloak.workers.terms.manifest import Manifest
-from raycloak.workers.terms.parameter_digest import split_flat
+from raycloak.workers.terms.model_digest import split_flat
 
 PARAMETERS = "parameters.safetensors.enc"
 OPTIMIZER = "optimizer.safetensors.enc"
@@ -33,7 +33,7 @@ class Snapshot:
         finished_steps: number of steps behind these parameters, at least 1.
         parameters: float32, one vector per range, in the order of the ranges.
         states: optimizer state of each range.
-        parameter_digest: digest over all ranges together.
+        model_digest: digest over all ranges together.
         epsilon: what the run claims however it ends; None if it is not private.
         roster_digest: digest of the roster of the last step's last attempt.
         ledger_head: the ledger's newest entry about the last step, its binding.
@@ -44,7 +44,7 @@ class Snapshot:
     finished_steps: int
     parameters: tuple[NDArray[np.float32], ...]
     states: tuple[State, ...]
-    parameter_digest: bytes
+    model_digest: bytes
     epsilon: float | None
     roster_digest: bytes
     ledger_head: Head
@@ -88,11 +88,11 @@ def write_draft(
     # Every package has a key of its own, which each recipient gets wrapped.
     data_key = Secret(secrets.token_bytes(32))
     run_id, manifest_digest = terms.manifest.run_id, terms.manifest.digest()
-    context = package_context(run_id, manifest_digest, snapshot.finished_steps, snapshot.parameter_digest)
+    context = package_context(run_id, manifest_digest, snapshot.finished_steps, snapshot.model_digest)
     metadata = {
         "run_id": run_id,
         "step": str(snapshot.finished_steps),
-        "parameter_digest": snapshot.parameter_digest.hex(),
+        "model_digest": snapshot.model_digest.hex(),
     }
     payloads = []
     for name, arrays in _contents(snapshot, terms.manifest).items():
@@ -136,7 +136,7 @@ def _unwrapped(
         manifest_digest=terms.manifest.digest(),
         step=snapshot.finished_steps,
         ranges=len(snapshot.parameters),
-        parameter_digest=snapshot.parameter_digest,
+        model_digest=snapshot.model_digest,
         epsilon=snapshot.epsilon,
         delta=terms.delta,
         evidence_class=terms.evidence_class,

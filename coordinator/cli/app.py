@@ -311,7 +311,7 @@ def _export(
         "format": written.format,
         "tensors": written.tensors,
         "run_id": model.manifest.run_id,
-        "parameter_digest": model.parameter_digest,
+        "model_digest": model.model_digest,
         "opened_by": written.opened_by,
     }
     output.result(fields, fields_table("Exported", [(name.replace("_", " "), str(it)) for name, it in fields.items()]))

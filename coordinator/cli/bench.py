@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from raycloak.coordinator.bench.chaos.chaos import Damage
-    from raycloak.coordinator.bench.gradient import GradientBench, Spread
+    from raycloak.coordinator.bench.gradient import GradientBench, RoundSpread
     from raycloak.coordinator.bench.start import StartBench
 
 bench = typer.Typer(help="Measurements on this machine.")
@@ -199,7 +199,7 @@ def _gradient_table(result: "GradientBench") -> "Table":
     return table
 
 
-def _range_text(spread: "Spread | None") -> str:
+def _range_text(spread: "RoundSpread | None") -> str:
     return "" if spread is None else f"{spread.median:.3g} ({spread.low:.3g} to {spread.high:.3g})"
 
 

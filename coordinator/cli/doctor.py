@@ -42,7 +42,7 @@ MEMORY_FILE_SYSTEMS = ("ramfs", "tmpfs")
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class Finding:
     """One finding. ``remedy`` is empty if there is nothing to do."""
 
     name: str
@@ -51,10 +51,10 @@ class Check:
     remedy: str = ""
 
 
-def examine() -> list[Check]:
+def examine() -> list[Finding]:
     """Run every check on this machine, in the order in which to fix problems."""
     mounted = mounts()
-    checks: list[Callable[[], Check]] = [
+    checks: list[Callable[[], Finding]] = [
         partial(check_python, sys.version_info[:2]),
         *(partial(check_version, name, installed_version(name)) for name in SUPPORTED),
         partial(check_auth_mode, os.environ),
@@ -73,14 +73,14 @@ def examine() -> list[Check]:
     return [check() for check in checks]
 
 
-def check_python(version: tuple[int, ...]) -> Check:
+def check_python(version: tuple[int, ...]) -> Finding:
     """Check that the distribution supports the interpreter."""
     lowest, highest = PYTHON
     text = ".".join(map(str, version))
     if lowest <= tuple(version[:2]) <= highest:
-        return Check("python", "ok", text)
+        return Finding("python", "ok", text)
     wanted = f"{lowest[0]}.{lowest[1]} to {highest[0]}.{highest[1]}"
-    return Check("python", "fail", f"{text} is not supported", f"Use Python {wanted}.")
+    return Finding("python", "fail", f"{text} is not supported", f"Use Python {wanted}.")
 
 
 def installed_version(distribution: str) -> str | None:
@@ -91,117 +91,119 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
-def check_version(distribution: str, installed: str | None) -> Check:
+def check_version(distribution: str, installed: str | None) -> Finding:
     """Check that ``installed`` is of the supported release series."""
     series = SUPPORTED[distribution]
     if installed is not None and f"{installed}.".startswith(f"{series}."):
-        return Check(distribution, "ok", installed)
+        return Finding(distribution, "ok", installed)
     found = f"{installed} is not of series {series}" if installed else "not installed"
-    return Check(distribution, "fail", found, f"pip install '{distribution}=={series}.*'")
+    return Finding(distribution, "fail", found, f"pip install '{distribution}=={series}.*'")
 
 
-def check_auth_mode(environ: Mapping[str, str]) -> Check:
+def check_auth_mode(environ: Mapping[str, str]) -> Finding:
     """Check that Ray asks its clients for a token. Otherwise any client of a Ray port may run code in every worker."""
     mode = environ.get("RAY_AUTH_MODE")
     if mode == "token":
-        return Check("ray auth", "ok", "RAY_AUTH_MODE=token")
+        return Finding("ray auth", "ok", "RAY_AUTH_MODE=token")
     if mode is None:
         finding = "RAY_AUTH_MODE is not set; a local Ray turns tokens on, one started by ray start may not"
-        return Check("ray auth", "warn", finding, "export RAY_AUTH_MODE=token")
+        return Finding("ray auth", "warn", finding, "export RAY_AUTH_MODE=token")
     finding = f"RAY_AUTH_MODE={mode}: anybody who reaches a port of Ray can run code in every worker"
-    return Check("ray auth", "fail", finding, "export RAY_AUTH_MODE=token")
+    return Finding("ray auth", "fail", finding, "export RAY_AUTH_MODE=token")
 
 
-def check_token(environ: Mapping[str, str]) -> Check:
+def check_token(environ: Mapping[str, str]) -> Finding:
     """Check that only its owner can read the token file that Ray uses."""
     if environ.get("RAY_AUTH_TOKEN"):
         finding = "RAY_AUTH_TOKEN is in the environment, which child processes and exported events inherit"
-        return Check("ray token", "warn", finding, "Use RAY_AUTH_TOKEN_PATH and a file of mode 0600.")
+        return Finding("ray token", "warn", finding, "Use RAY_AUTH_TOKEN_PATH and a file of mode 0600.")
     setting = environ.get("RAY_AUTH_TOKEN_PATH")
     path = Path(setting) if setting else Path.home() / ".ray" / "auth_token"
     if not path.exists():
         if setting:
-            return Check("ray token", "fail", f"RAY_AUTH_TOKEN_PATH names {path}, which does not exist", "Create it.")
-        return Check("ray token", "ok", f"{path} does not exist yet; Ray makes it, readable by all: look again after")
+            return Finding("ray token", "fail", f"RAY_AUTH_TOKEN_PATH names {path}, which does not exist", "Create it.")
+        return Finding("ray token", "ok", f"{path} does not exist yet; Ray makes it, readable by all: look again after")
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & 0o077:
-        return Check("ray token", "fail", f"{path} has mode {mode:04o}: others can read it", f"chmod 600 {path}")
-    return Check("ray token", "ok", f"{path} has mode {mode:04o}")
+        return Finding("ray token", "fail", f"{path} has mode {mode:04o}: others can read it", f"chmod 600 {path}")
+    return Finding("ray token", "ok", f"{path} has mode {mode:04o}")
 
 
-def check_variables(environ: Mapping[str, str]) -> Check:
+def check_variables(environ: Mapping[str, str]) -> Finding:
     """Check that no secret is in the environment, which a Ray that is started here hands to all its processes."""
     # The token has a check of its own.
     found = [name for name in SECRET_VARIABLES if name in environ and name != "RAY_AUTH_TOKEN"]
     if not found:
-        return Check("environment", "ok", "no secret that ray start would hand on")
+        return Finding("environment", "ok", "no secret that ray start would hand on")
     finding = f"{', '.join(found)}: ray start would hand them to every process; a run's own Ray gets none"
-    return Check("environment", "warn", finding, f"{SECRET_VARIABLES[found[0]]}, before ray start.")
+    return Finding("environment", "warn", finding, f"{SECRET_VARIABLES[found[0]]}, before ray start.")
 
 
-def check_home() -> Check:
+def check_home() -> Finding:
     """Check that the state folder is absolute, ours to write, and closed to others."""
     try:
         path = home.home()
     except RaycloakError as error:
-        return Check("state", "fail", error.message, error.remedy)
+        return Finding("state", "fail", error.message, error.remedy)
     mode = stat.S_IMODE(path.stat().st_mode)
     if not os.access(path, os.W_OK | os.X_OK):
-        return Check("state", "fail", f"{path} is not writable", f"Set {home.HOME_VARIABLE} to a folder of your own.")
+        return Finding("state", "fail", f"{path} is not writable", f"Set {home.HOME_VARIABLE} to a folder of your own.")
     if mode & 0o077:
-        return Check("state", "warn", f"{path} has mode {mode:04o}: others can look into it", f"chmod 700 {path}")
-    return Check("state", "ok", str(path))
+        return Finding("state", "warn", f"{path} has mode {mode:04o}: others can look into it", f"chmod 700 {path}")
+    return Finding("state", "ok", str(path))
 
 
-def check_working_folder(folder: Path) -> Check:
+def check_working_folder(folder: Path) -> Finding:
     """Check that no key lies below the folder that a job would be submitted from, nor the state folder."""
     path, what = next(keys_below(folder), (None, ""))
     if path is None:
-        return Check("working folder", "ok", f"no key of a known form is below {folder}")
+        return Finding("working folder", "ok", f"no key of a known form is below {folder}")
     finding = f"{path} is {what}: ray job submit --working-dir . uploads it, unless .gitignore or .rayignore lists it"
-    return Check("working folder", "warn", finding, f"Keep it in {WHERE}.")
+    return Finding("working folder", "warn", finding, f"Keep it in {WHERE}.")
 
 
-def check_ledger(mounts: str) -> Check:
+def check_ledger(mounts: str) -> Finding:
     """Check that the embedded ledger opens, or could be made in its place."""
     try:
         url = home.ledger_url()
         path = Path(url.removeprefix("sqlite:///"))
         check_file_system(path, mounts)
         if not path.exists():
-            return Check("ledger", "ok", f"none yet at {path}; the file system is local")
+            return Finding("ledger", "ok", f"none yet at {path}; the file system is local")
         LedgerStore(url, create=False).close()
     except RaycloakError as error:
-        return Check("ledger", "fail", error.message, error.remedy)
-    return Check("ledger", "ok", f"{path} opens, is private and on a local file system")
+        return Finding("ledger", "fail", error.message, error.remedy)
+    return Finding("ledger", "ok", f"{path} opens, is private and on a local file system")
 
 
-def check_ray_temp(mounts: str) -> Check:
+def check_ray_temp(mounts: str) -> Finding:
     """Check that Ray can use its temporary folder, and that it is in memory: Ray spills objects as plain files."""
     try:
         check_temp()
     except ConfigError as error:
-        return Check("ray temp", "fail", error.message, error.remedy)
+        return Finding("ray temp", "fail", error.message, error.remedy)
     folder, _ = temp_folder()
     kind = file_system(folder.resolve(), mounts)
     if kind in MEMORY_FILE_SYSTEMS:
-        return Check("ray temp", "ok", f"{folder} is on {kind}")
+        return Finding("ray temp", "ok", f"{folder} is on {kind}")
     finding = f"{folder} is on {kind}: masked vectors and parameters that Ray spills stay there as plain files"
-    return Check("ray temp", "warn", finding, "Set RAY_TMPDIR to a short path on tmpfs or an encrypted volume.")
+    return Finding("ray temp", "warn", finding, "Set RAY_TMPDIR to a short path on tmpfs or an encrypted volume.")
 
 
-def check_shared_memory(folder: Path) -> Check:
+def check_shared_memory(folder: Path) -> Finding:
     """Check that the object store fits into shared memory. Otherwise Ray puts it on a disk."""
     if not folder.is_dir():
-        return Check("object store", "warn", f"{folder} is missing: Ray keeps objects on disk", "Mount a tmpfs there.")
+        return Finding(
+            "object store", "warn", f"{folder} is missing: Ray keeps objects on disk", "Mount a tmpfs there."
+        )
     free = shutil.disk_usage(folder).free
     if free < SHARED_MEMORY_BYTES:
         finding = f"{folder} has {free / 2**20:.0f} MiB free: Ray keeps on disk what does not fit"
-        return Check("object store", "warn", finding, "Give the container more shared memory (--shm-size).")
-    return Check("object store", "ok", f"{folder} has {free / 2**30:.1f} GiB free")
+        return Finding("object store", "warn", finding, "Give the container more shared memory (--shm-size).")
+    return Finding("object store", "ok", f"{folder} has {free / 2**30:.1f} GiB free")
 
 
-def check_service_memory(root: Path) -> Check:
+def check_service_memory(root: Path) -> Finding:
     """Check that a training service for one tenant and an evidence service start here with their default limits."""
     # Here, as nothing else of this command needs gRPC.
     from raycloak.attestation.service.limits import ServiceLimits
@@ -215,11 +217,11 @@ def check_service_memory(root: Path) -> Check:
         f"and a training service {mebibytes(tenant)} for one tenant"
     )
     if max(evidence, tenant) > given:
-        return Check(name, "warn", finding, "Serve elsewhere, or with lower limits, such as connections.")
-    return Check(name, "ok", finding)
+        return Finding(name, "warn", finding, "Serve elsewhere, or with lower limits, such as connections.")
+    return Finding(name, "ok", finding)
 
 
-def check_port(port: int) -> Check:
+def check_port(port: int) -> Finding:
     """Check that a server could take ``port`` on loopback."""
     name = f"port {port}"
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -230,37 +232,39 @@ def check_port(port: int) -> Check:
         except OSError as error:
             user = PORTS.get(port, "a server")
             finding = f"not free for {user}: {error.strerror}"
-            return Check(name, "warn", finding, "Nothing to do if that server already runs here.")
-    return Check(name, "ok", "free")
+            return Finding(name, "warn", finding, "Nothing to do if that server already runs here.")
+    return Finding(name, "ok", "free")
 
 
-def check_gpu() -> Check:
+def check_gpu() -> Finding:
     """Report what NVML sees. A machine without it runs on the CPU."""
     sampler = GpuSampler("localhost")
     try:
         reason = sampler.unavailable_reason()
         if reason is not None:
-            return Check("gpu", "ok", f"none: runs use the CPU ({reason})")
+            return Finding("gpu", "ok", f"none: runs use the CPU ({reason})")
         readings = sampler.sample()
     finally:
         sampler.close()
     states = sorted({str(reading.confidential_state or "unknown") for reading in readings})
-    return Check("gpu", "ok", f"{len(readings)} GPUs, confidential computing: {', '.join(states) or 'none'}")
+    return Finding("gpu", "ok", f"{len(readings)} GPUs, confidential computing: {', '.join(states) or 'none'}")
 
 
-def check_tee(root: Path) -> Check:
+def check_tee(root: Path) -> Finding:
     """Check which interface and device nodes of a trusted execution environment exist below ``root``."""
     found = tee_nodes(root)
     named = ", ".join(f"/{node} ({meaning})" for node, meaning in found.items())
     if TSM_REPORTS in found:
-        return Check("tee", "ok", named)
+        return Finding("tee", "ok", named)
     if found:
-        return Check("tee", "warn", f"{named}, but /{TSM_REPORTS} is missing: no evidence can be collected", TSM_REMEDY)
+        return Finding(
+            "tee", "warn", f"{named}, but /{TSM_REPORTS} is missing: no evidence can be collected", TSM_REMEDY
+        )
     finding = "no device of a trusted execution environment: evidence of workers here is SIMULATED"
-    return Check("tee", "warn", finding, "Run the workers in Intel TDX or AMD SEV-SNP guests for hardware evidence.")
+    return Finding("tee", "warn", finding, "Run the workers in Intel TDX or AMD SEV-SNP guests for hardware evidence.")
 
 
-def checks_table(checks: list[Check]) -> Table:
+def checks_table(checks: list[Finding]) -> Table:
     """Render the findings for a person."""
     table = Table(title="raycloak doctor", title_justify="left", title_style="bold")
     for header in ("check", "status", "finding", "remedy"):

@@ -14,7 +14,7 @@ from raycloak.coordinator.console.output import Output
 from raycloak.metrics.errors import ConfigError
 
 if TYPE_CHECKING:
-    from raycloak.coordinator.record.run_course import Course
+    from raycloak.coordinator.record.run_course import RunCourse
 
 T = TypeVar("T")
 
@@ -67,10 +67,10 @@ def _show(output: Output, named: str) -> int:
     return 0
 
 
-def _facts(path: Path) -> tuple[dict[str, Any], "Course"]:
+def _facts(path: Path) -> tuple[dict[str, Any], "RunCourse"]:
     """Return all that a run directory says; a part that cannot be read is a problem beside the others."""
     from raycloak.coordinator.record.folder import RunFolder
-    from raycloak.coordinator.record.run_course import Course
+    from raycloak.coordinator.record.run_course import RunCourse
     from raycloak.coordinator.record.run_list import summary_of
     from raycloak.coordinator.record.run_reader import (
         EventTail,
@@ -90,7 +90,7 @@ def _facts(path: Path) -> tuple[dict[str, Any], "Course"]:
 
     # First: what has no readable record is no run.
     folder = RunFolder.open(path)
-    course = part(lambda: Course.of(EventTail(path).read())) or Course()
+    course = part(lambda: RunCourse.of(EventTail(path).read())) or RunCourse()
     config, manifest = part(lambda: read_written_config(path)), part(lambda: read_written_manifest(path))
     verdict, released = part(lambda: read_verdict(path)), part(folder.released)
     times = course.times()

@@ -18,7 +18,7 @@ from raycloak.metrics.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from raycloak.coordinator.cli.views.top import Snapshot
+    from raycloak.coordinator.cli.views.top import TopSnapshot
 
 EVERY_S = 0.5
 """Seconds between two looks: an eye reads no faster, and a look costs a millisecond."""
@@ -33,7 +33,7 @@ def _top(output: Output, named: str) -> int:
     from raycloak.coordinator.cli.views.top import TopView
     from raycloak.coordinator.record.run_list import find_run
 
-    watch = Watch(find_run(named))
+    watch = RunWatch(find_run(named))
     snapshot = watch.look()
     if output.terminal is not None and snapshot.is_live:
         snapshot = _live(output.terminal, watch, snapshot)
@@ -41,13 +41,13 @@ def _top(output: Output, named: str) -> int:
     return 0
 
 
-def _live(console: "Console", watch: "Watch", snapshot: "Snapshot") -> "Snapshot":
+def _live(console: "Console", watch: "RunWatch", snapshot: "TopSnapshot") -> "TopSnapshot":
     """Show the run until it is over or the user has seen enough; return the newest snapshot."""
     from rich.live import Live
 
     from raycloak.coordinator.cli.views.top import TopView
 
-    def picture(of: "Snapshot") -> TopView:
+    def picture(of: "TopSnapshot") -> TopView:
         return TopView(of, "q ends")
 
     live = Live(picture(snapshot), console=console, screen=True, auto_refresh=False)
@@ -66,25 +66,25 @@ def _live(console: "Console", watch: "Watch", snapshot: "Snapshot") -> "Snapshot
     return snapshot
 
 
-class Watch:
+class RunWatch:
     """A reader of one run, which reads only what was added since its last look."""
 
     def __init__(self, path: Path) -> None:
-        from raycloak.coordinator.record.run_course import Course
+        from raycloak.coordinator.record.run_course import RunCourse
         from raycloak.coordinator.record.run_reader import EventTail
 
         self._path = path
         self._tail = EventTail(path)
-        self._course = Course()
+        self._course = RunCourse()
         self._config: Mapping[str, Any] | None = None
 
-    def look(self) -> "Snapshot":
+    def look(self) -> "TopSnapshot":
         """Return the run as it is now.
 
         Raises:
             ConfigError: ``not_a_run`` or ``run_file``.
         """
-        from raycloak.coordinator.cli.views.top import Snapshot
+        from raycloak.coordinator.cli.views.top import TopSnapshot
         from raycloak.coordinator.record.folder import RunFolder
         from raycloak.coordinator.record.run_reader import read_written_config, state_of
 
@@ -97,10 +97,10 @@ class Watch:
                 self._config = read_written_config(self._path).values
             except ConfigError:
                 self._config = {}
-        return Snapshot(RunFolder.open(self._path).record, state, self._course, self._config, time.time())
+        return TopSnapshot(RunFolder.open(self._path).record, state, self._course, self._config, time.time())
 
 
-def facts(snapshot: "Snapshot") -> dict[str, Any]:
+def facts(snapshot: "TopSnapshot") -> dict[str, Any]:
     """Return a snapshot as `raycloak top --json` prints it."""
     course, times = snapshot.course, snapshot.course.times()
     return {

@@ -67,7 +67,7 @@ class OptimStepResult:
 
     Attributes:
         step: finished steps, this one included.
-        parameter_digest: SHA-256 of the released parameters, hexadecimal.
+        model_digest: SHA-256 of the released parameters, hexadecimal.
         loss: see `ForwardBackwardResult`.
         grad_norm: l2 norm of the step's average gradient; None in a private run.
         evaluation_accuracy, evaluation_loss: on the public split, where this step was evaluated; else None.
@@ -75,7 +75,7 @@ class OptimStepResult:
     """
 
     step: int
-    parameter_digest: str
+    model_digest: str
     dp_metrics: DpMetrics
     loss: float | None
     evaluation_accuracy: float | None
@@ -90,7 +90,7 @@ class Artifact:
 
     Attributes:
         package_digest: SHA-256 of the package's manifest, hexadecimal.
-        parameter_digest: SHA-256 of the parameters in it, hexadecimal.
+        model_digest: SHA-256 of the parameters in it, hexadecimal.
         metadata: notes of the caller who saved it.
         created_unix_s: seconds since 1970.
         bytes: length of the file that `ServiceClient.pull_artifact` returns.
@@ -100,7 +100,7 @@ class Artifact:
     client_id: str
     step: int
     package_digest: str
-    parameter_digest: str
+    model_digest: str
     metadata: dict[str, str]
     created_unix_s: float
     bytes: int
@@ -112,7 +112,7 @@ class LoadStateResult:
 
     artifact_id: str
     step: int
-    parameter_digest: str
+    model_digest: str
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class SampleResult:
 
     completions: tuple[Completion, ...]
     step: int
-    parameter_digest: str
+    model_digest: str
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class ClientSummary:
     metadata: dict[str, str]
     created_unix_s: float
     phase: str
-    parameter_digest: str
+    model_digest: str
     queued: int
 
 

@@ -105,7 +105,7 @@ class DpMetrics(_message.Message):
     def __init__(self, epsilon_spent: _Optional[float] = ..., epsilon_cap: _Optional[float] = ..., epsilon_planned: _Optional[float] = ..., delta: _Optional[float] = ..., steps_charged: _Optional[int] = ..., steps_planned: _Optional[int] = ..., noise_multiplier: _Optional[float] = ..., sample_rate: _Optional[float] = ..., max_grad_norm: _Optional[float] = ..., accountant: _Optional[str] = ..., private: _Optional[bool] = ...) -> None: ...
 
 class Client(_message.Message):
-    __slots__ = ("client_id", "name", "status", "step", "dp_metrics", "run_id", "evidence_class", "account", "metadata", "created_unix_s", "error", "config_json", "phase", "revision", "parameter_digest", "queued", "manifest_json", "operations")
+    __slots__ = ("client_id", "name", "status", "step", "dp_metrics", "run_id", "evidence_class", "account", "metadata", "created_unix_s", "error", "config_json", "phase", "revision", "model_digest", "queued", "manifest_json", "operations")
     class MetadataEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -127,7 +127,7 @@ class Client(_message.Message):
     CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
-    PARAMETER_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_JSON_FIELD_NUMBER: _ClassVar[int]
     OPERATIONS_FIELD_NUMBER: _ClassVar[int]
@@ -145,11 +145,11 @@ class Client(_message.Message):
     config_json: str
     phase: str
     revision: int
-    parameter_digest: str
+    model_digest: str
     queued: int
     manifest_json: str
     operations: int
-    def __init__(self, client_id: _Optional[str] = ..., name: _Optional[str] = ..., status: _Optional[str] = ..., step: _Optional[int] = ..., dp_metrics: _Optional[_Union[DpMetrics, _Mapping]] = ..., run_id: _Optional[str] = ..., evidence_class: _Optional[str] = ..., account: _Optional[str] = ..., metadata: _Optional[_Mapping[str, str]] = ..., created_unix_s: _Optional[float] = ..., error: _Optional[_Union[ServiceErrorInfo, _Mapping]] = ..., config_json: _Optional[str] = ..., phase: _Optional[str] = ..., revision: _Optional[int] = ..., parameter_digest: _Optional[str] = ..., queued: _Optional[int] = ..., manifest_json: _Optional[str] = ..., operations: _Optional[int] = ...) -> None: ...
+    def __init__(self, client_id: _Optional[str] = ..., name: _Optional[str] = ..., status: _Optional[str] = ..., step: _Optional[int] = ..., dp_metrics: _Optional[_Union[DpMetrics, _Mapping]] = ..., run_id: _Optional[str] = ..., evidence_class: _Optional[str] = ..., account: _Optional[str] = ..., metadata: _Optional[_Mapping[str, str]] = ..., created_unix_s: _Optional[float] = ..., error: _Optional[_Union[ServiceErrorInfo, _Mapping]] = ..., config_json: _Optional[str] = ..., phase: _Optional[str] = ..., revision: _Optional[int] = ..., model_digest: _Optional[str] = ..., queued: _Optional[int] = ..., manifest_json: _Optional[str] = ..., operations: _Optional[int] = ...) -> None: ...
 
 class SubmitRequest(_message.Message):
     __slots__ = ("client_id", "idempotency_key", "forward_backward", "optim_step", "save_state", "load_state", "sample")
@@ -299,9 +299,9 @@ class ForwardBackwardResult(_message.Message):
     def __init__(self, step: _Optional[int] = ..., loss: _Optional[float] = ..., grad_norm: _Optional[float] = ..., tokens: _Optional[int] = ..., examples_sent: _Optional[int] = ..., dp_metrics: _Optional[_Union[DpMetrics, _Mapping]] = ...) -> None: ...
 
 class OptimStepResult(_message.Message):
-    __slots__ = ("step", "parameter_digest", "dp_metrics", "loss", "evaluation_accuracy", "evaluation_loss", "seconds", "grad_norm")
+    __slots__ = ("step", "model_digest", "dp_metrics", "loss", "evaluation_accuracy", "evaluation_loss", "seconds", "grad_norm")
     STEP_FIELD_NUMBER: _ClassVar[int]
-    PARAMETER_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     DP_METRICS_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_ACCURACY_FIELD_NUMBER: _ClassVar[int]
@@ -309,14 +309,14 @@ class OptimStepResult(_message.Message):
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     GRAD_NORM_FIELD_NUMBER: _ClassVar[int]
     step: int
-    parameter_digest: str
+    model_digest: str
     dp_metrics: DpMetrics
     loss: float
     evaluation_accuracy: float
     evaluation_loss: float
     seconds: float
     grad_norm: float
-    def __init__(self, step: _Optional[int] = ..., parameter_digest: _Optional[str] = ..., dp_metrics: _Optional[_Union[DpMetrics, _Mapping]] = ..., loss: _Optional[float] = ..., evaluation_accuracy: _Optional[float] = ..., evaluation_loss: _Optional[float] = ..., seconds: _Optional[float] = ..., grad_norm: _Optional[float] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., model_digest: _Optional[str] = ..., dp_metrics: _Optional[_Union[DpMetrics, _Mapping]] = ..., loss: _Optional[float] = ..., evaluation_accuracy: _Optional[float] = ..., evaluation_loss: _Optional[float] = ..., seconds: _Optional[float] = ..., grad_norm: _Optional[float] = ...) -> None: ...
 
 class SaveStateResult(_message.Message):
     __slots__ = ("artifact",)
@@ -325,14 +325,14 @@ class SaveStateResult(_message.Message):
     def __init__(self, artifact: _Optional[_Union[Artifact, _Mapping]] = ...) -> None: ...
 
 class LoadStateResult(_message.Message):
-    __slots__ = ("artifact_id", "step", "parameter_digest")
+    __slots__ = ("artifact_id", "step", "model_digest")
     ARTIFACT_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
-    PARAMETER_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     artifact_id: str
     step: int
-    parameter_digest: str
-    def __init__(self, artifact_id: _Optional[str] = ..., step: _Optional[int] = ..., parameter_digest: _Optional[str] = ...) -> None: ...
+    model_digest: str
+    def __init__(self, artifact_id: _Optional[str] = ..., step: _Optional[int] = ..., model_digest: _Optional[str] = ...) -> None: ...
 
 class Completion(_message.Message):
     __slots__ = ("prompt", "text", "finish_reason", "tokens")
@@ -347,14 +347,14 @@ class Completion(_message.Message):
     def __init__(self, prompt: _Optional[int] = ..., text: _Optional[str] = ..., finish_reason: _Optional[str] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class SampleResult(_message.Message):
-    __slots__ = ("completions", "step", "parameter_digest")
+    __slots__ = ("completions", "step", "model_digest")
     COMPLETIONS_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
-    PARAMETER_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     completions: _containers.RepeatedCompositeFieldContainer[Completion]
     step: int
-    parameter_digest: str
-    def __init__(self, completions: _Optional[_Iterable[_Union[Completion, _Mapping]]] = ..., step: _Optional[int] = ..., parameter_digest: _Optional[str] = ...) -> None: ...
+    model_digest: str
+    def __init__(self, completions: _Optional[_Iterable[_Union[Completion, _Mapping]]] = ..., step: _Optional[int] = ..., model_digest: _Optional[str] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("client_id", "since")
@@ -401,7 +401,7 @@ class Change(_message.Message):
     def __init__(self, operation: _Optional[_Union[Operation, _Mapping]] = ..., client: _Optional[_Union[Client, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ...) -> None: ...
 
 class Artifact(_message.Message):
-    __slots__ = ("artifact_id", "client_id", "step", "package_digest", "parameter_digest", "metadata", "created_unix_s", "bytes")
+    __slots__ = ("artifact_id", "client_id", "step", "package_digest", "model_digest", "metadata", "created_unix_s", "bytes")
     class MetadataEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -413,7 +413,7 @@ class Artifact(_message.Message):
     CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     PACKAGE_DIGEST_FIELD_NUMBER: _ClassVar[int]
-    PARAMETER_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     METADATA_FIELD_NUMBER: _ClassVar[int]
     CREATED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -421,11 +421,11 @@ class Artifact(_message.Message):
     client_id: str
     step: int
     package_digest: str
-    parameter_digest: str
+    model_digest: str
     metadata: _containers.ScalarMap[str, str]
     created_unix_s: float
     bytes: int
-    def __init__(self, artifact_id: _Optional[str] = ..., client_id: _Optional[str] = ..., step: _Optional[int] = ..., package_digest: _Optional[str] = ..., parameter_digest: _Optional[str] = ..., metadata: _Optional[_Mapping[str, str]] = ..., created_unix_s: _Optional[float] = ..., bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, artifact_id: _Optional[str] = ..., client_id: _Optional[str] = ..., step: _Optional[int] = ..., package_digest: _Optional[str] = ..., model_digest: _Optional[str] = ..., metadata: _Optional[_Mapping[str, str]] = ..., created_unix_s: _Optional[float] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class ListArtifactsReply(_message.Message):
     __slots__ = ("artifacts",)

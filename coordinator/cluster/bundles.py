@@ -21,7 +21,7 @@ class NodeView:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class BundleRequest:
     """A wish for ``bundles`` equal bundles, on nodes that carry ``labels``, by one of Ray's four strategies."""
 
     bundle: Mapping[str, float]
@@ -29,7 +29,7 @@ class Request:
     bundles: int
     strategy: str
 
-    def alone(self) -> "Request":
+    def alone(self) -> "BundleRequest":
         """Return the same bundle without neighbours."""
         return replace(self, bundles=1, strategy="PACK")
 
@@ -69,7 +69,7 @@ class Request:
         return f"node {node.node_id[:12]} ({amounts}{labels})"
 
 
-def even_share(nodes: Sequence[NodeView], resource: str, request: Request) -> float:
+def even_share(nodes: Sequence[NodeView], resource: str, request: BundleRequest) -> float:
     """Return the largest share of ``resource``, at most 1, at which all bundles of ``request`` fit; 0 if none."""
     capacities = {node.total.get(resource, 0.0) for node in nodes}
     # Rounded down, so that k shares never exceed a node's capacity.

@@ -21,7 +21,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raycloak.coordinator.cluster.bundles import NodeView, Request, even_share
+from raycloak.coordinator.cluster.bundles import BundleRequest, NodeView, even_share
 from raycloak.coordinator.config.sections import PlacementConfig
 from raycloak.metrics.errors import ConfigError
 
@@ -170,7 +170,7 @@ class Placement:
         for group in groups:
             remove_placement_group(group)
 
-    def _make_request(self, use_gpu: bool) -> Request:
+    def _make_request(self, use_gpu: bool) -> BundleRequest:
         config = self._config
         given = config.resources_per_worker
         if given.get("GPU") and not use_gpu:
@@ -183,10 +183,10 @@ class Placement:
         if config.accelerator_type is not None:
             # The amount that Ray itself takes for a type of accelerator.
             bundle[f"accelerator_type:{config.accelerator_type}"] = 0.001
-        request = Request({}, dict(config.labels), self._num_workers, self._strategy)
+        request = BundleRequest({}, dict(config.labels), self._num_workers, self._strategy)
         nodes = cluster_nodes()
         if self._reserved is not None:
-            return Request(self._reserved_bundle(), dict(config.labels), self._num_workers, self._strategy)
+            return BundleRequest(self._reserved_bundle(), dict(config.labels), self._num_workers, self._strategy)
         if "CPU" not in given:
             bundle["CPU"] = even_share(nodes, "CPU", request) or 1.0
         if use_gpu and "GPU" not in given:
@@ -198,7 +198,7 @@ class Placement:
                 f"placement.resources_per_worker reserves nothing that Ray can place: {given}.",
                 "Give each resource a number above 0.",
             )
-        return Request(bundle, dict(config.labels), self._num_workers, self._strategy)
+        return BundleRequest(bundle, dict(config.labels), self._num_workers, self._strategy)
 
     def _reserved_bundle(self) -> dict[str, float]:
         """Return the resources of one worker's bundle in the caller's group."""

@@ -11,7 +11,7 @@ from raycloak.attestation.collateral.files import load_collateral
 from raycloak.attestation.collateral.keeper import CollateralKeeper, CollateralRefresh
 from raycloak.attestation.core.canonical import digest
 from raycloak.attestation.core.evidence import CollateralBundle
-from raycloak.attestation.core.messages import parse
+from raycloak.attestation.core.messages import parse_stored
 from raycloak.attestation.files.whole import write_whole
 from raycloak.attestation.files.yaml_reader import read_yaml
 from raycloak.attestation.keys.halves import ServiceContract
@@ -123,7 +123,7 @@ class ServiceConfig(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class ServiceFacts:
+class EvidenceServiceFacts:
     """The facts about a service that members and readers of its output need.
 
     Attributes:
@@ -157,7 +157,7 @@ def load_service(path: Path) -> ServiceConfig:
     return validated(ServiceConfig, read_yaml(path, "config"), "docs/evidence-service.md")
 
 
-def start_service(config: ServiceConfig, base: Path) -> tuple[EvidenceServer, RunSession, ServiceFacts]:
+def start_service(config: ServiceConfig, base: Path) -> tuple[EvidenceServer, RunSession, EvidenceServiceFacts]:
     """Open the orchestrator below ``RAYCLOAK_HOME/service`` and serve it; a restart resumes its session.
 
     Args:
@@ -194,7 +194,7 @@ def start_service(config: ServiceConfig, base: Path) -> tuple[EvidenceServer, Ru
         # Before the service stops, because the refresh uses its orchestrator.
         server.at_stop(refresh.stop)
         refresh.start()
-    facts = ServiceFacts(
+    facts = EvidenceServiceFacts(
         evidence="SIMULATED" if policy.accepts_simulated else "hardware",
         address=f"{config.bind.rpartition(':')[0]}:{server.port}",
         run_id=run_id,
@@ -300,7 +300,7 @@ def _with_sealed(served: _Served, config: ServiceConfig, base: Path) -> _Served:
 
 def _manifest(path: Path) -> Manifest:
     try:
-        return parse(Manifest, path.read_bytes().strip())
+        return parse_stored(Manifest, path.read_bytes().strip(), str(path))
     except OSError as error:
         raise file_error("manifest", "read", path, error) from None
     except ProtocolError:

@@ -168,7 +168,7 @@ class WriteTransactions:
             kept.close()
 
 
-def execute(connection: sa.Connection, statement: "_Statement", values: Mapping[str, Any] | None = None) -> "_Found":
+def execute(connection: sa.Connection, statement: "_Statement", values: Mapping[str, Any] | None = None) -> "_Rows":
     """Execute one of the module's constant statements, which are compiled once.
 
     For SQLite the driver is asked directly. SQLAlchemy's work around a statement takes ten times as long as the
@@ -185,7 +185,7 @@ def execute(connection: sa.Connection, statement: "_Statement", values: Mapping[
 _Statement = sa.Select[Any] | sa.Insert | sa.Update
 
 
-class _Found(Protocol):
+class _Rows(Protocol):
     """The rows that a statement found, each a sequence of its columns."""
 
     def fetchone(self) -> Any: ...

@@ -164,7 +164,7 @@ class StepCharged(Message):
 
     Attributes:
         query, step: the mechanism, and the number of its release, from 0.
-        parameter_digest: of the parameters, and of the batches that a client sent; see
+        input_digest: of the parameters, and of the batches that a client sent; see
             `raycloak.workers.terms.step_input`.
         fencing: number of the ledger instance that charged.
         charged_epsilon: the account's epsilon after this charge: the total of all events up to this one.
@@ -176,7 +176,7 @@ class StepCharged(Message):
     run_id: str
     query: Query
     step: int
-    parameter_digest: bytes
+    input_digest: bytes
     manifest_digest: bytes
     mechanism_digest: bytes
     fencing: int

@@ -35,7 +35,7 @@ class ExportedLedger(Message):
     public_key: bytes
 
 
-class ExportedEntry(Message):
+class ExportedLedgerEntry(Message):
     """An entry as a line of an export."""
 
     DOMAIN: ClassVar[str] = "raycloak/ledger-export/entry/v1"
@@ -114,7 +114,7 @@ def _entries(lines: Iterator[bytes], hashes: list[bytes], ending: list[bytes]) -
             ending += [line, *lines]
             return
         try:
-            parsed = parse(ExportedEntry, line)
+            parsed = parse(ExportedLedgerEntry, line)
         except ProtocolError:
             raise broken(len(hashes) + 1, "its line cannot be read") from None
         hashes.append(parsed.hash)
@@ -134,9 +134,9 @@ def _stated_head(ending: list[bytes], public_key: bytes, head: Head) -> LedgerHe
     return stated
 
 
-def exported_entry(entry: LedgerEntry) -> ExportedEntry:
+def exported_entry(entry: LedgerEntry) -> ExportedLedgerEntry:
     """Return an entry as the message that its line is."""
-    return ExportedEntry(
+    return ExportedLedgerEntry(
         sequence=entry.sequence,
         previous=entry.previous,
         kind=entry.kind,

@@ -30,7 +30,7 @@ from raycloak.coordinator.ledger.entries import (
     broken,
     check_chain,
 )
-from raycloak.coordinator.ledger.export import ExportedEntry, exported_entry
+from raycloak.coordinator.ledger.export import ExportedLedgerEntry, exported_entry
 from raycloak.coordinator.ledger.known_data import Learning
 from raycloak.metrics.errors import ProtocolError
 
@@ -158,7 +158,7 @@ def _statement(line: bytes, ledger_key: bytes, last: Head) -> AccountStatement:
 
 def _entry(line: bytes, number: int) -> LedgerEntry:
     try:
-        parsed = parse(ExportedEntry, line)
+        parsed = parse(ExportedLedgerEntry, line)
     except ProtocolError:
         raise broken(number, f"line {number} of the extract cannot be read") from None
     body = canonical_json(parsed.body)

@@ -41,7 +41,7 @@ from raycloak.coordinator.ledger.reader import LedgerReader
 from raycloak.coordinator.ledger.rules import (
     OpeningTerms,
     PricedRun,
-    RunTerms,
+    RegistrationTerms,
     check_cap,
     epsilon_at,
     now,
@@ -67,7 +67,7 @@ class RunStart:
         data_root: see `raycloak.workers.terms.receipt.data_root`.
     """
 
-    run: RunTerms
+    run: RegistrationTerms
     data_root: bytes
 
 
@@ -204,7 +204,7 @@ class PrivacyLedger(LedgerReader):
             if event is not None:
                 self._book.append(rows, event)
 
-    def register_run(self, run: RunTerms) -> None:
+    def register_run(self, run: RegistrationTerms) -> None:
         """Let a run charge to an account, and make this instance the run's owner. Idempotent for the same terms.
 
         The account that the run opens, if it is not open yet, is opened in the same entry of the store, or not at all.
@@ -245,7 +245,7 @@ class PrivacyLedger(LedgerReader):
         self,
         run_id: str,
         step: int,
-        parameter_digest: bytes,
+        input_digest: bytes,
         manifest_digest: bytes,
         query: Query = "gradient",
         start: RunStart | None = None,
@@ -253,7 +253,7 @@ class PrivacyLedger(LedgerReader):
         """Charge one step of one mechanism and return the signed :class:`raycloak.workers.terms.receipt.Receipt` for
         it.
 
-        ``parameter_digest`` is of the step's whole input: see `raycloak.workers.terms.step_input`.
+        ``input_digest`` is of the step's whole input: see `raycloak.workers.terms.step_input`.
 
         Guarantee: when the receipt is returned its entry is on disk. The witness, if there is one, then holds a head
         at or behind that entry. The same five arguments give the same entry and charge once, for any caller and any
@@ -286,8 +286,8 @@ class PrivacyLedger(LedgerReader):
                 )
             entry = rows.charge(run_id, query, step)
             if entry is None:
-                entry = self._charge_new(rows, row, run, account, query, step, parameter_digest)
-            receipt = self._receipt(entry, run.registered, parameter_digest, data_root)
+                entry = self._charge_new(rows, row, run, account, query, step, input_digest)
+            receipt = self._receipt(entry, run.registered, input_digest, data_root)
             self._take(rows, row)
         return receipt
 
@@ -329,7 +329,7 @@ class PrivacyLedger(LedgerReader):
             self._take(rows, row)
         return binding
 
-    def _priced(self, run: RunTerms) -> _Priced | None:
+    def _priced(self, run: RegistrationTerms) -> _Priced | None:
         """Price a new run before the lock is taken: it takes seconds the first time, and others wait for the lock."""
         with self._store.read() as rows:
             if rows.run(run.run_id) is not None:
@@ -337,7 +337,7 @@ class PrivacyLedger(LedgerReader):
             account = self._book.standing_for(rows, run).account
         return _Priced(account.terms, account.fixed, registration(run, account.terms, account.fixed))
 
-    def _register(self, rows: Rows, run: RunTerms, priced: _Priced | None) -> None:
+    def _register(self, rows: Rows, run: RegistrationTerms, priced: _Priced | None) -> None:
         """Register a run, and open the account that it is to open; or check that it is the one that is registered."""
         found = rows.run(run.run_id)
         if found is not None:
@@ -415,7 +415,7 @@ class PrivacyLedger(LedgerReader):
         account: Account,
         query: Query,
         step: int,
-        parameter_digest: bytes,
+        input_digest: bytes,
     ) -> LedgerEntry:
         priced = run.priced.get(query)
         planned = priced.mechanism.steps if priced else 0
@@ -434,7 +434,7 @@ class PrivacyLedger(LedgerReader):
             run_id=row.run_id,
             query=query,
             step=step,
-            parameter_digest=parameter_digest,
+            input_digest=input_digest,
             manifest_digest=run.registered.manifest_digest,
             mechanism_digest=priced.digest,
             fencing=self.fencing,
@@ -447,11 +447,11 @@ class PrivacyLedger(LedgerReader):
             self._renewed_at = event.recorded_at
         return self._book.append(rows, event)
 
-    def _receipt(self, entry: LedgerEntry, run: RunRegistered, parameter_digest: bytes, data_root: bytes) -> Envelope:
+    def _receipt(self, entry: LedgerEntry, run: RunRegistered, input_digest: bytes, data_root: bytes) -> Envelope:
         event = entry.event
         assert isinstance(event, StepCharged)
         # The same keyed noise on another gradient would be a difference without noise.
-        if event.parameter_digest != parameter_digest:
+        if event.input_digest != input_digest:
             raise BudgetError(
                 "step_already_charged",
                 f"step {event.step} of run {event.run_id} was charged for other parameters or batches.",
@@ -461,7 +461,7 @@ class PrivacyLedger(LedgerReader):
             run_id=event.run_id,
             query=event.query,
             step=event.step,
-            parameter_digest=event.parameter_digest,
+            input_digest=event.input_digest,
             manifest_digest=event.manifest_digest,
             account=run.account,
             mechanism_digest=event.mechanism_digest,
@@ -515,7 +515,7 @@ class PrivacyLedger(LedgerReader):
         if self._witnessed:
             self._witnessed.keep(head)
 
-    def _check_same_run(self, rows: Rows, row: RunRow, run: RunTerms) -> None:
+    def _check_same_run(self, rows: Rows, row: RunRow, run: RegistrationTerms) -> None:
         known = self._book.run(rows, row).registered
         # Its data may have moved since, or gained a key of its account: the fingerprint says whether it is the same.
         same = (known.account, known.mechanisms, known.manifest_digest, known.data.fingerprint) == (

@@ -15,7 +15,7 @@ HERE = "this machine"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StoragePlace:
     """A place where something is kept.
 
     Attributes:
@@ -38,7 +38,7 @@ class Place:
         return frozenset(_machine(str(address[0])) for *_, address in found)
 
 
-def is_apart(witness: Place, ledger: Place) -> bool:
+def is_apart(witness: StoragePlace, ledger: StoragePlace) -> bool:
     """Return whether a person who puts an older ledger back does not put back the witness with it.
 
     Two folders are apart if their file systems are others. Anything else is if it is not on one machine: a witness that

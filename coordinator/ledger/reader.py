@@ -35,7 +35,7 @@ from raycloak.coordinator.ledger.export import write_export
 from raycloak.coordinator.ledger.extract import extract_lines
 from raycloak.coordinator.ledger.known_data import Known, StatesData, learned
 from raycloak.coordinator.ledger.places import is_apart
-from raycloak.coordinator.ledger.rules import PricedRun, RunTerms, now, registration
+from raycloak.coordinator.ledger.rules import PricedRun, RegistrationTerms, now, registration
 from raycloak.coordinator.ledger.store import AccountRow, LedgerStore, Rows, RunRow
 from raycloak.coordinator.ledger.view import AccountView, LedgerView, Outlook, StepStatus, account_view
 from raycloak.coordinator.ledger.witness import Witnessed, open_witness
@@ -80,7 +80,7 @@ class LedgerReader:
             return StepStatus(False)
         event = entry.event
         assert isinstance(event, StepCharged)
-        return StepStatus(True, event.parameter_digest, entry.sequence)
+        return StepStatus(True, event.input_digest, entry.sequence)
 
     def view(self) -> LedgerView:
         """Return all accounts as they are now, over a connection of its own. Never waits for a charge."""
@@ -90,7 +90,7 @@ class LedgerReader:
             witness = self._witnessed.state if self._witnessed else None
             return LedgerView(self.public_key, self.fencing, rows.head(), accounts, self._rollback_witness, witness)
 
-    def outlook(self, run: RunTerms) -> Outlook:
+    def outlook(self, run: RegistrationTerms) -> Outlook:
         """Return what one more run would find on its account; writes nothing.
 
         Guarantee: refuses what `PrivacyLedger.register_run` would refuse now, with the same code.
@@ -298,7 +298,7 @@ class Book:
         registered = [self.run(rows, row).registered for row in runs]
         return Standing(account, self.spent(rows, runs), registered, self.known_data(rows).accounts.get(name, ()))
 
-    def standing_for(self, rows: Rows, run: RunTerms) -> Standing:
+    def standing_for(self, rows: Rows, run: RegistrationTerms) -> Standing:
         """Return the account of a run as :meth:`standing`, or as the run is to open it.
 
         Raises:

@@ -92,7 +92,7 @@ class OpeningTerms:
 
 
 @dataclass(frozen=True, slots=True)
-class RunTerms:
+class RegistrationTerms:
     """All that a run is registered with.
 
     Attributes:
@@ -116,7 +116,7 @@ class RunTerms:
     unit: str = UNIT
 
 
-def registration(run: RunTerms, terms: AccountOpened, fixed: bool) -> RunRegistered:
+def registration(run: RegistrationTerms, terms: AccountOpened, fixed: bool) -> RunRegistered:
     """Build the event of a new run, with its cost.
 
     Args:

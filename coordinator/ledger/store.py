@@ -27,12 +27,12 @@ from raycloak.coordinator.ledger.engine import (
 from raycloak.coordinator.ledger.entries import Head, LedgerEntry, StepCharged
 from raycloak.coordinator.ledger.leases import Lease, Leases
 from raycloak.coordinator.ledger.location import ledger_missing
-from raycloak.coordinator.ledger.places import Place
+from raycloak.coordinator.ledger.places import StoragePlace
 from raycloak.coordinator.ledger.postgres import server_of
 from raycloak.metrics.errors import BudgetError
 
 _FAMILY = "raycloak ledger v"
-APPLICATION = f"{_FAMILY}5"
+APPLICATION = f"{_FAMILY}6"
 
 _tables = sa.MetaData()
 _integer = sa.BigInteger().with_variant(sa.Integer, "sqlite")
@@ -192,13 +192,13 @@ class LedgerStore:
         """This instance's fencing number, above the number of every earlier instance; 0 if it was opened to read."""
         return self._fencing
 
-    def place(self) -> Place:
+    def place(self) -> StoragePlace:
         """Return the file of an embedded ledger, or the server that this instance is connected to."""
         url = sa.make_url(self._url)
         if url.get_backend_name() == "sqlite" and url.database:
-            return Place(path=Path(url.database))
+            return StoragePlace(path=Path(url.database))
         with storage_errors(), self._reader.connect() as connection:
-            return Place(host=server_of(connection))
+            return StoragePlace(host=server_of(connection))
 
     @contextmanager
     def write(self) -> Iterator["Rows"]:

@@ -22,7 +22,7 @@ class StepStatus:
     """The state of a step: whether it is charged, and for which parameters. It resolves a lost reply."""
 
     charged: bool
-    parameter_digest: bytes | None = None
+    input_digest: bytes | None = None
     sequence: int | None = None
 
 

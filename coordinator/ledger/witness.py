@@ -28,7 +28,7 @@ from raycloak.attestation.files.private import read_private
 from raycloak.attestation.files.whole import sync
 from raycloak.coordinator.ledger.entries import Head
 from raycloak.coordinator.ledger.heads import LedgerHead, head_line, read_head_line, rolled_back
-from raycloak.coordinator.ledger.places import Place
+from raycloak.coordinator.ledger.places import StoragePlace
 from raycloak.metrics.errors import BudgetError, ConfigError, ProtocolError
 from raycloak.metrics.file_errors import file_error
 
@@ -41,7 +41,7 @@ _TAIL_BYTES = 8192  # several times a line with a head
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class KeptHead:
     """The state of a witness: its newest head, None without one, and the token that names this state."""
 
     head: LedgerHead | None
@@ -64,7 +64,7 @@ class WitnessState:
 class Witness(Protocol):
     """A place that keeps the heads of one ledger. Every method raises BudgetError ``witness_unavailable``."""
 
-    def newest(self) -> Held:
+    def newest(self) -> KeptHead:
         """Return the present state."""
         ...
 
@@ -85,7 +85,7 @@ class Witness(Protocol):
         ...
 
     @property
-    def place(self) -> Place:
+    def place(self) -> StoragePlace:
         """The place where the heads are kept."""
         ...
 
@@ -137,20 +137,20 @@ class FolderWitness:
         self._key = public_key
         self._path = folder / f"{public_key.hex()[:32]}.heads.jsonl"
 
-    def newest(self) -> Held:
+    def newest(self) -> KeptHead:
         """Return the last whole line's head, with the file's size as token."""
         with self._failures():
             size = self._path.stat().st_size if self._path.exists() else 0
             if size == 0:
                 self._require_folder()
-                return Held(None, "0")
+                return KeptHead(None, "0")
             with self._path.open("rb") as file:
                 start = file.seek(max(0, size - _TAIL_BYTES))
                 # A crash cut off a line without a line feed. No ledger was told that it is kept.
                 whole = file.read(size - start).rpartition(b"\n")[0]
         if not whole:
-            return Held(None, str(size))
-        return Held(self._read(whole.rpartition(b"\n")[2]), str(size))
+            return KeptHead(None, str(size))
+        return KeptHead(self._read(whole.rpartition(b"\n")[2]), str(size))
 
     def heads(self) -> tuple[LedgerHead, ...]:
         """Return the heads of all whole lines."""
@@ -180,9 +180,9 @@ class FolderWitness:
         """Do nothing, because no resource stays open."""
 
     @property
-    def place(self) -> Place:
+    def place(self) -> StoragePlace:
         """Return the folder."""
-        return Place(path=self._path.parent)
+        return StoragePlace(path=self._path.parent)
 
     def _whole_bytes(self, size: int) -> int:
         """Return the number of bytes up to the end of the last whole line."""
@@ -231,15 +231,15 @@ class UrlWitness:
         self._path = f"{url.path.rstrip('/')}/{public_key.hex()}" + (f"?{url.query}" if url.query else "")
         self._connection: http.client.HTTPConnection | None = None
 
-    def newest(self) -> Held:
+    def newest(self) -> KeptHead:
         """Return the head at the URL, with its ETag as token."""
         status, etag, body = self._ask("GET", None, {})
         if status == 404:
-            return Held(None, "")
+            return KeptHead(None, "")
         if status != 200 or not etag:
             raise self._unavailable(f"GET was answered with {status} and ETag '{etag}'")
         try:
-            return Held(read_head_line(body, self._key), etag)
+            return KeptHead(read_head_line(body, self._key), etag)
         except ProtocolError:
             raise self._unavailable("its content is not a head that this ledger signed") from None
 
@@ -260,9 +260,9 @@ class UrlWitness:
         return etag
 
     @property
-    def place(self) -> Place:
+    def place(self) -> StoragePlace:
         """Return the server."""
-        return Place(host=str(self._url.hostname))
+        return StoragePlace(host=str(self._url.hostname))
 
     def close(self) -> None:
         """Close the connection, if one is open."""
@@ -317,7 +317,7 @@ class Witnessed:
         self._hash_at = hash_at
         self._clock = clock
         self._lock = threading.Lock()
-        self._held: Held | None = None
+        self._held: KeptHead | None = None
         self._state = WitnessState(answers=True, entries=0)
 
     @property
@@ -352,7 +352,7 @@ class Witnessed:
                 self._held = None
                 token = self._witness.put(line, held.token)
                 if token is not None:
-                    self._held = Held(read_head_line(line, self._key.public), token) if token else None
+                    self._held = KeptHead(read_head_line(line, self._key.public), token) if token else None
                     self._state = WitnessState(answers=True, entries=head.sequence)
                     return
             raise _unavailable("the witness", f"its newest head changed {_TRIES} times while keeping a head")
@@ -373,7 +373,7 @@ class Witnessed:
                     self._state = replace(self._state, answers=False)
                 raise
 
-    def _known(self) -> Held:
+    def _known(self) -> KeptHead:
         """Return the witness's state, after checking that its head is of this chain.
 
         It is compared every time. A ledger may be put back while it is open, for example by a standby that lacks its

@@ -105,8 +105,8 @@ class Logger(Callback, ABC):
         """Log the verdict and the files of the run directory."""
         verdict = ended.metrics or {}
         self._word("ending", ended.ending)
-        if "parameter_digest" in verdict:
-            self._word("parameter_digest", verdict["parameter_digest"])
+        if "model_digest" in verdict:
+            self._word("model_digest", verdict["model_digest"])
         self._log({name: verdict.get(name) for name in _VERDICT}, int(verdict.get("steps", self._step)))
         weights = ended.run_dir / WEIGHTS
         files = [path for name in FILES if (path := ended.run_dir / name).exists()]

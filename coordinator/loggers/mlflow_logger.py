@@ -122,7 +122,7 @@ class MLflowLogger(Logger):
         except MlflowException:
             self._client.create_registered_model(self._registered_model)
         verdict = ended.metrics or {}
-        named = ("privacy_epsilon", "privacy_delta", "parameter_digest", "account")
+        named = ("privacy_epsilon", "privacy_delta", "model_digest", "account")
         tags = {f"raycloak.{name}": str(verdict[name]) for name in named if verdict.get(name) is not None}
         self._client.create_model_version(
             self._registered_model,

@@ -16,7 +16,7 @@ from raycloak.metrics.errors import MORE_MEMORY, ProtocolError, RunFailedError
 from raycloak.workers.messages import WorkerFacts, WorkerSetup
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.mechanism import Mechanism
-from raycloak.workers.terms.parameter_digest import check_same_tensors
+from raycloak.workers.terms.model_digest import check_same_tensors
 
 T = TypeVar("T", bound=Hashable)
 

@@ -15,7 +15,7 @@ from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.ledger.entries import Head
 from raycloak.coordinator.ledger.known_data import check_unknown
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
-from raycloak.coordinator.ledger.rules import RunTerms
+from raycloak.coordinator.ledger.rules import RegistrationTerms
 from raycloak.coordinator.ledger.view import LedgerView
 from raycloak.coordinator.planning.cross_check import checked
 from raycloak.coordinator.planning.data_check import recorded_check
@@ -200,9 +200,11 @@ def _paid(config: RunConfig, config_dir: Path, facts: _Facts) -> Plan:
         return replace(with_payer, warnings=(*with_payer.warnings, *asks))
 
 
-def _run_terms(config: RunConfig, name: str, paying: PayingAccount | None, plan: Plan, data: DataMarks) -> RunTerms:
+def _run_terms(
+    config: RunConfig, name: str, paying: PayingAccount | None, plan: Plan, data: DataMarks
+) -> RegistrationTerms:
     """Return what the ledger would be asked to register; a run of this plan has no id and no manifest yet."""
-    return RunTerms(
+    return RegistrationTerms(
         run_id="(planned)",
         account=name,
         mechanisms=_mechanisms(plan),

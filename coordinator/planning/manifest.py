@@ -25,7 +25,7 @@ from raycloak.workers.terms.manifest import (
 )
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.mechanism import Mechanism
-from raycloak.workers.terms.parameter_digest import frozen_digest, parameter_digest, tensor_digests
+from raycloak.workers.terms.model_digest import frozen_digest, model_digest, tensor_digests
 
 BY_HAND = "by hand"
 """The name of an update that the caller of `raycloak.by_hand` makes, and no aggregator; no configuration has it."""
@@ -60,7 +60,7 @@ def build_computation(
         loss=loss_spec(config.loss),
         loss_code=facts.loss_code,
         tensors=facts.tensors,
-        initial_parameters=parameter_digest(facts.tensors, tensor_digests(facts.initial_parameters, facts.tensors)),
+        initial_parameters=model_digest(facts.tensors, tensor_digests(facts.initial_parameters, facts.tensors)),
         frozen=frozen_digest(facts.contents),
         optimizer=optimizer_spec(config.optimizer, base),
         numerics=facts.numerics,

@@ -222,7 +222,7 @@ class Scale:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RefusedSize:
     """A size that no plan exists for: ``code`` and ``message`` of its refusal."""
 
     workers: int
@@ -268,15 +268,15 @@ def planned(config: ScaleConfig, workers: int, parameters: int) -> Mechanism:
     return plan_mechanism(run, round(run.batch_size / SAMPLE_RATE), parameters)
 
 
-def simulate(config: ScaleConfig, rates: Rates) -> list[Scale | Refused]:
+def simulate(config: ScaleConfig, rates: Rates) -> list[Scale | RefusedSize]:
     """Return the prediction for every pair of workers and parameters, the fewest workers first."""
-    found: list[Scale | Refused] = []
+    found: list[Scale | RefusedSize] = []
     for workers in config.workers:
         for parameters in config.parameters:
             try:
                 mechanism = planned(config, workers, parameters)
             except ConfigError as error:
-                found.append(Refused(workers, parameters, error.code, error.message))
+                found.append(RefusedSize(workers, parameters, error.code, error.message))
             else:
                 found.append(predict(config, rates, workers, mechanism))
     return found

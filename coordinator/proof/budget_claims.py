@@ -9,7 +9,7 @@ from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.ledger.extract import check_extract
 from raycloak.coordinator.ledger.rules import account_limits, epsilon_at
 from raycloak.coordinator.planning.cross_check import dp_accounting_rdp, without_prv
-from raycloak.coordinator.proof.case import Case
+from raycloak.coordinator.proof.case import ProofCase
 from raycloak.coordinator.proof.claims import Broken, NotThere
 from raycloak.coordinator.proof.parts import LEDGER
 
@@ -20,7 +20,7 @@ _LIBRARIES = 1e-3
 """Relative; between Opacus and dp-accounting at integer orders, as for every plan (docs/privacy.md)."""
 
 
-def ledger(case: Case) -> str:
+def ledger(case: ProofCase) -> str:
     """The ledger signed each entry of the account and that these are all; each follows its rules and caps."""
     case.extract = check_extract(case.parts.lines(LEDGER), case.trust.ledger)
     stated, known = case.extract.stated, case.extract.audited
@@ -33,7 +33,7 @@ def ledger(case: Case) -> str:
     return f"{stated.count} entries of account '{stated.account}'{moved}, {extent}"
 
 
-def epsilon(case: Case) -> str:
+def epsilon(case: ProofCase) -> str:
     """The account's epsilon follows from its charges, by raycloak's accountant and by dp-accounting."""
     standing = case.extract.audited.standing(case.manifest.account)
     terms, releases = standing.account.terms, merged([one for each in standing.spent for one in each.releases])
@@ -54,7 +54,7 @@ def epsilon(case: Case) -> str:
     return f"{first} at delta {terms.delta:g} by raycloak; dp-accounting gives {second}{_on_whose_word(case)}"
 
 
-def _on_whose_word(case: Case) -> str:
+def _on_whose_word(case: ProofCase) -> str:
     """Return the bounds on participations that the account's epsilon rests on; nothing if it rests on none."""
     registered = (run.registered for run in case.extract.audited.runs.values())
     bounds = [
@@ -72,7 +72,7 @@ def _on_whose_word(case: Case) -> str:
     )
 
 
-def _second(case: Case, spent: float) -> str:
+def _second(case: ProofCase, spent: float) -> str:
     """Return dp-accounting's own numbers for the account."""
     account = case.manifest.account
     standing = case.extract.audited.standing(account)

@@ -20,7 +20,7 @@ from raycloak.attestation.core.messages import Message, parse
 from raycloak.attestation.files.whole import whole_file
 from raycloak.attestation.sealed.package_keys import TrustStore
 from raycloak.coordinator.proof.claims import Broken
-from raycloak.coordinator.proof.parts import OPTIONAL, PACKAGE_FILES, REQUIRED, Part, Parts
+from raycloak.coordinator.proof.parts import OPTIONAL, PACKAGE_FILES, REQUIRED, RecordPart, RecordParts
 from raycloak.metrics.errors import ConfigError
 from raycloak.metrics.file_errors import file_error
 
@@ -60,7 +60,7 @@ class BundleIndex(Message):
     parts: tuple[IndexedPart, ...]
 
 
-def write_bundle(path: Path, run_id: str, parts: Parts, signer: HybridSigner, made_at: int) -> BundleIndex:
+def write_bundle(path: Path, run_id: str, parts: RecordParts, signer: HybridSigner, made_at: int) -> BundleIndex:
     """Write a bundle; the file appears as a whole.
 
     Raises:
@@ -75,7 +75,7 @@ def write_bundle(path: Path, run_id: str, parts: Parts, signer: HybridSigner, ma
         raise file_error("bundle_file", "write", path, error) from None
 
 
-def put_bundle(sink: BinaryIO, run_id: str, parts: Parts, signer: HybridSigner, made_at: int) -> BundleIndex:
+def put_bundle(sink: BinaryIO, run_id: str, parts: RecordParts, signer: HybridSigner, made_at: int) -> BundleIndex:
     """Write a bundle's bytes to ``sink``."""
     named = sorted(parts.by_name.items())
     index = BundleIndex(
@@ -85,13 +85,13 @@ def put_bundle(sink: BinaryIO, run_id: str, parts: Parts, signer: HybridSigner, 
     )
     body = index.encode()
     signature = signer.sign(length_prefixed(BundleIndex.DOMAIN, body)).encode()
-    for name, part in [(INDEX, Part.of(body)), (SIGNATURE, Part.of(signature)), *named]:
+    for name, part in [(INDEX, RecordPart.of(body)), (SIGNATURE, RecordPart.of(signature)), *named]:
         _put(sink, name, part)
     sink.write(bytes(2 * _BLOCK))
     return index
 
 
-def read_bundle(path: Path) -> Parts:
+def read_bundle(path: Path) -> RecordParts:
     """Return the parts of a bundle, none of which is checked yet but for its name and its place in the file.
 
     Raises:
@@ -99,12 +99,12 @@ def read_bundle(path: Path) -> Parts:
         ConfigError: ``bundle_file`` if it cannot be read.
     """
     try:
-        return Parts(_places(path))
+        return RecordParts(_places(path))
     except OSError as error:
         raise file_error("bundle_file", "read", path, error) from None
 
 
-def check_index(parts: Parts, trust: TrustStore) -> tuple[BundleIndex, str]:
+def check_index(parts: RecordParts, trust: TrustStore) -> tuple[BundleIndex, str]:
     """Check a bundle's parts against its signed index; return it with the name of its signer.
 
     Raises:
@@ -133,7 +133,7 @@ def is_part(name: str) -> bool:
     return name in (*REQUIRED, *OPTIONAL) or (package is not None and package[2] in PACKAGE_FILES)
 
 
-def _put(sink: BinaryIO, name: str, part: Part) -> None:
+def _put(sink: BinaryIO, name: str, part: RecordPart) -> None:
     sink.write(_header(name, part.size))
     written = 0
     with part.open() as source:
@@ -152,8 +152,8 @@ def _header(name: str, size: int) -> bytes:
     return info.tobuf(tarfile.GNU_FORMAT)
 
 
-def _places(path: Path) -> Mapping[str, Part]:
-    found: dict[str, Part] = {}
+def _places(path: Path) -> Mapping[str, RecordPart]:
+    found: dict[str, RecordPart] = {}
     total = path.stat().st_size
     with path.open("rb") as file:
         while (header := file.read(_BLOCK)) != bytes(_BLOCK):
@@ -161,7 +161,7 @@ def _places(path: Path) -> Mapping[str, Part]:
             start = file.tell()
             if name in found or size > total - start:
                 raise Broken(name, "it is there twice, or longer than the file")
-            found[name] = Part(size, partial(_slice, path, start, size))
+            found[name] = RecordPart(size, partial(_slice, path, start, size))
             file.seek(start + size)
             padding = -size % _BLOCK
             if file.read(padding) != bytes(padding):

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from raycloak.attestation.core.messages import parse
+from raycloak.attestation.core.messages import parse_stored
 from raycloak.attestation.core.roster import Query
 from raycloak.attestation.log.evidence_log import ExportedLog
 from raycloak.attestation.orchestrator.documents import Document
@@ -16,7 +16,7 @@ from raycloak.coordinator.ledger.extract import CheckedExtract
 from raycloak.coordinator.planning.measurements import Schedule
 from raycloak.coordinator.proof.claims import Broken
 from raycloak.coordinator.proof.history import History
-from raycloak.coordinator.proof.parts import BATCHES, MANIFEST, Parts
+from raycloak.coordinator.proof.parts import BATCHES, MANIFEST, RecordParts
 from raycloak.coordinator.proof.trust import Trust
 from raycloak.coordinator.record.batch_files import Digests, sent_sets
 from raycloak.metrics.errors import ProtocolError
@@ -45,7 +45,7 @@ class OwnClaim:
 
 
 @dataclass
-class Case:
+class ProofCase:
     """The state that claims share. Each field but the first three is set by the claim that establishes it.
 
     Attributes:
@@ -53,7 +53,7 @@ class Case:
         released: what the measurements released, by query and number, in order.
     """
 
-    parts: Parts
+    parts: RecordParts
     trust: Trust
     bundle: str | None
     log: ExportedLog = field(init=False)
@@ -67,7 +67,7 @@ class Case:
     def manifest(self) -> Manifest:
         """The run's manifest, parsed; whether it is the one that others signed for is a claim of its own."""
         try:
-            return parse(Manifest, self.parts.line(MANIFEST))
+            return parse_stored(Manifest, self.parts.line(MANIFEST), MANIFEST)
         except ProtocolError as refusal:
             raise Broken(MANIFEST, refusal.message) from None
 
@@ -106,11 +106,11 @@ class Case:
     def parameters_after(self, steps: int) -> bytes | None:
         """Return the digest of the parameters that the next step starts from; None if the steps were not committed."""
         if (load := self.history.load_after(steps)) is not None:
-            return load.parameter_digest
+            return load.model_digest
         if steps == 0:
             return self.manifest.computation.initial_parameters
         commit = self.history.commits.get(("gradient", steps - 1))
-        return commit.parameter_digest if commit else None
+        return commit.released_digest if commit else None
 
     def started_from(self, charged: bytes, finished: int, query: Query) -> bool:
         """Return whether a charge was for the parameters after ``finished`` steps, and for batches that were kept.

@@ -10,7 +10,7 @@ from raycloak.metrics.errors import RaycloakError
 C = TypeVar("C")
 
 
-class Outcome(StrEnum):
+class ClaimOutcome(StrEnum):
     """The outcome of one claim."""
 
     PROVED = "proved"
@@ -41,13 +41,13 @@ class Claim:
     """
 
     name: str
-    outcome: Outcome
+    outcome: ClaimOutcome
     says: str
     record: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Check(Generic[C]):
+class ClaimCheck(Generic[C]):
     """How one claim is derived.
 
     Attributes:
@@ -71,7 +71,7 @@ class Report:
     @property
     def failed(self) -> tuple[Claim, ...]:
         """The claims that failed."""
-        return tuple(claim for claim in self.claims if claim.outcome is Outcome.FAILED)
+        return tuple(claim for claim in self.claims if claim.outcome is ClaimOutcome.FAILED)
 
     def facts(self) -> dict[str, Any]:
         """Return the report as JSON."""
@@ -87,7 +87,7 @@ class Report:
         }
 
 
-def examine(checks: Sequence[Check[C]], case: C) -> tuple[Claim, ...]:
+def examine(checks: Sequence[ClaimCheck[C]], case: C) -> tuple[Claim, ...]:
     """Derive every claim in order. One that rests on a failed claim fails with it."""
     found: dict[str, Claim] = {}
     for check in checks:
@@ -95,16 +95,16 @@ def examine(checks: Sequence[Check[C]], case: C) -> tuple[Claim, ...]:
     return tuple(found.values())
 
 
-def _examine(check: Check[C], case: C, before: dict[str, Claim]) -> Claim:
-    lost = [name for name in check.rests_on if before[name].outcome is Outcome.FAILED]
+def _examine(check: ClaimCheck[C], case: C, before: dict[str, Claim]) -> Claim:
+    lost = [name for name in check.rests_on if before[name].outcome is ClaimOutcome.FAILED]
     if lost:
-        return Claim(check.name, Outcome.FAILED, f"it rests on '{lost[0]}', which failed")
+        return Claim(check.name, ClaimOutcome.FAILED, f"it rests on '{lost[0]}', which failed")
     try:
-        return Claim(check.name, Outcome.PROVED, check.derive(case))
+        return Claim(check.name, ClaimOutcome.PROVED, check.derive(case))
     except NotThere as reason:
-        return Claim(check.name, Outcome.NOT_COVERED, str(reason))
+        return Claim(check.name, ClaimOutcome.NOT_COVERED, str(reason))
     except Broken as broken:
-        return Claim(check.name, Outcome.FAILED, broken.why, broken.record)
+        return Claim(check.name, ClaimOutcome.FAILED, broken.why, broken.record)
     # Refusals of the functions that read each kind of record; their messages name it.
     except RaycloakError as refusal:
-        return Claim(check.name, Outcome.FAILED, refusal.message, refusal.code)
+        return Claim(check.name, ClaimOutcome.FAILED, refusal.message, refusal.code)

@@ -22,8 +22,8 @@ from raycloak.coordinator.proof.parts import (
     PACKAGE,
     PACKAGE_FILES,
     REQUIRED,
-    Part,
-    Parts,
+    RecordPart,
+    RecordParts,
 )
 from raycloak.coordinator.proof.trust import Trust
 from raycloak.coordinator.record.folder import RunFolder
@@ -39,7 +39,7 @@ def site_signer() -> PackageSigner:
     return PackageSigner.load_or_create(home.home() / "signer")
 
 
-def gather(run_dir: Path) -> tuple[Manifest, Parts]:
+def gather(run_dir: Path) -> tuple[Manifest, RecordParts]:
     """Return the manifest of a run and all parts of its record.
 
     Raises:
@@ -55,16 +55,16 @@ def gather(run_dir: Path) -> tuple[Manifest, Parts]:
             "Let it end, or resume it: raycloak run CONFIG --resume.",
         )
     try:
-        found = {name: Part.at(folder.path / name) for name in REQUIRED if name != LEDGER}
-        found |= {name: Part.at(folder.path / name) for name in OPTIONAL if (folder.path / name).exists()}
+        found = {name: RecordPart.at(folder.path / name) for name in REQUIRED if name != LEDGER}
+        found |= {name: RecordPart.at(folder.path / name) for name in OPTIONAL if (folder.path / name).exists()}
     except FileNotFoundError as error:
         raise _incomplete(run_dir, Path(error.filename).name) from None
     except OSError as error:
         raise file_error("run_file", "read", run_dir, error) from None
     lines = _at_ledger(folder, lambda ledger: ledger.extract(manifest.account))
-    found[LEDGER] = Part.of(b"".join(line + b"\n" for line in lines))
+    found[LEDGER] = RecordPart.of(b"".join(line + b"\n" for line in lines))
     found |= _packages(folder)
-    return manifest, Parts(found)
+    return manifest, RecordParts(found)
 
 
 def trust_of(run_dir: Path) -> Trust:
@@ -77,7 +77,7 @@ def trust_of(run_dir: Path) -> Trust:
     folder, manifest = _opened(run_dir)
     if not (folder.path / DOCUMENTS).exists():
         raise _incomplete(run_dir, DOCUMENTS)
-    known = read_documents(Parts({DOCUMENTS: Part.at(folder.path / DOCUMENTS)}).lines(DOCUMENTS))
+    known = read_documents(RecordParts({DOCUMENTS: RecordPart.at(folder.path / DOCUMENTS)}).lines(DOCUMENTS))
     # Found by the digest in the manifest, so it is the policy of the run whoever wrote the file.
     policy = known.get(manifest.policy_digest)
     if policy is None:
@@ -101,7 +101,7 @@ def _opened(run_dir: Path) -> tuple[RunFolder, Manifest]:
 def _incomplete(run_dir: Path, name: str) -> ConfigError:
     return ConfigError(
         "run_incomplete",
-        f"{run_dir} has no {name}: the run was killed or written by an earlier version.",
+        f"{run_dir} has no {name}: the run was killed before it wrote one.",
         "Resume the run and let it end: raycloak run CONFIG --resume.",
     )
 
@@ -111,12 +111,12 @@ def _at_ledger(folder: RunFolder, ask: Callable[[PrivacyLedger], T]) -> T:
         return ask(ledger)
 
 
-def _packages(folder: RunFolder) -> dict[str, Part]:
+def _packages(folder: RunFolder) -> dict[str, RecordPart]:
     location = storage_of(folder.config().checkpoint.storage, folder.record.run_id, folder.base)
     try:
         storage = PackageStorage.open(location)
         return {
-            f"{PACKAGE}{name}/{file}": Part.of(_read(storage, name, file))
+            f"{PACKAGE}{name}/{file}": RecordPart.of(_read(storage, name, file))
             for name in storage.names()
             for file in PACKAGE_FILES
         }

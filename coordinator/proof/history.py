@@ -115,7 +115,7 @@ class Commit(_Body):
 
     query: Query
     step: int
-    parameter_digest: bytes
+    released_digest: bytes
     attempts: int
     ledger_sequence: int
     ledger_hash: bytes
@@ -123,7 +123,7 @@ class Commit(_Body):
 
 class _Ordered(_Body):
     finished_steps: int
-    parameter_digest: bytes
+    model_digest: bytes
     order_digest: bytes = Field(alias="digest")
     members: bytes
 
@@ -141,7 +141,7 @@ class LoggedLoad(_Body):
     after_step: int
     step: int
     package_digest: bytes
-    parameter_digest: bytes
+    model_digest: bytes
 
 
 class _Finished(_Body):
@@ -429,14 +429,13 @@ class History:
     def _ordered(self, entry: Entry, body: _Ordered) -> None:
         known = self.commits.get(("gradient", body.finished_steps - 1))
         load = self.load_after(body.finished_steps)
-        made = {each.parameter_digest for each in (known, load) if each is not None}
-        if known is None or body.parameter_digest not in made:
+        if known is None or body.model_digest not in (known.released_digest, load and load.model_digest):
             raise _broken(entry, "it orders an evaluation of parameters that were not committed")
         order = EvaluationOrder(
             run_id=self.manifest.run_id,
             manifest_digest=self.manifest_digest,
             finished_steps=body.finished_steps,
-            parameter_digest=body.parameter_digest,
+            model_digest=body.model_digest,
             members=self._listed(entry, body.members).members,
         )
         if order.digest() != body.order_digest:
@@ -460,7 +459,7 @@ class History:
         if body.after_step != self.made["gradient"]:
             raise _broken(entry, f"it loads a state after step {body.after_step}, which is not the last by then")
         known = self.commits.get(("gradient", body.step - 1))
-        if known is None or known.parameter_digest != body.parameter_digest:
+        if known is None or known.released_digest != body.model_digest:
             raise _broken(entry, f"it loads parameters that step {body.step} was not committed with")
         published = self.published.get(body.package_digest)
         if published is None or published.step != body.step:

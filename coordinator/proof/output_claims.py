@@ -13,12 +13,12 @@ from raycloak.attestation.sealed.package_keys import open_manifest
 from raycloak.attestation.sealed.package_manifest import PackageManifest
 from raycloak.coordinator.ledger.rules import epsilon_at
 from raycloak.coordinator.proof.budget_claims import TOLERANCE
-from raycloak.coordinator.proof.case import Case
+from raycloak.coordinator.proof.case import ProofCase
 from raycloak.coordinator.proof.claims import Broken, NotThere
 from raycloak.coordinator.proof.history import LoggedLoad, LoggedPackage
 from raycloak.coordinator.proof.parts import MEASUREMENTS, METRICS, PACKAGE, PARAMETERS, VERDICT
 from raycloak.workers.terms.measurement import ReleasedValues, average_of, released, values_digest
-from raycloak.workers.terms.parameter_digest import parameter_digest, tensor_digests
+from raycloak.workers.terms.model_digest import model_digest, tensor_digests
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ _BEHIND = "of a run that has not ended: a resume repeats steps that are committe
 _LARGEST_PACKAGE_TEXT = 2**26
 
 
-def packages(case: Case) -> str:
+def packages(case: ProofCase) -> str:
     """Each sealed package is signed, and states what log and ledger have; the newest published one is there."""
     names, present = case.parts.packages(), set[bytes]()
     for name in names:
@@ -45,7 +45,7 @@ def packages(case: Case) -> str:
     return f"{len(names)} packages, for {', '.join(recipients)}; their encrypted files are not part of this{retired}"
 
 
-def _package(case: Case, name: str) -> PackageManifest:
+def _package(case: ProofCase, name: str) -> PackageManifest:
     body = case.parts.read(f"{PACKAGE}{name}/manifest.json", _LARGEST_PACKAGE_TEXT)
     signature = case.parts.read(f"{PACKAGE}{name}/manifest.sig", _LARGEST_PACKAGE_TEXT)
     _, found = open_manifest(body, signature, case.trust.signers)
@@ -55,7 +55,7 @@ def _package(case: Case, name: str) -> PackageManifest:
     agrees = {
         "run": (found.run_id, found.manifest_digest) == (manifest.run_id, manifest.digest()),
         "step": commit is not None and own in history.sealed,
-        "parameters": commit is not None and found.parameter_digest == commit.parameter_digest,
+        "parameters": commit is not None and found.model_digest == commit.released_digest,
         "ledger": commit is not None
         and (found.ledger_sequence, found.ledger_hash) == (commit.ledger_sequence, commit.ledger_hash),
         "evidence log": case.log.root_at(found.log_length) == found.log_hash,
@@ -73,7 +73,7 @@ def _package(case: Case, name: str) -> PackageManifest:
     return found
 
 
-def _may_claim(case: Case, stated: Any, steps: int) -> bool:
+def _may_claim(case: ProofCase, stated: Any, steps: int) -> bool:
     """Return whether a run may state an epsilon of so many steps: at least what they claim, at most its whole plan."""
     if not case.manifest.computation.mechanism.private:
         return stated is None
@@ -81,7 +81,7 @@ def _may_claim(case: Case, stated: Any, steps: int) -> bool:
     return _is_number(stated) and claim.least(steps) * (1 - TOLERANCE) <= stated <= claim.whole * (1 + TOLERANCE)
 
 
-def model(case: Case) -> str:
+def model(case: ProofCase) -> str:
     """The released parameters are, byte for byte, the ones that the last step committed."""
     if PARAMETERS not in case.parts:
         if case.history.finished and case.steps:
@@ -100,12 +100,12 @@ def model(case: Case) -> str:
     }:
         raise Broken(PARAMETERS, "it has other tensors than the manifest")
     digests = [tensor_digests(found[tensor.name].reshape(-1), (tensor,))[0] for tensor in tensors]
-    digest = parameter_digest(tensors, digests)
+    digest = model_digest(tensors, digests)
     steps = next((each for each in case.resting_steps if case.parameters_after(each) == digest), None)
     if steps is None:
         raise Broken(PARAMETERS, f"its digest is {digest.hex()}, which step {case.steps} did not commit")
     # A header may hold anything, so the whole file must be the one that the run writes.
-    metadata = {"run_id": manifest.run_id, "parameter_digest": digest.hex()}
+    metadata = {"run_id": manifest.run_id, "model_digest": digest.hex()}
     if not _is_header(content, save({tensor.name: found[tensor.name] for tensor in tensors}, metadata)):
         raise Broken(PARAMETERS, "its header is not the one that the run writes")
     if steps < case.steps:
@@ -127,7 +127,7 @@ def _is_header(content: bytes, written: bytes) -> bool:
     return same and content[:8] == written[:8] and content[end:] == written[end:] and headers[0] == compact[0]
 
 
-def measurements(case: Case) -> str:
+def measurements(case: ProofCase) -> str:
     """Each measured value is what was committed, and each committed measurement is there."""
     made = {place: each for place, each in case.history.commits.items() if place[0] != "gradient"}
     if not made and MEASUREMENTS not in case.parts:
@@ -146,7 +146,7 @@ def measurements(case: Case) -> str:
         planned = case.manifest.computation.mechanism.steps
         if released(measurement, each.number, planned, average) != each:
             raise Broken(where, "its values, their noise or its step are not those of such a measurement")
-        if place in made and values_digest(each.query, each.number, average) != made[place].parameter_digest:
+        if place in made and values_digest(each.query, each.number, average) != made[place].released_digest:
             raise Broken(where, "its values are not the ones that were committed")
     if lacking := made.keys() - seen:
         query, number = min(lacking)
@@ -161,12 +161,12 @@ def measurements(case: Case) -> str:
     return f"{proved}; {waits}" if ahead else proved
 
 
-def metrics(case: Case) -> NoReturn:
+def metrics(case: ProofCase) -> NoReturn:
     """Hold `metrics.jsonl` to the signed records that it repeats. Nobody signs the file, so it is never proved."""
     if METRICS not in case.parts:
         raise NotThere("there is no metrics.jsonl")
     seen: set[int] = set()
-    loads = {(each.after_step, each.step, each.parameter_digest.hex()): each for each in case.history.loads}
+    loads = {(each.after_step, each.step, each.model_digest.hex()): each for each in case.history.loads}
     for number, line in enumerate(case.parts.lines(METRICS) if case.parts.by_name[METRICS].size else [], 1):
         where = f"{METRICS}, line {number}"
         event = _object(line, where)
@@ -181,7 +181,9 @@ def metrics(case: Case) -> NoReturn:
     )
 
 
-def _expected(case: Case, event: dict[str, Any], loads: Mapping[tuple[int, int, str], LoggedLoad]) -> dict[str, Any]:
+def _expected(
+    case: ProofCase, event: dict[str, Any], loads: Mapping[tuple[int, int, str], LoggedLoad]
+) -> dict[str, Any]:
     """Return what the signed records say of an event's fields; ``loads`` are those of the log."""
     computation, kind = case.manifest.computation, event.get("event")
     if kind == "step" and isinstance(step := event.get("step"), int):
@@ -190,7 +192,7 @@ def _expected(case: Case, event: dict[str, Any], loads: Mapping[tuple[int, int, 
         if commit is None:
             return {}
         charge = case.charge(case.run.charges["gradient"][step])
-        return {"parameter_digest": commit.parameter_digest.hex(), "epsilon": charge.charged_epsilon}
+        return {"model_digest": commit.released_digest.hex(), "epsilon": charge.charged_epsilon}
     if kind == "measurement":
         made = _among(case.released, event.get("query"), event.get("release"))
         name = event.get("value_name")
@@ -204,7 +206,7 @@ def _expected(case: Case, event: dict[str, Any], loads: Mapping[tuple[int, int, 
             "epsilon": charge.charged_epsilon,
         }
     if kind == "load":
-        known = _among(loads, event.get("steps"), event.get("step"), event.get("parameter_digest"))
+        known = _among(loads, event.get("steps"), event.get("step"), event.get("model_digest"))
         return {} if known else {"event": "of no state that was loaded there"}
     if kind == "admitted":
         mechanism, planned = computation.mechanism, event.get("epsilon_planned")
@@ -229,7 +231,7 @@ def _among(known: Mapping[Any, T], *place: Any) -> T | None:
     return known.get(place) if all(isinstance(each, str | int) for each in place) else None
 
 
-def verdict(case: Case) -> NoReturn:
+def verdict(case: ProofCase) -> NoReturn:
     """Hold `verdict.json` to the signed records that it repeats, and its epsilon to the charges; as :func:`metrics`."""
     if VERDICT not in case.parts:
         raise NotThere("there is no verdict.json")
@@ -249,13 +251,11 @@ def verdict(case: Case) -> NoReturn:
         "accountant": mechanism.accountant if mechanism.private else None,
         "exact": case.manifest.computation.exact,
         "evidence_class": _class_of(case, found.get("evidence_class")),
-        "parameter_digest": last.hex() if last else None,
+        "model_digest": last.hex() if last else None,
         "virtual_workers": mechanism.virtual_workers,
+        "max_participations": mechanism.max_participations,
         "measurements": [each.model_dump(mode="json") for each in case.released.values()],
     }
-    # Verdicts of earlier versions have no such field.
-    if mechanism.max_participations is not None or found.get("max_participations") is not None:
-        expected["max_participations"] = mechanism.max_participations
     for name, value in expected.items():
         if name not in found or not _same(found[name], value):
             raise Broken(VERDICT, f"it states {name} {found.get(name)}, the signed records {value}")
@@ -274,7 +274,7 @@ def verdict(case: Case) -> NoReturn:
     )
 
 
-def _class_of(case: Case, stated: Any) -> str:
+def _class_of(case: ProofCase, stated: Any) -> str:
     """Return the evidence class that a file may state: ``stated`` itself, if it is of a session of the run.
 
     Sessions may differ, as when GPUs came later. SIMULATED evidence in any of them must be said.
@@ -285,7 +285,7 @@ def _class_of(case: Case, stated: Any) -> str:
     return str(stated) if is_so else "+".join(sorted(classes))
 
 
-def _check_charged(case: Case, found: dict[str, Any]) -> None:
+def _check_charged(case: ProofCase, found: dict[str, Any]) -> None:
     """Require the account's epsilon in a verdict to be one that it had after the run's last charge."""
     stated = found.get("privacy_epsilon_charged")
     if not case.manifest.computation.mechanism.private:

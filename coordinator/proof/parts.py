@@ -34,7 +34,7 @@ _PIECE = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RecordPart:
     """One part: its size in bytes, and how to open it."""
 
     size: int
@@ -60,10 +60,10 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class RecordParts:
     """All parts of one run's record."""
 
-    by_name: Mapping[str, Part]
+    by_name: Mapping[str, RecordPart]
 
     def __contains__(self, name: str) -> bool:
         return name in self.by_name

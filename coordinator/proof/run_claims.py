@@ -6,14 +6,14 @@ from raycloak.attestation.orchestrator.documents import read_documents
 from raycloak.coordinator.ledger.entries import DataBound
 from raycloak.coordinator.proof import history as of
 from raycloak.coordinator.proof.bundle import check_index
-from raycloak.coordinator.proof.case import Case
+from raycloak.coordinator.proof.case import ProofCase
 from raycloak.coordinator.proof.claims import Broken, NotThere
 from raycloak.coordinator.proof.history import Commit, replay
 from raycloak.coordinator.proof.parts import DOCUMENTS, LOG, MANIFEST
 from raycloak.workers.terms.receipt import data_root
 
 
-def bundle(case: Case) -> str:
+def bundle(case: ProofCase) -> str:
     """Every byte of the bundle is one that a trusted site signed."""
     if case.bundle is None:
         raise NotThere("this is a run directory; only a bundle is signed as a whole")
@@ -23,7 +23,7 @@ def bundle(case: Case) -> str:
     return f"{len(index.parts)} parts, signed as a whole by '{signer}'"
 
 
-def manifest(case: Case) -> str:
+def manifest(case: ProofCase) -> str:
     """The manifest names the orchestrator, the ledger and the policy that the auditor trusts."""
     found = case.manifest
     if found.log_owner not in case.trust.orchestrators:
@@ -35,7 +35,7 @@ def manifest(case: Case) -> str:
     return f"run {found.run_id}, manifest {found.digest().hex()}"
 
 
-def log(case: Case) -> str:
+def log(case: ProofCase) -> str:
     """Every entry of the evidence log is in its place, under both signatures of its owner."""
     case.log = check_exported_log(case.parts.lines(LOG), case.manifest.log_owner)
     if case.log.head.run_id != case.manifest.run_id:
@@ -46,7 +46,7 @@ def log(case: Case) -> str:
     return f"{case.log.head.length} entries, {ended}"
 
 
-def contract(case: Case) -> str:
+def contract(case: ProofCase) -> str:
     """Every session, and the ledger's registration, are of this manifest."""
     case.history.claim(of.CONTRACT)
     registered, stated = case.run.registered, case.manifest
@@ -64,7 +64,7 @@ def contract(case: Case) -> str:
     return f"{case.history.sessions} sessions and the ledger's registration name this manifest"
 
 
-def evidence(case: Case) -> str:
+def evidence(case: ProofCase) -> str:
     """Each member's evidence passes the trusted policy at the time that its entry states."""
     case.history.claim(of.EVIDENCE)
     found = case.history
@@ -75,14 +75,14 @@ def evidence(case: Case) -> str:
     return f"{found.admissions} admissions appraised again, of {', '.join(sorted(found.classes))}{left}{simulated}"
 
 
-def keys(case: Case) -> str:
+def keys(case: ProofCase) -> str:
     """Each key went to a worker that was admitted before, and no machine got more than the manifest allows."""
     case.history.claim(of.KEYS)
     most = max((len(held) for held in case.history.machines.values()), default=0)
     return f"{case.history.releases} releases, each after its admission; at most {most} keys of an epoch on a machine"
 
 
-def rosters(case: Case) -> str:
+def rosters(case: ProofCase) -> str:
     """Each roster covers every virtual worker once, by members that were admitted and have the keys."""
     case.history.claim(of.ROSTERS)
     count = sum(map(len, case.history.rosters.values()))
@@ -92,7 +92,7 @@ def rosters(case: Case) -> str:
     return f"{covered}{hosts if count else ''}"
 
 
-def documents(case: Case) -> str:
+def documents(case: ProofCase) -> str:
     """Every document is one that the log names."""
     extra = [each for name, each in case.documents.items() if name not in case.history.used]
     if extra:
@@ -100,7 +100,7 @@ def documents(case: Case) -> str:
     return f"{len(case.documents)} documents, all of them named by the log"
 
 
-def data(case: Case) -> str:
+def data(case: ProofCase) -> str:
     """The run was bound to its data once, and log and ledger mean the same data."""
     case.history.claim(of.DATA)
     if case.run.data is None:
@@ -113,7 +113,7 @@ def data(case: Case) -> str:
     return f"{len(commitments)} slices, bound by the ledger's entry {case.run.data}"
 
 
-def steps(case: Case) -> str:
+def steps(case: ProofCase) -> str:
     """Each release has one charge, one binding and one commit; each step starts where the one before ended.
 
     A logged load of an earlier state stands in for the parameters of the step before it.
@@ -131,7 +131,7 @@ def steps(case: Case) -> str:
     return f"{case.steps} steps{measured}, each charged, bound and committed once and in order{later}{jumps}"
 
 
-def _releases(case: Case, query: Query) -> int:
+def _releases(case: ProofCase, query: Query) -> int:
     """Follow the releases of one mechanism; return how many charges are beyond the last commit."""
     charges, bound = case.run.charges[query], case.run.bound.get(query, {})
     commits = sorted((step, each) for (name, step), each in case.history.commits.items() if name == query)
@@ -148,7 +148,7 @@ def _releases(case: Case, query: Query) -> int:
     return ahead
 
 
-def _release(case: Case, commit: Commit, charge: int | None, binding: int | None, before: int) -> int:
+def _release(case: ProofCase, commit: Commit, charge: int | None, binding: int | None, before: int) -> int:
     where = f"{commit.query} step {commit.step}"
     if charge is None or binding is None:
         raise Broken(where, f"it was committed, but not {'charged' if charge is None else 'bound to its vectors'}")
@@ -161,7 +161,7 @@ def _release(case: Case, commit: Commit, charge: int | None, binding: int | None
     finished = commit.step
     if commit.query != "gradient":
         finished = computation.measurement(commit.query).after(commit.step, computation.mechanism.steps)
-    if not case.started_from(case.charge(charge).parameter_digest, finished, commit.query):
+    if not case.started_from(case.charge(charge).input_digest, finished, commit.query):
         of_batches = ", or for batches that are not named" if computation.mechanism.max_participations else ""
         raise Broken(where, f"it was charged for other parameters than those after {finished} steps{of_batches}")
     return binding

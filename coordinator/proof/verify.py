@@ -12,29 +12,29 @@ from typing import Final
 
 from raycloak.coordinator.proof import budget_claims, output_claims, run_claims
 from raycloak.coordinator.proof.bundle import read_bundle
-from raycloak.coordinator.proof.case import Case
-from raycloak.coordinator.proof.claims import Broken, Check, Claim, Outcome, Report, examine
-from raycloak.coordinator.proof.parts import Parts
+from raycloak.coordinator.proof.case import ProofCase
+from raycloak.coordinator.proof.claims import Broken, Claim, ClaimCheck, ClaimOutcome, Report, examine
+from raycloak.coordinator.proof.parts import RecordParts
 from raycloak.coordinator.proof.trust import Trust
 
 CHECKS: Final = (
-    Check("manifest", (), run_claims.manifest),
-    Check("bundle", ("manifest",), run_claims.bundle),
-    Check("evidence log", ("manifest",), run_claims.log),
-    Check("ledger", ("manifest",), budget_claims.ledger),
-    Check("contract", ("evidence log", "ledger"), run_claims.contract),
-    Check("members' evidence", ("evidence log", "contract"), run_claims.evidence),
-    Check("key releases", ("evidence log", "members' evidence"), run_claims.keys),
-    Check("data", ("evidence log", "ledger", "contract"), run_claims.data),
-    Check("rosters", ("evidence log", "key releases", "data"), run_claims.rosters),
-    Check("documents", ("evidence log", "members' evidence", "rosters"), run_claims.documents),
-    Check("steps", ("contract", "rosters"), run_claims.steps),
-    Check("epsilon", ("ledger", "contract"), budget_claims.epsilon),
-    Check("packages", ("steps", "epsilon"), output_claims.packages),
-    Check("released model", ("steps",), output_claims.model),
-    Check("measurements", ("steps",), output_claims.measurements),
-    Check("metrics.jsonl", ("steps", "measurements"), output_claims.metrics),
-    Check("verdict.json", ("steps", "epsilon", "measurements"), output_claims.verdict),
+    ClaimCheck("manifest", (), run_claims.manifest),
+    ClaimCheck("bundle", ("manifest",), run_claims.bundle),
+    ClaimCheck("evidence log", ("manifest",), run_claims.log),
+    ClaimCheck("ledger", ("manifest",), budget_claims.ledger),
+    ClaimCheck("contract", ("evidence log", "ledger"), run_claims.contract),
+    ClaimCheck("members' evidence", ("evidence log", "contract"), run_claims.evidence),
+    ClaimCheck("key releases", ("evidence log", "members' evidence"), run_claims.keys),
+    ClaimCheck("data", ("evidence log", "ledger", "contract"), run_claims.data),
+    ClaimCheck("rosters", ("evidence log", "key releases", "data"), run_claims.rosters),
+    ClaimCheck("documents", ("evidence log", "members' evidence", "rosters"), run_claims.documents),
+    ClaimCheck("steps", ("contract", "rosters"), run_claims.steps),
+    ClaimCheck("epsilon", ("ledger", "contract"), budget_claims.epsilon),
+    ClaimCheck("packages", ("steps", "epsilon"), output_claims.packages),
+    ClaimCheck("released model", ("steps",), output_claims.model),
+    ClaimCheck("measurements", ("steps",), output_claims.measurements),
+    ClaimCheck("metrics.jsonl", ("steps", "measurements"), output_claims.metrics),
+    ClaimCheck("verdict.json", ("steps", "epsilon", "measurements"), output_claims.verdict),
 )
 """Every claim, after those that it rests on."""
 
@@ -64,15 +64,15 @@ def verify_bundle(path: Path, trust: Trust) -> Report:
     try:
         parts = read_bundle(path)
     except Broken as broken:
-        first = Claim("bundle", Outcome.FAILED, broken.why, broken.record)
-        rest = [Claim(each.name, Outcome.FAILED, "it rests on 'bundle', which failed") for each in CHECKS]
+        first = Claim("bundle", ClaimOutcome.FAILED, broken.why, broken.record)
+        rest = [Claim(each.name, ClaimOutcome.FAILED, "it rests on 'bundle', which failed") for each in CHECKS]
         return Report("", (first, *(each for each in rest if each.name != first.name)), LIMITS)
     return verify_parts(parts, trust, path.name)
 
 
-def verify_parts(parts: Parts, trust: Trust, bundle: str | None = None) -> Report:
+def verify_parts(parts: RecordParts, trust: Trust, bundle: str | None = None) -> Report:
     """Verify the parts of a run's record; ``bundle`` is the name of the file they come from, if they come from one."""
-    case = Case(parts, trust, bundle)
+    case = ProofCase(parts, trust, bundle)
     claims = examine(CHECKS, case)
-    run_id = "" if claims[0].outcome is Outcome.FAILED else case.manifest.run_id
+    run_id = "" if claims[0].outcome is ClaimOutcome.FAILED else case.manifest.run_id
     return Report(run_id, claims, LIMITS)

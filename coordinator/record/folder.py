@@ -20,14 +20,14 @@ import yaml
 from pydantic import ValidationError
 from safetensors.numpy import save_file
 
-from raycloak.attestation.core.messages import Message, parse
+from raycloak.attestation.core.messages import Message, parse, parse_stored
 from raycloak.attestation.files.whole import sync, write_whole
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.metrics.errors import ConfigError, ProtocolError, RefusedError
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.measurement import Released, ReleasedValues
-from raycloak.workers.terms.parameter_digest import split_flat
+from raycloak.workers.terms.model_digest import split_flat
 
 AUDIT = "audit.json"
 """The file of a run directory that an audit wrote: its model is that of the configuration with canaries."""
@@ -42,7 +42,7 @@ class RunRecord(Message):
 
     Attributes:
         base: folder that relative paths and ``module:function`` names of the configuration start from.
-        driver_base: the same folder on the driver's machine, absolute; empty in records before it was kept.
+        driver_base: the same folder on the driver's machine, absolute.
         secret_file: the user's run-secret file; None if the orchestrator generated one.
         started_at: Unix time of the first execution, in seconds.
     """
@@ -55,7 +55,7 @@ class RunRecord(Message):
     secret_file: str | None
     started_at: float
     status: Status
-    driver_base: str = ""
+    driver_base: str
 
 
 class WatchedResult(Message):
@@ -90,7 +90,7 @@ class SavedState(Message):
     step: int
     package: str
     package_digest: bytes
-    parameter_digest: bytes
+    model_digest: bytes
 
 
 class SavedStates(Message):
@@ -133,7 +133,7 @@ class RunFolder:
     def open(cls, path: Path) -> "RunFolder":
         """Open an existing directory; ConfigError ``not_a_run`` if it is none."""
         try:
-            # Nobody signs it, so its bytes need not be the canonical ones: records of earlier versions have less in it.
+            # Nobody signs it, so its bytes need not be the canonical ones.
             return cls(path, RunRecord.model_validate_json((path / "run.json").read_bytes()))
         except (OSError, ValidationError):
             raise ConfigError(
@@ -145,7 +145,7 @@ class RunFolder:
     @property
     def base(self) -> Path:
         """The folder that the configuration's relative paths start from, wherever this process was started."""
-        return Path(self.record.driver_base or self.record.base)
+        return Path(self.record.driver_base)
 
     def mark(self, status: Status) -> None:
         """Write the status; readers see the old record or the new one."""
@@ -163,7 +163,11 @@ class RunFolder:
         return parse_config(raw)
 
     def manifest(self) -> Manifest | None:
-        """Read the run's manifest; None if it ended before one was made."""
+        """Read the run's manifest; None if it ended before one was made.
+
+        Raises:
+            ConfigError: ``former_format``; ``not_a_run`` if it cannot be read.
+        """
         return self._kept(Manifest, "manifest.json")
 
     def write_manifest(self, manifest: Manifest) -> None:
@@ -210,20 +214,23 @@ class RunFolder:
         """Remove the verdict of an execution before, which the newest one contradicts and could not replace."""
         (self.path / "verdict.json").unlink(missing_ok=True)
 
-    def write_parameters(self, manifest: Manifest, parameters: np.ndarray, parameter_digest: bytes) -> None:
+    def write_parameters(self, manifest: Manifest, parameters: np.ndarray, model_digest: bytes) -> None:
         """Keep the released parameters as ``parameters.safetensors``; they are on disk when this returns."""
-        write_weights(self.path / "parameters.safetensors", manifest, parameters, parameter_digest)
+        write_weights(self.path / "parameters.safetensors", manifest, parameters, model_digest)
 
     def _kept(self, cls: type[M], name: str) -> M | None:
         """Read a message that an execution wrote; None if none has."""
         path = self.path / name
+        if not path.exists():
+            return None
         try:
-            return parse(cls, path.read_bytes().strip()) if path.exists() else None
+            body = path.read_bytes().strip()
+            return parse_stored(cls, body, str(path)) if "format" in cls.model_fields else parse(cls, body)
         except (OSError, ProtocolError):
             raise ConfigError("not_a_run", f"{path} cannot be read.", "Restore it as the run wrote it.") from None
 
 
-def write_weights(path: Path, manifest: Manifest, parameters: np.ndarray, parameter_digest: bytes) -> None:
+def write_weights(path: Path, manifest: Manifest, parameters: np.ndarray, model_digest: bytes) -> None:
     """Write released parameters, float32[d], as the safetensors file ``path``; it is whole and on disk, or not there.
 
     Raises:
@@ -235,7 +242,7 @@ def write_weights(path: Path, manifest: Manifest, parameters: np.ndarray, parame
     save_file(
         {t.name: part.reshape(t.shape) for t, part in zip(tensors, parts, strict=True)},
         draft,
-        metadata={"run_id": manifest.run_id, "parameter_digest": parameter_digest.hex()},
+        metadata={"run_id": manifest.run_id, "model_digest": model_digest.hex()},
     )
     # Before the rename, so that the name never leads to content that is not on disk.
     sync(draft)

@@ -105,7 +105,7 @@ class Finished:
     manifest: Manifest
     plan: Plan
     parameters: np.ndarray
-    parameter_digest: bytes
+    model_digest: bytes
     steps: int
     most_hosted: int
     workers: int

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from raycloak.coordinator.record.run_course import Course, number
+from raycloak.coordinator.record.run_course import RunCourse, number
 from raycloak.coordinator.record.run_list import RunSummary, summary_of
 from raycloak.coordinator.record.run_reader import (
     EventTail,
@@ -32,7 +32,7 @@ class ComparedRun:
     """
 
     summary: RunSummary
-    course: Course
+    course: RunCourse
     config: Mapping[str, Any]
     data: str | None
     delta: float | None
@@ -73,7 +73,7 @@ def compare(paths: Sequence[Path]) -> Comparison:
     runs = tuple(_read(path) for path in paths)
     names = sorted({name for run in runs for name in run.config})
     values = {name: tuple(run.config.get(name) for run in runs) for name in names}
-    digests = [run.summary.parameter_digest for run in runs]
+    digests = [run.summary.model_digest for run in runs]
     return Comparison(
         runs=runs,
         # By their text: to Python 1 is True and 1.0.
@@ -94,11 +94,11 @@ def leaves(tree: object, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _read(path: Path) -> ComparedRun:
-    course, digests = Course(), {}
+    course, digests = RunCourse(), {}
     for event in EventTail(path).read():
         course.take(event)
-        if event["event"] == "step" and course.parameter_digest is not None:
-            digests[course.steps - 1] = course.parameter_digest
+        if event["event"] == "step" and course.model_digest is not None:
+            digests[course.steps - 1] = course.model_digest
     manifest, verdict = read_written_manifest(path) or {}, read_verdict(path)
     config = dict(leaves(read_written_config(path).values))
     summary, times = summary_of(path, course, verdict), course.times()

@@ -100,19 +100,19 @@ class _Timed:
 
 
 @dataclass(slots=True)
-class Course:
+class RunCourse:
     """The figures of a run as far as its log goes; :meth:`take` adds one event.
 
     Attributes:
         account, manifest_digest, evidence_class, private, exact, planned_steps, virtual_workers: terms of the run; None
             before its members are admitted.
-        epsilon_planned, epsilon_cap, delta: likewise; None if nothing is private, and in logs of earlier versions.
+        epsilon_planned, epsilon_cap, delta: likewise; None if nothing is private.
         executions: how often it was started; ``resumed_at`` is the step at which the newest one began.
         began_at, last_at: Unix time of the first and the newest event.
         steps: committed steps. ``repeated``: steps that were computed again after a resume.
         retried: attempts beyond the first one of each step.
         workers: members now.
-        parameter_digest: after the newest step.
+        model_digest: after the newest step.
         epsilon: charged to the account after each step. ``quality``: accuracy or loss on the public split.
         metric: ``accuracy`` or ``loss``, whichever is measured.
         own_metrics: newest values of the user's own metrics.
@@ -138,7 +138,7 @@ class Course:
     repeated: int = 0
     retried: int = 0
     workers: int | None = None
-    parameter_digest: str | None = None
+    model_digest: str | None = None
     epsilon: Curve = field(default_factory=Curve)
     quality: Curve = field(default_factory=Curve)
     metric: str | None = None
@@ -150,7 +150,7 @@ class Course:
     _timed: deque[_Timed] = field(default_factory=lambda: deque(maxlen=RATED + 1))
 
     @classmethod
-    def of(cls, events: Iterable[Event]) -> "Course":
+    def of(cls, events: Iterable[Event]) -> "RunCourse":
         """Return the course that a whole log tells of."""
         course = cls()
         for event in events:
@@ -239,7 +239,7 @@ class Course:
         self.repeated += max(0, self.steps - step) if self.resumed_at == step else 0
         self.steps = step + 1
         self.workers = count(event, "workers") or self.workers
-        self.parameter_digest = text(event, "parameter_digest")
+        self.model_digest = text(event, "model_digest")
         if (epsilon := number(event, "epsilon")) is not None:
             self.epsilon.add(self.steps, epsilon)
         for metric in ("accuracy", "loss"):

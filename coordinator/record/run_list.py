@@ -1,7 +1,7 @@
 """The runs of a state folder in short, and the one that a user names.
 
 Hides from which files the figures of a run come: its verdict once an execution has ended, its log before that. Neither
-configuration nor manifest is needed, so runs of other versions are listed too.
+configuration nor manifest is needed, so runs of former formats are listed too.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from typing import Any
 
 from raycloak.coordinator.config import home
 from raycloak.coordinator.record.folder import RunFolder
-from raycloak.coordinator.record.run_course import Course, count, number, text
+from raycloak.coordinator.record.run_course import RunCourse, count, number, text
 from raycloak.coordinator.record.run_reader import EventTail, State, read_verdict, run_directories, state_of
 from raycloak.metrics.errors import ConfigError
 
@@ -32,9 +32,9 @@ class RunSummary:
         private: whether an epsilon is claimed at all.
         epsilon_charged: what its account had been charged, by all its runs, after the newest step or at its end.
         epsilon_cap: what its account may spend.
-        epsilon_claimed: what the run claims however it ends; None for an unfinished run of an earlier version.
+        epsilon_claimed: what the run claims however it ends.
         accuracy, loss: the newest on the public split.
-        parameter_digest: of the newest parameters.
+        model_digest: of the newest parameters.
     """
 
     run_dir: Path
@@ -52,7 +52,7 @@ class RunSummary:
     loss: float | None
     evidence_class: str | None
     account: str | None
-    parameter_digest: str | None
+    model_digest: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +83,10 @@ def read_summary(path: Path) -> RunSummary:
     verdict = read_verdict(path)
     # A verdict spares the log, which has a line for each step.
     is_over = verdict is not None and not _goes_on(state_of(path))
-    return summary_of(path, Course() if is_over else Course.of(EventTail(path).read()), verdict)
+    return summary_of(path, RunCourse() if is_over else RunCourse.of(EventTail(path).read()), verdict)
 
 
-def summary_of(path: Path, course: Course, verdict: Mapping[str, Any] | None) -> RunSummary:
+def summary_of(path: Path, course: RunCourse, verdict: Mapping[str, Any] | None) -> RunSummary:
     """Return a run in short, from the course that its log tells of or its verdict; ConfigError ``not_a_run``."""
     record, state = RunFolder.open(path).record, state_of(path)
     # The verdict of a run that goes on is of an execution before.
@@ -113,11 +113,11 @@ def _of_verdict(verdict: Mapping[str, Any]) -> dict[str, Any]:
         "loss": number(verdict, "evaluation_loss"),
         "evidence_class": text(verdict, "evidence_class"),
         "account": text(verdict, "account"),
-        "parameter_digest": text(verdict, "parameter_digest"),
+        "model_digest": text(verdict, "model_digest"),
     }
 
 
-def _of_log(course: Course) -> dict[str, Any]:
+def _of_log(course: RunCourse) -> dict[str, Any]:
     quality = course.quality.last[1] if course.quality.last else None
     return {
         "steps": course.steps,
@@ -130,7 +130,7 @@ def _of_log(course: Course) -> dict[str, Any]:
         "loss": quality if course.metric == "loss" else None,
         "evidence_class": course.evidence_class,
         "account": course.account,
-        "parameter_digest": course.parameter_digest,
+        "model_digest": course.model_digest,
     }
 
 

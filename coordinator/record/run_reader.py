@@ -83,8 +83,7 @@ class RunData:
         """Return the evidence log, which is exported when an execution ends; None if there is none.
 
         Raises:
-            EvidenceError: ``log_broken`` unless the orchestrator that the manifest names signed it as a whole;
-                ``log_format``.
+            EvidenceError: ``log_broken`` unless the orchestrator that the manifest names signed it as a whole.
         """
         path = self.path / "evidence.jsonl"
         if self.manifest is None or not path.exists():

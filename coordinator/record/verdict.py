@@ -55,7 +55,7 @@ class Verdict:
         evaluation_perplexity: exp of ``evaluation_loss`` under ``next_token_cross_entropy``; else None.
         measurements: what was released about the private examples, each with the deviation of its noise.
         evidence_class: ``simulated`` or the hardware class whose root verified.
-        parameter_digest: hexadecimal digest of the final parameters.
+        model_digest: hexadecimal digest of the final parameters.
         num_workers, virtual_workers: hosts and V.
         masked_bytes: bytes of masked vectors that reached the aggregators.
         wall_seconds: from the start of the workers to the verdict, of the last execution.
@@ -82,7 +82,7 @@ class Verdict:
     epsilon_cap: float | None
     evaluation_accuracy: float | None
     evidence_class: str
-    parameter_digest: str
+    model_digest: str
     num_workers: int
     virtual_workers: int
     masked_bytes: int

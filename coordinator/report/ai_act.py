@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from raycloak.coordinator.record.run_reader import RunData
 from raycloak.coordinator.report.members import Evidence
-from raycloak.coordinator.report.record_index import RecordIndex, Source
+from raycloak.coordinator.report.record_index import RecordField, RecordIndex
 
 MANIFEST: Final = "manifest.json:computation"
 MECHANISM: Final = f"{MANIFEST}.mechanism"
@@ -25,7 +25,7 @@ class Statement:
     """A sentence from the record, and where each of its figures stands."""
 
     text: str
-    sources: tuple[Source, ...]
+    sources: tuple[RecordField, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Documentation:
     """All chapters, and every record that a statement names, in the order of its number."""
 
     chapters: tuple[Chapter, ...]
-    sources: tuple[Source, ...]
+    sources: tuple[RecordField, ...]
 
 
 def documentation_of(run: RunData, evidence: Evidence) -> Documentation:
@@ -108,7 +108,7 @@ class Chosen:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Requirement:
     """A requirement before it is answered: ``blank`` is what the operator adds to what the record ``says``."""
 
     place: str
@@ -117,7 +117,7 @@ class Asked:
     says: tuple[Said | Chosen, ...] = ()
 
 
-def _stated(index: RecordIndex, asked: Asked) -> tuple[Statement, ...]:
+def _stated(index: RecordIndex, asked: Requirement) -> tuple[Statement, ...]:
     return tuple(said for each in asked.says if (said := each.stated(index)) is not None)
 
 
@@ -162,7 +162,7 @@ _QUALITY: Final = (
 _ARTICLE_10: Final = (
     "Article 10 – Data and data governance",
     (
-        Asked(
+        Requirement(
             "10(2)(a)",
             "Relevant design choices",
             "Why this model, this loss and these data serve the intended purpose.",
@@ -175,7 +175,7 @@ _ARTICLE_10: Final = (
                 Said("Its loss is {}.", f"{MANIFEST}.loss.name"),
             ),
         ),
-        Asked(
+        Requirement(
             "10(2)(b)",
             "Data collection processes, the origin of data, and for personal data the original purpose of collection",
             "Who collected the data, when, from whom, on which legal basis, and for which purpose.",
@@ -185,7 +185,7 @@ _ARTICLE_10: Final = (
                 Said("They are identified by the digest {}.", f"{MANIFEST}.dataset"),
             ),
         ),
-        Asked(
+        Requirement(
             "10(2)(c)",
             "Data preparation: annotation, labelling, cleaning, updating, enrichment and aggregation",
             "How labels were made and by whom, what was cleaned, and what was left out before the run.",
@@ -196,8 +196,10 @@ _ARTICLE_10: Final = (
                 ),
             ),
         ),
-        Asked("10(2)(d)", "Formulation of assumptions", "What the data are supposed to measure and to represent."),
-        Asked(
+        Requirement(
+            "10(2)(d)", "Formulation of assumptions", "What the data are supposed to measure and to represent."
+        ),
+        Requirement(
             "10(2)(e)",
             "Availability, quantity and suitability of the data",
             "Why this quantity is enough for the intended purpose.",
@@ -228,7 +230,7 @@ _ARTICLE_10: Final = (
                 ),
             ),
         ),
-        Asked(
+        Requirement(
             "10(2)(f), (g)",
             "Examination for biases, and measures to detect, prevent and mitigate them",
             "Which groups were examined, what was found, and what was done about it.",
@@ -240,8 +242,8 @@ _ARTICLE_10: Final = (
                 ),
             ),
         ),
-        Asked("10(2)(h)", "Data gaps and shortcomings", "Which gaps are known and how they are dealt with."),
-        Asked(
+        Requirement("10(2)(h)", "Data gaps and shortcomings", "Which gaps are known and how they are dealt with."),
+        Requirement(
             "10(3), (4)",
             "Relevant and sufficiently representative data, as far as possible free of errors and complete",
             "Geographical, contextual and behavioural setting; why the data represent the persons concerned.",
@@ -249,7 +251,7 @@ _ARTICLE_10: Final = (
                 Said("The evaluation split is of kind {}, and is not trained on.", f"{CONFIG}evaluation.dataset.kind"),
             ),
         ),
-        Asked(
+        Requirement(
             "10(5)",
             "Safeguards where special categories of personal data are processed to detect bias",
             "Whether special categories are processed at all, and why no other data would do.",
@@ -270,31 +272,35 @@ _ARTICLE_10: Final = (
 _ARTICLE_13: Final = (
     "Article 13 – Transparency and information to deployers",
     (
-        Asked("13(3)(a)", "Identity and contact details of the provider", "Name, address and contact of the provider."),
-        Asked("13(3)(b)(i)", "Intended purpose", "What the system is for, for whom, and what it must not be used for."),
-        Asked(
+        Requirement(
+            "13(3)(a)", "Identity and contact details of the provider", "Name, address and contact of the provider."
+        ),
+        Requirement(
+            "13(3)(b)(i)", "Intended purpose", "What the system is for, for whom, and what it must not be used for."
+        ),
+        Requirement(
             "13(3)(b)(ii)",
             "Level of accuracy, robustness and cybersecurity, and circumstances that may affect it",
             "The level that was validated for the intended purpose, and known circumstances that lower it.",
             says=(*_QUALITY,),
         ),
-        Asked(
+        Requirement(
             "13(3)(b)(iii)",
             "Circumstances that may lead to risks to health, safety or fundamental rights",
             "Foreseeable misuse and its risks. The limits in this report name the risks of the training.",
             says=(*_PRIVACY,),
         ),
-        Asked(
+        Requirement(
             "13(3)(b)(iv), (vii)",
             "Explaining and interpreting the output",
             "What explains an output, and how a deployer should read it.",
         ),
-        Asked(
+        Requirement(
             "13(3)(b)(v)",
             "Performance for specific persons or groups",
             "Results by group. The run measured the whole split only.",
         ),
-        Asked(
+        Requirement(
             "13(3)(b)(vi)",
             "Specifications of input data",
             "Which input is valid, and what happens with other input.",
@@ -307,26 +313,26 @@ _ARTICLE_13: Final = (
                 Said("It has {} trained parameters.", f"{MECHANISM}.dimension"),
             ),
         ),
-        Asked(
+        Requirement(
             "13(3)(c)",
             "Changes determined in advance",
             "Planned changes after the first conformity assessment, or none.",
             says=(
                 Said(
-                    "The model was fixed after step {} with the parameter digest {}.",
+                    "The model was fixed after step {} with the model digest {}.",
                     f"{VERDICT}steps",
-                    f"{VERDICT}parameter_digest",
+                    f"{VERDICT}model_digest",
                 ),
             ),
         ),
-        Asked("13(3)(d)", "Human oversight (Article 14)", "Who oversees the system, with which means."),
-        Asked(
+        Requirement("13(3)(d)", "Human oversight (Article 14)", "Who oversees the system, with which means."),
+        Requirement(
             "13(3)(e)",
             "Computational resources, expected lifetime, maintenance",
             "Resources in use, expected lifetime, maintenance and its frequency.",
             says=(*_RESOURCES,),
         ),
-        Asked(
+        Requirement(
             "13(3)(f)",
             "Logs (Article 12)",
             "How deployers collect, store and read the logs of the system in use.",
@@ -344,7 +350,7 @@ _ARTICLE_13: Final = (
 _ARTICLE_15: Final = (
     "Article 15 – Accuracy, robustness and cybersecurity",
     (
-        Asked(
+        Requirement(
             "15(1), (3)",
             "Accuracy, and its metrics",
             "Why this metric and this level are appropriate, and over which lifetime.",
@@ -364,7 +370,7 @@ _ARTICLE_15: Final = (
                 ),
             ),
         ),
-        Asked(
+        Requirement(
             "15(4)",
             "Resilience against errors, faults and inconsistencies; feedback loops",
             "Resilience of the system in use, its fallbacks, and whether it goes on learning from its own output.",
@@ -386,7 +392,7 @@ _ARTICLE_15: Final = (
                 ),
             ),
         ),
-        Asked(
+        Requirement(
             "15(5)",
             "Cybersecurity: data poisoning, model poisoning, evasion, attacks on confidentiality, model flaws",
             "Measures against poisoned data, which no record of a training shows; against evasion; incidents.",
@@ -422,7 +428,7 @@ _ARTICLE_15: Final = (
 _ANNEX_IV: Final = (
     "Annex IV – Technical documentation",
     (
-        Asked(
+        Requirement(
             "Annex IV, 1",
             "General description of the system",
             "Intended purpose, provider, version; what it interacts with; forms on the market; instructions for use.",
@@ -437,7 +443,7 @@ _ANNEX_IV: Final = (
                 Said("It was computed on {}.", f"{MANIFEST}.numerics.device"),
             ),
         ),
-        Asked(
+        Requirement(
             "Annex IV, 2(a)–(c)",
             "Development: methods, design choices, architecture, resources",
             "Pre-trained systems and tools of third parties; key design choices and trade-offs; how components fit.",
@@ -456,13 +462,13 @@ _ANNEX_IV: Final = (
                 ),
             ),
         ),
-        Asked(
+        Requirement(
             "Annex IV, 2(c)",
             "Computational resources for development, training, testing and validation",
             "Resources outside this run.",
             says=(*_RESOURCES,),
         ),
-        Asked(
+        Requirement(
             "Annex IV, 2(d)",
             "Data requirements and datasheets",
             "Datasheets: provenance, scope, main characteristics, selection, labelling, cleaning.",
@@ -474,12 +480,12 @@ _ANNEX_IV: Final = (
                 ),
             ),
         ),
-        Asked(
+        Requirement(
             "Annex IV, 2(e), (f)",
             "Human oversight; changes determined in advance",
             "Assessment of the oversight that Article 14 needs; changes determined in advance.",
         ),
-        Asked(
+        Requirement(
             "Annex IV, 2(g)",
             "Validation and testing: data, metrics, results, signed reports",
             "Test reports, dated and signed by the persons responsible; potentially discriminatory impacts.",
@@ -488,36 +494,36 @@ _ANNEX_IV: Final = (
                 Said("Every step is committed in a log of {} signed entries.", "evidence.jsonl:entries"),
             ),
         ),
-        Asked(
+        Requirement(
             "Annex IV, 2(h)",
             "Cybersecurity measures",
             "Measures of the system in use; the measures of the training are under Article 15(5).",
         ),
-        Asked(
+        Requirement(
             "Annex IV, 3",
             "Monitoring, functioning and control",
             "Capabilities and limits, accuracy for specific persons or groups, unintended outcomes, input data.",
         ),
-        Asked(
+        Requirement(
             "Annex IV, 4",
             "Appropriateness of the performance metrics",
             "Why these metrics are appropriate for this system.",
             says=(Said("The metrics of the training are in the verdict, which ended as {}.", f"{VERDICT}ending"),),
         ),
-        Asked("Annex IV, 5", "Risk management system (Article 9)", "Description of the risk management system."),
-        Asked(
+        Requirement("Annex IV, 5", "Risk management system (Article 9)", "Description of the risk management system."),
+        Requirement(
             "Annex IV, 6",
             "Changes through the lifecycle",
             "Relevant changes by the provider.",
             says=(Said("The manifest that fixes the run has the digest {}.", "manifest.json:digest"),),
         ),
-        Asked(
+        Requirement(
             "Annex IV, 7",
             "Harmonised standards and other specifications",
             "List of standards, or of the solutions adopted in their place.",
         ),
-        Asked("Annex IV, 8", "EU declaration of conformity (Article 47)", "A copy of the declaration."),
-        Asked(
+        Requirement("Annex IV, 8", "EU declaration of conformity (Article 47)", "A copy of the declaration."),
+        Requirement(
             "Annex IV, 9", "Post-market monitoring (Article 72)", "The system of post-market monitoring and its plan."
         ),
     ),

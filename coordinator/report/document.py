@@ -21,7 +21,7 @@ from raycloak.coordinator.report.ai_act import documentation_of
 from raycloak.coordinator.report.curves import drawings_of
 from raycloak.coordinator.report.facts import commands_of, data_rows, is_old, limits_of, model_rows, sampling_rows
 from raycloak.coordinator.report.incidents import MOST, incidents_of, utc
-from raycloak.coordinator.report.members import Evidence, Member, evidence_of
+from raycloak.coordinator.report.members import Evidence, ReportedMember, evidence_of
 from raycloak.coordinator.report.words import released_text, verdict_rows
 from raycloak.metrics.file_errors import file_error
 from raycloak.version import VERSION
@@ -200,7 +200,7 @@ def _evidence_says(evidence: Evidence) -> str:
     )
 
 
-def _member_row(member: Member) -> dict[str, Any]:
+def _member_row(member: ReportedMember) -> dict[str, Any]:
     simulated = member.evidence_class.lower() == SIMULATED
     renewed = f", presented {member.presentations} times" if member.presentations > 1 else ""
     return {

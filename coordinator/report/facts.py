@@ -131,7 +131,7 @@ def commands_of(run: RunData, evidence: Evidence) -> list[tuple[str, str, str]]:
     steps = len(run.steps)
     if steps:
         made.append(_replay(run, evidence, f"raycloak replay {folder} --steps 0:{min(steps, 10)}"))
-    base = Path(run.record.driver_base or run.record.base)
+    base = Path(run.record.driver_base)
     copied = shlex.quote(str(base / f"{run.config.name}-again.yaml"))
     if run.config.model is None or run.config.dataset is None:
         made.append(("Train it again", "", "The run was given its model or data in Python: start that program again."))

@@ -13,7 +13,7 @@ MOST: Final = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Incident:
+class IncidentRow:
     """One row.
 
     Attributes:
@@ -29,12 +29,12 @@ class Incident:
     file: str
 
 
-def incidents_of(run: RunData, evidence: Evidence) -> tuple[Incident, ...]:
+def incidents_of(run: RunData, evidence: Evidence) -> tuple[IncidentRow, ...]:
     """Return departures, newcomers, restarts, resumes, loads, repeated attempts, then the orchestrator's refusals."""
     return (*_from_events(run), *_from_log(evidence))
 
 
-def _from_events(run: RunData) -> Iterator[Incident]:
+def _from_events(run: RunData) -> Iterator[IncidentRow]:
     finished, executions = 0, 0
     repeated = set()
     for event in run.events:
@@ -65,14 +65,16 @@ def _from_events(run: RunData) -> Iterator[Incident]:
                     yield _incident(event, finished, "step repeated", f"{event['attempts']} attempts, charged once")
 
 
-def _incident(event: Event, finished: int, what: str, detail: str) -> Incident:
-    return Incident(utc(event["time"]), finished, what, detail, "metrics.jsonl")
+def _incident(event: Event, finished: int, what: str, detail: str) -> IncidentRow:
+    return IncidentRow(utc(event["time"]), finished, what, detail, "metrics.jsonl")
 
 
-def _from_log(evidence: Evidence) -> Iterator[Incident]:
+def _from_log(evidence: Evidence) -> Iterator[IncidentRow]:
     for each in evidence.refusals:
         times = f", {each.count} times" if each.count > 1 else ""
-        yield Incident("", None, each.what, f"{each.name}: {each.reason}{times}", f"evidence.jsonl, entry {each.entry}")
+        yield IncidentRow(
+            "", None, each.what, f"{each.name}: {each.reason}{times}", f"evidence.jsonl, entry {each.entry}"
+        )
 
 
 def utc(seconds: float) -> str:

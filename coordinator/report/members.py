@@ -14,7 +14,7 @@ from raycloak.metrics.errors import EvidenceError
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class ReportedMember:
     """One member of a run.
 
     Attributes:
@@ -42,7 +42,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class ReportedRefusal:
     """One refusal or revocation: of whom, and the stable code or stated reason. ``count`` may stand for several."""
 
     name: str
@@ -63,8 +63,8 @@ class Evidence:
         secret_destroyed: whether the run secret is gone; None if the log was not ended for good.
     """
 
-    members: tuple[Member, ...] = ()
-    refusals: tuple[Refusal, ...] = ()
+    members: tuple[ReportedMember, ...] = ()
+    refusals: tuple[ReportedRefusal, ...] = ()
     entries: int = 0
     sessions: int = 0
     secret_destroyed: bool | None = None
@@ -84,8 +84,8 @@ def evidence_of(run: RunData) -> Evidence:
 
 @dataclass(slots=True)
 class _Reading:
-    members: dict[str, Member] = field(default_factory=dict)
-    refusals: list[Refusal] = field(default_factory=list)
+    members: dict[str, ReportedMember] = field(default_factory=dict)
+    refusals: list[ReportedRefusal] = field(default_factory=list)
     sessions: int = 0
     secret_destroyed: bool | None = None
 
@@ -110,14 +110,14 @@ def _read(log: ExportedLog) -> Evidence:
                     found.members[member.member_id] = replace(member, left=str(body["cause"]))
             case "refused" | "release_refused":
                 what = "admission refused" if entry.kind == "refused" else "keys refused"
-                found.refusals.append(Refusal(str(body["member_id"]), what, str(body["code"]), entry.sequence))
+                found.refusals.append(ReportedRefusal(str(body["member_id"]), what, str(body["code"]), entry.sequence))
             case "refusals_omitted":
                 found.refusals.append(
-                    Refusal("several", "more refusals", ", ".join(body["codes"]), entry.sequence, body["count"])
+                    ReportedRefusal("several", "more refusals", ", ".join(body["codes"]), entry.sequence, body["count"])
                 )
             case "revoked":
                 name = f"{body['kind']} {body['name']}"
-                found.refusals.append(Refusal(name, "revoked", str(body["reason"]), entry.sequence))
+                found.refusals.append(ReportedRefusal(name, "revoked", str(body["reason"]), entry.sequence))
             case "finished":
                 found.secret_destroyed = bool(body["secret_destroyed"])
     return Evidence(
@@ -136,7 +136,7 @@ def _admit(found: _Reading, sequence: int, body: Mapping[str, Any]) -> None:
         again = replace(known, expires_at=body["expires_at"], presentations=known.presentations + 1, left=None)
         found.members[name] = again
         return
-    found.members[name] = Member(
+    found.members[name] = ReportedMember(
         member_id=name,
         role=str(body["role"]),
         evidence_class=str(body["evidence_class"]),

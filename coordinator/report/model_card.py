@@ -81,7 +81,7 @@ def _front_matter(run: RunData, verdict: Verdict | None) -> dict[str, Any]:
 
 
 def _base(run: RunData) -> Path:
-    return Path(run.record.driver_base or run.record.base)
+    return Path(run.record.driver_base)
 
 
 def _task(run: RunData) -> str | None:

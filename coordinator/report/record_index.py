@@ -14,7 +14,7 @@ from raycloak.coordinator.report.members import Evidence
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class RecordField:
     """A field of the record.
 
     Attributes:
@@ -50,10 +50,10 @@ class RecordIndex:
             refusals = sum(each.count for each in evidence.refusals)
             counts = {"entries": evidence.entries, "members": len(evidence.members), "refusals": refusals}
             self._files["evidence.jsonl"] = counts
-        self._cited: dict[str, Source] = {}
+        self._cited: dict[str, RecordField] = {}
 
     @property
-    def cited(self) -> tuple[Source, ...]:
+    def cited(self) -> tuple[RecordField, ...]:
         """Every field that was cited, in the order of their numbers."""
         return tuple(self._cited.values())
 
@@ -79,11 +79,11 @@ class RecordIndex:
         """Return whether the field holds something: neither None nor an empty text."""
         return self.has(record) and self.value(record) not in (None, "", b"")
 
-    def cite(self, record: str) -> Source:
+    def cite(self, record: str) -> RecordField:
         """Return the field as a source, under the number that it keeps."""
         if record not in self._cited:
             file, _, path = record.partition(":")
-            self._cited[record] = Source(len(self._cited) + 1, file, path, _field_text(path, self.value(record)))
+            self._cited[record] = RecordField(len(self._cited) + 1, file, path, _field_text(path, self.value(record)))
         return self._cited[record]
 
 

@@ -31,7 +31,7 @@ def verdict_rows(verdict: Verdict) -> list[tuple[str, str]]:
         ("ledger rollback", _rollback(verdict)),
         *([("colocated", "orchestrator and aggregator on one node")] if verdict.colocated else []),
         *([] if verdict.exact else [("exact", "NOT EXACT: a repeat may differ in last bits, which no noise covers")]),
-        ("parameters", verdict.parameter_digest),
+        ("parameters", verdict.model_digest),
         ("run directory", str(verdict.run_dir)),
         ("its model", "raycloak.load(RUN_DIR) in Python, raycloak export for other libraries"),
         *(("warning", warning) for warning in verdict.warnings),

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from raycloak.attestation.core.evidence import Bytes32
-from raycloak.attestation.core.messages import Message, parse
+from raycloak.attestation.core.messages import Message, parse, parse_stored
 from raycloak.attestation.files.whole import write_whole
 from raycloak.coordinator.cluster.control import Control
 from raycloak.metrics.errors import ConfigError, ProtocolError
@@ -60,7 +60,7 @@ def served_at(folder: Path) -> str:
 def manifest_in(folder: Path) -> Manifest:
     """Return the manifest of the run of ``folder``; ConfigError ``not_a_run`` if none can be read."""
     try:
-        return parse(Manifest, (folder / "manifest.json").read_bytes().strip())
+        return parse_stored(Manifest, (folder / "manifest.json").read_bytes().strip(), str(folder / "manifest.json"))
     except (OSError, ProtocolError):
         raise ConfigError(
             "not_a_run",

@@ -56,10 +56,11 @@ from raycloak.coordinator.runs.verdict import metrics_view, run_facts, verdict_o
 from raycloak.coordinator.training.assignment import Assignment, NewRun, Order, ReplayedRun, ResumedRun
 from raycloak.coordinator.training.callback_caller import CallbackCaller
 from raycloak.coordinator.training.callbacks import Callback
-from raycloak.coordinator.training.coordinator import Coordinator
+from raycloak.coordinator.training.outset import Outset
 from raycloak.coordinator.training.pace import OPEN, Pace
+from raycloak.coordinator.training.phases import Coordinator
 from raycloak.coordinator.training.public_evaluation import Evaluator, public_evaluator
-from raycloak.coordinator.training.reporting import Outset, Reporting, StepReport
+from raycloak.coordinator.training.reporting import Reporting, StepReport
 from raycloak.coordinator.training.stop_signals import StopRequest, stop_on_signals
 from raycloak.metrics.collectors import (
     GpuReadingCollector,

@@ -90,7 +90,7 @@ def _whole(model: ReleasedModel) -> str:
 
 def _write_safetensors(model: ReleasedModel, draft: Path) -> int:
     # A tied tensor is written once, under one of its names.
-    save_model(model.module, str(draft), metadata={"format": "pt", "parameter_digest": model.parameter_digest})
+    save_model(model.module, str(draft), metadata={"format": "pt", "model_digest": model.model_digest})
     return len(model.module.state_dict())
 
 

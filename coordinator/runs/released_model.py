@@ -37,7 +37,7 @@ from raycloak.workers.models.models import (
 from raycloak.workers.models.text_model import TextModel
 from raycloak.workers.terms.loss import LossSpec
 from raycloak.workers.terms.manifest import Manifest, TensorSpec
-from raycloak.workers.terms.parameter_digest import frozen_digest, parameter_digest, tensor_digests
+from raycloak.workers.terms.model_digest import frozen_digest, model_digest, tensor_digests
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class ReleasedModel:
         source: of the model.
         base: folder that its relative paths start from.
         tokenizer: folder or hub name of the tokenizer that made its examples; None for other data.
-        parameter_digest: hexadecimal digest of the released weights.
+        model_digest: hexadecimal digest of the released weights.
     """
 
     module: nn.Module
@@ -57,7 +57,7 @@ class ReleasedModel:
     base: Path
     tokenizer: str | None
     manifest: Manifest
-    parameter_digest: str
+    model_digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,16 +174,16 @@ def released_model(
         ) from None
 
 
-def model_at(run: Path, parameters: Path, parameter_digest: str) -> ReleasedModel:
+def model_at(run: Path, parameters: Path, model_digest: str) -> ReleasedModel:
     """Return the model of the run directory ``run`` with released weights that lie in a file.
 
     Precondition: the run is the caller's own, since its code runs.
 
-    Guarantee: the weights have ``parameter_digest``, and everything frozen is what the run trained on.
+    Guarantee: the weights have ``model_digest``, and everything frozen is what the run trained on.
 
     Args:
         parameters: safetensors, as a run directory has it and as a package opens to.
-        parameter_digest: of a model that the run released, in hexadecimal digits; the file's own word counts nothing.
+        model_digest: of a model that the run released, in hexadecimal digits; the file's own word counts nothing.
 
     Raises:
         ConfigError: ``not_a_run``, ``no_weights`` or ``model_needed``; as the model's source.
@@ -192,18 +192,18 @@ def model_at(run: Path, parameters: Path, parameter_digest: str) -> ReleasedMode
     folder = RunFolder.open(run)
     described = _described(None, None, folder)
     manifest = _manifest(folder)
-    return _built(described, manifest, _tensors(manifest, parameters, parameter_digest))
+    return _built(described, manifest, _tensors(manifest, parameters, model_digest))
 
 
-def with_weights(model: ReleasedModel, parameters: Path, parameter_digest: str) -> ReleasedModel:
+def with_weights(model: ReleasedModel, parameters: Path, model_digest: str) -> ReleasedModel:
     """Return ``model`` with other released weights of its run, in the same module; as :func:`model_at`.
 
     Raises:
         ConfigError: ``no_weights``. RefusedError: ``weights_changed``; the module then has the weights it had.
     """
-    arrays = _tensors(model.manifest, parameters, parameter_digest)
+    arrays = _tensors(model.manifest, parameters, model_digest)
     load_flat(model.module, _flat(model.manifest, arrays))
-    return replace(model, parameter_digest=parameter_digest)
+    return replace(model, model_digest=model_digest)
 
 
 def _described(
@@ -273,7 +273,7 @@ def _tensors(manifest: Manifest, path: Path, wanted: str | None) -> Mapping[str,
         with safe_open(path, framework="numpy") as file:
             names: list[str] = file.keys()
             arrays = {name: file.get_tensor(name) for name in names}
-            stated = (file.metadata() or {}).get("parameter_digest")
+            stated = (file.metadata() or {}).get("model_digest")
     except OSError as error:
         raise file_error("no_weights", "read", path, error) from None
     except SafetensorError:
@@ -318,7 +318,7 @@ def _built(described: _Described, manifest: Manifest, arrays: Mapping[str, np.nd
         base=described.base,
         tokenizer=described.tokenizer,
         manifest=manifest,
-        parameter_digest=_digest(manifest, arrays).hex(),
+        model_digest=_digest(manifest, arrays).hex(),
     )
 
 
@@ -328,7 +328,7 @@ def _flat(manifest: Manifest, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
 
 def _digest(manifest: Manifest, arrays: Mapping[str, np.ndarray]) -> bytes:
     tensors = manifest.computation.tensors
-    return parameter_digest(tensors, [tensor_digests(arrays[each.name].reshape(-1), (each,))[0] for each in tensors])
+    return model_digest(tensors, [tensor_digests(arrays[each.name].reshape(-1), (each,))[0] for each in tensors])
 
 
 def _shown(tensor: TensorSpec | None) -> str:

@@ -29,7 +29,7 @@ class Replay:
 
     Attributes:
         first, last: the steps that were computed, ``last`` not included; they begin where a package ends.
-        digests: hexadecimal parameter digest after each of them.
+        digests: hexadecimal model digest after each of them.
         most_hosted: most virtual workers whose keys of one epoch one machine has got by now, in any execution of the
             run; the epsilon against the aggregator with that machine rests on it.
         charged_steps: how many steps of the run the ledger has charged, the same before and after.
@@ -99,7 +99,7 @@ def replay(
         first=outcomes[0].commit.step,
         last=outcomes[-1].commit.step + 1,
         workers=finished.workers,
-        digests=tuple(outcome.commit.parameter_digest.hex() for outcome in outcomes),
+        digests=tuple(outcome.commit.released_digest.hex() for outcome in outcomes),
         most_hosted=finished.most_hosted,
         virtual_workers=manifest.computation.mechanism.virtual_workers,
         charged_steps=after,

@@ -65,7 +65,7 @@ def verdict_of(
         evaluation_metrics=dict(finished.evaluation.own) if finished.evaluation else {},
         measurements=finished.released,
         evidence_class=finished.evidence_class,
-        parameter_digest=finished.parameter_digest.hex(),
+        model_digest=finished.model_digest.hex(),
         num_workers=finished.workers,
         virtual_workers=mechanism.virtual_workers,
         keys_on_one_machine=finished.most_hosted,

@@ -37,16 +37,16 @@ from raycloak.coordinator.service.pipe import (
     Copy,
     Ended,
     Failed,
-    Held,
+    HeldStep,
     Load,
     Loaded,
     Notice,
     Opened,
     Over,
-    Phase,
+    PhaseBegun,
     Ready,
     Refused,
-    Released,
+    ReleasedStep,
     Report,
     Save,
     Saved,
@@ -61,7 +61,8 @@ from raycloak.metrics.errors import ConfigError, ProtocolError, RaycloakError, R
 
 if TYPE_CHECKING:
     from raycloak.coordinator.runs.execution import Execution
-    from raycloak.coordinator.training.reporting import Outset, StepReport
+    from raycloak.coordinator.training.outset import Outset
+    from raycloak.coordinator.training.reporting import StepReport
     from raycloak.coordinator.training.steps import Training
     from raycloak.workers.terms.measurement import Released as Measured
     from raycloak.workers.terms.public_sums import PublicSums
@@ -252,21 +253,21 @@ class PacedRun:
                     id=command.id,
                     package=saved.package,
                     package_digest=saved.package_digest.hex(),
-                    parameter_digest=saved.parameter_digest.hex(),
+                    model_digest=saved.model_digest.hex(),
                     step=saved.step,
                 )
             elif isinstance(command, Copy):
                 digest = training.copy(CopyRequest(command.after, command.path))
-                report = Copied(id=command.id, parameter_digest=digest.hex())
+                report = Copied(id=command.id, model_digest=digest.hex())
             else:
                 loaded = training.load(LoadRequest(command.after, command.package))
-                report = Loaded(id=command.id, parameter_digest=loaded.parameter_digest.hex(), step=loaded.step)
+                report = Loaded(id=command.id, model_digest=loaded.model_digest.hex(), step=loaded.step)
         except RefusedError as refusal:
             report = Refused(id=command.id, code=refusal.code, message=refusal.message, remedy=refusal.remedy)
         self._tell(report)
 
     def _phase(self, words: str) -> None:
-        self._tell(Phase(words=words))
+        self._tell(PhaseBegun(words=words))
 
     def _opened(self, folder: RunFolder) -> None:
         self._tell(Opened(run_id=folder.record.run_id, run_dir=folder.path))
@@ -308,14 +309,14 @@ class PacedRun:
         self._tell(Computed(step=step, epsilon=epsilon, loss=self._losses.get(step), tokens=tokens))
 
     def _held(self, step: int, epsilon: float | None) -> None:
-        self._tell(Held(step=step, epsilon=epsilon))
+        self._tell(HeldStep(step=step, epsilon=epsilon))
 
     def _stepped(self, report: "StepReport") -> None:
         step = report.step - 1
         self._tell(
-            Released(
+            ReleasedStep(
                 step=step,
-                digest=report.parameter_digest,
+                digest=report.model_digest,
                 epsilon=report.epsilon,
                 seconds=report.seconds,
                 evaluation_accuracy=report.evaluation_accuracy,

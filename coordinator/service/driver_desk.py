@@ -35,20 +35,20 @@ from raycloak.coordinator.service.pipe import (
     Copied,
     Ended,
     Failed,
-    Held,
+    HeldStep,
     Loaded,
     Notice,
     Opened,
     Over,
-    Phase,
+    PhaseBegun,
     Ready,
     Refused,
-    Released,
+    ReleasedStep,
     Report,
     Saved,
     Spent,
 )
-from raycloak.coordinator.service.places import Place, late, leaving, next_client
+from raycloak.coordinator.service.places import ClientPlace, late, leaving, next_client
 from raycloak.coordinator.service.store import (
     DONE,
     FAILED,
@@ -108,7 +108,7 @@ class DriverDesk(OperationQueues):
             return
         with self._changing(client):
             match said:
-                case Phase():
+                case PhaseBegun():
                     driver.phase = said.words
                     self._show(client_id, wire.Progress(phase=driver.phase, step=client.finished))
                 case Notice():
@@ -122,9 +122,9 @@ class DriverDesk(OperationQueues):
                 case Computed():
                     driver.computed, driver.tokens = said.step, said.tokens
                     self._computed(client, said)
-                case Held():
+                case HeldStep():
                     self._held(client, driver, said)
-                case Released():
+                case ReleasedStep():
                     self._released(client, said, driver.tokens)
                 case Saved():
                     self._saved(client, said)
@@ -247,7 +247,7 @@ class DriverDesk(OperationQueues):
                 self._finish_forward(client, operation, said.loss, said.tokens)
         self._show(client.client_id, wire.Progress(step=step, epsilon=client.epsilon, phase="computed"))
 
-    def _held(self, client: ClientRow, driver: DriverState, said: Held) -> None:
+    def _held(self, client: ClientRow, driver: DriverState, said: HeldStep) -> None:
         if said.epsilon is not None:
             client.charged = max(client.charged, said.step + 1)
             client.epsilon = max(client.epsilon, said.epsilon)
@@ -264,7 +264,7 @@ class DriverDesk(OperationQueues):
             # It came to its end, or goes on. The driver has taken the release back, and is told of it again.
             driver.told = None
 
-    def _released(self, client: ClientRow, said: Released, tokens: int | None = None) -> None:
+    def _released(self, client: ClientRow, said: ReleasedStep, tokens: int | None = None) -> None:
         """Finish a step.
 
         Args:
@@ -277,7 +277,7 @@ class DriverDesk(OperationQueues):
             return
         if asked.state == DONE:
             # Repeated by a driver that resumed from an earlier package.
-            if wire.OptimStepResult.FromString(asked.result).parameter_digest != said.digest:
+            if wire.OptimStepResult.FromString(asked.result).model_digest != said.digest:
                 self._fail(client, cause_of("not_exact", f"step {said.step} was repeated with another result."))
             return
         client.finished = max(client.finished, said.step + 1)
@@ -285,7 +285,7 @@ class DriverDesk(OperationQueues):
         client.epsilon = max(client.epsilon, said.epsilon or 0.0)
         result = wire.OptimStepResult(
             step=said.step + 1,
-            parameter_digest=said.digest,
+            model_digest=said.digest,
             dp_metrics=dp_metrics(client),
             loss=said.loss,
             evaluation_accuracy=said.evaluation_accuracy,
@@ -314,13 +314,13 @@ class DriverDesk(OperationQueues):
             step=said.step,
             package=said.package,
             package_digest=said.package_digest,
-            parameter_digest=said.parameter_digest,
+            model_digest=said.model_digest,
             metadata=json.dumps(dict(request.metadata), sort_keys=True),
             created=self._clock(),
             size=size,
         )
         self._store.add_artifact(row)
-        client.digest = row.parameter_digest
+        client.digest = row.model_digest
         result = wire.SaveStateResult(artifact=artifact_to_wire(row))
         self._finish(client, operation, DONE, result=result.SerializeToString())
 
@@ -329,8 +329,8 @@ class DriverDesk(OperationQueues):
         if operation is None:
             return
         name = wire.LoadState.FromString(operation.payload).artifact_id
-        client.digest = said.parameter_digest
-        result = wire.LoadStateResult(artifact_id=name, step=said.step, parameter_digest=client.digest)
+        client.digest = said.model_digest
+        result = wire.LoadStateResult(artifact_id=name, step=said.step, model_digest=client.digest)
         self._finish(client, operation, DONE, result=result.SerializeToString())
 
     def _refused(self, client: ClientRow, said: Refused) -> None:
@@ -396,8 +396,8 @@ class DriverDesk(OperationQueues):
     def _copied(self, client: ClientRow, said: Copied) -> None:
         operation = self._running(client, said.id)
         if operation is not None:
-            copy = self._copy(client.client_id, said.parameter_digest)
-            self._assign_package(client, operation, str(copy), said.parameter_digest)
+            copy = self._copy(client.client_id, said.model_digest)
+            self._assign_package(client, operation, str(copy), said.model_digest)
 
     def _find_operation(self, client: ClientRow, name: str) -> OperationRow:
         number = number_of(client.client_id, name)
@@ -440,7 +440,7 @@ class DriverDesk(OperationQueues):
             config=json.loads(client.run_config), base=self._base, run_secret=None, run_id=client.run_id or None
         )
         self._served[tenant] = self._monotonic()
-        self._drivers[client_id] = DriverState(Place(tenant, self._served[tenant]))
+        self._drivers[client_id] = DriverState(ClientPlace(tenant, self._served[tenant]))
         self._after.append(lambda: self._processes.start(client_id, begin))
 
 

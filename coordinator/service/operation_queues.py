@@ -44,9 +44,9 @@ from raycloak.coordinator.service.pipe import (
     Load,
     Save,
 )
-from raycloak.coordinator.service.places import Place
+from raycloak.coordinator.service.places import ClientPlace
 from raycloak.coordinator.service.ports import DriverPort, Measured, News, Records, SamplerPort, Stored
-from raycloak.coordinator.service.retention import Retention
+from raycloak.coordinator.service.retention import ClientRetention
 from raycloak.coordinator.service.sampling.requests import COPY_SUFFIX
 from raycloak.coordinator.service.settings import ServiceSettings
 from raycloak.coordinator.service.store import (
@@ -84,7 +84,7 @@ _SHOWN: Final = {"finished", "charged", "epsilon", "facts", "error", "run_id", "
 class DriverState:
     """The known facts of a driver process; it is lost with this process, as the driver is."""
 
-    place: Place
+    place: ClientPlace
     is_ready: bool = False
     has_ended: bool = False
     told: Allow | None = None
@@ -131,7 +131,7 @@ class OperationQueues:
         self._publish = publish
         self._measured = measured
         self._recorded, self._package_bytes = records.steps, records.package_bytes
-        self._retention = Retention(store, records)
+        self._retention = ClientRetention(store, records)
         self._recipient = recipient
         self._clock = clock
         self._monotonic = monotonic
@@ -327,7 +327,7 @@ class OperationQueues:
         self._after.append(lambda: remove_all_but(needed, newest.parent.glob(f"[!.]*{COPY_SUFFIX}")))
 
     def _assign_package(self, client: ClientRow, operation: OperationRow, package: str, digest: str) -> None:
-        result = wire.SampleResult(step=operation.step, parameter_digest=digest)
+        result = wire.SampleResult(step=operation.step, model_digest=digest)
         self._store.change_operation(operation, package=package, result=result.SerializeToString())
         self._generate(client, operation)
 

@@ -153,7 +153,7 @@ def artifact_to_wire(row: ArtifactRow) -> wire.Artifact:
         client_id=row.client_id,
         step=row.step,
         package_digest=row.package_digest,
-        parameter_digest=row.parameter_digest,
+        model_digest=row.model_digest,
         metadata=json.loads(row.metadata),
         created_unix_s=row.created,
         bytes=row.size,
@@ -225,7 +225,7 @@ def listed_client(row: ClientRow, phase: str) -> wire.Client:
         created_unix_s=row.created,
         phase=phase,
         revision=row.changed,
-        parameter_digest=row.digest,
+        model_digest=row.digest,
         queued=row.open,
         operations=row.next_number,
     )

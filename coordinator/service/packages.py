@@ -19,11 +19,11 @@ from raycloak.coordinator.checkpoints.storage import (
 from raycloak.metrics.errors import ConfigError, EvidenceError, ProtocolError
 
 
-class Artifact:
+class SavedPackage:
     """A saved package.
 
     Args:
-        location: as `raycloak.coordinator.training.state_requests.Saved` has it.
+        location: as `raycloak.coordinator.training.state_requests.PackagedState` has it.
         package_digest: of the package, 32 bytes.
 
     Raises:

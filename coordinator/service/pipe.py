@@ -93,7 +93,7 @@ class Close:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Phase:
+class PhaseBegun:
     """A report of what the driver does, in a few words."""
 
     words: str
@@ -179,7 +179,7 @@ class Computed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class HeldStep:
     """A report that step ``step``, from 0, is held: nobody computes it, and it is not released unless allowed anew.
 
     Attributes:
@@ -193,7 +193,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Released:
+class ReleasedStep:
     """A report that step ``step``, from 0, is finished; see `StepReport` and :class:`Computed`.
 
     Attributes:
@@ -225,17 +225,17 @@ class Saved:
     id: str
     package: str
     package_digest: str
-    parameter_digest: str
+    model_digest: str
     step: int
     kind: Literal["saved"] = "saved"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copied:
-    """A report that :class:`Copy` ``id`` is done; ``parameter_digest`` is hexadecimal."""
+    """A report that :class:`Copy` ``id`` is done; ``model_digest`` is hexadecimal."""
 
     id: str
-    parameter_digest: str
+    model_digest: str
     kind: Literal["copied"] = "copied"
 
 
@@ -244,7 +244,7 @@ class Loaded:
     """A report that :class:`Load` ``id`` is done; ``step`` counts the finished steps behind the loaded state."""
 
     id: str
-    parameter_digest: str
+    model_digest: str
     step: int
     kind: Literal["loaded"] = "loaded"
 
@@ -307,8 +307,8 @@ class Failed:
 
 Command = Begin | Allow | Batches | Save | Copy | Load | Close
 Report = (
-    Phase | Notice | Opened | Ready | Spent | Computed | Held | Released | Saved | Copied | Loaded | Refused
-    | Over | Ended | Failed
+    PhaseBegun | Notice | Opened | Ready | Spent | Computed | HeldStep | ReleasedStep | Saved | Copied | Loaded
+    | Refused | Over | Ended | Failed
 )  # fmt: skip
 
 _COMMANDS: Final[TypeAdapter[Command]] = TypeAdapter(Annotated[Command, Field(discriminator="kind")])

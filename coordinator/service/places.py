@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Place:
+class ClientPlace:
     """A place that a client has.
 
     Attributes:
@@ -33,20 +33,20 @@ class Place:
 
 
 def next_client(
-    waiting: Sequence[tuple[str, str]], places: Collection[Place], served: Mapping[str, float]
+    waiting: Sequence[tuple[str, str]], places: Collection[ClientPlace], served: Mapping[str, float]
 ) -> tuple[str, str]:
     """Return the (client, tenant) that gets a free place.
 
     Args:
         waiting: at least one, first the longest wait.
-        served: when each tenant last got a place, by the clock of `Place`.
+        served: when each tenant last got a place, by the clock of `ClientPlace`.
     """
     return _first(waiting, Counter(place.tenant for place in places), served)
 
 
 def leaving(
     waiting: Sequence[tuple[str, str]],
-    places: Mapping[str, Place],
+    places: Mapping[str, ClientPlace],
     served: Mapping[str, float],
     now: float,
     idle_s: float,
@@ -101,7 +101,7 @@ def leaving(
     return chosen
 
 
-def late(places: Mapping[str, Place], now: float, leave_s: float) -> list[str]:
+def late(places: Mapping[str, ClientPlace], now: float, leave_s: float) -> list[str]:
     """Return the clients whose drivers have not ended by themselves in ``leave_s`` seconds, each once."""
     found = []
     for client, place in places.items():

@@ -6,7 +6,7 @@ from typing import Protocol, TypeAlias
 
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.service.drivers import Exited
-from raycloak.coordinator.service.pipe import Begin, Command, Released, Report
+from raycloak.coordinator.service.pipe import Begin, Command, ReleasedStep, Report
 from raycloak.coordinator.service.store import OperationRow
 
 
@@ -81,7 +81,7 @@ class SamplerPort(Protocol):
 class Records(Protocol):
     """The records that runs have written."""
 
-    def steps(self, run_dir: str) -> Mapping[int, Released]:
+    def steps(self, run_dir: str) -> Mapping[int, ReleasedStep]:
         """Return the finished steps of a run, by their numbers from 0."""
         ...
 

@@ -13,7 +13,7 @@ from raycloak.coordinator.service.store import FORGOTTEN, Store
 _ROWS_AT_ONCE: Final = 2_000  # some tens of milliseconds
 
 
-class Retention:
+class ClientRetention:
     """The rows of clients that have ended. For the desk's thread, inside its turns.
 
     Guarantee: of a client that was not closed nothing is deleted, and of a closed one nothing while it has a driver or

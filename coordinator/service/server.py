@@ -29,7 +29,7 @@ from raycloak.attestation.service.calls import (
     REFLECTION,
     Context,
     Health,
-    Held,
+    HeldRoom,
     Rooms,
     handlers,
     listen,
@@ -50,7 +50,7 @@ from raycloak.coordinator.service.limits import (
 from raycloak.coordinator.service.operations import invalid
 from raycloak.coordinator.service.settings import ServiceSettings, TlsConfig
 from raycloak.coordinator.service.store import ArtifactRow
-from raycloak.coordinator.service.tenants import Caller, Tenants, expired
+from raycloak.coordinator.service.tenants import CallingTenant, Tenants, expired
 from raycloak.coordinator.service.turns import Turns
 from raycloak.coordinator.service.uploads import Upload
 from raycloak.coordinator.service.watches import Watches
@@ -94,10 +94,12 @@ class _PeerLeft(Exception):
     """The other end of a stream is gone."""
 
 
-class _Servicer:
+class _TrainingServicer:
     """Turns calls into turns of the desk, under the limits."""
 
-    def __init__(self, parts: "Parts", settings: ServiceSettings, watches: Watches, guard: ConnectionGuard) -> None:
+    def __init__(
+        self, parts: "ServiceParts", settings: ServiceSettings, watches: Watches, guard: ConnectionGuard
+    ) -> None:
         self._desk = parts.desk
         self._turns = parts.turns
         self._folder = parts.folder
@@ -261,7 +263,7 @@ class _Servicer:
             finally:
                 self._watches.close(client_id, watch)
 
-    async def _write_durable(self, context: Context, caller: Caller, client_id: str, since: int) -> int:
+    async def _write_durable(self, context: Context, caller: CallingTenant, client_id: str, since: int) -> int:
         """Write all durable changes after a revision; return the revision of the last."""
         while True:
             async with self._held(caller, PAGE_BYTES) as held:
@@ -318,7 +320,7 @@ class _Servicer:
             held.shrink(answer.ByteSize())  # type: ignore[attr-defined]
             return answer
 
-    async def _request(self, caller: Caller, requests: AsyncIterator[Q]) -> Q:
+    async def _request(self, caller: CallingTenant, requests: AsyncIterator[Q]) -> Q:
         """Read the one request of a stream."""
         async with self._held(caller, self._limits.request_bytes):
             return await self._next(requests)
@@ -329,7 +331,7 @@ class _Servicer:
         raise invalid("request", "the call ended without one")
 
     @asynccontextmanager
-    async def _held(self, caller: Caller, size: int) -> AsyncIterator[Held]:
+    async def _held(self, caller: CallingTenant, size: int) -> AsyncIterator[HeldRoom]:
         """Wait for room of a tenant's, and have it in the block."""
         held = await self._rooms.take(caller.tenant, size)
         try:
@@ -338,7 +340,7 @@ class _Servicer:
             held.leave()
 
     @asynccontextmanager
-    async def _slot(self, slots: Slots, caller: Caller, what: str) -> AsyncIterator[None]:
+    async def _slot(self, slots: Slots, caller: CallingTenant, what: str) -> AsyncIterator[None]:
         if not slots.take(caller.tenant):
             raise ServiceQueueFullError(
                 "streams_full", f"this tenant has too many {what} open.", "Close one.", retry_after_s=1.0
@@ -349,7 +351,7 @@ class _Servicer:
             slots.leave(caller.tenant)
 
     @asynccontextmanager
-    async def _call(self, context: Context) -> AsyncIterator[Caller]:
+    async def _call(self, context: Context) -> AsyncIterator[CallingTenant]:
         """Admit a call; an error in the block becomes a status with a ServiceErrorInfo in its trailing metadata."""
         metadata = dict(context.invocation_metadata() or ())
         given = metadata.get("raycloak-request-id", "")
@@ -380,7 +382,7 @@ class _Servicer:
         await context.abort(status, error.code, ((TRAILER, info.SerializeToString()),))
 
     @contextmanager
-    def _counted(self, caller: Caller) -> Iterator[None]:
+    def _counted(self, caller: CallingTenant) -> Iterator[None]:
         if not self._calls.take(caller.tenant):
             raise ServiceRateLimitedError(
                 "calls_full", "this tenant has too many calls open.", "Wait for one.", retry_after_s=_CALLS_RETRY_S
@@ -390,7 +392,7 @@ class _Servicer:
         finally:
             self._calls.leave(caller.tenant)
 
-    def _admitted(self, context: Context, metadata: dict[str, Any], guarded: GuardedCall) -> Caller:
+    def _admitted(self, context: Context, metadata: dict[str, Any], guarded: GuardedCall) -> CallingTenant:
         """Return who calls, if it may now."""
         certificate = next(iter(context.auth_context().get("x509_pem_cert", ())), None)
         try:
@@ -409,13 +411,15 @@ class _Servicer:
         return caller
 
 
-def _require_current(caller: Caller) -> None:
+def _require_current(caller: CallingTenant) -> None:
     """Refuse to go on with a stream whose credentials have expired since it began."""
     if caller.expires and caller.expires <= time.time():
         raise expired()
 
 
-async def _while_current(caller: Caller, pieces: AsyncIterator[wire.BatchPiece]) -> AsyncIterator[wire.BatchPiece]:
+async def _while_current(
+    caller: CallingTenant, pieces: AsyncIterator[wire.BatchPiece]
+) -> AsyncIterator[wire.BatchPiece]:
     """Yield the pieces of an upload whose credentials have not expired, not even at its end."""
     async for piece in pieces:
         _require_current(caller)
@@ -446,7 +450,7 @@ async def _patient(requests: AsyncIterator[Q], stall_s: float) -> AsyncIterator[
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class ServiceParts:
     """The objects that answer the calls.
 
     Attributes:
@@ -481,7 +485,7 @@ class TrainingServer:
     _guard: ConnectionGuard
 
     @classmethod
-    def start(cls, make: "Callable[[Watches], Parts]", settings: ServiceSettings, base: Path) -> Self:
+    def start(cls, make: "Callable[[Watches], ServiceParts]", settings: ServiceSettings, base: Path) -> Self:
         """Serve until :meth:`stop`.
 
         Args:
@@ -527,10 +531,10 @@ class TrainingServer:
 
 
 async def _serve(
-    parts: "Parts", settings: ServiceSettings, watches: Watches, credentials: Any | None, guard: ConnectionGuard
+    parts: "ServiceParts", settings: ServiceSettings, watches: Watches, credentials: Any | None, guard: ConnectionGuard
 ) -> tuple[int, Callable[[float], Coroutine[Any, Any, None]]]:
     server = grpc.aio.server(options=settings.limits.bounds().options())
-    servicer, health = _Servicer(parts, settings, watches, guard), Health()
+    servicer, health = _TrainingServicer(parts, settings, watches, guard), Health()
     for service, answers in ((SERVICE, servicer), (REFLECTION, servicer), (HEALTH, health)):
         server.add_generic_rpc_handlers((handlers(service, answers),))
     port = listen(server, settings.bind, credentials)

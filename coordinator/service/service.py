@@ -19,12 +19,12 @@ from raycloak.coordinator.service.databases import OwnedFolder, open_database
 from raycloak.coordinator.service.desk import Desk
 from raycloak.coordinator.service.drivers import Driver, Exited
 from raycloak.coordinator.service.operation_queues import MOST_SAMPLES
-from raycloak.coordinator.service.packages import Artifact
-from raycloak.coordinator.service.pipe import Begin, Command, Released, Report
+from raycloak.coordinator.service.packages import SavedPackage
+from raycloak.coordinator.service.pipe import Begin, Command, ReleasedStep, Report
 from raycloak.coordinator.service.ports import Drivers
 from raycloak.coordinator.service.sampling.sampler import Sampler, SamplerLimits
 from raycloak.coordinator.service.sampling.samples import PackageSampler, service_recipient
-from raycloak.coordinator.service.server import Parts, TrainingServer
+from raycloak.coordinator.service.server import ServiceParts, TrainingServer
 from raycloak.coordinator.service.settings import ServiceSettings
 from raycloak.coordinator.service.store import ArtifactRow, Store
 from raycloak.coordinator.service.turns import Turns
@@ -102,12 +102,12 @@ class DriverProcesses:
 class RunRecords:
     """The records that runs have written; see `raycloak.coordinator.service.ports.Records`."""
 
-    def steps(self, run_dir: str) -> Mapping[int, Released]:
+    def steps(self, run_dir: str) -> Mapping[int, ReleasedStep]:
         """See `Records`."""
         return {
-            event["step"]: Released(
+            event["step"]: ReleasedStep(
                 step=event["step"],
-                digest=event["parameter_digest"],
+                digest=event["model_digest"],
                 epsilon=event.get("epsilon"),
                 seconds=event["seconds"],
                 evaluation_accuracy=event.get("evaluation_accuracy"),
@@ -124,15 +124,15 @@ class RunRecords:
 
     def package_bytes(self, location: str, package_digest: bytes) -> int:
         """See `Records`."""
-        return Artifact(location, package_digest).bytes
+        return SavedPackage(location, package_digest).bytes
 
 
 def _pieces(row: ArtifactRow) -> Iterator[bytes]:
-    return Artifact(row.package, bytes.fromhex(row.package_digest)).pieces()
+    return SavedPackage(row.package, bytes.fromhex(row.package_digest)).pieces()
 
 
 @dataclass(frozen=True, slots=True)
-class ServiceFacts:
+class TrainingServiceFacts:
     """The facts that a started service says of itself.
 
     Attributes:
@@ -189,7 +189,7 @@ class TrainingService:
             self._processes: Drivers = drivers or DriverProcesses(folder / "logs")
             self._metrics = ServiceMetrics(self._snapshot)
 
-            def make(watches: Watches) -> Parts:
+            def make(watches: Watches) -> ServiceParts:
                 self._desk = Desk(
                     settings,
                     base,
@@ -204,7 +204,7 @@ class TrainingService:
                 )
                 self._turns = Turns(self._desk, settings.limits.waiting_calls)
                 self._processes.tell = self._reported
-                return Parts(self._desk, self._turns, batches, _pieces, self._metrics.call_refused, evidence)
+                return ServiceParts(self._desk, self._turns, batches, _pieces, self._metrics.call_refused, evidence)
 
             exporter = Exporter()
             exporter.add(self._metrics)
@@ -215,7 +215,7 @@ class TrainingService:
             self._turns.start()
             self._stack = stack.pop_all()
         host = settings.bind.rpartition(":")[0]
-        self.facts = ServiceFacts(
+        self.facts = TrainingServiceFacts(
             address=f"{host}:{self._server.port}",
             metrics_url=self._page.url,
             evidence=evidence.replace("simulated", "SIMULATED"),

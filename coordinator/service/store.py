@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 from raycloak.coordinator.service.databases import Database
 from raycloak.metrics.errors import ConfigError
 
-APPLICATION: Final = "raycloak training service v1"
+APPLICATION: Final = "raycloak training service v2"
 
 R = TypeVar("R")
 
@@ -126,7 +126,7 @@ class ArtifactRow:
     step: int
     package: str
     package_digest: str
-    parameter_digest: str
+    model_digest: str
     metadata: str
     created: float
     size: int
@@ -486,10 +486,10 @@ class Store:
         saved = self._number("SELECT COUNT(*) FROM artifacts WHERE client_id = ?", client_id)
         return saved + self._number(f"SELECT COUNT(*) FROM operations WHERE {_OPEN} AND kind = 'save_state'", client_id)
 
-    def artifact_of(self, client_id: str, parameter_digest: str) -> ArtifactRow | None:
+    def artifact_of(self, client_id: str, model_digest: str) -> ArtifactRow | None:
         """Return the newest artifact of a client that has these parameters."""
-        where = "client_id = ? AND parameter_digest = ? ORDER BY number DESC LIMIT 1"
-        return self._one(ArtifactRow, "artifacts", where, client_id, parameter_digest)
+        where = "client_id = ? AND model_digest = ? ORDER BY number DESC LIMIT 1"
+        return self._one(ArtifactRow, "artifacts", where, client_id, model_digest)
 
     def artifacts(self, client_id: str, limit: int) -> list[ArtifactRow]:
         """Return the newest artifacts of a client, in the order they were made."""

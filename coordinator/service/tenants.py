@@ -21,7 +21,7 @@ _LONGEST_TOKEN: Final = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
+class CallingTenant:
     """The tenant that made a call; ``expires`` in Unix seconds is the end of its credentials, 0 if they have none."""
 
     tenant: str
@@ -49,13 +49,13 @@ class Tenants:
     def __init__(self, settings: ServiceSettings, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._tokens = {
-            token.sha256: Caller(name, token.expires.timestamp() if token.expires is not None else 0.0)
+            token.sha256: CallingTenant(name, token.expires.timestamp() if token.expires is not None else 0.0)
             for name, tenant in settings.tenants.items()
             for token in tenant.token_sha256
         }
         self._names = {name: tenant for tenant, each in settings.tenants.items() for name in each.certificates}
 
-    def caller(self, metadata: Mapping[str, str | bytes], certificate: bytes | None) -> Caller:
+    def caller(self, metadata: Mapping[str, str | bytes], certificate: bytes | None) -> CallingTenant:
         """Return who calls.
 
         Args:
@@ -74,22 +74,22 @@ class Tenants:
         ends = [each.expires for each in found if each.expires]
         if ends and min(ends) <= self._clock():
             raise expired()
-        return Caller(found[0].tenant, min(ends, default=0.0))
+        return CallingTenant(found[0].tenant, min(ends, default=0.0))
 
-    def _by_token(self, header: str | bytes | None) -> list[Caller]:
+    def _by_token(self, header: str | bytes | None) -> list[CallingTenant]:
         if not isinstance(header, str) or not header.startswith("Bearer ") or len(header) > _LONGEST_TOKEN:
             return []
         # A lookup by hash: its time tells of the hash alone, from which no token follows.
         known = self._tokens.get(hashlib.sha256(header.removeprefix("Bearer ").encode()).hexdigest())
         # A token that is given and wrong is refused, whatever the certificate says.
-        return [known if known is not None else Caller("", 0.0)]
+        return [known if known is not None else CallingTenant("", 0.0)]
 
-    def _by_certificate(self, certificate: bytes | None) -> list[Caller]:
+    def _by_certificate(self, certificate: bytes | None) -> list[CallingTenant]:
         if certificate is None:
             return []
         name, ends = _subject(certificate)
         tenant = self._names.get(name)
-        return [Caller(tenant, ends)] if tenant is not None else []
+        return [CallingTenant(tenant, ends)] if tenant is not None else []
 
 
 @lru_cache(maxsize=1024)  # each call of a channel asks it again

@@ -28,7 +28,7 @@ _TICK_S: Final = 0.5
 
 
 @dataclass(slots=True)
-class _Call:
+class _Turn:
     call: Callable[[], Any]
     done: "asyncio.Future[Any] | Future[Any] | None"
     result: Any = None
@@ -64,12 +64,12 @@ class Turns:
     def __init__(self, desk: Desk, most_waiting: int) -> None:
         self._desk = desk
         self._most = most_waiting
-        self._waiting: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[_Turn | None] = queue.SimpleQueue()
         self._on_failure: Callable[[], Any] = lambda: None
         self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="desk", daemon=True)
         # First, whoever calls before the start.
-        self._waiting.put(_Call(desk.begin, None))
+        self._waiting.put(_Turn(desk.begin, None))
 
     def start(self) -> None:
         """Begin to work; the desk goes on where it ended."""
@@ -88,13 +88,13 @@ class Turns:
         if self._waiting.qsize() >= self._most:
             raise ServiceQueueFullError("busy", "too many calls wait.", "Ask again later.", retry_after_s=RETRY_S)
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._waiting.put(_Call(call, done))
+        self._waiting.put(_Turn(call, done))
         return await done
 
     def put(self, call: Callable[[], T]) -> "Future[T]":
         """Queue a call; return its future answer. For any thread."""
         done: Future[T] = Future()
-        self._waiting.put(_Call(call, done))
+        self._waiting.put(_Turn(call, done))
         return done
 
     def tell(self, call: Callable[[], Any], otherwise: Callable[[], Any]) -> None:
@@ -103,7 +103,7 @@ class Turns:
         Args:
             otherwise: called in a later turn if ``call`` raises: what a report was to finish would wait for ever.
         """
-        self._waiting.put(_Call(call, None, otherwise=otherwise))
+        self._waiting.put(_Turn(call, None, otherwise=otherwise))
 
     def close(self) -> None:
         """End the thread after the calls that wait."""
@@ -113,7 +113,7 @@ class Turns:
     def _work(self) -> None:
         ends, ticked = False, time.monotonic()
         while not ends:
-            batch: list[_Call] = []
+            batch: list[_Turn] = []
             try:
                 item = self._waiting.get(timeout=_TICK_S)
                 while item is not None and len(batch) < MOST_AT_ONCE:
@@ -126,15 +126,15 @@ class Turns:
                 pass
             # Also while calls never cease: clients wait for what is due by time alone.
             if not batch or time.monotonic() - ticked >= _TICK_S:
-                batch.append(_Call(self._desk.tick, None))
+                batch.append(_Turn(self._desk.tick, None))
                 ticked = time.monotonic()
             self._make(batch)
             _settle(batch)
             for each in batch:
                 if each.error is not None and each.otherwise is not None and self.failure is None:
-                    self._waiting.put(_Call(each.otherwise, None))
+                    self._waiting.put(_Turn(each.otherwise, None))
 
-    def _make(self, batch: list[_Call]) -> None:
+    def _make(self, batch: list[_Turn]) -> None:
         """Make calls in one transaction. An error of one belongs to it alone, and undoes what it did."""
         if self.failure is None:
             try:
@@ -150,7 +150,7 @@ class Turns:
                     "store_failed", "the service cannot write its record.", "The operator has to start it again."
                 )
 
-    def _make_one(self, each: _Call) -> None:
+    def _make_one(self, each: _Turn) -> None:
         try:
             # A tick decides nothing that could be refused.
             with nullcontext() if each.call == self._desk.tick else self._desk.part():
@@ -168,9 +168,9 @@ class Turns:
             self._on_failure()
 
 
-def _settle(batch: list[_Call]) -> None:
+def _settle(batch: list[_Turn]) -> None:
     """Hand out the outcomes of a turn. An event loop is woken once for all of its callers: each time costs a turn."""
-    replies: dict[asyncio.AbstractEventLoop, list[_Call]] = {}
+    replies: dict[asyncio.AbstractEventLoop, list[_Turn]] = {}
     for each in batch:
         if isinstance(each.done, asyncio.Future):
             replies.setdefault(each.done.get_loop(), []).append(each)
@@ -181,6 +181,6 @@ def _settle(batch: list[_Call]) -> None:
             loop.call_soon_threadsafe(_settle_here, calls)
 
 
-def _settle_here(calls: list[_Call]) -> None:
+def _settle_here(calls: list[_Turn]) -> None:
     for each in calls:
         each.settle()

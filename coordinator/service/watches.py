@@ -30,7 +30,7 @@ _LATER_S: Final = 0.1
 _ENDED: Final = (DONE, FAILED, CANCELLED)
 
 
-class Watch:
+class ClientWatch:
     """A watcher of one client. For the event loop's thread.
 
     It is told of every change from the moment that it is open. So what it read from the store then, and what it was
@@ -136,16 +136,16 @@ class Watches:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._of: dict[str, list[Watch]] = {}
+        self._of: dict[str, list[ClientWatch]] = {}
 
-    def open(self, client_id: str) -> Watch:
+    def open(self, client_id: str) -> ClientWatch:
         """Return a new watcher of a client."""
-        watch = Watch(self._loop)
+        watch = ClientWatch(self._loop)
         # A new list, as `publish` may look at the old one in another thread.
         self._of[client_id] = [*self._of.get(client_id, ()), watch]
         return watch
 
-    def close(self, client_id: str, watch: Watch) -> None:
+    def close(self, client_id: str, watch: ClientWatch) -> None:
         """Forget a watcher."""
         watch.end()
         left = [each for each in self._of[client_id] if each is not watch]

@@ -22,7 +22,7 @@ from raycloak.coordinator.aggregation.rule_trial import try_rule
 from raycloak.coordinator.cluster.backend import ActorLost
 from raycloak.coordinator.cluster.control import START_AGAIN
 from raycloak.coordinator.config.run import RunConfig, parse_config
-from raycloak.coordinator.ledger.rules import RunTerms
+from raycloak.coordinator.ledger.rules import RegistrationTerms
 from raycloak.coordinator.ledger.view import LedgerView
 from raycloak.coordinator.membership.founders import Founders
 from raycloak.coordinator.membership.membership import Membership
@@ -69,7 +69,7 @@ class AdmittedRun:
     facts: WorkerFacts
     plan: Plan
     manifest: Manifest
-    run: RunTerms
+    run: RegistrationTerms
     committed: Committed
     evaluation: SealedSource | None
     ranges: tuple[ParameterRange, ...]
@@ -182,7 +182,7 @@ def _beside_others(order: Order, facts: WorkerFacts, plan: Plan, view: LedgerVie
         return plan
     mechanisms = (plan.mechanism, *(each.mechanism for each in plan.measurements))
     public = config.dataset is not None and config.dataset.public
-    run = RunTerms(session.run_id, name, mechanisms, b"", facts.data, public, config.ledger.prepaid)
+    run = RegistrationTerms(session.run_id, name, mechanisms, b"", facts.data, public, config.ledger.prepaid)
     return with_account(plan, name, view, session.control.ledger.outlook(run))
 
 
@@ -267,8 +267,8 @@ def _require_demanded(sealed: SealedSource | None, manifest: Manifest) -> None:
 
 def _run_terms(
     config: RunConfig, facts: WorkerFacts, plan: Plan, manifest: Manifest, paying: PayingAccount | None
-) -> RunTerms:
-    return RunTerms(
+) -> RegistrationTerms:
+    return RegistrationTerms(
         run_id=manifest.run_id,
         account=manifest.account,
         mechanisms=manifest.computation.mechanisms,
@@ -280,7 +280,7 @@ def _run_terms(
     )
 
 
-def _require_account(order: Order, view: LedgerView, run: RunTerms) -> None:
+def _require_account(order: Order, view: LedgerView, run: RegistrationTerms) -> None:
     """Require an account that would register the run; charge the run now if it is prepaid.
 
     Before any evidence: an account that refuses the run spares all members their presentation. The run is registered,

@@ -62,7 +62,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class OwedAnswers:
     """The answers that workers owe for one attempt.
 
     Attributes:
@@ -164,7 +164,7 @@ class AttemptRunner:
         self.waited_s = 0.0
         self._failures.begin()
 
-    def ask(self, task: Task, model: Model, receipt: Envelope | Reference[Envelope], roster: Envelope) -> Asked:
+    def ask(self, task: Task, model: Model, receipt: Envelope | Reference[Envelope], roster: Envelope) -> OwedAnswers:
         """Ask every worker.
 
         Args:
@@ -180,7 +180,7 @@ class AttemptRunner:
             request = StepRequest(roster, unseen, of_data, task.ranges, task.batches.digests)
             asked = members.workers[member_id].step(receipt, request, model.parameters, task.batches.references)
             answers[member_id] = asked
-        return Asked(roster, shown, answers)
+        return OwedAnswers(roster, shown, answers)
 
     def _shown(self, task: Task, roster: Envelope) -> Mapping[str, Sequence[Envelope]]:
         """Return, by worker, the presentations of the members whose evidence it appraises."""
@@ -195,7 +195,9 @@ class AttemptRunner:
         near = {own: (own, *(each.member_id for each in graph.neighbours(own))) for own in members.workers}
         return {own: (*always, *(shown[each] for each in ids)) for own, ids in near.items()}
 
-    def collect(self, task: Task, model: Model, asked: Asked, pace: Pace = OPEN, began_ns: int = 0) -> Answers | None:
+    def collect(
+        self, task: Task, model: Model, asked: OwedAnswers, pace: Pace = OPEN, began_ns: int = 0
+    ) -> Answers | None:
         """Wait for every worker's answer; if any fails, take the failed workers off the run and return None.
 
         If ``pace`` holds the step meanwhile, workers end between two micro-batches, stay in the run, and None returns.

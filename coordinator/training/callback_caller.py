@@ -30,7 +30,8 @@ from raycloak.coordinator.training.callbacks import (
     RunEnded,
     RunStarted,
 )
-from raycloak.coordinator.training.reporting import MembershipReport, Outset, StepReport
+from raycloak.coordinator.training.outset import Outset
+from raycloak.coordinator.training.reporting import MembershipReport, StepReport
 from raycloak.metrics.reports import classes_of
 from raycloak.workers.inputs.user_code import own_words
 from raycloak.workers.terms.measurement import Released

@@ -95,7 +95,7 @@ class Conclusion:
             manifest=admitted.manifest,
             plan=admitted.plan,
             parameters=parameters,
-            parameter_digest=training.model.digest,
+            model_digest=training.model.digest,
             steps=training.finished_steps,
             most_hosted=self.order.session.control.orchestrator.most_hosted(),
             workers=len(admitted.membership.members.workers),

@@ -16,12 +16,12 @@ from raycloak.coordinator.planning.plan import Plan
 from raycloak.coordinator.record.outcome import Ending
 from raycloak.coordinator.training.assignment import Order
 from raycloak.coordinator.training.conclusion import finish_log
-from raycloak.coordinator.training.coordinator import Coordinator
 from raycloak.coordinator.training.model import Model
+from raycloak.coordinator.training.phases import Coordinator
 from raycloak.coordinator.training.step import Done, Gathered, StepRunner
 from raycloak.metrics.errors import ConfigError, RaycloakError, RunFailedError
 from raycloak.metrics.registry import FAILED
-from raycloak.workers.terms.parameter_digest import parameter_digest, tensor_digests
+from raycloak.workers.terms.model_digest import model_digest, tensor_digests
 
 
 class HandLoop:
@@ -193,4 +193,4 @@ class HandLoop:
 
     def _digest(self, flat: NDArray[np.float32]) -> bytes:
         tensors = self._admitted.manifest.computation.tensors
-        return parameter_digest(tensors, tensor_digests(flat, tensors))
+        return model_digest(tensors, tensor_digests(flat, tensors))

@@ -23,7 +23,7 @@ class Model:
 
     Attributes:
         parameters, states: one reference per range: float32 parameters, optimizer state.
-        digest: parameter digest of all ranges together.
+        digest: model digest of all ranges together.
     """
 
     parameters: tuple[Reference[Parameters], ...]

@@ -1,156 +1,24 @@
-"""The outset of training: the model that an execution starts from, and everything that its steps need."""
+"""The outset of training: what is known of an execution before its first step."""
 
-from raycloak.coordinator.checkpoints.saver import Checkpoints
-from raycloak.coordinator.checkpoints.writer import PackageOrigin
+from dataclasses import dataclass
+
 from raycloak.coordinator.planning.plan import Plan
-from raycloak.coordinator.record.batch_files import BatchFiles
-from raycloak.coordinator.training.admitted import AdmittedRun
-from raycloak.coordinator.training.assignment import Order
-from raycloak.coordinator.training.early_stopping import EarlyStopping
-from raycloak.coordinator.training.model import Model, ModelReader
-from raycloak.coordinator.training.public_evaluation import DriverEvaluator, Evaluator
-from raycloak.coordinator.training.reporting import Reporter
-from raycloak.coordinator.training.sealed_evaluation import SealedEvaluator
-from raycloak.coordinator.training.sent import SentSteps
-from raycloak.coordinator.training.state_requests import StateKeeper
-from raycloak.coordinator.training.step import StepRunner
-from raycloak.coordinator.training.steps import Course, Training
-from raycloak.metrics.errors import ConfigError
-from raycloak.workers.inputs.sent_rows import row_bytes
+from raycloak.workers.terms.manifest import Manifest
 
 
-def set_out(order: Order, admitted: AdmittedRun, reporter: Reporter, evaluator: Evaluator | None) -> Training:
-    """Return the steps that are left to this execution, from the model of the newest package or of the manifest.
+@dataclass(frozen=True, slots=True)
+class Outset:
+    """The terms of an execution whose members are admitted and whose model is there.
 
-    Args:
-        evaluator: measures on public data; None if nothing is measured, or only sealed data is.
-
-    Raises:
-        RaycloakError: why the packages cannot be read; nothing was charged.
+    Attributes:
+        finished_steps: steps that earlier executions finished.
+        charged_steps: of the run by now, by the ledger's record.
+        charged_epsilon: of the account by now, by the ledger's record.
     """
-    config, session, assignment = order.config, order.session, order.assignment
-    plan, membership, metrics = admitted.plan, admitted.membership, admitted.metrics
 
-    def renew() -> None:
-        membership.admission.renew()
-        reporter.presented(session.control.orchestrator.view())
-
-    runner = StepRunner(
-        backend=session.backend,
-        control=session.control,
-        membership=membership,
-        manifest=admitted.manifest,
-        run_terms=admitted.run,
-        ranges=admitted.ranges,
-        metrics=metrics,
-        deadline_s=config.failure.step_deadline_s,
-        secure_aggregation=config.secure_aggregation,
-        renew=renew,
-        traces=order.reporting.traces,
-        pace=order.pace,
-    )
-    restored = assignment.restore(session.control)
-    reader = ModelReader(session.backend, config.failure.step_deadline_s)
-    # A run that begins has none.
-    loads = session.control.orchestrator.loads() if assignment.recorded is not None else ()
-    states = StateKeeper(
-        archive=assignment.archive,
-        control=session.control,
-        manifest=admitted.manifest,
-        ranges=admitted.ranges,
-        backend=session.backend,
-        folder=order.folder,
-        deadline_s=config.failure.step_deadline_s,
-    )
-    sealed = SealedEvaluator.of(config, admitted.evaluation, runner)
-
-    return Training(
-        config=config,
-        plan=plan,
-        course=Course(
-            last_step=min(assignment.last_step or plan.mechanism.steps, plan.mechanism.steps),
-            committed=admitted.committed,
-            charges=assignment.charges,
-            # Of several in one place, the last one counts.
-            loads={load.after_step: load for load in loads},
-        ),
-        runner=runner,
-        membership=membership,
-        reporting=order.reporting,
-        metrics=metrics,
-        evaluator=DriverEvaluator(evaluator, reader) if evaluator else sealed,
-        reader=reader,
-        stop=assignment.stop,
-        checkpoints=_open_checkpoints(order, admitted, states.wanted(loads)),
-        model=states.take(restored) if restored else _initial(order, admitted),
-        finished_steps=restored.finished_steps if restored else 0,
-        renew=renew,
-        measured=order.folder.keep_released if assignment.charges else lambda released: None,
-        states=states,
-        stopping=_stopping(order, plan, restored.finished_steps if restored else 0),
-        sent=_sent(order, admitted),
-        pace=order.pace,
-    )
-
-
-def _sent(order: Order, admitted: AdmittedRun) -> SentSteps | None:
-    """Return where the batches of steps are found; None if the run's data is registered.
-
-    Raises:
-        ConfigError: ``key_service`` if sent examples could be opened by nobody.
-    """
-    form = order.setup.dataset.sent
-    if form is None:
-        return None
-    if admitted.manifest.key_service is None:
-        raise ConfigError(
-            "key_service",
-            "the examples are sent by a client, and no key service gives workers its half of the keys.",
-            "Give key_service; see docs/sending.md.",
-        )
-    return SentSteps(
-        backend=order.session.backend,
-        control=order.session.control,
-        manifest=admitted.manifest,
-        files=BatchFiles(order.folder.path),
-        offered=order.pace.batches,
-        row_bytes=row_bytes(form),
-    )
-
-
-def _stopping(order: Order, plan: Plan, finished_steps: int) -> EarlyStopping | None:
-    """Return the rule that may end the run early, with what it has seen up to ``finished_steps``.
-
-    Raises:
-        ConfigError: ``early_stopping``.
-    """
-    config, folder = order.config, order.folder
-    # A replay ends where it was asked to.
-    if config.early_stopping is None or not order.assignment.charges:
-        return None
-    stopping = EarlyStopping(config.early_stopping, folder.watched(), folder.keep_watched)
-    if config.early_stopping.metric.startswith("evaluation_"):
-        assert config.evaluation is not None, "the configuration was checked"
-        due = range(config.evaluation.every, finished_steps + 1, config.evaluation.every)
-    else:
-        (every,) = (each.every for each in plan.measurements if each.query == "evaluation")
-        # A model is sealed before what is released about it, and the release is then made again.
-        due = range(every, finished_steps, every)
-    stopping.restore(finished_steps, due)
-    return stopping
-
-
-def _open_checkpoints(order: Order, admitted: AdmittedRun, wanted: set[bytes]) -> Checkpoints | None:
-    assignment = order.assignment
-    if not assignment.charges or assignment.archive is None:
-        return None
-    terms = PackageOrigin(admitted.manifest, admitted.plan.delta, admitted.evidence_class)
-    return assignment.archive.open(order.session.control, terms, admitted.metrics, wanted)
-
-
-def _initial(order: Order, admitted: AdmittedRun) -> Model:
-    backend, flat = order.session.backend, admitted.facts.initial_parameters
-    states = tuple(aggregator.initial_state() for aggregator in admitted.membership.members.aggregators)
-    # Copies: a view would keep the whole vector alive behind each range.
-    parameters = tuple(backend.put(flat[owned.start : owned.stop].copy()) for owned in admitted.ranges)
-    return Model(parameters, states, admitted.manifest.computation.initial_parameters)
+    manifest: Manifest
+    plan: Plan
+    evidence_class: str
+    finished_steps: int
+    charged_steps: int
+    charged_epsilon: float

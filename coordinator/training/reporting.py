@@ -10,6 +10,7 @@ from raycloak.coordinator.cluster.control import Restart
 from raycloak.coordinator.membership.departures import Departure
 from raycloak.coordinator.planning.plan import Plan
 from raycloak.coordinator.record.outcome import Evaluation, StepOutcome
+from raycloak.coordinator.training.outset import Outset
 from raycloak.metrics.collectors import RunMetrics
 from raycloak.metrics.events import EventWriter
 from raycloak.metrics.registry import exactness_mark, privacy_mark
@@ -34,7 +35,7 @@ class StepReport:
         evaluation_loss: mean on the public split, in its place where a loss is measured.
         evaluation_metrics: values of the user's own metrics beside it, by name.
         workers: workers that took part.
-        parameter_digest: hexadecimal digest of the parameters after the step.
+        model_digest: hexadecimal digest of the parameters after the step.
         seconds: wall time of the step.
         exact: whether every operation has a deterministic kernel.
         grad_norm: l2 norm of the step's average gradient; None if the run is private.
@@ -46,7 +47,7 @@ class StepReport:
     epsilon_cap: Fact[float | None]
     evaluation_accuracy: Release[float | None]
     workers: Fact[int]
-    parameter_digest: Release[str]
+    model_digest: Release[str]
     seconds: Physical[float]
     evaluation_loss: Release[float | None] = None
     exact: Fact[bool] = True
@@ -70,24 +71,6 @@ class MembershipReport:
     member: Fact[str]
     code: Fact[str | None]
     workers: Fact[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Outset:
-    """The terms of an execution whose members are admitted and whose model is there.
-
-    Attributes:
-        finished_steps: steps that earlier executions finished.
-        charged_steps: of the run by now, by the ledger's record.
-        charged_epsilon: of the account by now, by the ledger's record.
-    """
-
-    manifest: Manifest
-    plan: Plan
-    evidence_class: str
-    finished_steps: int
-    charged_steps: int
-    charged_epsilon: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +118,7 @@ class Reporting:
         self.events.write(
             "step",
             step=outcome.commit.step,
-            parameter_digest=outcome.commit.parameter_digest.hex(),
+            model_digest=outcome.commit.released_digest.hex(),
             epsilon=outcome.charged_epsilon if private else None,
             evaluation_accuracy=accuracy,
             evaluation_loss=loss,

@@ -1,6 +1,6 @@
 """Evaluation on a sealed split: the workers measure the slices they host; the driver adds up, and sees no example.
 
-    order    orchestrator.order_evaluation(finished steps, parameter digest, hosting)      logged before it returns
+    order    orchestrator.order_evaluation(finished steps, model digest, hosting)      logged before it returns
     answers  every worker.evaluate(order, parameters)                                      signed, one score a slice
     failed -> move their virtual workers with their keys, a new order: everybody measures again
     value    scores added in the order of the slices, divided by the number of examples

@@ -35,7 +35,7 @@ NO_BATCHES = StepBatches()
 
 
 @dataclass(frozen=True, slots=True)
-class SentSteps:
+class BatchesOfSteps:
     """The batches of a run's steps, from its client or from the run's directory.
 
     Attributes:
@@ -86,7 +86,7 @@ class SentSteps:
                 "Train on data that a client sends through a training service: raycloak serve.",
             )
         for digests in self.files.sets(step):
-            if step_input(model.digest, digests) == status.parameter_digest:
+            if step_input(model.digest, digests) == status.input_digest:
                 return digests
         raise RefusedError(
             "batch_missing",

@@ -45,7 +45,7 @@ class LoadRequest:
     """A request to go on from a package of this run once ``after`` steps are finished.
 
     Attributes:
-        package: location of the package, as :class:`Saved` has it.
+        package: location of the package, as :class:`PackagedState` has it.
     """
 
     after: int
@@ -61,7 +61,7 @@ class CopyRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class PackagedState:
     """A saved state.
 
     Attributes:
@@ -71,16 +71,16 @@ class Saved:
 
     package: str
     package_digest: bytes
-    parameter_digest: bytes
+    model_digest: bytes
     step: int
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedState:
     """A loaded state; ``step`` counts the finished steps behind it, and the run's own count stays as it was."""
 
     package_digest: bytes
-    parameter_digest: bytes
+    model_digest: bytes
     step: int
 
 
@@ -127,7 +127,7 @@ class StateKeeper:
     deadline_s: float
     held: Published | None = None
 
-    def save(self, between: Between, request: SaveRequest) -> Saved:
+    def save(self, between: Between, request: SaveRequest) -> PackagedState:
         """Save the current state; return where it is once its package is published.
 
         The package is never deleted by the run. A repeated request, and another one for the same state, give the
@@ -139,7 +139,7 @@ class StateKeeper:
         """
         states = self.folder.saved()
         if (known := next((each for each in states if each.request == request.request), None)) is not None:
-            return Saved(known.package, known.package_digest, known.parameter_digest, known.step)
+            return PackagedState(known.package, known.package_digest, known.model_digest, known.step)
         _require_step(between, request.after)
         if between.checkpoints is None or self.archive is None:
             _refuse("no_storage", "the run seals no packages.", "Give it a place for them: checkpoint.storage.")
@@ -147,7 +147,7 @@ class StateKeeper:
             _refuse("no_state", "no step is finished, so there is nothing to save.", "Save after a step.")
         held = self.held or self._published(between, between.checkpoints)
         location, package = located(self.archive.location, held.name), held.manifest
-        saved = Saved(location, package.digest(), package.parameter_digest, package.step)
+        saved = PackagedState(location, package.digest(), package.model_digest, package.step)
         # At once, and before the next package is written: until then it is the newest, which is kept.
         between.checkpoints.want(saved.package_digest)
         self.folder.keep_saved(
@@ -156,7 +156,7 @@ class StateKeeper:
                 step=saved.step,
                 package=saved.package,
                 package_digest=saved.package_digest,
-                parameter_digest=saved.parameter_digest,
+                model_digest=saved.model_digest,
             )
         )
         return saved
@@ -189,7 +189,7 @@ class StateKeeper:
             )
         return published
 
-    def load(self, between: Between, request: LoadRequest) -> Loaded:
+    def load(self, between: Between, request: LoadRequest) -> LoadedState:
         """Make the state of an earlier package of this run the current one.
 
         Guarantee: what was spent stays, and so does the number of finished steps. The evidence log has the load when
@@ -207,7 +207,7 @@ class StateKeeper:
             # One kind of error for everything that leaves the run as it was.
             raise RefusedError(refusal.code, refusal.message, refusal.remedy) from None
 
-    def _load(self, between: Between, request: LoadRequest) -> Loaded:
+    def _load(self, between: Between, request: LoadRequest) -> LoadedState:
         if self.archive is None:
             _refuse("no_storage", "the run seals no packages.", "Give it a place for them: checkpoint.storage.")
         restorer = self.archive.restorer(self.control, self.manifest)
@@ -221,8 +221,8 @@ class StateKeeper:
                 f"the package of step {stated.step} is not among the run's own in {self.archive.location}.",
                 "Name the package there.",
             )
-        loaded = Loaded(stated.digest(), stated.parameter_digest, stated.step)
-        load = StateLoad(request.after, loaded.step, loaded.package_digest, loaded.parameter_digest)
+        loaded = LoadedState(stated.digest(), stated.model_digest, stated.step)
+        load = StateLoad(request.after, loaded.step, loaded.package_digest, loaded.model_digest)
         known = self.control.orchestrator.loads()
         # An answer that was lost: the run has resumed from this very load, or gone on from it.
         if load in known and (between.finished_steps > request.after or known[-1] == load):
@@ -266,7 +266,7 @@ def as_model(restored: Restored, ranges: tuple[ParameterRange, ...], backend: Ba
     # Copies: a view would keep the whole vector alive behind each range.
     parameters = tuple(backend.put(flat[owned.start : owned.stop].copy()) for owned in ranges)
     states = tuple(backend.put(_state_of(merged, owned)) for owned in ranges)
-    return Model(parameters, states, restored.parameter_digest)
+    return Model(parameters, states, restored.model_digest)
 
 
 def _state_of(merged: State, owned: ParameterRange) -> dict[str, np.ndarray]:

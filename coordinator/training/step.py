@@ -28,11 +28,11 @@ from raycloak.coordinator.aggregation.ranges import ParameterRange
 from raycloak.coordinator.cluster.backend import Backend
 from raycloak.coordinator.cluster.control import Control, Pending
 from raycloak.coordinator.ledger.ledger import RunStart
-from raycloak.coordinator.ledger.rules import RunTerms
+from raycloak.coordinator.ledger.rules import RegistrationTerms
 from raycloak.coordinator.membership.hosting import moved
 from raycloak.coordinator.membership.membership import Membership
 from raycloak.coordinator.record.outcome import StepOutcome
-from raycloak.coordinator.training.attempt import Answers, Asked, AttemptRunner, Reduced, Task
+from raycloak.coordinator.training.attempt import Answers, AttemptRunner, OwedAnswers, Reduced, Task
 from raycloak.coordinator.training.model import Model
 from raycloak.coordinator.training.pace import OPEN, Pace
 from raycloak.coordinator.training.sent import NO_BATCHES, StepBatches
@@ -41,7 +41,7 @@ from raycloak.metrics.errors import BudgetError, EvidenceError, RunFailedError
 from raycloak.metrics.traces import OFF, Traces
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.measurement import Measurement, Released, released, values_digest
-from raycloak.workers.terms.parameter_digest import parameter_digest
+from raycloak.workers.terms.model_digest import model_digest
 from raycloak.workers.terms.receipt import Receipt, data_root
 from raycloak.workers.vectors.payload import VectorRange
 
@@ -106,7 +106,7 @@ class StepRunner:
     control: Control
     membership: Membership
     manifest: Manifest
-    run_terms: RunTerms
+    run_terms: RegistrationTerms
     ranges: Sequence[ParameterRange]
     metrics: RunMetrics
     deadline_s: float
@@ -149,7 +149,7 @@ class StepRunner:
         """
         done = self._execute(Task("gradient", step, self._vector_ranges(), batches=batches), model)
         digests = [each for report in done.reduced.updates for each in report.tensor_digests]
-        parameters = parameter_digest(self.manifest.computation.tensors, digests)
+        parameters = model_digest(self.manifest.computation.tensors, digests)
         updated = done.reduced.updated
         model = Model(tuple(p for p, _ in updated), tuple(s for _, s in updated), parameters)
         return model, self.outcome(done, parameters)
@@ -222,7 +222,7 @@ class StepRunner:
         )
         return np.concatenate(reduced.averages), done
 
-    def _charge(self, task: Task, model: Model) -> tuple[Envelope, Receipt, Asked]:
+    def _charge(self, task: Task, model: Model) -> tuple[Envelope, Receipt, OwedAnswers]:
         """Charge a step, and ask the workers for its first attempt."""
         # Before the ledger is asked: a charge whose answer is lost counts as spent.
         self.charging = True
@@ -270,7 +270,7 @@ class StepRunner:
             reduce_seconds=now - computed,
         )
 
-    def _pay(self, task: Task, model: Model) -> tuple[Envelope, Asked]:
+    def _pay(self, task: Task, model: Model) -> tuple[Envelope, OwedAnswers]:
         """Have the step charged and, at the same time, ask workers for the first attempt; returns the receipt too."""
         # Once all slices are hosted, their commitments are known: the receipt states the root of the run's data.
         start = None if self._started else RunStart(self.run_terms, data_root(self.membership.hosts.commitments))
@@ -334,7 +334,7 @@ class StepRunner:
                 self.control.orchestrator.commit(commits)
 
     def _attempt(
-        self, task: Task, model: Model, asked: Asked, begun: float, number: int
+        self, task: Task, model: Model, asked: OwedAnswers, begun: float, number: int
     ) -> tuple[Answers, Reduced, float] | None:
         """Make one attempt; returns also when its answers were complete, or None if another attempt is needed."""
         self.metrics.attempt_started()
@@ -355,7 +355,7 @@ class StepRunner:
                 return None
         return answers, reduced, computed
 
-    def _collect(self, task: Task, model: Model, asked: Asked, pace: Pace = OPEN) -> Answers | None:
+    def _collect(self, task: Task, model: Model, asked: OwedAnswers, pace: Pace = OPEN) -> Answers | None:
         with self.traces.span("compute") as compute:
             return self._attempting.collect(task, model, asked, pace, compute.began_ns)
 

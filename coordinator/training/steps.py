@@ -26,12 +26,12 @@ from raycloak.coordinator.training.early_stopping import EarlyStopping
 from raycloak.coordinator.training.model import Model, ModelReader
 from raycloak.coordinator.training.pace import OPEN, Pace, StepLeft
 from raycloak.coordinator.training.reporting import Reporting, StepReport
-from raycloak.coordinator.training.sent import NO_BATCHES, SentSteps, StepBatches
+from raycloak.coordinator.training.sent import NO_BATCHES, BatchesOfSteps, StepBatches
 from raycloak.coordinator.training.state_requests import (
     CopyRequest,
-    Loaded,
+    LoadedState,
     LoadRequest,
-    Saved,
+    PackagedState,
     SaveRequest,
     StateKeeper,
 )
@@ -109,7 +109,7 @@ class Training:
     states: StateKeeper
     stopping: EarlyStopping | None = None
     pace: Pace = OPEN
-    sent: SentSteps | None = None
+    sent: BatchesOfSteps | None = None
     outcomes: list[StepOutcome] = field(default_factory=list)
     measurement_outcomes: list[StepOutcome] = field(default_factory=list)
     _evaluated: tuple[bytes, Evaluation] | None = None
@@ -232,7 +232,7 @@ class Training:
         self._sealed_steps = self.finished_steps
         self.metrics.phase_finished("checkpoint", time.perf_counter() - started)
 
-    def save(self, request: SaveRequest) -> Saved:
+    def save(self, request: SaveRequest) -> PackagedState:
         """Save the current state, between two steps; as `StateKeeper.save`."""
         return self.states.save(self, request)
 
@@ -240,13 +240,13 @@ class Training:
         """Write the current parameters to a file, between two steps; as `StateKeeper.copy`."""
         return self.states.copy(self, request)
 
-    def load(self, request: LoadRequest) -> Loaded:
+    def load(self, request: LoadRequest) -> LoadedState:
         """Go on from an earlier state, between two steps; as `StateKeeper.load`."""
         before = self.model.digest
         loaded = self.states.load(self, request)
         if self.model.digest != before:
-            digest = loaded.parameter_digest.hex()
-            self.reporting.events.write("load", steps=self.finished_steps, step=loaded.step, parameter_digest=digest)
+            digest = loaded.model_digest.hex()
+            self.reporting.events.write("load", steps=self.finished_steps, step=loaded.step, model_digest=digest)
         return loaded
 
     def commit(self) -> None:
@@ -310,7 +310,7 @@ class Training:
     def _was_charged(self, query: Query, step: int, batches: StepBatches = NO_BATCHES) -> bool:
         """Return whether a step was charged for these parameters and batches, and committed."""
         status = self.runner.control.ledger.status(self.runner.manifest.run_id, step, query)
-        is_charged = status.charged and status.parameter_digest == step_input(self.model.digest, batches.digests)
+        is_charged = status.charged and status.input_digest == step_input(self.model.digest, batches.digests)
         return is_charged and (query, step) in self.course.committed
 
     def _require_charged(self, step: int, batches: StepBatches) -> None:
@@ -325,13 +325,13 @@ class Training:
     def _require_same(self, commit: StepCommit) -> None:
         """Refuse a step that differs from what an earlier execution committed, before it is committed itself."""
         known = self.course.committed.get((commit.query, commit.step))
-        if known is not None and known.parameter_digest != commit.parameter_digest:
+        if known is not None and known.released_digest != commit.released_digest:
             # Withdrawn, so that the failure's last commits do not log it.
             self.runner.uncommitted = tuple(each for each in self.runner.uncommitted if each != commit)
             raise RunFailedError(
                 "not_reproducible",
-                f"{commit.query} {commit.step} gave the digest {commit.parameter_digest.hex()}; the evidence log has "
-                f"{known.parameter_digest.hex()}",
+                f"{commit.query} {commit.step} gave the digest {commit.released_digest.hex()}; the evidence log has "
+                f"{known.released_digest.hex()}",
                 "Nothing further was charged. Compare this machine and its libraries with the run's.",
                 commit.step,
             )
@@ -344,7 +344,7 @@ class Training:
             finished_steps=self.finished_steps,
             parameters=(self.parameters(),),
             states=(state,),
-            parameter_digest=self.model.digest,
+            model_digest=self.model.digest,
             epsilon=claim if self.plan.mechanism.private else None,
             roster_digest=outcome.roster_digest,
             ledger_head=Head(outcome.commit.ledger_sequence, outcome.commit.ledger_hash),
@@ -391,7 +391,7 @@ class Training:
                 epsilon_cap=self.plan.epsilon_cap if private else None,
                 evaluation_accuracy=accuracy,
                 workers=len(self.membership.members.workers),
-                parameter_digest=self.model.digest.hex(),
+                model_digest=self.model.digest.hex(),
                 seconds=outcome.seconds,
                 evaluation_loss=loss,
                 exact=self.plan.exact,

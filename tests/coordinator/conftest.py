@@ -13,7 +13,7 @@ from tests.protocol import trained
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory) -> list[str]:
-    """Return the small run's parameter digests after each of its three steps."""
+    """Return the small run's model digests after each of its three steps."""
     return trained(tmp_path_factory.mktemp("undisturbed")).digests
 
 

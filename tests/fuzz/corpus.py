@@ -13,9 +13,9 @@ from raycloak.attestation.core.keys import AgreementKey, IdentityKey
 from raycloak.attestation.policy.policy import simulated_policy
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
 from raycloak.attestation.vectors.check import answers_of, references_of
-from raycloak.attestation.vectors.index import Case, read_index
+from raycloak.attestation.vectors.index import VectorCase, read_index
 from raycloak.coordinator.proof.bundle import put_bundle
-from raycloak.coordinator.proof.parts import Part, Parts
+from raycloak.coordinator.proof.parts import RecordPart, RecordParts
 from raycloak.metrics.errors import RaycloakError
 from tests.simulators.gpu import SimulatedGpuVendor
 
@@ -70,7 +70,7 @@ def simulated() -> Iterator[Seed]:
 
 
 def _bundle() -> bytes:
-    parts = Parts({"manifest.json": Part.of(b"{}\n"), "ledger.jsonl": Part.of(bytes(1000))})
+    parts = RecordParts({"manifest.json": RecordPart.of(b"{}\n"), "ledger.jsonl": RecordPart.of(bytes(1000))})
     put_bundle(sink := io.BytesIO(), "run", parts, HybridSigner.generate(), NOW)
     return sink.getvalue()
 
@@ -101,7 +101,7 @@ def recorded(index: Path) -> Iterator[Seed]:
             yield from _of_case(case)
 
 
-def _of_case(case: Case) -> Iterator[Seed]:
+def _of_case(case: VectorCase) -> Iterator[Seed]:
     yield _EVIDENCE[case.fields.family], case.evidence()
     if case.fields.collateral:
         yield "tdx_collateral", case.file(case.fields.collateral)

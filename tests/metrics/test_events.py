@@ -18,9 +18,9 @@ def lines(path):
 
 def test_a_line_is_on_disk_before_write_returns(path):
     with EventWriter(path, clock=lambda: 12.5) as events:
-        events.write("step", step=3, parameter_digest="ab" * 32, epsilon=0.5, evaluation_accuracy=None, workers=3)
+        events.write("step", step=3, model_digest="ab" * 32, epsilon=0.5, evaluation_accuracy=None, workers=3)
         assert lines(path) == [
-            {"event": "step", "time": 12.5, "step": 3, "parameter_digest": "ab" * 32, "epsilon": 0.5, "workers": 3}
+            {"event": "step", "time": 12.5, "step": 3, "model_digest": "ab" * 32, "epsilon": 0.5, "workers": 3}
         ]
 
 

@@ -105,7 +105,7 @@ def train(secret, progress, notice):
     trainer = Trainer(parse_config(raw_config()), run_secret=secret, progress=progress, notice=notice)
     result = trainer.train()
     events = map(json.loads, (Path(result["run_dir"]) / "metrics.jsonl").read_text().splitlines())
-    digests = [event["parameter_digest"] for event in events if event["event"] == "step"]
+    digests = [event["model_digest"] for event in events if event["event"] == "step"]
     return digests, [outcome.commit.attempts for outcome in trainer.finished.outcomes]
 
 

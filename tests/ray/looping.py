@@ -63,7 +63,7 @@ def go_on(client):
     summary = client.refresh().summary
     say(
         run_id=summary.run_id,
-        digests=[each.parameter_digest for each in steps],
+        digests=[each.model_digest for each in steps],
         epsilons=[each.dp_metrics.epsilon_spent for each in steps],
         steps=[each.step for each in steps],
     )

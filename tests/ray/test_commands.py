@@ -36,7 +36,7 @@ RDP = "dp_config.accountant=rdp"
 """The accounting of a run whose epsilon nobody looks at: driver and ledger save a second each."""
 PROMISED = {
     "run_dir", "steps", "privacy_epsilon", "privacy_epsilon_one_worker", "privacy_delta", "epsilon_cap",
-    "evaluation_accuracy", "evidence_class", "parameter_digest", "num_workers", "virtual_workers", "masked_bytes",
+    "evaluation_accuracy", "evidence_class", "model_digest", "num_workers", "virtual_workers", "masked_bytes",
     "wall_seconds",
 }  # fmt: skip
 
@@ -223,13 +223,13 @@ def test_a_ray_job_ends_with_the_same_verdict_as_a_local_run(head, ray_cluster, 
         head, checkout, raycloak_home, "-m", "raycloak", "run", "examples/digits.yaml", "--json", "--set", "steps=5",
         "--set", "num_workers=2", "--set", RDP, "--run-secret", str(secret),
     )  # fmt: skip
-    (line,) = (line for line in output.splitlines() if line.startswith('{"') and "parameter_digest" in line)
+    (line,) = (line for line in output.splitlines() if line.startswith('{"') and "model_digest" in line)
     job = json.loads(line)
     monkeypatch.setenv("RAYCLOAK_HOME", str(tmp_path / "other"))
     examples = checkout / "examples"
     config = load_config(examples / "digits.yaml", ["steps=5", "num_workers=1", "secure_aggregation=false", RDP])
     local = Trainer(config, config_dir=examples, run_secret=secret, notice=lambda line: None).train()["metrics"]
-    same = ("steps", "privacy_epsilon", "evaluation_accuracy", "evidence_class", "parameter_digest", "epsilon_cap")
+    same = ("steps", "privacy_epsilon", "evaluation_accuracy", "evidence_class", "model_digest", "epsilon_cap")
     assert {key: job[key] for key in same} == {key: local[key] for key in same}
 
 

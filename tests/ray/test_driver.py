@@ -23,11 +23,11 @@ from raycloak.coordinator.service.pipe import (
     Copy,
     Ended,
     Failed,
-    Held,
+    HeldStep,
     Opened,
     Ready,
     Refused,
-    Released,
+    ReleasedStep,
     Save,
     Saved,
 )
@@ -106,7 +106,7 @@ def test_a_driver_that_is_killed_and_resumed_gives_the_bytes_of_a_run_without_on
     first.send(Allow(computed=2, released=1))
     begun = first.until(Computed, step=0, loss=None)
     assert 0 < begun.epsilon <= ready.epsilon_cap
-    released = first.until(Released, step=0)
+    released = first.until(ReleasedStep, step=0)
     assert first.until(Computed, step=1).epsilon > begun.epsilon
     first.kill()
     assert first.until(Exited, code=-9).last_words
@@ -118,17 +118,17 @@ def test_a_driver_that_is_killed_and_resumed_gives_the_bytes_of_a_run_without_on
     second.send(Save(id="kept", after=STEPS))
     second.send(Allow(computed=STEPS, released=STEPS))
     second.until(Refused, id="too early", code="no_state")
-    digests = [second.until(Released).digest for _ in range(STEPS)]
+    digests = [second.until(ReleasedStep).digest for _ in range(STEPS)]
     assert digests[0] == released.digest
-    saved = second.until(Saved, id="kept", parameter_digest=digests[-1], step=STEPS)
+    saved = second.until(Saved, id="kept", model_digest=digests[-1], step=STEPS)
     assert Path(saved.package).exists()
     copy = tmp_path / "copies" / "weights.safetensors"
     second.send(Copy(id="sampled", after=STEPS, path=copy))
-    second.until(Copied, id="sampled", parameter_digest=digests[-1])
+    second.until(Copied, id="sampled", model_digest=digests[-1])
     assert copy.exists()
     second.send(Close())
     ended = second.until(Ended, ending="complete")
-    assert ended.metrics["parameter_digest"] == digests[-1]
+    assert ended.metrics["model_digest"] == digests[-1]
     assert second.until(Exited, code=0)
 
     third = started(run.run_id)
@@ -148,7 +148,7 @@ def test_a_driver_that_is_killed_and_resumed_gives_the_bytes_of_a_run_without_on
         parse_config(CONFIG),
         config_dir=tmp_path,
         run_secret=tmp_path / "secret",
-        progress=lambda report: seen.append(report.parameter_digest),
+        progress=lambda report: seen.append(report.model_digest),
         notice=lambda line: None,
     ).train()
     assert digests == seen
@@ -201,23 +201,23 @@ def test_a_step_that_is_held_is_left_between_two_micro_batches(started, tmp_path
     driver = started(model="stuck_model:build", virtual_workers=2, micro_batch_size=16)
     driver.until(Ready)
     driver.send(Allow(computed=1, released=1))
-    driver.until(Released, step=0)
+    driver.until(ReleasedStep, step=0)
     (tmp_path / "armed").touch()
     stuck.touch()
     driver.send(Allow(computed=2, released=2))
     until_computing(passes)
     driver.send(Allow(computed=2, released=2, held=True))
-    held = driver.until(Held, step=1)
+    held = driver.until(HeldStep, step=1)
     left = len(passes.read_text())
     passes.unlink()
     stuck.unlink()
     driver.send(Allow(computed=2, released=2))
     assert driver.until(Computed, step=1).epsilon == held.epsilon, "it was charged once"
     again = len(passes.read_text())
-    driver.until(Released, step=1)
+    driver.until(ReleasedStep, step=1)
     passes.unlink()
     driver.send(Allow(computed=STEPS, released=STEPS))
-    driver.until(Released, step=2)
+    driver.until(ReleasedStep, step=2)
     whole = len(passes.read_text())
     driver.send(Close())
     driver.until(Ended, ending="complete")
@@ -282,7 +282,7 @@ def test_a_caller_of_a_whole_service_cancels_a_step_between_two_micro_batches_an
         assert isinstance(refused, BudgetExceededError)
         assert 0 < refused.current_epsilon <= refused.max_epsilon == 3.0
         saved = client.save_state(metadata={"step": last.step}).result(DEADLINE_S)
-        assert (saved.step, saved.parameter_digest) == (last.step, last.parameter_digest)
+        assert (saved.step, saved.model_digest) == (last.step, last.model_digest)
         assert len(service.pull_artifact(saved.artifact_id)) == saved.bytes
         assert client.load_state(saved.artifact_id).result(DEADLINE_S).step == last.step
         assert isinstance(client.forward_backward().exception(DEADLINE_S), BudgetExceededError)

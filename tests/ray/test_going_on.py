@@ -26,9 +26,9 @@ STEPS = 40
 
 
 def digests(run_dir):
-    """Return the parameter digest after each step, in the order of metrics.jsonl."""
+    """Return the model digest after each step, in the order of metrics.jsonl."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [event["parameter_digest"] for event in map(json.loads, lines) if event["event"] == "step"]
+    return [event["model_digest"] for event in map(json.loads, lines) if event["event"] == "step"]
 
 
 def wait_for(condition, process):

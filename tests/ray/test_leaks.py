@@ -169,7 +169,7 @@ def _run_needles(folder, inputs):
     """Return keys, sampled ids and batch sizes of every step, as the run secret gives them."""
     manifest = Manifest.model_validate_json((folder / "manifest.json").read_bytes())
     events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    after = [bytes.fromhex(event["parameter_digest"]) for event in events if event["event"] == "step"]
+    after = [bytes.fromhex(event["model_digest"]) for event in events if event["event"] == "step"]
     started_from = [manifest.computation.initial_parameters, *after[:-1]]
     dataset = DatasetDescriptor(kind="npz", path="data.npz").open(inputs)
     return leaks.run_needles(manifest, dataset, Secret(SECRET), started_from)

@@ -93,7 +93,7 @@ def test_a_client_trains_through_the_service_on_what_it_sends(ray_cluster, raycl
             assert first.result(SOON).examples_sent == 12
             assert again.result(SOON).step == 0
             results = [steps[0].result(SOON), steps[2].result(SOON)]
-            assert results[0].parameter_digest != results[1].parameter_digest
+            assert results[0].model_digest != results[1].model_digest
             assert 0 < results[0].dp_metrics.epsilon_spent < results[1].dp_metrics.epsilon_spent
             with pytest.raises(raycloak.ServiceValidationError) as refusal:
                 client.forward_backward(examples(0)).result(SOON)

@@ -191,5 +191,5 @@ def test_a_loop_from_another_network_has_the_bytes_of_a_run_though_all_parts_of_
     config = parse_config({**CONFIG, **RUN, **alone, "dataset": DIGITS})
     reports = []
     Trainer(config, run_secret=secret, progress=reports.append, notice=lambda line: None).train()
-    assert told["digests"] == [report.parameter_digest for report in reports]
+    assert told["digests"] == [report.model_digest for report in reports]
     assert told["epsilons"] == [report.epsilon for report in reports]

@@ -31,7 +31,7 @@ from raycloak.coordinator.runs.evidence_address import manifest_in
 from raycloak.coordinator.runs.trainer import Trainer
 from raycloak.metrics.errors import ModelError, RefusedError
 from raycloak.workers.terms.manifest import Manifest
-from raycloak.workers.terms.parameter_digest import parameter_digest, tensor_digests
+from raycloak.workers.terms.model_digest import model_digest, tensor_digests
 from tests.own_code import Told
 from tests.protocol import RENYI, settle
 from tests.ray.unruly import AGED_S, BAD, revoke, unruly
@@ -71,7 +71,7 @@ def train(config, **options):
 
 def digests(result):
     lines = (Path(result["run_dir"]) / "metrics.jsonl").read_text().splitlines()
-    return [event["parameter_digest"] for event in map(json.loads, lines) if event["event"] == "step"]
+    return [event["model_digest"] for event in map(json.loads, lines) if event["event"] == "step"]
 
 
 @pytest.fixture(scope="module")
@@ -119,9 +119,9 @@ def test_run_directory_holds_what_a_third_party_needs(observed):
     tensors = manifest.computation.tensors
     saved = load_file(folder / "parameters.safetensors")
     flat = np.concatenate([saved[tensor.name].ravel() for tensor in tensors])
-    assert parameter_digest(tensors, tensor_digests(flat, tensors)).hex() == result["metrics"]["parameter_digest"]
+    assert model_digest(tensors, tensor_digests(flat, tensors)).hex() == result["metrics"]["model_digest"]
     assert len(read_exported_log(folder / "evidence.jsonl", manifest.log_owner).entries) > STEPS
-    committed = re.findall(rb'"parameter_digest":"([0-9a-f]{64})"', (folder / "evidence.jsonl").read_bytes())
+    committed = re.findall(rb'"released_digest":"([0-9a-f]{64})"', (folder / "evidence.jsonl").read_bytes())
     steps = digests(result)
     assert [digest.decode() for digest in committed if digest.decode() in steps] == steps
     assert len(committed) == STEPS + len(result["metrics"]["measurements"])

@@ -81,7 +81,7 @@ def unruly(folder: Path) -> Iterator[Passing]:
             "raycloak.coordinator.cluster.ray_control.time",
             types.SimpleNamespace(time=passing.clock(), monotonic=time.monotonic, sleep=time.sleep),
         )
-        patch.setattr("raycloak.coordinator.training.coordinator.Timer", passing.timer)
+        patch.setattr("raycloak.coordinator.training.phases.Timer", passing.timer)
         yield passing
 
 

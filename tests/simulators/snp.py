@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from raycloak.attestation.core.evidence import MEASUREMENT_BYTES, REPORT_DATA_BYTES
 from raycloak.attestation.simulators.tdx_vendor import COLLATERAL_AGE_S, COLLATERAL_LIFETIME_S
-from raycloak.attestation.snp.endorsement import LAYOUTS, Layout
+from raycloak.attestation.snp.endorsement import LAYOUTS, TcbLayout
 from raycloak.attestation.snp.report import (
     ECDSA_P384_SHA384,
     KEY_KINDS,
@@ -170,7 +170,7 @@ class SimulatedMachine:
         kind: KeyKind,
         tcb: bytes,
         chip_id: bytes,
-        layout: Layout,
+        layout: TcbLayout,
     ) -> None:
         self._key = key
         self.kind = kind

@@ -18,7 +18,7 @@ from cryptography.x509.oid import ObjectIdentifier
 
 from raycloak.attestation.simulators.der import integer, octets, tlv
 from raycloak.attestation.simulators.tdx_pki import VALID_FROM, VALID_UNTIL, key_usage, subject
-from raycloak.attestation.snp.endorsement import AMD_OID, HARDWARE_ID_OID, Layout, issuer_name
+from raycloak.attestation.snp.endorsement import AMD_OID, HARDWARE_ID_OID, TcbLayout, issuer_name
 from raycloak.attestation.snp.rules import Generation, KeyKind
 from raycloak.attestation.trust.certificates import read_root
 
@@ -97,7 +97,7 @@ def new_endorsement(
     *,
     generation: Generation,
     kind: KeyKind,
-    layout: Layout,
+    layout: TcbLayout,
     tcb: bytes,
     hardware_id: bytes,
     variant: EndorsementVariant,
@@ -135,7 +135,12 @@ def new_amd_crl(
 
 
 def _extensions(
-    generation: Generation, kind: KeyKind, layout: Layout, tcb: bytes, hardware_id: bytes, variant: EndorsementVariant
+    generation: Generation,
+    kind: KeyKind,
+    layout: TcbLayout,
+    tcb: bytes,
+    hardware_id: bytes,
+    variant: EndorsementVariant,
 ) -> dict[str, bytes]:
     is_vcek = kind == "VCEK"
     values = {

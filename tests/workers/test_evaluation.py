@@ -104,7 +104,7 @@ def test_an_order_is_for_committed_parameters_alone_and_in_the_log_before_it_lea
     """Otherwise the driver could have any parameters measured, and read examples off exact results."""
     order = open_envelope(EvaluationOrder, run.order(), run.orchestrator_key.ed25519)
     kind, body = run.log()[-1]
-    stated = {"finished_steps": 1, "parameter_digest": run.digest.hex(), "digest": order.digest().hex()}
+    stated = {"finished_steps": 1, "model_digest": run.digest.hex(), "digest": order.digest().hex()}
     stated["members"] = RosterMembers(members=order.members).digest().hex()
     assert (kind, body) == ("evaluation_ordered", stated)
     before = run.log()
@@ -134,7 +134,7 @@ def test_a_worker_measures_only_what_its_orchestrator_ordered(run):
         ({"members": (*members, members[0])}, "order_mismatch"),
         ({"members": (members[0].model_copy(update={"identity_key": bytes(32)}), *members[1:])}, "roster_own_entry"),
         ({"members": (members[0].model_copy(update={"member_id": "worker-9"}), *members[1:])}, "order_mismatch"),
-        ({"parameter_digest": bytes(32)}, "parameters_mismatch"),
+        ({"model_digest": bytes(32)}, "parameters_mismatch"),
     ):
         assert run.evaluate("worker-0", run.forged_order(**changes)) == EvaluationReply("worker-0", code), changes
     assert seal(parse(EvaluationOrder, honest.body), own) == honest, "the forger signs as the orchestrator does"

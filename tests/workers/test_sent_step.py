@@ -111,11 +111,11 @@ def test_a_worker_on_registered_data_takes_no_batches(tmp_path):
         return reply.code
 
     assert code(run.receipt()) == "receipt_mismatch"
-    assert code(run.receipt(parameter_digest=step_input(run.digest, (name,)))) == "batch_unexpected"
+    assert code(run.receipt(input_digest=step_input(run.digest, (name,)))) == "batch_unexpected"
 
 
 def test_a_steps_input_is_another_for_any_other_batches():
-    """Guarantee of `step_input`; without batches, a ledger of an earlier version has the very same digest."""
+    """Guarantee of `step_input`; without batches it is the model digest itself."""
     one, two = b"1" * 32, b"2" * 32
     sets = [(one,), (two,), (one, two), (two, one), (one, one)]
     found = {step_input(INPUT, each) for each in sets} | {step_input(one, sets[0])}

@@ -32,7 +32,7 @@ from raycloak.workers.messages import StepReply, StepRequest
 from raycloak.workers.run_member import check_partition
 from raycloak.workers.terms.loss import LossSpec
 from raycloak.workers.terms.manifest import TensorSpec
-from raycloak.workers.terms.parameter_digest import parameter_digest, tensor_digests
+from raycloak.workers.terms.model_digest import model_digest, tensor_digests
 from raycloak.workers.terms.public_sums import PublicSums
 from raycloak.workers.terms.receipt import Receipt, data_root
 from raycloak.workers.train_worker import TrainWorker
@@ -119,7 +119,7 @@ def test_an_answer_says_nothing_of_data_but_times_and_codes(hand):
         "member_id", "code", "header", "seconds", "compute_seconds", "mask_seconds", "leaving", "counted",
     ]  # fmt: skip
     assert set(Header.model_fields) == {
-        "run_id", "manifest_digest", "step", "attempt", "roster_digest", "parameter_digest", "sender",
+        "run_id", "manifest_digest", "step", "attempt", "roster_digest", "input_digest", "sender",
         "virtual_workers", "vector_tags", "payloads", "ring_bits",
     }  # fmt: skip
 
@@ -404,7 +404,7 @@ def receipts(still: HandRun) -> Iterator[tuple[str, Envelope]]:
     yield "signature", replace(honest, body=honest.body.replace(b'"fencing":1', b'"fencing":2'))
     yield "receipt_mismatch", still.receipt(step=1)
     yield "receipt_mismatch", still.receipt(run_id="another")
-    yield "receipt_mismatch", still.receipt(parameter_digest=bytes(32))
+    yield "receipt_mismatch", still.receipt(input_digest=bytes(32))
     yield "receipt_mismatch", still.receipt(manifest_digest=bytes(32))
     yield "receipt_mismatch", still.receipt(account="another")
     yield "receipt_mismatch", still.receipt(mechanism_digest=bytes(32))
@@ -429,8 +429,8 @@ def test_nothing_is_computed_for_other_parameters_than_were_charged(still, roste
 def test_step_zero_starts_from_the_manifests_parameters_even_if_others_were_charged(hand, computed):
     roster = hand.roster()
     parameters = hand.parameters[0] + np.float32(1)
-    model = parameter_digest(hand.facts.tensors, tensor_digests(parameters, hand.facts.tensors))
-    request = hand.request(roster, receipt=hand.receipt(parameter_digest=model))
+    model = model_digest(hand.facts.tensors, tensor_digests(parameters, hand.facts.tensors))
+    request = hand.request(roster, receipt=hand.receipt(input_digest=model))
     assert hand.code("worker-0", request, [parameters]) == "parameters_mismatch"
     assert computed == []
 
@@ -574,7 +574,7 @@ def test_kept_vectors_are_those_of_the_same_parameters_only(hand, computed):
     tensors = hand.facts.tensors
     for moved in (1, 2):
         hand.parameters = tuple(part + np.float32(moved) for part in hand.parameters)
-        hand.digest = parameter_digest(tensors, tensor_digests(np.concatenate(hand.parameters), tensors))
+        hand.digest = model_digest(tensors, tensor_digests(np.concatenate(hand.parameters), tensors))
         assert hand.code("worker-0", hand.request(hand.roster(1), step=1)) == "ok"
     assert computed == [*hand.hosting["worker-0"]] * 2
 
@@ -762,9 +762,7 @@ def test_a_model_that_comes_to_mix_rows_ends_the_step_with_a_code(tmp_path, comp
     hand = HandRun(tmp_path, model="tests.models:with_late_centring")
     commit = hand.advance(hand.roster())
     hand.parameters = tuple(part * 1e4 for part in hand.parameters)
-    hand.digest = parameter_digest(
-        hand.facts.tensors, tensor_digests(np.concatenate(hand.parameters), hand.facts.tensors)
-    )
+    hand.digest = model_digest(hand.facts.tensors, tensor_digests(np.concatenate(hand.parameters), hand.facts.tensors))
     before = len(computed)
     assert hand.code("worker-0", hand.request(hand.roster(1, commit=commit), 1)) == "mixing_layer"
     assert len(computed) == before

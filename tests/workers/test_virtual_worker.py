@@ -82,7 +82,7 @@ def test_places_sampling_noise_and_tag_share_no_key(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "changed", ["step", "parameter digest", "virtual worker", "epoch", "computation", "data", "data root"]
+    "changed", ["step", "input digest", "virtual worker", "epoch", "computation", "data", "data root"]
 )
 def test_whatever_may_change_a_gradient_changes_the_noise(changed):
     """Two vectors differ by two independent noises, of standard deviation sqrt(2) sigma.
@@ -94,7 +94,7 @@ def test_whatever_may_change_a_gradient_changes_the_noise(changed):
     feature[0] = np.nextafter(feature[0], np.float32(9))
     others = {
         "step": lambda: vector(computer(chosen), step=1),
-        "parameter digest": lambda: vector(computer(chosen), model=b"q" * 32),
+        "input digest": lambda: vector(computer(chosen), model=b"q" * 32),
         "virtual worker": lambda: vector(computer(chosen), keys=keys_of(COMPUTATION, 1)),
         "epoch": lambda: vector(computer(chosen), keys=keys_of(COMPUTATION, 0, 1)),
         "computation": lambda: vector(computer(chosen), keys=keys_of(b"d" * 32, 0)),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from raycloak.metrics.errors import ModelError
-from raycloak.workers.models.held_values import LOSS, Held, View, held_values
+from raycloak.workers.models.held_values import LOSS, HeldValue, View, held_values
 from raycloak.workers.models.models import content_hash, dtype_name
 
 _COPIED_BYTES = 2**22
@@ -67,7 +67,7 @@ class KeptState:
 class _Moment:
     """One value as it was."""
 
-    def __init__(self, held: Held, copies: bool) -> None:
+    def __init__(self, held: HeldValue, copies: bool) -> None:
         self.held = held
         self._version = _version(held.value) if isinstance(held.value, Tensor) else 0
         self._copy: object = None
@@ -80,7 +80,7 @@ class _Moment:
         if self.held.trained and isinstance(self.held.value, Tensor):
             self._version = _version(self.held.value)
 
-    def is_still(self, held: Held) -> bool:
+    def is_still(self, held: HeldValue) -> bool:
         if isinstance(held.value, str):
             return held.value == self.held.value
         if not isinstance(held.value, Tensor):
@@ -95,7 +95,7 @@ def _same_objects(found: Iterable[object], met: list[object]) -> bool:
     return len(now) == len(met) and all(map(operator.is_, now, met))
 
 
-def _fixed(held: Held) -> object:
+def _fixed(held: HeldValue) -> object:
     """Return what an array or a plain value is compared by; NumPy counts no writes."""
     if isinstance(held.value, str | Tensor):
         return held.value
@@ -114,7 +114,7 @@ def _same_bits(left: Tensor, right: Tensor) -> bool:
     )
 
 
-def _refuse(held: Held) -> None:
+def _refuse(held: HeldValue) -> None:
     if held.owner == LOSS:
         raise ModelError(
             "mixing_loss",

@@ -49,7 +49,7 @@ class ReadValues:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Follow the operations of this block."""
-        with self._operations, _Calls(self):
+        with self._operations, _SeenCalls(self):
             yield
 
     def called(self, function: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]) -> Any:
@@ -86,7 +86,7 @@ class ReadValues:
         return any(each in self._followed for each in given)
 
 
-class _Calls(TorchFunctionMode):
+class _SeenCalls(TorchFunctionMode):
     """Sees what Python calls, and what it gets: a number is no tensor, so no operation below shows it."""
 
     def __init__(self, values: ReadValues) -> None:

@@ -36,7 +36,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ColumnLayout:
     """The columns of a file that are read.
 
     Attributes:
@@ -90,7 +90,7 @@ class Columns:
     inputs: tuple[InputSource, ...] = ()
     allow_void: bool = False
 
-    def layout(self, present: Sequence[str], where: str, indexes: Collection[str] = ()) -> Layout:
+    def layout(self, present: Sequence[str], where: str, indexes: Collection[str] = ()) -> ColumnLayout:
         """Find them among the columns of a file.
 
         Args:
@@ -106,15 +106,15 @@ class Columns:
         labels = _found(self.labels, present, where)
         if self.inputs:
             sources = ((each, _found(each.features, present, where)) for each in self.inputs)
-            return Layout(tuple(Group(each.name, names, each.vocabulary) for each, names in sources), labels)
+            return ColumnLayout(tuple(Group(each.name, names, each.vocabulary) for each, names in sources), labels)
         if self.features:
-            return Layout((Group("", _found(self.features, present, where), self.vocabulary),), labels)
+            return ColumnLayout((Group("", _found(self.features, present, where), self.vocabulary),), labels)
         beside = [name for name in present if not name or name in indexes or _INDEX.fullmatch(name)]
         names = tuple(name for name in present if name not in labels and name not in beside)
         if not names:
             raise DatasetError("dataset_array", f"{where} has no column but the label.", "Name a table with features.")
         left_out = tuple(_left_out(name) for name in beside if name not in labels)
-        return Layout((Group("", names, self.vocabulary),), labels, left_out)
+        return ColumnLayout((Group("", names, self.vocabulary),), labels, left_out)
 
 
 def _left_out(name: str) -> str:

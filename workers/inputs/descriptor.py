@@ -160,7 +160,7 @@ class DatasetDescriptor(Message):
         inputs: features of a model that takes several by name; ``features`` is empty then.
         allow_void: whether examples are accepted that get no gradient; see `raycloak.workers.inputs.void`.
 
-    The last three are left out of the bytes where they say nothing: identities stay as earlier versions wrote them.
+    The last three are left out of the bytes where they say nothing.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/dataset/v1"

@@ -72,7 +72,7 @@ class FileSet:
     ) -> None:
         self._hashed = hashed
         self._digests: list[bytes] = []
-        self._place = _Bucket(path) if "://" in path else _Disk(base / path)
+        self._place = _ObjectStore(path) if "://" in path else _Disk(base / path)
         self.text = self._place.text
         # Files that are given by name leave out nothing that a reader of the folder would miss.
         if not names:
@@ -346,7 +346,7 @@ class _Disk(_Place):
             raise file_error("dataset_unreadable", "read", self._folder / name, error, DatasetError) from None
 
 
-class _Bucket(_Place):
+class _ObjectStore(_Place):
     """Files of S3, or of anything else that pyarrow has a file system for."""
 
     def __init__(self, uri: str) -> None:

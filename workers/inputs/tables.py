@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raycloak.metrics.errors import DatasetError
-from raycloak.workers.inputs.columns import Columns, Group, Layout
+from raycloak.workers.inputs.columns import ColumnLayout, Columns, Group
 from raycloak.workers.inputs.datasets import Arrays, Taken
 from raycloak.workers.inputs.file_sets import FileSet, require_unpacked, unzipped
 from raycloak.workers.inputs.named_inputs import outlined, packed
@@ -92,7 +92,7 @@ def csv_rows(files: FileSet, columns: Columns, taken: Taken) -> Iterator[Arrays]
     Raises:
         DatasetError: as :func:`parquet_rows`.
     """
-    layout: Layout | None = None
+    layout: ColumnLayout | None = None
     integers = bool(columns.classes)
     row = 0
     for where, opened in files.opened():
@@ -122,7 +122,7 @@ def csv_rows(files: FileSet, columns: Columns, taken: Taken) -> Iterator[Arrays]
             row += len(batch)
 
 
-def _take(layout: Layout, taken: Taken) -> None:
+def _take(layout: ColumnLayout, taken: Taken) -> None:
     taken.features = layout.features
     taken.left_out = layout.left_out
 
@@ -137,7 +137,7 @@ def _indexes(schema: Any) -> tuple[str, ...]:
     return tuple(each for each in named if isinstance(each, str))
 
 
-def _joined(parts: list[NDArray[Any]], layout: Layout, where: str, taken: Taken) -> Arrays:
+def _joined(parts: list[NDArray[Any]], layout: ColumnLayout, where: str, taken: Taken) -> Arrays:
     """Return features and labels of the columns of a chunk: those of every group, then the labels."""
     columns = iter(parts)
     features = {group.name: _side_by_side([next(columns) for _ in group.columns]) for group in layout.groups}
@@ -163,13 +163,13 @@ class _Outline:
         stored: for each group, the dtype of its columns as they are kept; what they have in common.
     """
 
-    layout: Layout
+    layout: ColumnLayout
     types: tuple[Any, ...]
     stored: tuple[np.dtype[Any], ...]
     columns: Columns
 
     @classmethod
-    def of(cls, schema: Any, layout: Layout, columns: Columns, where: str) -> "_Outline":
+    def of(cls, schema: Any, layout: ColumnLayout, columns: Columns, where: str) -> "_Outline":
         types = tuple(schema.field(name).type for name in (*layout.features, *layout.labels))
         places = [_place(where, name) for name in (*layout.features, *layout.labels)]
         count = len(layout.features)

@@ -43,7 +43,7 @@ _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _LONGEST_PATH = 4096
 
 
-class Held(NamedTuple):
+class HeldValue(NamedTuple):
     """One value.
 
     Attributes:
@@ -65,7 +65,7 @@ View = Callable[[], Iterable[object]]
 
 def held_values(
     module: nn.Module, loss_fn: Callable[..., Any] | None = None, views: list[View] | None = None
-) -> Iterator[Held]:
+) -> Iterator[HeldValue]:
     """Yield all that ``module`` holds, then all that ``loss_fn`` holds beside it.
 
     Parameters come first, then buffers, both in the model's order; every tensor and array comes once.
@@ -84,14 +84,14 @@ def held_values(
 _Steps: TypeAlias = Iterator[Any]
 
 
-def _flat(steps: _Steps) -> Iterator[Held]:
+def _flat(steps: _Steps) -> Iterator[HeldValue]:
     """Yield all values in order; Python's own stack would be too small for a long list of linked objects."""
     waiting = [steps]
     while waiting:
         step = next(waiting[-1], None)
         if step is None:
             waiting.pop()
-        elif isinstance(step, Held):
+        elif isinstance(step, HeldValue):
             yield step
         else:
             waiting.append(step)
@@ -113,7 +113,7 @@ class _Walk:
             for name, tensor in registered:
                 if self._is_new(name, tensor):
                     trained = trains and isinstance(tensor, nn.Parameter) and tensor.requires_grad
-                    yield Held(name.rpartition(".")[0] if owner is None else owner, name, tensor, trained)
+                    yield HeldValue(name.rpartition(".")[0] if owner is None else owner, name, tensor, trained)
         for name, layer in layers:
             yield self._layer(name if owner is None else owner, name, layer)
 
@@ -128,7 +128,7 @@ class _Walk:
                 yield self.value(owner, _path(name, attribute), value, plain=True)
         yield self._class(owner, type(layer))
 
-    def value(self, owner: str, name: str, value: object, plain: bool) -> "Held | _Steps":
+    def value(self, owner: str, name: str, value: object, plain: bool) -> "HeldValue | _Steps":
         """Return ``value``, or the steps to what it holds.
 
         Args:
@@ -136,7 +136,7 @@ class _Walk:
                 such objects count calls and hold locks.
         """
         if type(value) in _COMMON:
-            return Held(owner, name, _text_of(value)) if plain else iter(())
+            return HeldValue(owner, name, _text_of(value)) if plain else iter(())
         return self._value(owner, name, value, plain)
 
     def _value(self, owner: str, name: str, value: object, plain: bool) -> _Steps:
@@ -160,17 +160,17 @@ class _Walk:
             self._views.append(value.ravel().tolist)
             yield self._items(owner, name, value.ravel().tolist(), plain)
         elif isinstance(value, Tensor | np.ndarray):
-            yield Held(owner, name, value)
+            yield HeldValue(owner, name, value)
         elif isinstance(value, (*_LISTS, *_DICTS)):
             yield self._items(owner, name, value, plain)
         elif hasattr(type(value), "__array__"):
-            yield Held(owner, name, np.asarray(value))
+            yield HeldValue(owner, name, np.asarray(value))
         else:
             yield self._object(owner, name, value, plain)
 
     def _text(self, owner: str, name: str, text: str, plain: bool) -> _Steps:
         if plain:
-            yield Held(owner, name, text)
+            yield HeldValue(owner, name, text)
 
     def _items(self, owner: str, name: str, container: Any, plain: bool) -> _Steps:
         yield self._text(owner, name, f"{type(container).__qualname__} of {len(container)}", plain)

@@ -31,14 +31,14 @@ from raycloak.workers.inputs.user_code import (
 )
 from raycloak.workers.models.compute_mode import PLAIN, ComputeMode
 from raycloak.workers.models.dropout import dropouts
-from raycloak.workers.models.held_values import Held, held_values
+from raycloak.workers.models.held_values import HeldValue, held_values
 from raycloak.workers.models.hub_model import HubSpec
 from raycloak.workers.models.losses import BuiltInLoss
 from raycloak.workers.models.model_fixes import is_frozen, keep_still, name_once
 from raycloak.workers.models.text_model import as_text_model
 from raycloak.workers.terms.loss import LossSpec
 from raycloak.workers.terms.manifest import TensorSpec
-from raycloak.workers.terms.parameter_digest import ATTRIBUTES, TensorContent, dimension, split_flat
+from raycloak.workers.terms.model_digest import ATTRIBUTES, TensorContent, dimension, split_flat
 
 # Elements that are hashed at once: bounds the memory beside the model, and changes no digest.
 _PIECE = 2**20
@@ -298,7 +298,7 @@ def parameter_count(module: nn.Module) -> int:
     return dimension(trainable_tensors(module))
 
 
-def _content(held: Held) -> TensorContent:
+def _content(held: HeldValue) -> TensorContent:
     assert not isinstance(held.value, str), "plain values have one entry together"
     dtype = dtype_name(held.value)
     try:

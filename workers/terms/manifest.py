@@ -183,8 +183,8 @@ class Computation(Message):
         loss_code: SHA-256 of a custom loss's source, empty for a built-in one.
         tensors: trainable tensors in canonical order.
         parameter_dtype, accumulation_dtype: of parameters and of gradients, and of clipped sums before the ring.
-        initial_parameters: parameter digest of the start.
-        frozen: digest of every other parameter and buffer of the model; see `workers/terms/parameter_digest.py`.
+        initial_parameters: model digest of the start.
+        frozen: digest of every other parameter and buffer of the model; see `workers/terms/model_digest.py`.
         dataset: digest of the dataset descriptor's identity (not of its location).
         tokenizer: digest of the tokenizer that made examples of text, of the decoder of images, or of the pipeline's
             code; empty for other data.
@@ -259,6 +259,7 @@ class Manifest(KeyContract):
     Virtual-worker keys derive from its :attr:`key_context`.
 
     Attributes:
+        format: of all files of a run, which share one version: manifest, evidence log, state and parameters.
         known_answer: digest of the encoded, noised vector of the public synthetic batch; see
             `workers/known_answer.py`. It changes with code that no digest of a source file sees, such as an installed
             package.
@@ -276,6 +277,7 @@ class Manifest(KeyContract):
 
     DOMAIN: ClassVar[str] = "raycloak/manifest/v1"
 
+    format: Literal[2] = 2
     computation: Computation
     account: str
     ledger_key: bytes

@@ -64,8 +64,7 @@ class Mechanism(Message):
             apart, for which delta pays once, with the gradient. 0 where all pairs mask, and then left out of the bytes.
         accountant: which accountant holds the cap.
         max_participations: k of sent data: most releases that one example takes part in, whoever chooses them. None for
-            a dataset, every example of which may take part in every release. Left out of the bytes then: ledgers of
-            earlier versions hold mechanisms without it, whose digests must stay.
+            a dataset, every example of which may take part in every release, and then left out of the bytes.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/mechanism/v1"

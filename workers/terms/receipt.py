@@ -13,7 +13,7 @@ class Receipt(LedgerStatement):
     """Proof that a step was durably charged before anything was computed for it.
 
     Attributes:
-        parameter_digest: of the parameters the step starts from, and of the batches that a client sent for it; see
+        input_digest: of the parameters the step starts from, and of the batches that a client sent for it; see
             `raycloak.workers.terms.step_input`.
         account, mechanism_digest: the account that pays, and what it pays for.
         dataset_fingerprint: of the data that the ledger registered the run for; the account's own, if it has one.
@@ -23,7 +23,7 @@ class Receipt(LedgerStatement):
 
     DOMAIN: ClassVar[str] = "raycloak/receipt/v1"
 
-    parameter_digest: bytes
+    input_digest: bytes
     account: str
     mechanism_digest: bytes
     charged_epsilon: float
@@ -42,7 +42,7 @@ def check_receipt(
     ledger_key: bytes,
     run_id: str,
     step: int,
-    parameter_digest: bytes,
+    input_digest: bytes,
     manifest_digest: bytes,
     account: str,
     mechanism_digest: bytes,
@@ -63,7 +63,7 @@ def check_receipt(
         "run_id": run_id,
         "query": query,
         "step": step,
-        "parameter_digest": parameter_digest,
+        "input_digest": input_digest,
         "manifest_digest": manifest_digest,
         "account": account,
         "mechanism_digest": mechanism_digest,

@@ -6,10 +6,10 @@ from raycloak.attestation.core.canonical import digest, length_prefixed
 
 
 def step_input(parameters: bytes, batches: Sequence[bytes]) -> bytes:
-    """Return the digest that a step's charge, receipt, header, noise, sampling and masks are bound to.
+    """Return the input digest, that a step's charge, receipt, header, noise, sampling and masks are bound to.
 
     Guarantee: other batches, fewer, more, or in another order, give another digest. Without batches, as in every step
-    on registered data, it is the parameter digest itself.
+    on registered data, it is the model digest itself.
 
     Args:
         parameters: digest of the parameters that the step starts from.

@@ -68,7 +68,7 @@ class PairSecret:
             self.advance()
 
     def keystream_key(
-        self, *, roster_digest: bytes, step: int, attempt: int, parameter_digest: bytes, cut: bytes, range_index: int
+        self, *, roster_digest: bytes, step: int, attempt: int, input_digest: bytes, cut: bytes, range_index: int
     ) -> Secret:
         """Return the key of the pair's mask over one range, as :func:`keystream_key` derives it."""
         return keystream_key(
@@ -76,7 +76,7 @@ class PairSecret:
             roster_digest=roster_digest,
             step=step,
             attempt=attempt,
-            parameter_digest=parameter_digest,
+            input_digest=input_digest,
             cut=cut,
             range_index=range_index,
         )
@@ -88,17 +88,17 @@ def keystream_key(
     roster_digest: bytes,
     step: int,
     attempt: int,
-    parameter_digest: bytes,
+    input_digest: bytes,
     cut: bytes,
     range_index: int,
 ) -> Secret:
     """Return the ChaCha20 key of one pair's mask over one parameter range.
 
-    Guarantee: two keys are equal only if pair secret, roster digest, step, attempt, parameter digest, the cut of all
+    Guarantee: two keys are equal only if pair secret, roster digest, step, attempt, input digest, the cut of all
     ranges and the range are. Workers that were told different ranges therefore add masks that do not cancel.
     A roster has a fresh nonce, so even an attempt counter that restarts cannot bring a key back.
     """
-    return derive(pair, Purpose.MASK, roster_digest, step, attempt, parameter_digest, cut, range_index)
+    return derive(pair, Purpose.MASK, roster_digest, step, attempt, input_digest, cut, range_index)
 
 
 def cut_digest(ranges: Sequence[VectorRange]) -> bytes:
@@ -112,7 +112,7 @@ def roster_masks(
     roster: Roster,
     own_id: str,
     *,
-    parameter_digest: bytes,
+    input_digest: bytes,
     ranges: Sequence[VectorRange],
 ) -> tuple[tuple[tuple[Secret, int], ...], ...]:
     """Return the masks of ``own_id`` in an attempt: per range, one (key, sign) for every neighbour in the mask graph.
@@ -142,7 +142,7 @@ def roster_masks(
                     roster_digest=roster_digest,
                     step=roster.step,
                     attempt=roster.attempt,
-                    parameter_digest=parameter_digest,
+                    input_digest=input_digest,
                     cut=cut,
                     range_index=part.index,
                 ),

@@ -52,7 +52,7 @@ class Header(Message):
     """The header of a worker's masked arrays: the attempt that they belong to.
 
     Attributes:
-        parameter_digest: that of the step's receipt.
+        input_digest: that of the step's receipt.
         sender: member id of the worker.
         virtual_workers: all whose vectors are in the sum, as in the roster.
         vector_tags: per virtual worker, :func:`vector_tag` of its encoded, noised vector.
@@ -67,7 +67,7 @@ class Header(Message):
     step: int
     attempt: int
     roster_digest: bytes
-    parameter_digest: bytes
+    input_digest: bytes
     sender: str
     virtual_workers: tuple[int, ...]
     vector_tags: tuple[bytes, ...]
@@ -81,16 +81,16 @@ class VerifiedAttempt:
 
     roster: Roster
     roster_digest: bytes
-    parameter_digest: bytes
+    input_digest: bytes
     ranges: tuple[VectorRange, ...]
     ring_bits: RingBits
 
     @classmethod
     def of(
-        cls, roster: Roster, parameter_digest: bytes, ranges: Sequence[VectorRange], ring_bits: RingBits
+        cls, roster: Roster, input_digest: bytes, ranges: Sequence[VectorRange], ring_bits: RingBits
     ) -> "VerifiedAttempt":
         """Return the attempt of a roster that :func:`raycloak.attestation.core.roster.open_roster` has verified."""
-        return cls(roster, roster.digest(), parameter_digest, tuple(ranges), ring_bits)
+        return cls(roster, roster.digest(), input_digest, tuple(ranges), ring_bits)
 
 
 def vector_tag(key: Secret, vector: RingVector) -> bytes:
@@ -124,7 +124,7 @@ def payload_key(
     except ValueError:
         raise ProtocolError("pair_key", f"the mask key of {peer.member_id} is not usable") from None
     roster = attempt.roster
-    context = (roster.run_id, attempt.roster_digest, roster.step, roster.attempt, attempt.parameter_digest)
+    context = (roster.run_id, attempt.roster_digest, roster.step, roster.attempt, attempt.input_digest)
     return derive(shared, Purpose.PAYLOAD_TAG, *context, range_index, sender)
 
 
@@ -179,7 +179,7 @@ def seal_header(
         step=roster.step,
         attempt=roster.attempt,
         roster_digest=attempt.roster_digest,
-        parameter_digest=attempt.parameter_digest,
+        input_digest=attempt.input_digest,
         sender=sender,
         virtual_workers=roster.member(sender).virtual_workers,
         vector_tags=tuple(vector_tags),
@@ -209,7 +209,7 @@ def open_header(envelope: Envelope, attempt: VerifiedAttempt, sender: str) -> He
         "step": attempt.roster.step,
         "attempt": attempt.roster.attempt,
         "roster_digest": attempt.roster_digest,
-        "parameter_digest": attempt.parameter_digest,
+        "input_digest": attempt.input_digest,
         "sender": sender,
         "virtual_workers": member.virtual_workers,
         "ring_bits": attempt.ring_bits,

@@ -38,7 +38,7 @@ def digests_of(steps: Iterable[StepSeen]) -> dict[int, set[str]]:
     """Return the digests that each step was seen with, over all executions."""
     digests: dict[int, set[str]] = {}
     for each in steps:
-        digests.setdefault(each.step, set()).add(each.parameter_digest)
+        digests.setdefault(each.step, set()).add(each.model_digest)
     return digests
 
 
@@ -85,5 +85,5 @@ def logged_digests(log: Path, owner: SignerPublic) -> dict[int, set[str]]:
         if entry.kind in ("committed", "reproduced"):
             body = entry.content
             if body.get("query", "gradient") == "gradient":
-                digests.setdefault(body["step"], set()).add(body["parameter_digest"])
+                digests.setdefault(body["step"], set()).add(body["released_digest"])
     return digests

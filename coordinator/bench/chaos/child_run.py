@@ -26,7 +26,7 @@ class StepSeen:
 
     time: float
     step: int
-    parameter_digest: str
+    model_digest: str
     workers: int
     attempts: int
     seconds: float
@@ -49,7 +49,7 @@ class Left:
 
 
 @dataclass(slots=True)
-class EventTail:
+class LineTail:
     """A reader of the lines that were appended to a file since the last look.
 
     An unfinished last line is read again later, because an execution that resumes the run may cut it off.
@@ -110,7 +110,7 @@ class ChildRun:
     environment: Mapping[str, str]
     patience_s: float
     ended: list[tuple[float, str]] = field(default_factory=list)
-    tail: EventTail | None = None
+    tail: LineTail | None = None
     _driver: subprocess.Popen[bytes] | None = None
 
     @property
@@ -248,7 +248,7 @@ class ChildRun:
             found = list((self.home / "runs").glob("*/metrics.jsonl"))
             if not found:
                 return False
-            self.tail = EventTail(found[0])
+            self.tail = LineTail(found[0])
         return self.tail.look()
 
 

@@ -70,7 +70,7 @@ class Recovery:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class RecoverySpread:
     """The seconds over several recoveries. ``p90_s`` is the smallest that nine of ten do not exceed."""
 
     count: int
@@ -132,12 +132,12 @@ def _seconds(kill: Kill, steps: Iterable[StepSeen]) -> float | None:
     return None if first is None else first.time - kill.time
 
 
-def spread(seconds: Iterable[float | None]) -> Spread | None:
+def spread(seconds: Iterable[float | None]) -> RecoverySpread | None:
     """Summarise the known values; None if there are none."""
     known = sorted(value for value in seconds if value is not None)
     if not known:
         return None
-    return Spread(len(known), median(known), known[math.ceil(0.9 * len(known)) - 1], known[-1])
+    return RecoverySpread(len(known), median(known), known[math.ceil(0.9 * len(known)) - 1], known[-1])
 
 
 def longest_step(steps: Sequence[StepSeen], apart: Sequence[float]) -> float:

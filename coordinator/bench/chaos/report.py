@@ -22,7 +22,7 @@ from raycloak.coordinator.bench.chaos.figures import (
     Kill,
     Phase,
     Recovery,
-    Spread,
+    RecoverySpread,
     longest_step,
     recovery,
     spread,
@@ -65,9 +65,9 @@ class RoleTimes:
     measured."""
 
     role: Role
-    commit: Spread | None
-    settled: Spread | None
-    members: Spread | None
+    commit: RecoverySpread | None
+    settled: RecoverySpread | None
+    members: RecoverySpread | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +100,9 @@ class ChaosReport:
 
     kills: int
     hits: tuple[Tally, ...]
-    recovery: Spread | None
-    settled: Spread | None
-    members: Spread | None
+    recovery: RecoverySpread | None
+    settled: RecoverySpread | None
+    members: RecoverySpread | None
     by_role: tuple[RoleTimes, ...]
     driver_restarts: int
     nodes_lost: int
@@ -199,7 +199,7 @@ def _expect(name: str, value: float | None, limit: float) -> Expectation:
     return Expectation(name, value, limit, value is None or value <= limit)
 
 
-def _median(values: Spread | None) -> float | None:
+def _median(values: RecoverySpread | None) -> float | None:
     return values.median_s if values else None
 
 
@@ -250,7 +250,7 @@ def chaos_view(result: ChaosReport) -> RenderableType:
     return Group(hits, times, fields_table("bench chaos", _rows(result)), *map(Text, result.breaches))
 
 
-def _spread_text(values: Spread | None) -> str:
+def _spread_text(values: RecoverySpread | None) -> str:
     return f"{values.median_s:.3g} / {values.p90_s:.3g} / {values.max_s:.3g}" if values else ""
 
 

@@ -164,7 +164,7 @@ def _owner(path: Path, head: "SignedHead") -> "SignerPublic":
     A trust file may name the owners of several runs. The one whose key the head claims is taken, and checked later.
     """
     from raycloak.attestation.core.hybrid_signature import SignerPublic
-    from raycloak.attestation.core.messages import parse
+    from raycloak.attestation.core.messages import parse, parse_stored
     from raycloak.coordinator.proof.trust import Trust
     from raycloak.metrics.errors import ProtocolError
     from raycloak.workers.terms.manifest import Manifest
@@ -174,7 +174,9 @@ def _owner(path: Path, head: "SignedHead") -> "SignerPublic":
         owners = Trust.load(path).orchestrators
         return next((each for each in owners if each.key_id == head.signature.key_id), owners[0])
     try:
-        return parse(SignerPublic, data) if b'"run_id"' not in data else parse(Manifest, data).log_owner
+        return (
+            parse(SignerPublic, data) if b'"run_id"' not in data else parse_stored(Manifest, data, str(path)).log_owner
+        )
     except ProtocolError as error:
         raise ConfigError(
             "log_key",

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from raycloak.coordinator.console.figures import epsilon_text, size_text, value_text
 from raycloak.coordinator.console.tables import fields_table
-from raycloak.coordinator.record.run_course import Course
+from raycloak.coordinator.record.run_course import RunCourse
 from raycloak.coordinator.record.run_list import RunSummary, UnreadableRun
 
 if TYPE_CHECKING:
@@ -147,12 +147,12 @@ def age_text(seconds: float) -> str:
     return f"{max(0, int(seconds))} s"
 
 
-def incident_lines(course: Course) -> list[str]:
+def incident_lines(course: RunCourse) -> list[str]:
     """Return the newest incidents, each with its time."""
     return [f"{datetime.fromtimestamp(each.time).astimezone():%H:%M:%S} {each.says}" for each in course.incidents]
 
 
-def run_view(facts: Mapping[str, Any], course: Course) -> Group:
+def run_view(facts: Mapping[str, Any], course: RunCourse) -> Group:
     """Return one run in full, from the facts that `raycloak runs show` prints as JSON."""
     tables = [fields_table("Run", _run_rows(facts, course))]
     if facts["manifest"]:
@@ -166,7 +166,7 @@ def run_view(facts: Mapping[str, Any], course: Course) -> Group:
     return Group(*tables)
 
 
-def _run_rows(facts: Mapping[str, Any], course: Course) -> list[tuple[str, str]]:
+def _run_rows(facts: Mapping[str, Any], course: RunCourse) -> list[tuple[str, str]]:
     steps = f"{facts['steps']} of {facts['planned_steps'] or '?'}"
     steps += f", {facts['repeated_steps']} computed again" if facts["repeated_steps"] else ""
     pace = facts["seconds_per_step"]
@@ -192,7 +192,7 @@ def _run_rows(facts: Mapping[str, Any], course: Course) -> list[tuple[str, str]]
         ("directory", str(facts["run_dir"])),
         ("config.yaml", f"SHA-256 {facts['config_digest']}" if facts["config_digest"] else NONE),
         ("manifest", facts["manifest_digest"] or NONE),
-        ("parameters", facts["parameter_digest"] or NONE),
+        ("parameters", facts["model_digest"] or NONE),
     ]
     return [*rows, *(("cannot be read", problem) for problem in facts["problems"])]
 
@@ -330,7 +330,7 @@ def _result_rows(comparison: "Comparison") -> list[tuple[str, list[str]]]:
         ("s per step", [value_text(run.seconds_per_step) or NONE for run in runs]),
         ("evidence", [evidence_class_text(run.summary.evidence_class) for run in runs]),
         ("left / joined / restarts", incidents),
-        ("parameters", [(run.summary.parameter_digest or NONE)[:16] for run in runs]),
+        ("parameters", [(run.summary.model_digest or NONE)[:16] for run in runs]),
     ]
 
 

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from raycloak.coordinator.bench.calibration import Check
 from raycloak.coordinator.console.tables import fields_table
-from raycloak.coordinator.planning.scale import Refused, Scale, ScaleConfig
+from raycloak.coordinator.planning.scale import RefusedSize, Scale, ScaleConfig
 
 SIZES = (
     "workers",
@@ -30,7 +30,7 @@ WIDTHS = ("workers", "masks", "control", "start", "ledger")
 class ScaleTables:
     """Printed as four tables."""
 
-    def __init__(self, assumed: ScaleConfig, found: Sequence[Scale | Refused], checked: Check) -> None:
+    def __init__(self, assumed: ScaleConfig, found: Sequence[Scale | RefusedSize], checked: Check) -> None:
         self._assumed, self._found, self._checked = assumed, found, checked
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -85,7 +85,7 @@ def _width(size: Scale) -> tuple[str, ...]:
     )
 
 
-def _refused(size: Refused) -> tuple[str, ...]:
+def _refused(size: RefusedSize) -> tuple[str, ...]:
     return (f"{size.workers:,}", _count(size.parameters), *[""] * (len(SIZES) - 3), f"[red]{size.code}[/red]")
 
 

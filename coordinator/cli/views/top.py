@@ -24,7 +24,7 @@ from raycloak.coordinator.cli.views.runs import (
 )
 from raycloak.coordinator.console.figures import epsilon_text, size_text
 from raycloak.coordinator.record.folder import RunRecord
-from raycloak.coordinator.record.run_course import Course, Curve, StepTimes
+from raycloak.coordinator.record.run_course import Curve, RunCourse, StepTimes
 from raycloak.coordinator.record.run_reader import State
 from raycloak.coordinator.runs.progress import duration_text, pace_text
 
@@ -50,7 +50,7 @@ PHASES = (("charge", "▓", "magenta"), ("compute", "█", "cyan"), ("reduce", "
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class TopSnapshot:
     """A run at one moment.
 
     Attributes:
@@ -60,7 +60,7 @@ class Snapshot:
 
     record: RunRecord
     state: State
-    course: Course
+    course: RunCourse
     config: Mapping[str, Any]
     now: float
 
@@ -79,7 +79,7 @@ class Snapshot:
 class TopView:
     """The picture of a snapshot."""
 
-    def __init__(self, snapshot: Snapshot, hint: str = "") -> None:
+    def __init__(self, snapshot: TopSnapshot, hint: str = "") -> None:
         self._it = snapshot
         self._course = snapshot.course
         self._hint = hint
@@ -185,7 +185,6 @@ class TopView:
         claim = None if plan is None else f"this run claims {epsilon_text(plan)}"
         delta = None if course.delta is None else f"δ {course.delta:g}"
         lines.append(", ".join(each for each in (claim, delta) if each))
-        # Logs of earlier versions have no cap.
         top = max(charged, (plan or 0.0) if cap is None else cap)
         picture = curve_text(course.epsilon, planned, course.steps, (width, rows), (0.0, top), "magenta")
         return [("ε", picture, _lines(lines, rows_of_words))]

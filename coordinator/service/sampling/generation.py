@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from raycloak.coordinator.runs.released_model import ReleasedModel
 from raycloak.coordinator.service.sampling.requests import MOST_RESULT_BYTES, SampleRequest
-from raycloak.coordinator.service.sampling.sampler import Completion
+from raycloak.coordinator.service.sampling.sampler import SampledCompletion
 from raycloak.metrics.errors import ConfigError
 from raycloak.metrics.service_errors import FutureFailedError, ServiceValidationError
 from raycloak.workers.inputs.hub_files import library, quiet
@@ -65,7 +65,7 @@ class Generator:
         on_text: Callable[[int, str], None],
         on_rate: Callable[[float], None],
         cancelled: Callable[[], bool],
-    ) -> tuple[Completion, ...] | None:
+    ) -> tuple[SampledCompletion, ...] | None:
         """Return the completions of a request, a prompt's side by side; None if it was cancelled.
 
         Guarantee: the pieces that ``on_text`` gets for a completion are its text. The same request on the same weights
@@ -176,11 +176,11 @@ class _Row:
             self._window, self._read = self._window[self._read :], len(self._window) - self._read
             self._say(now[len(known) :])
 
-    def completion(self) -> Completion:
+    def completion(self) -> SampledCompletion:
         """Return the completion; a row that is not finished ends here."""
         if not self.finished:
             self._finish("length")
-        return Completion(self._number, self._text, self._reason, self.tokens)
+        return SampledCompletion(self._number, self._text, self._reason, self.tokens)
 
     def _finish(self, reason: str) -> None:
         self._reason = reason

@@ -1,7 +1,7 @@
 """The child process that generates text, one request after another; `sampler.py` beside it starts it.
 
 Lines of JSON come on its standard input: ``{"kind": "sample", "id": …, "run": …, "parameters": …,
-"parameter_digest": …, "request": {…}}`` and ``{"kind": "cancel", "id": …}``. Its answers go to a copy of its standard
+"model_digest": …, "request": {…}}`` and ``{"kind": "cancel", "id": …}``. Its answers go to a copy of its standard
 output: ``tokens`` and ``rate`` any number of times, then one of ``done``, ``cancelled`` and ``failed``. All else that
 is written in here goes to its standard error. It ends with its input.
 """
@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from raycloak.attestation.core.private_memory import keep_memory_private
 from raycloak.coordinator.service.sampling.requests import SampleRequest
-from raycloak.coordinator.service.sampling.sampler import Completion
+from raycloak.coordinator.service.sampling.sampler import SampledCompletion
 from raycloak.metrics.errors import RaycloakError, is_out_of_memory
 
 # Steps of the training come first where both want the processor.
@@ -59,17 +59,17 @@ class _Service:
         on_text: Callable[[int, str], None],
         on_rate: Callable[[float], None],
         cancelled: Callable[[], bool],
-    ) -> tuple[Completion, ...] | None:
+    ) -> tuple[SampledCompletion, ...] | None:
         """Return the completions of a request; None if it was cancelled. Errors as `Generator`."""
         fields = message["request"]
         request = SampleRequest(**{**fields, "prompts": tuple(fields["prompts"]), "stop": tuple(fields["stop"])})
-        generator = self._generator(message["run"], Path(message["parameters"]), message["parameter_digest"])
+        generator = self._generator(message["run"], Path(message["parameters"]), message["model_digest"])
         if cancelled():
             return None
-        found: tuple[Completion, ...] | None = generator.complete(request, on_text, on_rate, cancelled)
+        found: tuple[SampledCompletion, ...] | None = generator.complete(request, on_text, on_rate, cancelled)
         return found
 
-    def _generator(self, run: str, parameters: Path, parameter_digest: str) -> Any:
+    def _generator(self, run: str, parameters: Path, model_digest: str) -> Any:
         # After the limits are set and the input is listened to: torch and the model take seconds.
         import torch
 
@@ -79,11 +79,11 @@ class _Service:
         torch.set_num_threads(self._threads)
         if self._loaded is None or self._loaded[0] != run:
             self._loaded = None  # its memory is for the next one
-            model = model_at(Path(run), parameters, parameter_digest)
+            model = model_at(Path(run), parameters, model_digest)
             self._loaded = (run, model, Generator(model))
-        elif self._loaded[1].parameter_digest != parameter_digest:
+        elif self._loaded[1].model_digest != model_digest:
             _, model, generator = self._loaded
-            self._loaded = (run, with_weights(model, parameters, parameter_digest), generator)
+            self._loaded = (run, with_weights(model, parameters, model_digest), generator)
         return self._loaded[2]
 
 

@@ -54,16 +54,16 @@ class SampleSource:
     Attributes:
         run: the run directory.
         parameters: safetensors file of the trained tensors, as a run directory has it and a package opens to.
-        parameter_digest: of the released weights, in hexadecimal digits; the file must have it.
+        model_digest: of the released weights, in hexadecimal digits; the file must have it.
     """
 
     run: Path
     parameters: Path
-    parameter_digest: str
+    model_digest: str
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class SampledCompletion:
     """A completion of a prompt.
 
     Attributes:
@@ -96,7 +96,7 @@ class SamplerLimits:
     waiting: int = 64
 
 
-Outcome = tuple[Completion, ...] | ServiceError
+Outcome = tuple[SampledCompletion, ...] | ServiceError
 """The end of a request: its completions, or why there are none."""
 
 
@@ -486,7 +486,7 @@ def _line_of(job: _Job) -> dict[str, Any]:
         "id": job.number,
         "run": str(source.run),
         "parameters": str(source.parameters),
-        "parameter_digest": source.parameter_digest,
+        "model_digest": source.model_digest,
         "request": asdict(job.request),
     }
 
@@ -497,17 +497,17 @@ def _failed(code: str, message: str, remedy: str, where: object) -> ServiceError
     return FutureFailedError(code, message, remedy)
 
 
-def _completions(found: list[object]) -> tuple[Completion, ...]:
+def _completions(found: list[object]) -> tuple[SampledCompletion, ...]:
     completions = tuple(_completion(each) for each in found)
     if sum(len(each.text.encode()) for each in completions) > MOST_RESULT_BYTES:
         raise _BrokenAnswer
     return completions
 
 
-def _completion(found: object) -> Completion:
+def _completion(found: object) -> SampledCompletion:
     match found:
         case [int(prompt), str(text), "stop" | "length" as reason, int(tokens)]:
-            return Completion(prompt, text, reason, tokens)
+            return SampledCompletion(prompt, text, reason, tokens)
     raise _BrokenAnswer
 
 

@@ -179,7 +179,7 @@ class PackageSampler:
         expected = Expected(run=manifest.digest(), run_id=manifest.run_id)
         try:
             package = verify_package(PackageStorage.open(location), name, trust, expected)
-            digest = package.manifest.parameter_digest.hex()
+            digest = package.manifest.model_digest.hex()
             path = self._folder / f"{manifest.run_id}-{digest}.safetensors"
             if not path.exists():
                 open_to_file(package, package.unwrap(load_recipient_key(self._key)), path)

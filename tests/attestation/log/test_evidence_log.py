@@ -200,15 +200,6 @@ def test_a_stored_tree_of_other_entries_is_refused(
         EvidenceLog(connection, RUN, KEY)
 
 
-def test_a_log_of_an_older_version_is_refused_by_name(connection: sqlite3.Connection, tmp_path: Path) -> None:
-    connection.execute("CREATE TABLE evidence_log (run_id TEXT)")
-    path = tmp_path / "log.jsonl"
-    path.write_bytes(b'{"head":"00","signature":"00"}\n')
-    for refused in (lambda: EvidenceLog(connection, RUN, KEY), lambda: read_exported_log(path, KEY.public)):
-        with pytest.raises(EvidenceError, match="log_format"):
-            refused()
-
-
 @pytest.mark.parametrize("body", [{"x": float("nan")}, {"x": b"bytes"}])
 def test_a_body_that_is_not_json_is_refused(log: EvidenceLog, body: dict) -> None:
     with pytest.raises((ValueError, TypeError)):

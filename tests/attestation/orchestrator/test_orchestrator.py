@@ -540,7 +540,7 @@ def test_the_ratchet_counts_commits_and_newcomers_join_where_it_stands(desk):
     assert view.ratchet == 2
     assert [worker.joined for worker in view.workers] == [0, 0, 1]
     committed = [content for kind, content in desk.log() if kind == "committed"]
-    assert [(each["step"], each["parameter_digest"], each["attempts"]) for each in committed] == [
+    assert [(each["step"], each["released_digest"], each["attempts"]) for each in committed] == [
         (0, (b"p" * 32).hex(), 2),
         (1, (b"q" * 32).hex(), 1),
     ]

@@ -45,7 +45,7 @@ class Desk:
     def manifest(self, **changes):
         head = self.log.position()
         fields = {
-            "run_id": RUN, "manifest_digest": b"m" * 32, "step": 3, "ranges": 1, "parameter_digest": PARAMETERS,
+            "run_id": RUN, "manifest_digest": b"m" * 32, "step": 3, "ranges": 1, "model_digest": PARAMETERS,
             "epsilon": None, "delta": 1e-5, "evidence_class": "simulated", "roster_digest": b"", "ledger_sequence": 7,
             "ledger_hash": b"l" * 32, "log_length": head.length, "log_hash": head.root, "previous": b"",
             "evaluation_accuracy": None, "evaluation_loss": None, "created_at": 1, "payloads": (), "recipients": (),
@@ -81,7 +81,7 @@ def test_it_signs_only_what_its_log_committed(desk):
     wrong = {
         "not_committed": [desk.manifest(step=4), desk.manifest(step=2)],
         "seal_refused": [
-            desk.manifest(parameter_digest=b"q" * 32),
+            desk.manifest(model_digest=b"q" * 32),
             desk.manifest(run_id="f" * 16),
             desk.manifest(manifest_digest=b"n" * 32),
             desk.manifest(ledger_sequence=8),

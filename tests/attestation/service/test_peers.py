@@ -10,7 +10,7 @@ from cryptography.x509.oid import NameOID
 from raycloak.attestation.core.keys import IdentityKey
 from raycloak.attestation.service.connections import ConnectionGuard
 from raycloak.attestation.service.limits import ServiceLimits
-from raycloak.attestation.service.server import _Servicer
+from raycloak.attestation.service.server import _EvidenceServicer
 from raycloak.attestation.trust.channel import client_end
 from raycloak.metrics.errors import RefusedError
 from tests.attestation.conftest import MANIFEST
@@ -32,7 +32,7 @@ def code_of(call, *arguments) -> str:
 def test_the_calls_of_one_ipv6_network_are_limited_together(session, tmp_path):
     end = client_end(IdentityKey.generate(), MANIFEST)
     site = Site(session, tmp_path / "orchestrator")
-    servicer = _Servicer(site.desk, None, ServiceLimits(address_rate=0.001, address_burst=3), GUARD)
+    servicer = _EvidenceServicer(site.desk, None, ServiceLimits(address_rate=0.001, address_burst=3), GUARD)
     hosts = [f"ipv6:[2001:db8::{i:x}]" for i in range(4)] + ["ipv6:[2001:db8:0:1::1]"]
     codes = [code_of(servicer._peer, _Context(f"{host}:443", end.chain_pem)) for host in hosts]
     assert codes == ["", "", "", "rate_limited", ""]
@@ -42,7 +42,7 @@ def test_the_calls_of_one_ipv6_network_are_limited_together(session, tmp_path):
 def test_what_is_remembered_of_a_peer_has_a_size_whatever_its_certificate_says(session, tmp_path):
     """TLS takes certificates of 100 KB, and 65,536 peers are told apart by what theirs say."""
     site = Site(session, tmp_path / "orchestrator")
-    servicer = _Servicer(site.desk, None, ServiceLimits(), GUARD)
+    servicer = _EvidenceServicer(site.desk, None, ServiceLimits(), GUARD)
     for parts, code in ((1, ""), (900, "peer_not_bound")):
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "x" * 64)] * parts)
         builder = x509.CertificateBuilder().subject_name(x509.Name([])).issuer_name(name).serial_number(1)

@@ -14,7 +14,7 @@ from raycloak.attestation.core.keys import IdentityKey
 from raycloak.attestation.core.messages import open_envelope, parse, seal
 from raycloak.attestation.core.roster import Roster, open_roster
 from raycloak.attestation.keys.release import KeyPackage, released_body
-from raycloak.attestation.log.entries import EntryProof, ExportedEntry, SignedHead
+from raycloak.attestation.log.entries import EntryProof, ExportedLogEntry, SignedHead
 from raycloak.attestation.orchestrator.data_commitments import DataCommitments
 from raycloak.attestation.orchestrator.hosting import StaticHosting
 from raycloak.attestation.service import evidence_pb2 as wire
@@ -78,7 +78,7 @@ def test_a_worker_outside_the_cluster_gets_from_challenge_to_roster_and_log(site
     assert shown.calls["Roster", "no_roster"] == 1
     assert sum(shown.waits) == sum(shown.calls.values())
     head = parse(SignedHead, head_line).open(site.log_owner)
-    lines = [parse(ExportedEntry, line) for line in entries]
+    lines = [parse(ExportedLogEntry, line) for line in entries]
     assert (head.length, [line.sequence for line in lines]) == (len(lines), list(range(len(lines))))
     assert [line.kind for line in lines] == [
         "session", "admitted", "released", "data", "data", "admitted", "released", "data", "data", "roster",

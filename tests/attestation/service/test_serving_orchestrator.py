@@ -10,7 +10,7 @@ from raycloak.attestation.attester.attester import Attester
 from raycloak.attestation.core.canonical import digest
 from raycloak.attestation.core.messages import parse, seal
 from raycloak.attestation.core.roster import open_roster
-from raycloak.attestation.log.entries import ExportedEntry, SignedHead
+from raycloak.attestation.log.entries import ExportedLogEntry, SignedHead
 from raycloak.attestation.orchestrator.admissions import MAX_OBSERVERS
 from raycloak.attestation.orchestrator.data_commitments import DataCommitments
 from raycloak.attestation.orchestrator.run_terms import OBSERVER, RunTerms
@@ -107,7 +107,7 @@ def test_an_observer_sees_roster_and_log_and_gets_no_keys(run):
     opened = open_roster(roster, orchestrator_key=run.owner.ed25519, **terms)
     assert {m.member_id: m.virtual_workers for m in opened.workers} == HOSTING
     assert {digest(each.body) for each in presentations} == {m.evidence_digest for m in opened.members}
-    kinds = [parse(ExportedEntry, line).kind for line in entries]
+    kinds = [parse(ExportedLogEntry, line).kind for line in entries]
     assert (kinds[-1], kinds.count("admitted")) == ("admitted", 3)
     assert parse(SignedHead, head).open(run.owner).length == len(entries)
     assert run.kinds[-2:] == ["release_refused", "release_refused"]

@@ -14,14 +14,14 @@ from raycloak.attestation.snp.rules import SnpRules
 from raycloak.attestation.snp.verify import SnpClaims, verify_snp
 from raycloak.attestation.trust.certificates import read_presented, serial_number
 from raycloak.attestation.trust.roots import pinned_anchors
-from raycloak.attestation.vectors.index import Case, read_index
+from raycloak.attestation.vectors.index import VectorCase, read_index
 from raycloak.metrics.errors import EvidenceError
 
 ROOT = Path(__file__).resolve().parents[3]
 VECTORS = ROOT.parent / "shared" / "vectors"
 
 
-def verify(case: Case, report: bytes, **changes: Any) -> SnpClaims:
+def verify(case: VectorCase, report: bytes, **changes: Any) -> SnpClaims:
     arguments = {
         "certificates": case.chain(),
         "anchors": pinned_anchors(EvidenceClass.AMD_SEV_SNP),
@@ -51,7 +51,7 @@ def genuine() -> list[Any]:
 
 
 @pytest.mark.parametrize("case", genuine()[:1])
-def test_an_endorsement_certificate_needs_neither_its_ca_nor_a_binary_encoding(case: Case) -> None:
+def test_an_endorsement_certificate_needs_neither_its_ca_nor_a_binary_encoding(case: VectorCase) -> None:
     report, vek = case.evidence(), case.chain()[0]
     pair = (ROOT / "attestation/trust/anchors/ask_ark_milan_vcek.pem").read_bytes()
     pem = b"-----BEGIN CERTIFICATE-----\n" + base64.encodebytes(vek) + b"-----END CERTIFICATE-----\n"
@@ -61,7 +61,7 @@ def test_an_endorsement_certificate_needs_neither_its_ca_nor_a_binary_encoding(c
 
 
 @pytest.mark.parametrize("case", genuine()[:1])
-def test_genuine_evidence_counts_only_where_its_class_and_root_are_accepted(case: Case) -> None:
+def test_genuine_evidence_counts_only_where_its_class_and_root_are_accepted(case: VectorCase) -> None:
     amd = pinned_anchors(EvidenceClass.AMD_SEV_SNP)
     changes = (
         {"accepted": (EvidenceClass.INTEL_TDX, EvidenceClass.SIMULATED)},
@@ -75,7 +75,7 @@ def test_genuine_evidence_counts_only_where_its_class_and_root_are_accepted(case
 
 
 @pytest.mark.parametrize("case", genuine()[:1])
-def test_the_defaults_of_the_rules_are_stricter_than_a_recorded_milan_host(case: Case) -> None:
+def test_the_defaults_of_the_rules_are_stricter_than_a_recorded_milan_host(case: VectorCase) -> None:
     """Milan is denied, and even where it is not, the list of revoked certificates is missing."""
     strict = SnpRules()
     for rules, code in (
@@ -88,7 +88,7 @@ def test_the_defaults_of_the_rules_are_stricter_than_a_recorded_milan_host(case:
 
 
 @pytest.mark.parametrize("case", genuine()[:1])
-def test_a_genuine_certificate_with_serial_number_zero_still_loads(case: Case) -> None:
+def test_a_genuine_certificate_with_serial_number_zero_still_loads(case: VectorCase) -> None:
     """The library announces that it will refuse these one day; all certificates of AMD's chips have number 0."""
     vek = case.chain()[0]
     with pytest.warns(CryptographyDeprecationWarning, match="serial number"):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from raycloak.attestation.vectors.check import FAMILIES, Claims
-from raycloak.attestation.vectors.index import Case, read_index
+from raycloak.attestation.vectors.index import VectorCase, read_index
 from raycloak.metrics.errors import EvidenceError
 from tests.rounds import ALL
 
@@ -21,7 +21,7 @@ SAMPLE = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Altered(Case):
+class Altered(VectorCase):
     """A case in which one of its parts is other bytes than its file holds.
 
     Attributes:
@@ -32,18 +32,19 @@ class Altered(Case):
     data: bytes = b""
 
     def evidence(self) -> bytes:
-        return self.data if self.part == "evidence" else Case.evidence(self)
+        return self.data if self.part == "evidence" else VectorCase.evidence(self)
 
     def chain(self) -> tuple[bytes, ...]:
         return tuple(
-            self.data if self.part == f"chain {position}" else entry for position, entry in enumerate(Case.chain(self))
+            self.data if self.part == f"chain {position}" else entry
+            for position, entry in enumerate(VectorCase.chain(self))
         )
 
     def file(self, name: str) -> bytes:
-        return self.data if self.part == name else Case.file(self, name)
+        return self.data if self.part == name else VectorCase.file(self, name)
 
 
-def parts_of(case: Case) -> Iterator[tuple[str, bytes]]:
+def parts_of(case: VectorCase) -> Iterator[tuple[str, bytes]]:
     """Return the parts of a case, by the names of `Altered`."""
     named = case.fields
     yield "evidence", case.evidence()
@@ -77,12 +78,12 @@ def changes(data: bytes, seed: str) -> Iterator[tuple[int, int]]:
         yield from ((position, draw.randrange(1, 256)) for position in positions)
 
 
-def appraise(case: Case, part: str, data: bytes) -> Claims:
-    own = {field.name: getattr(case, field.name) for field in fields(Case)}
+def appraise(case: VectorCase, part: str, data: bytes) -> Claims:
+    own = {field.name: getattr(case, field.name) for field in fields(VectorCase)}
     return FAMILIES[case.fields.family](Altered(**own, part=part, data=data))
 
 
-def bytes_that_count(case: Case, data: bytes) -> int:
+def bytes_that_count(case: VectorCase, data: bytes) -> int:
     """Return the leading bytes that may not change: what a TDX quote signs; all else with its signature."""
     if case.fields.family == "tdx":
         return 632 if data[0] == 4 else 48 + 6 + 648
@@ -90,7 +91,7 @@ def bytes_that_count(case: Case, data: bytes) -> int:
 
 
 @pytest.mark.parametrize(("case", "part", "data"), sweeps())
-def test_a_changed_byte_is_refused_or_says_the_same(case: Case, part: str, data: bytes) -> None:
+def test_a_changed_byte_is_refused_or_says_the_same(case: VectorCase, part: str, data: bytes) -> None:
     genuine = appraise(case, part, data)
     for position, mask in changes(data, f"{case.fields.id} {part}"):
         changed = bytearray(data)

@@ -16,7 +16,7 @@ from raycloak.attestation.tdx.quote import parse_quote
 from raycloak.attestation.tdx.rules import RTMRS
 from raycloak.attestation.trust.roots import INTEL_SGX_ROOT_DER
 from raycloak.attestation.vectors.check import FAMILIES, LAST_STEP, CaseVerdict, check
-from raycloak.attestation.vectors.index import Case, read_index
+from raycloak.attestation.vectors.index import VectorCase, read_index
 from raycloak.metrics.errors import ConfigError
 from tests.attestation.conftest import MEASUREMENT, NOW, Session
 
@@ -225,7 +225,7 @@ def test_an_id_given_twice_is_refused(folder: Path) -> None:
 
 
 @cache
-def recorded() -> tuple[Case, ...]:
+def recorded() -> tuple[VectorCase, ...]:
     return read_index(VECTORS) if VECTORS.is_file() else ()
 
 
@@ -236,7 +236,7 @@ def recorded_cases() -> list[Any]:
 
 
 @pytest.mark.parametrize("known", recorded_cases())
-def test_recorded_evidence_gets_its_known_verdict(known: Case) -> None:
+def test_recorded_evidence_gets_its_known_verdict(known: VectorCase) -> None:
     found = check(known)
     fields = known.fields
     assert (found.accepted, found.refusal) == (fields.expect == "accept", fields.refusal), found.detail

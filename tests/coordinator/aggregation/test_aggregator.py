@@ -185,7 +185,7 @@ HEADER_CHANGES = {
     "step": 1,
     "attempt": 0,
     "roster_digest": bytes(32),
-    "parameter_digest": bytes(32),
+    "input_digest": bytes(32),
     "sender": "worker-0",
     "virtual_workers": (1, 4),
     "vector_tags": (bytes(16),),
@@ -280,9 +280,9 @@ def test_a_vector_of_an_earlier_attempt_is_refused(hand, earlier, answers):
 
 def test_parameters_that_the_workers_did_not_compute_from_are_refused(hand, answers):
     request, vectors = answers
-    error = refused(hand, replace(request, parameter_digest=bytes(32)), vectors)
+    error = refused(hand, replace(request, input_digest=bytes(32)), vectors)
     assert error.code == "header_mismatch"
-    assert "parameter_digest" in error.message
+    assert "input_digest" in error.message
 
 
 def test_ranges_that_are_not_its_own_are_refused(hand, answers):

@@ -12,7 +12,7 @@ from torch import nn
 
 from raycloak.coordinator.bench import gradient, gradient_cases, gradient_methods
 from raycloak.coordinator.bench.gradient import GradientBench, MethodFigures, bench_gradient
-from raycloak.coordinator.bench.gradient_cases import CASES, Case, case_named
+from raycloak.coordinator.bench.gradient_cases import CASES, BenchCase, case_named
 from raycloak.coordinator.bench.gradient_memory import peak_extra_bytes
 from raycloak.coordinator.bench.gradient_methods import METHODS, OpacusHooks, Ours, exact_sums
 from raycloak.coordinator.cli import app
@@ -74,7 +74,7 @@ def test_all_methods_make_the_clipped_sum_and_ratios_are_those_of_a_round():
         assert figures.seconds.low <= figures.seconds.median <= figures.seconds.high
         assert figures.peak_extra_bytes == PEAKS[name]
         assert figures.sum_error < gradient.TOLERANCE
-    assert result.methods["plain"].vs_nonprivate == gradient.Spread(1.0, 1.0, 1.0)
+    assert result.methods["plain"].vs_nonprivate == gradient.RoundSpread(1.0, 1.0, 1.0)
     assert result.vs_nonprivate == result.methods["ours"].vs_nonprivate
     ours, hooks = result.methods["ours"].seconds, result.methods["opacus"].seconds
     assert hooks.low / ours.high <= result.vs_opacus_hooks.low <= result.vs_opacus_hooks.high <= hooks.high / ours.low
@@ -101,7 +101,7 @@ def test_the_command_prints_one_object_with_every_figure(monkeypatch, command):
 def test_a_method_that_refuses_the_model_has_a_code_in_place_of_figures(monkeypatch):
     kind = gradient_cases._Kind(HiddenUse, (784,))
     monkeypatch.setattr(gradient_cases, "_KINDS", {"hidden": kind})
-    result = _bench(Case("hidden", 4, 2), rounds=1)
+    result = _bench(BenchCase("hidden", 4, 2), rounds=1)
     ours, hooks = result.methods["ours"], result.methods["opacus"]
     assert (ours.refused, ours.seconds, ours.vs_nonprivate, ours.peak_extra_bytes) == (
         "unsupported_layer",
@@ -119,7 +119,7 @@ def test_a_method_that_refuses_the_model_has_a_code_in_place_of_figures(monkeypa
 @pytest.mark.usefixtures("_peaks_known")
 def test_a_person_reads_ranges_and_refusals_in_a_table(monkeypatch, command):
     monkeypatch.setattr(gradient_cases, "_KINDS", {"hidden": gradient_cases._Kind(HiddenUse, (784,))})
-    monkeypatch.setattr(gradient_cases, "CASES", {"hidden": Case("hidden", 4, 1)})
+    monkeypatch.setattr(gradient_cases, "CASES", {"hidden": BenchCase("hidden", 4, 1)})
     code, out = command("hidden", "--against", "plain", "--rounds", "1")
     assert code == 0
     assert "1 x 4 rows, cpu, 1 thread(s), 1 rounds, processor time" in " ".join(out.split())

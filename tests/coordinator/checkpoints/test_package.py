@@ -16,7 +16,7 @@ from raycloak.coordinator.checkpoints.reader import Expected, open_to_file
 from raycloak.coordinator.checkpoints.storage import MANIFEST, RUN_MANIFEST, SIGNATURE
 from raycloak.coordinator.checkpoints.writer import OPTIMIZER, PARAMETERS
 from raycloak.coordinator.record.outcome import Evaluation
-from raycloak.metrics.errors import EvidenceError
+from raycloak.metrics.errors import ConfigError, EvidenceError
 from raycloak.workers.terms.manifest import TensorSpec
 from tests.coordinator.checkpoints.tssp_cases import TENSORS, Site, ranges_of, run_manifest, snapshot
 
@@ -203,6 +203,14 @@ def test_a_manifest_that_is_not_canonical_is_refused_though_it_is_signed(site, s
     assert site.refusal(sealed) == "package_malformed"
 
 
+def test_a_package_of_a_former_format_is_refused_by_name(site, sealed):
+    body = (site.folder(sealed) / MANIFEST).read_bytes().replace(b'"format":2', b'"format":1')
+    (site.folder(sealed) / MANIFEST).write_bytes(body)
+    (site.folder(sealed) / SIGNATURE).write_bytes(site.signer.sign(body).encode())
+    with pytest.raises(ConfigError, match=r"former_format: the package is a PackageManifest of format 1; .* format 2"):
+        site.verify(sealed)
+
+
 def test_an_older_package_presented_as_the_newest_is_refused(site, sealed):
     newer = site.publish(step=4)
     newest = PublishedPackage(4, site.stated(newer).digest())
@@ -259,7 +267,7 @@ def test_a_file_changed_after_it_was_verified_is_refused(site, sealed):
 
 
 def test_parameters_with_another_digest_are_refused_and_leave_no_file(site, tmp_path):
-    name = site.publish(parameter_digest=b"x" * 32)
+    name = site.publish(model_digest=b"x" * 32)
     package = site.verify(name)
     out = tmp_path / "out" / "model.safetensors"
     out.parent.mkdir()

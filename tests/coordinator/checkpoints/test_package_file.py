@@ -12,7 +12,7 @@ from pyarrow import fs
 from raycloak.coordinator.checkpoints.package_file import PIECE_BYTES, PackageFile, file_bytes, file_pieces
 from raycloak.coordinator.checkpoints.reader import package_at, parameters_of, verify_package
 from raycloak.coordinator.checkpoints.storage import PackageStorage, is_package
-from raycloak.coordinator.service.packages import Artifact
+from raycloak.coordinator.service.packages import SavedPackage
 from raycloak.metrics.errors import EvidenceError
 from raycloak.workers.terms.manifest import TensorSpec
 from tests.coordinator.checkpoints.tssp_cases import Site, run_manifest, snapshot
@@ -165,12 +165,12 @@ def test_a_package_that_is_no_folder_of_files_is_not_sent(site):
 def test_guarantee_an_artifact_is_sent_only_if_it_is_the_package_that_was_saved(site, tmp_path):
     location = str(site.home / "packages" / NAME)
     digest = verify_package(site.storage, NAME, site.trust).manifest.digest()
-    artifact = Artifact(location, digest)
+    artifact = SavedPackage(location, digest)
     assert b"".join(artifact.pieces()) == tar_of(site)
     assert artifact.bytes == len(tar_of(site))
-    assert code_of(lambda: Artifact(location, bytes(32))) == "package_file_changed"
+    assert code_of(lambda: SavedPackage(location, bytes(32))) == "package_file_changed"
     Path(location, "manifest.json").write_bytes(b"{}")
-    assert code_of(lambda: Artifact(location, digest)) == "package_file_changed"
+    assert code_of(lambda: SavedPackage(location, digest)) == "package_file_changed"
     shutil.rmtree(location)
-    assert code_of(lambda: Artifact(location, digest)) == "package_file_missing"
+    assert code_of(lambda: SavedPackage(location, digest)) == "package_file_missing"
     assert code_of(lambda: list(artifact.pieces())) == "package_malformed"

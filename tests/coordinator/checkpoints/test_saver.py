@@ -99,7 +99,7 @@ class Bench:
         return snapshot(self.manifest, step, ledger_head=self.ledger.view().head, log_head=head, **changes)
 
     def commit(self, step):
-        digest = snapshot(self.manifest, step).parameter_digest
+        digest = snapshot(self.manifest, step).model_digest
         head = self.ledger.view().head
         self.orchestrator.commit((StepCommit(step - 1, digest, 1, head.sequence, head.hash),))
 
@@ -171,7 +171,7 @@ def code_of(action):
 def test_a_package_restores_the_run_bit_for_bit(bench):
     bench.publish(3)
     restored, original = bench.newest(), bench.snapshot(3)
-    assert (restored.finished_steps, restored.parameter_digest) == (3, original.parameter_digest)
+    assert (restored.finished_steps, restored.model_digest) == (3, original.model_digest)
     assert [p.tobytes() for p in restored.parameters] == [p.tobytes() for p in original.parameters]
     assert [state.keys() for state in restored.states] == [state.keys() for state in original.states]
     for found, state in zip(restored.states, original.states, strict=True):

@@ -21,7 +21,7 @@ from raycloak.metrics.errors import EvidenceError
 from raycloak.workers.gradients.numerics import current_numerics
 from raycloak.workers.terms.loss import LossSpec
 from raycloak.workers.terms.manifest import Computation, Manifest, OptimizerSpec, TensorSpec
-from raycloak.workers.terms.parameter_digest import parameter_digest, tensor_digests
+from raycloak.workers.terms.model_digest import model_digest, tensor_digests
 from tests import protocol
 
 NOW = 1_800_000_000
@@ -73,7 +73,7 @@ def snapshot(manifest: Manifest, step: int = 3, **changes: Any) -> Snapshot:
         "finished_steps": step,
         "parameters": tuple(flat[owned.start : owned.stop] for owned in ranges),
         "states": states,
-        "parameter_digest": parameter_digest(tensors, tensor_digests(flat, tensors)),
+        "model_digest": model_digest(tensors, tensor_digests(flat, tensors)),
         "epsilon": 1.5,
         "roster_digest": bytes(32),
         "ledger_head": Head(7, b"l" * 32),

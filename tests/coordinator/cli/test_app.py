@@ -35,7 +35,7 @@ RESULT = {
     "epsilon_cap": 8.0,
     "evaluation_accuracy": 0.94,
     "evidence_class": "simulated",
-    "parameter_digest": "ab" * 32,
+    "model_digest": "ab" * 32,
     "num_workers": 3,
     "virtual_workers": 8,
     "masked_bytes": 1000,

@@ -49,7 +49,7 @@ def test_a_package_is_verified_and_opened(raycloak, reader):
     options = ("--trust", home / "trust.json", "--key", home / "auditor.key", "--out", home / "m.safetensors")
     code, opened, _ = raycloak("open", path, *options)
     assert code == 0
-    assert opened["parameter_digest"] == facts["parameter_digest"]
+    assert opened["model_digest"] == facts["model_digest"]
     flat = load_file(home / "m.safetensors")["layer.weight"].reshape(-1)
     assert flat.tobytes() == snapshot(Site(home).manifest).parameters[0].tobytes()
     code, refused, _ = raycloak("open", path, *options)

@@ -140,22 +140,22 @@ def test_a_real_run_is_pictured_with_its_own_figures(tmp_path, raycloak):
     """The events and files are those that a run writes."""
     run = trained(tmp_path / "site", steps=2)
     run.coordinator.order.folder.mark("done")
-    snapshot = top.Watch(run.folder).look()
+    snapshot = top.RunWatch(run.folder).look()
     facts, plan = top.facts(snapshot), run.finished.plan
     assert (facts["state"], facts["steps"], facts["planned_steps"], facts["workers"]) == ("done", 2, 2, 3)
     assert (facts["epsilon_planned"], facts["epsilon_cap"]) == (plan.epsilon_outsiders, plan.epsilon_cap)
     assert facts["epsilon_charged"] == run.finished.charged_epsilon
-    assert snapshot.course.parameter_digest == run.digests[-1]
+    assert snapshot.course.model_digest == run.digests[-1]
     assert snapshot.course.delta == plan.delta
     times = snapshot.course.times()
     assert times.whole >= times.charge + times.compute + times.reduce > 0
     assert "2 of 2 · 100%" in shown(TopView(snapshot))
     shown_facts = json.loads(raycloak("runs", "show", str(run.folder), "--json")[1])
-    assert (shown_facts["parameter_digest"], shown_facts["steps"]) == (run.digests[-1], 2)
+    assert (shown_facts["model_digest"], shown_facts["steps"]) == (run.digests[-1], 2)
 
 
 def look(run, now=None, monkeypatch=None):
-    watch = top.Watch(run.path)
+    watch = top.RunWatch(run.path)
     if now is not None:
         monkeypatch.setattr(top.time, "time", lambda: now)
     return watch.look()
@@ -285,7 +285,7 @@ def watched(run, terminal, monkeypatch):
     with open(os.dup(terminal.slave)) as keys, open(os.dup(terminal.slave), "w") as out:
         monkeypatch.setattr(sys, "stdin", keys)
         console = Console(file=out, force_terminal=True, width=100, height=30)
-        watch = top.Watch(run.path)
+        watch = top.RunWatch(run.path)
         thread = threading.Thread(target=lambda: ended.append(top._live(console, watch, watch.look())), daemon=True)
         thread.start()
         yield ended, thread
@@ -339,7 +339,7 @@ def test_ctrl_c_while_the_first_picture_is_shown_gives_the_screen_back(monkeypat
 
     monkeypatch.setattr(Live, "refresh", interrupted)
     stream = io.StringIO()
-    console, watch = Console(file=stream, force_terminal=True, width=100, height=30), top.Watch(run.path)
+    console, watch = Console(file=stream, force_terminal=True, width=100, height=30), top.RunWatch(run.path)
     with run_lock(run.folder.record.run_id):
         assert top._live(console, watch, watch.look()).course.steps == 30
     picture, given_back, _ = stream.getvalue().partition("\x1b[?1049l")

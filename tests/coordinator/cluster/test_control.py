@@ -60,7 +60,7 @@ def check(run: WholeRun, undisturbed: list[str]) -> None:
     read_exported_log(path, run.session.orchestrator_key)
     lines = [json.loads(line) for line in path.read_text().splitlines()[:-1]]
     committed = [line["body"] for line in lines if line["kind"] == "committed"]
-    assert [(body["step"], body["parameter_digest"]) for body in committed] == list(enumerate(undisturbed))
+    assert [(body["step"], body["released_digest"]) for body in committed] == list(enumerate(undisturbed))
     assert [line["kind"] for line in lines].count("finished") == 1
     rosters = [(line["body"]["step"], line["body"]["attempt"]) for line in lines if line["kind"] == "roster"]
     assert len(set(rosters)) == len(rosters)
@@ -259,7 +259,7 @@ def test_only_finish_takes_a_secret_that_is_gone_for_an_answer():
 
 def test_keywords_reach_an_actor_in_the_order_of_its_parameters():
     bench = Bench()
-    digests = {"manifest_digest": b"manifest", "parameter_digest": b"parameters"}
+    digests = {"manifest_digest": b"manifest", "input_digest": b"parameters"}
     bench.control.ledger.charge("run", step=1, **digests).result()
     assert bench.started[0].handle.charged == ("run", 1, b"parameters", b"manifest", "gradient", None)
 

@@ -16,7 +16,7 @@ from raycloak.coordinator.accounting.renyi import (
     step_rdp,
 )
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
-from raycloak.coordinator.ledger.rules import OpeningTerms, RunTerms
+from raycloak.coordinator.ledger.rules import OpeningTerms, RegistrationTerms
 from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.terms.receipt import Receipt
 
@@ -89,7 +89,7 @@ def register(
     data: DataMarks = NO_MARKS,
 ) -> None:
     """Register a run and bind it to its data, so that it may charge."""
-    ledger.register_run(RunTerms(run_id, account, mechanisms or (mechanism(),), manifest, data))
+    ledger.register_run(RegistrationTerms(run_id, account, mechanisms or (mechanism(),), manifest, data))
     ledger.bind_data(run_id, manifest, DATA)
 
 

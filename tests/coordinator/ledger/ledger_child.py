@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from raycloak.attestation.core.data_marks import DataMarks
 from raycloak.attestation.core.messages import Envelope, open_envelope
 from raycloak.coordinator.ledger.ledger import PrivacyLedger, RunStart
-from raycloak.coordinator.ledger.rules import OpeningTerms, RunTerms
+from raycloak.coordinator.ledger.rules import OpeningTerms, RegistrationTerms
 from raycloak.metrics.errors import BudgetError
 from raycloak.workers.terms.binding import Binding
 from raycloak.workers.terms.receipt import Receipt
@@ -50,7 +50,7 @@ def charge(step: int) -> Callable[[PrivacyLedger], Envelope]:
 
 
 def start() -> Callable[[PrivacyLedger], Envelope]:
-    run = RunTerms("run-b", "strangers", (mechanism(),), MANIFEST, STRANGERS, opens=OpeningTerms(CAP, DELTA))
+    run = RegistrationTerms("run-b", "strangers", (mechanism(),), MANIFEST, STRANGERS, opens=OpeningTerms(CAP, DELTA))
     return lambda ledger: ledger.charge("run-b", 0, PARAMETERS, MANIFEST, start=RunStart(run, DATA))
 
 
@@ -66,7 +66,7 @@ ACTS: tuple[tuple[str, Callable[[PrivacyLedger], Envelope | None]], ...] = (
     ("account_opened", open_account("reserve")),
     (
         "run_registered",
-        lambda ledger: ledger.register_run(RunTerms("run-a", "patients", (mechanism(),), MANIFEST, PEOPLE)),
+        lambda ledger: ledger.register_run(RegistrationTerms("run-a", "patients", (mechanism(),), MANIFEST, PEOPLE)),
     ),
     ("data_bound", lambda ledger: ledger.bind_data("run-a", MANIFEST, DATA)),
     ("step_charged", charge(0)),
@@ -231,7 +231,7 @@ def charge_all(url: str, run_id: str) -> tuple[str, int, int]:
     ledger.open_account("patients", OpeningTerms(CAP, DELTA))
     charged = 0
     try:
-        ledger.register_run(RunTerms(run_id, "patients", (mechanism(),), MANIFEST))
+        ledger.register_run(RegistrationTerms(run_id, "patients", (mechanism(),), MANIFEST))
         ledger.bind_data(run_id, MANIFEST, DATA)
         for step in range(20):
             ledger.charge(run_id, step, PARAMETERS, MANIFEST)

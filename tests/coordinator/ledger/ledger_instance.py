@@ -15,7 +15,7 @@ from typing import Any
 
 from raycloak.coordinator.ledger import engine
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
-from raycloak.coordinator.ledger.rules import RunTerms
+from raycloak.coordinator.ledger.rules import RegistrationTerms
 from raycloak.metrics.errors import BudgetError
 from tests.coordinator.ledger.ledger_cases import DATA, MANIFEST, PARAMETERS, mechanism
 
@@ -35,7 +35,7 @@ def main(url: str, deadline_s: float) -> None:
 def obey(ledger: PrivacyLedger, action: str, run_id: str, number: str = "0") -> dict[str, Any]:
     """Do one thing; a charge gives its envelope."""
     if action == "register":
-        ledger.register_run(RunTerms(run_id, "patients", (mechanism(),), MANIFEST))
+        ledger.register_run(RegistrationTerms(run_id, "patients", (mechanism(),), MANIFEST))
         ledger.bind_data(run_id, MANIFEST, DATA)
     elif action == "charge":
         envelope = ledger.charge(run_id, int(number), PARAMETERS, MANIFEST)

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 
 from raycloak.attestation.core.data_marks import DataMarks
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
-from raycloak.coordinator.ledger.rules import OpeningTerms, RunTerms
+from raycloak.coordinator.ledger.rules import OpeningTerms, RegistrationTerms
 from raycloak.metrics.errors import BudgetError
 from tests.coordinator.ledger.ledger_cases import CAP, DATA, DELTA, MANIFEST, PARAMETERS, expected_epsilon, mechanism
 
@@ -87,7 +87,7 @@ def race(url: str, rounds: int, number: int, won: Any, line: Line) -> None:
         line.wait(number)
         ledger = PrivacyLedger(url)
         changes = {"steps": rounds, "dimension": 10, "noise_multiplier": NOISE, "sigma": NOISE * 371_000}
-        ledger.register_run(RunTerms(run_id, "patients", (mechanism(**changes),), MANIFEST, PEOPLE))
+        ledger.register_run(RegistrationTerms(run_id, "patients", (mechanism(**changes),), MANIFEST, PEOPLE))
         ledger.bind_data(run_id, MANIFEST, DATA)
         line.arrive()
         for step in range(rounds):

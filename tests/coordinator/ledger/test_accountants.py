@@ -10,7 +10,7 @@ from raycloak.coordinator.accounting.renyi import accountant_delta
 from raycloak.coordinator.ledger.audit import audit
 from raycloak.coordinator.ledger.entries import AccountOpened, Head, RunRegistered, make_entry
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
-from raycloak.coordinator.ledger.rules import OpeningTerms, RunTerms
+from raycloak.coordinator.ledger.rules import OpeningTerms, RegistrationTerms
 from raycloak.metrics.errors import BudgetError, ConfigError
 from raycloak.workers.terms.mechanism import Mechanism
 from tests.coordinator.ledger.ledger_cases import (
@@ -49,7 +49,7 @@ def ledger(tmp_path: Path):
 
 
 def register(ledger: PrivacyLedger, *mechanisms: Mechanism, run_id: str = "run-a") -> None:
-    ledger.register_run(RunTerms(run_id, "own", mechanisms or (planned(),), MANIFEST))
+    ledger.register_run(RegistrationTerms(run_id, "own", mechanisms or (planned(),), MANIFEST))
     ledger.bind_data(run_id, MANIFEST, DATA)
 
 
@@ -132,21 +132,21 @@ def test_a_second_run_on_a_pld_account_is_refused_by_name(ledger: PrivacyLedger)
 def test_a_mechanism_planned_with_another_accountant_is_refused(ledger: PrivacyLedger, account: str, planned_with):
     ledger.open_account("shared", OpeningTerms(CAP, DELTA))
     with pytest.raises(BudgetError, match=f"accountant_mismatch.*planned with the {planned_with} accountant"):
-        ledger.register_run(RunTerms("run-a", account, (mechanism(accountant=planned_with),), MANIFEST))
+        ledger.register_run(RegistrationTerms("run-a", account, (mechanism(accountant=planned_with),), MANIFEST))
     assert [each.runs for each in ledger.view().accounts] == [(), ()]
 
 
 def test_a_plan_of_which_nothing_fits_is_refused(ledger: PrivacyLedger):
     ledger.open_account("small", OpeningTerms(0.5, DELTA, "pld"))
     with pytest.raises(BudgetError, match="cap_exceeded"):
-        ledger.register_run(RunTerms("run-a", "small", (planned(),), MANIFEST))
+        ledger.register_run(RegistrationTerms("run-a", "small", (planned(),), MANIFEST))
 
 
 def test_a_delta_too_small_for_the_accountant_is_refused_at_registration(ledger: PrivacyLedger):
     ledger.open_account("strict", OpeningTerms(CAP, 1e-140, "pld"))
     sampled = planned(sample_rate=0.5)
     with pytest.raises(ConfigError, match="delta_too_small"):
-        ledger.register_run(RunTerms("run-a", "strict", (sampled,), MANIFEST))
+        ledger.register_run(RegistrationTerms("run-a", "strict", (sampled,), MANIFEST))
 
 
 def test_a_refusal_names_an_epsilon_above_the_cap_however_little_it_is(ledger: PrivacyLedger):

@@ -22,7 +22,7 @@ from raycloak.coordinator.ledger.entries import (
     make_entry,
 )
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
-from raycloak.coordinator.ledger.rules import OpeningTerms, RunTerms
+from raycloak.coordinator.ledger.rules import OpeningTerms, RegistrationTerms
 from raycloak.coordinator.ledger.view import AccountView, LedgerView
 from raycloak.coordinator.planning.payer import paying_account
 from raycloak.metrics.errors import BudgetError, ConfigError, ProtocolError
@@ -52,7 +52,7 @@ def begun(url: str) -> PrivacyLedger:
     for name in ("patients", "study"):
         of_people = {"data": PEOPLE, "also": name == "study"}
         instance.open_account(name, OpeningTerms(CAP, DELTA), authority=AUTHORITY.public, **of_people)
-    instance.register_run(RunTerms("run-a", "patients", (mechanism(),), MANIFEST, PEOPLE))
+    instance.register_run(RegistrationTerms("run-a", "patients", (mechanism(),), MANIFEST, PEOPLE))
     instance.bind_data("run-a", MANIFEST, DATA)
     return instance
 
@@ -106,7 +106,7 @@ def test_a_cap_is_lowered_by_command_and_holds_at_once_and_for_every_instance(le
     with pytest.raises(BudgetError, match="cap_exceeded"):
         ledger.charge("run-a", 2, PARAMETERS, MANIFEST)
     with pytest.raises(BudgetError, match="cap_exceeded"):
-        other.register_run(RunTerms("run-b", "patients", (mechanism(),), MANIFEST, PEOPLE))
+        other.register_run(RegistrationTerms("run-b", "patients", (mechanism(),), MANIFEST, PEOPLE))
     ledger.verify()
     for each in (ledger, other):
         each.close()
@@ -183,23 +183,27 @@ def test_an_account_without_an_authority_can_only_be_lowered(ledger: PrivacyLedg
 
 def test_a_cap_at_which_the_slack_of_its_runs_does_not_fit_delta_is_refused(ledger: PrivacyLedger):
     half = 0.5 * 0.01 * DELTA / (1 + math.exp(CAP))
-    ledger.register_run(RunTerms("run-b", "patients", (mechanism(overflow_probability=half),), b"n" * 32, PEOPLE))
+    ledger.register_run(
+        RegistrationTerms("run-b", "patients", (mechanism(overflow_probability=half),), b"n" * 32, PEOPLE)
+    )
     ledger.bind_data("run-b", b"n" * 32, DATA)
     with pytest.raises(BudgetError, match="delta_exceeded"):
         ledger.change_cap("patients", CAP + 1, allowed(ledger, CAP + 1))
     ledger.change_cap("patients", CAP + 0.5, allowed(ledger, CAP + 0.5))
     with pytest.raises(BudgetError, match="delta_exceeded"):
-        ledger.register_run(RunTerms("run-c", "patients", (mechanism(overflow_probability=half),), b"o" * 32, PEOPLE))
+        ledger.register_run(
+            RegistrationTerms("run-c", "patients", (mechanism(overflow_probability=half),), b"o" * 32, PEOPLE)
+        )
     ledger.verify()
 
 
 def test_a_run_keeps_the_cap_it_was_planned_for(ledger: PrivacyLedger):
     ledger.change_cap("patients", 7.0)
-    ledger.register_run(RunTerms("run-b", "patients", (mechanism(),), b"n" * 32, PEOPLE))
+    ledger.register_run(RegistrationTerms("run-b", "patients", (mechanism(),), b"n" * 32, PEOPLE))
     ledger.bind_data("run-b", b"n" * 32, DATA)
     ledger.change_cap("patients", 6.0)
     assert [run.epsilon_cap for run in account(ledger).runs] == [CAP, 7.0]
-    ledger.register_run(RunTerms("run-a", "patients", (mechanism(),), MANIFEST, PEOPLE))
+    ledger.register_run(RegistrationTerms("run-a", "patients", (mechanism(),), MANIFEST, PEOPLE))
 
 
 def test_a_plan_takes_the_cap_its_run_was_registered_at_and_no_new_run_on_a_closed_account(ledger: PrivacyLedger):
@@ -295,7 +299,7 @@ def test_a_closed_account_takes_no_run_and_no_charge_and_gives_nothing_that_it_h
         lambda: ledger.bind_vectors("run-a", "gradient", 0, MANIFEST, b"v" * 32),
         lambda: ledger.bind_data("run-a", MANIFEST, DATA),
         lambda: ledger.charge("run-a", 1, PARAMETERS, MANIFEST),
-        lambda: ledger.register_run(RunTerms("run-b", "patients", (mechanism(),), MANIFEST, PEOPLE)),
+        lambda: ledger.register_run(RegistrationTerms("run-b", "patients", (mechanism(),), MANIFEST, PEOPLE)),
         lambda: ledger.change_cap("patients", 7.0),
         lambda: ledger.change_cap("patients", 9.0, allowed(ledger, 9.0)),
         lambda: ledger.transfer("patients", "study", 1.0),
@@ -305,7 +309,7 @@ def test_a_closed_account_takes_no_run_and_no_charge_and_gives_nothing_that_it_h
         with pytest.raises(BudgetError, match="account_closed"):
             attempt()
     assert content(ledger) == before
-    ledger.register_run(RunTerms("run-a", "patients", (mechanism(),), MANIFEST, PEOPLE))
+    ledger.register_run(RegistrationTerms("run-a", "patients", (mechanism(),), MANIFEST, PEOPLE))
     ledger.close_account("patients")
     assert content(ledger) == before
     ledger.verify()
@@ -328,12 +332,12 @@ def test_a_run_on_other_data_is_refused_and_nothing_is_written(ledger: PrivacyLe
     before = content(ledger)
     for other, what in ((OTHERS, "is 6767"), (NO_MARKS, "was not computed")):
         with pytest.raises(BudgetError, match=f"dataset_mismatch: .*6666.*{what}"):
-            ledger.register_run(RunTerms("run-b", "patients", (mechanism(),), MANIFEST, other))
+            ledger.register_run(RegistrationTerms("run-b", "patients", (mechanism(),), MANIFEST, other))
     with pytest.raises(BudgetError, match=r"dataset_mismatch|run_mismatch"):
-        ledger.register_run(RunTerms("run-a", "patients", (mechanism(),), MANIFEST, OTHERS))
+        ledger.register_run(RegistrationTerms("run-a", "patients", (mechanism(),), MANIFEST, OTHERS))
     assert content(ledger) == before
     ledger.open_account("free", OpeningTerms(CAP, DELTA))
-    ledger.register_run(RunTerms("run-b", "free", (mechanism(),), MANIFEST, OTHERS))
+    ledger.register_run(RegistrationTerms("run-b", "free", (mechanism(),), MANIFEST, OTHERS))
     ledger.bind_data("run-b", MANIFEST, DATA)
     receipt = receipt_of(ledger, ledger.charge("run-b", 0, PARAMETERS, MANIFEST))
     assert receipt.dataset_fingerprint == b"g" * 32
@@ -348,12 +352,12 @@ def test_an_account_that_is_bound_to_data_pays_for_no_release_without_noise(ledg
     clear = mechanism(**PUBLIC)
     for mechanisms in ((clear,), (mechanism(), clear.model_copy(update={"query": "evaluation"}))):
         with pytest.raises(BudgetError, match="account_private: account 'patients' pays for this data"):
-            ledger.register_run(RunTerms("run-b", "patients", mechanisms, MANIFEST, PEOPLE))
+            ledger.register_run(RegistrationTerms("run-b", "patients", mechanisms, MANIFEST, PEOPLE))
     assert content(ledger) == before
     ledger.open_account("free", OpeningTerms(CAP, DELTA), also=True)
     with pytest.raises(BudgetError, match="account_private: account 'patients' pays for this data"):
-        ledger.register_run(RunTerms("run-b", "free", (clear,), MANIFEST, PEOPLE))
-    ledger.register_run(RunTerms("run-b", "free", (clear,), MANIFEST, OTHERS))
+        ledger.register_run(RegistrationTerms("run-b", "free", (clear,), MANIFEST, PEOPLE))
+    ledger.register_run(RegistrationTerms("run-b", "free", (clear,), MANIFEST, OTHERS))
 
 
 @pytest.mark.parametrize(
@@ -392,7 +396,7 @@ def test_an_authority_has_32_bytes(ledger: PrivacyLedger):
 def test_noise_that_the_argument_does_not_cover_is_refused(ledger: PrivacyLedger, changes: Any):
     before = content(ledger)
     with pytest.raises(ProtocolError, match=r"^mechanism_bounds: "):
-        ledger.register_run(RunTerms("run-b", "patients", (unchecked(**changes),), b"n" * 32, PEOPLE))
+        ledger.register_run(RegistrationTerms("run-b", "patients", (unchecked(**changes),), b"n" * 32, PEOPLE))
     assert content(ledger) == before
 
 
@@ -476,6 +480,6 @@ def test_a_ledger_with_a_broken_chain_is_not_written_to(ledger_url: str):
             PrivacyLedger(ledger_url)
         tamper(ledger_url, back, **old)
     again = PrivacyLedger(ledger_url)
-    again.register_run(RunTerms("run-a", "patients", (mechanism(),), MANIFEST, PEOPLE))
+    again.register_run(RegistrationTerms("run-a", "patients", (mechanism(),), MANIFEST, PEOPLE))
     again.charge("run-a", 3, PARAMETERS, MANIFEST)
     again.close()

@@ -8,7 +8,7 @@ import pytest
 from raycloak.coordinator.ledger.audit import audit
 from raycloak.coordinator.ledger.entries import GENESIS, RunRegistered, StepCharged, _link, check_chain, make_entry
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
-from raycloak.coordinator.ledger.rules import OpeningTerms, RunTerms
+from raycloak.coordinator.ledger.rules import OpeningTerms, RegistrationTerms
 from raycloak.metrics.errors import BudgetError
 from tests.coordinator.ledger.ledger_cases import (
     CAP,
@@ -34,7 +34,7 @@ def ledger(ledger_url: str) -> Iterator[PrivacyLedger]:
 
 def test_history_is_the_chain_and_can_be_checked_elsewhere(ledger: PrivacyLedger):
     ledger.open_account("others", OpeningTerms(CAP, DELTA))
-    ledger.register_run(RunTerms("run-b", "others", (mechanism(),), MANIFEST))
+    ledger.register_run(RegistrationTerms("run-b", "others", (mechanism(),), MANIFEST))
     ledger.bind_data("run-b", MANIFEST, DATA)
     ledger.charge("run-b", 0, PARAMETERS, MANIFEST)
     ledger.charge("run-a", 0, PARAMETERS, MANIFEST)

@@ -8,7 +8,7 @@ from raycloak.attestation.core.messages import Envelope, open_envelope
 from raycloak.coordinator.ledger.audit import audit
 from raycloak.coordinator.ledger.entries import DataBound, Event, Head, StepCharged, VectorsBound, make_entry
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
-from raycloak.coordinator.ledger.rules import OpeningTerms, RunTerms
+from raycloak.coordinator.ledger.rules import OpeningTerms, RegistrationTerms
 from raycloak.metrics.errors import BudgetError
 from raycloak.workers.terms.binding import Binding, check_binding
 from tests.coordinator.ledger.ledger_cases import (
@@ -44,7 +44,7 @@ def binding_of(ledger: PrivacyLedger, envelope: Envelope) -> Binding:
 
 
 def test_no_step_is_charged_before_the_runs_data_is_bound(ledger: PrivacyLedger):
-    ledger.register_run(RunTerms("run-b", "patients", (mechanism(),), b"n" * 32))
+    ledger.register_run(RegistrationTerms("run-b", "patients", (mechanism(),), b"n" * 32))
     before = ledger.view()
     with pytest.raises(BudgetError, match="data_unbound"):
         ledger.charge("run-b", 0, PARAMETERS, b"n" * 32)

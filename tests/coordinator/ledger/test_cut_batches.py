@@ -9,7 +9,14 @@ from raycloak.coordinator.accounting import pld
 from raycloak.coordinator.accounting.releases import Cut, Release
 from raycloak.coordinator.accounting.renyi import accountant_delta, delta_slack, step_rdp
 from raycloak.coordinator.ledger.accounts import opening
-from raycloak.coordinator.ledger.rules import OpeningTerms, PricedRun, RunTerms, check_claims, epsilon_at, registration
+from raycloak.coordinator.ledger.rules import (
+    OpeningTerms,
+    PricedRun,
+    RegistrationTerms,
+    check_claims,
+    epsilon_at,
+    registration,
+)
 from raycloak.metrics.errors import BudgetError
 from raycloak.workers.terms.mechanism import Mechanism
 from tests.coordinator.ledger.ledger_cases import CAP, DELTA, MANIFEST, mechanism
@@ -22,7 +29,7 @@ def cut(**changes: Any) -> Mechanism:
 
 def test_an_own_account_pays_for_the_cut_in_every_charge_and_with_nothing_of_delta():
     terms = opening("own", OpeningTerms(CAP, DELTA, "pld"))
-    run = PricedRun.of(registration(RunTerms("run-a", "own", (cut(),), MANIFEST), terms, fixed=False))
+    run = PricedRun.of(registration(RegistrationTerms("run-a", "own", (cut(),), MANIFEST), terms, fixed=False))
     charged, poisson = (
         pld.epsilon((Release(0.2, 2.6, 20, each),), accountant_delta(DELTA)) for each in (Cut((100,), 28), None)
     )
@@ -34,7 +41,9 @@ def test_an_own_account_pays_for_the_cut_in_every_charge_and_with_nothing_of_del
 def test_the_renyi_cost_that_is_recorded_has_the_cut():
     """An own account states the smaller of two bounds, so both must have it."""
     terms = opening("own", OpeningTerms(CAP, DELTA, "pld"))
-    (cost,) = registration(RunTerms("run-a", "own", (cut(micro_batch_size=24),), MANIFEST), terms, fixed=False).step_rdp
+    (cost,) = registration(
+        RegistrationTerms("run-a", "own", (cut(micro_batch_size=24),), MANIFEST), terms, fixed=False
+    ).step_rdp
     at_16 = terms.orders.index(16.0)
     assert cost[at_16] > 1.5 * step_rdp(0.2, 2.6, (16.0,))[0]
 

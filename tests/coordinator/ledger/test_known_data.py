@@ -14,7 +14,7 @@ from raycloak.coordinator.ledger.audit import AuditedChain, audit
 from raycloak.coordinator.ledger.entries import AccountOpened, Event, Head, RunRegistered, make_entry
 from raycloak.coordinator.ledger.extract import check_extract
 from raycloak.coordinator.ledger.ledger import PrivacyLedger, RunStart
-from raycloak.coordinator.ledger.rules import OpeningTerms, RunTerms
+from raycloak.coordinator.ledger.rules import OpeningTerms, RegistrationTerms
 from raycloak.coordinator.ledger.view import data_standing
 from raycloak.metrics.errors import BudgetError
 from tests.coordinator.ledger.ledger_cases import CAP, DATA, DELTA, MANIFEST, PARAMETERS, mechanism, tamper
@@ -57,11 +57,11 @@ def ledger(ledger_url: str) -> Iterator[PrivacyLedger]:
     instance.close()
 
 
-def terms(run_id: str, account: str = "patients", **changes: Any) -> RunTerms:
-    return RunTerms(run_id, account, **{"mechanisms": (mechanism(),), "manifest_digest": MANIFEST, **changes})
+def terms(run_id: str, account: str = "patients", **changes: Any) -> RegistrationTerms:
+    return RegistrationTerms(run_id, account, **{"mechanisms": (mechanism(),), "manifest_digest": MANIFEST, **changes})
 
 
-def charge(ledger: PrivacyLedger, run: RunTerms, step: int = 0) -> None:
+def charge(ledger: PrivacyLedger, run: RegistrationTerms, step: int = 0) -> None:
     ledger.charge(run.run_id, step, PARAMETERS, run.manifest_digest, start=RunStart(run, DATA))
 
 

@@ -101,7 +101,7 @@ def believed(reader: PrivacyLedger, answer: dict[str, Any], step: int, lowest_fe
         ledger_key=reader.public_key,
         run_id="run-a",
         step=step,
-        parameter_digest=PARAMETERS,
+        input_digest=PARAMETERS,
         manifest_digest=MANIFEST,
         account="patients",
         mechanism_digest=mechanism().digest(),

@@ -19,7 +19,7 @@ from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.rules import (
     OpeningTerms,
     PricedRun,
-    RunTerms,
+    RegistrationTerms,
     check_cap,
     check_claims,
     epsilon_at,
@@ -61,7 +61,7 @@ def test_a_receipt_is_for_exactly_the_step_and_passes_the_workers_check(ledger: 
         ledger_key=ledger.public_key,
         run_id="run-a",
         step=3,
-        parameter_digest=PARAMETERS,
+        input_digest=PARAMETERS,
         manifest_digest=MANIFEST,
         account="patients",
         mechanism_digest=mechanism().digest(),
@@ -121,7 +121,7 @@ def test_the_step_that_would_cross_the_cap_is_refused_and_nothing_is_written(led
 
 
 def test_runs_of_one_account_share_its_cap(ledger: PrivacyLedger):
-    ledger.register_run(RunTerms("run-b", "patients", (mechanism(),), b"n" * 32))
+    ledger.register_run(RegistrationTerms("run-b", "patients", (mechanism(),), b"n" * 32))
     ledger.bind_data("run-b", b"n" * 32, DATA)
     for step in range(affordable()):
         run_id, manifest = (("run-a", MANIFEST), ("run-b", b"n" * 32))[step % 2]
@@ -130,13 +130,13 @@ def test_runs_of_one_account_share_its_cap(ledger: PrivacyLedger):
         with pytest.raises(BudgetError, match="cap_exceeded"):
             ledger.charge(run_id, affordable(), PARAMETERS, manifest)
     with pytest.raises(BudgetError, match="cap_exceeded"):
-        ledger.register_run(RunTerms("run-c", "patients", (mechanism(),), b"o" * 32))
+        ledger.register_run(RegistrationTerms("run-c", "patients", (mechanism(),), b"o" * 32))
     ledger.verify()
 
 
 def test_runs_of_other_accounts_do_not(ledger: PrivacyLedger):
     ledger.open_account("others", OpeningTerms(CAP, DELTA))
-    ledger.register_run(RunTerms("run-b", "others", (mechanism(),), MANIFEST))
+    ledger.register_run(RegistrationTerms("run-b", "others", (mechanism(),), MANIFEST))
     ledger.bind_data("run-b", MANIFEST, DATA)
     ledger.charge("run-b", 0, PARAMETERS, MANIFEST)
     patients, others = ledger.view().accounts
@@ -145,7 +145,7 @@ def test_runs_of_other_accounts_do_not(ledger: PrivacyLedger):
 
 def test_different_mechanisms_add_up_in_renyi_divergence_not_in_epsilon(ledger: PrivacyLedger):
     quiet = mechanism(noise_multiplier=9.0, sigma=9.0 * 2**20 / math.sqrt(8) * 1.001)
-    ledger.register_run(RunTerms("run-b", "patients", (quiet,), MANIFEST))
+    ledger.register_run(RegistrationTerms("run-b", "patients", (quiet,), MANIFEST))
     ledger.bind_data("run-b", MANIFEST, DATA)
     ledger.charge("run-a", 0, PARAMETERS, MANIFEST)
     ledger.charge("run-b", 0, PARAMETERS, MANIFEST)
@@ -156,7 +156,7 @@ def test_different_mechanisms_add_up_in_renyi_divergence_not_in_epsilon(ledger: 
 
 def test_public_runs_write_entries_and_cost_nothing(ledger: PrivacyLedger):
     ledger.register_run(
-        RunTerms("open", "patients", (mechanism(private=False, noise_multiplier=0.0, sigma=0.0),), MANIFEST)
+        RegistrationTerms("open", "patients", (mechanism(private=False, noise_multiplier=0.0, sigma=0.0),), MANIFEST)
     )
     ledger.bind_data("open", MANIFEST, DATA)
     for step in range(20):
@@ -204,13 +204,13 @@ def test_charges_that_fit_no_run_are_refused(ledger: PrivacyLedger, arguments: t
 def test_runs_that_cannot_be_charged_honestly_are_refused(ledger: PrivacyLedger, arguments: Any, code: str):
     before = ledger.view()
     with pytest.raises(RefusedError, match=code):
-        ledger.register_run(RunTerms(*arguments))
+        ledger.register_run(RegistrationTerms(*arguments))
     assert ledger.view() == before
 
 
 def test_a_cap_holds_to_the_last_bit():
     terms = opening("patients", OpeningTerms(CAP, DELTA))
-    run = registration(RunTerms("run-b", "patients", (mechanism(),), MANIFEST), terms, fixed=False)
+    run = registration(RegistrationTerms("run-b", "patients", (mechanism(),), MANIFEST), terms, fixed=False)
     terms = Account.of(terms, Head()).with_run(run).terms
     charged = [PricedRun.of(run).spend({"gradient": 3})]
     exact = epsilon_at(terms, charged)
@@ -235,19 +235,19 @@ def test_what_a_mechanism_claims_of_cuts_may_be_short_of_nothing():
 
 def test_the_slack_of_all_runs_together_stays_within_its_share_of_delta(ledger: PrivacyLedger):
     third = 0.4 * 0.01 * DELTA / (1 + math.exp(CAP))
-    ledger.register_run(RunTerms("run-b", "patients", (mechanism(overflow_probability=third),), MANIFEST))
+    ledger.register_run(RegistrationTerms("run-b", "patients", (mechanism(overflow_probability=third),), MANIFEST))
     ledger.bind_data("run-b", MANIFEST, DATA)
-    ledger.register_run(RunTerms("run-c", "patients", (mechanism(overflow_probability=third),), MANIFEST))
+    ledger.register_run(RegistrationTerms("run-c", "patients", (mechanism(overflow_probability=third),), MANIFEST))
     ledger.bind_data("run-c", MANIFEST, DATA)
     with pytest.raises(BudgetError, match="delta_exceeded"):
-        ledger.register_run(RunTerms("run-d", "patients", (mechanism(overflow_probability=third),), MANIFEST))
+        ledger.register_run(RegistrationTerms("run-d", "patients", (mechanism(overflow_probability=third),), MANIFEST))
     assert ledger.view().accounts[0].delta_slack <= 0.01 * DELTA
 
 
 def test_opening_and_registering_again_change_nothing(ledger: PrivacyLedger):
     before = ledger.view()
     ledger.open_account("patients", OpeningTerms(CAP, DELTA))
-    ledger.register_run(RunTerms("run-a", "patients", (mechanism(),), MANIFEST))
+    ledger.register_run(RegistrationTerms("run-a", "patients", (mechanism(),), MANIFEST))
     assert ledger.view() == before
 
 
@@ -274,7 +274,7 @@ def test_status_resolves_a_lost_reply_without_charging(ledger: PrivacyLedger):
     assert not ledger.status("run-a", 0).charged
     receipt = receipt_of(ledger, ledger.charge("run-a", 0, PARAMETERS, MANIFEST))
     status = ledger.status("run-a", 0)
-    assert (status.charged, status.parameter_digest, status.sequence) == (True, PARAMETERS, receipt.sequence)
+    assert (status.charged, status.input_digest, status.sequence) == (True, PARAMETERS, receipt.sequence)
 
 
 def test_a_later_instance_takes_the_run_over_and_the_older_one_is_fenced(ledger_url: str, ledger: PrivacyLedger):
@@ -288,7 +288,7 @@ def test_a_later_instance_takes_the_run_over_and_the_older_one_is_fenced(ledger_
         with pytest.raises(BudgetError, match="fenced"):
             ledger.charge("run-a", step, PARAMETERS, MANIFEST)
     with pytest.raises(BudgetError, match="fenced"):
-        ledger.register_run(RunTerms("run-a", "patients", (mechanism(),), MANIFEST))
+        ledger.register_run(RegistrationTerms("run-a", "patients", (mechanism(),), MANIFEST))
     assert later.view().accounts[0].runs[0].charged_steps == 1
     later.verify()
     later.close()
@@ -365,7 +365,7 @@ def with_measurements(url: str) -> PrivacyLedger:
     evaluation = mechanism(query="evaluation", steps=4, dimension=2, **noise(6.0))
     ledger = PrivacyLedger(url)
     ledger.open_account("patients", OpeningTerms(CAP, DELTA))
-    ledger.register_run(RunTerms("run-a", "patients", (mechanism(), evaluation, counts), MANIFEST))
+    ledger.register_run(RegistrationTerms("run-a", "patients", (mechanism(), evaluation, counts), MANIFEST))
     ledger.bind_data("run-a", MANIFEST, DATA)
     return ledger
 
@@ -409,7 +409,7 @@ def test_a_step_of_one_mechanism_does_not_pay_for_the_same_step_of_another(ledge
     first = ledger.charge("run-a", 0, PARAMETERS, MANIFEST)
     assert not ledger.status("run-a", 0, "evaluation").charged
     evaluation = ledger.charge("run-a", 0, b"q" * 32, MANIFEST, "evaluation")
-    assert ledger.status("run-a", 0, "evaluation").parameter_digest == b"q" * 32
+    assert ledger.status("run-a", 0, "evaluation").input_digest == b"q" * 32
     before = ledger.view()
     assert ledger.charge("run-a", 0, PARAMETERS, MANIFEST) == first
     assert ledger.charge("run-a", 0, b"q" * 32, MANIFEST, "evaluation") == evaluation
@@ -432,7 +432,7 @@ def test_a_mechanism_is_released_as_often_as_planned_and_no_other_exists(tmp_pat
 def test_a_run_names_each_of_its_mechanisms_once(ledger: PrivacyLedger):
     for mechanisms in ((), (mechanism(), mechanism(steps=3))):
         with pytest.raises(ProtocolError, match="mechanism_bounds"):
-            ledger.register_run(RunTerms("run-b", "patients", mechanisms, MANIFEST))
+            ledger.register_run(RegistrationTerms("run-b", "patients", mechanisms, MANIFEST))
 
 
 def test_measurements_and_steps_share_one_cap(ledger_url: str):
@@ -480,7 +480,7 @@ def test_an_entry_that_cannot_be_read_again_is_never_appended(ledger: PrivacyLed
     before = ledger.view()
     unread = mechanism().model_copy(update={"overflow_probability": math.nan})
     with pytest.raises(ProtocolError, match="malformed"):
-        ledger.register_run(RunTerms("run-b", "patients", (unread,), b"n" * 32))
+        ledger.register_run(RegistrationTerms("run-b", "patients", (unread,), b"n" * 32))
     assert ledger.view() == before
     ledger.verify()
     ledger.charge("run-a", 0, PARAMETERS, MANIFEST)

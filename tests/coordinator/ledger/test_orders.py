@@ -22,7 +22,7 @@ from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.rules import (
     OpeningTerms,
     PricedRun,
-    RunTerms,
+    RegistrationTerms,
     account_limits,
     epsilon_at,
     mechanism_rdp,
@@ -118,7 +118,7 @@ def test_of_two_runs_that_register_at_once_the_first_fixes_the_order(
     price: Callable[..., RunRegistered] = ledger_module.registration
     priced: list[tuple[float, ...]] = []
 
-    def then_the_other_is_first(run: RunTerms, *arguments: Any) -> RunRegistered:
+    def then_the_other_is_first(run: RegistrationTerms, *arguments: Any) -> RunRegistered:
         event = price(run, *arguments)
         if run.run_id == "run-a":
             priced.append(event.orders)
@@ -234,7 +234,7 @@ def charge_every_step(ledger: PrivacyLedger) -> None:
         ledger.charge("run-b", step, PARAMETERS, MANIFEST)
 
 
-@pytest.mark.parametrize("former", ["raycloak ledger v3", "raycloak ledger v4"])
+@pytest.mark.parametrize("former", ["raycloak ledger v3", "raycloak ledger v5"])
 def test_a_ledger_of_a_former_format_is_refused_by_name(ledger: PrivacyLedger, ledger_url: str, former: str):
     tamper(ledger_url, f"UPDATE meta SET value = '{former}' WHERE name = 'application'")
     for create in (True, False):

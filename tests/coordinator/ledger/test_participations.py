@@ -11,7 +11,7 @@ from raycloak.coordinator.accounting.renyi import accountant_delta, delta_slack
 from raycloak.coordinator.ledger.audit import audit
 from raycloak.coordinator.ledger.entries import StepCharged
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
-from raycloak.coordinator.ledger.rules import OpeningTerms, RunTerms, check_claims
+from raycloak.coordinator.ledger.rules import OpeningTerms, RegistrationTerms, check_claims
 from raycloak.metrics.errors import BudgetError
 from raycloak.workers.terms.mechanism import Mechanism
 from tests.coordinator.ledger.ledger_cases import (
@@ -86,7 +86,7 @@ def test_an_account_that_others_have_spent_still_admits_the_steps_that_cost_noth
 
 
 def test_a_prepaid_run_pays_for_its_bound_at_once(ledger: PrivacyLedger):
-    ledger.register_run(RunTerms("run-a", "patients", (sent(),), MANIFEST, prepaid=True))
+    ledger.register_run(RegistrationTerms("run-a", "patients", (sent(),), MANIFEST, prepaid=True))
     assert spent(ledger) == pytest.approx(expected_epsilon(BOUND), rel=1e-9)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from raycloak.coordinator.ledger import places
-from raycloak.coordinator.ledger.places import HERE, Place, is_apart
+from raycloak.coordinator.ledger.places import HERE, StoragePlace, is_apart
 from raycloak.coordinator.ledger.store import LedgerStore
 from tests.postgres import PostgresServer
 
@@ -46,42 +46,42 @@ def own_address() -> str:
     ],
 )
 def test_guarantee_a_host_of_this_machine_is_told_as_such_and_so_is_one_that_nobody_knows(host: str) -> None:
-    assert HERE in Place(host=host).machines()
+    assert HERE in StoragePlace(host=host).machines()
 
 
 @pytest.mark.parametrize(
     ("witness", "ledger", "apart"),
     [
-        (Place(host="witness.example"), Place(path=Path("/")), True),
-        (Place(host="witness.example"), Place(host="db.example"), True),
-        (Place(host="witness.example"), Place(host="/run/postgresql"), True),
-        (Place(host="witness-of-db.example"), Place(host="db.example"), False),
-        (Place(host="127.0.0.1"), Place(host="db.example"), True),
-        (Place(host="127.0.0.1"), Place(host="/run/postgresql"), False),
-        (Place(host="127.0.0.1"), Place(path=Path("/")), False),
-        (Place(path=Path("/")), Place(host="db.example"), True),
-        (Place(path=Path("/")), Place(host="127.0.0.1"), False),
-        (Place(path=Path("/")), Place(path=Path("/")), False),
-        (Place(path=Path("/proc")), Place(path=Path("/")), True),
+        (StoragePlace(host="witness.example"), StoragePlace(path=Path("/")), True),
+        (StoragePlace(host="witness.example"), StoragePlace(host="db.example"), True),
+        (StoragePlace(host="witness.example"), StoragePlace(host="/run/postgresql"), True),
+        (StoragePlace(host="witness-of-db.example"), StoragePlace(host="db.example"), False),
+        (StoragePlace(host="127.0.0.1"), StoragePlace(host="db.example"), True),
+        (StoragePlace(host="127.0.0.1"), StoragePlace(host="/run/postgresql"), False),
+        (StoragePlace(host="127.0.0.1"), StoragePlace(path=Path("/")), False),
+        (StoragePlace(path=Path("/")), StoragePlace(host="db.example"), True),
+        (StoragePlace(path=Path("/")), StoragePlace(host="127.0.0.1"), False),
+        (StoragePlace(path=Path("/")), StoragePlace(path=Path("/")), False),
+        (StoragePlace(path=Path("/proc")), StoragePlace(path=Path("/")), True),
     ],
 )
 def test_a_witness_is_apart_from_its_ledger_on_another_machine_or_file_system(
-    witness: Place, ledger: Place, apart: bool
+    witness: StoragePlace, ledger: StoragePlace, apart: bool
 ) -> None:
     assert is_apart(witness, ledger) is apart
 
 
 def test_a_folder_over_a_network_is_on_no_storage_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(places, "is_network_file_system", lambda path: path == Path("/mnt"))
-    assert is_apart(Place(path=Path("/mnt")), Place(host="127.0.0.1"))
+    assert is_apart(StoragePlace(path=Path("/mnt")), StoragePlace(host="127.0.0.1"))
 
 
 @pytest.mark.server
 def test_a_ledger_on_a_server_is_where_its_connection_leads(postgres: PostgresServer, tmp_path: Path) -> None:
     store = LedgerStore(postgres.url())
-    assert store.place() == Place(host=str(postgres._folder))
+    assert store.place() == StoragePlace(host=str(postgres._folder))
     assert store.place().machines() == {HERE}
     store.close()
     embedded = LedgerStore(f"sqlite:///{tmp_path / 'ledger.sqlite'}")
-    assert embedded.place() == Place(path=tmp_path / "ledger.sqlite")
+    assert embedded.place() == StoragePlace(path=tmp_path / "ledger.sqlite")
     embedded.close()

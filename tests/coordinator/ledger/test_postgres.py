@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from raycloak.coordinator.cli import app
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.postgres import check_settings
-from raycloak.coordinator.ledger.rules import RunTerms
+from raycloak.coordinator.ledger.rules import RegistrationTerms
 from raycloak.coordinator.ledger.store import LedgerStore
 from raycloak.metrics.errors import BudgetError, ConfigError
 from tests.coordinator.ledger.ledger_cases import (
@@ -219,7 +219,7 @@ def test_a_reader_creates_nothing(postgres: PostgresServer):
 
 def test_the_database_itself_refuses_a_step_twice(postgres: PostgresServer):
     ledger = opened(postgres.url())
-    ledger.register_run(RunTerms("run-b", "patients", (mechanism(),), MANIFEST))
+    ledger.register_run(RegistrationTerms("run-b", "patients", (mechanism(),), MANIFEST))
     ledger.bind_data("run-b", MANIFEST, DATA)
     ledger.charge("run-a", 0, PARAMETERS, MANIFEST)
     entry = ledger.history()[-1]

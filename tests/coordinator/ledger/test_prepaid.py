@@ -7,7 +7,7 @@ import pytest
 from raycloak.coordinator.ledger.audit import audit
 from raycloak.coordinator.ledger.entries import RunPrepaid, StepCharged, make_entry
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
-from raycloak.coordinator.ledger.rules import OpeningTerms, RunTerms
+from raycloak.coordinator.ledger.rules import OpeningTerms, RegistrationTerms
 from raycloak.metrics.errors import BudgetError
 from tests.coordinator.ledger.ledger_cases import (
     CAP,
@@ -37,7 +37,7 @@ def ledger(ledger_url: str) -> Iterator[PrivacyLedger]:
 
 
 def prepay(ledger: PrivacyLedger, run_id: str) -> None:
-    ledger.register_run(RunTerms(run_id, "patients", (TRIAL,), MANIFEST, prepaid=True))
+    ledger.register_run(RegistrationTerms(run_id, "patients", (TRIAL,), MANIFEST, prepaid=True))
 
 
 def test_a_prepaid_run_is_charged_before_anything_is_computed(ledger: PrivacyLedger):
@@ -72,12 +72,12 @@ def test_a_prepaid_run_is_registered_only_if_all_that_it_plans_fits_the_cap(ledg
 
 def test_a_plan_foresees_what_a_prepaid_run_would_be_refused(ledger: PrivacyLedger):
     prepay(ledger, "trial-a")
-    foreseen = ledger.outlook(RunTerms("(planned)", "patients", (TRIAL,), b"", prepaid=True))
+    foreseen = ledger.outlook(RegistrationTerms("(planned)", "patients", (TRIAL,), b"", prepaid=True))
     assert foreseen.epsilon_after({"gradient": 0}) == pytest.approx(expected_epsilon(2 * STEPS))
     prepay(ledger, "trial-b")
     with pytest.raises(BudgetError, match="cap_exceeded: all that the run plans"):
-        ledger.outlook(RunTerms("(planned)", "patients", (TRIAL,), b"", prepaid=True))
-    ledger.outlook(RunTerms("(planned)", "patients", (TRIAL,), b""))
+        ledger.outlook(RegistrationTerms("(planned)", "patients", (TRIAL,), b"", prepaid=True))
+    ledger.outlook(RegistrationTerms("(planned)", "patients", (TRIAL,), b""))
 
 
 def test_no_cap_falls_below_what_is_prepaid(ledger: PrivacyLedger):
@@ -88,9 +88,9 @@ def test_no_cap_falls_below_what_is_prepaid(ledger: PrivacyLedger):
 
 @pytest.mark.parametrize("prepaid", [True, False])
 def test_a_run_stays_prepaid_or_not(ledger: PrivacyLedger, prepaid: bool):
-    ledger.register_run(RunTerms("run", "patients", (TRIAL,), MANIFEST, prepaid=prepaid))
+    ledger.register_run(RegistrationTerms("run", "patients", (TRIAL,), MANIFEST, prepaid=prepaid))
     with pytest.raises(BudgetError, match="run_mismatch"):
-        ledger.register_run(RunTerms("run", "patients", (TRIAL,), MANIFEST, prepaid=not prepaid))
+        ledger.register_run(RegistrationTerms("run", "patients", (TRIAL,), MANIFEST, prepaid=not prepaid))
 
 
 def test_the_audit_refuses_a_prepaid_run_beyond_the_cap_and_a_step_that_forgets_one(ledger: PrivacyLedger):

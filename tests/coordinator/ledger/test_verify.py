@@ -21,7 +21,7 @@ from raycloak.coordinator.ledger.entries import Head, LedgerEntry
 from raycloak.coordinator.ledger.export import check_export, write_export
 from raycloak.coordinator.ledger.heads import LedgerHead, head_line, read_head_line
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
-from raycloak.coordinator.ledger.rules import OpeningTerms, RunTerms
+from raycloak.coordinator.ledger.rules import OpeningTerms, RegistrationTerms
 from raycloak.coordinator.runs.rollback import check_pins, log_pins, package_pins
 from raycloak.metrics.errors import BudgetError, ConfigError, ProtocolError
 from tests.coordinator.checkpoints.tssp_cases import Site, run_manifest
@@ -50,15 +50,15 @@ def realistic(path: Path) -> PrivacyLedger:
     ledger.transfer("study", "sister", 1.5)
     ledger.close_account("sister")
     ledger.open_account("patients", OpeningTerms(CAP, DELTA))
-    ledger.register_run(RunTerms("run-a", "patients", (mechanism(),), MANIFEST))
+    ledger.register_run(RegistrationTerms("run-a", "patients", (mechanism(),), MANIFEST))
     ledger.bind_data("run-a", MANIFEST, DATA)
     ledger.charge("run-a", 0, PARAMETERS, MANIFEST)
     ledger.bind_vectors("run-a", "gradient", 0, MANIFEST, b"v" * 32)
     ledger.open_account("others", OpeningTerms(CAP, DELTA))
-    ledger.register_run(RunTerms("run-b", "others", (mechanism(),), MANIFEST))
+    ledger.register_run(RegistrationTerms("run-b", "others", (mechanism(),), MANIFEST))
     ledger.bind_data("run-b", MANIFEST, DATA)
     ledger.register_run(
-        RunTerms("run-c", "patients", (mechanism(private=False, noise_multiplier=0.0, sigma=0.0),), MANIFEST)
+        RegistrationTerms("run-c", "patients", (mechanism(private=False, noise_multiplier=0.0, sigma=0.0),), MANIFEST)
     )
     ledger.bind_data("run-c", MANIFEST, DATA)
     ledger.charge("run-b", 0, PARAMETERS, MANIFEST)

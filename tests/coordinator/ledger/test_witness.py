@@ -18,7 +18,7 @@ from raycloak.coordinator.ledger import places
 from raycloak.coordinator.ledger.entries import Head
 from raycloak.coordinator.ledger.heads import head_line
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
-from raycloak.coordinator.ledger.rules import OpeningTerms, RunTerms
+from raycloak.coordinator.ledger.rules import OpeningTerms, RegistrationTerms
 from raycloak.coordinator.ledger.witness import FolderWitness, Witnessed, WitnessState, open_witness
 from raycloak.metrics.errors import BudgetError, ConfigError
 from tests.coordinator.ledger.ledger_cases import CAP, DATA, DELTA, MANIFEST, PARAMETERS, mechanism, receipt_of
@@ -52,7 +52,7 @@ def begin(path: Path, witness: str | None, run_id: str = "run-a") -> PrivacyLedg
     """Return an instance of the ledger with an account and a run of this instance."""
     ledger = PrivacyLedger(f"sqlite:///{path}", witness=witness)
     ledger.open_account("patients", OpeningTerms(CAP, DELTA))
-    ledger.register_run(RunTerms(run_id, "patients", (mechanism(),), MANIFEST))
+    ledger.register_run(RegistrationTerms(run_id, "patients", (mechanism(),), MANIFEST))
     ledger.bind_data(run_id, MANIFEST, DATA)
     return ledger
 
@@ -108,7 +108,7 @@ def test_a_ledger_that_is_put_back_while_it_is_open_is_refused_at_the_next_charg
         older.backup(live)
     if others:
         stranger = PrivacyLedger(f"sqlite:///{path}")
-        stranger.register_run(RunTerms("run-b", "patients", (mechanism(),), MANIFEST))
+        stranger.register_run(RegistrationTerms("run-b", "patients", (mechanism(),), MANIFEST))
         stranger.bind_data("run-b", MANIFEST, DATA)
         for step in range(others):
             stranger.charge("run-b", step, PARAMETERS, MANIFEST)

@@ -17,7 +17,7 @@ import sqlalchemy as sa
 from raycloak.attestation.files import whole
 from raycloak.coordinator.ledger import witness
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
-from raycloak.coordinator.ledger.rules import OpeningTerms, RunTerms
+from raycloak.coordinator.ledger.rules import OpeningTerms, RegistrationTerms
 from tests.coordinator.ledger.ledger_cases import CAP, DATA, DELTA, MANIFEST, PARAMETERS, mechanism, receipt_of
 
 STEPS = 2
@@ -44,7 +44,7 @@ def begin(home: Path) -> PrivacyLedger:
     (home / "witness").mkdir(parents=True, exist_ok=True)
     ledger = PrivacyLedger(f"sqlite:///{home / 'ledger.sqlite'}", witness=str(home / "witness"))
     ledger.open_account("patients", OpeningTerms(CAP, DELTA))
-    ledger.register_run(RunTerms("run-a", "patients", (mechanism(),), MANIFEST))
+    ledger.register_run(RegistrationTerms("run-a", "patients", (mechanism(),), MANIFEST))
     ledger.bind_data("run-a", MANIFEST, DATA)
     return ledger
 

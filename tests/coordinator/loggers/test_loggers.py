@@ -33,7 +33,7 @@ VERDICT = {
     "privacy_epsilon": 1.5,
     "privacy_delta": 1e-5,
     "privacy_epsilon_one_worker": None,
-    "parameter_digest": "ab" * 32,
+    "model_digest": "ab" * 32,
     "account": "digits",
 }
 

@@ -14,7 +14,7 @@ from raycloak.coordinator.config.home import ledger_url
 from raycloak.coordinator.config.run import RunConfig, load_config, parse_config
 from raycloak.coordinator.config.secret_variables import require_none_needed
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
-from raycloak.coordinator.ledger.rules import OpeningTerms, RunTerms
+from raycloak.coordinator.ledger.rules import OpeningTerms, RegistrationTerms
 from raycloak.coordinator.planning.first_look import first_look
 from raycloak.coordinator.planning.payer import named_marks
 from raycloak.coordinator.planning.plan import make_plan
@@ -143,7 +143,7 @@ def test_a_second_run_on_the_same_data_is_refused_unless_it_may_be_the_first(tmp
     with closing(PrivacyLedger(ledger_url())) as ledger:
         ledger.open_account("own", OpeningTerms(8.0, 1e-5, "pld"))
         first_look(settings, tmp_path)
-        ledger.register_run(RunTerms("a", "own", (plan.mechanism,), b"m" * 32, data))
+        ledger.register_run(RegistrationTerms("a", "own", (plan.mechanism,), b"m" * 32, data))
     assert refusal(settings, tmp_path) == "account_not_shared"
     first_look(settings, tmp_path, resumes=True)
     first_look(config(dataset={"kind": "digits", "public": True}), tmp_path)

@@ -11,7 +11,7 @@ from raycloak.coordinator.planning.manifest import build_computation, epochs, ru
 from raycloak.coordinator.planning.measurements import plan_measurements
 from raycloak.metrics.errors import ProtocolError
 from raycloak.workers.terms.manifest import Computation, Manifest
-from raycloak.workers.terms.parameter_digest import TensorContent
+from raycloak.workers.terms.model_digest import TensorContent
 from tests.drawn import batches_of
 from tests.protocol import HandRun, config
 

@@ -12,7 +12,7 @@ from raycloak.attestation.core.data_marks import NO_MARKS, DataMarks
 from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.ledger.ledger import PrivacyLedger, RunStart
-from raycloak.coordinator.ledger.rules import OpeningTerms, RunTerms
+from raycloak.coordinator.ledger.rules import OpeningTerms, RegistrationTerms
 from raycloak.coordinator.ledger.view import data_standing
 from raycloak.coordinator.planning.payer import (
     LEAST_EPSILON,
@@ -65,7 +65,7 @@ def run(ledger: PrivacyLedger, run_id: str, settings: RunConfig, data: DataMarks
     paying = existing_account(view, settings, account, run_id)
     plan = make_plan(settings, 1437, 100, paying)
     opens = opening_terms(settings, paying, plan.mechanism.accountant)
-    terms = RunTerms(run_id, account, (plan.mechanism,), MANIFEST, data, opens=opens)
+    terms = RegistrationTerms(run_id, account, (plan.mechanism,), MANIFEST, data, opens=opens)
     ledger.charge(run_id, 0, bytes(32), MANIFEST, start=RunStart(terms, bytes(32)))
     return account
 

@@ -20,7 +20,7 @@ from raycloak.coordinator.cli.views.plan import plan_rows
 from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.ledger.entries import Head
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
-from raycloak.coordinator.ledger.rules import OpeningTerms, RunTerms
+from raycloak.coordinator.ledger.rules import OpeningTerms, RegistrationTerms
 from raycloak.coordinator.ledger.view import AccountView, LedgerView
 from raycloak.coordinator.planning.batches import OVERFLOW_SHARE
 from raycloak.coordinator.planning.cross_check import checked
@@ -434,11 +434,11 @@ def test_a_plan_on_a_shared_account_says_what_the_ledger_will_charge(
     for earlier in before:
         first = config(ledger={"account": "patients"}, dp_config={**held, "noise_multiplier": 50.0}, **earlier)
         planned = make_plan(first, 1437, 4810, paying_account(ledger.view(), first))
-        ledger.register_run(RunTerms("first", "patients", (planned.mechanism,), MANIFEST))
+        ledger.register_run(RegistrationTerms("first", "patients", (planned.mechanism,), MANIFEST))
     settings = config(ledger={"account": "patients"}, dp_config=held, expected_batch_size=28.0, steps=60)
     plan = make_plan(settings, 1437, 4810, paying_account(ledger.view(), settings))
     assert plan.orders_fixed == bool(before)
-    ledger.register_run(RunTerms("run", "patients", (plan.mechanism,), MANIFEST))
+    ledger.register_run(RegistrationTerms("run", "patients", (plan.mechanism,), MANIFEST))
     ledger.bind_data("run", MANIFEST, bytes(32))
     assert ledger.view().accounts[0].orders == plan.orders
     for step in range(plan.steps_within_cap):
@@ -463,7 +463,7 @@ def test_guarantee_a_plan_says_which_steps_a_shared_account_has_left_and_refuses
         first = make_plan(settings, 1437, 4810, paying_account(ledger.view(), settings))
         total = first.steps_within_cap
         assert total == 6
-        ledger.register_run(RunTerms("first", "patients", (first.mechanism,), MANIFEST))
+        ledger.register_run(RegistrationTerms("first", "patients", (first.mechanism,), MANIFEST))
         ledger.bind_data("first", MANIFEST, bytes(32))
         for step in range(total - left):
             ledger.charge("first", step, bytes(32), MANIFEST)
@@ -471,8 +471,8 @@ def test_guarantee_a_plan_says_which_steps_a_shared_account_has_left_and_refuses
         assert second.steps_within_cap == total, "a claim rests on nothing that other runs charge"
         if left == 0:
             for refused in (
-                lambda: ledger.outlook(RunTerms("(planned)", "patients", (second.mechanism,), b"")),
-                lambda: ledger.register_run(RunTerms("second", "patients", (second.mechanism,), MANIFEST)),
+                lambda: ledger.outlook(RegistrationTerms("(planned)", "patients", (second.mechanism,), b"")),
+                lambda: ledger.register_run(RegistrationTerms("second", "patients", (second.mechanism,), MANIFEST)),
             ):
                 with pytest.raises(BudgetError, match="cap_exceeded"):
                     refused()
@@ -481,10 +481,10 @@ def test_guarantee_a_plan_says_which_steps_a_shared_account_has_left_and_refuses
             second,
             "patients",
             ledger.view(),
-            ledger.outlook(RunTerms("(planned)", "patients", (second.mechanism,), b"")),
+            ledger.outlook(RegistrationTerms("(planned)", "patients", (second.mechanism,), b"")),
         )
         entries = ledger.view().head.sequence
-        ledger.register_run(RunTerms("second", "patients", (second.mechanism,), MANIFEST))
+        ledger.register_run(RegistrationTerms("second", "patients", (second.mechanism,), MANIFEST))
         ledger.bind_data("second", MANIFEST, bytes(32))
         for step in range(left):
             ledger.charge("second", step, bytes(32), MANIFEST)

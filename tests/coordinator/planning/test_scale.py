@@ -8,7 +8,7 @@ from raycloak.coordinator.cli.views.scale import ScaleTables
 from raycloak.coordinator.planning.scale import (
     Line,
     Rates,
-    Refused,
+    RefusedSize,
     Scale,
     ScaleConfig,
     WordRates,
@@ -87,7 +87,7 @@ def test_masks_are_those_of_the_mask_graph_above_32_workers():
 def test_a_size_that_no_plan_exists_for_is_refused_by_name():
     config = ScaleConfig(workers=[1024], parameters=[10**6], examples_per_worker=2**56)
     (found,) = simulate(config, RATES)
-    assert isinstance(found, Refused)
+    assert isinstance(found, RefusedSize)
 
 
 @pytest.mark.parametrize(

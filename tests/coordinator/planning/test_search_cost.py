@@ -10,7 +10,7 @@ from raycloak.coordinator.accounting.releases import Release
 from raycloak.coordinator.accounting.renyi import ORDERS, accountant_delta
 from raycloak.coordinator.cli.views.plan import search_rows
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
-from raycloak.coordinator.ledger.rules import OpeningTerms, RunTerms
+from raycloak.coordinator.ledger.rules import OpeningTerms, RegistrationTerms
 from raycloak.coordinator.planning.search_cost import search_cost
 from raycloak.metrics.errors import BudgetError, ConfigError
 from tests.coordinator.ledger.ledger_cases import DATA, DELTA, MANIFEST, PARAMETERS, mechanism
@@ -112,7 +112,7 @@ def test_every_trial_is_charged_by_the_ledger(tmp_path, prepaid):
 
 
 def _trial(ledger: PrivacyLedger, run_id: str, prepaid: bool) -> None:
-    ledger.register_run(RunTerms(run_id, "search", (TRIAL,), MANIFEST, prepaid=prepaid))
+    ledger.register_run(RegistrationTerms(run_id, "search", (TRIAL,), MANIFEST, prepaid=prepaid))
     ledger.bind_data(run_id, MANIFEST, DATA)
     for step in range(0 if prepaid else TRIAL.steps):
         ledger.charge(run_id, step, PARAMETERS, MANIFEST)

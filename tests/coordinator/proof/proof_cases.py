@@ -15,7 +15,7 @@ from raycloak.attestation.core.keys import IdentityKey, Purpose, Secret, derive
 from raycloak.attestation.core.roster import Roster, RosterMembers
 from raycloak.attestation.keys.run_secret import run_id_of
 from raycloak.attestation.log.entries import Entry, LogHead, entry_hash
-from raycloak.attestation.log.entries import ExportedEntry as LogLine
+from raycloak.attestation.log.entries import ExportedLogEntry as LogLine
 from raycloak.attestation.log.evidence_log import check_exported_log
 from raycloak.attestation.log.merkle import MerkleTree
 from raycloak.attestation.orchestrator.documents import read_documents
@@ -36,9 +36,9 @@ from raycloak.coordinator.ledger.entries import (
 from raycloak.coordinator.ledger.extract import check_extract, extract_lines
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.rules import PricedRun, epsilon_at
-from raycloak.coordinator.proof.case import Case
+from raycloak.coordinator.proof.case import ProofCase
 from raycloak.coordinator.proof.gather import gather, site_signer, trust_of
-from raycloak.coordinator.proof.parts import Part, Parts
+from raycloak.coordinator.proof.parts import RecordPart, RecordParts
 from raycloak.coordinator.proof.trust import Trust
 from raycloak.coordinator.proof.verify import CHECKS
 from raycloak.coordinator.record.folder import RunFolder
@@ -80,21 +80,21 @@ class Proved:
         return self.contents[name].splitlines()
 
     @property
-    def parts(self) -> Parts:
+    def parts(self) -> RecordParts:
         return parts_of(self.contents)
 
 
-def parts_of(contents: dict[str, bytes]) -> Parts:
-    return Parts({name: Part.of(content) for name, content in contents.items()})
+def parts_of(contents: dict[str, bytes]) -> RecordParts:
+    return RecordParts({name: RecordPart.of(content) for name, content in contents.items()})
 
 
 UNSIGNED = {"metrics.jsonl", "verdict.json"}
 """Parts of which only some fields repeat signed records; their claims have the same names."""
 
 
-def established_case(record: Proved) -> Case:
+def established_case(record: Proved) -> ProofCase:
     """Return a case all of whose claims hold, to change one part of."""
-    case = Case(record.parts, record.trust, None)
+    case = ProofCase(record.parts, record.trust, None)
     for check in CHECKS[2:]:
         if check.name not in UNSIGNED:
             check.derive(case)
@@ -194,7 +194,7 @@ def lengthened(record: Proved, steps: int) -> dict[str, bytes]:
     log = check_exported_log(record.lines("evidence.jsonl"), record.site.orchestrator.public)
     body = next(entry.content for entry in log.entries if entry.kind == "roster")
     members = read_documents(record.lines("documents.jsonl"))[bytes.fromhex(body["members"])].open(RosterMembers)
-    digests[0] = next(bytes.fromhex(e.content["parameter_digest"]) for e in log.entries if e.kind == "committed")
+    digests[0] = next(bytes.fromhex(e.content["released_digest"]) for e in log.entries if e.kind == "committed")
     head, more = Head(entries[-1].sequence, entries[-1].hash), []
     for step in range(1, steps):
         common = {"recorded_at": NOW, "run_id": manifest.run_id, "query": "gradient", "step": step}
@@ -203,7 +203,7 @@ def lengthened(record: Proved, steps: int) -> dict[str, bytes]:
         spent = epsilon_at(terms, [PricedRun.of(registered).spend({"gradient": step + 1})])
         charge = StepCharged(
             **common,
-            parameter_digest=digests[step - 1],
+            input_digest=digests[step - 1],
             mechanism_digest=mechanism.digest(),
             charged_epsilon=spent,
         )
@@ -221,7 +221,7 @@ def lengthened(record: Proved, steps: int) -> dict[str, bytes]:
         )
         asked = {"step": step, "attempt": 1, "ratchet": step, "nonce": roster.nonce.hex()}
         more.append(("roster", body | asked | {"digest": roster.digest().hex()}))
-        commit = {"query": "gradient", "step": step, "parameter_digest": digests[step].hex(), "attempts": 1}
+        commit = {"query": "gradient", "step": step, "released_digest": digests[step].hex(), "attempts": 1}
         paid = {"ledger_sequence": head.sequence, "ledger_hash": head.hash.hex()}
         more.append(("committed", commit | paid))
     contents = relogged(record, lambda known: known.extend(more))

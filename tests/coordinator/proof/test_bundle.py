@@ -11,10 +11,10 @@ import pytest
 
 from raycloak.attestation.core.canonical import canonical_json
 from raycloak.coordinator.proof.bundle import INDEX, SIGNATURE, check_index, put_bundle, read_bundle, write_bundle
-from raycloak.coordinator.proof.case import Case
-from raycloak.coordinator.proof.claims import Broken, Outcome, Report
+from raycloak.coordinator.proof.case import ProofCase
+from raycloak.coordinator.proof.claims import Broken, ClaimOutcome, Report
 from raycloak.coordinator.proof.history import History
-from raycloak.coordinator.proof.parts import Part, Parts
+from raycloak.coordinator.proof.parts import RecordPart, RecordParts
 from raycloak.coordinator.proof.verify import CHECKS, verify_bundle, verify_parts
 from raycloak.metrics.errors import ConfigError, RaycloakError
 from raycloak.workers.terms.manifest import Manifest
@@ -38,13 +38,13 @@ def bundle(content, tmp_path) -> Path:
     return path
 
 
-def _open_claims(report: Report) -> dict[str, Outcome]:
-    return {claim.name: claim.outcome for claim in report.claims if claim.outcome is not Outcome.PROVED}
+def _open_claims(report: Report) -> dict[str, ClaimOutcome]:
+    return {claim.name: claim.outcome for claim in report.claims if claim.outcome is not ClaimOutcome.PROVED}
 
 
 def test_every_claim_about_a_bundle_is_proved_but_of_files_that_nobody_signs(bundle, record):
     report = verify_bundle(bundle, record.trust)
-    assert _open_claims(report) == dict.fromkeys(UNSIGNED, Outcome.NOT_COVERED), report.facts()
+    assert _open_claims(report) == dict.fromkeys(UNSIGNED, ClaimOutcome.NOT_COVERED), report.facts()
     assert [claim.name for claim in report.claims] == [check.name for check in CHECKS]
     assert report.run_id == record.manifest.run_id
     assert report.facts()["verified"]
@@ -53,7 +53,7 @@ def test_every_claim_about_a_bundle_is_proved_but_of_files_that_nobody_signs(bun
 
 def test_a_run_directory_is_verified_as_its_bundle_is_but_for_the_sites_signature(record):
     report = verify_parts(record.parts, record.trust)
-    assert _open_claims(report) == dict.fromkeys({"bundle", *UNSIGNED}, Outcome.NOT_COVERED)
+    assert _open_claims(report) == dict.fromkeys({"bundle", *UNSIGNED}, ClaimOutcome.NOT_COVERED)
 
 
 def test_a_file_that_nobody_signs_is_never_proved_and_no_other_claim_follows_from_it(record):
@@ -68,7 +68,7 @@ def test_a_file_that_nobody_signs_is_never_proved_and_no_other_claim_follows_fro
     reports = [verify_parts(parts_of(each), record.trust) for each in (record.contents, without | edited, without)]
     as_it_is, of_edited, of_none = ({claim.name: claim for claim in report.claims} for report in reports)
     for name in UNSIGNED:
-        assert {each[name].outcome for each in (as_it_is, of_edited, of_none)} == {Outcome.NOT_COVERED}
+        assert {each[name].outcome for each in (as_it_is, of_edited, of_none)} == {ClaimOutcome.NOT_COVERED}
         assert "nobody signs it" in of_edited[name].says
         assert "may have been edited" in of_edited[name].says
         assert any(name in limit and "may have been edited" in limit for limit in reports[1].limits)
@@ -91,9 +91,9 @@ def test_two_bundles_of_one_record_have_the_same_bytes_and_any_tar_program_opens
         assert archive.extractfile("manifest.json").read() == record.contents["manifest.json"]
 
 
-def read_parts(path: Path) -> Parts:
+def read_parts(path: Path) -> RecordParts:
     found = dict(read_bundle(path).by_name)
-    return Parts({name: part for name, part in found.items() if name not in (INDEX, SIGNATURE)})
+    return RecordParts({name: part for name, part in found.items() if name not in (INDEX, SIGNATURE)})
 
 
 def accepted(path: Path, record: Proved) -> bool:
@@ -144,7 +144,7 @@ def test_no_byte_of_a_bundle_can_be_changed(content, bundle, record):
 def test_a_bundle_that_is_cut_off_or_continued_fails_as_a_whole(content, bundle, record, change):
     bundle.write_bytes(change(content))
     report = verify_bundle(bundle, record.trust)
-    assert {claim.outcome for claim in report.claims} == {Outcome.FAILED}
+    assert {claim.outcome for claim in report.claims} == {ClaimOutcome.FAILED}
     assert report.claims[0].name == "bundle"
 
 
@@ -180,7 +180,7 @@ def test_a_part_with_a_path_a_type_or_a_size_of_its_own_is_refused(member, recor
     with pytest.raises(Broken, match=r"is no part of a bundle|not in the form of a bundle|longer than the file"):
         read_bundle(path)
     report = verify_bundle(path, record.trust)
-    assert {claim.outcome for claim in report.claims} == {Outcome.FAILED}
+    assert {claim.outcome for claim in report.claims} == {ClaimOutcome.FAILED}
 
 
 def test_a_file_that_cannot_be_read_is_the_users_mistake(record, tmp_path):
@@ -195,7 +195,7 @@ def test_a_file_that_cannot_be_read_is_the_users_mistake(record, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def established(record) -> Case:
+def established(record) -> ProofCase:
     return established_case(record)
 
 
@@ -212,8 +212,8 @@ READERS = {
 BY_NAME = {check.name: check for check in CHECKS}
 
 
-def refused(established: Case, record: Proved, name: str, content: bytes) -> bool:
-    case = Case(parts_of(record.contents | {name: content}), record.trust, None)
+def refused(established: ProofCase, record: Proved, name: str, content: bytes) -> bool:
+    case = ProofCase(parts_of(record.contents | {name: content}), record.trust, None)
     # What earlier claims established does not depend on a part that only later ones read.
     case.log, case.documents, case.history = established.log, established.documents, established.history
     case.extract, case.released = established.extract, established.released
@@ -230,7 +230,7 @@ def refused(established: Case, record: Proved, name: str, content: bytes) -> boo
     return False
 
 
-def manifest_of(case: Case) -> Manifest | None:
+def manifest_of(case: ProofCase) -> Manifest | None:
     try:
         return case.manifest
     except Broken:
@@ -275,14 +275,14 @@ def test_a_part_is_never_read_beyond_its_bound(record):
     def unreadable():
         raise AssertionError("it was opened")
 
-    parts = Parts(record.parts.by_name | {"manifest.json": Part(2**40, unreadable)})
+    parts = RecordParts(record.parts.by_name | {"manifest.json": RecordPart(2**40, unreadable)})
     first, *_ = verify_parts(parts, record.trust).claims
-    assert first.outcome is Outcome.FAILED
+    assert first.outcome is ClaimOutcome.FAILED
     assert "are the most" in first.says
 
 
 def test_a_part_that_shrinks_while_it_is_written_is_noticed(record, tmp_path):
-    parts = Parts({"manifest.json": replace(Part.of(b"abc"), size=5)})
+    parts = RecordParts({"manifest.json": replace(RecordPart.of(b"abc"), size=5)})
     with pytest.raises(Broken, match="shorter"):
         write_bundle(tmp_path / "bundle", "run", parts, record.site.signer, MADE_AT)
     assert list(tmp_path.iterdir()) == []

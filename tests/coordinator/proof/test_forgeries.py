@@ -231,9 +231,9 @@ def _metrics(record: Proved, event: str, **changes: object) -> dict[str, bytes]:
     return record.contents | {"metrics.jsonl": joined([json.dumps(line).encode() for line in lines])}
 
 
-@forgery("metrics.jsonl", "parameter_digest")
+@forgery("metrics.jsonl", "model_digest")
 def metrics_of_other_parameters(record, other):
-    return _metrics(record, "step", parameter_digest="00" * 32)
+    return _metrics(record, "step", model_digest="00" * 32)
 
 
 @forgery("metrics.jsonl", "epsilon")
@@ -348,7 +348,7 @@ def a_step_charged_twice(record, other):
 def a_charge_for_other_parameters(record, other):
     def edit(events):
         at = _charges(events)[-1]
-        events[at] = events[at].model_copy(update={"parameter_digest": bytes(32)})
+        events[at] = events[at].model_copy(update={"input_digest": bytes(32)})
 
     return reledgered(record, edit)
 
@@ -578,7 +578,7 @@ def an_entry_of_an_unknown_kind(record, other):
 def a_commit_of_other_parameters(record, other):
     def edit(entries):
         (first, *_) = (body for kind, body in entries if kind == "committed" and body["query"] == "gradient")
-        first["parameter_digest"] = "00" * 32
+        first["released_digest"] = "00" * 32
 
     return relogged(record, edit)
 

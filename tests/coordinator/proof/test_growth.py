@@ -9,7 +9,7 @@ import pytest
 
 from raycloak.attestation.log.entries import Entry
 from raycloak.coordinator.proof import output_claims
-from raycloak.coordinator.proof.case import Case
+from raycloak.coordinator.proof.case import ProofCase
 from raycloak.coordinator.proof.history import History, LoggedPackage
 from raycloak.coordinator.proof.parts import PACKAGE, PACKAGE_FILES
 from tests.coordinator.proof.proof_cases import Proved, established_case, parts_of
@@ -54,11 +54,11 @@ def _entries(n: int) -> list[Entry]:
         digest = step.to_bytes(32).hex()
         package = f'"package_digest":"{digest}","step":{step + 1}'
         bodies = {
-            "committed": f'{{"attempts":1,"ledger_hash":"{digest}","ledger_sequence":{step + 1},"parameter_digest":'
-            f'"{digest}","query":"gradient","step":{step}}}',
+            "committed": f'{{"attempts":1,"ledger_hash":"{digest}","ledger_sequence":{step + 1},"query":"gradient",'
+            f'"released_digest":"{digest}","step":{step}}}',
             "sealed": f"{{{package}}}",
             "published": f"{{{package}}}",
-            "loaded": f'{{"after_step":{step + 1},"parameter_digest":"{digest}",{package}}}',
+            "loaded": f'{{"after_step":{step + 1},"model_digest":"{digest}",{package}}}',
         }
         entries += [Entry(len(entries), kind, body.encode(), b"") for kind, body in bodies.items()]
     return entries
@@ -129,7 +129,7 @@ def test_more_measurements_and_loads_in_the_metrics_cost_in_proportion(record: P
     require_linear(work)
 
 
-def _not_there(case: Case) -> None:
+def _not_there(case: ProofCase) -> None:
     with pytest.raises(output_claims.NotThere):
         output_claims.metrics(case)
 

@@ -32,7 +32,7 @@ def record(tmp_path_factory) -> Proved:
     acts = {3: load(3), STEPS: load(STEPS)}
     run.coordinator.order = replace(run.coordinator.order, pace=Script(acts))
     run.train()
-    assert run.finished.parameter_digest.hex() == run.digests[1]
+    assert run.finished.model_digest.hex() == run.digests[1]
     return proved(home, run)
 
 
@@ -49,7 +49,7 @@ def test_a_loaded_state_is_evaluated_on_sealed_examples_under_an_order_of_its_ow
     run = whole(tmp_path, evaluation=sealed(tmp_path), measurements={})
     run.coordinator.order = replace(run.coordinator.order, pace=Script({STEPS: load(STEPS)}))
     run.train()
-    ordered = [body["parameter_digest"] for kind, body in run.evidence if kind == "evaluation_ordered"]
+    ordered = [body["model_digest"] for kind, body in run.evidence if kind == "evaluation_ordered"]
     assert ordered == [run.digests[1], run.digests[3], run.digests[1]]
     assert said(proved(tmp_path, run))["rosters"]
 
@@ -74,7 +74,7 @@ def dropped(place: int) -> Callable[[Entries], None]:
     [
         (dropped(0), "gradient step 3: it was charged for other parameters"),
         (dropped(1), "other parameters than those after 4 steps"),
-        (edited(0, parameter_digest="ab" * 32), "parameters that step 2 was not committed with"),
+        (edited(0, model_digest="ab" * 32), "parameters that step 2 was not committed with"),
         (edited(0, package_digest="ab" * 32), "that was not published before"),
         (edited(0, step=1), "parameters that step 1 was not committed with"),
         (edited(0, after_step=2), "which is not the last by then"),

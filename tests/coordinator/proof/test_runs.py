@@ -14,7 +14,7 @@ from raycloak.coordinator.checkpoints.archive import Archive
 from raycloak.coordinator.ledger.cap_authority import CapAuthorisation, authorise
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.rules import OpeningTerms
-from raycloak.coordinator.proof.claims import Outcome
+from raycloak.coordinator.proof.claims import ClaimOutcome
 from raycloak.coordinator.proof.verify import verify_parts
 from raycloak.coordinator.training.assignment import NewRun, ResumedRun
 from raycloak.coordinator.training.stop_signals import StopRequest
@@ -44,7 +44,7 @@ def said(record: Proved) -> dict[str, str]:
     """Return the sentences of all claims, none of which failed; those not covered in brackets."""
     report = verify_parts(record.parts, record.trust)
     assert not report.failed, [(claim.name, claim.record, claim.says) for claim in report.failed]
-    return {each.name: each.says if each.outcome is Outcome.PROVED else f"({each.says})" for each in report.claims}
+    return {each.name: each.says if each.outcome is ClaimOutcome.PROVED else f"({each.says})" for each in report.claims}
 
 
 def test_a_run_that_was_killed_and_resumed_is_proved_from_its_first_step(tmp_path):

@@ -52,7 +52,7 @@ class LoggedRun:
         """Commit a step; it takes ``after`` seconds, half of it to compute."""
         self.time.now += after
         told = {
-            "parameter_digest": f"{step:064x}",
+            "model_digest": f"{step:064x}",
             "epsilon": 0.04 * (step + 1),
             "workers": 3,
             "attempts": 1,

@@ -13,7 +13,7 @@ def finished(run_id, steps=3, digest=None, data="", config=None, **terms):
     run = LoggedRun(run_id=run_id, **(config or {}))
     run.admit(steps=steps, **terms)
     for step in range(steps):
-        last = {"parameter_digest": digest} if digest and step == steps - 1 else {}
+        last = {"model_digest": digest} if digest and step == steps - 1 else {}
         run.step(step, **last)
     (run.path / "manifest.json").write_text(json.dumps({"dataset_fingerprint": data}))
     run.folder.mark("done")

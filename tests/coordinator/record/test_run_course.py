@@ -5,17 +5,17 @@ from itertools import pairwise
 
 import pytest
 
-from raycloak.coordinator.record.run_course import CURVE_POINTS, INCIDENTS, RATED, Course, Curve
+from raycloak.coordinator.record.run_course import CURVE_POINTS, INCIDENTS, RATED, Curve, RunCourse
 from raycloak.coordinator.record.run_reader import EventTail
 from tests.coordinator.record.run_logs import LoggedRun
 
 
 def course(run):
-    return Course.of(EventTail(run.path).read())
+    return RunCourse.of(EventTail(run.path).read())
 
 
 def test_a_log_without_an_event_has_no_figures():
-    empty = Course.of(())
+    empty = RunCourse.of(())
     assert (empty.steps, empty.planned_steps, empty.times(), empty.executions) == (0, None, None, 0)
     assert (empty.seconds_left(1.0), empty.seconds_silent(1.0), empty.epsilon.points) == (None, None, [])
 
@@ -38,7 +38,7 @@ def test_rates_and_the_time_left_follow_committed_steps():
 
 
 def test_time_between_two_executions_counts_nowhere():
-    """The guarantee of `Course.times`."""
+    """The guarantee of `RunCourse.times`."""
     run = LoggedRun()
     run.admit(steps=10)
     for step in range(4):
@@ -107,11 +107,11 @@ def test_results_losses_of_members_and_restarts_are_counted_and_told():
     ],
 )
 def test_an_event_that_says_less_than_expected_changes_nothing(event):
-    assert (Course.of([event]).steps, Course.of([event]).planned_steps) == (0, None)
+    assert (RunCourse.of([event]).steps, RunCourse.of([event]).planned_steps) == (0, None)
 
 
 def test_the_memory_of_a_course_does_not_grow_with_the_run():
-    found = Course.of([{"event": "admitted", "time": 0.0, "steps_planned": 10**6}])
+    found = RunCourse.of([{"event": "admitted", "time": 0.0, "steps_planned": 10**6}])
     for step in range(50_000):
         found.take(
             {

@@ -19,7 +19,7 @@ VERDICT = {
     "evaluation_loss": None,
     "evidence_class": "simulated",
     "account": "patients",
-    "parameter_digest": "cd" * 32,
+    "model_digest": "cd" * 32,
 }
 
 

@@ -1,6 +1,7 @@
 """A run is read from its directory at any moment of its life, and a damaged file is named."""
 
 import hashlib
+import json
 import threading
 from pathlib import Path
 
@@ -81,12 +82,13 @@ def test_runs_of_an_unreadable_record_are_listed_and_listing_makes_nothing(raycl
     assert run_directories() == [damaged, folder.path]
 
 
-def test_a_record_of_a_version_that_wrote_less_is_read():
+def test_a_run_of_a_former_format_is_listed_and_refused_by_name():
     folder = made()
-    record = (folder.path / "run.json").read_text().replace('"driver_base":"/base",', "")
-    assert "driver_base" not in record
-    (folder.path / "run.json").write_text(record)
-    assert RunFolder.open(folder.path).record.run_id == "ab" * 8
+    for stated, named in (({"run_id": "ab" * 8}, "without a format"), ({"format": 1}, "of format 1")):
+        (folder.path / "manifest.json").write_text(json.dumps(stated) + "\n")
+        with pytest.raises(ConfigError, match=rf"former_format: .*manifest\.json is a Manifest {named}; .* format 2"):
+            RunFolder.open(folder.path).manifest()
+    assert run_directories() == [folder.path]
 
 
 def test_a_tail_reads_each_event_once_and_a_line_only_when_it_is_whole():

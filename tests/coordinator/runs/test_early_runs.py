@@ -96,7 +96,7 @@ def test_guarantee_a_run_that_was_killed_ends_early_after_the_same_step(
     second = resumed(tmp_path, first)
     finished = second.train()
     assert (finished.ending, finished.steps) == (Ending.EARLY, 2)
-    assert finished.parameter_digest == undisturbed.finished.parameter_digest
+    assert finished.model_digest == undisturbed.finished.model_digest
     assert finished.charged == {"gradient": 2}
 
 

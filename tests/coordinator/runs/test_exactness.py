@@ -34,8 +34,8 @@ def digests_everywhere(run: WholeRun) -> list[str]:
     logged = [body for kind, body in run.evidence if kind == "committed"]
     steps = list(range(run.config.steps))
     assert [line["step"] for line in told] == [body["step"] for body in logged] == steps
-    assert [line["parameter_digest"] for line in told] == [body["parameter_digest"] for body in logged] == run.digests
-    assert run.finished.parameter_digest.hex() == run.digests[-1]
+    assert [line["model_digest"] for line in told] == [body["released_digest"] for body in logged] == run.digests
+    assert run.finished.model_digest.hex() == run.digests[-1]
     return run.digests
 
 

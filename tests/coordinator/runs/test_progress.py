@@ -18,7 +18,7 @@ REPORT = StepReport(
     epsilon_cap=8.0,
     evaluation_accuracy=None,
     workers=3,
-    parameter_digest="ab" * 32,
+    model_digest="ab" * 32,
     seconds=0.1,
     epsilon_planned=7.9802,
 )

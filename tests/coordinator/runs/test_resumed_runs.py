@@ -23,7 +23,7 @@ from raycloak.coordinator.record.outcome import Ending
 from raycloak.coordinator.record.run_list import read_summary
 from raycloak.coordinator.runs.discard import discard
 from raycloak.coordinator.runs.execution import Execution
-from raycloak.coordinator.training import coordinator
+from raycloak.coordinator.training import phases
 from raycloak.coordinator.training.assignment import NewRun, ReplayedRun, ResumedRun
 from raycloak.coordinator.training.conclusion import Conclusion
 from raycloak.coordinator.training.steps import Training
@@ -31,7 +31,7 @@ from raycloak.coordinator.training.stop_signals import StopRequest
 from raycloak.metrics.errors import BudgetError, ConfigError, EvidenceError, RaycloakError, RefusedError, RunFailedError
 from raycloak.workers.models.models import ModelSource
 from raycloak.workers.terms.manifest import Manifest
-from raycloak.workers.terms.parameter_digest import parameter_digest, tensor_digests
+from raycloak.workers.terms.model_digest import model_digest, tensor_digests
 from raycloak.workers.virtual_worker import VirtualWorkerComputer
 from tests.models import small_model
 from tests.protocol import FEW_FAILURES, WholeRun, examples, trained, whole_run
@@ -181,7 +181,7 @@ def test_a_run_that_fails_seals_what_it_has(tmp_path, undisturbed):
         for actor in run.session.control.actors.values():
             actor.handle.close()
     assert (finished.steps, finished.ending, run.coordinator.step) == (3, None, 3)
-    assert finished.parameter_digest.hex() == undisturbed[2]
+    assert finished.model_digest.hex() == undisturbed[2]
     second = resumed(tmp_path, run)
     second.train()
     assert second.digests == undisturbed[3:]
@@ -226,7 +226,7 @@ def _ended_badly(home: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> tupl
                 "checkpoints": (Conclusion, "_close_checkpoints"),
                 "model": (RunFolder, "write_parameters"),
                 "result": (Conclusion, "_result"),
-                "log": (coordinator, "end_log"),
+                "log": (phases, "end_log"),
             }[what]
             patch.setattr(*place, fail)
             execution._fail(second.coordinator, folder, failure.value, time.monotonic())
@@ -235,7 +235,9 @@ def _ended_badly(home: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> tupl
     return folder, [body["step"] for kind, body in second.evidence if kind == "committed"], said
 
 
-RECORD = {"run_id": "", "name": "run", "base": "/", "secret_file": None, "started_at": 0.0, "status": "running"}
+RECORD = {"run_id": "", "name": "run", "base": "/", "secret_file": None, "started_at": 0.0, "status": "running"} | {
+    "driver_base": "/"
+}
 
 
 @pytest.mark.parametrize("what", ["packages", "checkpoints", "model", "result"])
@@ -303,7 +305,9 @@ def test_a_run_that_cannot_continue_now_may_be_resumed_later(tmp_path, killed):
     refused = resumed(tmp_path, first, seed=1)
     with refused.events, pytest.raises(RefusedError, match="resume_differs") as refusal:
         refused.coordinator.run()
-    record = RunRecord(run_id="", name="run", base="/", secret_file=None, started_at=0.0, status="running")
+    record = RunRecord(
+        run_id="", name="run", base="/", secret_file=None, started_at=0.0, status="running", driver_base="/"
+    )
     folder = RunFolder(refused.folder, record)
     execution = Execution(refused.config, ModelSource.of(small_model), "/", notice=lambda line: None)
     execution._fail(refused.coordinator, folder, refusal.value, time.monotonic())
@@ -328,7 +332,7 @@ def test_a_model_that_does_not_come_out_the_same_is_neither_kept_nor_sealed(tmp_
         finished = second.coordinator.salvage(destroy=False)
         for actor in second.session.control.actors.values():
             actor.handle.close()
-    assert (finished.steps, finished.parameter_digest.hex()) == (1, undisturbed[0])
+    assert (finished.steps, finished.model_digest.hex()) == (1, undisturbed[0])
     assert [body["step"] for kind, body in second.evidence if kind == "reproduced"] == [0]
     third = resumed(tmp_path, first)
     third.train()
@@ -382,7 +386,7 @@ def test_the_model_is_on_disk_before_the_secret_may_go(tmp_path, undisturbed):
     computation = manifest_of(run).computation
     saved = load_file(run.folder / "parameters.safetensors")
     digests = [tensor_digests(saved[each.name].reshape(-1), (each,))[0] for each in computation.tensors]
-    assert parameter_digest(computation.tensors, digests).hex() == undisturbed[-1]
+    assert model_digest(computation.tensors, digests).hex() == undisturbed[-1]
 
 
 # --- replay
@@ -472,7 +476,13 @@ def test_a_discarded_run_has_no_secret_and_cannot_be_resumed(raycloak_home):
     with pytest.raises(Killed):
         run.train()
     record = RunRecord(
-        run_id=run.session.run_id, name="run", base="/", secret_file=None, started_at=0.0, status="running"
+        run_id=run.session.run_id,
+        name="run",
+        base="/",
+        secret_file=None,
+        started_at=0.0,
+        status="running",
+        driver_base="/",
     )
     folder = RunFolder(run.folder, record)
     folder.mark("failed")

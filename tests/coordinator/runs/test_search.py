@@ -149,7 +149,7 @@ class Scripted:
             "epsilon_cap": 8.0,
             "evaluation_accuracy": 0.4,
             "evidence_class": "simulated",
-            "parameter_digest": "digest",
+            "model_digest": "digest",
             "num_workers": 2,
             "masked_bytes": 1,
             "measurements": [released],

@@ -19,7 +19,7 @@ from raycloak.coordinator.config.sections import CheckpointConfig
 from raycloak.coordinator.evidence.sources import LocalPlatform
 from raycloak.coordinator.ledger.entries import StepCharged
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
-from raycloak.coordinator.proof.claims import Outcome
+from raycloak.coordinator.proof.claims import ClaimOutcome
 from raycloak.coordinator.proof.verify import verify_parts
 from raycloak.coordinator.record.batch_files import INDEX, BatchFiles
 from raycloak.coordinator.training.assignment import NewRun, ReplayedRun, ResumedRun
@@ -181,13 +181,13 @@ def test_the_charge_binds_the_batches_and_the_weights_stay_the_models(client):
     manifest, files = manifest_of(run), BatchFiles(run.folder)
     parameters = [manifest.computation.initial_parameters, *map(bytes.fromhex, run.digests)]
     ledger = PrivacyLedger(f"sqlite:///{home.home() / 'ledger.sqlite'}", create=False)
-    charges = [entry.event.parameter_digest for entry in ledger.history() if isinstance(entry.event, StepCharged)]
+    charges = [entry.event.input_digest for entry in ledger.history() if isinstance(entry.event, StepCharged)]
     ledger.close()
     for step, charged in enumerate(charges):
         (digests,) = files.sets(step)
         assert charged == step_input(parameters[step], digests)
         assert [digest(path.read_bytes()) for path in client.files[step]] == list(digests)
-    committed = [body["parameter_digest"] for kind, body in run.evidence if kind == "committed"]
+    committed = [body["released_digest"] for kind, body in run.evidence if kind == "committed"]
     assert committed == run.digests
 
 
@@ -282,10 +282,10 @@ def test_verify_proves_a_run_on_sent_data_and_needs_the_names_of_its_batches(cli
     run = finished(client, assignment=NewRun(packed(home.home())), checkpoint=CHECKPOINT.model_dump())
     record = proved(home.home(), run)
     claims = {claim.name: claim for claim in verify_parts(record.parts, record.trust).claims}
-    assert claims["steps"].outcome is Outcome.PROVED, claims["steps"]
+    assert claims["steps"].outcome is ClaimOutcome.PROVED, claims["steps"]
     for contents in (
         {name: content for name, content in record.contents.items() if name != INDEX},
         record.contents | {INDEX: record.contents[INDEX].replace(b'"step":1', b'"step":7')},
     ):
         claims = {claim.name: claim for claim in verify_parts(parts_of(contents), record.trust).claims}
-        assert claims["steps"].outcome is Outcome.FAILED
+        assert claims["steps"].outcome is ClaimOutcome.FAILED

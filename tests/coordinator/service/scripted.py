@@ -22,15 +22,15 @@ from raycloak.coordinator.service.pipe import (
     Copy,
     Ended,
     Failed,
-    Held,
+    HeldStep,
     Load,
     Loaded,
     Opened,
     Over,
-    Phase,
+    PhaseBegun,
     Ready,
     Refused,
-    Released,
+    ReleasedStep,
     Save,
     Saved,
 )
@@ -144,13 +144,13 @@ class World:
 
 
 def digest(step):
-    """Return the parameter digest of every run after ``step`` finished steps."""
+    """Return the model digest of every run after ``step`` finished steps."""
     return f"{step:064x}"
 
 
 def released(step):
     """Return the report of a released step."""
-    return Released(
+    return ReleasedStep(
         step=step,
         digest=digest(step + 1),
         epsilon=0.1 * (step + 1),
@@ -207,7 +207,11 @@ class ScriptedDriver:
         if not self.told:
             self.told = True
             self.world.note(self.run_id, "begin")
-            yield from (Phase(words="admitting"), Opened(run_id=self.run_id, run_dir=Path(self.run_id)), self.ready())
+            yield from (
+                PhaseBegun(words="admitting"),
+                Opened(run_id=self.run_id, run_dir=Path(self.run_id)),
+                self.ready(),
+            )
         while not (self.ended or self.stopped):
             if self.due and self.due[0].after <= self.position:
                 yield self.between(self.due.pop(0))
@@ -267,7 +271,7 @@ class ScriptedDriver:
                 return Over(ending=self.world.ending)
             assert charged == list(range(step)), "a step is charged in its order"
             self.world.note(self.run_id, "charge", step)
-            return Phase(words="computing")
+            return PhaseBegun(words="computing")
         return None
 
     def hold(self):
@@ -275,7 +279,7 @@ class ScriptedDriver:
         self.held_told = True
         self.marks = self.marks[0], min(self.marks[1], self.position)
         charged = [self.position] in [list(each) for each in self.world.facts(self.run_id, "charge")]
-        return Held(step=self.position, epsilon=0.1 * (self.position + 1) if charged and self.is_private else None)
+        return HeldStep(step=self.position, epsilon=0.1 * (self.position + 1) if charged and self.is_private else None)
 
     def compute(self):
         """Compute the step."""
@@ -300,17 +304,17 @@ class ScriptedDriver:
             return Refused(id=command.id, code=self.world.load_refusal, message="it is refused.", remedy="")
         if isinstance(command, Load):
             self.world.note(self.run_id, "load", command.id, command.package)
-            return Loaded(id=command.id, parameter_digest=command.package.rpartition("-")[2], step=self.position)
+            return Loaded(id=command.id, model_digest=command.package.rpartition("-")[2], step=self.position)
         if isinstance(command, Copy):
             command.path.parent.mkdir(parents=True, exist_ok=True)
             command.path.write_text(digest(self.position))
-            return Copied(id=command.id, parameter_digest=digest(self.position))
+            return Copied(id=command.id, model_digest=digest(self.position))
         self.world.note(self.run_id, "save", command.id)
         return Saved(
             id=command.id,
             package=f"{self.run_id}/package-{digest(self.position)}",
             package_digest="ab" * 32,
-            parameter_digest=digest(self.position),
+            model_digest=digest(self.position),
             step=self.position,
         )
 

@@ -13,7 +13,7 @@ from cryptography.x509.oid import NameOID
 from raycloak.coordinator.client.service_pb2_grpc import TrainingStub
 from raycloak.coordinator.service.databases import open_database
 from raycloak.coordinator.service.desk import Desk
-from raycloak.coordinator.service.server import Parts, TrainingServer
+from raycloak.coordinator.service.server import ServiceParts, TrainingServer
 from raycloak.coordinator.service.store import Store
 from raycloak.coordinator.service.turns import Turns
 from raycloak.version import VERSION
@@ -73,7 +73,9 @@ class Served:
             self.desk, self.turns = desk, Turns(desk, self.settings.limits.waiting_calls)
             self.turns.desk_of, drivers.turns = desk, self.turns
             self.turns.start()
-            return Parts(desk, self.turns, self.folder, lambda row: self.pieces(row), self.refused.append, "simulated")
+            return ServiceParts(
+                desk, self.turns, self.folder, lambda row: self.pieces(row), self.refused.append, "simulated"
+            )
 
         self.server = TrainingServer.start(make, self.settings, folder)
         self.address = f"localhost:{self.server.port}"

@@ -15,7 +15,7 @@ from raycloak.coordinator.service import server as server_module
 from raycloak.coordinator.service.driver import PacedRun, Reports
 from raycloak.coordinator.service.limits import ANSWER_BYTES, LIST_BYTES
 from raycloak.coordinator.service.pipe import parse_report
-from raycloak.coordinator.service.server import Parts, _Servicer
+from raycloak.coordinator.service.server import ServiceParts, _TrainingServicer
 from raycloak.coordinator.service.settings import ServiceSettings
 from raycloak.coordinator.service.store import ArtifactRow
 from raycloak.coordinator.service.watches import Watches
@@ -138,11 +138,11 @@ async def only(request):
 
 def test_a_tenant_that_does_not_read_its_answers_gets_few_and_others_get_theirs(serve):
     served = serve(limits={"tenant_bytes": LIST_BYTES, "request_bytes": 4096})
-    parts = Parts(served.desk, served.turns, served.folder, served.pieces, served.refused.append, "simulated")
+    parts = ServiceParts(served.desk, served.turns, served.folder, served.pieces, served.refused.append, "simulated")
 
     async def ask():
         guard = ConnectionGuard(served.settings.limits.bounds())
-        servicer = _Servicer(parts, served.settings, Watches(asyncio.get_running_loop()), guard)
+        servicer = _TrainingServicer(parts, served.settings, Watches(asyncio.get_running_loop()), guard)
         listed = "x" * (LIST_BYTES - ANSWER_BYTES)
         served.desk.clients = lambda tenant: [wire.Client(name=listed)] if tenant == "north" else []
         readers = [Reader() for _ in range(2)]

@@ -8,7 +8,7 @@ import pytest
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.service.drivers import Exited
 from raycloak.coordinator.service.operation_queues import MOST_SAMPLES
-from raycloak.coordinator.service.pipe import Computed, Ended, Failed, Held, Opened, Over, Released, Spent
+from raycloak.coordinator.service.pipe import Computed, Ended, Failed, HeldStep, Opened, Over, ReleasedStep, Spent
 from raycloak.coordinator.service.sampling.requests import request_of, wrong_field
 from raycloak.metrics.service_errors import (
     BudgetExceededError,
@@ -41,7 +41,7 @@ def test_a_loop_gives_the_results_in_their_order(site):
         assert (forward.state, optim.state) == ("done", "done")
         assert forward.forward_backward.step == number
         assert optim.optim_step.step == number + 1
-        assert optim.optim_step.parameter_digest == digest(number + 1)
+        assert optim.optim_step.model_digest == digest(number + 1)
         assert not forward.forward_backward.HasField("loss")
         assert forward.forward_backward.dp_metrics.epsilon_spent == pytest.approx(0.1 * (number + 1))
         assert forward.forward_backward.dp_metrics.steps_charged == number + 1
@@ -358,7 +358,7 @@ def test_a_step_is_cancelled_while_it_computes_although_its_release_was_asked_fo
     assert [site.get(each).state for each in first] == ["cancelled", "cancelled"]
     site.run()
     # The next one takes the step, which is charged once.
-    assert site.get(second[1]).optim_step.parameter_digest == digest(1)
+    assert site.get(second[1]).optim_step.model_digest == digest(1)
     assert site.world.facts("run0", "charge") == site.world.facts("run0", "release") == [[0]]
     assert site.client(client).dp_metrics.steps_charged == 1
 
@@ -389,7 +389,7 @@ def test_a_report_of_a_held_step_that_goes_on_takes_nothing_from_it(site):
     driver = site.drivers.of[client]
     reports = driver.pump()
     site.tell(client, next(reports))
-    late = Held(step=0, epsilon=0.1)
+    late = HeldStep(step=0, epsilon=0.1)
     driver.marks = (1, 0)
     site.tell(client, late)
     assert driver.marks == (1, 1)
@@ -461,7 +461,7 @@ def test_a_cancellation_survives_the_service_and_the_driver(make_site):
     again.submit(client, FB, key="again")
     optim = again.submit(client, OPT, key="released")
     again.run()
-    assert again.get(optim).optim_step.parameter_digest == digest(1)
+    assert again.get(optim).optim_step.model_digest == digest(1)
     assert again.world.facts("run0", "charge") == [[0]]
 
 
@@ -516,13 +516,13 @@ def test_a_state_is_saved_listed_and_loaded(site, monkeypatch):
     artifact = site.get(save).save_state.artifact
     assert (artifact.step, artifact.bytes, artifact.metadata) == (1, 1234, {"epoch": "1"})
     assert site.ask(site.desk.artifacts, "north", client) == [artifact]
-    assert site.client(client).parameter_digest == digest(2)
+    assert site.client(client).model_digest == digest(2)
     load = site.submit(client, LOAD, artifact_id=artifact.artifact_id)
     site.run()
-    assert site.get(load).load_state.parameter_digest == digest(1)
+    assert site.get(load).load_state.model_digest == digest(1)
     shown = site.client(client)
     # What was spent stays, and so does the number of steps.
-    assert (shown.step, shown.parameter_digest, shown.dp_metrics.steps_charged) == (2, digest(1), 2)
+    assert (shown.step, shown.model_digest, shown.dp_metrics.steps_charged) == (2, digest(1), 2)
     later = [site.submit(client, SAVE) for _ in range(2)]
     site.run()
     monkeypatch.setattr("raycloak.coordinator.service.desk.MOST_LISTED", 2)
@@ -567,7 +567,7 @@ def test_text_is_sampled_from_a_copy_of_the_newest_step_beside_the_next(site):
     completion = wire.Completion(prompt=0, text="hello", finish_reason="stop", tokens=2)
     site.ask(site.desk.sampled, sample.operation_id, [completion])
     result = site.get(sample).sample
-    assert (list(result.completions), result.step, result.parameter_digest) == ([completion], 1, digest(1))
+    assert (list(result.completions), result.step, result.model_digest) == ([completion], 1, digest(1))
     told = len(site.published)
     site.ask(site.desk.sampling, sample.operation_id, 8.0)
     assert len(site.published) == told, "it has ended"
@@ -713,7 +713,7 @@ def test_what_was_released_is_saved_loaded_and_sampled_although_no_step_will_fol
     save, sample = site.submit(client, SAVE), site.submit(client, SAMPLE, **TEXTS)
     load = site.submit(client, LOAD, artifact_id=site.get(early).save_state.artifact.artifact_id)
     site.run()
-    assert site.get(save).save_state.artifact.parameter_digest == digest(1)
+    assert site.get(save).save_state.artifact.model_digest == digest(1)
     assert (site.get(sample).state, site.get(load).state) == ("running", "done")
     assert site.world.facts("run0", "charge") == site.world.facts("run0", "release") == [[0]]
     with pytest.raises((BudgetExceededError, ServiceStateError)) as refusal:
@@ -847,10 +847,10 @@ def test_a_step_that_is_repeated_with_another_result_fails_the_client(site):
     client = site.create()
     steps(site, client, 1)
     site.run()
-    same = Released(step=0, digest=digest(1), epsilon=0.1, seconds=1.0, evaluation_accuracy=None, evaluation_loss=None, loss=None)  # fmt: skip # noqa: E501
+    same = ReleasedStep(step=0, digest=digest(1), epsilon=0.1, seconds=1.0, evaluation_accuracy=None, evaluation_loss=None, loss=None)  # fmt: skip # noqa: E501
     site.tell(client, same)
     assert site.client(client).status == "READY"
-    other = Released(step=0, digest=digest(9), epsilon=0.1, seconds=1.0, evaluation_accuracy=None, evaluation_loss=None, loss=None)  # fmt: skip # noqa: E501
+    other = ReleasedStep(step=0, digest=digest(9), epsilon=0.1, seconds=1.0, evaluation_accuracy=None, evaluation_loss=None, loss=None)  # fmt: skip # noqa: E501
     site.tell(client, other)
     assert site.client(client).error.code == "not_exact"
 
@@ -1227,7 +1227,7 @@ def test_a_computed_step_of_sent_data_is_not_cancelled_by_an_older_report_of_its
     site.tell(client, computed)
     site.cancel(optim)
     assert site.drivers.of[client].held is False
-    site.tell(client, Held(step=0, epsilon=0.1))
+    site.tell(client, HeldStep(step=0, epsilon=0.1))
     assert site.get(optim).state == "running"
     for report in reports:
         site.tell(client, report)
@@ -1405,7 +1405,7 @@ def test_another_process_goes_on_from_the_store_alone(make_site, package_every):
     site = make_site(world=site.world, package_every=package_every)
     site.run()
     assert all(site.get(each).state == "done" for pair in (*pairs, *load_later) for each in pair)
-    assert [site.get(pair[1]).optim_step.parameter_digest for pair in pairs] == [digest(step) for step in (1, 2, 3)]
+    assert [site.get(pair[1]).optim_step.model_digest for pair in pairs] == [digest(step) for step in (1, 2, 3)]
     assert site.get(save).save_state.artifact.step == 3
     assert [step for (step,) in site.world.facts("run0", "charge")] == [0, 1, 2, 3]
     site = make_site(world=site.world)

@@ -73,7 +73,7 @@ def life(folder: Path, url: str, at: int) -> None:
 
 def _check(site, client, sender, pairs):
     """Assert that all work was done once."""
-    assert [site.get(pair[1]).optim_step.parameter_digest for pair in pairs] == [digest(1), digest(2)]
+    assert [site.get(pair[1]).optim_step.model_digest for pair in pairs] == [digest(1), digest(2)]
     operations = [site.store.operation(client, number) for number in range(8)]
     assert [each and each.state for each in operations[:7]] == ["done"] * 7
     # Killed between the submission and the cancellation, it was computed by then.

@@ -64,7 +64,7 @@ def test_two_tenants_train_over_tls_and_see_nothing_of_each_other(serve, tmp_pat
         futures = [(ours.forward_backward(), ours.optim_step()) for _ in range(3)]
         for step, (forward, optim) in enumerate(futures):
             assert forward.result(timeout=DEADLINE_S).step == step
-            assert optim.result(timeout=DEADLINE_S).parameter_digest == digest(step + 1)
+            assert optim.result(timeout=DEADLINE_S).model_digest == digest(step + 1)
         artifact = ours.save_state(metadata={"a": "b"}).result(timeout=DEADLINE_S)
         assert north.pull_artifact(artifact.artifact_id) == b"onetwo"
         with pytest.raises(ServiceNotFoundError):

@@ -30,7 +30,9 @@ def test_what_the_kind_of_an_execution_implies_cannot_be_given(kind, impossible)
 def test_a_run_that_ended_before_it_had_a_manifest_is_resumed_as_a_new_one(tmp_path, monkeypatch, with_manifest):
     begun: list[NewRun | ResumedRun] = []
     monkeypatch.setattr(Execution, "_again", lambda self, folder, assignment: begun.append(assignment))
-    record = RunRecord(run_id="a", name="run", base="/", secret_file=None, started_at=0.0, status="failed")
+    record = RunRecord(
+        run_id="a", name="run", base="/", secret_file=None, started_at=0.0, status="failed", driver_base="/"
+    )
     folder = RunFolder(Path(tmp_path), record)
     if with_manifest:
         folder.write_manifest(HandRun(tmp_path / "other").manifest)

@@ -20,7 +20,8 @@ from raycloak.coordinator.training.callbacks import (
     RunEnded,
     RunStarted,
 )
-from raycloak.coordinator.training.reporting import MembershipReport, Outset, StepReport
+from raycloak.coordinator.training.outset import Outset
+from raycloak.coordinator.training.reporting import MembershipReport, StepReport
 from raycloak.workers.terms.measurement import Released
 from tests.coordinator.config.test_run import GOOD
 from tests.own_code import Fails, Told

@@ -57,7 +57,7 @@ def test_guarantee_a_loop_by_hand_releases_what_the_runs_own_loop_does(own, by_h
 
 def test_each_step_is_charged_once_and_committed_with_the_callers_parameters(by_hand) -> None:
     run, loop, digests, _ = by_hand
-    committed = [body["parameter_digest"] for kind, body in run.evidence if kind == "committed"]
+    committed = [body["released_digest"] for kind, body in run.evidence if kind == "committed"]
     assert committed == digests
     assert len(run.stage.calls("charge")) == 3
     assert loop.plan.mechanism.steps == 3
@@ -94,7 +94,7 @@ def test_a_finished_loop_is_listed_with_its_steps_and_what_they_cost(by_hand) ->
     assert (listed.state, listed.steps, listed.planned_steps) == ("done", 3, 3)
     assert listed.epsilon_charged == run.session.control.ledger.view().accounts[0].spent_epsilon
     assert listed.epsilon_claimed == loop.plan.epsilon_outsiders
-    assert listed.parameter_digest == digests[-1]
+    assert listed.model_digest == digests[-1]
     events = [each for each in run.told if each["event"] == "step"]
     assert [each["attempts"] for each in events] == [1, 2, 1]
     assert all(each["seconds"] >= each["charge_seconds"] + each["reduce_seconds"] > 0 for each in events)

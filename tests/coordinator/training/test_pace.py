@@ -353,7 +353,7 @@ def test_a_run_whose_steps_are_finished_waits_for_its_owner_and_a_stop_keeps_it_
     assert owner.run.digests == undisturbed
     recorded = Manifest.model_validate_json((owner.run.folder / "manifest.json").read_bytes())
     again = owned(tmp_path, assignment=ResumedRun(recorded, archive(tmp_path)))
-    assert again.train().finished.parameter_digest.hex() == undisturbed[-1]
+    assert again.train().finished.model_digest.hex() == undisturbed[-1]
     assert again.run.finished.ending is Ending.COMPLETE
     assert again.run.digests == []
 
@@ -379,7 +379,7 @@ def test_a_run_at_its_cap_is_saved_before_it_ends_and_a_stop_keeps_it_resumable(
     owner.run.train()
     assert owner.over == ["cap_exceeded"]
     (state,) = saved
-    assert (state.step, state.parameter_digest.hex()) == (FIT, owner.run.digests[-1])
+    assert (state.step, state.model_digest.hex()) == (FIT, owner.run.digests[-1])
     finished = owner.run.finished
     assert (finished.steps, finished.ending) == (FIT, Ending.STOPPED if how == "stop" else Ending.CAP)
     assert entries(tmp_path, StepCharged) == list(range(FIT))

@@ -69,7 +69,7 @@ def results(run: WholeRun) -> list[float | None]:
 def orders(run: WholeRun) -> list[tuple[int, str]]:
     """Return steps and digest of each order in the evidence log."""
     found = [body for kind, body in run.evidence if kind == "evaluation_ordered"]
-    return [(body["finished_steps"], body["parameter_digest"]) for body in found]
+    return [(body["finished_steps"], body["model_digest"]) for body in found]
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from raycloak.coordinator.training.state_requests import CopyRequest, LoadReques
 from raycloak.coordinator.training.steps import Training
 from raycloak.metrics.errors import EvidenceError, ProtocolError, RefusedError
 from raycloak.workers.terms.manifest import Manifest
-from raycloak.workers.terms.parameter_digest import parameter_digest, tensor_digests
+from raycloak.workers.terms.model_digest import model_digest, tensor_digests
 from tests.protocol import RENYI, WholeRun, on, whole_run
 
 STEPS = 6
@@ -94,7 +94,7 @@ def charges(home: Path) -> list[tuple[int, str]]:
     ledger.verify()
     events = [entry.event for entry in ledger.history() if isinstance(entry.event, StepCharged)]
     ledger.close()
-    return [(event.step, event.parameter_digest.hex()) for event in events]
+    return [(event.step, event.input_digest.hex()) for event in events]
 
 
 def back(home: Path) -> dict[int, Act]:
@@ -139,13 +139,13 @@ def test_guarantee_a_loaded_state_is_logged_before_its_first_charge_and_takes_no
     kinds = [kind for kind, _ in gone_back.evidence]
     assert kinds.count("loaded") == 1
     body = dict(gone_back.evidence)["loaded"]
-    assert (body["after_step"], body["step"], body["parameter_digest"]) == (4, 2, digests[1])
+    assert (body["after_step"], body["step"], body["model_digest"]) == (4, 2, digests[1])
     # The commit of step 3 comes before, that of step 4 later.
     place = kinds.index("loaded")
     committed = [body["step"] for kind, body in gone_back.evidence[:place] if kind == "committed"]
     assert committed == [0, 1, 2, 3]
     (told,) = [line for line in gone_back.told if line["event"] == "load"]
-    assert (told["steps"], told["step"], told["parameter_digest"]) == (4, 2, digests[1])
+    assert (told["steps"], told["step"], told["model_digest"]) == (4, 2, digests[1])
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_a_saved_state_stays_whatever_the_configuration_keeps_and_is_one_package
     first, third, last = saved[0], saved[3], saved[-1]
     assert saved == [first, first, first, third, first, first, last]
     assert [each.step for each in (first, third, last)] == [1, 3, 6]
-    assert [each.parameter_digest.hex() for each in (first, third, last)] == [run.digests[i] for i in (0, 2, 5)]
+    assert [each.model_digest.hex() for each in (first, third, last)] == [run.digests[i] for i in (0, 2, 5)]
     assert [each.package for each in (first, third, last)] == [at(tmp_path, i) for i in (1, 3, 6)]
     assert set(packages(tmp_path)) == {f"step-00000{i}.tssp" for i in (1, 3, 6)}
 
@@ -385,7 +385,7 @@ def test_a_copy_has_the_released_parameters_and_the_run_forgets_it(tmp_path, str
     assert codes == ["no_state", "other_step", "copy"]
     copied, tensors = load_file(path), manifest_of(run).computation.tensors
     flat = np.concatenate([copied[tensor.name].ravel() for tensor in tensors])
-    assert parameter_digest(tensors, tensor_digests(flat, tensors)).hex() == straight[1]
+    assert model_digest(tensors, tensor_digests(flat, tensors)).hex() == straight[1]
     assert [each.name for each in path.parent.iterdir()] == [path.name]
     assert not list(tmp_path.rglob("*.tssp"))
 
@@ -443,10 +443,10 @@ def test_guarantee_the_orchestrator_logs_no_load_that_its_log_does_not_bear_out(
     def forge(training: Training) -> None:
         orchestrator = training.runner.control.orchestrator
         package = archive(tmp_path).restorer(training.runner.control, training.runner.manifest).newest()
-        honest = StateLoad(3, 2, package.package.digest(), package.parameter_digest)
+        honest = StateLoad(3, 2, package.package.digest(), package.model_digest)
         training.commit()
         for forged in (
-            replace(honest, parameter_digest=training.model.digest),
+            replace(honest, model_digest=training.model.digest),
             replace(honest, package_digest=bytes(32)),
             replace(honest, step=1),
             replace(honest, after_step=2),

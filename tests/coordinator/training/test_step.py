@@ -40,7 +40,7 @@ def committed(run: WholeRun) -> list[str]:
     """Return digests of the committed steps as the evidence log has them; each step is there once."""
     bodies = [body for kind, body in run.evidence if kind == "committed"]
     assert [body["step"] for body in bodies] == list(range(len(bodies)))
-    return [body["parameter_digest"] for body in bodies]
+    return [body["released_digest"] for body in bodies]
 
 
 def several(*fates):
@@ -452,4 +452,4 @@ def test_an_outcome_states_bytes_and_times(tmp_path):
         assert parts <= outcome.seconds
     assert run.finished.masked_bytes == 3 * 3 * 83 * 4
     assert [outcome.commit.step for outcome in run.finished.outcomes] == [0, 1, 2]
-    assert [outcome.commit.parameter_digest.hex() for outcome in run.finished.outcomes] == run.digests
+    assert [outcome.commit.released_digest.hex() for outcome in run.finished.outcomes] == run.digests

@@ -180,13 +180,13 @@ def test_training_data_has_a_demand_and_an_evaluation_split_has_none(plain, tmp_
     assert not (tmp_path / "other").exists()
 
 
-def test_data_that_an_earlier_version_sealed_is_refused_with_what_to_do(folder):
+def test_data_sealed_in_a_former_format_is_refused_by_name(folder):
     content = json.loads((folder / "header.json").read_bytes())
     older = {name: value for name, value in content.items() if name != "marks"} | {"format": 3}
     (folder / "header.json").write_text(json.dumps(older, sort_keys=True, separators=(",", ":")))
-    with pytest.raises(ConfigError, match=r"sealed_data: .* by an earlier version, in a format.*Seal it again"):
+    with pytest.raises(ConfigError, match=r"former_format: .*header\.json is a SealedHeader of format 3"):
         SealedDataset(folder)
-    for other in ({"format": 2}, {"format": 5}, [], "x"):
+    for other in ({"format": 4}, [], "x"):
         (folder / "header.json").write_text(json.dumps(other))
         with pytest.raises(ConfigError, match="sealed_data"):
             SealedDataset(folder)

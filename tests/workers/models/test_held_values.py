@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from raycloak.metrics.errors import ProtocolError
-from raycloak.workers.models.held_values import Held, held_values
+from raycloak.workers.models.held_values import HeldValue, held_values
 from raycloak.workers.models.losses import cross_entropy
 from raycloak.workers.models.models import ModelSource, build_model, tensor_contents
-from raycloak.workers.terms.parameter_digest import check_same_tensors, frozen_digest
+from raycloak.workers.terms.model_digest import check_same_tensors, frozen_digest
 from raycloak.workers.workload import Workload
 from tests.protocol import config, worker_setup
 
@@ -230,7 +230,7 @@ def test_values_come_with_the_layer_that_holds_them() -> None:
     module = nn.Sequential(nn.Linear(2, 2), bare({"a": np.ones(3)}))
     found = {held.name: held for held in held_values(module, weighing(torch.ones(3)))}
     assert found["1.held['a']"].owner == "1"
-    assert found["0.weight"] == Held("0", "0.weight", module[0].weight, trained=True)
+    assert found["0.weight"] == HeldValue("0", "0.weight", module[0].weight, trained=True)
     assert found["loss:weights"].owner == "loss"
     assert not found["loss:weights"].trained
 

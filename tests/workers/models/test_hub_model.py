@@ -13,7 +13,7 @@ from raycloak.coordinator.planning.model_source import model_source
 from raycloak.metrics.errors import ConfigError, ModelError
 from raycloak.workers.inputs.hub_files import quiet
 from raycloak.workers.models.models import build_noted, read_flat, tensor_contents, trainable_tensors
-from raycloak.workers.terms.parameter_digest import frozen_digest
+from raycloak.workers.terms.model_digest import frozen_digest
 from tests.tiny_text import SIZES, WORDS, bert_config, write_bert, write_gpt2, write_tokenizer
 
 SIDES = {f"{side}_{what}": 1 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")}

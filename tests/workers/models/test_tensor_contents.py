@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from raycloak.metrics.errors import ModelError, ProtocolError
 from raycloak.workers.models.models import tensor_contents
-from raycloak.workers.terms.parameter_digest import ATTRIBUTES, check_same_tensors, frozen_digest
+from raycloak.workers.terms.model_digest import ATTRIBUTES, check_same_tensors, frozen_digest
 
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 SIDE = 7_072

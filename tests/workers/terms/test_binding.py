@@ -29,7 +29,7 @@ def check(envelope: Envelope, **changes: Any) -> Binding:
 def header(virtual_workers: tuple[int, ...], tags: tuple[bytes, ...]) -> Header:
     return Header(
         run_id="ab12", manifest_digest=b"m" * 32, step=7, attempt=0, roster_digest=b"r" * 32,
-        parameter_digest=b"p" * 32, sender="worker-0", virtual_workers=virtual_workers, vector_tags=tags,
+        input_digest=b"p" * 32, sender="worker-0", virtual_workers=virtual_workers, vector_tags=tags,
         payloads=(), ring_bits=32,
     )  # fmt: skip
 

@@ -17,7 +17,7 @@ RECEIPT = Receipt(
     data_root=b"r" * 32,
     run_id="ab12",
     step=7,
-    parameter_digest=b"p" * 32,
+    input_digest=b"p" * 32,
     manifest_digest=b"m" * 32,
     account="patients",
     mechanism_digest=b"d" * 32,
@@ -30,7 +30,7 @@ RECEIPT = Receipt(
 
 def check(envelope: Envelope, **changes: Any) -> Receipt:
     """Return the check a worker makes that expects RECEIPT's step and has seen fencing number 3."""
-    expected = {"run_id": "ab12", "step": 7, "parameter_digest": b"p" * 32, "manifest_digest": b"m" * 32}
+    expected = {"run_id": "ab12", "step": 7, "input_digest": b"p" * 32, "manifest_digest": b"m" * 32}
     expected |= {"account": "patients", "mechanism_digest": b"d" * 32}
     return check_receipt(envelope, **{"ledger_key": LEDGER.public, "lowest_fencing": 3, **expected, **changes})
 
@@ -45,7 +45,7 @@ def test_the_receipt_of_this_step_is_accepted():
         {"step": 8},
         {"query": "evaluation"},
         {"run_id": "ab13"},
-        {"parameter_digest": b"q" * 32},
+        {"input_digest": b"q" * 32},
         {"manifest_digest": b"n" * 32},
         {"account": "others"},
         {"mechanism_digest": b"e" * 32},

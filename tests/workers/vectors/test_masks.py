@@ -71,7 +71,7 @@ def pair(own: Member, peer: Member, run_id="0123456789abcdef", manifest=MANIFEST
 def masks_of(own: Member, view: Roster, parameters=PARAMETERS):
     """Return the masks of one worker over a single range, from fresh pair secrets."""
     pairs = pairs_of(own, view.workers)
-    return roster_masks(pairs, view, own.member_id, parameter_digest=parameters, ranges=cut(1))[0]
+    return roster_masks(pairs, view, own.member_id, input_digest=parameters, ranges=cut(1))[0]
 
 
 def masked(vector: np.ndarray, masks) -> np.ndarray:
@@ -218,7 +218,7 @@ def test_every_part_of_the_context_changes_the_mask_key():
         "roster_digest": digest(b"roster"),
         "step": 5,
         "attempt": 1,
-        "parameter_digest": PARAMETERS,
+        "input_digest": PARAMETERS,
         "cut": b"c" * 32,
         "range_index": 0,
     }
@@ -226,7 +226,7 @@ def test_every_part_of_the_context_changes_the_mask_key():
         "roster_digest": digest(b"another roster"),
         "step": 6,
         "attempt": 2,
-        "parameter_digest": digest(b"another model"),
+        "input_digest": digest(b"another model"),
         "cut": b"d" * 32,
         "range_index": 1,
     }
@@ -245,7 +245,7 @@ def test_no_mask_key_repeats_over_pairs_steps_attempts_models_and_ranges():
         pairs = pairs_of(own, members)
         for step, attempt, model in itertools.product(range(4), range(3), (PARAMETERS, digest(b"other"))):
             view = roster(members, step=step, attempt=attempt, ratchet=step)
-            masks = roster_masks(pairs, view, own.member_id, parameter_digest=model, ranges=cut(3))
+            masks = roster_masks(pairs, view, own.member_id, input_digest=model, ranges=cut(3))
             keys = [key.reveal() for part in masks for key, _ in part]
             assert len(keys) == 9
             seen.update(keys)
@@ -318,7 +318,7 @@ def test_a_split_view_does_not_cancel(split):
 
 def key_at(secret: PairSecret) -> bytes:
     return secret.keystream_key(
-        roster_digest=MANIFEST, step=0, attempt=0, parameter_digest=PARAMETERS, cut=bytes(32), range_index=0
+        roster_digest=MANIFEST, step=0, attempt=0, input_digest=PARAMETERS, cut=bytes(32), range_index=0
     ).reveal()
 
 
@@ -366,7 +366,7 @@ def test_a_late_joiner_starts_at_its_admission_and_a_missed_commit_is_caught_up(
     ahead["worker-a"].advance_to(6)
     view = roster(members, ratchet=6)
     keys = [
-        roster_masks(pairs, view, own.member_id, parameter_digest=PARAMETERS, ranges=cut(1))[0][0][0].reveal()
+        roster_masks(pairs, view, own.member_id, input_digest=PARAMETERS, ranges=cut(1))[0][0][0].reveal()
         for pairs, own in ((behind, veteran), (ahead, joiner))
     ]
     assert keys[0] == keys[1]
@@ -399,20 +399,20 @@ def test_masks_are_made_for_workers_of_the_roster_with_a_pair_secret_only():
     aggregator = member("aggregator-0").model_copy(update={"role": "aggregator"})
     view = roster([*members, aggregator])
     pairs = pairs_of(members[0], members)
-    assert len(roster_masks(pairs, view, "worker-0", parameter_digest=PARAMETERS, ranges=cut(2))) == 2
-    assert len(roster_masks(pairs, view, "worker-0", parameter_digest=PARAMETERS, ranges=cut(1))[0]) == 2
+    assert len(roster_masks(pairs, view, "worker-0", input_digest=PARAMETERS, ranges=cut(2))) == 2
+    assert len(roster_masks(pairs, view, "worker-0", input_digest=PARAMETERS, ranges=cut(1))[0]) == 2
     for own_id in ("aggregator-0", "stranger"):
         with pytest.raises(ProtocolError) as refusal:
-            roster_masks(pairs, view, own_id, parameter_digest=PARAMETERS, ranges=cut(1))
+            roster_masks(pairs, view, own_id, input_digest=PARAMETERS, ranges=cut(1))
         assert refusal.value.code == "roster_member"
     del pairs["worker-2"]
     with pytest.raises(ProtocolError) as refusal:
-        roster_masks(pairs, view, "worker-0", parameter_digest=PARAMETERS, ranges=cut(1))
+        roster_masks(pairs, view, "worker-0", input_digest=PARAMETERS, ranges=cut(1))
     assert refusal.value.code == "pair_missing"
 
 
 def test_there_is_at_least_one_mask():
     alone = member("worker-0", (0, 1, 2))
     with pytest.raises(ProtocolError) as refusal:
-        roster_masks({}, roster([alone]), "worker-0", parameter_digest=PARAMETERS, ranges=cut(1))
+        roster_masks({}, roster([alone]), "worker-0", input_digest=PARAMETERS, ranges=cut(1))
     assert refusal.value.code == "roster_too_small"

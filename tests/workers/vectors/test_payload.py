@@ -117,7 +117,7 @@ def altered(**changes) -> Envelope:
         {"step": 8},
         {"attempt": 0},
         {"roster_digest": digest(b"another")},
-        {"parameter_digest": b"q" * 32},
+        {"input_digest": b"q" * 32},
         {"sender": "worker-1"},
         {"virtual_workers": (0,)},
         {"virtual_workers": (2, 0)},
@@ -274,7 +274,7 @@ def test_each_part_of_the_context_is_in_the_one_time_key():
     base = attempt_of()
     seen = {worker_key(base, 0).reveal()}
     for changes in ({"run_id": "another"}, {"step": 8}, {"attempt": 2}):
-        same_digest = VerifiedAttempt(roster(**changes), base.roster_digest, base.parameter_digest, RANGES, 32)
+        same_digest = VerifiedAttempt(roster(**changes), base.roster_digest, base.input_digest, RANGES, 32)
         seen.add(worker_key(same_digest, 0).reveal())
     aggregator = base.roster.aggregators[0]
     own = AGREEMENTS["worker-0"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from raycloak.coordinator.bench.chaos.chaos import Chaos, Damage, bench_chaos
-from raycloak.coordinator.bench.chaos.child_run import ChildRun, ChildTask, EventTail, Left, StepSeen
+from raycloak.coordinator.bench.chaos.child_run import ChildRun, ChildTask, Left, LineTail, StepSeen
 from raycloak.coordinator.bench.chaos.cluster import Process
 from raycloak.coordinator.bench.chaos.schedule import Strike
 from raycloak.coordinator.config.run import load_config
@@ -24,7 +24,7 @@ class PaperRun:
     pid = 1
 
     def __init__(self, batches):
-        self.tail = EventTail(Path("nowhere"))
+        self.tail = LineTail(Path("nowhere"))
         self.ended = []
         self.done = []
         self._batches = list(batches)
@@ -164,7 +164,9 @@ TABLE = '{"claims": [{"claim": "steps", "outcome": "%s", "record": "step 3", "sa
 def test_the_claims_that_an_auditor_would_refuse_are_named(printed, found, tmp_path, monkeypatch):
     path, answers = tmp_path / "runs" / "chaos-a", iter(printed)
     path.mkdir(parents=True)
-    record = RunRecord(run_id="a", name="chaos", base="", secret_file=None, started_at=0.0, status="running")
+    record = RunRecord(
+        run_id="a", name="chaos", base="", secret_file=None, started_at=0.0, status="running", driver_base=""
+    )
     RunFolder(path, record).mark("stopped")
     run = ChildRun(ChildTask(CONFIG, (), tmp_path / "secret"), tmp_path, {}, 1.0)
 

@@ -79,10 +79,10 @@ def test_the_evidence_log_gives_every_digest_it_has_and_is_verified_first(tmp_pa
     key, path = HybridSigner.generate(), tmp_path / "evidence.jsonl"
     with closing(sqlite3.connect(tmp_path / "log.sqlite", isolation_level=None)) as connection:
         log = EvidenceLog(connection, "run-a", key)
-        log.append("committed", {"step": 0, "parameter_digest": "aa"})
+        log.append("committed", {"step": 0, "released_digest": "aa"})
         log.append("roster", {"step": 1, "attempt": 0})
-        log.append("reproduced", {"step": 0, "parameter_digest": "bb"})
-        log.append("committed", {"step": 1, "parameter_digest": "cc"})
+        log.append("reproduced", {"step": 0, "released_digest": "bb"})
+        log.append("committed", {"step": 1, "released_digest": "cc"})
         log.export(path)
     assert logged_digests(path, key.public) == {0: {"aa", "bb"}, 1: {"cc"}}
     path.write_bytes(path.read_bytes().replace(b'"aa"', b'"ab"'))

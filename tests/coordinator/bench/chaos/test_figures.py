@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from raycloak.coordinator.bench.chaos.child_run import EventTail, Left, StepSeen
+from raycloak.coordinator.bench.chaos.child_run import Left, LineTail, StepSeen
 from raycloak.coordinator.bench.chaos.figures import (
     Kill,
     Lengths,
@@ -101,10 +101,10 @@ def test_the_longest_step_runs_from_commit_to_commit_and_leaves_out_what_is_repo
 
 def test_the_tail_reads_whole_lines_once_and_an_unfinished_one_again(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    tail = EventTail(path)
+    tail = LineTail(path)
     assert not tail.look()
     step = (
-        '{"event":"step","time":%d,"step":%d,"parameter_digest":"ab","workers":4,"attempts":1,"seconds":0.5,'
+        '{"event":"step","time":%d,"step":%d,"model_digest":"ab","workers":4,"attempts":1,"seconds":0.5,'
         '"charge_seconds":0.1,"compute_seconds":0.2,"reduce_seconds":0.1,"epsilon":1.0}\n'
     )
     path.write_text(step % (5, 0) + '{"event":"departure","time":6,"code":"di')

@@ -12,7 +12,7 @@ import pytest
 from raycloak.attestation.core.hybrid_signature import HybridSigner
 from raycloak.attestation.log.evidence_log import EvidenceLog
 from raycloak.coordinator.bench.chaos import chaos
-from raycloak.coordinator.bench.chaos.child_run import EventTail, Left, StepSeen
+from raycloak.coordinator.bench.chaos.child_run import Left, LineTail, StepSeen
 from raycloak.coordinator.bench.chaos.figures import Kill
 from raycloak.coordinator.bench.chaos.report import Runs, report
 from raycloak.coordinator.cli import app
@@ -37,12 +37,10 @@ def _run(home, steps, *, charged=(), logged=None, ended=(), failed=()):
     ledger.close()
     with closing(sqlite3.connect(home / "log.sqlite", isolation_level=None)) as connection:
         log = EvidenceLog(connection, "run-a", KEY)
-        for step, digest in (
-            logged if logged is not None else {each.step: each.parameter_digest for each in steps}.items()
-        ):
-            log.append("committed", {"step": step, "parameter_digest": digest})
+        for step, digest in logged if logged is not None else {each.step: each.model_digest for each in steps}.items():
+            log.append("committed", {"step": step, "released_digest": digest})
         log.export(home / "evidence.jsonl")
-    tail = EventTail(home / "metrics.jsonl", steps=steps, departures=[Left(1.6, "died"), Left(5.6, "unreachable")])
+    tail = LineTail(home / "metrics.jsonl", steps=steps, departures=[Left(1.6, "died"), Left(5.6, "unreachable")])
     record, manifest = SimpleNamespace(run_id="run-a"), SimpleNamespace(log_owner=KEY.public)
     folder = SimpleNamespace(record=record, path=home, manifest=lambda: manifest)
     return SimpleNamespace(

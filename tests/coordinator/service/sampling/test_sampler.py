@@ -23,7 +23,7 @@ from raycloak.coordinator.service.sampling import sampler as sampler_module
 from raycloak.coordinator.service.sampling.generation import Generator
 from raycloak.coordinator.service.sampling.requests import SampleRequest
 from raycloak.coordinator.service.sampling.sampler import (
-    Completion,
+    SampledCompletion,
     Sampler,
     SamplerLimits,
     SampleSource,
@@ -84,12 +84,12 @@ def runs(tmp_path_factory):
     return run
 
 
-def source_of(run, parameter_digest):
-    return SampleSource(run, run / "parameters.safetensors", parameter_digest)
+def source_of(run, model_digest):
+    return SampleSource(run, run / "parameters.safetensors", model_digest)
 
 
 def model_of(source):
-    return model_at(source.run, source.parameters, source.parameter_digest)
+    return model_at(source.run, source.parameters, source.model_digest)
 
 
 def fixed_model(source):
@@ -131,7 +131,7 @@ def test_completions_of_a_batch_are_those_that_transformers_writes_for_each_prom
             input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=6, pad_token_id=0
         )[0, ids.shape[1] :].tolist()
         ended = 3 in written
-        assert found[number] == Completion(
+        assert found[number] == SampledCompletion(
             number,
             "".join(f" {word}" for word in tokenizer.decode(written, skip_special_tokens=True).split()),
             "stop" if ended else "length",
@@ -239,12 +239,12 @@ def test_a_file_of_other_weights_is_refused(runs, tmp_path):
     source = runs("whole")
     arrays = load_file(source.parameters)
     next(iter(arrays.values())).reshape(-1)[0] += 1
-    save_file(arrays, tmp_path / "other", metadata={"parameter_digest": source.parameter_digest})
+    save_file(arrays, tmp_path / "other", metadata={"model_digest": source.model_digest})
     with pytest.raises(RefusedError) as refusal:
-        model_at(source.run, tmp_path / "other", source.parameter_digest)
+        model_at(source.run, tmp_path / "other", source.model_digest)
     assert refusal.value.code == "weights_changed"
     with pytest.raises((ModelError, RefusedError)):
-        model_at(source.run, runs("plain").parameters, source.parameter_digest)
+        model_at(source.run, runs("plain").parameters, source.model_digest)
 
 
 def test_a_request_that_the_desk_would_refuse_is_a_defect_of_the_caller(tmp_path, sampler):
@@ -316,7 +316,7 @@ def test_text_comes_from_a_process_of_its_own_that_is_kept_for_the_next_weights_
     assert second.outcome() == complete(here, GREEDY)[0]
     (process,) = children()
 
-    refused, _ = submit(service, replace(source, parameter_digest="00" * 32), GREEDY)
+    refused, _ = submit(service, replace(source, model_digest="00" * 32), GREEDY)
     assert isinstance(refused.outcome(), FutureFailedError)
     assert refused.outcome().code == "weights_changed"
 

@@ -1,4 +1,4 @@
-"""The parameter digest follows its specification and does not depend on ranges."""
+"""The model digest follows its specification and does not depend on ranges."""
 
 import hashlib
 
@@ -7,7 +7,7 @@ import pytest
 
 from raycloak.metrics.errors import RefusedError
 from raycloak.workers.terms.manifest import TensorSpec
-from raycloak.workers.terms.parameter_digest import dimension, parameter_digest, split_flat, tensor_digests
+from raycloak.workers.terms.model_digest import dimension, model_digest, split_flat, tensor_digests
 
 TENSORS = (
     TensorSpec(name="0.weight", shape=(3, 2)),
@@ -26,7 +26,7 @@ def test_the_digest_is_the_specified_one() -> None:
     for name, shape, part in ((b"0.weight", b"3,2", FLAT[:6]), (b"scale", b"", FLAT[6:7]), (b"0.bias", b"3", FLAT[7:])):
         fields += [name, b"float32", shape, hashlib.sha256(part.astype("<f4").tobytes()).digest()]
     expected = hashlib.sha256(prefixed(*fields)).digest()
-    assert parameter_digest(TENSORS, tensor_digests(FLAT, TENSORS)) == expected
+    assert model_digest(TENSORS, tensor_digests(FLAT, TENSORS)) == expected
 
 
 def test_digests_of_ranges_join_to_the_digest_of_the_whole() -> None:
@@ -41,10 +41,10 @@ def test_every_name_shape_and_bit_counts() -> None:
     flipped = FLAT.copy()
     flipped.view(np.uint32)[9] ^= 1
     seen = {
-        parameter_digest(TENSORS, digests),
-        parameter_digest(renamed, digests),
-        parameter_digest(reshaped, digests),
-        parameter_digest(TENSORS, tensor_digests(flipped, TENSORS)),
+        model_digest(TENSORS, digests),
+        model_digest(renamed, digests),
+        model_digest(reshaped, digests),
+        model_digest(TENSORS, tensor_digests(flipped, TENSORS)),
     }
     assert len(seen) == 4
 

@@ -21,11 +21,12 @@ from raycloak.coordinator.planning.cross_check import load_accountants
 from raycloak.coordinator.planning.references import sealed_terms
 from raycloak.coordinator.record.outcome import Finished
 from raycloak.coordinator.training.admitted import AdmittedRun, admit
+from raycloak.coordinator.training.assembly import assemble
 from raycloak.coordinator.training.assignment import Order
 from raycloak.coordinator.training.conclusion import Conclusion, end_log
-from raycloak.coordinator.training.outset import set_out
+from raycloak.coordinator.training.outset import Outset
 from raycloak.coordinator.training.public_evaluation import Evaluator
-from raycloak.coordinator.training.reporting import Outset, Reporter
+from raycloak.coordinator.training.reporting import Reporter
 from raycloak.metrics.registry import FAILED
 
 
@@ -98,7 +99,7 @@ class Coordinator:
             admitted = self.admitted()
             self._enter(Phase.TRAINING)
             with traces.span("train"):
-                training = set_out(order, admitted, self._reporter, self._evaluator)
+                training = assemble(order, admitted, self._reporter, self._evaluator)
                 self._conclusion = Conclusion(order, admitted, training)
                 charged_steps, charged_epsilon = self._conclusion.charged()
                 order.reporting.begun(

@@ -10,7 +10,7 @@ from raycloak.coordinator.accounting.calibration import epsilon_against
 from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.rules import OpeningTerms
-from raycloak.coordinator.training.coordinator import Phase
+from raycloak.coordinator.training.phases import Phase
 from raycloak.metrics.errors import BudgetError, ConfigError, DatasetError, ModelError
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.receipt import Receipt
@@ -70,7 +70,7 @@ def test_the_cap_ends_a_run_cleanly(tmp_path, undisturbed):
     assert len(run.stage.calls("step")) == 3 * finished.steps
     committed = [body for kind, body in run.evidence if kind == "committed"]
     assert [body["step"] for body in committed] == list(range(finished.steps))
-    assert [body["parameter_digest"] for body in committed] == run.digests
+    assert [body["released_digest"] for body in committed] == run.digests
     assert run.evidence[-1][0] == "finished"
     assert run.coordinator.phase is Phase.DONE
     assert run.metric("raycloak_steps_refused_total") == 1
@@ -147,7 +147,7 @@ def test_receipts_are_for_the_parameters_of_their_step(tmp_path):
     digests = [run.finished.manifest.computation.initial_parameters.hex(), *run.digests]
     for call in run.stage.calls("step"):
         receipt = open_envelope(Receipt, call.arguments[0], run.finished.manifest.ledger_key)
-        assert receipt.parameter_digest.hex() == digests[receipt.step]
+        assert receipt.input_digest.hex() == digests[receipt.step]
         assert receipt.manifest_digest == run.finished.manifest.digest()
 
 
@@ -174,7 +174,7 @@ def test_no_aggregator_receives_an_unmasked_vector(tmp_path):
         parameters = np.concatenate([call.arguments[2] for call in calls[2 * step : 2 * step + 2]])
         context = manifest.key_context
         clear = {
-            v: vectors.vector(v, keys_of(context, v), step, request.parameter_digest, root, parameters).values
+            v: vectors.vector(v, keys_of(context, v), step, request.input_digest, root, parameters).values
             for v in range(VIRTUAL_WORKERS)
         }
         for part, call in zip(request.ranges, calls[2 * step : 2 * step + 2], strict=True):
@@ -274,7 +274,7 @@ def test_the_run_folder_holds_manifest_evidence_log_and_events(tmp_path):
     session = dict(run.evidence)["session"]
     assert session["manifest_digest"] == run.finished.manifest.digest().hex()
     steps = [event for event in run.told if event["event"] == "step"]
-    assert [event["parameter_digest"] for event in steps] == run.digests
+    assert [event["model_digest"] for event in steps] == run.digests
     assert [event["masked_bytes"] for event in steps] == [3 * 83 * 4] * 3
 
 

@@ -1,4 +1,4 @@
-"""Digests of a model: the parameter digest, which does not depend on ranges, and the content of every tensor."""
+"""Digests of a model: the model digest, which does not depend on ranges, and the content of every tensor."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ def tensor_digests(flat: NDArray[np.float32], tensors: Sequence[TensorSpec]) -> 
     return [digest(np.ascontiguousarray(part).data.cast("B")) for part in split_flat(flat, tensors)]
 
 
-def parameter_digest(tensors: Sequence[TensorSpec], digests: Sequence[bytes]) -> bytes:
+def model_digest(tensors: Sequence[TensorSpec], digests: Sequence[bytes]) -> bytes:
     """Return a SHA-256 over the name, dtype, shape and content digest of every tensor.
 
     Guarantee: equal for equal tensors, however they are cut into ranges, since each tensor enters by its own digest;
@@ -88,7 +88,7 @@ def frozen_digest(tensors: Sequence[TensorContent]) -> bytes:
     """Return a SHA-256 over the name, dtype, shape and content digest of everything frozen, in the model's order.
 
     Guarantee: two models that differ in a frozen parameter, a buffer, or another value that they or the loss hold, by a
-    name, a shape or a byte, have different digests. The trained tensors are in the parameter digest instead.
+    name, a shape or a byte, have different digests. The trained tensors are in the model digest instead.
     """
     fields: list[bytes | str] = []
     for tensor in tensors:
