@@ -11,7 +11,8 @@ ON_RAY := $(shell awk '$$1 == "ray" { print $$2 }' tests/marks.txt)
 # its start, and a third of the collection of the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test test-fast test-plain test-ray test-profile mutations format fuzz proto reference pictures clean
+.PHONY: demo check test test-fast test-plain test-ray test-profile mutations format fuzz gpu-check proto reference pictures \
+	clean
 
 demo: $(INSTALLED)
 	$(BIN)/raycloak demo
@@ -74,6 +75,15 @@ FUZZ_OPTIONS ?=
 fuzz: $(INSTALLED)
 	$(PIP) atheris==3.0.0
 	$(BIN)/python -m tests.fuzz --folder $(FUZZ_DIR) $(if $(INDEX),--index $(INDEX)) $(FUZZ_OPTIONS)
+
+# The wheels that a machine with a GPU needs for the check of the device path: CONTRIBUTING.md.
+gpu-check: $(INSTALLED)
+	rm -rf .gpu/wheels
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
+		--python-version 3.12 --implementation cp \
+		--platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
+		--constraint constraints.txt --requirement benchmarks/gpu/requirements.txt --dest .gpu/wheels
+	@echo 'Take this checkout with its folder .gpu to the machine, and there: bash benchmarks/gpu/run.sh'
 
 # Build isolation is off because it would fetch a setuptools that constraints.txt does not pin.
 $(INSTALLED): pyproject.toml constraints.txt

@@ -1,4 +1,4 @@
-"""Evidence and keys: verify hardware evidence, admit members, release keys, keep the log.
+"""Evidence and keys: verify hardware evidence, admit members, release keys, keep the log, and start processes.
 
 It imports neither torch nor Ray.
 

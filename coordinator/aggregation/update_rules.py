@@ -35,11 +35,11 @@ from raycloak.metrics.errors import ConfigError, ProtocolError, RunFailedError, 
 from raycloak.metrics.listing import listed
 from raycloak.metrics.proof_bounds import require_bound
 from raycloak.workers.inputs.user_code import own_words, resolve, source_digest
+from raycloak.workers.terms.built_in_rules import RULES, rules_with
 from raycloak.workers.terms.manifest import OptimizerSpec, TensorSpec, matches
 from raycloak.workers.terms.model_digest import dimension
 
 State = dict[str, NDArray[Any]]
-_ADAFACTOR_PARAMETER_SCALE = 1e-3  # the larger of the rule's two eps, at torch's default
 
 
 def _without_compiler(rule: Any) -> Any:
@@ -54,13 +54,7 @@ def _without_compiler(rule: Any) -> Any:
     return type(rule.__name__, (rule,), inner)
 
 
-_SGD, _ADAM, _ADAMW, _ADAFACTOR = (
-    _without_compiler(rule) for rule in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adafactor)
-)
-
-
-_ELEMENTWISE = ("sgd", "adam", "adamw")
-"""Rules by which a new value follows from the values at its own place alone, so that a tensor may be cut."""
+_CLASSES = {name: _without_compiler(getattr(torch.optim, rule.torch_class)) for name, rule in RULES.items()}
 
 TURN = 2**22
 """Values of a turn. A rule copies what it takes several times over, which is small beside the whole of a large range.
@@ -210,7 +204,7 @@ class Optimizer:
     def __init__(
         self, spec: OptimizerSpec, tensors: Sequence[TensorSpec], total_steps: int, base: Path | str = "."
     ) -> None:
-        if spec.momentum and spec.name != "sgd":
+        if spec.momentum and spec.name not in rules_with("momentum"):
             raise ConfigError(
                 "optimizer",
                 f"momentum belongs to sgd; {spec.name} has no such setting.",
@@ -228,7 +222,7 @@ class Optimizer:
         self._terms = {tensor.name: spec.of_tensor(tensor.name) for tensor in self._tensors}
         self._own = own_rule(spec, base) if ":" in spec.name else None
         self._factor = own_schedule(spec, base) if ":" in spec.schedule else None
-        self._turns = tuple(_turns(self._tensors, cuts=spec.name in _ELEMENTWISE))
+        self._turns = tuple(_turns(self._tensors, cuts=spec.name in RULES and RULES[spec.name].elementwise))
 
     def rates(self, step: int) -> dict[str, float]:
         """Return the learning rate of each tensor in ``step``, by the schedule of the run.
@@ -339,24 +333,16 @@ class Optimizer:
                 rule.state[leaf][field] = torch.from_numpy(piece.of(value).copy())
 
     def _rule(self, leaves: list[torch.Tensor], pieces: Sequence["_Piece"], rates: Mapping[str, float]) -> Any:
-        spec, betas = self._spec, (self._spec.beta1, self._spec.beta2)
+        spec = self._spec
         groups: dict[tuple[float, float], list[torch.Tensor]] = {}
         for leaf, piece in zip(leaves, pieces, strict=True):
             name = piece.tensor.name
             groups.setdefault((rates[name], self._terms[name].weight_decay), []).append(leaf)
         given = [{"params": each, "lr": rate, "weight_decay": decay} for (rate, decay), each in groups.items()]
+        if spec.name not in RULES:
+            raise ConfigError("optimizer", f"there is no update rule '{spec.name}'.", "See docs/configuration.md.")
         # One tensor at a time, so that the bytes do not depend on the cut into ranges.
-        kernels = {"foreach": False, "fused": False}
-        match spec.name:
-            case "sgd":
-                return _SGD(given, momentum=spec.momentum, **kernels)
-            case "adam":
-                return _ADAM(given, betas=betas, eps=spec.eps, **kernels)
-            case "adamw":
-                return _ADAMW(given, betas=betas, eps=spec.eps, **kernels)
-            case "adafactor":
-                return _ADAFACTOR(given, eps=(spec.eps, _ADAFACTOR_PARAMETER_SCALE), foreach=False)
-        raise ConfigError("optimizer", f"there is no update rule '{spec.name}'.", "See docs/configuration.md.")
+        return _CLASSES[spec.name](given, **RULES[spec.name].arguments(spec), foreach=False)
 
     def _keep(self, kept: Mapping[Any, Any], piece: "_Piece", state: State, step: int) -> None:
         """Write what a rule keeps for a piece into the new ``state``, without unused fields.

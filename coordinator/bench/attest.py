@@ -17,19 +17,13 @@ from queue import Empty, SimpleQueue
 from typing import Final
 
 from raycloak.attestation.attester.attester import Attester, CpuEvidence
+from raycloak.attestation.processes.child import Child
 from raycloak.attestation.service.client import EvidenceClient
 from raycloak.attestation.simulators.tdx_platform import SimulatedPlatform
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
 from raycloak.attestation.trust.channel import ChannelEnd, client_end
-from raycloak.coordinator.bench.attest_processes import (
-    ANSWER,
-    MANIFEST,
-    Child,
-    cpu_seconds,
-    hold,
-    raise_open_files,
-    serve,
-)
+from raycloak.coordinator.bench import attest_processes as processes
+from raycloak.coordinator.bench.attest_processes import ANSWER, MANIFEST, cpu_seconds, figures, raise_open_files
 from raycloak.metrics.errors import ConfigError, RaycloakError
 
 CALLS: Final = 3
@@ -132,7 +126,7 @@ def bench_attest(connections: int, concurrency: int, held: int) -> AttestBench:
 
     Raises:
         ConfigError: ``bench_input``; ``open_files`` if the system allows too few open files.
-        RunFailedError: ``bench_failed`` if a process of the bench did not start or answer.
+        RunFailedError: ``child_ended`` or ``child_overdue`` if a process of the bench did not start or answer.
     """
     if connections < 1 or concurrency < 1 or held < 0:
         raise ConfigError(
@@ -147,11 +141,12 @@ def bench_attest(connections: int, concurrency: int, held: int) -> AttestBench:
         empty = [_Worker.new(f"empty-{i}", source) for i in range(min(connections, MOST_EMPTY))]
         # A worker has its keys before it connects, so that the clock starts at the connection.
         workers = [_Worker.new(f"worker-{i}", source) for i in range(connections)]
-        with Child(serve, folder, held) as service:
-            address, key = service.first()
-            with Child(hold, address, held) as holder:
-                holder.first()
-                target = _Service(address, key)
+        with Child(f"{processes.__name__}:serve", folder, str(held)) as service:
+            serving = service.receive(processes.BenchServing, by=processes.soon())
+            with Child(f"{processes.__name__}:hold", serving.address, str(held)) as holder:
+                # It answers once they are open.
+                figures(holder)
+                target = _Service(serving.address, bytes.fromhex(serving.credential))
                 _all(target.attest, warm_up, 2)
                 return _measure(target, (empty, workers), concurrency, service, holder)
 
@@ -161,9 +156,9 @@ def _measure(
 ) -> AttestBench:
     # First, how far the machine itself goes: connections that ask the orchestrator nothing.
     empty = _timed(target.reach, workers[0], concurrency, service)
-    held_before = holder.ask()
+    held_before = figures(holder)
     full = _timed(target.attest, workers[1], concurrency, service)
-    held = holder.ask()
+    held = figures(holder)
     seconds = full.seconds
     ranked = sorted(1e3 * each for each in seconds) or [float("nan")]
     return AttestBench(
@@ -182,7 +177,7 @@ def _measure(
         service_cpu_ms=full.service_cpu_ms,
         worker_cpu_ms=full.worker_cpu_ms,
         held_cpu_ms=1e3 * (held["cpu"] - held_before["cpu"]) / len(workers[1]),
-        service_mib=service.ask()["mib"],
+        service_mib=figures(service)["mib"],
         transport_service_cpu_ms=empty.service_cpu_ms,
         transport_worker_cpu_ms=empty.worker_cpu_ms,
         transport_per_second=len(empty.seconds) / empty.wall_s,
@@ -201,11 +196,11 @@ class _Timed:
 
 
 def _timed(act: Callable[[_Worker], None], workers: list[_Worker], concurrency: int, service: Child) -> _Timed:
-    before, own, began = service.ask()["cpu"], cpu_seconds(), time.perf_counter()
+    before, own, began = figures(service)["cpu"], cpu_seconds(), time.perf_counter()
     seconds, refused = _all(act, workers, concurrency)
     wall, own = time.perf_counter() - began, cpu_seconds() - own
     each = 1e3 / len(workers)
-    return _Timed(seconds, refused, wall, each * (service.ask()["cpu"] - before), each * own)
+    return _Timed(seconds, refused, wall, each * (figures(service)["cpu"] - before), each * own)
 
 
 def _all(act: Callable[[_Worker], None], workers: Iterable[_Worker], concurrency: int) -> tuple[list[float], int]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import multiprocessing
 import random
 import resource
 import socket
@@ -12,22 +11,25 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, ClassVar, Final, Self, TypeAlias
+from typing import ClassVar, Final, TypeAlias
 
 from raycloak.attestation.core.canonical import digest
 from raycloak.attestation.core.keys import IdentityKey
+from raycloak.attestation.core.messages import Message
 from raycloak.attestation.keys.release import KeyContract
 from raycloak.attestation.orchestrator.hosting import StaticHosting
 from raycloak.attestation.orchestrator.orchestrator import open_run
 from raycloak.attestation.orchestrator.run_terms import RunTerms
 from raycloak.attestation.policy.policy import KeyQuotas, simulated_policy
+from raycloak.attestation.processes.channel import Channel
+from raycloak.attestation.processes.child import Child
+from raycloak.attestation.processes.deadline import Deadline
 from raycloak.attestation.service.limits import ServiceLimits
 from raycloak.attestation.service.server import EvidenceServer
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
 from raycloak.attestation.trust.channel import client_end
-from raycloak.metrics.errors import ConfigError, RunFailedError
+from raycloak.metrics.errors import ConfigError
 
 MANIFEST, ANSWER = digest(b"raycloak bench attest"), digest(b"known answer")
 VIRTUAL_WORKERS: Final = 8
@@ -66,39 +68,36 @@ class _BenchContract(KeyContract):
         return MANIFEST
 
 
-class Child:
-    """A process that runs ``target(pipe, *arguments)``. It first sends one message, then answers with its figures."""
+class BenchServing(Message):
+    """The first answer of a process that serves, with what its clients need to know it or to be let in."""
 
-    def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
-        self._process.start()
-        theirs.close()
+    DOMAIN: ClassVar[str] = "raycloak/bench/serving/v1"
+    address: str
+    credential: str
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._pipe.close()
-        self._process.join(_DEADLINE_S)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
+class Question(Message):
+    """A question to a process of the bench, which does what ``act`` says and answers with its figures."""
 
-    def first(self) -> Any:
-        """Return the message that it sends when it is ready; RunFailedError ``bench_failed`` without one."""
-        try:
-            if self._pipe.poll(_DEADLINE_S):
-                return self._pipe.recv()
-        except EOFError:
-            pass
-        raise RunFailedError("bench_failed", "a process of the bench did not answer", "See its traceback above.")
+    DOMAIN: ClassVar[str] = "raycloak/bench/question/v1"
+    act: str = ""
 
-    def ask(self, question: Any = "figures") -> Any:
-        """Return its answer to a question: its present figures, unless something else is asked for."""
-        self._pipe.send(question)
-        return self.first()
+
+class Figures(Message):
+    """The answer, by the name of each figure."""
+
+    DOMAIN: ClassVar[str] = "raycloak/bench/figures/v1"
+    values: dict[str, float]
+
+
+def figures(child: Child, act: str = "") -> dict[str, float]:
+    """Return the present figures of a process of the bench, after it has done ``act``."""
+    return child.call(Question(act=act), Figures, by=soon()).values
+
+
+def soon() -> Deadline:
+    """Return until when a process of the bench has to answer."""
+    return Deadline(_DEADLINE_S)
 
 
 def cpu_seconds() -> float:
@@ -119,8 +118,8 @@ def raise_open_files(needed: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else hard, hard))
 
 
-def serve(pipe: Connection, folder: str, held: int) -> None:
-    """Serve a run below ``folder``, beside ``held`` connections; send (address, orchestrator key)."""
+def serve(parent: Channel, folder: str, held: str) -> None:
+    """Serve a run below ``folder``, beside ``held`` connections; the credential is the orchestrator's key."""
     gc.freeze()  # as `raycloak attest serve` does with its loaded modules
     raise_open_files(1024)
     vendor = SimulatedVendor.load_or_create(Path(folder) / "simulator")
@@ -134,7 +133,7 @@ def serve(pipe: Connection, folder: str, held: int) -> None:
         contract.with_keys(run.key_commitments(contract.key_context, VIRTUAL_WORKERS, 1)), policy, collateral
     )
     session = run.begin(terms, "bench")
-    places = held + _PLACES
+    places = int(held) + _PLACES
     # Every worker, and every connection that is held, comes from this one address.
     limits = ServiceLimits(
         address_rate=1e6,
@@ -148,8 +147,8 @@ def serve(pipe: Connection, folder: str, held: int) -> None:
         memory_bytes=2 * _ROOM,
     )
     server = EvidenceServer.start(session.peer_desk(_Everybody({})), MANIFEST, "127.0.0.1:0", limits)
-    pipe.send((f"127.0.0.1:{server.port}", run.public.ed25519))
-    _answer(pipe, dict)
+    parent.send(BenchServing(address=f"127.0.0.1:{server.port}", credential=run.public.ed25519.hex()))
+    _answer(parent, dict)
     server.stop()
     run.close()
 
@@ -161,12 +160,9 @@ class _Everybody(StaticHosting):
         return (0, 1)
 
 
-def _answer(pipe: Connection, figures: Callable[[], dict[str, float]]) -> None:
-    try:
-        while pipe.recv():
-            pipe.send({"cpu": cpu_seconds(), "mib": _peak_mib(), **figures()})
-    except (EOFError, OSError):
-        return
+def _answer(parent: Channel, own: Callable[[], dict[str, float]]) -> None:
+    while parent.receive(Question) is not None:
+        parent.send(Figures(values={"cpu": cpu_seconds(), "mib": _peak_mib(), **own()}))
 
 
 def _peak_mib() -> float:
@@ -177,13 +173,13 @@ def _peak_mib() -> float:
     return int(line.split()[1]) / 1024
 
 
-def hold(pipe: Connection, address: str, count: int) -> None:
+def hold(parent: Channel, address: str, count: str) -> None:
     """Hold ``count`` connections, a third of each kind. One that the service closes is opened again."""
-    raise_open_files(count + 256)
-    asyncio.run(_hold(pipe, address, count))
+    raise_open_files(int(count) + 256)
+    asyncio.run(_hold(parent, address, int(count)))
 
 
-async def _hold(pipe: Connection, address: str, count: int) -> None:
+async def _hold(parent: Channel, address: str, count: int) -> None:
     host, _, port = address.rpartition(":")
     holder = _Holder(host, int(port))
     tasks = [asyncio.create_task(holder.keep(_KINDS[i % len(_KINDS)])) for i in range(count)]
@@ -192,8 +188,7 @@ async def _hold(pipe: Connection, address: str, count: int) -> None:
         if time.monotonic() > end:
             raise TimeoutError(f"only {holder.open} of {count} connections could be opened")
         await asyncio.sleep(0.05)
-    pipe.send("ready")
-    await asyncio.to_thread(_answer, pipe, holder.figures)
+    await asyncio.to_thread(_answer, parent, holder.figures)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

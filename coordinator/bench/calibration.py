@@ -3,7 +3,6 @@
 Times of Ray and of the ledger's disk are on the clock, all others processor time. It takes about a minute.
 """
 
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -15,6 +14,8 @@ from statistics import median
 import numpy as np
 
 from raycloak.attestation.core.keys import Secret
+from raycloak.attestation.processes.deadline import Deadline
+from raycloak.attestation.processes.program import run
 from raycloak.coordinator.aggregation.aggregator import decoded_average
 from raycloak.coordinator.aggregation.update_rules import Optimizer
 from raycloak.coordinator.bench.in_process import CLASSES, MeteredRun, metered_run
@@ -49,6 +50,7 @@ FEW, MANY = 4, 16
 _FINE_SIGMA, _COARSE_SIGMA = 2.0**30, 2.0**8
 """Noise of several base draws and of one."""
 
+_IMPORT_S = 300.0
 _IMPORT = (
     "import resource, raycloak.workers.train_worker, ray; used = resource.getrusage(resource.RUSAGE_SELF);"
     "print(used.ru_utime + used.ru_stime, used.ru_maxrss * 1024)"
@@ -192,8 +194,8 @@ def _appraised(run: MeteredRun) -> float:
 
 def _import() -> tuple[float, float]:
     """Return processor seconds and largest resident memory of a process that imports what a worker does."""
-    done = subprocess.run([sys.executable, "-c", _IMPORT], check=True, capture_output=True, encoding="utf-8")
-    seconds, peak = done.stdout.split()
+    _, said = run([sys.executable, "-c", _IMPORT], Deadline(_IMPORT_S))
+    seconds, peak = said.split()
     return float(seconds), float(peak)
 
 

@@ -118,7 +118,7 @@ def bench_gradient(case: BenchCase, against: Iterable[str], *, device: str, thre
 
     Raises:
         ConfigError: ``bench_input``, ``no_cuda`` or ``missing_extra``.
-        RunFailedError: ``wrong_sum`` if our sum is wrong; ``bench_failed``.
+        RunFailedError: ``wrong_sum`` if our sum is wrong; as `peak_extra_bytes`.
     """
     names = _names(against)
     place = _device(device)

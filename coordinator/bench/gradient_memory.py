@@ -6,36 +6,60 @@ that is dropped, so that imports and libraries' workspaces are there already; th
 """
 
 import gc
-import multiprocessing
 import os
 import warnings
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from typing import ClassVar, Final
 
 import torch
 
+from raycloak.attestation.core.messages import Message
+from raycloak.attestation.processes.channel import Channel
+from raycloak.attestation.processes.child import Child
+from raycloak.attestation.processes.deadline import Deadline
 from raycloak.coordinator.bench.gradient_cases import BenchCase
 from raycloak.coordinator.bench.gradient_methods import METHODS, BenchWorkload, choose_default_kernels
 from raycloak.coordinator.bench.resident_memory import growth, return_freed_blocks
-from raycloak.metrics.errors import RunFailedError
 from raycloak.workers.gradients.environment import worker_environment
 from raycloak.workers.gradients.numerics import pin_numerics
+
+_DEADLINE_S: Final = 3600.0
+"""Bounds one measurement, of which the largest take minutes on a small machine."""
+
+
+class Measure(Message):
+    """A request to measure one method on one case."""
+
+    DOMAIN: ClassVar[str] = "raycloak/bench/measure/v1"
+    case: BenchCase
+    method: str
+    device: str
+    threads: int
+
+
+class Peak(Message):
+    """The peak memory beyond model and batch, in bytes."""
+
+    DOMAIN: ClassVar[str] = "raycloak/bench/peak/v1"
+    extra_bytes: int
 
 
 def peak_extra_bytes(case: BenchCase, method: str, device: torch.device, threads: int) -> int:
     """Measure ``method`` in a new process.
 
     Raises:
-        RunFailedError: ``bench_failed`` if that process dies, as it does if memory runs out.
+        RunFailedError: ``out_of_memory`` or ``child_ended`` if that process dies; ``child_overdue``.
     """
-    # Not forked: memory that this process holds free would hide what the method takes.
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        try:
-            return pool.submit(_measured, case, method, device, threads).result()
-        except BrokenProcessPool:
-            raise RunFailedError(
-                "bench_failed", f"the process that measures the memory of '{method}' died.", "See its output above."
-            ) from None
+    request = Measure(case=case, method=method, device=str(device), threads=threads)
+    with Child("raycloak.coordinator.bench.gradient_memory:answer") as child:
+        return child.call(request, Peak, by=Deadline(_DEADLINE_S)).extra_bytes
+
+
+def answer(parent: Channel) -> None:
+    """Be that process."""
+    asked = parent.receive(Measure)
+    if asked is not None:
+        device = torch.device(asked.device)
+        parent.send(Peak(extra_bytes=_measured(asked.case, asked.method, device, asked.threads)))
 
 
 def prepare(device: torch.device, threads: int) -> None:

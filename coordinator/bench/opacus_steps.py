@@ -8,27 +8,26 @@ Where nothing is private it is plain torch.
 import time
 import warnings
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import nn
 
+from raycloak.attestation.core.messages import Message
+from raycloak.attestation.processes.channel import Channel
 from raycloak.coordinator.accounting.opacus_modules import opacus_module
 from raycloak.coordinator.aggregation.update_rules import by_terms, learning_rate
-from raycloak.coordinator.config.run import RunConfig
+from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.planning.manifest import optimizer_spec
 from raycloak.coordinator.planning.model_source import loss_spec, model_source
 from raycloak.coordinator.planning.references import descriptor
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.models.models import build_model, loss_function, trainable_tensors
+from raycloak.workers.terms.built_in_rules import RULES
 from raycloak.workers.terms.manifest import OptimizerSpec
 from raycloak.workers.terms.mechanism import Mechanism
-
-TORCH_RULES = ("sgd", "adam", "adamw")
-"""Update rules that torch has under these names, with the run's settings."""
 
 
 class OpacusTraining:
@@ -99,35 +98,56 @@ class OpacusTraining:
 
 def _update_rule(module: nn.Module, spec: OptimizerSpec) -> Any:
     """Return the run's update rule, as torch has it."""
-    if spec.name not in TORCH_RULES:
+    if spec.name not in RULES:
         raise ConfigError(
             "bench_peer",
             f"plain torch has no update rule '{spec.name}'.",
-            f"Compare with one of {', '.join(TORCH_RULES)}.",
+            f"Compare with one of {', '.join(RULES)}.",
         )
     trained = {name: tensor for name, tensor in module.named_parameters() if tensor.requires_grad}
     groups = [
         {"params": [trained[tensor.name] for tensor in members], "weight_decay": terms.weight_decay, "terms": terms}
         for terms, members in by_terms(spec, trainable_tensors(module)).items()
     ]
-    if spec.name == "sgd":
-        return torch.optim.SGD(groups, lr=spec.learning_rate, momentum=spec.momentum)
-    rule = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[spec.name]
-    return rule(groups, lr=spec.learning_rate, betas=(spec.beta1, spec.beta2), eps=spec.eps)
+    rule = RULES[spec.name]
+    return getattr(torch.optim, rule.torch_class)(groups, lr=spec.learning_rate, **rule.arguments(spec))
 
 
-def take_steps(pipe: Connection, config: RunConfig, base: Path, mechanism: Mechanism) -> None:
+class OpacusPeer(Message):
+    """A request to train ``config``, a configuration as plain data, with the mechanism of the run's plan."""
+
+    DOMAIN: ClassVar[str] = "raycloak/bench/peer/v1"
+    config: dict[str, Any]
+    base: Path
+    mechanism: Mechanism
+
+
+class Steps(Message):
+    """A request to take so many steps."""
+
+    DOMAIN: ClassVar[str] = "raycloak/bench/steps/v1"
+    number: int
+
+
+class Seconds(Message):
+    """The seconds that each step took."""
+
+    DOMAIN: ClassVar[str] = "raycloak/bench/seconds/v1"
+    steps: tuple[float, ...]
+
+
+def take_steps(parent: Channel) -> None:
     """Be the peer's process: train on one core, and answer each number of steps with the seconds that each took."""
     torch.set_num_threads(1)
     # Torch warns of Opacus' hooks at every pass.
     warnings.filterwarnings("ignore", "Full backward hook is firing")
-    training = OpacusTraining(config, base, mechanism)
-    pipe.send(None)
-    try:
-        while number := pipe.recv():
-            pipe.send([_seconds(training) for _ in range(number)])
-    except (EOFError, OSError):
+    peer = parent.receive(OpacusPeer)
+    if peer is None:
         return
+    training = OpacusTraining(parse_config(peer.config), peer.base, peer.mechanism)
+    parent.send(Seconds(steps=()))
+    while (steps := parent.receive(Steps)) is not None:
+        parent.send(Seconds(steps=tuple(_seconds(training) for _ in range(steps.number))))
 
 
 def _seconds(training: OpacusTraining) -> float:

@@ -18,8 +18,9 @@ from typing import Final
 
 import grpc
 
+from raycloak.attestation.processes.child import Child
 from raycloak.coordinator.bench import service_processes as processes
-from raycloak.coordinator.bench.attest_processes import Child, cpu_seconds
+from raycloak.coordinator.bench.attest_processes import BenchServing, Figures, cpu_seconds, figures, soon
 from raycloak.coordinator.bench.bare_ray import NoOpActors
 from raycloak.coordinator.bench.resident_memory import resident
 from raycloak.coordinator.client.service_client import ServiceClient
@@ -124,28 +125,29 @@ def bench_service(clients: int) -> ServiceBench:
 
     Raises:
         ConfigError: ``clients`` if there are too few or too many.
-        RunFailedError: ``bench_failed`` if a process of the bench does not answer.
+        RunFailedError: ``child_ended`` or ``child_overdue`` if a process of the bench does not answer.
     """
     if not 1 <= clients <= MOST_CLIENTS:
         raise ConfigError("clients", f"{clients} clients cannot be measured.", f"Give from 1 to {MOST_CLIENTS}.")
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="raycloak-bench-"))
         most = clients + _IDLE_CLIENTS + 8
-        service = stack.enter_context(Child(processes.serve, folder, most, _PENDING + 8))
-        floor = stack.enter_context(Child(processes.floor, folder))
+        target = f"{processes.__name__}:"
+        service = stack.enter_context(Child(f"{target}serve", folder, str(most), str(_PENDING + 8)))
+        floor = stack.enter_context(Child(f"{target}floor", folder))
         # Before the threads of gRPC: Ray starts its processes from this one.
         actors = stack.enter_context(NoOpActors(clients, os.cpu_count() or 1))
-        address, token = service.first()
-        channel = stack.enter_context(grpc.insecure_channel(floor.first()))
-        connection = stack.enter_context(ServiceClient(address, token))
+        serving = service.receive(BenchServing, by=soon())
+        channel = stack.enter_context(grpc.insecure_channel(floor.receive(BenchServing, by=soon()).address))
+        connection = stack.enter_context(ServiceClient(serving.address, serving.credential))
         callers = [connection.create_training_client(processes.CONFIG) for _ in range(clients)]
         calls: dict[str, Call] = {
             "service": _operations(callers),
             "actor": actors.call,
             "floor": _echo(channel),
         }
-        measured = _measure(calls, clients, lambda: (service.ask()[1], cpu_seconds()))
-        idle_service, idle_client = _idle_memory(service, address, token)
+        measured = _measure(calls, clients, lambda: (figures(service)["cpu"], cpu_seconds()))
+        idle_service, idle_client = _idle_memory(service, serving)
         # Its process's memory is read alone, without what the measurement above has left.
         pending = _pending(service, connection)
         loops = _loops(connection)
@@ -225,12 +227,13 @@ def _together(call: Call, callers: int, count: int) -> list[float]:
     return [each for times in found for each in times]
 
 
-def _idle_memory(service: Child, address: str, token: str) -> tuple[float, float]:
+def _idle_memory(service: Child, serving: BenchServing) -> tuple[float, float]:
     """Return the bytes that an idle client takes in the service, and in a process of clients."""
-    before, _ = service.ask()
-    with Child(processes.idle_clients, address, token, _IDLE_CLIENTS) as idle:
-        client_bytes: float = idle.first()
-        return (service.ask()[0] - before) / (_IDLE_CLIENTS + 1), client_bytes
+    before = figures(service)["resident"]
+    target = f"{processes.__name__}:idle_clients"
+    with Child(target, serving.address, serving.credential, str(_IDLE_CLIENTS)) as idle:
+        client_bytes = idle.receive(Figures, by=soon()).values["client"]
+        return (figures(service)["resident"] - before) / (_IDLE_CLIENTS + 1), client_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,14 +248,14 @@ def _pending(service: Child, connection: ServiceClient) -> _Pending:
     client = connection.create_training_client(processes.CONFIG)
     client.forward_backward()
     client.optim_step().result(_DEADLINE_S)
-    service.ask("hold")
+    figures(service, "hold")
     before, began = resident(), time.perf_counter()
     futures = [each for _ in range(_PENDING // 2) for each in (client.forward_backward(), client.optim_step())]
     # An operation has a name once the service has it on disk; they are sent in their order.
     while not futures[-1].operation_id and not futures[-1].done():
         time.sleep(0.01)
     submitted, client_bytes = time.perf_counter() - began, (resident() - before) / _PENDING
-    service.ask("go_on")
+    figures(service, "go_on")
     began = time.perf_counter()
     for future in futures:
         future.result(_DEADLINE_S)

@@ -11,20 +11,19 @@ import sqlite3
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
 
 import grpc
 
-from raycloak.coordinator.bench.attest_processes import cpu_seconds, raise_open_files
+from raycloak.attestation.processes.channel import Channel
+from raycloak.attestation.processes.program import Exited
+from raycloak.coordinator.bench.attest_processes import BenchServing, Figures, Question, cpu_seconds, raise_open_files
 from raycloak.coordinator.bench.resident_memory import resident
 from raycloak.coordinator.client.service_client import ServiceClient
 from raycloak.coordinator.client.training_client import TrainingClient
 from raycloak.coordinator.config.home import HOME_VARIABLE
 from raycloak.coordinator.config.section import validated
-from raycloak.coordinator.service.drivers import Exited
 from raycloak.coordinator.service.pipe import (
     Allow,
     Begin,
@@ -115,7 +114,10 @@ class _NoOpDrivers:
         """Return the reports of the steps between the former watermarks and these; the lock is held."""
         done, self._done[client_id] = self._done[client_id], marks
         computed = [Computed(step=step, epsilon=None, loss=None) for step in range(done.computed, marks.computed)]
-        return [*computed, *(replace(_RELEASED, step=step) for step in range(done.released, marks.released))]
+        return [
+            *computed,
+            *(_RELEASED.model_copy(update={"step": step}) for step in range(done.released, marks.released)),
+        ]
 
 
 _READY: Final = Ready(
@@ -137,15 +139,14 @@ _READY: Final = Ready(
     manifest={},
 )
 _RELEASED: Final = ReleasedStep(
-    step=0, digest="00" * 32, epsilon=None, seconds=0.0, evaluation_accuracy=None, evaluation_loss=None, loss=None
+    step=0, model_digest="00" * 32, epsilon=None, seconds=0.0, evaluation_accuracy=None, evaluation_loss=None, loss=None
 )
 
 
-def serve(pipe: Connection, folder: str, most_clients: int, most_queued: int) -> None:
-    """Serve below ``folder``; send (address, token).
+def serve(parent: Channel, folder: str, most_clients: str, most_queued: str) -> None:
+    """Serve below ``folder``; the credential is a token.
 
-    Then do as each question says, ``hold`` or ``go_on`` or nothing for ``figures``; answer resident bytes and processor
-    seconds.
+    Then do as each question says, ``hold`` or ``go_on`` or nothing; answer resident bytes and processor seconds.
     """
     os.environ[HOME_VARIABLE] = folder
     gc.freeze()  # as `raycloak serve` does with its loaded modules
@@ -153,10 +154,10 @@ def serve(pipe: Connection, folder: str, most_clients: int, most_queued: int) ->
     token, digest = new_token()
     tenant = {"token_sha256": [{"sha256": digest}], "datasets": ["digits"], "code": [CONFIG["model"]]}
     limits = {
-        "active_clients": most_clients,
-        "clients_per_tenant": most_clients,
-        "watches_per_tenant": most_clients,
-        "queued_operations": most_queued,
+        "active_clients": int(most_clients),
+        "clients_per_tenant": int(most_clients),
+        "watches_per_tenant": int(most_clients),
+        "queued_operations": int(most_queued),
         # What is measured is the work, and not the limit.
         "calls_per_second": 1e6,
         "burst": 10**6,
@@ -171,20 +172,20 @@ def serve(pipe: Connection, folder: str, most_clients: int, most_queued: int) ->
         },
     )
     drivers = _NoOpDrivers()
-    acts: dict[str, Callable[[], None]] = {"hold": drivers.hold, "go_on": drivers.go_on, "figures": lambda: None}
+    acts: dict[str, Callable[[], None]] = {"hold": drivers.hold, "go_on": drivers.go_on, "": lambda: None}
     with TrainingService(settings, Path(folder), drivers) as service:
-        pipe.send((service.facts.address, token))
-        while (question := _question(pipe)) is not None:
-            acts[question]()
-            pipe.send((resident(), cpu_seconds()))
+        parent.send(BenchServing(address=service.facts.address, credential=token))
+        while (question := parent.receive(Question)) is not None:
+            acts[question.act]()
+            parent.send(Figures(values={"resident": float(resident()), "cpu": cpu_seconds()}))
 
 
-def floor(pipe: Connection, folder: str) -> None:
-    """Serve the floor; send its address, and answer any question with None."""
-    asyncio.run(_floor(pipe, Path(folder) / "floor.sqlite"))
+def floor(parent: Channel, folder: str) -> None:
+    """Serve the floor, which needs no credential, until nothing more is asked."""
+    asyncio.run(_floor(parent, Path(folder) / "floor.sqlite"))
 
 
-async def _floor(pipe: Connection, path: Path) -> None:
+async def _floor(parent: Channel, path: Path) -> None:
     writer = ThreadPoolExecutor(1)
     database = await asyncio.wrap_future(writer.submit(_database, path))
 
@@ -199,9 +200,8 @@ async def _floor(pipe: Connection, path: Path) -> None:
     server.add_generic_rpc_handlers((handler,))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    pipe.send(f"127.0.0.1:{port}")
-    while await asyncio.to_thread(_question, pipe) is not None:
-        pipe.send(None)
+    parent.send(BenchServing(address=f"127.0.0.1:{port}", credential=""))
+    await asyncio.to_thread(parent.receive, Question)
     await server.stop(0.0)
     writer.submit(database.close).result()
     writer.shutdown()
@@ -222,8 +222,8 @@ def _commit_twice(database: sqlite3.Connection) -> None:
     database.execute("UPDATE operations SET state = 'done' WHERE number = ?", (number,))
 
 
-def idle_clients(pipe: Connection, address: str, token: str, count: int) -> None:
-    """Attach ``count`` clients, have each do a step, and leave them idle; send the bytes of memory that each takes.
+def idle_clients(parent: Channel, address: str, token: str, count: str) -> None:
+    """Attach ``count`` clients, have each do a step, and leave them idle; tell the bytes of memory that each takes.
 
     The first client is not counted: it loads code, and opens the channel that all share.
     """
@@ -232,10 +232,10 @@ def idle_clients(pipe: Connection, address: str, token: str, count: int) -> None
         held = [_worked(service)]
         gc.collect()
         before = resident()
-        held += [_worked(service) for _ in range(count)]
+        held += [_worked(service) for _ in range(int(count))]
         gc.collect()
-        pipe.send((resident() - before) / count)
-        _question(pipe)
+        parent.send(Figures(values={"client": (resident() - before) / int(count)}))
+        parent.receive(Question)
 
 
 def _worked(service: ServiceClient) -> TrainingClient:
@@ -243,11 +243,3 @@ def _worked(service: ServiceClient) -> TrainingClient:
     client.forward_backward()
     client.optim_step().result(60)
     return client
-
-
-def _question(pipe: Connection) -> Any:
-    """Return the next question; None once the other side has closed the pipe."""
-    try:
-        return pipe.recv()
-    except EOFError:
-        return None

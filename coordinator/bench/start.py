@@ -7,7 +7,6 @@ import the libraries that the product's process of that role needs, at once. It 
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,8 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import IO
 
+from raycloak.attestation.processes.deadline import Deadline
+from raycloak.attestation.processes.program import Program
 from raycloak.coordinator.cluster.process_table import Process, descendants, process_table
 from raycloak.coordinator.config.home import HOME_VARIABLE
 from raycloak.coordinator.config.run import RunConfig
@@ -121,7 +121,7 @@ def _start_run(name: str, path: Path, overrides: Sequence[str]) -> Start:
     with tempfile.TemporaryDirectory(prefix="raycloak-bench-") as home:
         began, phases = time.perf_counter(), {"command": 0.0}
         phase, since = "command", began
-        with _program(command, {HOME_VARIABLE: home}) as (child, lines):
+        with _program(command, {HOME_VARIABLE: home}, home) as (child, lines):
             for line in lines:
                 words = _progress(name, line)
                 if words is None:
@@ -156,45 +156,34 @@ def _start_bare(config: RunConfig) -> Start:
     plan = {"driver": LIBRARIES["driver"], "actors": actors, "num_cpus": config.num_workers + 1}
     # By its path, so that its actors are known by value and import nothing of raycloak.
     command = [sys.executable, "-P", str(Path(__file__).with_name("bare_ray.py")), json.dumps(plan)]
-    began = time.perf_counter()
-    with _program(command, {}) as (child, lines):
-        for line in lines:
-            if line.startswith("ready"):
-                return Start(time.perf_counter() - began, processes=_processor_times(child.pid))
+    with tempfile.TemporaryDirectory(prefix="raycloak-bench-") as folder:
+        began = time.perf_counter()
+        with _program(command, {}, folder) as (child, lines):
+            for line in lines:
+                if line.startswith("ready"):
+                    return Start(time.perf_counter() - began, processes=_processor_times(child.pid))
     raise AssertionError("the program ends by an error or by being ready")
 
 
 @contextmanager
 def _program(
-    command: Sequence[str], environment: Mapping[str, str]
-) -> Iterator[tuple[subprocess.Popen[str], Iterator[str]]]:
-    """Run a program on a cluster of its own, with the lines of its standard error; it is asked to end at the end."""
+    command: Sequence[str], environment: Mapping[str, str], folder: str
+) -> Iterator[tuple[Program, Iterator[str]]]:
+    """Run a program on a cluster of its own, with the lines that it says; it is asked to end at the end."""
     own = {**os.environ, **environment}
     own.pop("RAY_ADDRESS", None)
-    with subprocess.Popen(
-        command,
-        env=own,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-        start_new_session=True,
-    ) as child:
-        assert child.stderr is not None, "it is a pipe"
+    with Program(command, environment=own, log=Path(folder) / "program.log") as program:
         try:
-            yield child, _lines(child.stderr)
+            yield program, _lines(program)
         finally:
-            child.send_signal(signal.SIGTERM)
-            # Read on: a full pipe would keep the program.
-            child.communicate(timeout=DEADLINE_S)
+            program.signal(signal.SIGTERM)
+            program.wait(Deadline(DEADLINE_S))
 
 
-def _lines(stream: IO[str]) -> Iterator[str]:
-    last = "it said nothing"
-    for line in stream:
-        last = line.strip() or last
-        yield line
-    raise RunFailedError("bench_start", f"a program ended before it had started: {last}")
+def _lines(program: Program) -> Iterator[str]:
+    yield from program.lines(Deadline(DEADLINE_S))
+    words = program.last_words() or "it said nothing"
+    raise RunFailedError("bench_start", f"a program ended before it had started: {words}")
 
 
 def _processor_times(driver: int) -> dict[str, float]:

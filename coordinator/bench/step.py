@@ -13,7 +13,8 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, Protocol
 
-from raycloak.coordinator.bench.attest_processes import Child
+from raycloak.attestation.processes.child import Child
+from raycloak.attestation.processes.deadline import Deadline
 from raycloak.coordinator.bench.mask import bench_mask
 from raycloak.coordinator.config.home import HOME_VARIABLE
 from raycloak.coordinator.config.run import RunConfig
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 WARM_UP_STEPS = 5
 BLOCK_STEPS = 5
 """Steps of each program in a turn: the first after the other's turn finds a roster that had more time than usual."""
+
+_PEER_S = 600.0
+"""Bounds the start of a peer and a block of its steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,20 +136,28 @@ class _Opacus:
             self.start_seconds = _process_seconds() - report.seconds
             began = time.perf_counter()
             # Only here, because Opacus' import would lengthen the start that is measured.
-            from raycloak.coordinator.bench.opacus_steps import take_steps
+            from raycloak.coordinator.bench.opacus_steps import OpacusPeer, Seconds
 
-            child = Child(take_steps, self._config, self._base, _mechanism())
-            self._process = self._stack.enter_context(child)
-            self._process.first()
+            self._process = self._stack.enter_context(Child("raycloak.coordinator.bench.opacus_steps:take_steps"))
+            plain = self._config.model_dump(mode="json", exclude_unset=True)
+            peer = OpacusPeer(config=plain, base=self._base.resolve(), mechanism=_mechanism())
+            self._process.call(peer, Seconds, by=Deadline(_PEER_S))
             self.peer_start_seconds = time.perf_counter() - began
-            self._process.ask(WARM_UP_STEPS)
+            self._steps(self._process, WARM_UP_STEPS)
         elif report.step > WARM_UP_STEPS:
             self.loop.append(1e3 * (now - self._ended))
         if report.step > WARM_UP_STEPS and report.step % BLOCK_STEPS == 0:
-            self.milliseconds += [1e3 * each for each in self._process.ask(BLOCK_STEPS)]
+            self.milliseconds += [1e3 * each for each in self._steps(self._process, BLOCK_STEPS)]
         if report.step == report.steps:
             self._stack.close()
         self._ended = time.perf_counter()
+
+    @staticmethod
+    def _steps(process: Child, number: int) -> tuple[float, ...]:
+        """Have the peer take so many steps; return the seconds of each."""
+        from raycloak.coordinator.bench.opacus_steps import Seconds, Steps
+
+        return process.call(Steps(number=number), Seconds, by=Deadline(_PEER_S)).steps
 
 
 def _mechanism() -> Mechanism:

@@ -1,16 +1,23 @@
 """``raycloak serve``: the training service as a command."""
 
 import os
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from raycloak.attestation.core.private_memory import keep_memory_private
+from raycloak.attestation.processes.channel import Channel
 from raycloak.coordinator.cli.options import AsJson, Debug, ended_by_signals, execute
+from raycloak.coordinator.client.local_service import Listening
 from raycloak.coordinator.console.output import Output
 from raycloak.coordinator.quick_imports import quickly
 from raycloak.metrics.errors import ConfigError, RunFailedError
+
+if TYPE_CHECKING:
+    from raycloak.coordinator.service.service import TrainingServiceFacts
 
 # How soon a failed store ends the command; a signal ends the wait at once.
 _LOOK_S = 0.5
@@ -34,7 +41,13 @@ def serve_command(
 
     At the end each run stops after its step; the next start goes on with it.
     """
-    execute(as_json, debug, lambda output: _token(output, config) if token else _serve(output, config, base))
+    execute(as_json, debug, lambda output: _token(output, config) if token else _said(output, config, base))
+
+
+def serve_parent(parent: Channel, config: str, base: str) -> None:
+    """Serve the program that this process is a child of, and tell it where; see `LocalService`."""
+    keep_memory_private()
+    _serve(Path(config), Path(base), lambda facts: parent.send(Listening(address=facts.address)))
 
 
 def _token(output: Output, config: Path | None) -> int:
@@ -50,9 +63,21 @@ def _token(output: Output, config: Path | None) -> int:
     return 0
 
 
-def _serve(output: Output, path: Path | None, base: Path | None) -> int:
+def _said(output: Output, path: Path | None, base: Path | None) -> int:
+    from raycloak.coordinator.console.tables import fields_table
+
+    def say(facts: "TrainingServiceFacts") -> None:
+        rows = [(name.replace("_", " "), str(value)) for name, value in asdict(facts).items()]
+        output.result(asdict(facts), fields_table(f"Training service ({facts.evidence} evidence)", rows))
+
     if path is None:
         raise ConfigError("usage", "no CONFIG is given.", "Name the YAML file of the service, or give --token.")
+    _serve(path, base, say)
+    return 0
+
+
+def _serve(path: Path, base: Path | None, announce: "Callable[[TrainingServiceFacts], None]") -> None:
+    """Serve until SIGTERM or Ctrl-C."""
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # every refused handshake would be a line
     with quickly():  # a full collection is a pause for every client
         from raycloak.coordinator.service.settings import load_settings, require_modules
@@ -60,18 +85,14 @@ def _serve(output: Output, path: Path | None, base: Path | None) -> int:
         # Before the libraries of a service, which take longer to import.
         settings, base = load_settings(path), (base or path.parent).resolve()
         require_modules(settings, base)
-        from raycloak.coordinator.console.tables import fields_table
         from raycloak.coordinator.service.service import TrainingService
 
     with ended_by_signals() as ended:
         with TrainingService(settings, base) as service:
-            rows = [(name.replace("_", " "), str(value)) for name, value in asdict(service.facts).items()]
-            title = f"Training service ({service.facts.evidence} evidence)"
-            output.result(asdict(service.facts), fields_table(title, rows))
+            announce(service.facts)
             while not ended.wait(_LOOK_S) and service.failure is None:
                 pass
         failure = service.failure
     if failure is not None:
         cause = type(failure).__name__
         raise RunFailedError("service_failed", f"the service could not write its store ({cause}).", "Start it again.")
-    return 0

@@ -4,25 +4,31 @@ Guarantee: it ends with this process, however this process ends. The state folde
 """
 
 import hashlib
-import json
 import secrets
-import select
-import subprocess
-import sys
+import signal
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import yaml
 
+from raycloak.attestation.core.messages import Message
+from raycloak.attestation.processes.child import Child
+from raycloak.attestation.processes.deadline import Deadline
+from raycloak.metrics.errors import RaycloakError
 from raycloak.metrics.service_errors import ServiceConnectionError
 
 TENANT: Final = "local"
 _STARTS_S: Final = 120.0
 _ENDS_S: Final = 90.0
-_LOG_LINES: Final = 5
+
+
+class Listening(Message):
+    """A report that the service listens."""
+
+    DOMAIN: ClassVar[str] = "raycloak/local-service/listening/v1"
+    address: str
 
 
 class LocalService:
@@ -35,7 +41,7 @@ class LocalService:
         base: folder that relative paths and modules start from.
 
     Raises:
-        ServiceConnectionError: ``not_started``, with the last lines that the service wrote.
+        ServiceConnectionError: ``not_started``, with the last line that the service wrote.
     """
 
     def __init__(
@@ -66,53 +72,24 @@ class LocalService:
             },
         }
         self._folder = tempfile.TemporaryDirectory(prefix="raycloak-service-")
-        file, self._log = Path(self._folder.name) / "service.yaml", Path(self._folder.name) / "log"
+        file, log = Path(self._folder.name) / "service.yaml", Path(self._folder.name) / "log"
         file.write_text(yaml.safe_dump(settings), encoding="utf-8")
-        command = [sys.executable, "-m", "raycloak", "serve", str(file), "--base", str(base.resolve()), "--json"]
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "raycloak.coordinator.client.leash", *command],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-            )
+        self._child = Child("raycloak.coordinator.cli.serve:serve_parent", str(file), str(base.resolve()), log=log)
         try:
-            self.address = self._announced()
-        except BaseException:
+            self.address = self._child.receive(Listening, by=Deadline(_STARTS_S)).address
+        except BaseException as error:
+            said = self._child.last_words().removeprefix("error: ") or str(error)
             self.stop()
-            raise
+            if not isinstance(error, RaycloakError):
+                raise
+            raise ServiceConnectionError(
+                "not_started",
+                f"the service did not start: {said.strip(' .')}.",
+                "Its settings are what ServiceClient.local was given.",
+            ) from None
 
     def stop(self) -> None:
         """End the service after the step that it does."""
-        assert self._process.stdin is not None, "it is a pipe"
-        self._process.stdin.close()
-        try:
-            self._process.wait(_ENDS_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        self._child.signal(signal.SIGTERM)
+        self._child.end(Deadline(_ENDS_S))
         self._folder.cleanup()
-
-    def _announced(self) -> str:
-        """Wait for the line of JSON in which the service says its address."""
-        assert self._process.stdout is not None, "it is a pipe"
-        deadline, said = time.monotonic() + _STARTS_S, b""
-        while b"\n" not in said and time.monotonic() < deadline:
-            ready, _, _ = select.select([self._process.stdout], [], [], 0.5)
-            if ready:
-                piece = self._process.stdout.read1(65536)  # type: ignore[attr-defined]
-                if not piece:
-                    break
-                said += piece
-        try:
-            return str(json.loads(said)["address"])
-        except (ValueError, LookupError, TypeError):
-            lines = self._log.read_text(encoding="utf-8", errors="replace").split("\n")
-            last = " ".join(lines[-_LOG_LINES:]).strip(" .")
-            raise ServiceConnectionError(
-                "not_started",
-                f"the service did not start: {last.removeprefix('error: ').removesuffix('.') or 'it said nothing'}.",
-                "Its settings are what ServiceClient.local was given.",
-            ) from None

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from raycloak.attestation.core.secret_urls import secret_in
 from raycloak.coordinator.config.section import Section
+from raycloak.workers.terms.built_in_rules import RULE_SETTINGS, RULES, rules_with
 
 Kept = Literal["sealed", "clear"]
 
@@ -21,12 +22,8 @@ LARGEST_NOISE = 2.0**40
 METRICS = ("auc", "average_precision", "r2", "mae", "rmse")
 """The metrics that have a name; `raycloak.coordinator.planning.named_metrics` computes them."""
 
-RULES = ("sgd", "adam", "adamw", "adafactor")
 SCHEDULES = ("constant", "linear", "cosine")
-"""The update rules and schedules that have a name; `raycloak.coordinator.aggregation.update_rules` applies them."""
-
-RULE_FIELDS = ("momentum", "weight_decay", "beta1", "beta2", "eps")
-"""Settings of the built-in rules."""
+"""The schedules that have a name; `raycloak.coordinator.aggregation.update_rules` applies them."""
 
 Setting = bool | int | float | str | None
 """A keyword argument of an update rule."""
@@ -572,7 +569,7 @@ class OptimizerConfig(Section):
     @field_validator("name")
     @classmethod
     def _known_rule(cls, name: str) -> str:
-        return require_known(name, RULES, "update rule", "module:Class")
+        return require_known(name, tuple(RULES), "update rule", "module:Class")
 
     @field_validator("schedule")
     @classmethod
@@ -582,15 +579,17 @@ class OptimizerConfig(Section):
     @model_validator(mode="after")
     def _settings_of_the_rule(self) -> Self:
         own, fields = self.name not in RULES, type(self).model_fields
-        changed = [each for each in RULE_FIELDS if getattr(self, each) != fields[each].default]
+        changed = [each for each in RULE_SETTINGS if getattr(self, each) != fields[each].default]
         if own and changed:
             raise ValueError(f"{changed[0]} belongs to the built-in rules; give it to {self.name} in settings")
         if self.settings and not own:
             raise ValueError(f"settings belong to a rule of your own; {self.name} has fields")
         if "lr" in self.settings:
             raise ValueError("settings.lr is optimizer.learning_rate")
-        if self.momentum and self.name != "sgd":
-            raise ValueError(f"momentum belongs to sgd; {self.name} has no such setting, so set it to 0")
+        foreign = [] if own else [each for each in changed if each not in ("weight_decay", *RULES[self.name].settings)]
+        if foreign:
+            takers = " and ".join(rules_with(foreign[0]))
+            raise ValueError(f"{foreign[0]} belongs to {takers}; {self.name} has no such setting, so leave it out")
         if self.warmup_steps and self.schedule not in SCHEDULES:
             raise ValueError(f"warmup_steps belongs to the built-in schedules; {self.schedule} has its own warm-up")
         return self

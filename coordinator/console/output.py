@@ -183,17 +183,18 @@ class Output:
         The object carries the result so far of a run that had begun. The traceback, of ``cause`` if given, goes to the
         log, and with ``--debug`` to standard error.
         """
-        self._trace(cause or error)
+        self.trace(cause or error)
         self._say(error)
 
     def unexpected(self, error: BaseException) -> None:
         """Report a defect as one line that says where its traceback is."""
-        self._trace(error)
+        self.trace(error)
         log = self._diversion.log
         remedy = f"The traceback is in {log}." if log else "Run it again with --debug to see the traceback."
         self._say(RaycloakError("unexpected", f"{type(error).__name__}: {error}.", remedy))
 
-    def _trace(self, error: BaseException) -> None:
+    def trace(self, error: BaseException) -> None:
+        """Write the traceback of an error to the log, and with ``--debug`` to standard error."""
         trace = "".join(traceback.format_exception(error))
         self._diversion.write(trace)
         if self._debug:

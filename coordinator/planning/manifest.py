@@ -9,12 +9,13 @@ from raycloak.attestation.orchestrator.run_terms import RunTerms, SparseMasks
 from raycloak.attestation.policy.policy import Policy
 from raycloak.attestation.sealed.sealed_data import SealedSource
 from raycloak.coordinator.config.run import RunConfig
-from raycloak.coordinator.config.sections import RULES, SCHEDULES, OptimizerConfig
+from raycloak.coordinator.config.sections import SCHEDULES, OptimizerConfig
 from raycloak.coordinator.planning.masks import MaskPlan
 from raycloak.coordinator.planning.model_source import loss_spec
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.inputs.user_code import source_digest
 from raycloak.workers.messages import WorkerFacts
+from raycloak.workers.terms.built_in_rules import RULES
 from raycloak.workers.terms.manifest import (
     Computation,
     Manifest,

@@ -61,6 +61,7 @@ from raycloak.coordinator.planning.measurements import (
 from raycloak.coordinator.planning.payer import PayingAccount, accountant_for, cap_for, orders_for
 from raycloak.metrics.errors import ConfigError, DatasetError, ModelError, RefusedError
 from raycloak.metrics.proof_bounds import require_assertions
+from raycloak.workers.terms.built_in_rules import RULES
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.mechanism import MAX_DIMENSION, AccountantName, Mechanism, honest_share_of
 from raycloak.workers.vectors.noise import decompose
@@ -81,9 +82,6 @@ SPARE_CLAMP = 4
 In a run of the SST-2 recipe (eps8) and in 20 steps of the Shakespeare recipe no coordinate came above 0.1 of the
 largest possible one. Their models have fewer trained coordinates than those whose ring this concerns.
 """
-
-STATE_TENSORS = {"sgd": 1, "adam": 2, "adamw": 2, "adafactor": 1}
-"""Tensors of state of each built-in update rule, each as large as the parameters."""
 
 _OWN_STATE_TENSORS = 2  # assumed of a rule of the user's own: most keep one or two moments
 
@@ -531,7 +529,8 @@ def _masked_bytes(config: RunConfig, mechanism: Mechanism) -> int:
 
 
 def _object_store_bytes(config: RunConfig, mechanism: Mechanism) -> int:
-    tensors = 1 + STATE_TENSORS.get(config.optimizer.name, _OWN_STATE_TENSORS)
+    rule = RULES.get(config.optimizer.name)
+    tensors = 1 + (rule.state_tensors if rule else _OWN_STATE_TENSORS)
     return 2 * (tensors * 4 * mechanism.dimension + _masked_bytes(config, mechanism))
 
 

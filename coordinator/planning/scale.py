@@ -18,8 +18,9 @@ from raycloak.attestation.core.mask_graph import least_reach
 from raycloak.coordinator.config.run import MOST_VIRTUAL_WORKERS, RunConfig, apply_override, parse_config
 from raycloak.coordinator.config.section import Section, validated
 from raycloak.coordinator.planning.batches import hosted_at_most
-from raycloak.coordinator.planning.plan import STATE_TENSORS, plan_mechanism
+from raycloak.coordinator.planning.plan import plan_mechanism
 from raycloak.metrics.errors import ConfigError
+from raycloak.workers.terms.built_in_rules import RULES
 from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.vectors.noise import decompose
 from raycloak.workers.vectors.ring import RingBits
@@ -370,7 +371,7 @@ def aggregator(config: ScaleConfig, rates: Rates, workers: int, mechanism: Mecha
     Its link carries its range to every worker and every worker's range to it; nodes that pass on copies would help.
     """
     size, word = mechanism.dimension / ranks, mechanism.ring_bits // 8
-    rate, state = rates.words[mechanism.ring_bits], STATE_TENSORS[config.optimizer]
+    rate, state = rates.words[mechanism.ring_bits], RULES[config.optimizer].state_tensors
     return AggregatorScale(
         ranks=ranks,
         seconds=size * (workers * rate.tag + rate.averaged.at(workers) + rates.update) + rates.aggregator.at(workers),

@@ -5,11 +5,12 @@ Assumes nothing of the page: it may load nothing, and its print style sheet deci
 
 import os
 import shutil
-import subprocess
 import tempfile
 from pathlib import Path
 from typing import Final
 
+from raycloak.attestation.processes.deadline import Deadline
+from raycloak.attestation.processes.program import run
 from raycloak.metrics.errors import ConfigError, RaycloakError
 
 BROWSERS: Final = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -55,15 +56,10 @@ def print_pdf(page: Path, output: Path) -> Path:
         draft = Path(profile) / "page.pdf"
         asked = ["--no-pdf-header-footer", f"--print-to-pdf={draft}", page.resolve().as_uri()]
         try:
-            done = subprocess.run(
-                [*headless(program, Path(profile)), *asked],
-                env=apart(Path(profile)),
-                capture_output=True,
-                check=False,
-                timeout=DEADLINE_S,
-            )
-            said = f"it ended with {done.returncode}"
-        except subprocess.TimeoutExpired:
+            command = [*headless(program, Path(profile)), *asked]
+            exited, _ = run(command, Deadline(DEADLINE_S), environment=apart(Path(profile)))
+            said = f"it ended with {exited.how}"
+        except TimeoutError:
             said = f"it took more than {DEADLINE_S:.0f} s"
         if not draft.exists():
             raise RaycloakError(

@@ -1,32 +1,29 @@
 """A driver: the process that executes one run of the service, at the pace that the service sets.
 
-    python -m raycloak.coordinator.service.driver
-
-Commands arrive on standard input and reports leave on standard output, as `raycloak.coordinator.service.pipe` has them.
-Whatever else is printed goes to standard error or into the run's log. The end of its input ends it after the step that
-computes, as SIGTERM does; a step that waits for its release is left. Either way the run can be resumed.
+Commands arrive and reports leave over the channel to its parent, as `raycloak.coordinator.service.pipe` has them. The
+end of its commands ends it after the step that computes, as SIGTERM does; a step that waits for its release is left.
+Either way the run can be resumed.
 
 Its exit code is 0 after the report of an ending, and that of the error after the report of a failure.
 """
 
 import json
 import os
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from raycloak.attestation.core.private_memory import keep_memory_private
+from raycloak.attestation.processes.channel import Channel
 from raycloak.coordinator.cluster.ray_address import check_address
 from raycloak.coordinator.config.run import RunConfig, parse_config
-from raycloak.coordinator.console.output import Output, command_output, leave_stdout
+from raycloak.coordinator.console.output import Output, command_output
 from raycloak.coordinator.planning.first_look import first_look
 from raycloak.coordinator.quick_imports import quickly
 from raycloak.coordinator.record.folder import RunFolder, is_executing, run_of
 from raycloak.coordinator.record.run_reader import read_verdict
 from raycloak.coordinator.service.pipe import (
+    COMMANDS,
     Allow,
     Batches,
     Begin,
@@ -36,7 +33,6 @@ from raycloak.coordinator.service.pipe import (
     Copied,
     Copy,
     Ended,
-    Failed,
     HeldStep,
     Load,
     Loaded,
@@ -51,13 +47,10 @@ from raycloak.coordinator.service.pipe import (
     Save,
     Saved,
     Spent,
-    lines_of,
-    parse_command,
-    report_line,
 )
 from raycloak.coordinator.training.pace import GatedPace
 from raycloak.coordinator.training.stop_signals import StopRequest
-from raycloak.metrics.errors import ConfigError, ProtocolError, RaycloakError, RefusedError, RunFailedError
+from raycloak.metrics.errors import ConfigError, ProtocolError, RefusedError, RunFailedError
 
 if TYPE_CHECKING:
     from raycloak.coordinator.runs.execution import Execution
@@ -73,43 +66,23 @@ FORMER_S: Final = 120.0
 LOOK_EVERY_S: Final = 0.1
 
 
-class Reports:
-    """The reports of this driver, from any thread; they end when nobody reads them."""
-
-    def __init__(self, descriptor: int, stop: StopRequest) -> None:
-        self._descriptor = descriptor
-        self._stop = stop
-        self._lock = threading.Lock()
-
-    def tell(self, report: Report) -> None:
-        """Send a report; if the service is gone, have the run stopped."""
-        line = report_line(report)
-        with self._lock:
-            while line:
-                try:
-                    line = line[os.write(self._descriptor, line) :]
-                except BrokenPipeError:
-                    self._stop.make()
-                    return
-
-
 class PacedRun:
     """One execution of a run whose steps the service allows and releases.
 
     Args:
-        commands: the lines of the service, all but the first.
+        parent: brings the commands behind ``begin``.
     """
 
-    def __init__(self, begin: Begin, commands: Iterator[bytes], reports: Reports, stop: StopRequest) -> None:
+    def __init__(self, begin: Begin, parent: Channel, stop: StopRequest) -> None:
         self._begin = begin
-        self._tell = reports.tell
+        self._parent = parent
         self._stop = stop
         self._pace: GatedPace[Save | Copy | Load] = GatedPace(
             stop, self._computed, self._held, self._between, lambda ending: self._tell(Over(ending=ending))
         )
         self._losses: dict[int, float] = {}
         # A daemon: the service may keep its end open for longer than this process lives.
-        threading.Thread(target=self._listen, args=(commands,), name="commands", daemon=True).start()
+        threading.Thread(target=self._listen, name="commands", daemon=True).start()
 
     def run(self, output: Output) -> None:
         """Execute the run and report its ending.
@@ -214,16 +187,20 @@ class PacedRun:
         else:
             self._tell(Ended(ending=outcome.ending, metrics=outcome.result()["metrics"]))
 
-    def _listen(self, commands: Iterator[bytes]) -> None:
+    def _tell(self, report: Report) -> None:
+        """Send a report, from any thread; if the service is gone, have the run stopped."""
         try:
-            for line in commands:
-                try:
-                    command = parse_command(line)
-                except ValueError:
-                    # From a service of another version: what it means by it is not known, so nothing goes on.
-                    self._tell(Notice(line="a command of the service cannot be read; the run stops"))
-                    break
+            self._parent.send(report)
+        except ConnectionError:
+            self._stop.make()
+
+    def _listen(self) -> None:
+        try:
+            while (command := self._parent.receive(*COMMANDS)) is not None:
                 self._take(command)
+        except ProtocolError:
+            # From a service of another version: what it means by it is not known, so nothing goes on.
+            self._tell(Notice(line="a command of the service cannot be read; the run stops"))
         finally:
             # Also where a command could not be done, such as a cancellation that Ray refused: who waits for the next
             # command would wait for ever.
@@ -316,7 +293,7 @@ class PacedRun:
         self._tell(
             ReleasedStep(
                 step=step,
-                digest=report.model_digest,
+                model_digest=report.model_digest,
                 epsilon=report.epsilon,
                 seconds=report.seconds,
                 evaluation_accuracy=report.evaluation_accuracy,
@@ -337,65 +314,21 @@ def _ended_before(folder: RunFolder) -> Ended:
     return Ended(ending=ending, metrics=metrics)
 
 
-def _guarded(run: PacedRun, output: Output, reports: Reports) -> int:
-    """Execute the run; every outcome becomes a last report and an exit code."""
-    try:
-        keep_memory_private()
-        run.run(output)
-    except RaycloakError as error:
-        output.error(error)
-        reports.tell(_failure(error))
-        return error.exit_code
-    except KeyboardInterrupt as error:
-        interrupted = RaycloakError("interrupted", "the driver was stopped at once.", "Resume the run.")
-        output.error(interrupted, error)
-        reports.tell(_failure(interrupted))
-        return interrupted.exit_code
-    except Exception as error:  # noqa: BLE001 - the last resort: a defect still ends in one report
-        output.unexpected(error)
-        # Its text may be about data, so the report has its type alone.
-        unexpected = RaycloakError("unexpected", f"{type(error).__name__}.", "The driver's log has the traceback.")
-        reports.tell(_failure(unexpected))
-        return unexpected.exit_code
-    return 0
+def main(parent: Channel) -> None:
+    """Execute the run that the first command names.
 
-
-def _failure(error: RaycloakError) -> Failed:
-    return Failed(
-        code=error.code,
-        message=error.message,
-        remedy=error.remedy,
-        exit_code=error.exit_code,
-        epsilon=error.spent_epsilon,
-        step=error.step,
-    )
-
-
-def main() -> int:
-    """Execute the run that the first line of standard input names; return the exit code."""
-    stop = StopRequest()
-    # Copies that no process which Ray starts inherits: the pipes are at their end when this process is.
-    commands, reports = lines_of(os.dup(0)), Reports(os.dup(1), stop)
-    with Path(os.devnull).open("rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
-    os.dup2(2, 1)
-    line = next(commands, None)
-    if line is None:
-        return 0
-    with command_output(as_json=False, debug=True) as output:
+    Raises:
+        RaycloakError: what ended it; ``driver_protocol`` if the first command is no `Begin`.
+    """
+    keep_memory_private()
+    begin = parent.receive(*COMMANDS)
+    if begin is None:
+        return
+    if not isinstance(begin, Begin):
+        raise ProtocolError("driver_protocol", "the first command is not the beginning of a run.")
+    with command_output(as_json=False, debug=False) as output:
         try:
-            begin = parse_command(line)
-            if not isinstance(begin, Begin):
-                raise ValueError
-        except ValueError:
-            refusal = ProtocolError("driver_protocol", "the first line is not the beginning of a run.")
-            output.error(refusal)
-            reports.tell(_failure(refusal))
-            return refusal.exit_code
-        return _guarded(PacedRun(begin, commands, reports, stop), output, reports)
-
-
-if __name__ == "__main__":
-    code = main()
-    leave_stdout()
-    sys.exit(code)
+            PacedRun(begin, parent, StopRequest()).run(output)
+        except BaseException as error:
+            output.trace(error)
+            raise

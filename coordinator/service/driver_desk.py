@@ -7,12 +7,12 @@ import json
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
 from functools import partial
 from typing import Final
 
+from raycloak.attestation.processes.failure import Failed
+from raycloak.attestation.processes.program import Exited
 from raycloak.coordinator.client import service_pb2 as wire
-from raycloak.coordinator.service.drivers import Exited
 from raycloak.coordinator.service.operation_queues import (
     DriverState,
     OperationQueues,
@@ -34,7 +34,6 @@ from raycloak.coordinator.service.pipe import (
     Computed,
     Copied,
     Ended,
-    Failed,
     HeldStep,
     Loaded,
     Notice,
@@ -205,7 +204,7 @@ class DriverDesk(OperationQueues):
         client.run_id, client.run_dir = said.run_id, str(said.run_dir)
 
     def _ready(self, client: ClientRow, driver: DriverState, said: Ready) -> None:
-        client.facts = json.dumps({name: value for name, value in asdict(said).items() if name != "kind"})
+        client.facts = said.encode().decode()
         client.private = int(said.private)
         # The driver before this one may have been lost between a charge and its report.
         client.charged = max(client.charged, said.charged_steps)
@@ -277,15 +276,15 @@ class DriverDesk(OperationQueues):
             return
         if asked.state == DONE:
             # Repeated by a driver that resumed from an earlier package.
-            if wire.OptimStepResult.FromString(asked.result).model_digest != said.digest:
+            if wire.OptimStepResult.FromString(asked.result).model_digest != said.model_digest:
                 self._fail(client, cause_of("not_exact", f"step {said.step} was repeated with another result."))
             return
         client.finished = max(client.finished, said.step + 1)
-        client.digest = said.digest
+        client.digest = said.model_digest
         client.epsilon = max(client.epsilon, said.epsilon or 0.0)
         result = wire.OptimStepResult(
             step=said.step + 1,
-            model_digest=said.digest,
+            model_digest=said.model_digest,
             dp_metrics=dp_metrics(client),
             loss=said.loss,
             evaluation_accuracy=said.evaluation_accuracy,

@@ -1,19 +1,24 @@
-"""The lines between the service and a driver: commands on the driver's standard input, reports on its output.
+"""The messages between the service and a driver: commands, and reports. Infinity and NaN become null."""
 
-Each line is one JSON object whose ``kind`` names its class here. Infinity and NaN become null.
-"""
-
-import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, get_args
 
-from pydantic import Field, TypeAdapter
+from pydantic import BeforeValidator
+
+from raycloak.attestation.core.messages import Message
+from raycloak.attestation.processes.failure import Failed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Begin:
+def _finite(value: object) -> object:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+Figure = Annotated[float | None, BeforeValidator(_finite)]
+"""A number; None where there is none, or it is no finite one."""
+
+
+class Begin(Message):
     """The first command: the run to execute.
 
     Attributes:
@@ -23,15 +28,14 @@ class Begin:
         run_id: of a run to resume; None begins a new one. A run that never charged anything is begun anew.
     """
 
+    DOMAIN: ClassVar[str] = "raycloak/driver/begin/v1"
     config: dict[str, Any]
     base: Path
     run_secret: Path | None
     run_id: str | None
-    kind: Literal["begin"] = "begin"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Allow:
+class Allow(Message):
     """Watermarks: steps below ``computed`` may be charged, and those below ``released`` reduced.
 
     They only rise; but ``released`` falls back to a step that was reported as held, and both to the finished steps of a
@@ -41,84 +45,75 @@ class Allow:
         held: whether the next step to be computed is to wait; workers that compute it now leave it.
     """
 
+    DOMAIN: ClassVar[str] = "raycloak/driver/allow/v1"
     computed: int
     released: int
     held: bool = False
-    kind: Literal["allow"] = "allow"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batches:
+class Batches(Message):
     """The files of the examples that were sent for a step; they come before the step is allowed."""
 
+    DOMAIN: ClassVar[str] = "raycloak/driver/batches/v1"
     step: int
     files: tuple[Path, ...]
-    kind: Literal["batches"] = "batches"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Save:
+class Save(Message):
     """A command to save the state after ``after`` finished steps."""
 
+    DOMAIN: ClassVar[str] = "raycloak/driver/save/v1"
     id: str
     after: int
-    kind: Literal["save"] = "save"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Copy:
+class Copy(Message):
     """A command to write the weights after ``after`` finished steps to the file ``path``, for who gives the command."""
 
+    DOMAIN: ClassVar[str] = "raycloak/driver/copy/v1"
     id: str
     after: int
     path: Path
-    kind: Literal["copy"] = "copy"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class Load(Message):
     """A command to go on from ``package``, a location as :class:`Saved` has it, after ``after`` finished steps."""
 
+    DOMAIN: ClassVar[str] = "raycloak/driver/load/v1"
     id: str
     after: int
     package: str
-    kind: Literal["load"] = "load"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Close:
+class Close(Message):
     """A command to end: a run whose steps are all finished is complete, another one is stopped."""
 
-    kind: Literal["close"] = "close"
+    DOMAIN: ClassVar[str] = "raycloak/driver/close/v1"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseBegun:
+class PhaseBegun(Message):
     """A report of what the driver does, in a few words."""
 
+    DOMAIN: ClassVar[str] = "raycloak/driver/phase/v1"
     words: str
-    kind: Literal["phase"] = "phase"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Notice:
+class Notice(Message):
     """A report of one line for a watcher, such as a worker that left."""
 
+    DOMAIN: ClassVar[str] = "raycloak/driver/notice/v1"
     line: str
-    kind: Literal["notice"] = "notice"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
+class Opened(Message):
     """A report of which run it is, before anything is charged."""
 
+    DOMAIN: ClassVar[str] = "raycloak/driver/opened/v1"
     run_id: str
     run_dir: Path
-    kind: Literal["opened"] = "opened"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
+class Ready(Message):
     """A report that members are admitted; steps that are allowed begin.
 
     Attributes:
@@ -130,14 +125,15 @@ class Ready:
         manifest: the run's public contract.
     """
 
+    DOMAIN: ClassVar[str] = "raycloak/driver/ready/v1"
     finished_steps: int
     steps: int
     charged_steps: int
-    delta: float | None
-    epsilon_cap: float | None
-    epsilon_planned: float | None
-    epsilon: float | None
-    noise_multiplier: float | None
+    delta: Figure
+    epsilon_cap: Figure
+    epsilon_planned: Figure
+    epsilon: Figure
+    noise_multiplier: Figure
     sample_rate: float
     max_grad_norm: float
     accountant: str
@@ -146,22 +142,19 @@ class Ready:
     evidence_class: str
     account: str
     manifest: dict[str, Any]
-    kind: Literal["ready"] = "ready"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spent:
+class Spent(Message):
     """A report that a measurement was charged and released; ``epsilon`` is the account's, by its receipt.
 
     The step that it precedes may be held, or never come.
     """
 
-    epsilon: float | None
-    kind: Literal["spent"] = "spent"
+    DOMAIN: ClassVar[str] = "raycloak/driver/spent/v1"
+    epsilon: Figure
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Computed:
+class Computed(Message):
     """A report that step ``step``, from 0, is charged, computed, masked and bound.
 
     Attributes:
@@ -171,15 +164,14 @@ class Computed:
         tokens: of the drawn examples; None if the run is private, or examples are no rows of tokens.
     """
 
+    DOMAIN: ClassVar[str] = "raycloak/driver/computed/v1"
     step: int
-    epsilon: float | None
-    loss: float | None
+    epsilon: Figure
+    loss: Figure
     tokens: int | None = None
-    kind: Literal["computed"] = "computed"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldStep:
+class HeldStep(Message):
     """A report that step ``step``, from 0, is held: nobody computes it, and it is not released unless allowed anew.
 
     Attributes:
@@ -187,34 +179,32 @@ class HeldStep:
             be charged.
     """
 
+    DOMAIN: ClassVar[str] = "raycloak/driver/held/v1"
     step: int
-    epsilon: float | None
-    kind: Literal["held"] = "held"
+    epsilon: Figure
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReleasedStep:
+class ReleasedStep(Message):
     """A report that step ``step``, from 0, is finished; see `StepReport` and :class:`Computed`.
 
     Attributes:
-        digest: hexadecimal digest of the parameters that it gave.
+        model_digest: hexadecimal digest of the parameters that it gave.
         seconds: wall time of the step without its waits.
         grad_norm: l2 norm of the average gradient; None if the run is private.
     """
 
+    DOMAIN: ClassVar[str] = "raycloak/driver/released/v1"
     step: int
-    digest: str
-    epsilon: float | None
+    model_digest: str
+    epsilon: Figure
     seconds: float
-    evaluation_accuracy: float | None
-    evaluation_loss: float | None
-    loss: float | None
-    grad_norm: float | None = None
-    kind: Literal["released"] = "released"
+    evaluation_accuracy: Figure
+    evaluation_loss: Figure
+    loss: Figure
+    grad_norm: Figure = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
+class Saved(Message):
     """A report that :class:`Save` ``id`` is done.
 
     Attributes:
@@ -222,58 +212,53 @@ class Saved:
         step: finished steps behind the state.
     """
 
+    DOMAIN: ClassVar[str] = "raycloak/driver/saved/v1"
     id: str
     package: str
     package_digest: str
     model_digest: str
     step: int
-    kind: Literal["saved"] = "saved"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Copied:
+class Copied(Message):
     """A report that :class:`Copy` ``id`` is done; ``model_digest`` is hexadecimal."""
 
+    DOMAIN: ClassVar[str] = "raycloak/driver/copied/v1"
     id: str
     model_digest: str
-    kind: Literal["copied"] = "copied"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
+class Loaded(Message):
     """A report that :class:`Load` ``id`` is done; ``step`` counts the finished steps behind the loaded state."""
 
+    DOMAIN: ClassVar[str] = "raycloak/driver/loaded/v1"
     id: str
     model_digest: str
     step: int
-    kind: Literal["loaded"] = "loaded"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
+class Refused(Message):
     """A report that a save, a copy or a load was refused; nothing has changed, and the run goes on."""
 
+    DOMAIN: ClassVar[str] = "raycloak/driver/refused/v1"
     id: str
     code: str
     message: str
     remedy: str
-    kind: Literal["refused"] = "refused"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Over:
+class Over(Message):
     """A report that no further step is computed. The driver goes on: what was released can be saved, copied and loaded.
 
     Attributes:
         ending: ``cap_exceeded`` or ``early_stopped``.
     """
 
+    DOMAIN: ClassVar[str] = "raycloak/driver/over/v1"
     ending: str
-    kind: Literal["over"] = "over"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class Ended(Message):
     """The last report of an execution that did not fail.
 
     Attributes:
@@ -281,28 +266,9 @@ class Ended:
         metrics: the verdict; None if no step is finished.
     """
 
+    DOMAIN: ClassVar[str] = "raycloak/driver/ended/v1"
     ending: str
     metrics: dict[str, Any] | None
-    kind: Literal["ended"] = "ended"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
-    """The last report of an execution that failed; what was charged stays charged.
-
-    Attributes:
-        code, message, remedy, exit_code: see `raycloak.metrics.errors`.
-        epsilon: of the account by then, if known.
-        step: the step that did not finish, if any had begun.
-    """
-
-    code: str
-    message: str
-    remedy: str
-    exit_code: int
-    epsilon: float | None
-    step: int | None
-    kind: Literal["failed"] = "failed"
 
 
 Command = Begin | Allow | Batches | Save | Copy | Load | Close
@@ -311,36 +277,5 @@ Report = (
     | Refused | Over | Ended | Failed
 )  # fmt: skip
 
-_COMMANDS: Final[TypeAdapter[Command]] = TypeAdapter(Annotated[Command, Field(discriminator="kind")])
-_REPORTS: Final[TypeAdapter[Report]] = TypeAdapter(Annotated[Report, Field(discriminator="kind")])
-
-
-def command_line(command: Command) -> bytes:
-    """Return the line of a command."""
-    return _COMMANDS.dump_json(command) + b"\n"
-
-
-def report_line(report: Report) -> bytes:
-    """Return the line of a report."""
-    return _REPORTS.dump_json(report) + b"\n"
-
-
-def parse_command(line: bytes) -> Command:
-    """Return the command of a line; ValueError if it has none."""
-    return _COMMANDS.validate_json(line)
-
-
-def parse_report(line: bytes) -> Report:
-    """Return the report of a line; ValueError if it has none."""
-    return _REPORTS.validate_json(line)
-
-
-def lines_of(descriptor: int) -> Iterator[bytes]:
-    """Yield the finished lines of a pipe until its end, without the newline.
-
-    Not a file object, whose lock a thread that waits in it would keep while the interpreter ends.
-    """
-    kept = b""
-    while more := os.read(descriptor, 65536):
-        *lines, kept = (kept + more).split(b"\n")
-        yield from lines
+COMMANDS: Final[tuple[type[Command], ...]] = get_args(Command)
+REPORTS: Final[tuple[type[Report], ...]] = get_args(Report)

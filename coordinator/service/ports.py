@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+from raycloak.attestation.processes.program import Exited
 from raycloak.coordinator.client import service_pb2 as wire
-from raycloak.coordinator.service.drivers import Exited
 from raycloak.coordinator.service.pipe import Begin, Command, ReleasedStep, Report
 from raycloak.coordinator.service.store import OperationRow
 
@@ -30,7 +30,7 @@ News: TypeAlias = tuple[str, wire.Change | Stored]
 class DriverPort(Protocol):
     """The driver processes, one for each client that has a place.
 
-    What a driver reports comes to `Desk.report`, in order; `raycloak.coordinator.service.drivers.Exited` comes last.
+    What a driver reports comes to `Desk.report`, in order; `raycloak.attestation.processes.program.Exited` comes last.
     No method waits for a process.
     """
 

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, Self
 
+from raycloak.attestation.processes.program import Exited
 from raycloak.attestation.sealed.package_keys import SIGNER_PUBLIC_FILE, PackageSigner
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.config import home
@@ -17,7 +18,7 @@ from raycloak.coordinator.record.batch_files import FOLDER
 from raycloak.coordinator.record.run_reader import EventTail
 from raycloak.coordinator.service.databases import OwnedFolder, open_database
 from raycloak.coordinator.service.desk import Desk
-from raycloak.coordinator.service.drivers import Driver, Exited
+from raycloak.coordinator.service.drivers import Driver
 from raycloak.coordinator.service.operation_queues import MOST_SAMPLES
 from raycloak.coordinator.service.packages import SavedPackage
 from raycloak.coordinator.service.pipe import Begin, Command, ReleasedStep, Report
@@ -107,7 +108,7 @@ class RunRecords:
         return {
             event["step"]: ReleasedStep(
                 step=event["step"],
-                digest=event["model_digest"],
+                model_digest=event["model_digest"],
                 epsilon=event.get("epsilon"),
                 seconds=event["seconds"],
                 evaluation_accuracy=event.get("evaluation_accuracy"),

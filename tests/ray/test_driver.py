@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from raycloak.attestation.processes.failure import Failed
+from raycloak.attestation.processes.program import Exited
 from raycloak.coordinator.client.service_client import ServiceClient
 from raycloak.coordinator.config.home import ledger_url
 from raycloak.coordinator.config.run import parse_config
@@ -13,7 +15,7 @@ from raycloak.coordinator.ledger.entries import StepCharged, VectorsBound
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.runs.demo import demo_config
 from raycloak.coordinator.runs.trainer import Trainer
-from raycloak.coordinator.service.drivers import Driver, Exited
+from raycloak.coordinator.service.drivers import Driver
 from raycloak.coordinator.service.pipe import (
     Allow,
     Begin,
@@ -22,7 +24,6 @@ from raycloak.coordinator.service.pipe import (
     Copied,
     Copy,
     Ended,
-    Failed,
     HeldStep,
     Opened,
     Ready,
@@ -80,10 +81,8 @@ def started(tmp_path, ray_cluster, monkeypatch):
 
     yield start
     for driver in drivers:
-        if driver.alive:
-            driver.kill()
-        if driver.pid is not None:
-            driver._process.wait(DEADLINE_S)
+        if driver._child is not None:
+            driver._child.destroy()
 
 
 def test_a_driver_that_is_killed_and_resumed_gives_the_bytes_of_a_run_without_one(
@@ -118,8 +117,8 @@ def test_a_driver_that_is_killed_and_resumed_gives_the_bytes_of_a_run_without_on
     second.send(Save(id="kept", after=STEPS))
     second.send(Allow(computed=STEPS, released=STEPS))
     second.until(Refused, id="too early", code="no_state")
-    digests = [second.until(ReleasedStep).digest for _ in range(STEPS)]
-    assert digests[0] == released.digest
+    digests = [second.until(ReleasedStep).model_digest for _ in range(STEPS)]
+    assert digests[0] == released.model_digest
     saved = second.until(Saved, id="kept", model_digest=digests[-1], step=STEPS)
     assert Path(saved.package).exists()
     copy = tmp_path / "copies" / "weights.safetensors"

@@ -7,7 +7,6 @@ from its ``metrics.jsonl`` while the run still writes it.
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -15,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from raycloak.attestation.processes.deadline import Deadline
+from raycloak.attestation.processes.program import Program, run
 from raycloak.coordinator.config.home import HOME_VARIABLE
 from raycloak.coordinator.record.folder import RunFolder
 from raycloak.metrics.errors import RunFailedError
@@ -111,7 +112,7 @@ class ChildRun:
     patience_s: float
     ended: list[tuple[float, str]] = field(default_factory=list)
     tail: LineTail | None = None
-    _driver: subprocess.Popen[bytes] | None = None
+    _driver: Program | None = None
 
     @property
     def pid(self) -> int:
@@ -122,7 +123,7 @@ class ChildRun:
     @property
     def alive(self) -> bool:
         """Return whether the driver is running."""
-        return self._driver is not None and self._driver.poll() is None
+        return self._driver is not None and self._driver.alive
 
     @property
     def steps(self) -> list[StepSeen]:
@@ -139,16 +140,12 @@ class ChildRun:
         """Start a driver, for a new run or for the existing one."""
         how = ["--resume"] if resume else ["--run-secret", str(self.task.secret)]
         settings = [word for override in self.task.overrides for word in ("--set", override)]
-        with self._log.open("ab") as log:
-            self._driver = subprocess.Popen(
-                _command("run", self.task.config, *settings, *how),
-                cwd=self.home,
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        self._driver = Program(
+            _command("run", self.task.config, *settings, *how),
+            log=self._log,
+            environment=self._environment,
+            folder=self.home,
+        )
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
         """Follow the run until ``condition`` holds. It is checked now, and whenever the run has written something.
@@ -173,13 +170,12 @@ class ChildRun:
     def signal(self, number: int) -> None:
         """Send a signal to the driver alone; do nothing if it has ended."""
         assert self._driver is not None, "the run was started"
-        self._driver.send_signal(number)
+        self._driver.signal(number)
 
     def kill(self) -> None:
         """End the driver at once, if there is one; return when it is gone."""
         if self._driver is not None:
-            self._driver.kill()
-            self._driver.wait()
+            self._driver.destroy()
 
     def stop(self) -> None:
         """Ask the driver to end after its step, and wait for it.
@@ -190,8 +186,8 @@ class ChildRun:
         self.signal(signal.SIGTERM)
         assert self._driver is not None, "the run was started"
         try:
-            self._driver.wait(STOP_S)
-        except subprocess.TimeoutExpired:
+            self._driver.wait(Deadline(STOP_S))
+        except TimeoutError:
             raise RunFailedError("chaos_stuck", f"the run did not stop within {STOP_S:g} s of SIGTERM") from None
         self._look()
         status = self.folder.record.status
@@ -213,20 +209,13 @@ class ChildRun:
 
     def _ask(self, *arguments: str | Path) -> dict[str, Any]:
         """Run a command in the state folder of this run; return the object that it prints."""
-        done = subprocess.run(
-            _command(*arguments, "--json"),
-            cwd=self.home,
-            env=self._environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            encoding="utf-8",
-            timeout=VERIFY_S,
-            check=False,
+        exited, said = run(
+            _command(*arguments, "--json"), Deadline(VERIFY_S), environment=self._environment, folder=self.home
         )
         try:
-            answer: dict[str, Any] = json.loads(done.stdout)
+            answer: dict[str, Any] = json.loads(said)
         except ValueError:
-            words = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+            words = exited.last_words or "it said nothing"
             return {"error": {"code": "chaos_verify", "message": f"raycloak {arguments[0]}: {words}"}}
         return answer
 

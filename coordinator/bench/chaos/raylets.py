@@ -6,21 +6,22 @@ temporary folder of its own.
 """
 
 import itertools
-import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any, Self
+from typing import Any, ClassVar, Self
 
+from raycloak.attestation.core.messages import Message
+from raycloak.attestation.processes.channel import Channel
+from raycloak.attestation.processes.child import Child
+from raycloak.attestation.processes.deadline import Deadline
 from raycloak.coordinator.cluster.machine_names import MACHINE_LABEL
 from raycloak.coordinator.cluster.process_table import process_table
 
@@ -41,6 +42,8 @@ HEALTH_CHECKS: Mapping[str, str] = MappingProxyType(
 STORE_BYTES = 128 * 2**20
 DRAIN_PREEMPTION = 2  # Ray's number for a node that is preempted
 END_DEADLINE_S = 30.0
+_ANSWER_S = 300.0
+"""For a node to start on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,40 @@ class Raylet:
             os.kill(self.pid, signal.SIGKILL)
 
 
+class Add(Message):
+    """A request to add a node, with the fields of :class:`Node`."""
+
+    DOMAIN: ClassVar[str] = "raycloak/raylets/add/v1"
+    cpus: int
+    resources: dict[str, float]
+    labels: dict[str, str]
+    environment: dict[str, str]
+
+
+class Started(Message):
+    """The answer: the node that has started, and the address of the cluster."""
+
+    DOMAIN: ClassVar[str] = "raycloak/raylets/started/v1"
+    address: str
+    node_id: str
+    pid: int
+
+
+class Drain(Message):
+    """A request to announce that a node will be taken away."""
+
+    DOMAIN: ClassVar[str] = "raycloak/raylets/drain/v1"
+    node_id: str
+    deadline_s: float
+
+
+class Drained(Message):
+    """The answer."""
+
+    DOMAIN: ClassVar[str] = "raycloak/raylets/drained/v1"
+    accepted: bool
+
+
 class Raylets:
     """A head without CPUs, and the added nodes. A context manager.
 
@@ -91,24 +128,17 @@ class Raylets:
         # Short, because a socket path below it must stay under 108 characters. Ray does not create it.
         (Path(folder) / "ray").mkdir()
         self.environment = {**(environment or {}), "RAY_TMPDIR": folder}
-        child = subprocess.Popen(
-            [sys.executable, "-m", "raycloak.coordinator.bench.chaos.raylets"],
-            env={**os.environ, **self.environment, **HEALTH_CHECKS},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            encoding="utf-8",
-            start_new_session=True,
+        # Without a grace: it ends the cluster, and then itself.
+        self._child = Child(
+            "raycloak.coordinator.bench.chaos.raylets:own_cluster",
+            environment={**os.environ, **self.environment, **HEALTH_CHECKS},
+            grace_s=None,
         )
-        self._child = child
         self._stack.callback(self._end)
-        assert child.stdin is not None, "it was asked for"
-        assert child.stdout is not None, "it was asked for"
-        self._commands: IO[str] = child.stdin
-        self._answers: IO[str] = child.stdout
-        answer = self._read()
-        self.address: str = answer["address"]
+        head = self._child.receive(Started, by=Deadline(_ANSWER_S))
+        self.address = head.address
         self.environment["RAY_ADDRESS"] = self.address
-        self.head = Raylet(answer["node_id"], answer["pid"])
+        self.head = Raylet(head.node_id, head.pid)
 
     def __enter__(self) -> Self:
         return self
@@ -122,33 +152,19 @@ class Raylets:
         It stands for a machine of its own unless its labels name one.
         """
         labels = {MACHINE_LABEL: f"raylet-{next(self._numbers)}", **node.labels}
-        answer = self._ask("add", asdict(replace(node, labels=labels)))
-        return Raylet(answer["node_id"], answer["pid"])
+        asked = Add(cpus=node.cpus, resources=dict(node.resources), labels=labels, environment=dict(node.environment))
+        started = self._child.call(asked, Started, by=Deadline(_ANSWER_S))
+        return Raylet(started.node_id, started.pid)
 
     def drain(self, raylet: Raylet, deadline_s: float = 60.0) -> None:
         """Announce that a node will be taken away, as a preemption does."""
-        answer = self._ask("drain", {"node_id": raylet.node_id, "deadline_s": deadline_s})
-        assert answer["accepted"], "Ray accepts every drain for a preemption"
-
-    def _ask(self, command: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        self._commands.write(json.dumps({"command": command, **arguments}) + "\n")
-        self._commands.flush()
-        return self._read()
-
-    def _read(self) -> dict[str, Any]:
-        line = self._answers.readline()
-        if not line:
-            raise ChildProcessError("the cluster's process ended; its errors are above")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        asked = Drain(node_id=raylet.node_id, deadline_s=deadline_s)
+        assert self._child.call(asked, Drained, by=Deadline(_ANSWER_S)).accepted, "Ray accepts every preemption's drain"
 
     def _end(self) -> None:
         end_session(self._child.pid)
-        self._child.wait(timeout=END_DEADLINE_S)
-        self._answers.close()
-        # The child that would read them has ended.
-        with suppress(BrokenPipeError):
-            self._commands.close()
+        self._child.destroy()
+        self._child.channel.close()
 
 
 def end_session(session: int) -> None:
@@ -170,44 +186,34 @@ def end_session(session: int) -> None:
         time.sleep(0.01)
 
 
-def _serve() -> None:
-    """Run the child: start a head, then carry out each line of standard input until there is none."""
+def own_cluster(parent: Channel) -> None:
+    """Run the child: start a head, then add and drain nodes as it is asked until nothing more is."""
     from ray._raylet import GcsClient  # type: ignore[attr-defined]  # not in Ray's stubs
     from ray.cluster_utils import Cluster
 
-    # Ray prints to standard output, where only answers may go.
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
-    os.dup2(2, 1)
     cluster = Cluster()
 
-    def start(**options: Any) -> dict[str, Any]:
+    def start(**options: Any) -> Started:
         node = cluster.add_node(object_store_memory=STORE_BYTES, **options)
         raylet = node.all_processes["raylet"][0].process
         # The node's workers take a dead raylet that was not waited for to be alive, and would stay.
         threading.Thread(target=raylet.wait, daemon=True).start()
-        return {"node_id": node.node_id, "pid": raylet.pid}
+        return Started(address=cluster.address, node_id=node.node_id, pid=raylet.pid)
 
-    def drain(node_id: str, deadline_s: float) -> dict[str, Any]:
-        deadline_ms = int(1000 * (time.time() + deadline_s))
+    def drain(asked: Drain) -> Drained:
+        deadline_ms = int(1000 * (time.time() + asked.deadline_s))
         client = GcsClient(address=cluster.address)
-        accepted, _ = client.drain_node(node_id, DRAIN_PREEMPTION, "asked for by raycloak", deadline_ms)
-        return {"accepted": accepted}
+        accepted, _ = client.drain_node(asked.node_id, DRAIN_PREEMPTION, "asked for by raycloak", deadline_ms)
+        return Drained(accepted=accepted)
 
     try:
         # Nothing scales this cluster, and no driver of it reads its workers' logs.
-        head = start(num_cpus=0, include_dashboard=False, include_log_monitor=False, no_monitor=True)
-        print(json.dumps(head | {"address": cluster.address}), file=answers)
-        for line in sys.stdin:
-            asked = json.loads(line)
-            if asked.pop("command") == "add":
-                options = {"resources": asked["resources"], "labels": asked["labels"]}
-                answer = start(num_cpus=asked["cpus"], env_vars=asked["environment"], **options)
-            else:
-                answer = drain(**asked)
-            print(json.dumps(answer), file=answers)
+        parent.send(start(num_cpus=0, include_dashboard=False, include_log_monitor=False, no_monitor=True))
+        while (asked := parent.receive(Add, Drain)) is not None:
+            if isinstance(asked, Add):
+                options = {"resources": asked.resources, "labels": asked.labels}
+                parent.send(start(num_cpus=asked.cpus, env_vars=asked.environment, **options))
+            elif isinstance(asked, Drain):
+                parent.send(drain(asked))
     finally:
         cluster.shutdown()  # type: ignore[no-untyped-call]
-
-
-if __name__ == "__main__":
-    _serve()

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from raycloak.coordinator.runs.released_model import ReleasedModel
+from raycloak.coordinator.service.sampling.messages import FinishReason, SampledCompletion
 from raycloak.coordinator.service.sampling.requests import MOST_RESULT_BYTES, SampleRequest
-from raycloak.coordinator.service.sampling.sampler import SampledCompletion
 from raycloak.metrics.errors import ConfigError
 from raycloak.metrics.service_errors import FutureFailedError, ServiceValidationError
 from raycloak.workers.inputs.hub_files import library, quiet
@@ -158,7 +158,8 @@ class _Row:
         self._tokenizer, self._ends, self._stop = tokenizer, ends, stop
         self._number, self._on_text, self._place = number, on_text, place
         self.tokens = self.size = 0
-        self._text, self._held, self._reason = "", "", "length"
+        self._text, self._held = "", ""
+        self._reason: FinishReason = "length"
         self._window, self._read = self.prompt[-_BEFORE:], len(self.prompt[-_BEFORE:])
 
     def take(self, token: int) -> None:
@@ -182,7 +183,7 @@ class _Row:
             self._finish("length")
         return SampledCompletion(self._number, self._text, self._reason, self.tokens)
 
-    def _finish(self, reason: str) -> None:
+    def _finish(self, reason: FinishReason) -> None:
         self._reason = reason
         rest = self._decoded(self._window)[len(self._decoded(self._window[: self._read])) :]
         self._say(rest)

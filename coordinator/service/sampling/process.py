@@ -1,31 +1,36 @@
 """The child process that generates text, one request after another; `sampler.py` beside it starts it.
 
-Lines of JSON come on its standard input: ``{"kind": "sample", "id": …, "run": …, "parameters": …,
-"model_digest": …, "request": {…}}`` and ``{"kind": "cancel", "id": …}``. Its answers go to a copy of its standard
-output: ``tokens`` and ``rate`` any number of times, then one of ``done``, ``cancelled`` and ``failed``. All else that
-is written in here goes to its standard error. It ends with its input.
+It answers each `Sample` with `Piece` and `Rate` any number of times, then one of `SampleDone`, `Cancelled` and
+`Unanswered`. It ends with its parent.
 """
 
-import json
 import os
 import resource
-import sys
 import threading
 from collections.abc import Callable, Set
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, TextIO
+from typing import Any
 
 from raycloak.attestation.core.private_memory import keep_memory_private
-from raycloak.coordinator.service.sampling.requests import SampleRequest
-from raycloak.coordinator.service.sampling.sampler import SampledCompletion
+from raycloak.attestation.processes.channel import Channel
+from raycloak.coordinator.service.sampling.messages import (
+    Cancel,
+    Cancelled,
+    Piece,
+    Rate,
+    Sample,
+    SampledCompletion,
+    SampleDone,
+    Unanswered,
+)
 from raycloak.metrics.errors import RaycloakError, is_out_of_memory
 
 # Steps of the training come first where both want the processor.
 _NICENESS = 10
 
 
-def main(threads: int, memory_bytes: int) -> None:
+def main(parent: Channel, threads: str, memory_bytes: str) -> None:
     """Serve requests until the input ends.
 
     Args:
@@ -33,17 +38,14 @@ def main(threads: int, memory_bytes: int) -> None:
     """
     # Prompts and what is made of them are a tenant's own.
     keep_memory_private()
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    # Whatever a model's code prints must not end up between two answers.
-    os.dup2(2, 1)
     os.nice(_NICENESS)
-    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
-    requests: SimpleQueue[dict[str, Any]] = SimpleQueue()
+    resource.setrlimit(resource.RLIMIT_DATA, (int(memory_bytes), int(memory_bytes)))
+    samples: SimpleQueue[Sample] = SimpleQueue()
     cancelled: set[int] = set()
-    threading.Thread(target=_listen, args=(requests, cancelled), daemon=True).start()
-    service = _Service(threads)
+    threading.Thread(target=_listen, args=(parent, samples, cancelled), daemon=True).start()
+    service = _Service(int(threads))
     while True:
-        _answer(service, requests.get(), cancelled, lambda answer: _write(answers, answer))
+        _answer(service, samples.get(), cancelled, parent)
 
 
 class _Service:
@@ -51,25 +53,23 @@ class _Service:
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
-        self._loaded: tuple[str, Any, Any] | None = None
+        self._loaded: tuple[Path, Any, Any] | None = None
 
     def complete(
         self,
-        message: dict[str, Any],
+        sample: Sample,
         on_text: Callable[[int, str], None],
         on_rate: Callable[[float], None],
         cancelled: Callable[[], bool],
     ) -> tuple[SampledCompletion, ...] | None:
         """Return the completions of a request; None if it was cancelled. Errors as `Generator`."""
-        fields = message["request"]
-        request = SampleRequest(**{**fields, "prompts": tuple(fields["prompts"]), "stop": tuple(fields["stop"])})
-        generator = self._generator(message["run"], Path(message["parameters"]), message["model_digest"])
+        generator = self._generator(sample.run, sample.parameters, sample.model_digest)
         if cancelled():
             return None
-        found: tuple[SampledCompletion, ...] | None = generator.complete(request, on_text, on_rate, cancelled)
+        found: tuple[SampledCompletion, ...] | None = generator.complete(sample.request, on_text, on_rate, cancelled)
         return found
 
-    def _generator(self, run: str, parameters: Path, model_digest: str) -> Any:
+    def _generator(self, run: Path, parameters: Path, model_digest: str) -> Any:
         # After the limits are set and the input is listened to: torch and the model take seconds.
         import torch
 
@@ -79,7 +79,7 @@ class _Service:
         torch.set_num_threads(self._threads)
         if self._loaded is None or self._loaded[0] != run:
             self._loaded = None  # its memory is for the next one
-            model = model_at(Path(run), parameters, model_digest)
+            model = model_at(run, parameters, model_digest)
             self._loaded = (run, model, Generator(model))
         elif self._loaded[1].model_digest != model_digest:
             _, model, generator = self._loaded
@@ -87,62 +87,40 @@ class _Service:
         return self._loaded[2]
 
 
-def _answer(
-    service: _Service, message: dict[str, Any], cancelled: Set[int], write: Callable[[dict[str, Any]], None]
-) -> None:
+def _answer(service: _Service, sample: Sample, cancelled: Set[int], parent: Channel) -> None:
     def on_text(completion: int, text: str) -> None:
-        write({"kind": "tokens", "completion": completion, "text": text})
+        parent.send(Piece(completion=completion, text=text))
 
     def on_rate(tokens_per_second: float) -> None:
-        write({"kind": "rate", "tokens_per_second": tokens_per_second})
+        parent.send(Rate(tokens_per_second=tokens_per_second))
 
     try:
-        found = service.complete(message, on_text, on_rate, lambda: message["id"] in cancelled)
+        found = service.complete(sample, on_text, on_rate, lambda: sample.id in cancelled)
     except RaycloakError as error:
         # Released weights, public code and the tenant's own prompts: nothing in here knows an example.
-        details = getattr(error, "details", {})
-        write(
-            {
-                "kind": "failed",
-                "code": error.code,
-                "message": error.message,
-                "remedy": error.remedy,
-                "field": details.get("field"),
-            }
-        )
+        where = getattr(error, "details", {}).get("field")
+        parent.send(Unanswered(code=error.code, message=error.message, remedy=error.remedy, field=where))
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        write(
-            {
-                "kind": "failed",
-                "code": "sample_memory",
-                "message": "the model and its text do not fit into the memory of a sampler.",
-                "remedy": "Ask for fewer rows or tokens at once, or raise the sampler's memory.",
-                "field": None,
-            }
+        parent.send(
+            Unanswered(
+                code="sample_memory",
+                message="the model and its text do not fit into the memory of a sampler.",
+                remedy="Ask for fewer rows or tokens at once, or raise the sampler's memory.",
+                field=None,
+            )
         )
     else:
-        rows = found and [[each.prompt, each.text, each.finish_reason, each.tokens] for each in found]
-        write({"kind": "cancelled"} if rows is None else {"kind": "done", "completions": rows})
+        parent.send(Cancelled() if found is None else SampleDone(completions=found))
 
 
-def _listen(requests: "SimpleQueue[dict[str, Any]]", cancelled: set[int]) -> None:
-    for line in sys.stdin.buffer:
-        message = json.loads(line)
-        if message["kind"] == "cancel":
+def _listen(parent: Channel, samples: SimpleQueue[Sample], cancelled: set[int]) -> None:
+    while (message := parent.receive(Sample, Cancel)) is not None:
+        if isinstance(message, Cancel):
             # By number: one that comes too late must not end the request behind it.
-            cancelled.add(message["id"])
-        else:
-            requests.put(message)
-    # The service is gone, or done with this process: there is nothing to finish and nobody to tell.
+            cancelled.add(message.id)
+        elif isinstance(message, Sample):
+            samples.put(message)
+    # The service is done with this process: there is nothing to finish and nobody to tell.
     os._exit(0)
-
-
-def _write(answers: TextIO, answer: dict[str, Any]) -> None:
-    answers.write(json.dumps(answer) + "\n")
-    answers.flush()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -10,22 +10,30 @@ The next request is one of the tenant whose requests have taken the least time, 
 Who had no request for a while has saved no time up.
 """
 
-import json
 import logging
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any
 
+from raycloak.attestation.processes.child import Child
+from raycloak.attestation.processes.deadline import Deadline
+from raycloak.coordinator.service.sampling.messages import (
+    Cancel,
+    Cancelled,
+    Piece,
+    Rate,
+    Sample,
+    SampledCompletion,
+    SampleDone,
+    Unanswered,
+)
 from raycloak.coordinator.service.sampling.requests import MOST_RESULT_BYTES, SampleRequest, wrong_field
+from raycloak.metrics.errors import RaycloakError
 from raycloak.metrics.service_errors import (
     FutureCancelledError,
     FutureFailedError,
@@ -36,10 +44,7 @@ from raycloak.metrics.service_errors import (
 )
 
 _LOG = logging.getLogger(__name__)
-_MODULE = "raycloak.coordinator.service.sampling.process"
-# Longer than any line of a request within its bounds; a process that writes longer ones is broken. JSON writes six
-# characters for some bytes.
-_LONGEST_LINE = 6 * MOST_RESULT_BYTES + 2**20
+_TARGET = "raycloak.coordinator.service.sampling.process:main"
 # A process that does not notice the cancellation in this time, deep in one long prompt, is ended.
 _CANCEL_S = 20.0
 # All that the libraries of a model look at. The service's environment may hold passwords, and user code runs here.
@@ -60,22 +65,6 @@ class SampleSource:
     run: Path
     parameters: Path
     model_digest: str
-
-
-@dataclass(frozen=True, slots=True)
-class SampledCompletion:
-    """A completion of a prompt.
-
-    Attributes:
-        prompt: number of the prompt in its request, from 0.
-        finish_reason: ``stop`` for a stop text or the model's own end, ``length`` for ``max_tokens``.
-        tokens: that were generated, the end's own included.
-    """
-
-    prompt: int
-    text: str
-    finish_reason: str
-    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,18 +310,8 @@ class Sampler:
             # From here on a cancellation finds the process.
             job.process = process
             dropped = job.cancelled
-        try:
-            outcome: Outcome = _cancelled() if dropped else process.outcome(job)
-        except _BrokenAnswer:
-            process.kill()
-            outcome = FutureFailedError(
-                "sampler_failed", "the process that generates text gave an answer that cannot be read.", _SEE_LOG
-            )
+        outcome: Outcome = _cancelled() if dropped else process.outcome(job)
         return _cancelled() if job.cancelled and isinstance(outcome, ServiceError) else outcome
-
-
-class _BrokenAnswer(Exception):
-    """A line from a process that is none of its protocol."""
 
 
 class _Process:
@@ -341,174 +320,90 @@ class _Process:
     def __init__(self, run: Path, limits: SamplerLimits, logs: Path) -> None:
         logs.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._limits = limits
-        self._overdue = False
-        descriptor = os.open(
-            logs / f"sampler-{run.name}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600
+        log = logs / f"sampler-{run.name}.log"
+        log.unlink(missing_ok=True)
+        self._child = Child(
+            _TARGET, str(limits.threads), str(limits.memory_bytes), log=log, environment=_environment(), grace_s=0.0
         )
-        try:
-            self._child = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, str(limits.threads), str(limits.memory_bytes)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=descriptor,
-                env=_environment(),
-                # A Ctrl-C at the service's terminal is the service's to handle.
-                start_new_session=True,
-            )
-        finally:
-            os.close(descriptor)
-        self._writing = threading.Lock()
-        self._ending = threading.Lock()
-        self._present: int | None = None
-        self._timers: list[threading.Timer] = []
+        self._changing = threading.Lock()
+        self._present: tuple[int, Deadline] | None = None
 
     @property
     def alive(self) -> bool:
         """Return whether the process can take a request."""
-        with self._ending:
-            return self._child.poll() is None
+        return self._child.alive
 
     def outcome(self, job: _Job) -> Outcome:
-        """Send a request and read the answer to its end.
-
-        Raises:
-            _BrokenAnswer: the answer cannot be read, and nor can what follows it.
-        """
-        self._present = job.number
-        self._after(self._limits.request_s, job.number, overdue=True)
+        """Send a request and read the answer to its end. A process that failed it has ended."""
+        source, until = job.source, Deadline(self._limits.request_s)
+        sample = Sample(
+            id=job.number,
+            run=source.run,
+            parameters=source.parameters,
+            model_digest=source.model_digest,
+            request=job.request,
+        )
+        with self._changing:
+            self._present = job.number, until
         try:
-            if self._send(_line_of(job)):
-                for answer in self._answers():
-                    match answer:
-                        case {"kind": "tokens", "completion": int(place), "text": str(text)}:
-                            job.on_tokens(place, text)
-                        case {"kind": "rate", "tokens_per_second": float(rate)}:
-                            job.on_rate(rate)
-                        case {"kind": "done", "completions": list(found)}:
-                            return _completions(found)
-                        case {"kind": "cancelled"}:
-                            return _cancelled()
-                        case {"kind": "failed", "code": str(code), "message": str(message), "remedy": str(remedy)}:
-                            return _failed(code, message, remedy, answer.get("field"))
-                        case _:
-                            raise _BrokenAnswer
-            return self._failure()
+            self._child.send(sample, by=until)
+            while True:
+                match self._child.receive(Piece, Rate, SampleDone, Cancelled, Unanswered, by=until):
+                    case Piece(completion=place, text=text):
+                        job.on_tokens(place, text)
+                    case Rate(tokens_per_second=rate):
+                        job.on_rate(rate)
+                    case SampleDone(completions=found):
+                        return found if _fits(found) else self._failure("it gave more text than it may.")
+                    case Cancelled():
+                        return _cancelled()
+                    case Unanswered() as failed:
+                        return _failed(failed)
+        except RaycloakError as error:
+            if error.code == "child_overdue":
+                why = f"the text was not there after {self._limits.request_s:g} s."
+                return FutureFailedError("sample_timeout", why, "Ask for fewer tokens or completions.")
+            return self._failure(error.message)
         finally:
-            with self._ending:
+            with self._changing:
                 self._present = None
-                for timer in self._timers:
-                    timer.cancel()
-                self._timers.clear()
 
     def cancel(self, number: int) -> None:
         """Ask the process to end that request before the next token; end the process if it does not."""
-        self._after(_CANCEL_S, number, overdue=False)
-        self._send({"kind": "cancel", "id": number})
+        with self._changing:
+            if self._present is None or self._present[0] != number:
+                return
+            until = self._present[1]
+            until.shorten(_CANCEL_S)
+        # Whoever receives is told of an end, and ends a process that does not read.
+        with suppress(ConnectionError, TimeoutError):
+            self._child.channel.send(Cancel(id=number), by=until)
 
     def kill(self) -> None:
-        """End the process and all that it started; return when it is gone."""
-        with self._ending:
-            self._kill()
+        """End the process and all that it started."""
+        self._child.kill()
 
     def close(self) -> None:
-        """End the process and close its pipes; only the thread that reads from it may call this."""
-        self.kill()
-        assert self._child.stdin is not None
-        assert self._child.stdout is not None
-        with self._writing, suppress(BrokenPipeError):
-            self._child.stdin.close()
-        self._child.stdout.close()
+        """End the process; return when it is gone."""
+        self._child.destroy()
+        self._child.channel.close()
 
-    def _kill(self) -> None:
-        # Not if it was waited for: another group may have the number by now.
-        if self._child.poll() is None:
-            os.killpg(self._child.pid, signal.SIGKILL)
-            self._child.wait()
-
-    def _failure(self) -> ServiceError:
-        """Return why the process has ended."""
-        self.kill()
-        if self._overdue:
-            return FutureFailedError(
-                "sample_timeout",
-                f"the text was not there after {self._limits.request_s:g} s.",
-                "Ask for fewer tokens or completions.",
-            )
-        status = self._child.returncode
-        how = f"signal {-status}" if status < 0 else f"exit status {status}"
-        return FutureFailedError("sampler_failed", f"the process that generates text ended with {how}.", _SEE_LOG)
-
-    def _after(self, seconds: float, number: int, overdue: bool) -> None:
-        """End the process in so many seconds if it still has that request."""
-        timer = threading.Timer(seconds, self._expire, (number, overdue))
-        timer.daemon = True
-        with self._ending:
-            if self._present == number:
-                self._timers.append(timer)
-                timer.start()
-
-    def _expire(self, number: int, overdue: bool) -> None:
-        with self._ending:
-            if self._present == number:
-                self._overdue = overdue
-                self._kill()
-
-    def _send(self, message: dict[str, Any]) -> bool:
-        """Send one line; False if the process has ended."""
-        assert self._child.stdin is not None
-        with self._writing:
-            try:
-                self._child.stdin.write(json.dumps(message).encode() + b"\n")
-                self._child.stdin.flush()
-            except (OSError, ValueError):
-                return False
-        return True
-
-    def _answers(self) -> Iterator[dict[str, Any]]:
-        assert self._child.stdout is not None
-        while line := self._child.stdout.readline(_LONGEST_LINE):
-            try:
-                found = json.loads(line)
-            except ValueError:
-                raise _BrokenAnswer from None
-            if not isinstance(found, dict):
-                raise _BrokenAnswer
-            yield found
+    def _failure(self, why: str) -> FutureFailedError:
+        self._child.destroy()
+        return FutureFailedError("sampler_failed", f"the process that generates text failed: {why}", _SEE_LOG)
 
 
 _SEE_LOG = "The service's log folder has what it wrote. Ask again: another process is started."
 
 
-def _line_of(job: _Job) -> dict[str, Any]:
-    source = job.source
-    return {
-        "kind": "sample",
-        "id": job.number,
-        "run": str(source.run),
-        "parameters": str(source.parameters),
-        "model_digest": source.model_digest,
-        "request": asdict(job.request),
-    }
+def _failed(said: Unanswered) -> ServiceError:
+    if said.field is not None:
+        return ServiceValidationError(said.code, said.message, said.remedy, field=said.field)
+    return FutureFailedError(said.code, said.message, said.remedy)
 
 
-def _failed(code: str, message: str, remedy: str, where: object) -> ServiceError:
-    if isinstance(where, str):
-        return ServiceValidationError(code, message, remedy, field=where)
-    return FutureFailedError(code, message, remedy)
-
-
-def _completions(found: list[object]) -> tuple[SampledCompletion, ...]:
-    completions = tuple(_completion(each) for each in found)
-    if sum(len(each.text.encode()) for each in completions) > MOST_RESULT_BYTES:
-        raise _BrokenAnswer
-    return completions
-
-
-def _completion(found: object) -> SampledCompletion:
-    match found:
-        case [int(prompt), str(text), "stop" | "length" as reason, int(tokens)]:
-            return SampledCompletion(prompt, text, reason, tokens)
-    raise _BrokenAnswer
+def _fits(found: tuple[SampledCompletion, ...]) -> bool:
+    return sum(len(each.text.encode()) for each in found) <= MOST_RESULT_BYTES
 
 
 def _environment() -> dict[str, str]:

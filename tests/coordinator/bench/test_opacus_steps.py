@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from raycloak.coordinator.bench import step
-from raycloak.coordinator.bench.opacus_steps import OpacusTraining
+from raycloak.attestation.processes.child import Child
+from raycloak.attestation.processes.deadline import Deadline
+from raycloak.coordinator.bench import opacus_steps, step
+from raycloak.coordinator.bench.opacus_steps import OpacusPeer, OpacusTraining, Seconds, Steps
 from raycloak.coordinator.bench.step import BLOCK_STEPS, WARM_UP_STEPS, bench_step
 from raycloak.coordinator.config.run import parse_config
 from raycloak.coordinator.planning.model_source import model_source
@@ -71,7 +73,7 @@ def test_a_step_of_the_peer_is_the_runs_own_without_its_noise(task):
 
 
 def test_an_update_rule_that_torch_does_not_have_is_refused(task):
-    wanted = config(optimizer={"name": "adafactor", "learning_rate": 0.1})
+    wanted = config(optimizer={"name": "mine:Rule", "learning_rate": 0.1})
     with pytest.raises(ConfigError, match="bench_peer"):
         OpacusTraining(wanted, task, plan_mechanism(wanted, EXAMPLES, 18))
 
@@ -87,8 +89,8 @@ def test_the_peers_turns_are_in_no_figure_of_the_run(task, monkeypatch):
     class Process:
         """A peer whose start takes 3 s and whose steps take 2 s."""
 
-        def __init__(self, *arguments):
-            now[0] += 3.0
+        def __init__(self, target):
+            self.target = target
 
         def __enter__(self):
             return self
@@ -96,16 +98,16 @@ def test_the_peers_turns_are_in_no_figure_of_the_run(task, monkeypatch):
         def __exit__(self, *_):
             asked.append("closed")
 
-        def first(self):
-            return None
-
-        def ask(self, number):
-            asked.append(number)
-            now[0] += 2.0 * number
-            return [2.0] * number
+        def call(self, message, kind, *, by):
+            if isinstance(message, OpacusPeer):
+                now[0] += 3.0
+                return kind(steps=())
+            asked.append(message.number)
+            now[0] += 2.0 * message.number
+            return kind(steps=(2.0,) * message.number)
 
     monkeypatch.setattr(step, "Child", Process)
-    monkeypatch.setattr(step, "_mechanism", lambda: None)
+    monkeypatch.setattr(step, "_mechanism", lambda: plan_mechanism(config(), EXAMPLES, 18))
     monkeypatch.setattr(step, "_process_seconds", lambda: 20.0)
     monkeypatch.setattr(step, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
     peer = step._Opacus(config(), task)
@@ -116,3 +118,12 @@ def test_the_peers_turns_are_in_no_figure_of_the_run(task, monkeypatch):
     assert asked == [WARM_UP_STEPS, BLOCK_STEPS, BLOCK_STEPS, "closed"]
     assert peer.loop == pytest.approx([500.0] * (steps - WARM_UP_STEPS))
     assert (peer.start_seconds, peer.peer_start_seconds) == pytest.approx((19.6, 3.0))
+
+
+def test_a_peer_in_a_process_of_its_own_takes_the_steps_that_it_is_asked_for(task):
+    wanted = config()
+    plain = wanted.model_dump(mode="json", exclude_unset=True)
+    peer = OpacusPeer(config=plain, base=task, mechanism=plan_mechanism(wanted, EXAMPLES, 18))
+    with Child(f"{opacus_steps.__name__}:take_steps") as child:
+        assert child.call(peer, Seconds, by=Deadline(300)).steps == ()
+        assert len(child.call(Steps(number=2), Seconds, by=Deadline(300)).steps) == 2

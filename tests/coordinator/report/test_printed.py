@@ -96,7 +96,7 @@ def test_a_browser_that_prints_nothing_is_named(copied, tmp_path, monkeypatch):
     fake.write_text("#!/bin/sh\nexit 7\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", str(fake.parent))
-    with pytest.raises(pdf.RaycloakError, match="it ended with 7") as failure:
+    with pytest.raises(pdf.RaycloakError, match="it ended with exit status 7") as failure:
         pdf.print_pdf(write_report(folder), folder / "report.pdf")
     assert failure.value.code == "pdf_failed"
     assert not (folder / "report.pdf").exists()

@@ -5,14 +5,14 @@ What a scripted driver charges and releases goes to a file, which outlives it as
 
 import hashlib
 import json
-from dataclasses import replace
 from pathlib import Path
 
+from raycloak.attestation.processes.failure import Failed
+from raycloak.attestation.processes.program import Exited
 from raycloak.attestation.sealed.sent_batch import SentHead
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.service.databases import open_database
 from raycloak.coordinator.service.desk import Desk
-from raycloak.coordinator.service.drivers import Exited
 from raycloak.coordinator.service.pipe import (
     Allow,
     Batches,
@@ -21,7 +21,6 @@ from raycloak.coordinator.service.pipe import (
     Copied,
     Copy,
     Ended,
-    Failed,
     HeldStep,
     Load,
     Loaded,
@@ -152,7 +151,7 @@ def released(step):
     """Return the report of a released step."""
     return ReleasedStep(
         step=step,
-        digest=digest(step + 1),
+        model_digest=digest(step + 1),
         epsilon=0.1 * (step + 1),
         seconds=0.5,
         evaluation_accuracy=None,
@@ -294,7 +293,7 @@ class ScriptedDriver:
         if (step,) not in map(tuple, self.world.facts(self.run_id, "release")):
             self.world.note(self.run_id, "release", step)
         self.position += 1
-        return released(step) if self.is_private else replace(released(step), loss=0.25, grad_norm=1.5)
+        return released(step) if self.is_private else released(step).model_copy(update={"loss": 0.25, "grad_norm": 1.5})
 
     def between(self, command):
         """Save, copy or load."""
@@ -484,7 +483,7 @@ class Site:
         """Have a driver fail."""
         driver = self.drivers.of[client_id]
         driver.ended = True
-        failed = Failed(code=code, message="it broke.", remedy="Look.", exit_code=4, epsilon=0.5, step=1)
+        failed = Failed(error="RunFailedError", code=code, message="it broke.", remedy="Look.", epsilon=0.5, step=1)
         self.tell(client_id, failed)
         self.tell(client_id, Exited(code=4, last_words=""))
 

@@ -12,9 +12,9 @@ from raycloak.attestation.service.connections import ConnectionGuard
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.config.section import validated
 from raycloak.coordinator.service import server as server_module
-from raycloak.coordinator.service.driver import PacedRun, Reports
+from raycloak.coordinator.service.driver import PacedRun
 from raycloak.coordinator.service.limits import ANSWER_BYTES, LIST_BYTES
-from raycloak.coordinator.service.pipe import parse_report
+from raycloak.coordinator.service.pipe import REPORTS
 from raycloak.coordinator.service.server import ServiceParts, _TrainingServicer
 from raycloak.coordinator.service.settings import ServiceSettings
 from raycloak.coordinator.service.store import ArtifactRow
@@ -26,7 +26,7 @@ from raycloak.metrics.service_errors import ServiceAuthenticationError, ServiceQ
 from raycloak.workers.terms.measurement import Released as Measured
 from tests.coordinator.service.scripted import HASH, KEYS, SENT, settings
 from tests.coordinator.service.serving import metadata, stub
-from tests.coordinator.service.test_drivers import REFUSED
+from tests.coordinator.service.test_drivers import REFUSED, both_ends
 from tests.coordinator.service.test_server import DEADLINE_S, created, fails, head_of, pieces, sealed
 
 
@@ -233,17 +233,16 @@ def test_a_defect_is_in_the_log_by_request_id_and_its_text_reaches_nobody(serve,
         assert any("mine-8" in record.getMessage() for record in caplog.records)
 
 
-def test_a_loss_that_was_bought_for_a_model_is_that_of_the_step_from_this_model(tmp_path):
+def test_a_loss_that_was_bought_for_a_model_is_that_of_the_step_from_this_model():
     """And of no other: a step whose model nobody measured has none."""
-    stop = StopRequest()
-    with (tmp_path / "reports").open("wb") as file:
-        run = PacedRun(REFUSED, iter(()), Reports(file.fileno(), stop), stop)
+    with both_ends() as (service, driver):
+        run = PacedRun(REFUSED, driver, StopRequest())
         run._measured(
             Measured(query="evaluation", number=0, after=1, values={"loss": 0.25, "accuracy": 0.5}, deviation={}), 0.75
         )
         for step in (0, 1):
             run._computed(step, 0.5, None)
             run._stepped(StepReport(step + 1, 2, 0.5, 2.0, None, 3, "cd", 0.5))
-    spent, *reports = map(parse_report, (tmp_path / "reports").read_bytes().splitlines())
+        spent, *reports = (service.receive(*REPORTS) for _ in range(5))
     assert spent.epsilon == 0.75
     assert [each.loss for each in reports] == [None, None, 0.25, 0.25]

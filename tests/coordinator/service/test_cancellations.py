@@ -5,7 +5,7 @@ from collections import deque
 
 import pytest
 
-from raycloak.coordinator.service.drivers import Exited
+from raycloak.attestation.processes.program import Exited
 from raycloak.metrics.service_errors import ServiceError
 from tests.coordinator.service.scripted import GIVEN, SENT
 from tests.rounds import rounds

@@ -5,10 +5,11 @@ from hashlib import sha256
 
 import pytest
 
+from raycloak.attestation.processes.failure import Failed
+from raycloak.attestation.processes.program import Exited
 from raycloak.coordinator.client import service_pb2 as wire
-from raycloak.coordinator.service.drivers import Exited
 from raycloak.coordinator.service.operation_queues import MOST_SAMPLES
-from raycloak.coordinator.service.pipe import Computed, Ended, Failed, HeldStep, Opened, Over, ReleasedStep, Spent
+from raycloak.coordinator.service.pipe import Computed, Ended, HeldStep, Opened, Over, ReleasedStep, Spent
 from raycloak.coordinator.service.sampling.requests import request_of, wrong_field
 from raycloak.metrics.service_errors import (
     BudgetExceededError,
@@ -847,10 +848,10 @@ def test_a_step_that_is_repeated_with_another_result_fails_the_client(site):
     client = site.create()
     steps(site, client, 1)
     site.run()
-    same = ReleasedStep(step=0, digest=digest(1), epsilon=0.1, seconds=1.0, evaluation_accuracy=None, evaluation_loss=None, loss=None)  # fmt: skip # noqa: E501
+    same = ReleasedStep(step=0, model_digest=digest(1), epsilon=0.1, seconds=1.0, evaluation_accuracy=None, evaluation_loss=None, loss=None)  # fmt: skip # noqa: E501
     site.tell(client, same)
     assert site.client(client).status == "READY"
-    other = ReleasedStep(step=0, digest=digest(9), epsilon=0.1, seconds=1.0, evaluation_accuracy=None, evaluation_loss=None, loss=None)  # fmt: skip # noqa: E501
+    other = ReleasedStep(step=0, model_digest=digest(9), epsilon=0.1, seconds=1.0, evaluation_accuracy=None, evaluation_loss=None, loss=None)  # fmt: skip # noqa: E501
     site.tell(client, other)
     assert site.client(client).error.code == "not_exact"
 
@@ -1008,7 +1009,7 @@ def test_a_refusal_of_a_shared_account_names_no_run_of_another_client(site):
     client, ours, other = site.create(), "0" * 16, "a1" * 8
     site.tell(client, Opened(run_id=ours, run_dir=site.folder))
     said = f"the account is held for the plan of run {other} alone, and run {ours} is another."
-    site.tell(client, Failed(code="account_not_shared", message=said, remedy=f"Resume run {other}, or name one in ledger.account.", exit_code=3, epsilon=None, step=None))  # fmt: skip # noqa: E501
+    site.tell(client, Failed(code="account_not_shared", message=said, remedy=f"Resume run {other}, or name one in ledger.account.", error="RefusedError", epsilon=None, step=None))  # fmt: skip # noqa: E501
     error = site.client(client).error
     assert error.message == f"the account is held for the plan of another run alone, and run {ours} is another."
     # A client has no ledger to configure.
@@ -1373,7 +1374,7 @@ def test_a_driver_that_does_not_end_after_its_client_gives_its_place_to_one_that
     if how == "closed":
         site.ask(site.desk.close_client, "north", first)
     else:
-        failed = Failed(code="worker_error", message="it broke.", remedy="", exit_code=4, epsilon=0.5, step=1)
+        failed = Failed(error="RunFailedError", code="worker_error", message="broken.", remedy="", epsilon=0.5, step=1)
         site.tell(first, failed)
     site.drivers.of[first].hangs = True
     site.now = 100

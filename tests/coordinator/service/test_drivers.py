@@ -7,30 +7,32 @@ import math
 import os
 import queue
 import signal
+import socket
 import sys
 import threading
-from dataclasses import replace
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from raycloak.coordinator.service.driver import PacedRun, Reports
-from raycloak.coordinator.service.drivers import Driver, Exited
+from raycloak.attestation.processes.channel import Channel
+from raycloak.attestation.processes.deadline import Deadline
+from raycloak.attestation.processes.failure import Failed
+from raycloak.attestation.processes.program import Exited
+from raycloak.coordinator.service import pipe
+from raycloak.coordinator.service.driver import PacedRun
+from raycloak.coordinator.service.drivers import Driver
 from raycloak.coordinator.service.pipe import (
     Allow,
     Batches,
     Begin,
     Close,
+    Computed,
     Copy,
     Ended,
-    Failed,
     Load,
-    Opened,
+    PhaseBegun,
     Save,
-    command_line,
-    parse_command,
-    parse_report,
-    report_line,
 )
 from raycloak.coordinator.service.service import DriverProcesses
 from raycloak.coordinator.training.pace import GatedPace
@@ -54,8 +56,8 @@ def driver(tmp_path, heard):
     found = Driver(tmp_path / "driver.log", heard.put)
     yield found
     found.kill()
-    if found._process is not None:
-        found._process.wait(DEADLINE_S)
+    if found._child is not None:
+        found._child.destroy()
 
 
 def last(heard: queue.SimpleQueue):
@@ -142,8 +144,13 @@ def test_every_command_of_the_desk_arrives_whole_and_in_order(tmp_path, heard, i
         drivers.send("a", command)
     drivers.stop("a")
     assert heard.get(timeout=DEADLINE_S).code == 0
-    lines = (tmp_path / "commands").read_bytes().splitlines()
-    assert [parse_command(line) for line in lines] == [REFUSED, *COMMANDS]
+    ours, theirs = socket.socketpair()
+    ours.sendall((tmp_path / "commands").read_bytes())
+    ours.close()
+    arrived = Channel(theirs)
+    assert [arrived.receive(*pipe.COMMANDS) for _ in range(8)] == [REFUSED, *COMMANDS]
+    assert arrived.receive(*pipe.COMMANDS) is None
+    arrived.close()
 
 
 def test_guarantee_a_driver_that_reads_nothing_holds_nobody_up(tmp_path, heard, in_place):
@@ -151,7 +158,7 @@ def test_guarantee_a_driver_that_reads_nothing_holds_nobody_up(tmp_path, heard, 
     in_place("exec sleep 1000")
     drivers = DriverProcesses(tmp_path / "logs")
     drivers.tell = lambda client_id, said: heard.put(said)
-    large = replace(REFUSED, config={"name": "x" * 2**20})
+    large = REFUSED.model_copy(update={"config": {"name": "x" * 2**20}})
 
     def tell() -> None:
         drivers.start("a", large)
@@ -187,56 +194,77 @@ def test_what_cannot_be_told_ends_the_process(tmp_path, monkeypatch):
     assert raised.get(timeout=DEADLINE_S) == "the store is gone"
 
 
-@pytest.mark.parametrize(
-    "command",
-    [REFUSED, *COMMANDS],
-    ids=lambda command: command.kind,
-)
-def test_a_command_arrives_as_it_was_sent(command):
-    line = command_line(command)
-    assert line.count(b"\n") == 1
-    assert parse_command(line) == command
+@contextmanager
+def both_ends():
+    """Yield the service's end of a channel, and a driver's, which threads read from until the service's is closed."""
+    service, driver = map(Channel, socket.socketpair())
+    yield service, driver
+    service.close()
+    for thread in threading.enumerate():
+        if thread.name == "commands":
+            thread.join(DEADLINE_S)
+    driver.close()
 
 
-@pytest.mark.parametrize("line", [b"", b"null", b'{"kind": "bogus"}', b'{"kind": "allow", "computed": "x"}'])
-def test_a_line_that_is_no_command_is_refused(line):
-    with pytest.raises(ValueError, match="validation error"):
-        parse_command(line)
+@pytest.fixture
+def ends():
+    """Return both ends."""
+    with both_ends() as found:
+        yield found
 
 
-def test_a_report_arrives_as_it_was_sent_and_what_json_cannot_say_as_null(tmp_path):
-    opened = Opened(run_id="ab", run_dir=tmp_path)
-    assert parse_report(report_line(opened)) == opened
-    ended = parse_report(report_line(Ended(ending="complete", metrics={"epsilon_cap": math.inf, "steps": 3})))
-    assert ended.metrics == {"epsilon_cap": None, "steps": 3}
+def test_what_json_cannot_say_arrives_as_nothing(ends):
+    service, driver = ends
+    driver.send(Ended(ending="complete", metrics={"epsilon_cap": math.inf, "steps": 3}))
+    driver.send(Computed(step=1, epsilon=math.inf, loss=math.nan))
+    assert service.receive(*pipe.REPORTS).metrics == {"epsilon_cap": None, "steps": 3}
+    assert service.receive(*pipe.REPORTS) == Computed(step=1, epsilon=None, loss=None)
 
 
-def test_a_driver_reports_what_was_counted_and_of_a_private_step_nothing(tmp_path):
-    stop = StopRequest()
-    with (tmp_path / "reports").open("wb") as file:
-        run = PacedRun(REFUSED, iter(()), Reports(file.fileno(), stop), stop)
-        run._computed(0, None, PublicSums(loss=6.0, examples=4, tokens=11))
-        run._stepped(StepReport(1, 2, None, None, None, 3, "ab", 0.5, grad_norm=0.75))
-        run._computed(1, 0.5, None)
-        run._stepped(StepReport(2, 2, 0.5, 2.0, None, 3, "cd", 0.5))
-    computed, released, private, done = map(parse_report, (tmp_path / "reports").read_bytes().splitlines())
+def test_a_driver_reports_what_was_counted_and_of_a_private_step_nothing(ends):
+    service, driver = ends
+    run = PacedRun(REFUSED, driver, StopRequest())
+    run._computed(0, None, PublicSums(loss=6.0, examples=4, tokens=11))
+    run._stepped(StepReport(1, 2, None, None, None, 3, "ab", 0.5, grad_norm=0.75))
+    run._computed(1, 0.5, None)
+    run._stepped(StepReport(2, 2, 0.5, 2.0, None, 3, "cd", 0.5))
+    computed, released, private, done = (service.receive(*pipe.REPORTS) for _ in range(4))
     assert (computed.loss, computed.tokens) == (1.5, 11)
     assert (released.loss, released.grad_norm) == (1.5, 0.75)
     assert (private.loss, private.tokens, done.loss, done.grad_norm) == (None,) * 4
 
 
-def test_a_driver_that_cannot_do_a_command_stops(tmp_path, monkeypatch):
+def test_a_driver_that_cannot_do_a_command_stops(ends, monkeypatch):
     """It takes no further one, so that its step would wait for ever."""
 
     def refuse(*_):
         raise RuntimeError("nothing can be cancelled")
 
     monkeypatch.setattr(GatedPace, "allow", refuse)
-    command = command_line(Allow(computed=1, released=0, held=True))
     stop, ended = StopRequest(), threading.Event()
     monkeypatch.setattr(threading, "excepthook", lambda _: ended.set())
-
-    with (tmp_path / "reports").open("wb") as file:
-        PacedRun(REFUSED, iter([command]), Reports(file.fileno(), stop), stop)
-        assert ended.wait(DEADLINE_S)
+    service, driver = ends
+    service.send(Allow(computed=1, released=0, held=True))
+    PacedRun(REFUSED, driver, stop)
+    assert ended.wait(DEADLINE_S)
     assert stop.made
+
+
+def test_a_driver_stops_at_a_command_that_it_cannot_read_and_when_nobody_hears_it(ends):
+    service, driver = ends
+    stop, other = StopRequest(), StopRequest()
+    service.send(PhaseBegun(words="none of the commands"))
+    PacedRun(REFUSED, driver, stop)
+    assert "cannot be read" in service.receive(*pipe.REPORTS, by=Deadline(DEADLINE_S)).line
+    stopped = threading.Event()
+    stop.then(stopped.set)
+    assert stopped.wait(DEADLINE_S)
+    service.close()
+    PacedRun(REFUSED, driver, other)._phase("words")
+    assert other.made
+
+
+def test_a_driver_whose_first_command_is_another_refuses(driver, heard):
+    driver.start(Close())
+    failed, exited = last(heard)
+    assert (failed.code, exited.code) == ("driver_protocol", 3)

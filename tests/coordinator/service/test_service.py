@@ -7,9 +7,9 @@ import time
 
 import pytest
 
+from raycloak.attestation.processes.program import Exited
 from raycloak.coordinator.client.service_client import ServiceClient
 from raycloak.coordinator.service import service as service_module
-from raycloak.coordinator.service.drivers import Exited
 from raycloak.coordinator.service.pipe import Ready
 from raycloak.coordinator.service.service import TrainingService
 from raycloak.metrics.errors import ConfigError

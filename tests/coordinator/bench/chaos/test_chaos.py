@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from raycloak.attestation.processes.program import Exited
+from raycloak.coordinator.bench.chaos import child_run
 from raycloak.coordinator.bench.chaos.chaos import Chaos, Damage, bench_chaos
 from raycloak.coordinator.bench.chaos.child_run import ChildRun, ChildTask, Left, LineTail, StepSeen
 from raycloak.coordinator.bench.chaos.cluster import Process
@@ -170,10 +172,10 @@ def test_the_claims_that_an_auditor_would_refuse_are_named(printed, found, tmp_p
     RunFolder(path, record).mark("stopped")
     run = ChildRun(ChildTask(CONFIG, (), tmp_path / "secret"), tmp_path, {}, 1.0)
 
-    def done(command, **rest):
-        assert rest["env"]["RAYCLOAK_HOME"] == str(tmp_path)
-        return subprocess.CompletedProcess(command, 3, next(answers), "it broke\n")
+    def done(command, by, *, environment, folder):
+        assert environment["RAYCLOAK_HOME"] == str(folder) == str(tmp_path)
+        return Exited(code=3, last_words="it broke"), next(answers)
 
-    monkeypatch.setattr(subprocess, "run", done)
+    monkeypatch.setattr(child_run, "run", done)
     assert run.failed_claims() == found
     assert next(answers, None) is None

@@ -21,9 +21,9 @@ from raycloak.coordinator.runs.released_model import model_at
 from raycloak.coordinator.service.sampling import generation
 from raycloak.coordinator.service.sampling import sampler as sampler_module
 from raycloak.coordinator.service.sampling.generation import Generator
+from raycloak.coordinator.service.sampling.messages import SampledCompletion
 from raycloak.coordinator.service.sampling.requests import SampleRequest
 from raycloak.coordinator.service.sampling.sampler import (
-    SampledCompletion,
     Sampler,
     SamplerLimits,
     SampleSource,

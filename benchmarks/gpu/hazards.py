@@ -1,0 +1,66 @@
+"""Sections on what a GPU does to promises beside the sums: memory that outlives its owner, errors, and variables."""
+
+import json
+import os
+import subprocess
+import sys
+from subprocess import CompletedProcess
+
+import torch
+
+from benchmarks.gpu.children import MARK
+from benchmarks.gpu.place import Place
+from benchmarks.gpu.report import Found
+from raycloak.workers.gradients.numerics import exact_sums
+
+OVERRIDES = (
+    "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_EMULATE_SINGLE_PRECISION",
+    "CUBLAS_EMULATE_DOUBLE_PRECISION",
+)  # fmt: skip
+"""Variables that make products of fewer bits than their types have."""
+
+
+def _child(name: str, **environment: str) -> CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu.children", name],
+        env={**os.environ, **environment}, capture_output=True, encoding="utf-8", timeout=60, check=False,
+    )  # fmt: skip
+    # A context that an error ended makes the exit code another one too.
+    if not done.stdout:
+        raise RuntimeError(f"{name}: {done.stderr[-500:]}")
+    return done
+
+
+def residue(place: Place) -> Found:
+    """Count the words of a process that ended, in the memory that the next one gets; nothing is promised here."""
+    _child("write")
+    found = int(_child("read").stdout)
+    # Elsewhere torch fills memory that it gives.
+    with exact_sums():
+        freed = torch.full((2**20,), MARK, dtype=torch.int32, device=place.device)
+        del freed
+        again = torch.empty(2**20, dtype=torch.int32, device=place.device)
+    return Found({"words of another process": found, "words of this process": int((again == MARK).sum())})
+
+
+def errors(place: Place) -> Found:
+    """Read the code of an error of the device, and whether it prints what may name an example."""
+    done = _child("errors")
+    found = json.loads(done.stdout)
+    faults = []
+    if found["too much memory"][1] != "out_of_memory":
+        faults.append(f"memory that ends is told as {found['too much memory'][1]}")
+    return Found({**found, "prints the place of the index": "block: [" in done.stderr}, faults)
+
+
+def environment(place: Place) -> Found:
+    """Multiply as the environment is, and under each variable that would take bits away."""
+    figures, faults = {}, []
+    for name in ("", *OVERRIDES):
+        given = {name: "1", "CUBLAS_EMULATION_STRATEGY": "eager"} if name else {}
+        done = _child("products", **given)
+        off, off_wide, keeps_bits = json.loads(done.stdout)
+        figures[name or "as it is"] = {"float32 off by": off, "float64 off by": off_wide, "keeps 24 bits": keeps_bits}
+        if not name and not (keeps_bits and off_wide < 1e-12):
+            faults.append("products have fewer bits than their types")
+    return Found(figures, faults)
