@@ -11,7 +11,8 @@ ON_RAY := $(shell awk '$$1 == "ray" { print $$2 }' tests/marks.txt)
 # its start, and a third of the collection of the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test test-fast test-plain test-ray format code-lines fuzz gpu-check proto reference pictures clean
+.PHONY: demo check test test-fast test-plain test-ray test-profile mutations format code-lines fuzz gpu-check proto reference \
+	pictures clean
 
 demo: $(INSTALLED)
 	$(BIN)/raycloak demo
@@ -37,8 +38,17 @@ endif
 test-plain: $(INSTALLED)
 	$(PYTEST) --numprocesses 2 --dist worksteal -m "not ray"
 
+# Each process has a cluster of its own; a file's tests share what it starts there.
 test-ray: $(INSTALLED)
-	$(PYTEST) $(ON_RAY)
+	$(PYTEST) --numprocesses 2 --dist loadfile $(ON_RAY)
+
+# Processor seconds by test file, to benchmarks/results. PLACES="tests/workers tests/ray" measures those alone.
+test-profile: $(INSTALLED)
+	$(BIN)/python -m tests.costs $(PLACES)
+
+# Fifty seeded bugs, each of which a test must notice. ROOMS="masks ledger" makes those of some rooms.
+mutations: $(INSTALLED)
+	$(BIN)/python -m tests.mutations $(ROOMS)
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -11,6 +11,7 @@ from raycloak_lab.adapter.collector import ADAPTER_SERIES
 from raycloak_lab.dashboards.render import DASHBOARDS, FILES, FOLDER, render
 from raycloak_lab.dashboards.run import VERDICT
 from tests.metrics.samples import sample_names
+from tests.offenders import offenders
 
 PROMTOOL = shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool (Debian package prometheus) is not installed")
@@ -51,23 +52,28 @@ def balanced(expr):
     return not stack
 
 
-@pytest.mark.parametrize("expr", EXPRESSIONS)
-def test_every_metric_a_panel_queries_exists(expr):
+def queries_metrics_that_exist(expr):
     found = metrics_of(expr)
     assert found
     assert found <= set(EXPORTED) | OTHERS
 
 
-@pytest.mark.parametrize("expr", EXPRESSIONS)
-def test_every_label_a_panel_selects_is_a_label_of_that_metric(expr):
+def test_every_metric_a_panel_queries_exists():
+    assert offenders(EXPRESSIONS, queries_metrics_that_exist) == {}
+
+
+def selects_labels_of_its_metrics(expr):
     for metric, selector in re.findall(r"(raycloak_\w+)\{([^}]*)\}", expr):
         named = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", selector))
         # Prometheus adds the address of the page.
         assert named <= {"instance", *EXPORTED[metric].label_names}
 
 
-@pytest.mark.parametrize("expr", EXPRESSIONS)
-def test_every_label_a_panel_groups_by_is_known(expr):
+def test_every_label_a_panel_selects_is_a_label_of_that_metric():
+    assert offenders(EXPRESSIONS, selects_labels_of_its_metrics) == {}
+
+
+def groups_by_known_labels(expr):
     known = (
         TARGET_LABELS | {"Location"} | {n for m in metrics_of(expr) & set(EXPORTED) for n in EXPORTED[m].label_names}
     )
@@ -75,9 +81,12 @@ def test_every_label_a_panel_groups_by_is_known(expr):
         assert {name.strip() for name in group.split(",")} <= known
 
 
-@pytest.mark.parametrize("expr", EXPRESSIONS)
-def test_every_expression_is_balanced(expr):
-    assert balanced(expr)
+def test_every_label_a_panel_groups_by_is_known():
+    assert offenders(EXPRESSIONS, groups_by_known_labels) == {}
+
+
+def test_every_expression_is_balanced():
+    assert [expr for expr in EXPRESSIONS if not balanced(expr)] == []
 
 
 def test_the_checks_see_what_they_look_for():
