@@ -77,7 +77,7 @@ def test_a_worker_outside_the_cluster_gets_from_challenge_to_roster_and_log(site
         ("Log", "ok"): 1,
     }
     assert answers["Roster", "no_roster"] == 1
-    assert sum(shown.waits) == sum(shown.calls.values())
+    assert sum(shown.waits) == sum(answers.values())
     head = parse(SignedHead, head_line).open(site.log_owner)
     lines = [parse(ExportedLogEntry, line) for line in entries]
     assert (head.length, [line.sequence for line in lines]) == (len(lines), list(range(len(lines))))
