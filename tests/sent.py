@@ -63,7 +63,7 @@ class Client(OpenPace):
 
     def admit(self, finished_steps: int, training: Any) -> bool:
         if self.run is None:
-            manifest = training.runner.manifest
+            manifest = training.runner.context.manifest
             keys = data_keys(self.owner, manifest.ledger_key, manifest.account, self.folder)
             self.run = keys.accept(manifest.encode(), config(**fields(self.owner)).dataset)
         return True

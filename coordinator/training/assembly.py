@@ -14,6 +14,7 @@ from raycloak.coordinator.training.sealed_evaluation import SealedEvaluator
 from raycloak.coordinator.training.sent import BatchesOfSteps
 from raycloak.coordinator.training.state_requests import StateKeeper
 from raycloak.coordinator.training.step import StepRunner
+from raycloak.coordinator.training.step_context import StepContext
 from raycloak.coordinator.training.steps import Course, Training
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.inputs.sent_rows import row_bytes
@@ -36,17 +37,19 @@ def assemble(order: Order, admitted: AdmittedRun, reporter: Reporter, evaluator:
         reporter.presented(session.control.orchestrator.view())
 
     runner = StepRunner(
-        backend=session.backend,
-        control=session.control,
-        membership=membership,
-        manifest=admitted.manifest,
+        StepContext(
+            backend=session.backend,
+            control=session.control,
+            membership=membership,
+            manifest=admitted.manifest,
+            metrics=metrics,
+            deadline_s=config.failure.step_deadline_s,
+            renew=renew,
+            traces=order.reporting.traces,
+        ),
         run_terms=admitted.run,
         ranges=admitted.ranges,
-        metrics=metrics,
-        deadline_s=config.failure.step_deadline_s,
         secure_aggregation=config.secure_aggregation,
-        renew=renew,
-        traces=order.reporting.traces,
         pace=order.pace,
     )
     restored = assignment.restore(session.control)

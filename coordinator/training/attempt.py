@@ -12,21 +12,18 @@ from raycloak.attestation.core.mask_graph import MaskGraph
 from raycloak.attestation.core.messages import Envelope, parse
 from raycloak.attestation.core.roster import Query, Roster
 from raycloak.coordinator.aggregation.aggregator import ReduceReport, ReduceRequest, State
-from raycloak.coordinator.cluster.backend import ActorLost, Backend
+from raycloak.coordinator.cluster.backend import ActorLost
 from raycloak.coordinator.cluster.calls import Reference
-from raycloak.coordinator.cluster.control import Control, Pending
+from raycloak.coordinator.cluster.control import Pending
 from raycloak.coordinator.cluster.remote import Average, Parameters, Reduction, StepAnswer
-from raycloak.coordinator.membership.membership import Membership
 from raycloak.coordinator.training.member_failures import MemberFailures
 from raycloak.coordinator.training.model import Model
 from raycloak.coordinator.training.pace import OPEN, Pace
 from raycloak.coordinator.training.sent import NO_BATCHES, StepBatches
-from raycloak.metrics.collectors import RunMetrics
+from raycloak.coordinator.training.step_context import StepContext
 from raycloak.metrics.errors import BudgetError, ProtocolError, RunFailedError, SenderError
-from raycloak.metrics.traces import Traces
 from raycloak.workers.messages import StepReply, StepRequest
 from raycloak.workers.terms.binding import Binding, vectors_digest
-from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.public_sums import PublicSums
 from raycloak.workers.terms.step_input import step_input
 from raycloak.workers.vectors.payload import Header, VectorRange
@@ -119,27 +116,17 @@ class AttemptRunner:
     """The attempts of a session, one after another.
 
     Attributes:
-        renew: gets fresh evidence of every member.
         waited_s: seconds that the attempts of this step have waited for its release.
     """
 
-    backend: Backend
-    control: Control
-    membership: Membership
-    manifest: Manifest
-    metrics: RunMetrics
-    deadline_s: float
-    traces: Traces
-    renew: Callable[[], None]
+    context: StepContext
     waited_s: float = 0.0
-    _manifest_digest: bytes = field(init=False)
     _tags: dict[int, bytes] = field(default_factory=dict)
     _seen: dict[str, frozenset[Envelope]] = field(default_factory=dict)
     _failures: MemberFailures = field(init=False)
 
     def __post_init__(self) -> None:
-        self._manifest_digest = self.manifest.digest()
-        self._failures = MemberFailures(self.backend, self.membership.members, self.deadline_s)
+        self._failures = MemberFailures(self.context)
 
     def begin(self) -> None:
         """Forget the vector tags of the step before: the attempts that follow belong to another step."""
@@ -154,12 +141,12 @@ class AttemptRunner:
             receipt: the receipt, or a reference to it. With a reference, workers get their question as soon as the
                 ledger has answered, and none if it refuses.
         """
-        members = self.membership.members
+        members = self.context.membership.members
         shown, answers = self._shown(task, roster), {}
         for member_id in sorted(members.workers):
             seen = self._seen.get(member_id, frozenset())
             unseen = tuple(envelope for envelope in shown[member_id] if envelope not in seen)
-            of_data = self.membership.hosts.commitments
+            of_data = self.context.membership.hosts.commitments
             request = StepRequest(
                 roster=roster,
                 presentations=unseen,
@@ -173,11 +160,11 @@ class AttemptRunner:
 
     def _shown(self, task: Task, roster: Envelope) -> Mapping[str, Sequence[Envelope]]:
         """Return, by worker, the presentations of the members whose evidence it appraises."""
-        members = self.membership.members
+        members = self.context.membership.members
         # An aggregator outside the roster is not shown: a worker would forget its evidence, and need it again later.
         absent = {actor.member_id for actor in members.aggregators[len(task.ranges) :]}
         shown = {member_id: each for member_id, each in members.presentations.items() if member_id not in absent}
-        if self.manifest.mask_colluders is None:
+        if self.context.manifest.mask_colluders is None:
             return dict.fromkeys(members.workers, tuple(shown.values()))
         graph = MaskGraph(parse(Roster, roster.body))
         always = tuple(each for member_id, each in shown.items() if member_id not in members.workers)
@@ -201,18 +188,18 @@ class AttemptRunner:
             # Before the call: an answer that comes back as cancelled must find it set.
             is_cancelled = True
             # They were given a receipt, which is ready since the charge was awaited, and the model of a finished step.
-            self.backend.cancel([answer.reply for answer in answers.values()])
+            self.context.backend.cancel([answer.reply for answer in answers.values()])
 
         with pace.computing(task.step, cancel):
             parts = [part for answer in answers.values() for part in answer.parts]
-            ready = set(self.backend.wait(parts, self.deadline_s))
+            ready = set(self.context.backend.wait(parts, self.context.deadline_s))
         replies: dict[str, StepReply] = {}
         failures: dict[str, str] = {}
         for member_id, answer in answers.items():
             try:
                 if not ready.issuperset(answer.parts):
                     raise ActorLost("deadline")
-                replies[member_id] = self.backend.fetch(answer.reply, self.deadline_s)
+                replies[member_id] = self.context.backend.fetch(answer.reply, self.context.deadline_s)
                 if replies[member_id].code != "ok":
                     failures[member_id] = replies[member_id].code
             except ActorLost as lost:
@@ -241,7 +228,7 @@ class AttemptRunner:
             return None
         for reply in replies.values():
             if reply.leaving:
-                self.membership.members.ask_to_leave(reply.member_id, "left")
+                self.context.membership.members.ask_to_leave(reply.member_id, "left")
         # Only after whole answers: a worker that failed may not have kept what it was shown.
         self._seen = {member_id: frozenset(asked.shown[member_id]) for member_id in answers}
         vectors = tuple(tuple(answer.vectors[part.index] for answer in answers.values()) for part in task.ranges)
@@ -253,7 +240,7 @@ class AttemptRunner:
         """Return the sums over all virtual workers, added in their order: who hosts which does not change a bit."""
         found: dict[int, PublicSums] = {}
         for member_id, reply in replies.items():
-            hosted = self.membership.hosts.hosting[member_id]
+            hosted = self.context.membership.hosts.hosting[member_id]
             if reply.counted is None or len(reply.counted) != len(hosted):
                 return None
             found |= zip(hosted, reply.counted, strict=True)
@@ -267,12 +254,12 @@ class AttemptRunner:
         for member_id in asked:
             reply, failed = replies.get(member_id), failures.get(member_id, "")
             if reply is None:
-                self.traces.record("worker", began_ns, waited, failed, member=member_id)
+                self.context.traces.record("worker", began_ns, waited, failed, member=member_id)
                 continue
             stated = (reply.seconds, reply.compute_seconds, reply.mask_seconds)
             # A worker may state anything, so no time is beyond what was waited; NaN is not within it either.
             whole, computed, masked = (each if 0 <= each <= waited else waited for each in stated)
-            self.traces.record(
+            self.context.traces.record(
                 "worker", began_ns, whole, failed, member=member_id, compute_seconds=computed, mask_seconds=masked
             )
 
@@ -302,7 +289,9 @@ class AttemptRunner:
         # Bound again after a wait, which costs the ledger a look: the path to the aggregators is the same.
         bound, reductions = self._ask_to_reduce(task, model, answers)
         pace.computed(task.step, epsilon, answers.counted)
-        ready = set(self.backend.wait([part for each in reductions for part in each.parts], self.deadline_s))
+        ready = set(
+            self.context.backend.wait([part for each in reductions for part in each.parts], self.context.deadline_s)
+        )
         reports: list[ReduceReport] = []
         averages: list[Average] = []
         lost: dict[int, str] = {}
@@ -311,13 +300,13 @@ class AttemptRunner:
             try:
                 if not ready.issuperset(reduction.parts):
                     raise ActorLost("deadline")
-                reports.append(self.backend.fetch(reduction.report, self.deadline_s))
+                reports.append(self.context.backend.fetch(reduction.report, self.context.deadline_s))
                 if reduction.average is not None:
-                    averages.append(self.backend.fetch(reduction.average, self.deadline_s))
+                    averages.append(self.context.backend.fetch(reduction.average, self.context.deadline_s))
             except ActorLost as error:
                 lost[index] = error.cause
             except SenderError as error:
-                if error.member_id not in self.membership.members.workers:
+                if error.member_id not in self.context.membership.members.workers:
                     raise
                 accused[error.member_id] = error.code
             except RunFailedError as error:
@@ -327,11 +316,11 @@ class AttemptRunner:
             # A lost object is a vector that was lost with its sender's node. The aggregator is well.
             # The next attempt finds that the sender is not.
             if cause != "object_lost":
-                self.membership.admission.replace_aggregator(index, cause)
+                self.context.membership.admission.replace_aggregator(index, cause)
         self._failures.take(accused, task.name, task.step, everybody=False)
         if lost or accused:
             return None
-        self.metrics.aggregate_released()
+        self.context.metrics.aggregate_released()
         updated = tuple(each.updated for each in reductions if each.updated is not None)
         return Reduced(parse(Binding, bound.body), tuple(reports), updated, tuple(averages))
 
@@ -381,19 +370,19 @@ class AttemptRunner:
 
     def _await_owner(self, name: str, wait: Callable[[], None]) -> bool:
         began = time.perf_counter()
-        with self.traces.span(name):
+        with self.context.traces.span(name):
             wait()
         self.waited_s += time.perf_counter() - began
-        before = dict(self.membership.members.presentations)
+        before = dict(self.context.membership.members.presentations)
         # The wait may have been as long as a night.
-        if self.membership.admission.review():
-            self.renew()
-        return self.membership.members.presentations != before
+        if self.context.membership.admission.review():
+            self.context.renew()
+        return self.context.membership.members.presentations != before
 
     def _bind_vectors(self, task: Task, answers: Answers) -> Pending[Envelope]:
         """Have the vectors of the step bound before they are summed, so that no execution can sum other ones."""
-        run_id, manifest = self.manifest.run_id, self._manifest_digest
-        return self.control.ledger.bind_vectors(run_id, task.query, task.step, manifest, answers.vectors_digest)
+        run_id, manifest = self.context.manifest.run_id, self.context.manifest_digest
+        return self.context.control.ledger.bind_vectors(run_id, task.query, task.step, manifest, answers.vectors_digest)
 
     def _reductions(
         self,
@@ -404,7 +393,9 @@ class AttemptRunner:
         binding: Reference[Envelope],
     ) -> list[Reduction]:
         reductions = []
-        for aggregator, masked, part in zip(self.membership.members.aggregators, vectors, task.ranges, strict=False):
+        for aggregator, masked, part in zip(
+            self.context.membership.members.aggregators, vectors, task.ranges, strict=False
+        ):
             if not task.updates:
                 reductions.append(aggregator.release(request, binding, masked))
             elif task.query == "gradient":
@@ -421,7 +412,7 @@ class AttemptRunner:
             RunFailedError: ``not_reproducible`` if the vector of a virtual worker was computed again and has another
                 tag. Two attempts would then decode to two values, whose difference carries no noise.
         """
-        hosted = self.membership.hosts.hosting[member_id]
+        hosted = self.context.membership.hosts.hosting[member_id]
         if header.virtual_workers != hosted or len(header.vector_tags) != len(hosted):
             return False
         for v, tag in zip(hosted, header.vector_tags, strict=True):

@@ -19,6 +19,7 @@ from raycloak.coordinator.training.conclusion import finish_log
 from raycloak.coordinator.training.model import Model
 from raycloak.coordinator.training.phases import Coordinator
 from raycloak.coordinator.training.step import Done, Gathered, StepRunner
+from raycloak.coordinator.training.step_context import StepContext
 from raycloak.metrics.errors import ConfigError, RaycloakError, RunFailedError
 from raycloak.metrics.registry import FAILED
 from raycloak.workers.terms.model_digest import model_digest, tensor_digests
@@ -51,17 +52,19 @@ class HandLoop:
             self.close()
             raise
         self._runner = StepRunner(
-            backend=order.session.backend,
-            control=order.session.control,
-            membership=self._admitted.membership,
-            manifest=self._admitted.manifest,
+            StepContext(
+                backend=order.session.backend,
+                control=order.session.control,
+                membership=self._admitted.membership,
+                manifest=self._admitted.manifest,
+                metrics=self._admitted.metrics,
+                deadline_s=order.config.failure.step_deadline_s,
+                renew=self._admitted.membership.admission.renew,
+                traces=order.reporting.traces,
+            ),
             run_terms=self._admitted.run,
             ranges=self._admitted.ranges,
-            metrics=self._admitted.metrics,
-            deadline_s=order.config.failure.step_deadline_s,
             secure_aggregation=order.config.secure_aggregation,
-            renew=self._admitted.membership.admission.renew,
-            traces=order.reporting.traces,
         )
         self.plan: Plan = self._admitted.plan
         self.initial_parameters: NDArray[np.float32] = self._admitted.start

@@ -3,9 +3,9 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from raycloak.coordinator.cluster.backend import ActorLost, Backend
-from raycloak.coordinator.membership.members import Members
+from raycloak.coordinator.cluster.backend import ActorLost
 from raycloak.coordinator.training.model import Model
+from raycloak.coordinator.training.step_context import StepContext
 from raycloak.metrics.errors import MORE_MEMORY, RunFailedError
 
 
@@ -13,9 +13,7 @@ from raycloak.metrics.errors import MORE_MEMORY, RunFailedError
 class MemberFailures:
     """The failed members of a session, one task after the other."""
 
-    backend: Backend
-    members: Members
-    deadline_s: float
+    context: StepContext
     _all_lost: bool = False
 
     def begin(self) -> None:
@@ -40,7 +38,7 @@ class MemberFailures:
             raise RunFailedError(code, f"every worker failed in {task}: {code}", _REMEDIES.get(code, ""), step)
         self._all_lost = alike
         for member_id, cause in failures.items():
-            self.members.lose(member_id, cause, f"{member_id} failed in {task}")
+            self.context.membership.members.lose(member_id, cause, f"{member_id} failed in {task}")
 
     def require_model(self, model: Model, causes: Collection[str], task: str, step: int) -> None:
         """Check, when an object that was passed is gone, that it was not the model itself.
@@ -52,7 +50,7 @@ class MemberFailures:
             return
         try:
             for reference in (*model.parameters, *model.states):
-                self.backend.fetch(reference, self.deadline_s)
+                self.context.backend.fetch(reference, self.context.deadline_s)
         except ActorLost as lost:
             raise RunFailedError(
                 "state_lost",

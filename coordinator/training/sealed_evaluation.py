@@ -50,7 +50,7 @@ class SealedEvaluator:
     _failures: MemberFailures = field(init=False)
 
     def __post_init__(self) -> None:
-        self._failures = MemberFailures(self.runner.backend, self.runner.membership.members, self.runner.deadline_s)
+        self._failures = MemberFailures(self.runner.context)
 
     @classmethod
     def of(cls, config: RunConfig, terms: SealedSource | None, runner: StepRunner) -> Self | None:
@@ -70,7 +70,7 @@ class SealedEvaluator:
         self._failures.begin()
         # First, because an order is for committed parameters alone.
         self.runner.commit()
-        epoch = self.runner.manifest.computation.epoch_of("gradient", finished_steps - 1)
+        epoch = self.runner.context.manifest.computation.epoch_of("gradient", finished_steps - 1)
         while True:
             self.runner.place(epoch)
             scores = self._scores(self._order(model, finished_steps, epoch), model, finished_steps)
@@ -79,7 +79,7 @@ class SealedEvaluator:
 
     def _order(self, model: Model, finished_steps: int, epoch: int) -> Envelope:
         """Return the order; a second one if a member's evidence expired or was revoked since the last review."""
-        control, membership = self.runner.control, self.runner.membership
+        control, membership = self.runner.context.control, self.runner.context.membership
         try:
             order = control.orchestrator.order_evaluation(finished_steps, model.digest, dict(membership.hosts.hosting))
         except EvidenceError as refusal:
@@ -93,7 +93,8 @@ class SealedEvaluator:
 
     def _scores(self, envelope: Envelope, model: Model, finished_steps: int) -> Scores | None:
         """Return the score of every slice; None if a worker failed, which is lost then."""
-        backend, membership, deadline_s = self.runner.backend, self.runner.membership, self.runner.deadline_s
+        context = self.runner.context
+        backend, membership, deadline_s = context.backend, context.membership, context.deadline_s
         order = parse(EvaluationOrder, envelope.body)
         asked = {
             member.member_id: membership.members.workers[member.member_id].evaluate(envelope, *model.parameters)
@@ -123,7 +124,7 @@ class SealedEvaluator:
         if reply.answer is None or reply.code != "ok":
             code = "answer_mismatch" if reply.code == "ok" else reply.code
             raise ProtocolError(code, f"{member_id} could not measure")
-        member, count = order.member(member_id), self.runner.manifest.computation.mechanism.virtual_workers
+        member, count = order.member(member_id), self.runner.context.manifest.computation.mechanism.virtual_workers
         counts = {v: len(slice_ids(v, count, self.num_examples)) for v in member.virtual_workers}
         return open_answer(reply.answer, order.digest(), member, counts)
 

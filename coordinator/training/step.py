@@ -15,7 +15,7 @@ An aggregator keeps no state between steps, so a step that fails anywhere is rep
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,21 +25,17 @@ from raycloak.attestation.core.messages import Envelope, parse
 from raycloak.attestation.core.roster import Query, Roster
 from raycloak.attestation.orchestrator.commits import StepCommit
 from raycloak.coordinator.aggregation.ranges import ParameterRange
-from raycloak.coordinator.cluster.backend import Backend
-from raycloak.coordinator.cluster.control import Control, Pending
+from raycloak.coordinator.cluster.control import Pending
 from raycloak.coordinator.ledger.ledger import RunStart
 from raycloak.coordinator.ledger.rules import RegistrationTerms
 from raycloak.coordinator.membership.hosting import moved
-from raycloak.coordinator.membership.membership import Membership
 from raycloak.coordinator.record.outcome import StepOutcome
 from raycloak.coordinator.training.attempt import Answers, AttemptRunner, OwedAnswers, Reduced, Task
 from raycloak.coordinator.training.model import Model
 from raycloak.coordinator.training.pace import OPEN, Pace
 from raycloak.coordinator.training.sent import NO_BATCHES, StepBatches
-from raycloak.metrics.collectors import RunMetrics
+from raycloak.coordinator.training.step_context import StepContext
 from raycloak.metrics.errors import BudgetError, EvidenceError, RunFailedError
-from raycloak.metrics.traces import OFF, Traces
-from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.measurement import Measurement, Released, released, values_digest
 from raycloak.workers.terms.model_digest import model_digest
 from raycloak.workers.terms.receipt import Receipt, data_root
@@ -95,46 +91,27 @@ class StepRunner:
 
     Attributes:
         run_terms: what the first charge of the run registers it with.
-        renew: gets fresh evidence of every member, where it has aged during a step.
         pace: says when the sum of a training step may be decoded.
         charged_epsilon: epsilon of the account, as the newest receipt states it.
         charging: whether a charge was ever asked for; a charge whose answer was lost counts as spent.
         uncommitted: finished steps that no answer of the orchestrator has confirmed as committed yet.
     """
 
-    backend: Backend
-    control: Control
-    membership: Membership
-    manifest: Manifest
+    context: StepContext
     run_terms: RegistrationTerms
     ranges: Sequence[ParameterRange]
-    metrics: RunMetrics
-    deadline_s: float
     secure_aggregation: bool
-    renew: Callable[[], None]
-    traces: Traces = OFF
     pace: Pace = OPEN
     charged_epsilon: float | None = None
     charging: bool = False
     uncommitted: tuple[StepCommit, ...] = ()
     _attempting: AttemptRunner = field(init=False)
-    _manifest_digest: bytes = field(init=False)
     _prepared: tuple[object, _AskedRoster] | None = None
     _last_paid: tuple[int, tuple[Query, int] | None] = (0, None)
     _started: bool = False
 
     def __post_init__(self) -> None:
-        self._manifest_digest = self.manifest.digest()
-        self._attempting = AttemptRunner(
-            backend=self.backend,
-            control=self.control,
-            membership=self.membership,
-            manifest=self.manifest,
-            metrics=self.metrics,
-            deadline_s=self.deadline_s,
-            traces=self.traces,
-            renew=self.renew,
-        )
+        self._attempting = AttemptRunner(self.context)
 
     def run(self, step: int, model: Model, batches: StepBatches = NO_BATCHES) -> tuple[Model, StepOutcome]:
         """Take ``model`` one step further. The step stays in ``uncommitted`` until a later roster commits it.
@@ -149,7 +126,7 @@ class StepRunner:
         """
         done = self._execute(Task("gradient", step, self._vector_ranges(), batches=batches), model)
         digests = [each for report in done.reduced.reports for each in report.tensor_digests]
-        parameters = model_digest(self.manifest.computation.tensors, digests)
+        parameters = model_digest(self.context.manifest.computation.tensors, digests)
         updated = done.reduced.updated
         model = Model(tuple(p for p, _ in updated), tuple(s for _, s in updated), parameters)
         return model, self.outcome(done, parameters)
@@ -162,7 +139,7 @@ class StepRunner:
         done = self._execute(Task(measurement.query, number, (whole,)), model)
         (average,) = done.reduced.averages
         values = values_digest(measurement.query, number, average)
-        planned = self.manifest.computation.mechanism.steps
+        planned = self.context.manifest.computation.mechanism.steps
         return released(measurement, number, planned, average), self.outcome(done, values)
 
     def gather(self, step: int, model: Model) -> Gathered:
@@ -172,17 +149,17 @@ class StepRunner:
             BudgetError, RunFailedError: as :meth:`run`.
         """
         task, started = Task("gradient", step, self._vector_ranges(), updates=False), time.perf_counter()
-        with self.traces.span("step", run=self.manifest.run_id, step=step):
-            with self.traces.span("charge"):
+        with self.context.traces.span("step", run=self.context.manifest.run_id, step=step):
+            with self.context.traces.span("charge"):
                 receipt, paid, asked = self._charge(task, model)
             attempts, charged = 1, time.perf_counter()
             begun = charged
-            self.metrics.attempt_started()
+            self.context.metrics.attempt_started()
             while (answers := self._collect(task, model, asked)) is None:
-                self.metrics.attempt_failed()
+                self.context.metrics.attempt_failed()
                 attempts, begun = attempts + 1, time.perf_counter()
                 asked = self._attempting.ask(task, model, receipt, self._roster_again(task))
-                self.metrics.attempt_started()
+                self.context.metrics.attempt_started()
         now = time.perf_counter()
         return Gathered(
             task=task,
@@ -202,7 +179,7 @@ class StepRunner:
             RunFailedError: ``unreachable`` if an aggregator was lost, or a vector failed its checks.
         """
         task, started = gathered.task, time.perf_counter()
-        with self.traces.span("reduce", step=task.step):
+        with self.context.traces.span("reduce", step=task.step):
             reduced = self._attempting.reduce(task, gathered.model, gathered.answers)
         if reduced is None:
             raise RunFailedError(
@@ -227,7 +204,7 @@ class StepRunner:
         # Before the ledger is asked: a charge whose answer is lost counts as spent.
         self.charging = True
         self._attempting.begin()
-        self.place(self.manifest.computation.epoch_of(task.query, task.step))
+        self.place(self.context.manifest.computation.epoch_of(task.query, task.step))
         receipt, asked = self._pay(task, model)
         paid = parse(Receipt, receipt.body)
         self._require_later(task, paid)
@@ -236,16 +213,16 @@ class StepRunner:
 
     def _roster_again(self, task: Task) -> Envelope:
         """Return the roster of another attempt, by the members that are left."""
-        self.place(self.manifest.computation.epoch_of(task.query, task.step))
+        self.place(self.context.manifest.computation.epoch_of(task.query, task.step))
         return self._receive(task, self._ask_roster(task))
 
     def _execute(self, task: Task, model: Model) -> Done:
         """Charge a step once, and attempt it until every aggregator has reduced it."""
         started = time.perf_counter()
-        with self.traces.span("charge"):
+        with self.context.traces.span("charge"):
             receipt, paid, asked = self._charge(task, model)
         charged = time.perf_counter()
-        self.metrics.phase_finished("charge", charged - started, self.traces.trace_id)
+        self.context.metrics.phase_finished("charge", charged - started, self.context.traces.trace_id)
         # Only now: the workers have been asked, so this call overlaps with their computation.
         self._prepare_next(task)
         attempts, begun = 1, charged
@@ -273,9 +250,13 @@ class StepRunner:
     def _pay(self, task: Task, model: Model) -> tuple[Envelope, OwedAnswers]:
         """Have the step charged and, at the same time, ask workers for the first attempt; returns the receipt too."""
         # Once all slices are hosted, their commitments are known: the receipt states the root of the run's data.
-        start = None if self._started else RunStart(self.run_terms, data_root(self.membership.hosts.commitments))
-        run_id, manifest = self.manifest.run_id, self._manifest_digest
-        charge = self.control.ledger.charge(run_id, task.step, task.input_from(model), manifest, task.query, start)
+        start = (
+            None if self._started else RunStart(self.run_terms, data_root(self.context.membership.hosts.commitments))
+        )
+        run_id, manifest = self.context.manifest.run_id, self.context.manifest_digest
+        charge = self.context.control.ledger.charge(
+            run_id, task.step, task.input_from(model), manifest, task.query, start
+        )
         if start is not None:
             # The ledger may refuse a run's data, and then no worker is asked for anything of them.
             charge.result()
@@ -337,33 +318,33 @@ class StepRunner:
         """Commit the finished steps that no roster has committed yet, and wait for that."""
         commits, self.uncommitted = self.uncommitted, ()
         if commits:
-            with self.traces.span("commit", steps=len(commits)):
-                self.control.orchestrator.commit(commits)
+            with self.context.traces.span("commit", steps=len(commits)):
+                self.context.control.orchestrator.commit(commits)
 
     def _attempt(
         self, task: Task, model: Model, asked: OwedAnswers, begun: float, number: int
     ) -> tuple[Answers, Reduced, float] | None:
         """Make one attempt; returns also when its answers were complete, or None if another attempt is needed."""
-        self.metrics.attempt_started()
-        with self.traces.span("attempt", attempt=number, workers=len(asked.answers)) as attempt:
+        self.context.metrics.attempt_started()
+        with self.context.traces.span("attempt", attempt=number, workers=len(asked.answers)) as attempt:
             answers = self._collect(task, model, asked, self._pace_of(task))
             computed = time.perf_counter()
-            self.metrics.phase_finished("compute", computed - begun, self.traces.trace_id)
+            self.context.metrics.phase_finished("compute", computed - begun, self.context.traces.trace_id)
             reduced = None
             if answers is not None:
                 waited = self._attempting.waited_s
-                with self.traces.span("reduce"):
+                with self.context.traces.span("reduce"):
                     reduced = self._attempting.reduce(task, model, answers, self._pace_of(task), self._stated_epsilon)
                 took = time.perf_counter() - computed - (self._attempting.waited_s - waited)
-                self.metrics.phase_finished("reduce", took, self.traces.trace_id)
+                self.context.metrics.phase_finished("reduce", took, self.context.traces.trace_id)
             if answers is None or reduced is None:
                 attempt.fail("repeated")
-                self.metrics.attempt_failed()
+                self.context.metrics.attempt_failed()
                 return None
         return answers, reduced, computed
 
     def _collect(self, task: Task, model: Model, asked: OwedAnswers, pace: Pace = OPEN) -> Answers | None:
-        with self.traces.span("compute") as compute:
+        with self.context.traces.span("compute") as compute:
             return self._attempting.collect(task, model, asked, pace, compute.began_ns)
 
     def _pace_of(self, task: Task) -> Pace:
@@ -373,14 +354,14 @@ class StepRunner:
     @property
     def _stated_epsilon(self) -> float | None:
         """The account's epsilon by the newest receipt; None if the run is not private."""
-        return self.charged_epsilon if self.manifest.computation.mechanism.private else None
+        return self.charged_epsilon if self.context.manifest.computation.mechanism.private else None
 
     def place(self, epoch: int) -> None:
         """Move the virtual workers of members that left to members that stay, and some to newcomers."""
-        before = self.membership.hosts.hosting
-        self.membership.hosts.place(epoch)
-        changes = moved(before, self.membership.hosts.hosting) if before else {}
-        self.metrics.virtual_workers_moved(sum(len(taken) for taken in changes.values()))
+        before = self.context.membership.hosts.hosting
+        self.context.membership.hosts.place(epoch)
+        changes = moved(before, self.context.membership.hosts.hosting) if before else {}
+        self.context.metrics.virtual_workers_moved(sum(len(taken) for taken in changes.values()))
 
     def _first_roster(self, task: Task) -> Envelope:
         """Return the roster that was prepared during the step before, or a new one if members have changed since."""
@@ -397,7 +378,7 @@ class StepRunner:
         The first step of an epoch is left out, because evidence is renewed before it. So is a step that a measurement
         precedes, because the measurement needs a roster of its own first.
         """
-        computation = self.manifest.computation
+        computation = self.context.manifest.computation
         following, planned = task.step + 1, computation.mechanism.steps
         if task.query != "gradient" or following >= planned or following % computation.epoch_steps == 0:
             return
@@ -411,14 +392,14 @@ class StepRunner:
 
         They stay in `uncommitted` until the answer is there. Asked twice, the orchestrator commits them once.
         """
-        hosting, commits = dict(self.membership.hosts.hosting), self.uncommitted
+        hosting, commits = dict(self.context.membership.hosts.hosting), self.uncommitted
         aggregators = self._aggregator_ids(task)
-        roster = self.control.orchestrator.open_step(task.step, hosting, aggregators, commits, task.query)
+        roster = self.context.control.orchestrator.open_step(task.step, hosting, aggregators, commits, task.query)
         return _AskedRoster(roster, commits)
 
     def _receive(self, task: Task, asked: _AskedRoster) -> Envelope:
         """Return the roster, or another one if a member's evidence has expired or was revoked since the last review."""
-        with self.traces.span("roster"):
+        with self.context.traces.span("roster"):
             return self._received(task, asked)
 
     def _received(self, task: Task, asked: _AskedRoster) -> Envelope:
@@ -427,9 +408,9 @@ class StepRunner:
         except EvidenceError as refusal:
             if refusal.code != "evidence_expired":
                 raise
-            if self.membership.admission.review(now=True):
-                self.renew()
-            self.place(self.manifest.computation.epoch_of(task.query, task.step))
+            if self.context.membership.admission.review(now=True):
+                self.context.renew()
+            self.place(self.context.manifest.computation.epoch_of(task.query, task.step))
             asked = self._ask_roster(task)
             roster = asked.pending.result()
         self.uncommitted = tuple(commit for commit in self.uncommitted if commit not in asked.commits)
@@ -437,17 +418,17 @@ class StepRunner:
 
     def _standing(self, task: Task) -> object:
         """Return everything that a roster of a step depends on, for comparison."""
-        evidence = tuple(self.membership.members.presentations.items())
-        return task.query, task.step, dict(self.membership.hosts.hosting), self._aggregator_ids(task), evidence
+        evidence = tuple(self.context.membership.members.presentations.items())
+        return task.query, task.step, dict(self.context.membership.hosts.hosting), self._aggregator_ids(task), evidence
 
     def _aggregator_ids(self, task: Task) -> tuple[str, ...]:
-        return tuple(actor.member_id for actor in self.membership.members.aggregators[: len(task.ranges)])
+        return tuple(actor.member_id for actor in self.context.membership.members.aggregators[: len(task.ranges)])
 
     def _vector_ranges(self) -> tuple[VectorRange, ...]:
         return tuple(VectorRange(index=owned.index, offset=owned.start, length=owned.size) for owned in self.ranges)
 
     def _masked_bytes(self, query: Query, vectors: int) -> int:
         """Return the bytes of that many vectors, or 0 where workers add no masks; see `TrainWorker`."""
-        mechanism = self.manifest.computation.mechanism_of(query)
+        mechanism = self.context.manifest.computation.mechanism_of(query)
         masked = self.secure_aggregation or (mechanism.private and vectors > 1)
         return vectors * mechanism.dimension * mechanism.ring_bits // 8 if masked else 0

@@ -259,7 +259,7 @@ class Training:
         due = [(each.query, each.due(self.finished_steps, planned)) for each in self.plan.measurements]
         places: list[tuple[Query, int]] = [("gradient", self.finished_steps)]
         places += [(query, number) for query, number in due if number is not None]
-        run, ledger = self.runner.manifest.run_id, self.runner.control.ledger
+        run, ledger = self.runner.context.manifest.run_id, self.runner.context.control.ledger
         return any(ledger.status(run, number, query).charged for query, number in places)
 
     def _follow_load(self) -> None:
@@ -275,7 +275,7 @@ class Training:
             number = measurement.due(self.finished_steps, planned)
             if number is None or not (self.course.charges or self._was_charged(measurement.query, number)):
                 continue
-            run = self.runner.manifest.run_id
+            run = self.runner.context.manifest.run_id
             with self.reporting.traces.span("measurement", run=run, query=measurement.query, release=number):
                 released, outcome = self.runner.measure(measurement, number, self.model)
             self._require_same(outcome.commit)
@@ -286,7 +286,9 @@ class Training:
             self._report_measured(released, outcome)
 
     def _step(self) -> None:
-        with self.reporting.traces.span("step", run=self.runner.manifest.run_id, step=self.finished_steps) as span:
+        with self.reporting.traces.span(
+            "step", run=self.runner.context.manifest.run_id, step=self.finished_steps
+        ) as span:
             self._take_step()
             span.set(attempts=self.outcomes[-1].commit.attempts)
 
@@ -309,7 +311,7 @@ class Training:
 
     def _was_charged(self, query: Query, step: int, batches: StepBatches = NO_BATCHES) -> bool:
         """Return whether a step was charged for these parameters and batches, and committed."""
-        status = self.runner.control.ledger.status(self.runner.manifest.run_id, step, query)
+        status = self.runner.context.control.ledger.status(self.runner.context.manifest.run_id, step, query)
         is_charged = status.charged and status.input_digest == step_input(self.model.digest, batches.digests)
         return is_charged and (query, step) in self.course.committed
 
@@ -348,7 +350,7 @@ class Training:
             epsilon=claim if self.plan.mechanism.private else None,
             roster_digest=outcome.roster_digest,
             ledger_head=Head(outcome.commit.ledger_sequence, outcome.commit.ledger_hash),
-            log_head=self.runner.control.orchestrator.log_position(),
+            log_head=self.runner.context.control.orchestrator.log_position(),
             evaluation=self._known_evaluation,
         )
 

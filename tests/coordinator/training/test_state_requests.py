@@ -441,8 +441,8 @@ def test_guarantee_the_orchestrator_logs_no_load_that_its_log_does_not_bear_out(
     codes = []
 
     def forge(training: Training) -> None:
-        orchestrator = training.runner.control.orchestrator
-        package = archive(tmp_path).restorer(training.runner.control, training.runner.manifest).newest()
+        orchestrator = training.runner.context.control.orchestrator
+        package = archive(tmp_path).restorer(training.runner.context.control, training.runner.context.manifest).newest()
         honest = StateLoad(
             after_step=3, step=2, package_digest=package.package.digest(), model_digest=package.model_digest
         )
