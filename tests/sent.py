@@ -61,7 +61,7 @@ class Client(OpenPace):
     files: dict[int, tuple[Path, ...]] = field(default_factory=dict)
     run: SentRun | None = None
 
-    def admit(self, finished_steps: int, training: Any) -> bool:
+    def admit(self, training: Any) -> bool:
         if self.run is None:
             manifest = training.runner.context.manifest
             keys = data_keys(self.owner, manifest.ledger_key, manifest.account, self.folder)

@@ -48,7 +48,7 @@ from raycloak.coordinator.service.pipe import (
     Saved,
     Spent,
 )
-from raycloak.coordinator.training.pace import GatedPace
+from raycloak.coordinator.training.pace import Boundary, GatedPace
 from raycloak.coordinator.training.stop_signals import StopRequest
 from raycloak.metrics.errors import ConfigError, ProtocolError, RefusedError, RunFailedError
 
@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from raycloak.coordinator.runs.execution import Execution
     from raycloak.coordinator.training.outset import Outset
     from raycloak.coordinator.training.reporting import StepReport
-    from raycloak.coordinator.training.steps import Training
     from raycloak.workers.terms.measurement import Released as Measured
     from raycloak.workers.terms.public_sums import PublicSums
 
@@ -220,7 +219,7 @@ class PacedRun:
                 self._tell(Notice(line="a driver begins one run; the run stops"))
                 self._stop.make()
 
-    def _between(self, command: Save | Copy | Load, training: "Training") -> None:
+    def _between(self, command: Save | Copy | Load, training: Boundary) -> None:
         from raycloak.coordinator.training.state_requests import CopyRequest, LoadRequest, SaveRequest
 
         try:

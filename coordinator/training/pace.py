@@ -16,31 +16,58 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
+from raycloak.coordinator.training.state_requests import (
+    CopyRequest,
+    LoadedState,
+    LoadRequest,
+    PackagedState,
+    SaveRequest,
+)
 from raycloak.coordinator.training.stop_signals import StopRequest
 from raycloak.workers.terms.public_sums import PublicSums
-
-if TYPE_CHECKING:
-    from raycloak.coordinator.training.steps import Training
 
 
 class StepLeft(Exception):
     """A stop while a step was held or waited to be released: it stays charged, and a resume repeats it."""
 
 
+class Boundary(Protocol):
+    """A training between two steps, as the owner of its loop may act on it."""
+
+    finished_steps: int
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether no step is left."""
+        ...
+
+    def save(self, request: SaveRequest) -> PackagedState:
+        """Save the current state; as `StateKeeper.save`."""
+        ...
+
+    def copy(self, request: CopyRequest) -> bytes:
+        """Write the current parameters to a file; as `StateKeeper.copy`."""
+        ...
+
+    def load(self, request: LoadRequest) -> LoadedState:
+        """Go on from an earlier state; as `StateKeeper.load`."""
+        ...
+
+
 class Pace(Protocol):
     """The gates of a step loop; its methods are for the loop's own thread."""
 
-    def admit(self, finished_steps: int, training: "Training") -> bool:
-        """Do what is due after so many steps, and return when the next may be charged, or the finished run may end.
+    def admit(self, boundary: Boundary) -> bool:
+        """Do what is due between two steps, and return when the next may be charged, or the finished run may end.
 
         Returns:
             False if the loop is to end here, as a stop.
         """
         ...
 
-    def ends(self, finished_steps: int, training: "Training", ending: str) -> bool:
+    def ends(self, boundary: Boundary, ending: str) -> bool:
         """Return when a run whose account has no room, or that stops early, may end; until then, do what is due.
 
         Returns:
@@ -96,10 +123,10 @@ class Pace(Protocol):
 class OpenPace:
     """A pace that never waits."""
 
-    def admit(self, finished_steps: int, training: "Training") -> bool:
+    def admit(self, boundary: Boundary) -> bool:
         return True
 
-    def ends(self, finished_steps: int, training: "Training", ending: str) -> bool:
+    def ends(self, boundary: Boundary, ending: str) -> bool:
         return True
 
     def batches(self, step: int) -> tuple[Path, ...]:
@@ -177,7 +204,7 @@ class GatedPace(Generic[R]):
         computed: told of each step that waits for its release, once; called in the loop's thread.
         held: told of each step that is held and that nobody computes any more, once for each time; with the epsilon of
             the account if the step is known to be charged. Called in the loop's thread.
-        between: does a request between two steps; called in the loop's thread, in the order they were asked.
+        act: does a request between two steps; called in the loop's thread, in the order they were asked.
         over: told why no step will follow, before the run ends for it; called in the loop's thread.
     """
 
@@ -186,13 +213,13 @@ class GatedPace(Generic[R]):
         stop: StopRequest,
         computed: Callable[[int, float | None, PublicSums | None], None],
         held: Callable[[int, float | None], None],
-        between: Callable[[R, "Training"], None],
+        act: Callable[[R, Boundary], None],
         over: Callable[[str], None],
     ) -> None:
         self._stop = stop
         self._computed = computed
         self._tell_held = held
-        self._between = between
+        self._act = act
         self._tell_over = over
         # The one thing that threads share. It is reentrant, as a stop is made in a signal handler: a lock could be
         # held by the very thread that the signal interrupts.
@@ -233,18 +260,19 @@ class GatedPace(Generic[R]):
         """End the loop: a run whose steps are all finished is complete, another one is stopped."""
         self._inbox.put(_Close())
 
-    def admit(self, finished_steps: int, training: "Training") -> bool:
-        return self._admit(finished_steps, training, finished_steps == training.course.last_step)
+    def admit(self, boundary: Boundary) -> bool:
+        return self._admit(boundary, boundary.is_over)
 
-    def ends(self, finished_steps: int, training: "Training", ending: str) -> bool:
+    def ends(self, boundary: Boundary, ending: str) -> bool:
         self._tell_over(ending)
-        return self._admit(finished_steps, training, True)
+        return self._admit(boundary, True)
 
-    def _admit(self, finished_steps: int, training: "Training", is_over: bool) -> bool:
+    def _admit(self, boundary: Boundary, is_over: bool) -> bool:
+        finished_steps = boundary.finished_steps
         self._take_all()
         while not self._stop.made:
             if self._due and self._due[0].after <= finished_steps:
-                self._between(self._due.popleft(), training)
+                self._act(self._due.popleft(), boundary)
                 self._take_all()
             elif self._closed:
                 return is_over

@@ -72,16 +72,15 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A step that every aggregator has reduced, the receipt that paid for it, and its times; see `StepOutcome`."""
+    """A gathered step that every aggregator has reduced.
 
-    task: Task
-    answers: Answers
+    Attributes:
+        seconds: wall time of the whole step; ``reduce_seconds`` of it as in `StepOutcome`.
+    """
+
+    gathered: Gathered
     reduced: Reduced
-    paid: Receipt
-    attempts: int
     seconds: float
-    charge_seconds: float
-    compute_seconds: float
     reduce_seconds: float
 
 
@@ -186,18 +185,7 @@ class StepRunner:
                 "unreachable", f"{task.name} lost an aggregator or a vector.", "Run it again.", task.step
             )
         took = time.perf_counter() - started
-        done = Done(
-            task=task,
-            answers=gathered.answers,
-            reduced=reduced,
-            paid=gathered.paid,
-            attempts=gathered.attempts,
-            seconds=gathered.seconds + took,
-            charge_seconds=gathered.charge_seconds,
-            compute_seconds=gathered.compute_seconds,
-            reduce_seconds=took,
-        )
-        return np.concatenate(reduced.averages), done
+        return np.concatenate(reduced.averages), Done(gathered, reduced, gathered.seconds + took, took)
 
     def _charge(self, task: Task, model: Model) -> tuple[Envelope, Receipt, OwedAnswers]:
         """Charge a step, and ask the workers for its first attempt."""
@@ -235,17 +223,17 @@ class StepRunner:
         answers, reduced, computed = finished
         # A step is as long as it takes the machines, and not its owner.
         now = time.perf_counter() - self._attempting.waited_s
-        return Done(
+        gathered = Gathered(
             task=task,
+            model=model,
             answers=answers,
-            reduced=reduced,
             paid=paid,
             attempts=attempts,
-            seconds=now - started,
+            seconds=computed - started,
             charge_seconds=charged - started,
             compute_seconds=computed - begun,
-            reduce_seconds=now - computed,
         )
+        return Done(gathered, reduced, seconds=now - started, reduce_seconds=now - computed)
 
     def _pay(self, task: Task, model: Model) -> tuple[Envelope, OwedAnswers]:
         """Have the step charged and, at the same time, ask workers for the first attempt; returns the receipt too."""
@@ -290,12 +278,13 @@ class StepRunner:
         Args:
             released: digest of the parameters after the step, or of the values of a measurement.
         """
-        task, paid, bound = done.task, done.paid, done.reduced.binding
+        gathered, bound = done.gathered, done.reduced.binding
+        task = gathered.task
         # The binding's entry and not the charge's: the evidence log then pins both against a ledger that is put back.
         commit = StepCommit(
             step=task.step,
             released_digest=released,
-            attempts=done.attempts,
+            attempts=gathered.attempts,
             ledger_sequence=bound.sequence,
             ledger_hash=bound.head,
             query=task.query,
@@ -303,14 +292,14 @@ class StepRunner:
         self.uncommitted += (commit,)
         return StepOutcome(
             commit=commit,
-            charged_epsilon=paid.charged_epsilon,
-            masked_bytes=self._masked_bytes(task.query, len(done.answers.headers)),
+            charged_epsilon=gathered.paid.charged_epsilon,
+            masked_bytes=self._masked_bytes(task.query, len(gathered.answers.headers)),
             seconds=done.seconds,
-            charge_seconds=done.charge_seconds,
-            compute_seconds=done.compute_seconds,
+            charge_seconds=gathered.charge_seconds,
+            compute_seconds=gathered.compute_seconds,
             reduce_seconds=done.reduce_seconds,
-            slowest_worker_seconds=max(reply.seconds for reply in done.answers.replies),
-            roster_digest=parse(Roster, done.answers.roster.body).digest(),
+            slowest_worker_seconds=max(reply.seconds for reply in gathered.answers.replies),
+            roster_digest=parse(Roster, gathered.answers.roster.body).digest(),
             grad_norm=done.reduced.grad_norm,
         )
 

@@ -127,10 +127,10 @@ class Training:
             if self.finished_steps != first:
                 self._follow_load()
             # First, since it has an end of its own, also if somebody asks for a stop meanwhile.
-            if self._over:
+            if self._stops_early:
                 return self._ended(Ending.EARLY)
             # Between two steps only: a step that is charged is finished.
-            if self.stop.made or not self.pace.admit(self.finished_steps, self):
+            if self.stop.made or not self.pace.admit(self):
                 return Ending.STOPPED
             ages = self.membership.admission.review()
             if ages or (self.finished_steps != first and self.finished_steps % self.config.epoch_steps == 0):
@@ -142,14 +142,14 @@ class Training:
             except StepLeft:
                 return Ending.STOPPED
         # A finished run is saved and loaded too, until its owner lets it end.
-        if not self.pace.admit(self.finished_steps, self):
+        if not self.pace.admit(self):
             return Ending.STOPPED
         is_over = self.finished_steps == self.plan.mechanism.steps
         return Ending.CAP if is_over and self._cap_reached(self._measure) else Ending.COMPLETE
 
     def _ended(self, ending: Ending) -> Ending:
         """Return how a run ends that takes no further step, once its owner has saved what it wants of it."""
-        return ending if self.pace.ends(self.finished_steps, self, ending.value) else Ending.STOPPED
+        return ending if self.pace.ends(self, ending.value) else Ending.STOPPED
 
     def _cap_reached(self, act: Callable[[], None]) -> bool:
         """Call ``act``; returns whether the cap left no room for it."""
@@ -173,13 +173,18 @@ class Training:
         # Before the step: a measurement is of the model that the step starts from.
         self._measure()
         # What was measured may end the run, and then the step must not be charged.
-        if not self._over:
+        if not self._stops_early:
             # Its owner may have cancelled the step while the measurement was made.
             self.pace.resume(self.finished_steps, None)
             self._step()
 
     @property
-    def _over(self) -> bool:
+    def is_over(self) -> bool:
+        """Return whether the course has no further step."""
+        return self.finished_steps == self.course.last_step
+
+    @property
+    def _stops_early(self) -> bool:
         return self.stopping is not None and self.stopping.decided
 
     def parameters(self) -> np.ndarray:

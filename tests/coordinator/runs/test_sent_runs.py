@@ -126,8 +126,8 @@ def test_a_run_that_ends_before_its_first_step_keeps_the_terms_that_its_client_h
     class Leaves:
         """The pace of a service that is killed when it has taken the first batches."""
 
-        def admit(self, finished_steps: int, training: Any) -> bool:
-            client.admit(finished_steps, training)
+        def admit(self, training: Any) -> bool:
+            client.admit(training)
             return not client.batches(0)
 
         batches, is_released, computed, release = client.batches, client.is_released, client.computed, client.release

@@ -39,8 +39,8 @@ class Script(OpenPace):
     def __init__(self, acts: Mapping[int, Act]) -> None:
         self.acts = dict(acts)
 
-    def admit(self, finished_steps: int, training: Training) -> bool:
-        act = self.acts.pop(finished_steps, None)
+    def admit(self, training: Training) -> bool:
+        act = self.acts.pop(training.finished_steps, None)
         if act is not None:
             act(training)
         return True
