@@ -53,6 +53,17 @@ def test_every_module_says_what_it_is_for():
     assert [str(path) for path, line in first.items() if len(line.split()) < 3 and "_pb2" not in path.name] == []
 
 
+def test_a_class_has_a_name_of_its_own():
+    """A reader who meets a name knows which class it is, and finds it by one search."""
+    places = {}
+    for path in SOURCES:
+        if "_pb2" not in path.name:
+            classes = (node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef))
+            for name in classes:
+                places.setdefault(name, []).append(str(path.relative_to(ROOT)))
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
+
+
 def _imported(node):
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]

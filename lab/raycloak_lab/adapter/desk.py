@@ -24,7 +24,7 @@ from raycloak_lab.encrypted.parameters import ANSWER_BYTES
 from raycloak_lab.encrypted.released_keys import SEAL_BYTES
 
 
-class Worker(Protocol):
+class AdapterHost(Protocol):
     """The worker as the desk asks it; see `raycloak_lab.encrypted.adapter_worker.AdapterWorker`."""
 
     @property
@@ -40,7 +40,7 @@ class Worker(Protocol):
 
 
 @dataclass(slots=True)
-class _Session:
+class _HeldSession:
     client: str
     last_used_s: float
     sequence: int = 0
@@ -59,7 +59,7 @@ class AdapterDesk:
 
     def __init__(
         self,
-        worker: Worker,
+        worker: AdapterHost,
         budgets: TokenBudgets,
         clients: Mapping[bytes, str],
         *,
@@ -72,7 +72,7 @@ class AdapterDesk:
         self.clients = dict(clients)
         self._most, self._idle_s, self._clock = sessions, idle_s, clock
         self._most_of_client = max(1, sessions // 4)
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[str, _HeldSession] = {}
         # One request at a time: SEAL uses all that a core has, and a second batch in memory would be a second client's.
         self._turn = threading.Lock()
         self.facts = worker.facts
@@ -137,7 +137,7 @@ class AdapterDesk:
                 raise RefusedError("busy", "the adapter has no room for another session.", "Close one, or ask later.")
             name = secrets.token_hex(16)
             presented = self._worker.present(name, contract, policy, challenge)
-            self._sessions[name] = _Session(client, self._clock())
+            self._sessions[name] = _HeldSession(client, self._clock())
             return name, presented
 
     def register(self, client: str, session: str, release: KeyRelease, fingerprint: bytes, sealed: bytes) -> None:
@@ -211,7 +211,7 @@ class AdapterDesk:
         """Return the tokens of whole blocks: the rest of a budget answers nothing."""
         return tokens - tokens % self.facts.shape.tokens
 
-    def _of(self, client: str, session: str) -> _Session:
+    def _of(self, client: str, session: str) -> _HeldSession:
         self._drop_idle()
         found = self._sessions.get(session)
         if found is None or found.client != client:

@@ -84,7 +84,7 @@ class EncryptedAdapter:
         try:
             self._layers = _layers(base_model, self._session)
             self._shared = _shared(base_model, self._session.shared)
-            self._known: dict[Hashable, _Reading] = {}
+            self._known: dict[Hashable, _AdapterReading] = {}
         except BaseException:
             self._session.close()
             raise
@@ -118,7 +118,7 @@ class EncryptedAdapter:
                 if self._progress is not None:
                     self._progress(next(done), blocks)
 
-            with _hooked(self._layers, _Pass(self._session, reading.inputs, mask, tell).add):
+            with _hooked(self._layers, _AdapterPass(self._session, reading.inputs, mask, tell).add):
                 return self._model(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -143,7 +143,7 @@ class EncryptedAdapter:
         """End the session; the worker drops the keys."""
         self._session.close()
 
-    def _reading(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "_Reading":
+    def _reading(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "_AdapterReading":
         """Return which layers read one and the same tensor in calls of this kind, by a bare pass before the first.
 
         Only a pass can tell: two layers of one block may share an input, as query and value do, or not. It costs the
@@ -164,12 +164,12 @@ class EncryptedAdapter:
 
         with _hooked(self._layers, note):
             self._model(*map(_copied, args), **{name: _copied(each) for name, each in kwargs.items()})
-        found = self._known[kind] = _Reading(inputs, [each.shape[:-1] for each in seen])
+        found = self._known[kind] = _AdapterReading(inputs, [each.shape[:-1] for each in seen])
         return found
 
 
 @dataclass(frozen=True, slots=True)
-class _Reading:
+class _AdapterReading:
     """The findings of a bare pass.
 
     Attributes:
@@ -205,14 +205,14 @@ def _sent(shape: torch.Size, mask: torch.Tensor | None) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pending:
+class _PendingCall:
     """The deltas that came with another layer's, and the tensor that they are of."""
 
     given: torch.Tensor
     delta: torch.Tensor
 
 
-class _Pass:
+class _AdapterPass:
     """A forward pass: asks once for all layers that read one tensor, and tells each block that is done."""
 
     def __init__(
@@ -223,7 +223,7 @@ class _Pass:
         tell: Callable[[], None],
     ) -> None:
         self._session, self._inputs, self._mask, self._tell = session, inputs, mask, tell
-        self._pending: dict[str, _Pending] = {}
+        self._pending: dict[str, _PendingCall] = {}
 
     def add(self, name: str, given: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         """Return a layer's output with its delta."""
@@ -232,7 +232,7 @@ class _Pass:
             waiting = self._asked(name, given)
         return output + waiting.delta.to(output)
 
-    def _asked(self, name: str, given: torch.Tensor) -> _Pending:
+    def _asked(self, name: str, given: torch.Tensor) -> _PendingCall:
         width = self._session.projections[name].width_in
         mine = self._inputs.get(name)
         names = [
@@ -245,7 +245,7 @@ class _Pass:
         for each, found in self._session.deltas(sent, names, self._tell).items():
             delta = torch.zeros(rows.numel(), self._session.projections[each].width_out, dtype=torch.float64)
             delta[rows] = torch.from_numpy(found)
-            self._pending[each] = _Pending(given, delta.reshape(*given.shape[:-1], -1))
+            self._pending[each] = _PendingCall(given, delta.reshape(*given.shape[:-1], -1))
         return self._pending.pop(name)
 
 

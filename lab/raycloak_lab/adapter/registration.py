@@ -23,7 +23,7 @@ from raycloak_lab.encrypted.released_keys import seal_released, stated_answer
 
 
 @dataclass(frozen=True, slots=True)
-class Released:
+class ReleasedAdapter:
     """The keys of a client, sealed for the worker whose evidence was accepted."""
 
     release: KeyRelease
@@ -76,7 +76,7 @@ class ClientOrchestrator:
         """Return a fresh challenge that only the worker's identity key can answer."""
         return self._session.admission.challenge(MEMBER_ID, "worker", self._worker_key).encode()
 
-    def release(self, presentation: Envelope, released: bytes) -> Released:
+    def release(self, presentation: Envelope, released: bytes) -> ReleasedAdapter:
         """Appraise the worker, log its keys' fingerprint and parameters, and release the key to them.
 
         Guarantee: nothing is released for evidence that the policy refuses, or before the log has it.
@@ -99,7 +99,7 @@ class ClientOrchestrator:
             grant = self._session.keys.grant(MEMBER_ID, 0, (0,), 0)
         key = self._run.keys.of(self._contract.key_context, 0, 0).stream
         sealed = seal_released(key, self._fingerprint, released)
-        return Released(grant.proved(books.log), sealed, appraisal.evidence_class.value)
+        return ReleasedAdapter(grant.proved(books.log), sealed, appraisal.evidence_class.value)
 
     def finish(self) -> Path:
         """Export the log, destroy the secret that the key came from, and return the log's file."""

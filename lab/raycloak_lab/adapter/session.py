@@ -155,7 +155,7 @@ class AdapterSession:
             )
         found = {name: np.zeros((len(tokens), self.projections[name].width_out)) for name in names}
         starts = range(0, len(tokens), self.block_tokens)
-        asked: deque[_Asked] = deque()
+        asked: deque[_AskedCall] = deque()
         with _Line() as line:
             for start in starts:
                 if len(asked) == _AHEAD:
@@ -184,12 +184,12 @@ class AdapterSession:
                 own, self._orchestrator = self._orchestrator, None
                 own.finish()
 
-    def _asked(self, line: "_Line", tokens: NDArray[Any], rows: slice, names: Sequence[str]) -> "_Asked":
+    def _asked(self, line: "_Line", tokens: NDArray[Any], rows: slice, names: Sequence[str]) -> "_AskedCall":
         began = time.perf_counter()
         batch, factors = self._keys.encrypt(tokens[rows])
         self.traffic.encrypt_s += time.perf_counter() - began
         answers = [(each, line.ask(partial(self._answer, batch, each))) for each in self._requests(names)]
-        return _Asked(rows, answers, factors)
+        return _AskedCall(rows, answers, factors)
 
     def _requests(self, names: Sequence[str]) -> Iterator[list[str]]:
         """Yield projections that share a block, request by request: as many as one answer holds."""
@@ -219,7 +219,7 @@ class AdapterSession:
         answer: wire.ApplyReply = self._connection.call("Apply", chain([request], pieces))
         return answer
 
-    def _finish(self, asked: "_Asked", found: dict[str, NDArray[np.float64]], tell: Callable[[], None]) -> None:
+    def _finish(self, asked: "_AskedCall", found: dict[str, NDArray[np.float64]], tell: Callable[[], None]) -> None:
         for names, future in asked.answers:
             began = time.perf_counter()
             answer = future.result()
@@ -238,7 +238,7 @@ class AdapterSession:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _AskedCall:
     """A block under way: its rows, its requests' projections and answers, and what the answers are multiplied by."""
 
     rows: slice

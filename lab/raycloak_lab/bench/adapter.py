@@ -20,7 +20,7 @@ _BITS_OF_MM = [60, 40, 40, 60]
 
 
 @dataclass(frozen=True)
-class AdapterFigures:
+class AdapterBenchFigures:
     """The costs of one projection of one width. Times are medians in milliseconds of processor time.
 
     Attributes:
@@ -59,7 +59,7 @@ class AdapterBench:
     """The figures of several widths; ``runs`` measurements are behind each."""
 
     runs: int
-    widths: tuple[AdapterFigures, ...]
+    widths: tuple[AdapterBenchFigures, ...]
 
 
 CASES = ((384, 8, 64), (768, 8, 64), (4096, 16, 16))
@@ -71,7 +71,7 @@ def bench_adapter() -> AdapterBench:
     return AdapterBench(RUNS, tuple(_figures(*case) for case in CASES))
 
 
-def _figures(width: int, rank: int, tokens: int) -> AdapterFigures:
+def _figures(width: int, rank: int, tokens: int) -> AdapterBenchFigures:
     rng = np.random.default_rng(24)
     down, up = rng.normal(size=(rank, width)) / np.sqrt(width), rng.normal(size=(width, rank)) / 50
     states = rng.normal(size=(tokens, width))
@@ -91,7 +91,7 @@ def _figures(width: int, rank: int, tokens: int) -> AdapterFigures:
     mm = _tenseal_mm(states[0], down, up)
     # What it hides does not change what that takes.
     hide_ms = _ms(lambda: rerandomiser.answer(request, "q", [None] * len(deltas)))
-    return AdapterFigures(
+    return AdapterBenchFigures(
         width=width,
         rank=rank,
         block_tokens=tokens,

@@ -82,36 +82,36 @@ class _Source:
 
 
 @dataclass(frozen=True, slots=True)
-class _Worker:
+class _AttestedWorker:
     """A worker that is about to connect."""
 
     attester: Attester
     end: ChannelEnd
 
     @classmethod
-    def new(cls, name: str, source: _Source) -> "_Worker":
+    def new(cls, name: str, source: _Source) -> "_AttestedWorker":
         attester = Attester(name, source)
         return cls(attester, client_end(attester.identity, MANIFEST))
 
 
 @dataclass(frozen=True, slots=True)
-class _Service:
+class _EvidenceProcess:
     address: str
     orchestrator_key: bytes
 
-    def attest(self, worker: _Worker) -> None:
+    def attest(self, worker: _AttestedWorker) -> None:
         """Perform one full attestation over a connection of its own."""
         with self._connected(worker) as client:
             client.attest(worker.attester.present(client.challenge(), MANIFEST, ANSWER))
             client.release_keys(0)
 
-    def reach(self, worker: _Worker) -> None:
+    def reach(self, worker: _AttestedWorker) -> None:
         """Make as many calls over a connection of its own, none of which asks the orchestrator anything."""
         with self._connected(worker) as client:
             for _ in range(CALLS):
                 client.is_serving()
 
-    def _connected(self, worker: _Worker) -> EvidenceClient:
+    def _connected(self, worker: _AttestedWorker) -> EvidenceClient:
         return EvidenceClient(
             self.address,
             manifest_digest=MANIFEST,
@@ -137,22 +137,26 @@ def bench_attest(connections: int, concurrency: int, held: int) -> AttestBench:
     raise_open_files(held + 1024)
     with tempfile.TemporaryDirectory(prefix="raycloak-bench-") as folder:
         source = _Source(SimulatedVendor.load_or_create(Path(folder) / "simulator").platform())
-        warm_up = [_Worker.new(f"warm-up-{i}", source) for i in range(8)]
-        empty = [_Worker.new(f"empty-{i}", source) for i in range(min(connections, MOST_EMPTY))]
+        warm_up = [_AttestedWorker.new(f"warm-up-{i}", source) for i in range(8)]
+        empty = [_AttestedWorker.new(f"empty-{i}", source) for i in range(min(connections, MOST_EMPTY))]
         # A worker has its keys before it connects, so that the clock starts at the connection.
-        workers = [_Worker.new(f"worker-{i}", source) for i in range(connections)]
+        workers = [_AttestedWorker.new(f"worker-{i}", source) for i in range(connections)]
         with Child(f"{processes.__name__}:serve", folder, str(held)) as service:
             serving = service.receive(processes.BenchServing, by=processes.soon())
             with Child(f"{processes.__name__}:hold", serving.address, str(held)) as holder:
                 # It answers once they are open.
                 figures(holder)
-                target = _Service(serving.address, bytes.fromhex(serving.credential))
+                target = _EvidenceProcess(serving.address, bytes.fromhex(serving.credential))
                 _all(target.attest, warm_up, 2)
                 return _measure(target, (empty, workers), concurrency, service, holder)
 
 
 def _measure(
-    target: _Service, workers: tuple[list[_Worker], list[_Worker]], concurrency: int, service: Child, holder: Child
+    target: _EvidenceProcess,
+    workers: tuple[list[_AttestedWorker], list[_AttestedWorker]],
+    concurrency: int,
+    service: Child,
+    holder: Child,
 ) -> AttestBench:
     # First, how far the machine itself goes: connections that ask the orchestrator nothing.
     empty = _timed(target.reach, workers[0], concurrency, service)
@@ -185,7 +189,7 @@ def _measure(
 
 
 @dataclass(frozen=True, slots=True)
-class _Timed:
+class _TimedCalls:
     """The work of many workers: seconds of each that was not refused, and processor time per worker."""
 
     seconds: list[float]
@@ -195,17 +199,21 @@ class _Timed:
     worker_cpu_ms: float
 
 
-def _timed(act: Callable[[_Worker], None], workers: list[_Worker], concurrency: int, service: Child) -> _Timed:
+def _timed(
+    act: Callable[[_AttestedWorker], None], workers: list[_AttestedWorker], concurrency: int, service: Child
+) -> _TimedCalls:
     before, own, began = figures(service)["cpu"], cpu_seconds(), time.perf_counter()
     seconds, refused = _all(act, workers, concurrency)
     wall, own = time.perf_counter() - began, cpu_seconds() - own
     each = 1e3 / len(workers)
-    return _Timed(seconds, refused, wall, each * (figures(service)["cpu"] - before), each * own)
+    return _TimedCalls(seconds, refused, wall, each * (figures(service)["cpu"] - before), each * own)
 
 
-def _all(act: Callable[[_Worker], None], workers: Iterable[_Worker], concurrency: int) -> tuple[list[float], int]:
+def _all(
+    act: Callable[[_AttestedWorker], None], workers: Iterable[_AttestedWorker], concurrency: int
+) -> tuple[list[float], int]:
     """Let each worker act; return the seconds of each that was not refused, and the number of refusals."""
-    waiting: SimpleQueue[_Worker] = SimpleQueue()
+    waiting: SimpleQueue[_AttestedWorker] = SimpleQueue()
     for worker in workers:
         waiting.put(worker)
     seconds: list[float] = []

@@ -103,7 +103,7 @@ Call = Callable[[int], None]
 
 
 @dataclass(slots=True)
-class _Measured:
+class _MeasuredService:
     """The times of one peer's calls in seconds: of one caller, and of all with the wall time of each of their turns.
 
     Attributes:
@@ -172,13 +172,15 @@ def _echo(channel: grpc.Channel) -> Call:
     return lambda number: echo(request, timeout=_DEADLINE_S)
 
 
-def _measure(calls: dict[str, Call], callers: int, cpu: Callable[[], tuple[float, float]]) -> dict[str, _Measured]:
+def _measure(
+    calls: dict[str, Call], callers: int, cpu: Callable[[], tuple[float, float]]
+) -> dict[str, _MeasuredService]:
     """Let the peers take turns; another one begins each round, and each has had a turn before the first.
 
     Args:
         cpu: returns the processor seconds of the service and of this process.
     """
-    measured = {name: _Measured([], [], [], [0.0, 0.0]) for name in calls}
+    measured = {name: _MeasuredService([], [], [], [0.0, 0.0]) for name in calls}
     names = list(calls)
     for name in names:
         _together(calls[name], callers, 2)
@@ -294,7 +296,7 @@ def _loops(connection: ServiceClient) -> tuple[float, float, float]:
 
 def _result(
     clients: int,
-    measured: dict[str, _Measured],
+    measured: dict[str, _MeasuredService],
     idle_service: float,
     idle_client: float,
     pending: _Pending,

@@ -90,7 +90,7 @@ class AdapterFacts:
 
 
 @dataclass(slots=True)
-class _Session:
+class _KeyedSession:
     """One client's session. It has a contract first, and keys after the release."""
 
     contract: ServiceContract
@@ -123,7 +123,7 @@ class AdapterWorker:
         shape = BlockShape(tokens, padded_rank(rank))
         self._packed = {name: PackedProjection(each.down, each.up, shape) for name, each in matrices.items()}
         self._attester = Attester(MEMBER_ID, source)
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[str, _KeyedSession] = {}
         # The worker's, not a session's: a request repeated in another session gets the same noise.
         self._secret = Secret(secrets.token_bytes(SECRET_BYTES))
         matrices_digest = _digest_of(matrices)
@@ -152,7 +152,7 @@ class AdapterWorker:
         if judged_by.digest() != terms.policy_digest:
             raise ProtocolError("policy_mismatch", "the policy is not the contract's.", "Send the two together.")
         presented = self._attester.present(parse(Challenge, challenge), terms.digest(), terms.known_answer)
-        self._sessions[session] = _Session(terms, judged_by)
+        self._sessions[session] = _KeyedSession(terms, judged_by)
         return presented
 
     def register(self, session: str, release: KeyRelease, fingerprint: bytes, sealed: bytes) -> None:
