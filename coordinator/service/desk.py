@@ -3,7 +3,6 @@
 Desk (tenants' calls)  ->  DriverDesk (reports, places)  ->  OperationQueues (order, turns, the store)
 """
 
-import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,9 +12,10 @@ from typing import Any, Final
 from raycloak.attestation.sealed.sent_batch import SentHead
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.config.run import RunConfig
-from raycloak.coordinator.service.driver_desk import DriverDesk, closed, texts_full
+from raycloak.coordinator.service.driver_desk import RETRY_S, DriverDesk, closed, texts_full
 from raycloak.coordinator.service.operation_queues import (
     ENDINGS,
+    no_room,
     remove_all_but,
     steps_done,
 )
@@ -60,7 +60,6 @@ from raycloak.coordinator.service.store import (
     OperationRow,
 )
 from raycloak.metrics.service_errors import (
-    BudgetExceededError,
     ServiceQueueFullError,
     ServiceStateError,
     ServiceValidationError,
@@ -72,8 +71,6 @@ PAGE: Final = 256
 """Changes that a watcher gets at once, of at most `_PAGE_BYTES` together unless it is one; it may have megabytes."""
 _PAGE_BYTES: Final = 2**20
 _LARGEST: Final = 2**63 - 1
-RETRY_S: Final = 1.0
-"""The advice of when to ask again where a queue is full."""
 _AWAIT: Final = "Await some of their results first."
 
 
@@ -276,18 +273,11 @@ class Desk(DriverDesk):
     def _require_steps(self, client: ClientRow) -> None:
         """Refuse a step after the last one, where that is known already."""
         if client.ending == CAP:
-            info = self._out_of_budget(client)
-            raise BudgetExceededError(
-                info["code"],
-                info["message"],
-                info["remedy"],
-                current_epsilon=info["epsilon"],
-                max_epsilon=info["epsilon_cap"],
-            )
+            raise no_room(client)
         if client.ending:
             raise ServiceStateError("run_ended", ENDINGS.get(client.ending, "the run has ended."))
-        if client.facts and client.submitted_steps >= plan_of(client.facts)["steps"]:
-            raise ServiceStateError(**steps_done())
+        if client.facts and client.submitted_steps >= plan_of(client.facts).steps:
+            raise steps_done(ServiceStateError)
 
     def announce_batch(self, tenant: str, head: wire.BatchHead) -> wire.Operation | None:
         """Check the head of a batch before its bytes are taken; return the operation if the batch came before.
@@ -482,10 +472,9 @@ class Desk(DriverDesk):
         if client.status == TERMINATED:
             raise ServiceStateError("client_closed", "the client was closed.", "Create another one.")
         if client.status == ERROR:
-            cause = json.loads(client.error)
-            raise ServiceStateError(
-                "client_failed", f"the client has failed: {cause['message']} ({cause['code']})", cause["remedy"]
-            )
+            cause = wire.ServiceErrorInfo.FromString(client.error)
+            message = f"the client has failed: {cause.message} ({cause.code})"
+            raise ServiceStateError("client_failed", message, cause.remedy)
 
     def _require_room(self, client: ClientRow, kind: str, size: int) -> None:
         """Refuse an operation, with a request of ``size`` bytes, that would go beyond a bound of its client."""
@@ -505,7 +494,7 @@ class Desk(DriverDesk):
             )
             raise _full("artifacts_full", message, "Save less often; the operator decides how many there may be.")
         if kind == SAMPLE and client.sampled_bytes >= limits.sampled_bytes:
-            raise _full(**texts_full(limits.sampled_bytes))
+            raise texts_full(limits.sampled_bytes, ServiceQueueFullError)
 
     def _shown(self, client: ClientRow) -> wire.Client:
         return client_to_wire(client, self._phase_of(client))

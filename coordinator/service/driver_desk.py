@@ -6,7 +6,6 @@ A report changes the store as the driver's ledger and run directory say it is: w
 import json
 import logging
 import re
-from collections.abc import Mapping
 from functools import partial
 from typing import Final
 
@@ -16,17 +15,18 @@ from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.service.operation_queues import (
     DriverState,
     OperationQueues,
-    cause_of,
 )
 from raycloak.coordinator.service.operations import (
+    CAP,
     FORWARD_BACKWARD,
     OPTIM_STEP,
     SAMPLE,
     artifact_to_wire,
     dp_metrics,
-    failure,
+    failed,
     not_found,
     number_of,
+    out_of_budget,
 )
 from raycloak.coordinator.service.pipe import (
     Begin,
@@ -60,7 +60,10 @@ from raycloak.coordinator.service.store import (
     OperationRow,
 )
 from raycloak.metrics.errors import RaycloakError
+from raycloak.metrics.service_errors import FutureFailedError, ServiceError
 
+RETRY_S: Final = 1.0
+"""The advice of when to ask again where a queue is full."""
 _MOST_RESTARTS: Final = 3
 """Drivers of one client that may be lost without having finished a step between them."""
 _MOST_LATE: Final = 3
@@ -154,9 +157,9 @@ class DriverDesk(OperationQueues):
         if client is not None:
             with self._changing(client):
                 message = "the service could not take what the client's driver reported."
-                self._fail(client, cause_of("report_lost", message, "The service's log has the error."))
+                self._fail(client, failed("report_lost", message, "The service's log has the error."))
 
-    def sampled(self, name: str, completions: list[wire.Completion], cause: Mapping[str, str] | None = None) -> None:
+    def sampled(self, name: str, completions: list[wire.Completion], cause: ServiceError | None = None) -> None:
         """Take the outcome of a sample: its completions, or the ``cause`` for which there are none."""
         client_id, _, number = name.rpartition(".")
         client, operation = self._store.client(client_id), self._store.operation(client_id, int(number))
@@ -164,13 +167,15 @@ class DriverDesk(OperationQueues):
             return
         with self._changing(client):
             if cause is not None:
-                self._finish(client, operation, FAILED, error=failure(cause))
+                self._finish(client, operation, FAILED, error=cause)
             else:
                 result = wire.SampleResult.FromString(operation.result)
                 result.completions.extend(completions)
                 size = result.ByteSize()
                 if client.sampled_bytes + size > self._limits.sampled_bytes:
-                    self._finish(client, operation, FAILED, error=failure(texts_full(self._limits.sampled_bytes)))
+                    self._finish(
+                        client, operation, FAILED, error=texts_full(self._limits.sampled_bytes, FutureFailedError)
+                    )
                 else:
                     client.sampled_bytes += size
                     self._finish(client, operation, DONE, result=result.SerializeToString())
@@ -199,7 +204,7 @@ class DriverDesk(OperationQueues):
         # Another run than before only if that one was void: the watermarks would let it charge all steps again.
         if client.run_id not in ("", said.run_id) and (client.charged or self._store.batches_from(client.client_id, 0)):
             message = f"run {client.run_id} is gone, which steps or batches of this client belong to."
-            self._fail(client, cause_of("run_lost", message))
+            self._fail(client, failed("run_lost", message))
             return
         client.run_id, client.run_dir = said.run_id, str(said.run_dir)
 
@@ -272,12 +277,12 @@ class DriverDesk(OperationQueues):
         found = self._store.of_step(client.client_id, OPTIM_STEP, said.step)
         asked = next((each for each in found if each.state in (RUNNING, DONE)), None)
         if asked is None:
-            self._fail(client, cause_of("released_unasked", f"step {said.step} was released and nobody had asked."))
+            self._fail(client, failed("released_unasked", f"step {said.step} was released and nobody had asked."))
             return
         if asked.state == DONE:
             # Repeated by a driver that resumed from an earlier package.
             if wire.OptimStepResult.FromString(asked.result).model_digest != said.model_digest:
-                self._fail(client, cause_of("not_exact", f"step {said.step} was repeated with another result."))
+                self._fail(client, failed("not_exact", f"step {said.step} was repeated with another result."))
             return
         client.finished = max(client.finished, said.step + 1)
         client.digest = said.model_digest
@@ -304,7 +309,7 @@ class DriverDesk(OperationQueues):
         try:
             size = self._package_bytes(said.package, bytes.fromhex(said.package_digest))
         except RaycloakError as error:
-            self._retire(client, operation, FAILED, failure(cause_of(error.code, error.message, error.remedy)))
+            self._retire(client, operation, FAILED, failed(error.code, error.message, error.remedy))
             return
         request = wire.SaveState.FromString(operation.payload)
         row = ArtifactRow(
@@ -335,7 +340,7 @@ class DriverDesk(OperationQueues):
     def _refused(self, client: ClientRow, said: Refused) -> None:
         operation = self._running(client, said.id)
         if operation is not None:
-            self._retire(client, operation, FAILED, failure(cause_of(said.code, said.message, said.remedy)))
+            self._retire(client, operation, FAILED, failed(said.code, said.message, said.remedy))
 
     def _over(self, client: ClientRow, said: Over) -> None:
         client.ending = said.ending
@@ -373,7 +378,8 @@ class DriverDesk(OperationQueues):
         remedy = remedy.replace("ledger.account", "the service's settings, as the account of the data")
         if said.code in _OF_OTHERS:
             message, remedy = "the service's ledger knows this data as another account's.", "Ask the operator."
-        self._fail(client, cause_of(said.code, message, remedy))
+        is_cap = said.code == CAP
+        self._fail(client, out_of_budget(client, message, remedy) if is_cap else failed(said.code, message, remedy))
 
     def _gone(self, client: ClientRow, driver: DriverState, said: Exited) -> None:
         del self._drivers[client.client_id]
@@ -390,7 +396,7 @@ class DriverDesk(OperationQueues):
             _LOG.warning("client %s: its driver ended (%d): %s", client.client_id, said.code, said.last_words)
             self._lost[client.client_id] += 1
             if self._lost[client.client_id] > _MOST_RESTARTS:
-                self._fail(client, cause_of("driver_lost", "the client's driver process was lost again and again."))
+                self._fail(client, failed("driver_lost", "the client's driver process was lost again and again."))
 
     def _copied(self, client: ClientRow, said: Copied) -> None:
         operation = self._running(client, said.id)
@@ -443,24 +449,21 @@ class DriverDesk(OperationQueues):
         self._after.append(lambda: self._processes.start(client_id, begin))
 
 
-def _too_long(seconds: float) -> dict[str, str]:
-    return cause_of(
+def _too_long(seconds: float) -> ServiceError:
+    return failed(
         "step_too_long",
         f"turn after turn of {seconds:g} s ended before a step had, while other clients waited.",
         "Make its steps shorter, by fewer examples or a smaller model; what was charged stays charged.",
     )
 
 
-def texts_full(most: int) -> dict[str, str]:
-    return cause_of(
-        "texts_full",
-        f"this client's samples have written as much as the service keeps of one client, {most} bytes.",
-        "Sample with another client.",
-    )
+def texts_full(most: int, kind: type[ServiceError]) -> ServiceError:
+    message = f"this client's samples have written as much as the service keeps of one client, {most} bytes."
+    return kind("texts_full", message, "Sample with another client.", retry_after_s=RETRY_S)
 
 
-def closed() -> dict[str, str]:
-    return cause_of("client_closed", "the client was closed; what was charged stays charged.")
+def closed() -> ServiceError:
+    return failed("client_closed", "the client was closed; what was charged stays charged.")
 
 
 def _without_others(text: str, run_id: str) -> str:

@@ -8,13 +8,12 @@ step that is cancelled while it is queued was never charged. A running step is c
 nobody computes it; until then it may still come to its end.
 """
 
-import json
 import logging
 import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from operator import attrgetter
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from raycloak.coordinator.client import service_pb2 as wire
+from raycloak.coordinator.client.error_wire import error_to_wire
 from raycloak.coordinator.service.operations import (
     CAP,
     FORWARD_BACKWARD,
@@ -32,8 +32,9 @@ from raycloak.coordinator.service.operations import (
     cancelled,
     client_status,
     dp_metrics,
-    failure,
+    failed,
     operation_id,
+    out_of_budget,
     plan_of,
 )
 from raycloak.coordinator.service.pipe import (
@@ -62,6 +63,7 @@ from raycloak.coordinator.service.store import (
     OperationRow,
     Store,
 )
+from raycloak.metrics.service_errors import FutureFailedError, ServiceError
 
 _AT_ONCE: Final = 16  # operations that are looked at for one decision
 _COPIES: Final = "copies"
@@ -270,8 +272,8 @@ class OperationQueues:
         if driver is None or not driver.is_ready:
             return False
         if operation.kind in (FORWARD_BACKWARD, OPTIM_STEP):
-            if client.finished >= plan_of(client.facts)["steps"]:
-                self._retire(client, operation, FAILED, failure(steps_done()))
+            if client.finished >= plan_of(client.facts).steps:
+                self._retire(client, operation, FAILED, steps_done(FutureFailedError))
                 return True
             client.allowed_charges = max(client.allowed_charges, client.finished + 1)
             client.held = 0
@@ -361,7 +363,7 @@ class OperationQueues:
         operation: OperationRow,
         state: str,
         result: bytes = b"",
-        error: wire.ServiceErrorInfo | None = None,
+        error: ServiceError | None = None,
     ) -> None:
         """End an operation, whose request nobody needs any more."""
         client.revision += 1
@@ -379,11 +381,11 @@ class OperationQueues:
             ended=now,
             payload=b"",
             result=result,
-            error=error.SerializeToString() if error is not None else b"",
+            error=error_to_wire(error).SerializeToString() if error is not None else b"",
         )
         self._changed[operation.number] = operation
 
-    def _retire(self, client: ClientRow, operation: OperationRow, state: str, error: wire.ServiceErrorInfo) -> None:
+    def _retire(self, client: ClientRow, operation: OperationRow, state: str, error: ServiceError) -> None:
         """End an operation without a result, and its part in the order of steps."""
         if operation.kind == OPTIM_STEP:
             client.submitted_steps -= 1
@@ -428,38 +430,25 @@ class OperationQueues:
 
     def _fail_by_ending(self, client: ClientRow, operation: OperationRow) -> None:
         if client.ending == CAP and operation.kind in (FORWARD_BACKWARD, OPTIM_STEP):
-            cause = self._out_of_budget(client)
+            cause = no_room(client)
         else:
-            cause = cause_of("run_ended", ENDINGS.get(client.ending, "the run has ended."))
-        self._retire(client, operation, FAILED, failure(cause))
+            cause = failed("run_ended", ENDINGS.get(client.ending, "the run has ended."))
+        self._retire(client, operation, FAILED, cause)
 
-    def _out_of_budget(self, client: ClientRow) -> dict[str, Any]:
-        return {
-            "code": CAP,
-            "message": "the account has no room for another step.",
-            "remedy": "Save what was released; train on with another client, with more noise or under a higher cap.",
-            "epsilon": client.epsilon,
-            "epsilon_cap": plan_of(client.facts).get("epsilon_cap") if client.facts else None,
-        }
-
-    def _fail(self, client: ClientRow, cause: Mapping[str, Any]) -> None:
+    def _fail(self, client: ClientRow, cause: ServiceError) -> None:
         """End a client, and all its open operations, for one cause; one that has ended keeps its own."""
         if client.status not in (INITIALIZING, LIVE):
             return
-        kept = {name: cause.get(name) for name in ("code", "message", "remedy")}
-        kept["remedy"] = kept["remedy"] or ""
-        if cause["code"] == CAP:
-            kept = {**kept, "epsilon": client.epsilon, "epsilon_cap": self._out_of_budget(client)["epsilon_cap"]}
-        client.status, client.error = ERROR, json.dumps(kept)
-        _LOG.warning("client %s failed: %s", client.client_id, cause["code"])
-        self._fail_open(client, kept)
+        client.status, client.error = ERROR, error_to_wire(cause).SerializeToString()
+        _LOG.warning("client %s failed: %s", client.client_id, cause.code)
+        self._fail_open(client, cause)
         driver = self._drivers.get(client.client_id)
         if driver is not None and not driver.has_ended:
             self._leave(client.client_id, driver)
 
-    def _fail_open(self, client: ClientRow, cause: Mapping[str, Any]) -> None:
+    def _fail_open(self, client: ClientRow, cause: ServiceError) -> None:
         for operation in self._store.open_operations(client.client_id):
-            self._retire(client, operation, FAILED, failure(cause))
+            self._retire(client, operation, FAILED, cause)
 
     def _show(self, client_id: str, progress: wire.Progress) -> None:
         """Tell watchers of progress, which is not durable."""
@@ -481,13 +470,14 @@ def remove_all_but(known: set[Path], files: Iterable[Path]) -> None:
             file.unlink()
 
 
-def steps_done() -> dict[str, str]:
-    return {
-        "code": "steps_done",
-        "message": "all planned steps are done.",
-        "remedy": "Save the state; a client with more steps is another client.",
-    }
+def steps_done(kind: type[ServiceError]) -> ServiceError:
+    remedy = "Save the state; a client with more steps is another client."
+    return kind("steps_done", "all planned steps are done.", remedy)
 
 
-def cause_of(code: str, message: str, remedy: str = "") -> dict[str, str]:
-    return {"code": code, "message": message, "remedy": remedy}
+def no_room(client: ClientRow) -> ServiceError:
+    return out_of_budget(
+        client,
+        "the account has no room for another step.",
+        "Save what was released; train on with another client, with more noise or under a higher cap.",
+    )

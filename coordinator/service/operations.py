@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Final
 
+from raycloak.attestation.core.messages import parse
 from raycloak.coordinator.client import service_pb2 as wire
-from raycloak.coordinator.client.error_wire import error_to_wire
+from raycloak.coordinator.service.pipe import Ready
 from raycloak.coordinator.service.sampling.requests import request_of, wrong_field
 from raycloak.coordinator.service.store import (
     CANCELLED,
@@ -19,7 +20,6 @@ from raycloak.coordinator.service.store import (
     OperationRow,
 )
 from raycloak.metrics.service_errors import (
-    KINDS,
     BudgetExceededError,
     FutureCancelledError,
     FutureFailedError,
@@ -161,9 +161,9 @@ def artifact_to_wire(row: ArtifactRow) -> wire.Artifact:
 
 
 @lru_cache(maxsize=64)  # each operation asks it again and again, and a manifest is long
-def plan_of(facts: str) -> Mapping[str, Any]:
-    """Return the facts of a client that are no manifest. They are shared: nobody changes them."""
-    return {name: value for name, value in json.loads(facts).items() if name != "manifest"}
+def plan_of(facts: str) -> Ready:
+    """Return the facts of a client, without its manifest."""
+    return parse(Ready, facts.encode()).model_copy(update={"manifest": {}})
 
 
 def dp_metrics(row: ClientRow) -> wire.DpMetrics | None:
@@ -173,23 +173,17 @@ def dp_metrics(row: ClientRow) -> wire.DpMetrics | None:
     facts = plan_of(row.facts)
     return wire.DpMetrics(
         epsilon_spent=row.epsilon,
-        epsilon_cap=_number(facts, "epsilon_cap"),
-        epsilon_planned=_number(facts, "epsilon_planned"),
-        delta=_number(facts, "delta"),
+        epsilon_cap=facts.epsilon_cap or 0.0,
+        epsilon_planned=facts.epsilon_planned or 0.0,
+        delta=facts.delta or 0.0,
         steps_charged=row.charged if row.private else 0,
-        steps_planned=int(facts["steps"]),
-        noise_multiplier=_number(facts, "noise_multiplier"),
-        sample_rate=_number(facts, "sample_rate"),
-        max_grad_norm=_number(facts, "max_grad_norm"),
-        accountant=facts.get("accountant") or "",
+        steps_planned=facts.steps,
+        noise_multiplier=facts.noise_multiplier or 0.0,
+        sample_rate=facts.sample_rate,
+        max_grad_norm=facts.max_grad_norm,
+        accountant=facts.accountant,
         private=bool(row.private),
     )
-
-
-def _number(facts: Mapping[str, Any], name: str) -> float:
-    """Return a number that is null where a run is not private."""
-    value = facts.get(name)
-    return 0.0 if value is None else float(value)
 
 
 def client_status(row: ClientRow) -> str:
@@ -210,7 +204,7 @@ def client_to_wire(row: ClientRow, phase: str) -> wire.Client:
 
 def listed_client(row: ClientRow, phase: str) -> wire.Client:
     """Return the message of a client without configuration and manifest, whose size a tenant decides."""
-    facts = plan_of(row.facts) if row.facts else {}
+    facts = plan_of(row.facts) if row.facts else None
     config = json.loads(row.config)
     message = wire.Client(
         client_id=row.client_id,
@@ -219,8 +213,8 @@ def listed_client(row: ClientRow, phase: str) -> wire.Client:
         step=row.finished,
         dp_metrics=dp_metrics(row),
         run_id=row.run_id,
-        evidence_class=facts.get("evidence_class") or "",
-        account=facts.get("account") or "",
+        evidence_class=facts.evidence_class if facts else "",
+        account=facts.account if facts else "",
         metadata=config.get("metadata", {}),
         created_unix_s=row.created,
         phase=phase,
@@ -230,36 +224,27 @@ def listed_client(row: ClientRow, phase: str) -> wire.Client:
         operations=row.next_number,
     )
     if row.error:
-        message.error.MergeFrom(failure(json.loads(row.error)))
+        message.error.MergeFromString(row.error)
     return message
 
 
-def failure(cause: Mapping[str, Any]) -> wire.ServiceErrorInfo:
-    """Return the error of an operation or a client that ended for ``cause``.
-
-    Args:
-        cause: code, message and remedy; of a run out of budget ``epsilon`` and ``epsilon_cap``; where the cause is an
-            error of the service, its ``kind`` and ``field``.
-    """
-    code, said, remedy = cause["code"], cause["message"], cause.get("remedy", "")
-    error: ServiceError = KINDS.get(cause.get("kind", ""), FutureFailedError)(
-        code, said, remedy, field=cause.get("field")
-    )
-    if code == CAP:
-        error = BudgetExceededError(
-            code, said, remedy, current_epsilon=cause.get("epsilon"), max_epsilon=cause.get("epsilon_cap")
-        )
-    return error_to_wire(error)
+def failed(code: str, message: str, remedy: str = "") -> ServiceError:
+    """Return the cause for which an operation or a client ended."""
+    return (BudgetExceededError if code == CAP else FutureFailedError)(code, message, remedy)
 
 
-def cancelled(charged: bool) -> wire.ServiceErrorInfo:
+def out_of_budget(row: ClientRow, message: str, remedy: str) -> BudgetExceededError:
+    """Return the cause that an account has no room for a client's next step."""
+    cap = plan_of(row.facts).epsilon_cap if row.facts else None
+    return BudgetExceededError(CAP, message, remedy, current_epsilon=row.epsilon, max_epsilon=cap)
+
+
+def cancelled(charged: bool) -> ServiceError:
     """Return what a cancelled operation tells of its charge."""
     if charged:
-        error = FutureCancelledError(
+        return FutureCancelledError(
             "cancelled",
             "the operation was cancelled while it ran; its step stays charged.",
             "Submit the step again: it is not charged a second time.",
         )
-    else:
-        error = FutureCancelledError("cancelled", "the operation was cancelled; no step was charged for it.")
-    return error_to_wire(error)
+    return FutureCancelledError("cancelled", "the operation was cancelled; no step was charged for it.")

@@ -34,7 +34,7 @@ class ClientRetention:
         for client_id in self._store.closed_clients(tenant, newest):
             client = self._store.client(client_id)
             if client is not None and client_id not in working:
-                self._store.change_client(client, status=FORGOTTEN, config="", run_config="", facts="", error="")
+                self._store.change_client(client, status=FORGOTTEN, config="", run_config="", facts="", error=b"")
                 self._due.append(client_id)
 
     def go_on(self) -> None:

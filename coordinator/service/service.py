@@ -32,7 +32,7 @@ from raycloak.coordinator.service.turns import Turns
 from raycloak.coordinator.service.watches import Watches
 from raycloak.metrics.exporter import Exporter
 from raycloak.metrics.server import MetricsServer
-from raycloak.metrics.service_errors import ServiceServerError
+from raycloak.metrics.service_errors import ServiceError, ServiceServerError
 from raycloak.metrics.training_service import ServiceMetrics, ServiceSnapshot
 
 STREAMS_GRACE_S: Final = 5.0
@@ -271,7 +271,7 @@ class TrainingService:
         # Through the desk's thread, which knows the sample's step. A rate that is lost is followed by the next.
         self._turns.tell(lambda: self._desk.sampling(operation_id, tokens_per_second), lambda: None)
 
-    def _sampled(self, operation_id: str, completions: list[wire.Completion], cause: Mapping[str, str] | None) -> None:
+    def _sampled(self, operation_id: str, completions: list[wire.Completion], cause: ServiceError | None) -> None:
         client_id = operation_id.rpartition(".")[0]
         self._turns.tell(
             lambda: self._desk.sampled(operation_id, completions, cause), lambda: self._desk.give_up(client_id)

@@ -44,7 +44,7 @@ class ClientRow:
         held: whether the driver is told to leave the step that it computes, and not to compute it before it is told.
         charged, finished: steps that the driver reported as charged and as released.
         facts: what the driver reported when it was ready, as JSON; empty before.
-        error: why the status is ERROR, as JSON.
+        error: why the status is ERROR: a ServiceErrorInfo, serialised.
         ending: why no further step will be computed; empty while that is not so.
         waits_since: Unix time since which it has waited for a place; of a closed one, at which it ended.
     """
@@ -82,7 +82,7 @@ class ClientRow:
     run_id: str = ""
     run_dir: str = ""
     facts: str = ""
-    error: str = ""
+    error: bytes = b""
     ending: str = ""
 
 

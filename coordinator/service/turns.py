@@ -15,7 +15,8 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from raycloak.coordinator.service.desk import RETRY_S, Desk
+from raycloak.coordinator.service.desk import Desk
+from raycloak.coordinator.service.driver_desk import RETRY_S
 from raycloak.metrics.errors import RaycloakError
 from raycloak.metrics.service_errors import ServiceQueueFullError, ServiceServerError
 

@@ -13,6 +13,7 @@ from raycloak.coordinator.service.pipe import Computed, Ended, HeldStep, Opened,
 from raycloak.coordinator.service.sampling.requests import request_of, wrong_field
 from raycloak.metrics.service_errors import (
     BudgetExceededError,
+    FutureFailedError,
     ServiceError,
     ServiceNotFoundError,
     ServicePermissionError,
@@ -632,7 +633,7 @@ def test_a_sample_of_a_saved_state_needs_no_driver_and_can_be_cancelled(site):
     assert site.cancel(first).state == "cancelled"
     assert site.sampler.cancelled == [first.operation_id]
     site.ask(site.desk.sampled, first.operation_id, [])
-    site.ask(site.desk.sampled, second.operation_id, [], {"code": "oom", "message": "no memory.", "remedy": ""})
+    site.ask(site.desk.sampled, second.operation_id, [], FutureFailedError("oom", "no memory."))
     assert (site.get(first).state, site.get(second).error.code) == ("cancelled", "oom")
 
 

@@ -80,7 +80,7 @@ def _check(site, client, sender, pairs):
     assert operations[7].state in ("cancelled", "done")
     assert [site.store.operation(sender, number).state for number in range(3)] == ["done"] * 3
     for row in (site.store.client(client), site.store.client(sender)):
-        assert (row.open, row.error) == (0, "")
+        assert (row.open, row.error) == (0, b"")
     assert [site.store.used_in_step(sender, hashed)[0] for hashed in _hashes("a", "b", "c")] == [1, 1, 1]
     assert len(site.store.batch_files()) == 2
     begun = [run for run in site.world.runs() if site.world.facts(run, "charge")]
