@@ -18,6 +18,7 @@ from raycloak.coordinator.service.store import (
     ArtifactRow,
     ClientRow,
     OperationRow,
+    Store,
 )
 from raycloak.metrics.service_errors import (
     BudgetExceededError,
@@ -40,6 +41,12 @@ ID_BYTES: Final = 16
 CAP: Final = "cap_exceeded"
 """The ending of a run whose account has no room for the next step; also the code of that refusal."""
 
+RETRY_S: Final = 1.0
+"""The advice of when to ask again where a queue is full."""
+_ENDINGS: Final = {
+    "early_stopped": "the run was stopped early: its result no longer got better.",
+    "complete": "the run is complete.",
+}
 _LISTS: Final = {
     "client": "ServiceClient.list_clients()",
     "future": "TrainingClient.futures()",
@@ -108,13 +115,8 @@ def not_found(resource: str) -> ServiceNotFoundError:
     )
 
 
-def operation_id(row: OperationRow) -> str:
-    """Return the name of an operation on the wire."""
-    return f"{row.client_id}.{row.number}"
-
-
-def artifact_id(row: ArtifactRow) -> str:
-    """Return the name of an artifact on the wire."""
+def operation_id(row: OperationRow | ArtifactRow) -> str:
+    """Return the name of an operation on the wire, and of the artifact that it made."""
     return f"{row.client_id}.{row.number}"
 
 
@@ -123,6 +125,15 @@ def number_of(client_id: str, name: str) -> int | None:
     owner, _, number = name.rpartition(".")
     canonical = number.isascii() and number.isdigit() and len(number) < 16 and str(int(number)) == number
     return int(number) if owner == client_id and canonical else None
+
+
+def operation_of(store: Store, client: ClientRow, name: str) -> OperationRow:
+    """Return the operation of a client that a name says; ServiceNotFoundError if it has no such one."""
+    number = number_of(client.client_id, name)
+    operation = store.operation(client.client_id, number) if number is not None else None
+    if operation is None:
+        raise not_found("future")
+    return operation
 
 
 def operation_to_wire(row: OperationRow) -> wire.Operation:
@@ -149,7 +160,7 @@ def operation_to_wire(row: OperationRow) -> wire.Operation:
 def artifact_to_wire(row: ArtifactRow) -> wire.Artifact:
     """Return the message of an artifact."""
     return wire.Artifact(
-        artifact_id=artifact_id(row),
+        artifact_id=operation_id(row),
         client_id=row.client_id,
         step=row.step,
         package_digest=row.package_digest,
@@ -176,13 +187,13 @@ def dp_metrics(row: ClientRow) -> wire.DpMetrics | None:
         epsilon_cap=facts.epsilon_cap or 0.0,
         epsilon_planned=facts.epsilon_planned or 0.0,
         delta=facts.delta or 0.0,
-        steps_charged=row.charged if row.private else 0,
+        steps_charged=row.steps.charged if row.private else 0,
         steps_planned=facts.steps,
         noise_multiplier=facts.noise_multiplier or 0.0,
         sample_rate=facts.sample_rate,
         max_grad_norm=facts.max_grad_norm,
         accountant=facts.accountant,
-        private=bool(row.private),
+        private=row.private,
     )
 
 
@@ -210,7 +221,7 @@ def listed_client(row: ClientRow, phase: str) -> wire.Client:
         client_id=row.client_id,
         name=row.name,
         status=client_status(row),
-        step=row.finished,
+        step=row.steps.finished,
         dp_metrics=dp_metrics(row),
         run_id=row.run_id,
         evidence_class=facts.evidence_class if facts else "",
@@ -248,3 +259,24 @@ def cancelled(charged: bool) -> ServiceError:
             "Submit the step again: it is not charged a second time.",
         )
     return FutureCancelledError("cancelled", "the operation was cancelled; no step was charged for it.")
+
+
+def run_ended(row: ClientRow, kind: type[ServiceError], is_step: bool = True) -> ServiceError:
+    """Return the cause that a client's run computes no further step, for an operation that is one or waits for one."""
+    if is_step and row.ending == CAP:
+        message = "the account has no room for another step."
+        remedy = "Save what was released; train on with another client, with more noise or under a higher cap."
+        return out_of_budget(row, message, remedy)
+    return kind("run_ended", _ENDINGS.get(row.ending, "the run has ended."))
+
+
+def steps_done(kind: type[ServiceError]) -> ServiceError:
+    """Return the cause that a client's run has no further step."""
+    remedy = "Save the state; a client with more steps is another client."
+    return kind("steps_done", "all planned steps are done.", remedy)
+
+
+def texts_full(most: int, kind: type[ServiceError]) -> ServiceError:
+    """Return the cause that a client's samples have written ``most`` bytes."""
+    message = f"this client's samples have written as much as the service keeps of one client, {most} bytes."
+    return kind("texts_full", message, "Sample with another client.", retry_after_s=RETRY_S)

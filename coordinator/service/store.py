@@ -4,13 +4,15 @@ It keeps no row in memory. Every change is made in a transaction; what is read n
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import accumulate
+from operator import attrgetter
 from typing import Any, Final, TypeVar
 
 from raycloak.coordinator.service.databases import Database
+from raycloak.coordinator.service.steps import StepState
 from raycloak.metrics.errors import ConfigError
 
 APPLICATION: Final = "raycloak training service v2"
@@ -36,17 +38,11 @@ class ClientRow:
         revision: number of the newest change of the client or of one of its operations; ``changed`` of the client.
         next_number: of the next operation; ``open`` are queued or running, and have requests of ``open_bytes``.
         sampled_bytes: of the texts that samples have written.
-        submitted_steps: optimizer steps that were submitted and neither cancelled nor failed.
-        pending: number of the newest ``forward_backward`` that no ``optim_step`` follows yet; -1 if there is none.
-        sent_examples: of the step that the client sends examples for now.
-        allowed_charges, allowed_releases: the watermarks that the driver is told; the second falls where a step that
-            ran is cancelled.
-        held: whether the driver is told to leave the step that it computes, and not to compute it before it is told.
-        charged, finished: steps that the driver reported as charged and as released.
         facts: what the driver reported when it was ready, as JSON; empty before.
         error: why the status is ERROR: a ServiceErrorInfo, serialised.
         ending: why no further step will be computed; empty while that is not so.
         waits_since: Unix time since which it has waited for a place; of a closed one, at which it ended.
+        steps: how far it is; each of its fields has a column.
     """
 
     client_id: str
@@ -56,10 +52,10 @@ class ClientRow:
     name: str
     config: str
     run_config: str
-    sent: int
+    sent: bool
     most_sent: int
     most_uses: int
-    private: int
+    private: bool
     created: float
     waits_since: float
     status: str = INITIALIZING
@@ -69,14 +65,6 @@ class ClientRow:
     open: int = 0
     open_bytes: int = 0
     sampled_bytes: int = 0
-    submitted_steps: int = 0
-    pending: int = -1
-    sent_examples: int = 0
-    allowed_charges: int = 0
-    allowed_releases: int = 0
-    held: int = 0
-    charged: int = 0
-    finished: int = 0
     epsilon: float = 0.0
     digest: str = ""
     run_id: str = ""
@@ -84,6 +72,7 @@ class ClientRow:
     facts: str = ""
     error: bytes = b""
     ending: str = ""
+    steps: StepState = field(default_factory=StepState)
 
 
 @dataclass(slots=True)
@@ -152,14 +141,26 @@ _TABLES: Final = {
     "artifacts": (ArtifactRow, "PRIMARY KEY (client_id, number)"),
     "batches": (BatchRow, "PRIMARY KEY (client_id, number)"),
 }
+
+
+def _columns(row: type) -> dict[str, tuple[str, Any]]:
+    """Return where a row has each column's value, and its type. A step state has a column for each field."""
+    found = {each.name: (each.name, each.type) for each in fields(row) if each.type is not StepState}
+    return found | {each.name: (f"steps.{each.name}", each.type) for each in fields(StepState) if row is ClientRow}
+
+
 # Found once, since each statement asks.
-_COLUMNS: Final = {table: tuple(each.name for each in fields(row)) for table, (row, _) in _TABLES.items()}
+_COLUMNS: Final = {table: _columns(row) for table, (row, _) in _TABLES.items()}
+_VALUES: Final[dict[str, Callable[[Any], tuple[Any, ...]]]] = {
+    table: attrgetter(*(place for place, _ in columns.values())) for table, columns in _COLUMNS.items()
+}
+_FLAGS: Final = [at for at, (_, kind) in enumerate(_COLUMNS["clients"].values()) if kind is bool]
 _SELECT: Final = {table: f"SELECT {', '.join(names)} FROM {table} WHERE" for table, names in _COLUMNS.items()}
 _INSERT: Final = {
     table: f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
     for table, names in _COLUMNS.items()
 }
-_KINDS: Final[dict[type, str]] = {str: "TEXT", bytes: "BLOB", int: "INTEGER", float: "REAL"}
+_KINDS: Final[dict[type, str]] = {str: "TEXT", bytes: "BLOB", int: "INTEGER", bool: "INTEGER", float: "REAL"}
 _OTHERS: Final = (
     "CREATE TABLE meta (name TEXT NOT NULL PRIMARY KEY, value TEXT NOT NULL)",
     # One row for each example that a client ever sent: nobody but the data's owner knows which example it is.
@@ -186,6 +187,20 @@ _MOST_CLOSED: Final = 64  # at once, since a row may have megabytes; for each cl
 _OPEN: Final = "client_id = ? AND state IN ('queued', 'running')"
 
 
+def client_columns(row: ClientRow) -> dict[str, Any]:
+    """Return the columns of a client."""
+    return dict(zip(_COLUMNS["clients"], _VALUES["clients"](row), strict=True))
+
+
+def _client(*columns: Any) -> ClientRow:
+    values, steps = list(columns), len(fields(StepState))
+    for at in _FLAGS:
+        values[at] = bool(values[at])
+    row = ClientRow(*values[:-steps])
+    row.steps = StepState(*values[-steps:])
+    return row
+
+
 class Store:
     """The tables, in a database that this process owns. For one thread at a time.
 
@@ -209,8 +224,8 @@ class Store:
                 )
 
     def _create(self) -> None:
-        for table, (row, keys) in _TABLES.items():
-            columns = ", ".join(f"{each.name} {_KINDS[each.type]} NOT NULL" for each in fields(row))  # type: ignore[index]
+        for table, (_, keys) in _TABLES.items():
+            columns = ", ".join(f"{name} {_KINDS[kind]} NOT NULL" for name, (_, kind) in _COLUMNS[table].items())
             self._database.run(self._database.schema(f"CREATE TABLE {table} ({columns}, {keys})"))
         for statement in _OTHERS:
             self._database.run(self._database.schema(statement))
@@ -248,19 +263,20 @@ class Store:
         # A COMMIT that fails is not undone here: whether it holds is unknown, and the service ends.
         self._database.run(end)
 
-    # Clients
+    def add(self, row: ClientRow | OperationRow | BatchRow | ArtifactRow) -> None:
+        """Record a new row."""
+        table = next(table for table, (kind, _) in _TABLES.items() if kind is type(row))
+        self._database.run(_INSERT[table], _VALUES[table](row))
 
-    def add_client(self, row: ClientRow) -> None:
-        """Record a new client."""
-        self._insert("clients", row)
+    # Clients
 
     def client(self, client_id: str) -> ClientRow | None:
         """Return a client."""
-        return self._one(ClientRow, "clients", "client_id = ?", client_id)
+        return self._one(_client, "clients", "client_id = ?", client_id)
 
     def client_of_key(self, tenant: str, key: str) -> ClientRow | None:
         """Return the client that a tenant made with an idempotency key."""
-        return self._one(ClientRow, "clients", "tenant = ? AND idempotency_key = ?", tenant, key)
+        return self._one(_client, "clients", "tenant = ? AND idempotency_key = ?", tenant, key)
 
     def clients_of(self, tenant: str, limit: int) -> list[str]:
         """Return the ids of the newest clients of a tenant, oldest first. A row may have megabytes."""
@@ -306,7 +322,7 @@ class Store:
 
     def left_open(self) -> list[ClientRow]:
         """Return closed clients that have open operations, which no driver will ever do."""
-        return self._all(ClientRow, "clients", "open > 0 AND status = 'TERMINATED'")
+        return self._all(_client, "clients", "open > 0 AND status = 'TERMINATED'")
 
     def to_be_tidied(self) -> list[str]:
         """Return forgotten clients, and closed ones that have sent batches."""
@@ -329,16 +345,10 @@ class Store:
         self._rows("DELETE FROM clients WHERE client_id = ?", client_id)
 
     def change_client(self, row: ClientRow, **values: Any) -> None:
-        """Change columns of a client, in the store and in ``row``."""
+        """Change columns of a client in the store."""
         self._update("clients", values, {"client_id": row.client_id})
-        for name, value in values.items():
-            setattr(row, name, value)
 
     # Operations
-
-    def add_operation(self, row: OperationRow) -> None:
-        """Record a new operation."""
-        self._insert("operations", row)
 
     def operation(self, client_id: str, number: int) -> OperationRow | None:
         """Return an operation."""
@@ -449,10 +459,6 @@ class Store:
         found = self._rows("SELECT count, last_step FROM used_ids WHERE client_id = ? AND id = ?", client_id, example)
         return (int(found[0][0]), int(found[0][1])) if found else (0, -1)
 
-    def add_batch(self, row: BatchRow) -> None:
-        """Record a batch whose file is on disk."""
-        self._insert("batches", row)
-
     def batches_from(self, client_id: str, step: int) -> list[BatchRow]:
         """Return the batches of a step and of all later steps, in the order they were sent."""
         return self._all(BatchRow, "batches", "client_id = ? AND step >= ? ORDER BY number", client_id, step)
@@ -472,10 +478,6 @@ class Store:
         return {str(file) for (file,) in rows}
 
     # Artifacts
-
-    def add_artifact(self, row: ArtifactRow) -> None:
-        """Record an artifact."""
-        self._insert("artifacts", row)
 
     def artifact(self, client_id: str, number: int) -> ArtifactRow | None:
         """Return an artifact."""
@@ -498,18 +500,15 @@ class Store:
 
     # Statements
 
-    def _insert(self, table: str, row: Any) -> None:
-        self._database.run(_INSERT[table], [getattr(row, name) for name in _COLUMNS[table]])
-
     def _update(self, table: str, values: dict[str, Any], where: dict[str, Any]) -> None:
         changes, place = ", ".join(f"{name} = ?" for name in values), " AND ".join(f"{name} = ?" for name in where)
         self._database.run(f"UPDATE {table} SET {changes} WHERE {place}", [*values.values(), *where.values()])
 
-    def _all(self, row: type[R], table: str, where: str, *values: Any) -> list[R]:
-        return [row(*found) for found in self._database.run(f"{_SELECT[table]} {where}", values)]
+    def _all(self, make: Callable[..., R], table: str, where: str, *values: Any) -> list[R]:
+        return [make(*found) for found in self._database.run(f"{_SELECT[table]} {where}", values)]
 
-    def _one(self, row: type[R], table: str, where: str, *values: Any) -> R | None:
-        found = self._all(row, table, where, *values)
+    def _one(self, make: Callable[..., R], table: str, where: str, *values: Any) -> R | None:
+        found = self._all(make, table, where, *values)
         return found[0] if found else None
 
     def _rows(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:

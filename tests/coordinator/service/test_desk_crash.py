@@ -61,7 +61,7 @@ def life(folder: Path, url: str, at: int) -> None:
     site.run()
     if site.get(sample).state == "running":
         assert sample.operation_id in site.sampler.asked
-        site.ask(site.desk.sampled, sample.operation_id, [])
+        site.ask(site.desk.reports.sampled, sample.operation_id, [])
     cancelled = site.submit(client, "forward_backward", key="cancelled")
     site.cancel(cancelled)
     site.run()

@@ -91,7 +91,7 @@ def test_guarantee_changes_are_told_in_their_order_and_none_is_left_out(make_sit
         site.database.run("PRAGMA synchronous = OFF")
         client = site.create(config=TEXT, steps=10**6)
         follower = Follower(site, client, Watches(asyncio.get_running_loop()), choose)
-        site.desk._publish = follower.publish
+        site.desk.book.publish = follower.publish
         for _ in range(60):
             act(site, client, choose)
             if choose.random() < 0.3:
