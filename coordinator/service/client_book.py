@@ -16,10 +16,10 @@ from raycloak.coordinator.client.error_wire import error_to_wire
 from raycloak.coordinator.service.operations import client_status
 from raycloak.coordinator.service.ports import Measured, News, Stored
 from raycloak.coordinator.service.store import (
-    QUEUED,
-    RUNNING,
     ClientRow,
+    OperationKind,
     OperationRow,
+    OperationState,
     Store,
     client_columns,
 )
@@ -114,7 +114,9 @@ class ClientBook:
             stored = Stored(tuple(self._changed.values()), client.changed)
             self.later(lambda: self._news.append((client.client_id, stored)))
 
-    def enter(self, client: ClientRow, kind: str, key: str, mark: bytes, payload: bytes, package: str) -> OperationRow:
+    def enter(
+        self, client: ClientRow, kind: OperationKind, key: str, mark: bytes, payload: bytes, package: str
+    ) -> OperationRow:
         """Record a new operation at the end of the queue."""
         client.revision += 1
         operation = OperationRow(
@@ -123,7 +125,7 @@ class ClientBook:
             idempotency_key=key,
             fingerprint=mark,
             kind=kind,
-            state=QUEUED,
+            state=OperationState.QUEUED,
             revision=client.revision,
             submitted=self.clock(),
             payload=payload,
@@ -140,7 +142,7 @@ class ClientBook:
         """Note that an operation is handed to whoever does it."""
         client.revision += 1
         self.store.change_operation(
-            operation, state=RUNNING, step=operation.step, handed=self.clock(), revision=client.revision
+            operation, state=OperationState.RUNNING, step=operation.step, handed=self.clock(), revision=client.revision
         )
         self._changed[operation.number] = operation
 
@@ -148,7 +150,7 @@ class ClientBook:
         self,
         client: ClientRow,
         operation: OperationRow,
-        state: str,
+        state: OperationState,
         result: ProtoMessage | None = None,
         error: ServiceError | None = None,
     ) -> None:

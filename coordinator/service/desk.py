@@ -17,11 +17,7 @@ from raycloak.coordinator.service.driver_desk import DriverDesk
 from raycloak.coordinator.service.driver_reports import DriverReports
 from raycloak.coordinator.service.operation_queues import STEP, OperationQueues
 from raycloak.coordinator.service.operations import (
-    FORWARD_BACKWARD,
-    OPTIM_STEP,
     RETRY_S,
-    SAMPLE,
-    SAVE_STATE,
     artifact_to_wire,
     check_batch,
     check_key,
@@ -45,16 +41,13 @@ from raycloak.coordinator.service.ports import DriverPort, Measured, News, Recor
 from raycloak.coordinator.service.retention import ClientRetention
 from raycloak.coordinator.service.settings import ServiceSettings, completed, withdrawn
 from raycloak.coordinator.service.store import (
-    DONE,
-    ERROR,
-    FORGOTTEN,
-    QUEUED,
-    RUNNING,
-    TERMINATED,
     ArtifactRow,
     BatchRow,
     ClientRow,
+    ClientState,
+    OperationKind,
     OperationRow,
+    OperationState,
     Store,
 )
 from raycloak.metrics.service_errors import ServiceQueueFullError, ServiceStateError, ServiceValidationError
@@ -147,7 +140,7 @@ class Desk:
         known = self._store.client_of_key(tenant, request.idempotency_key)
         if known is not None:
             _require_same(known.fingerprint, mark)
-            if known.status == FORGOTTEN:
+            if known.status == ClientState.FORGOTTEN:
                 raise not_found("client")
             return self._shown(known)
         training, run = completed(self._settings, tenant, request.config_json)
@@ -193,11 +186,11 @@ class Desk:
     def close_client(self, tenant: str, client_id: str) -> wire.Client:
         """Cancel queued operations and end the client; the driver finishes what it does."""
         client = self._find(tenant, client_id)
-        if client.status == TERMINATED:
+        if client.status == ClientState.TERMINATED:
             return self._shown(client)
         with self._queues.changing(client):
             self._queues.cancel_queued(client, *self._store.open_operations(client_id))
-            client.status, client.waits_since = TERMINATED, self.book.clock()
+            client.status, client.waits_since = ClientState.TERMINATED, self.book.clock()
             self._rightful.discard(client_id)
             driver = self.drivers.of.get(client_id)
             if driver is None:
@@ -223,9 +216,10 @@ class Desk:
             _require_same(known.fingerprint, mark)
             return operation_to_wire(known)
         self._require_open(client)
-        kind = request.WhichOneof("kind")
-        if kind is None:
+        asked = request.WhichOneof("kind")
+        if asked is None:
             raise invalid("kind", "the request names no operation")
+        kind = OperationKind(asked)
         payload = getattr(request, kind)
         content = payload.SerializeToString()
         self._require_room(client, kind, len(content))
@@ -233,7 +227,7 @@ class Desk:
         with self._queues.changing(client):
             operation = self._enter(client, kind, request.idempotency_key, mark, content, package)
             if kind in STEP:
-                is_optim = kind == OPTIM_STEP
+                is_optim = kind == OperationKind.OPTIM_STEP
                 client.steps = (
                     client.steps.optim_submitted() if is_optim else client.steps.forward_submitted(operation.number)
                 )
@@ -242,11 +236,11 @@ class Desk:
             self.drivers.assign()
         return self._operation(client.client_id, operation.number)
 
-    def _checked(self, client: ClientRow, kind: str, payload: Any) -> str:
+    def _checked(self, client: ClientRow, kind: OperationKind, payload: Any) -> str:
         """Refuse an operation that does not fit; return the package that it loads."""
         in_step = not client.ending and client.steps.is_begun
         match kind:
-            case "forward_backward":
+            case OperationKind.FORWARD_BACKWARD:
                 if client.sent:
                     raise invalid("batch", "this client sends its data; give forward_backward a batch")
                 if client.steps.pending >= 0:
@@ -258,7 +252,7 @@ class Desk:
                     )
                 self._require_right(client)
                 self._require_steps(client)
-            case "optim_step":
+            case OperationKind.OPTIM_STEP:
                 if payload.HasField("apply_dp_noise") and not payload.apply_dp_noise and client.private:
                     raise invalid("apply_dp_noise", "the data is private, and a step without noise would release it")
                 if client.steps.pending < 0:
@@ -269,7 +263,7 @@ class Desk:
                     )
                 if client.sent:
                     self._require_steps(client)
-            case "save_state" | "load_state" | "sample":
+            case OperationKind.SAVE_STATE | OperationKind.LOAD_STATE | OperationKind.SAMPLE:
                 # The driver would be inside a step, where no state is between two steps.
                 if in_step and (not client.sent or client.steps.held):
                     raise ServiceStateError(
@@ -277,9 +271,9 @@ class Desk:
                         "a step has begun that was not released, so the run is not between two steps.",
                         "Submit optim_step first; if the step was cancelled, submit it again.",
                     )
-                if kind == SAVE_STATE:
+                if kind == OperationKind.SAVE_STATE:
                     check_metadata(payload.metadata)
-                elif kind == SAMPLE:
+                elif kind == OperationKind.SAMPLE:
                     check_sample(payload, client.run_config)
                 else:
                     return self._artifact(client, payload.artifact_id).package
@@ -343,14 +337,14 @@ class Desk:
             problem = f"an example would take part in more than max_participations ({client.most_uses}) steps"
             raise _repeated() if last == step else invalid("example_ids", problem, "participations_exceeded")
         with self._queues.changing(client):
-            operation = self._enter(client, FORWARD_BACKWARD, head.idempotency_key, fingerprint(head))
+            operation = self._enter(client, OperationKind.FORWARD_BACKWARD, head.idempotency_key, fingerprint(head))
             client.steps = client.steps.forward_submitted(operation.number, len(ids))
             self._store.add(
                 BatchRow(client.client_id, operation.number, tenant, step, file, head.bytes, head.sha256, head.examples)
             )
             operation.step = step
             result = wire.ForwardBackwardResult(step=step, examples_sent=head.examples, dp_metrics=dp_metrics(client))
-            self.book.finish(client, operation, DONE, result)
+            self.book.finish(client, operation, OperationState.DONE, result)
         return self._operation(client.client_id, operation.number)
 
     def _require_sealed_for(self, client: ClientRow, head: wire.BatchHead, sealed: SentHead) -> None:
@@ -364,7 +358,7 @@ class Desk:
 
     def _check_batch(self, client: ClientRow, head: wire.BatchHead) -> list[bytes]:
         self._require_open(client)
-        self._require_room(client, FORWARD_BACKWARD, 0)
+        self._require_room(client, OperationKind.FORWARD_BACKWARD, 0)
         if not client.sent:
             raise invalid("batch", "this client trains on a registered dataset; forward_backward takes no batch")
         ids = check_batch(head, client, self._limits.batch_bytes)
@@ -403,7 +397,7 @@ class Desk:
         """
         client = self._find(tenant, client_id)
         operation = operation_of(self._store, client, name)
-        if operation.state not in (QUEUED, RUNNING):
+        if operation.state not in (OperationState.QUEUED, OperationState.RUNNING):
             return operation_to_wire(operation)
         with self._queues.changing(client):
             self._queues.cancel(client, operation)
@@ -443,7 +437,7 @@ class Desk:
         """Return a tenant's client; another tenant's is answered as one that does not exist."""
         # No text of PostgreSQL has a null, and a statement that is refused ends the service.
         client = self._store.client(client_id) if "\0" not in client_id else None
-        if client is None or client.tenant != tenant or client.status == FORGOTTEN:
+        if client is None or client.tenant != tenant or client.status == ClientState.FORGOTTEN:
             raise not_found("client")
         return client
 
@@ -455,7 +449,7 @@ class Desk:
         return row
 
     def _enter(
-        self, client: ClientRow, kind: str, key: str, mark: bytes, payload: bytes = b"", package: str = ""
+        self, client: ClientRow, kind: OperationKind, key: str, mark: bytes, payload: bytes = b"", package: str = ""
     ) -> OperationRow:
         operation = self.book.enter(client, kind, key, mark, payload, package)
         if client.open == 1 and client.client_id not in self.drivers.of:
@@ -469,14 +463,14 @@ class Desk:
 
     def _require_open(self, client: ClientRow) -> None:
         """Refuse a client that takes no operations."""
-        if client.status == TERMINATED:
+        if client.status == ClientState.TERMINATED:
             raise ServiceStateError("client_closed", "the client was closed.", "Create another one.")
-        if client.status == ERROR:
+        if client.status == ClientState.ERROR:
             cause = wire.ServiceErrorInfo.FromString(client.error)
             message = f"the client has failed: {cause.message} ({cause.code})"
             raise ServiceStateError("client_failed", message, cause.remedy)
 
-    def _require_room(self, client: ClientRow, kind: str, size: int) -> None:
+    def _require_room(self, client: ClientRow, kind: OperationKind, size: int) -> None:
         """Refuse an operation, with a request of ``size`` bytes, that would go beyond a bound of its client."""
         limits = self._limits
         if client.open >= limits.queued_operations:
@@ -485,15 +479,14 @@ class Desk:
             message = f"requests of this client that wait would have more than {limits.queued_bytes} bytes together."
             raise _full("queue_full", message, _AWAIT)
         # The step of the last forward_backward is charged, so that it may be released.
-        if client.next_number >= limits.operations_per_client + (kind == OPTIM_STEP):
+        if client.next_number >= limits.operations_per_client + (kind == OperationKind.OPTIM_STEP):
             message = f"this client has submitted {client.next_number} operations, as many as the service keeps of one."
             raise _full("operations_full", message, "Pull what you have saved, and go on with another client.")
-        if kind == SAVE_STATE and self._store.number_of_artifacts(client.client_id) >= limits.artifacts_per_client:
-            message = (
-                f"this client has saved {limits.artifacts_per_client} states, as many as the service keeps of one."
-            )
+        most = limits.artifacts_per_client
+        if kind == OperationKind.SAVE_STATE and self._store.number_of_artifacts(client.client_id) >= most:
+            message = f"this client has saved {most} states, as many as the service keeps of one."
             raise _full("artifacts_full", message, "Save less often; the operator decides how many there may be.")
-        if kind == SAMPLE and client.sampled_bytes >= limits.sampled_bytes:
+        if kind == OperationKind.SAMPLE and client.sampled_bytes >= limits.sampled_bytes:
             raise texts_full(limits.sampled_bytes, ServiceQueueFullError)
 
     def _shown(self, client: ClientRow) -> wire.Client:

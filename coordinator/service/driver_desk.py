@@ -20,7 +20,7 @@ from raycloak.coordinator.service.operations import failed
 from raycloak.coordinator.service.pipe import Allow, Begin, Close, Command
 from raycloak.coordinator.service.places import ClientPlace, late, leaving, next_client
 from raycloak.coordinator.service.ports import DriverPort
-from raycloak.coordinator.service.store import INITIALIZING, TERMINATED, ClientRow
+from raycloak.coordinator.service.store import ClientRow, ClientState
 from raycloak.metrics.service_errors import ServiceError
 
 _MOST_RESTARTS: Final = 3
@@ -132,7 +132,7 @@ class DriverDesk:
     def gone(self, client: ClientRow, said: Exited) -> ServiceError | None:
         """Take note of the end of a driver; return a cause to end its client if too many have ended without a step."""
         client_id, driver = client.client_id, self.of.pop(client.client_id)
-        if client.status == TERMINATED:
+        if client.status == ClientState.TERMINATED:
             return None
         if driver.place.is_late and not driver.has_ended:
             self._late[client_id] += 1
@@ -164,7 +164,7 @@ class DriverDesk:
         driver = self.of.get(client.client_id)
         if driver is not None:
             return driver.phase
-        return "waiting for a place" if client.open or client.status == INITIALIZING else ""
+        return "waiting for a place" if client.open or client.status == ClientState.INITIALIZING else ""
 
     def assign(self) -> None:
         """Give free places to clients that wait, and have places given up for the others."""

@@ -16,9 +16,6 @@ from raycloak.coordinator.service.driver_desk import DriverDesk, DriverState
 from raycloak.coordinator.service.operation_queues import AT_ONCE, STEP, OperationQueues
 from raycloak.coordinator.service.operations import (
     CAP,
-    FORWARD_BACKWARD,
-    OPTIM_STEP,
-    SAMPLE,
     artifact_to_wire,
     dp_metrics,
     failed,
@@ -46,15 +43,12 @@ from raycloak.coordinator.service.pipe import (
 )
 from raycloak.coordinator.service.ports import Records
 from raycloak.coordinator.service.store import (
-    DONE,
-    FAILED,
-    INITIALIZING,
-    LIVE,
-    RUNNING,
-    TERMINATED,
     ArtifactRow,
     ClientRow,
+    ClientState,
+    OperationKind,
     OperationRow,
+    OperationState,
 )
 from raycloak.metrics.errors import RaycloakError
 from raycloak.metrics.service_errors import FutureFailedError, ServiceError
@@ -116,7 +110,7 @@ class DriverReports:
                 case Saved() | Copied() | Loaded() | Refused():
                     operation = operation_of(self._store, client, said.id)
                     # One that is reported again has ended.
-                    if operation.state == RUNNING:
+                    if operation.state == OperationState.RUNNING:
                         self._done(client, operation, said)
                 case Over():
                     self._over(client, said)
@@ -153,10 +147,10 @@ class DriverReports:
             if cause is None and client.sampled_bytes + size > self._most_sampled:
                 cause = texts_full(self._most_sampled, FutureFailedError)
             if cause is not None:
-                self._book.finish(client, operation, FAILED, error=cause)
+                self._book.finish(client, operation, OperationState.FAILED, error=cause)
             else:
                 client.sampled_bytes += size
-                self._book.finish(client, operation, DONE, result)
+                self._book.finish(client, operation, OperationState.DONE, result)
             self._queues.advance(client)
 
     def sampling(self, name: str, tokens_per_second: float) -> None:
@@ -174,7 +168,8 @@ class DriverReports:
         """Return a sample that runs, and its client."""
         client_id, _, number = name.rpartition(".")
         operation = self._store.operation(client_id, int(number))
-        return self._store.client(client_id), operation if operation and operation.state == RUNNING else None
+        is_running = operation is not None and operation.state == OperationState.RUNNING
+        return self._store.client(client_id), operation if is_running else None
 
     def _opened(self, client: ClientRow, said: Opened) -> None:
         # Another run than before only if that one was void: the watermarks would let it charge all steps again.
@@ -190,9 +185,9 @@ class DriverReports:
         client.private = said.private
         client.steps = client.steps.paid(said.charged_steps)
         _spend(client, said.epsilon)
-        if client.status == INITIALIZING:
-            client.status = LIVE
-        if client.status == TERMINATED:
+        if client.status == ClientState.INITIALIZING:
+            client.status = ClientState.LIVE
+        if client.status == ClientState.TERMINATED:
             self._drivers.tell(client.client_id, Close())
             return
         self._drivers.ready(client.client_id)
@@ -205,7 +200,7 @@ class DriverReports:
         for step in range(said.finished_steps, client.steps.allowed_releases):
             self._queues.tell_batches(client, step)
         for operation in self._store.open_operations(client.client_id, AT_ONCE):
-            if operation.state == RUNNING:
+            if operation.state == OperationState.RUNNING:
                 self._queues.command(client, operation)
         driver.told = None
 
@@ -213,12 +208,12 @@ class DriverReports:
         self._drivers.moved(client.client_id)
         client.steps = client.steps.computed(said.step)
         _spend(client, said.epsilon)
-        for operation in self._store.of_step(client.client_id, FORWARD_BACKWARD, said.step):
-            if operation.state == RUNNING:
+        for operation in self._store.of_step(client.client_id, OperationKind.FORWARD_BACKWARD, said.step):
+            if operation.state == OperationState.RUNNING:
                 result = wire.ForwardBackwardResult(
                     step=operation.step, loss=said.loss, tokens=said.tokens, dp_metrics=dp_metrics(client)
                 )
-                self._book.finish(client, operation, DONE, result)
+                self._book.finish(client, operation, OperationState.DONE, result)
         self._book.show(client, "computed", said.step)
 
     def _held(self, client: ClientRow, driver: DriverState, said: HeldStep) -> None:
@@ -239,13 +234,13 @@ class DriverReports:
         Args:
             tokens: that `Computed` of this step stated; None of a private step, and of one found finished.
         """
-        found = self._store.of_step(client.client_id, OPTIM_STEP, said.step)
-        asked = next((each for each in found if each.state in (RUNNING, DONE)), None)
+        found = self._store.of_step(client.client_id, OperationKind.OPTIM_STEP, said.step)
+        asked = next((each for each in found if each.state in (OperationState.RUNNING, OperationState.DONE)), None)
         if asked is None:
             message = f"step {said.step} was released and nobody had asked."
             self._queues.fail(client, failed("released_unasked", message))
             return
-        if asked.state == DONE:
+        if asked.state == OperationState.DONE:
             # Repeated by a driver that resumed from an earlier package.
             if wire.OptimStepResult.FromString(asked.result).model_digest != said.model_digest:
                 message = f"step {said.step} was repeated with another result."
@@ -264,7 +259,7 @@ class DriverReports:
             seconds=said.seconds,
             grad_norm=said.grad_norm,
         )
-        self._book.finish(client, asked, DONE, result)
+        self._book.finish(client, asked, OperationState.DONE, result)
         rate = None if tokens is None else tokens / said.seconds
         self._book.show(client, "released", client.steps.finished, rate)
 
@@ -278,15 +273,15 @@ class DriverReports:
                 name = wire.LoadState.FromString(operation.payload).artifact_id
                 client.digest = said.model_digest
                 result = wire.LoadStateResult(artifact_id=name, step=said.step, model_digest=client.digest)
-                self._book.finish(client, operation, DONE, result)
+                self._book.finish(client, operation, OperationState.DONE, result)
             case Refused():
-                self._queues.retire(client, operation, FAILED, failed(said.code, said.message, said.remedy))
+                self._queues.retire(client, operation, failed(said.code, said.message, said.remedy))
 
     def _saved(self, client: ClientRow, operation: OperationRow, said: Saved) -> None:
         try:
             size = self._records.package_bytes(said.package, bytes.fromhex(said.package_digest))
         except RaycloakError as error:
-            self._queues.retire(client, operation, FAILED, failed(error.code, error.message, error.remedy))
+            self._queues.retire(client, operation, failed(error.code, error.message, error.remedy))
             return
         request = wire.SaveState.FromString(operation.payload)
         row = ArtifactRow(
@@ -302,12 +297,12 @@ class DriverReports:
         )
         self._store.add(row)
         client.digest = row.model_digest
-        self._book.finish(client, operation, DONE, wire.SaveStateResult(artifact=artifact_to_wire(row)))
+        self._book.finish(client, operation, OperationState.DONE, wire.SaveStateResult(artifact=artifact_to_wire(row)))
 
     def _over(self, client: ClientRow, said: Over) -> None:
         client.ending = said.ending
         client.steps = client.steps.over()
-        self._queues.run_ended(client, lambda each: each.state == RUNNING and each.kind in STEP)
+        self._queues.run_ended(client, lambda each: each.state == OperationState.RUNNING and each.kind in STEP)
 
     def _run_ended(self, client: ClientRow, driver: DriverState, said: Ended) -> None:
         driver.is_ready = False
@@ -315,10 +310,10 @@ class DriverReports:
         if said.ending in _RESUMABLE:
             return
         self._drivers.ended(driver)
-        if client.status == TERMINATED:
+        if client.status == ClientState.TERMINATED:
             return
         client.ending = said.ending
-        self._queues.run_ended(client, lambda each: not (each.kind == SAMPLE and each.package))
+        self._queues.run_ended(client, lambda each: not (each.kind == OperationKind.SAMPLE and each.package))
 
     def _run_failed(self, client: ClientRow, driver: DriverState, said: Failed) -> None:
         self._drivers.ended(driver)
@@ -337,7 +332,7 @@ class DriverReports:
     def _gone(self, client: ClientRow, said: Exited) -> None:
         cause = self._drivers.gone(client, said)
         client.waits_since = self._book.clock()
-        if client.status == TERMINATED:
+        if client.status == ClientState.TERMINATED:
             self._queues.end(client)
         elif cause is not None:
             self._queues.fail(client, cause)

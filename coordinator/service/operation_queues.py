@@ -18,11 +18,6 @@ from raycloak.coordinator.client.error_wire import error_to_wire
 from raycloak.coordinator.service.client_book import ClientBook
 from raycloak.coordinator.service.driver_desk import DriverDesk
 from raycloak.coordinator.service.operations import (
-    FORWARD_BACKWARD,
-    LOAD_STATE,
-    OPTIM_STEP,
-    SAMPLE,
-    SAVE_STATE,
     cancelled,
     failed,
     operation_id,
@@ -34,24 +29,20 @@ from raycloak.coordinator.service.pipe import Batches, Copy, Load, Save
 from raycloak.coordinator.service.ports import SamplerPort
 from raycloak.coordinator.service.sampling.requests import COPY_SUFFIX
 from raycloak.coordinator.service.store import (
-    CANCELLED,
-    ERROR,
-    FAILED,
-    INITIALIZING,
-    LIVE,
-    QUEUED,
-    RUNNING,
     ClientRow,
+    ClientState,
+    OperationKind,
     OperationRow,
+    OperationState,
 )
-from raycloak.metrics.service_errors import FutureFailedError, ServiceError, ServiceStateError
+from raycloak.metrics.service_errors import FutureCancelledError, FutureFailedError, ServiceError, ServiceStateError
 
 AT_ONCE: Final = 16  # operations that are looked at for one decision; more never run at once
 _COPIES: Final = "copies"
 """Folder of the copies of weights, with one folder for each client that sampled."""
 MOST_SAMPLES: Final = 8
 """Samples of one tenant that the sampler has at once, so that it has room for those of the others."""
-STEP: Final = (FORWARD_BACKWARD, OPTIM_STEP)
+STEP: Final = (OperationKind.FORWARD_BACKWARD, OperationKind.OPTIM_STEP)
 _LOG = logging.getLogger(__name__)
 
 
@@ -90,7 +81,7 @@ class OperationQueues:
 
     def advance(self, client: ClientRow) -> None:
         """Hand the next operations to the driver, in order, as far as they may run."""
-        if client.status == LIVE and client.open:
+        if client.status == ClientState.LIVE and client.open:
             while self._advance_some(client):
                 pass
         self._drivers.allow(client)
@@ -100,20 +91,23 @@ class OperationQueues:
         in_step, samples = False, 0
         operations = self._store.open_operations(client.client_id, AT_ONCE)
         for operation in operations:
-            if operation.state == QUEUED:
-                if in_step and operation.kind != OPTIM_STEP:
+            if operation.state == OperationState.QUEUED:
+                if in_step and operation.kind != OperationKind.OPTIM_STEP:
                     return False
-                if operation.kind == SAMPLE and self._store.samples_under_way(client.tenant) >= MOST_SAMPLES:
+                if (
+                    operation.kind == OperationKind.SAMPLE
+                    and self._store.samples_under_way(client.tenant) >= MOST_SAMPLES
+                ):
                     return False
                 if not self._hand(client, operation):
                     return False
-            if operation.state == RUNNING:
-                if operation.kind == FORWARD_BACKWARD:
+            if operation.state == OperationState.RUNNING:
+                if operation.kind == OperationKind.FORWARD_BACKWARD:
                     # It is to be cancelled: what comes after it waits for the driver's word.
                     if client.steps.held:
                         return False
                     in_step = True
-                elif operation.kind == SAMPLE and operation.package:
+                elif operation.kind == OperationKind.SAMPLE and operation.package:
                     samples += 1
                 else:
                     return False
@@ -122,7 +116,7 @@ class OperationQueues:
     def _hand(self, client: ClientRow, operation: OperationRow) -> bool:
         """Let an operation run, or end it at once; False if it has to wait for the driver."""
         operation.step = client.steps.finished
-        if operation.kind == SAMPLE and self._sampled_at_once(client, operation):
+        if operation.kind == OperationKind.SAMPLE and self._sampled_at_once(client, operation):
             return True
         if client.ending and operation.kind in STEP:
             self._fail_by_ending(client, operation)
@@ -132,10 +126,10 @@ class OperationQueues:
             return False
         if operation.kind in STEP:
             if client.steps.finished >= plan_of(client.facts).steps:
-                self.retire(client, operation, FAILED, steps_done(FutureFailedError))
+                self.retire(client, operation, steps_done(FutureFailedError))
                 return True
-            client.steps = client.steps.handed(operation.kind == OPTIM_STEP)
-        if operation.kind == OPTIM_STEP:
+            client.steps = client.steps.handed(operation.kind == OperationKind.OPTIM_STEP)
+        if operation.kind == OperationKind.OPTIM_STEP:
             self.tell_batches(client, client.steps.finished)
         self._book.run(client, operation)
         self.command(client, operation)
@@ -144,11 +138,11 @@ class OperationQueues:
     def command(self, client: ClientRow, operation: OperationRow) -> None:
         """Tell the driver of an operation that watermarks do not."""
         name, after = operation_id(operation), operation.step
-        if operation.kind == LOAD_STATE:
+        if operation.kind == OperationKind.LOAD_STATE:
             self._drivers.tell(client.client_id, Load(id=name, after=after, package=operation.package))
-        elif operation.kind == SAVE_STATE:
+        elif operation.kind == OperationKind.SAVE_STATE:
             self._drivers.tell(client.client_id, Save(id=name, after=after))
-        elif operation.kind == SAMPLE and not operation.package:
+        elif operation.kind == OperationKind.SAMPLE and not operation.package:
             copy = self._copy(client.client_id, client.digest)
             self._drivers.tell(client.client_id, Copy(id=name, after=after, path=copy))
 
@@ -185,7 +179,7 @@ class OperationQueues:
             return
         newest = self._copy(client.client_id, client.digest)
         needed = {Path(each.package) for each in self._store.open_samples(client.client_id)}
-        if client.status == LIVE:
+        if client.status == ClientState.LIVE:
             needed.add(newest)
         self._book.later(lambda: _remove_all_but(needed, newest.parent.glob(f"[!.]*{COPY_SUFFIX}")))
 
@@ -203,10 +197,11 @@ class OperationQueues:
         if client.sent:
             self._book.later(lambda: shutil.rmtree(folder, ignore_errors=True))
 
-    def retire(self, client: ClientRow, operation: OperationRow, state: str, error: ServiceError) -> None:
+    def retire(self, client: ClientRow, operation: OperationRow, error: ServiceError) -> None:
         """End an operation without a result, and its part in the order of steps."""
-        client.steps = client.steps.retired(operation.number, operation.kind == OPTIM_STEP)
-        if operation.kind == SAMPLE and operation.package:
+        state = OperationState.CANCELLED if isinstance(error, FutureCancelledError) else OperationState.FAILED
+        client.steps = client.steps.retired(operation.number, operation.kind == OperationKind.OPTIM_STEP)
+        if operation.kind == OperationKind.SAMPLE and operation.package:
             # It is nobody's any more, and others wait for the sampler.
             name = operation_id(operation)
             self._book.later(lambda: self._sampler.cancel(name))
@@ -215,8 +210,8 @@ class OperationQueues:
     def cancel_queued(self, client: ClientRow, *operations: OperationRow) -> None:
         """Cancel those operations that do not run."""
         for each in operations:
-            if each.state == QUEUED:
-                self.retire(client, each, CANCELLED, cancelled(charged=False))
+            if each.state == OperationState.QUEUED:
+                self.retire(client, each, cancelled(charged=False))
 
     def cancel(self, client: ClientRow, operation: OperationRow) -> None:
         """Cancel an open operation as far as that is still possible; see `Desk.cancel`.
@@ -226,11 +221,11 @@ class OperationQueues:
         """
         open_operations = self._store.open_operations(client.client_id)
         later = [each for each in open_operations if each.number > operation.number]
-        is_running = operation.state == RUNNING
-        if operation.kind == FORWARD_BACKWARD and not is_running:
-            its = [each for each in later if each.kind == OPTIM_STEP][:1]
+        is_running = operation.state == OperationState.RUNNING
+        if operation.kind == OperationKind.FORWARD_BACKWARD and not is_running:
+            its = [each for each in later if each.kind == OperationKind.OPTIM_STEP][:1]
             self.cancel_queued(client, operation, *its)
-        elif operation.kind == OPTIM_STEP and (client.sent or not is_running):
+        elif operation.kind == OperationKind.OPTIM_STEP and (client.sent or not is_running):
             # Whether or not their own optim_step was submitted: they were sealed for a step that would be another one.
             if self._is_followed(client, operation):
                 raise ServiceStateError(
@@ -239,11 +234,14 @@ class OperationQueues:
             if not is_running:
                 self.cancel_queued(client, operation, *later)
                 self._reopen_step(client, operation)
-        elif operation.kind == SAMPLE and operation.package:
-            self.retire(client, operation, CANCELLED, cancelled(charged=False))
+        elif operation.kind == OperationKind.SAMPLE and operation.package:
+            self.retire(client, operation, cancelled(charged=False))
         else:
             self.cancel_queued(client, operation)
-        if is_running and (operation.kind == FORWARD_BACKWARD or (operation.kind == OPTIM_STEP and client.sent)):
+        if is_running and (
+            operation.kind == OperationKind.FORWARD_BACKWARD
+            or (operation.kind == OperationKind.OPTIM_STEP and client.sent)
+        ):
             driver = self._drivers.of.get(client.client_id)
             # Asked later, the driver could answer with a report that it sent before, while it goes on.
             if driver is None or driver.computed < operation.step:
@@ -251,20 +249,20 @@ class OperationQueues:
 
     def leave_step(self, client: ClientRow, step: int) -> bool:
         """Cancel a step that the driver has left, and what waits behind it; False if it comes to its end or goes on."""
-        running = self._store.of_step(client.client_id, OPTIM_STEP, step)
-        if any(each.state == RUNNING and self._is_followed(client, each) for each in running):
+        running = self._store.of_step(client.client_id, OperationKind.OPTIM_STEP, step)
+        if any(each.state == OperationState.RUNNING and self._is_followed(client, each) for each in running):
             client.steps = client.steps.holding(False)  # its examples are needed as they were sealed
         if not client.steps.held:
             return False
         client.steps = client.steps.left(step)
         for operation in self._store.open_operations(client.client_id):
-            if operation.state == RUNNING and operation.kind in STEP:
+            if operation.state == OperationState.RUNNING and operation.kind in STEP:
                 is_charged = bool(client.private) and client.steps.charged > operation.step
-                self.retire(client, operation, CANCELLED, cancelled(charged=is_charged))
+                self.retire(client, operation, cancelled(charged=is_charged))
                 if client.sent:
                     self._reopen_step(client, operation)
-            elif operation.state == QUEUED:
-                if operation.kind == FORWARD_BACKWARD:
+            elif operation.state == OperationState.QUEUED:
+                if operation.kind == OperationKind.FORWARD_BACKWARD:
                     break
                 self.cancel_queued(client, operation)
         return True
@@ -287,13 +285,13 @@ class OperationQueues:
             self._fail_by_ending(client, operation)
 
     def _fail_by_ending(self, client: ClientRow, operation: OperationRow) -> None:
-        self.retire(client, operation, FAILED, run_ended(client, FutureFailedError, operation.kind in STEP))
+        self.retire(client, operation, run_ended(client, FutureFailedError, operation.kind in STEP))
 
     def fail(self, client: ClientRow, cause: ServiceError) -> None:
         """End a client, and all its open operations, for one cause; one that has ended keeps its own."""
-        if client.status not in (INITIALIZING, LIVE):
+        if client.status not in (ClientState.INITIALIZING, ClientState.LIVE):
             return
-        client.status, client.error = ERROR, error_to_wire(cause).SerializeToString()
+        client.status, client.error = ClientState.ERROR, error_to_wire(cause).SerializeToString()
         _LOG.warning("client %s failed: %s", client.client_id, cause.code)
         self._fail_open(client, cause)
         driver = self._drivers.of.get(client.client_id)
@@ -302,7 +300,7 @@ class OperationQueues:
 
     def _fail_open(self, client: ClientRow, cause: ServiceError) -> None:
         for operation in self._store.open_operations(client.client_id):
-            self.retire(client, operation, FAILED, cause)
+            self.retire(client, operation, cause)
 
 
 def _remove_all_but(known: set[Path], files: Iterable[Path]) -> None:

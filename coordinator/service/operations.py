@@ -11,13 +11,11 @@ from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.service.pipe import Ready
 from raycloak.coordinator.service.sampling.requests import request_of, wrong_field
 from raycloak.coordinator.service.store import (
-    CANCELLED,
-    DONE,
-    FAILED,
-    LIVE,
     ArtifactRow,
     ClientRow,
+    ClientState,
     OperationRow,
+    OperationState,
     Store,
 )
 from raycloak.metrics.service_errors import (
@@ -29,13 +27,6 @@ from raycloak.metrics.service_errors import (
     ServiceValidationError,
 )
 
-FORWARD_BACKWARD, OPTIM_STEP, SAVE_STATE, LOAD_STATE, SAMPLE = (
-    "forward_backward",
-    "optim_step",
-    "save_state",
-    "load_state",
-    "sample",
-)
 ID_BYTES: Final = 16
 """Length of the keyed hash of an example's id."""
 CAP: Final = "cap_exceeded"
@@ -148,11 +139,11 @@ def operation_to_wire(row: OperationRow) -> wire.Operation:
         submitted_unix_s=row.submitted,
         idempotency_key=row.idempotency_key,
     )
-    if row.state == DONE:
+    if row.state == OperationState.DONE:
         getattr(message, row.kind).MergeFromString(row.result)
         # A result without any field that is set must be there too.
         getattr(message, row.kind).SetInParent()
-    elif row.state in (FAILED, CANCELLED):
+    elif row.state in (OperationState.FAILED, OperationState.CANCELLED):
         message.error.MergeFromString(row.error)
     return message
 
@@ -199,7 +190,7 @@ def dp_metrics(row: ClientRow) -> wire.DpMetrics | None:
 
 def client_status(row: ClientRow) -> str:
     """Return the status on the wire."""
-    if row.status == LIVE:
+    if row.status == ClientState.LIVE:
         return "BUSY" if row.open else "READY"
     return row.status
 

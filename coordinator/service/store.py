@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from enum import StrEnum
 from itertools import accumulate
 from operator import attrgetter
 from typing import Any, Final, TypeVar
@@ -19,11 +20,38 @@ APPLICATION: Final = "raycloak training service v2"
 
 R = TypeVar("R")
 
-QUEUED, RUNNING, DONE, FAILED, CANCELLED = "queued", "running", "done", "failed", "cancelled"
-"""The states of an operation; the last three never change again."""
-INITIALIZING, LIVE, ERROR, TERMINATED, FORGOTTEN = "INITIALIZING", "LIVE", "ERROR", "TERMINATED", "FORGOTTEN"
-"""The states of a client. A live one is READY or BUSY, by whether operations are open. A forgotten one, whose rows are
-being deleted, is answered as one that does not exist."""
+
+class OperationState(StrEnum):
+    """The states of an operation; the last three never change again."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class ClientState(StrEnum):
+    """The states of a client. A live one is READY or BUSY, by whether operations are open.
+
+    A forgotten one, whose rows are being deleted, is answered as one that does not exist.
+    """
+
+    INITIALIZING = "INITIALIZING"
+    LIVE = "LIVE"
+    ERROR = "ERROR"
+    TERMINATED = "TERMINATED"
+    FORGOTTEN = "FORGOTTEN"
+
+
+class OperationKind(StrEnum):
+    """The kinds of operations; the first two make a step."""
+
+    FORWARD_BACKWARD = "forward_backward"
+    OPTIM_STEP = "optim_step"
+    SAVE_STATE = "save_state"
+    LOAD_STATE = "load_state"
+    SAMPLE = "sample"
 
 
 @dataclass(slots=True)
@@ -58,7 +86,7 @@ class ClientRow:
     private: bool
     created: float
     waits_since: float
-    status: str = INITIALIZING
+    status: ClientState = ClientState.INITIALIZING
     revision: int = 1
     changed: int = 1
     next_number: int = 0
@@ -93,8 +121,8 @@ class OperationRow:
     number: int
     idempotency_key: str
     fingerprint: bytes
-    kind: str
-    state: str
+    kind: OperationKind
+    state: OperationState
     revision: int
     submitted: float
     payload: bytes
@@ -154,13 +182,16 @@ _COLUMNS: Final = {table: _columns(row) for table, (row, _) in _TABLES.items()}
 _VALUES: Final[dict[str, Callable[[Any], tuple[Any, ...]]]] = {
     table: attrgetter(*(place for place, _ in columns.values())) for table, columns in _COLUMNS.items()
 }
-_FLAGS: Final = [at for at, (_, kind) in enumerate(_COLUMNS["clients"].values()) if kind is bool]
+_TYPED: Final = {
+    table: [(at, kind) for at, (_, kind) in enumerate(columns.values()) if kind not in (str, bytes, int, float)]
+    for table, columns in _COLUMNS.items()
+}
 _SELECT: Final = {table: f"SELECT {', '.join(names)} FROM {table} WHERE" for table, names in _COLUMNS.items()}
 _INSERT: Final = {
     table: f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
     for table, names in _COLUMNS.items()
 }
-_KINDS: Final[dict[type, str]] = {str: "TEXT", bytes: "BLOB", int: "INTEGER", bool: "INTEGER", float: "REAL"}
+_KINDS: Final[dict[type, str]] = {str: "TEXT", bytes: "BLOB", int: "INTEGER", float: "REAL", bool: "INTEGER"}
 _OTHERS: Final = (
     "CREATE TABLE meta (name TEXT NOT NULL PRIMARY KEY, value TEXT NOT NULL)",
     # One row for each example that a client ever sent: nobody but the data's owner knows which example it is.
@@ -193,11 +224,9 @@ def client_columns(row: ClientRow) -> dict[str, Any]:
 
 
 def _client(*columns: Any) -> ClientRow:
-    values, steps = list(columns), len(fields(StepState))
-    for at in _FLAGS:
-        values[at] = bool(values[at])
-    row = ClientRow(*values[:-steps])
-    row.steps = StepState(*values[-steps:])
+    own = len(columns) - len(fields(StepState))
+    row = ClientRow(*columns[:own])
+    row.steps = StepState(*columns[own:])
     return row
 
 
@@ -225,7 +254,9 @@ class Store:
 
     def _create(self) -> None:
         for table, (_, keys) in _TABLES.items():
-            columns = ", ".join(f"{name} {_KINDS[kind]} NOT NULL" for name, (_, kind) in _COLUMNS[table].items())
+            columns = ", ".join(
+                f"{name} {_KINDS.get(kind, 'TEXT')} NOT NULL" for name, (_, kind) in _COLUMNS[table].items()
+            )
             self._database.run(self._database.schema(f"CREATE TABLE {table} ({columns}, {keys})"))
         for statement in _OTHERS:
             self._database.run(self._database.schema(statement))
@@ -301,7 +332,7 @@ class Store:
         )
         found: dict[str, int] = {}
         for status, is_busy, count in rows:
-            name = ("BUSY" if is_busy else "READY") if status == LIVE else str(status)
+            name = ("BUSY" if is_busy else "READY") if status == ClientState.LIVE else str(status)
             found[name] = found.get(name, 0) + int(count)
         return found
 
@@ -505,7 +536,11 @@ class Store:
         self._database.run(f"UPDATE {table} SET {changes} WHERE {place}", [*values.values(), *where.values()])
 
     def _all(self, make: Callable[..., R], table: str, where: str, *values: Any) -> list[R]:
-        return [make(*found) for found in self._database.run(f"{_SELECT[table]} {where}", values)]
+        rows = [list(found) for found in self._database.run(f"{_SELECT[table]} {where}", values)]
+        for row in rows:
+            for at, kind in _TYPED[table]:
+                row[at] = kind(row[at])
+        return [make(*row) for row in rows]
 
     def _one(self, make: Callable[..., R], table: str, where: str, *values: Any) -> R | None:
         found = self._all(make, table, where, *values)
