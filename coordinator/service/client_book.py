@@ -115,7 +115,7 @@ class ClientBook:
             self.later(lambda: self._news.append((client.client_id, stored)))
 
     def enter(
-        self, client: ClientRow, kind: OperationKind, key: str, mark: bytes, payload: bytes, package: str
+        self, client: ClientRow, kind: OperationKind, key: str, mark: bytes, payload: bytes = b"", package: str = ""
     ) -> OperationRow:
         """Record a new operation at the end of the queue."""
         client.revision += 1

@@ -330,7 +330,13 @@ class Desk:
         client = self._find(tenant, head.client_id)
         ids = self._check_batch(client, head)
         step = client.steps.submitted_steps
-        self._require_sealed_for(client, head, sealed)
+        if sealed.hashes != head.example_hashes:
+            raise invalid("example_ids", "the batch was sealed for other examples", "batch_foreign")
+        earlier = self._store.number_of_batches(client.client_id, step)
+        place = (client.run_id, client.client_id, step, earlier, client.steps.sent_examples)
+        # Its step could not be computed with it, or its examples would be counted as others.
+        if (sealed.run_id, sealed.client_id, sealed.step, sealed.number, sealed.first) != place:
+            raise invalid("batch", "it was sealed for another run, client, step or place in the step", "batch_foreign")
         refused = self._store.count_ids(client.client_id, step, ids, client.most_uses)
         if refused is not None:
             _, last = self._store.used_in_step(client.client_id, refused)
@@ -346,15 +352,6 @@ class Desk:
             result = wire.ForwardBackwardResult(step=step, examples_sent=head.examples, dp_metrics=dp_metrics(client))
             self.book.finish(client, operation, OperationState.DONE, result)
         return self._operation(client.client_id, operation.number)
-
-    def _require_sealed_for(self, client: ClientRow, head: wire.BatchHead, sealed: SentHead) -> None:
-        """Refuse a batch that its step could not be computed with, or whose examples would be counted as others."""
-        if sealed.hashes != head.example_hashes:
-            raise invalid("example_ids", "the batch was sealed for other examples", "batch_foreign")
-        earlier = self._store.number_of_batches(client.client_id, client.steps.submitted_steps)
-        place = (client.run_id, client.client_id, client.steps.submitted_steps, earlier, client.steps.sent_examples)
-        if (sealed.run_id, sealed.client_id, sealed.step, sealed.number, sealed.first) != place:
-            raise invalid("batch", "it was sealed for another run, client, step or place in the step", "batch_foreign")
 
     def _check_batch(self, client: ClientRow, head: wire.BatchHead) -> list[bytes]:
         self._require_open(client)
@@ -448,10 +445,8 @@ class Desk:
             raise not_found("artifact")
         return row
 
-    def _enter(
-        self, client: ClientRow, kind: OperationKind, key: str, mark: bytes, payload: bytes = b"", package: str = ""
-    ) -> OperationRow:
-        operation = self.book.enter(client, kind, key, mark, payload, package)
+    def _enter(self, client: ClientRow, *what: Any) -> OperationRow:
+        operation = self.book.enter(client, *what)
         if client.open == 1 and client.client_id not in self.drivers.of:
             client.waits_since = operation.submitted
         return operation

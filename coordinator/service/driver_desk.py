@@ -180,20 +180,17 @@ class DriverDesk:
         while waiting and len(self.of) < limits.active_clients:
             chosen = next_client(waiting, [driver.place for driver in self.of.values()], self._served)
             waiting.remove(chosen)
-            self._start(*chosen)
+            client_id, tenant = chosen
+            client = self._store.client(client_id)
+            assert client is not None, "a client that waits is in the store"
+            run = json.loads(client.run_config)
+            begin = Begin(config=run, base=self._base, run_secret=None, run_id=client.run_id or None)
+            self._served[tenant] = now
+            self.of[client_id] = DriverState(ClientPlace(tenant, now))
+            self._book.later(partial(self._processes.start, client_id, begin))
         places = {client_id: driver.place for client_id, driver in self.of.items()}
         for client_id in leaving(waiting, places, self._served, now, limits.idle_seconds, limits.turn_seconds):
             self.leave(client_id)
         for client_id in late(places, now, limits.leave_seconds) if waiting else ():
             _LOG.warning("client %s: its driver did not give its place up in time and is ended", client_id)
             self._book.later(partial(self._processes.kill, client_id))
-
-    def _start(self, client_id: str, tenant: str) -> None:
-        client = self._store.client(client_id)
-        assert client is not None, "a client that waits is in the store"
-        begin = Begin(
-            config=json.loads(client.run_config), base=self._base, run_secret=None, run_id=client.run_id or None
-        )
-        self._served[tenant] = self._monotonic()
-        self.of[client_id] = DriverState(ClientPlace(tenant, self._served[tenant]))
-        self._book.later(lambda: self._processes.start(client_id, begin))

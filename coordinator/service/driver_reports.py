@@ -11,6 +11,7 @@ from typing import Final
 from raycloak.attestation.processes.failure import Failed
 from raycloak.attestation.processes.program import Exited
 from raycloak.coordinator.client import service_pb2 as wire
+from raycloak.coordinator.service import pipe
 from raycloak.coordinator.service.client_book import ClientBook
 from raycloak.coordinator.service.driver_desk import DriverDesk, DriverState
 from raycloak.coordinator.service.operation_queues import AT_ONCE, STEP, OperationQueues
@@ -22,24 +23,6 @@ from raycloak.coordinator.service.operations import (
     operation_of,
     out_of_budget,
     texts_full,
-)
-from raycloak.coordinator.service.pipe import (
-    Close,
-    Computed,
-    Copied,
-    Ended,
-    HeldStep,
-    Loaded,
-    Notice,
-    Opened,
-    Over,
-    PhaseBegun,
-    Ready,
-    Refused,
-    ReleasedStep,
-    Report,
-    Saved,
-    Spent,
 )
 from raycloak.coordinator.service.ports import Records
 from raycloak.coordinator.service.store import (
@@ -82,44 +65,53 @@ class DriverReports:
         self._records = records
         self._most_sampled = most_sampled
 
-    def report(self, client_id: str, said: Report | Exited) -> None:
+    def report(self, client_id: str, said: pipe.Report | Exited) -> None:
         """Take a report of a client's driver; `Exited` is its last."""
         driver, client = self._drivers.of.get(client_id), self._store.client(client_id)
         if driver is None or client is None:
             return
         with self._queues.changing(client):
             match said:
-                case PhaseBegun():
+                case pipe.PhaseBegun():
                     driver.phase = said.words
                     self._book.show(client, driver.phase, client.steps.finished)
-                case Notice():
+                case pipe.Notice():
                     _LOG.info("client %s: %s", client_id, said.line)
-                case Opened():
+                case pipe.Opened():
                     self._opened(client, said)
-                case Ready():
+                case pipe.Ready():
                     self._ready(client, driver, said)
-                case Spent():
+                case pipe.Spent():
                     _spend(client, said.epsilon)
-                case Computed():
+                case pipe.Computed():
                     driver.computed, driver.tokens = said.step, said.tokens
                     self._computed(client, said)
-                case HeldStep():
+                case pipe.HeldStep():
                     self._held(client, driver, said)
-                case ReleasedStep():
+                case pipe.ReleasedStep():
                     self._released(client, said, driver.tokens)
-                case Saved() | Copied() | Loaded() | Refused():
+                case pipe.Saved() | pipe.Copied() | pipe.Loaded() | pipe.Refused():
                     operation = operation_of(self._store, client, said.id)
                     # One that is reported again has ended.
                     if operation.state == OperationState.RUNNING:
                         self._done(client, operation, said)
-                case Over():
-                    self._over(client, said)
-                case Ended():
+                case pipe.Over():
+                    client.ending = said.ending
+                    client.steps = client.steps.over()
+                    self._queues.run_ended(
+                        client, lambda each: each.state == OperationState.RUNNING and each.kind in STEP
+                    )
+                case pipe.Ended():
                     self._run_ended(client, driver, said)
                 case Failed():
                     self._run_failed(client, driver, said)
                 case Exited():
-                    self._gone(client, said)
+                    cause = self._drivers.gone(client, said)
+                    client.waits_since = self._book.clock()
+                    if client.status == ClientState.TERMINATED:
+                        self._queues.end(client)
+                    elif cause is not None:
+                        self._queues.fail(client, cause)
             self._queues.advance(client)
         if isinstance(said, Exited):
             self._drivers.assign()
@@ -171,7 +163,7 @@ class DriverReports:
         is_running = operation is not None and operation.state == OperationState.RUNNING
         return self._store.client(client_id), operation if is_running else None
 
-    def _opened(self, client: ClientRow, said: Opened) -> None:
+    def _opened(self, client: ClientRow, said: pipe.Opened) -> None:
         # Another run than before only if that one was void: the watermarks would let it charge all steps again.
         is_another = client.run_id not in ("", said.run_id)
         if is_another and (client.steps.charged or self._store.batches_from(client.client_id, 0)):
@@ -180,7 +172,7 @@ class DriverReports:
             return
         client.run_id, client.run_dir = said.run_id, str(said.run_dir)
 
-    def _ready(self, client: ClientRow, driver: DriverState, said: Ready) -> None:
+    def _ready(self, client: ClientRow, driver: DriverState, said: pipe.Ready) -> None:
         client.facts = said.encode().decode()
         client.private = said.private
         client.steps = client.steps.paid(said.charged_steps)
@@ -188,14 +180,14 @@ class DriverReports:
         if client.status == ClientState.INITIALIZING:
             client.status = ClientState.LIVE
         if client.status == ClientState.TERMINATED:
-            self._drivers.tell(client.client_id, Close())
+            self._drivers.tell(client.client_id, pipe.Close())
             return
         self._drivers.ready(client.client_id)
         # Steps that a driver finished while no service was there to be told.
         known = client.steps.finished
         recorded = self._records.steps(client.run_dir) if said.finished_steps > known else {}
         for step in range(known, said.finished_steps):
-            self._computed(client, Computed(step=step, epsilon=recorded[step].epsilon, loss=None))
+            self._computed(client, pipe.Computed(step=step, epsilon=recorded[step].epsilon, loss=None))
             self._released(client, recorded[step])
         for step in range(said.finished_steps, client.steps.allowed_releases):
             self._queues.tell_batches(client, step)
@@ -204,7 +196,7 @@ class DriverReports:
                 self._queues.command(client, operation)
         driver.told = None
 
-    def _computed(self, client: ClientRow, said: Computed) -> None:
+    def _computed(self, client: ClientRow, said: pipe.Computed) -> None:
         self._drivers.moved(client.client_id)
         client.steps = client.steps.computed(said.step)
         _spend(client, said.epsilon)
@@ -216,7 +208,7 @@ class DriverReports:
                 self._book.finish(client, operation, OperationState.DONE, result)
         self._book.show(client, "computed", said.step)
 
-    def _held(self, client: ClientRow, driver: DriverState, said: HeldStep) -> None:
+    def _held(self, client: ClientRow, driver: DriverState, said: pipe.HeldStep) -> None:
         if said.epsilon is not None:
             client.steps = client.steps.paid(said.step + 1)
             _spend(client, said.epsilon)
@@ -228,7 +220,7 @@ class DriverReports:
             # The driver has taken the release back, and is told of it again.
             driver.told = None
 
-    def _released(self, client: ClientRow, said: ReleasedStep, tokens: int | None = None) -> None:
+    def _released(self, client: ClientRow, said: pipe.ReleasedStep, tokens: int | None = None) -> None:
         """Finish a step.
 
         Args:
@@ -263,21 +255,23 @@ class DriverReports:
         rate = None if tokens is None else tokens / said.seconds
         self._book.show(client, "released", client.steps.finished, rate)
 
-    def _done(self, client: ClientRow, operation: OperationRow, said: Saved | Copied | Loaded | Refused) -> None:
+    def _done(
+        self, client: ClientRow, operation: OperationRow, said: pipe.Saved | pipe.Copied | pipe.Loaded | pipe.Refused
+    ) -> None:
         match said:
-            case Saved():
+            case pipe.Saved():
                 self._saved(client, operation, said)
-            case Copied():
+            case pipe.Copied():
                 self._queues.sample(client, operation, said.model_digest)
-            case Loaded():
+            case pipe.Loaded():
                 name = wire.LoadState.FromString(operation.payload).artifact_id
                 client.digest = said.model_digest
                 result = wire.LoadStateResult(artifact_id=name, step=said.step, model_digest=client.digest)
                 self._book.finish(client, operation, OperationState.DONE, result)
-            case Refused():
+            case pipe.Refused():
                 self._queues.retire(client, operation, failed(said.code, said.message, said.remedy))
 
-    def _saved(self, client: ClientRow, operation: OperationRow, said: Saved) -> None:
+    def _saved(self, client: ClientRow, operation: OperationRow, said: pipe.Saved) -> None:
         try:
             size = self._records.package_bytes(said.package, bytes.fromhex(said.package_digest))
         except RaycloakError as error:
@@ -299,12 +293,7 @@ class DriverReports:
         client.digest = row.model_digest
         self._book.finish(client, operation, OperationState.DONE, wire.SaveStateResult(artifact=artifact_to_wire(row)))
 
-    def _over(self, client: ClientRow, said: Over) -> None:
-        client.ending = said.ending
-        client.steps = client.steps.over()
-        self._queues.run_ended(client, lambda each: each.state == OperationState.RUNNING and each.kind in STEP)
-
-    def _run_ended(self, client: ClientRow, driver: DriverState, said: Ended) -> None:
+    def _run_ended(self, client: ClientRow, driver: DriverState, said: pipe.Ended) -> None:
         driver.is_ready = False
         # One that stops though nobody told it to is lost, or it would be started again for ever.
         if said.ending in _RESUMABLE:
@@ -328,14 +317,6 @@ class DriverReports:
         is_cap = said.code == CAP
         cause = out_of_budget(client, message, remedy) if is_cap else failed(said.code, message, remedy)
         self._queues.fail(client, cause)
-
-    def _gone(self, client: ClientRow, said: Exited) -> None:
-        cause = self._drivers.gone(client, said)
-        client.waits_since = self._book.clock()
-        if client.status == ClientState.TERMINATED:
-            self._queues.end(client)
-        elif cause is not None:
-            self._queues.fail(client, cause)
 
 
 def _spend(client: ClientRow, epsilon: float | None) -> None:
