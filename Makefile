@@ -11,7 +11,8 @@ ON_RAY := $(shell awk '$$1 == "ray" { print $$2 }' tests/marks.txt)
 # its start, and a third of the collection of the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test test-fast test-plain test-ray format fuzz gpu-check proto reference pictures clean
+.PHONY: demo check test test-fast test-plain test-ray test-profile mutations format code-lines fuzz gpu-check proto reference \
+	pictures clean
 
 demo: $(INSTALLED)
 	$(BIN)/raycloak demo
@@ -37,12 +38,25 @@ endif
 test-plain: $(INSTALLED)
 	$(PYTEST) --numprocesses 2 --dist worksteal -m "not ray"
 
+# Each process has a cluster of its own; a file's tests share what it starts there.
 test-ray: $(INSTALLED)
-	$(PYTEST) $(ON_RAY)
+	$(PYTEST) --numprocesses 2 --dist loadfile $(ON_RAY)
+
+# Processor seconds by test file, to benchmarks/results. PLACES="tests/workers tests/ray" measures those alone.
+test-profile: $(INSTALLED)
+	$(BIN)/python -m tests.costs $(PLACES)
+
+# Fifty seeded bugs, each of which a test must notice. ROOMS="masks ledger" makes those of some rooms.
+mutations: $(INSTALLED)
+	$(BIN)/python -m tests.mutations $(ROOMS)
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The code lines of the wheels, by room; tests/code_lines.py says what is counted.
+code-lines: $(INSTALLED)
+	$(BIN)/python -m tests.code_lines
 
 # docs/reference/, from the docstrings of the public names; a test compares it with what this makes.
 reference: $(INSTALLED)
@@ -52,11 +66,12 @@ reference: $(INSTALLED)
 pictures: $(INSTALLED)
 	$(BIN)/python -m tests.pictures
 
-# The stubs of the two services; a test compares them with what this makes.
+# The stubs of the three services; a test compares them with what this makes.
 proto: $(INSTALLED)
 	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. \
-		raycloak/attestation/service/evidence.proto raycloak/coordinator/client/service.proto \
-		raycloak/coordinator/adapter/adapter.proto
+		raycloak/attestation/service/evidence.proto raycloak/coordinator/client/service.proto
+	cd lab && ../$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. \
+		raycloak_lab/adapter/adapter.proto
 
 # Seeds and findings go to FUZZ_DIR; INDEX=path/to/INDEX.json adds recorded evidence to the seeds.
 FUZZ_DIR ?= build/fuzz
@@ -76,11 +91,11 @@ gpu-check: $(INSTALLED)
 	@echo 'Take this checkout with its folder .gpu to the machine, and there: bash benchmarks/gpu/run.sh'
 
 # Build isolation is off because it would fetch a setuptools that constraints.txt does not pin.
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml lab/pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(PIP) setuptools torch==2.13.0
-	$(PIP) --no-build-isolation --editable '.[dev]'
+	$(PIP) --no-build-isolation --editable '.[dev]' --editable lab
 	touch $@
 
 clean:
-	rm -rf .venv build dist *.egg-info .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv build dist *.egg-info lab/build lab/*.egg-info .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -13,11 +13,11 @@ from statistics import median
 import numpy as np
 
 from raycloak.attestation.core.keys import Secret
-from raycloak.workers.encrypted.client_keys import ClientKeys
-from raycloak.workers.encrypted.evaluation_keys import EvaluationKeys
-from raycloak.workers.encrypted.flooding import Rerandomiser
-from raycloak.workers.encrypted.parameters import BlockShape
-from raycloak.workers.encrypted.projection import PackedProjection
+from raycloak_lab.encrypted.client_keys import ClientKeys
+from raycloak_lab.encrypted.evaluation_keys import EvaluationKeys
+from raycloak_lab.encrypted.flooding import Rerandomiser
+from raycloak_lab.encrypted.parameters import BlockShape
+from raycloak_lab.encrypted.projection import PackedProjection
 
 WIDTH, RANK, TOKENS, ROWS = 384, 8, 64, 64
 SHARES = (0.5, 1.0, 1.25, 2.0)

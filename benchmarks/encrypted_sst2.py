@@ -18,16 +18,16 @@ import peft
 import torch
 import transformers
 
-import raycloak
+import raycloak_lab
 from raycloak.attestation.core.keys import IdentityKey
 from raycloak.attestation.keys.run_secret import load_secret
-from raycloak.coordinator.adapter.budgets import TokenBudgets
-from raycloak.coordinator.adapter.desk import AdapterDesk
-from raycloak.coordinator.adapter.lora import lora_of
-from raycloak.coordinator.adapter.serve import simulated_platform
-from raycloak.coordinator.adapter.server import serving
-from raycloak.coordinator.config import home
-from raycloak.workers.encrypted.adapter_worker import AdapterWorker
+from raycloak_lab.adapter import places
+from raycloak_lab.adapter.budgets import TokenBudgets
+from raycloak_lab.adapter.desk import AdapterDesk
+from raycloak_lab.adapter.lora import lora_of
+from raycloak_lab.adapter.serve import simulated_platform
+from raycloak_lab.adapter.server import serving
+from raycloak_lab.encrypted.adapter_worker import AdapterWorker
 
 BATCH, LENGTH = 16, 32
 
@@ -95,13 +95,13 @@ def answers(model, tokenizer, rows):
 def measured(adapted, client, tokenizer, rows, folder):
     labels = torch.tensor([label for _, label in rows])
     worker = AdapterWorker(lora_of(adapted, ["classifier"]), 64, simulated_platform())
-    key = IdentityKey.from_seed(load_secret(home.adapter_identity_file()))
+    key = IdentityKey.from_seed(load_secret(places.identity_file()))
     budgets = TokenBudgets(folder / "tokens.sqlite", 10**9, 10**9)
     desk = AdapterDesk(worker, budgets, {key.public: "bench"}, sessions=4, idle_s=600.0)
     clear, bare = answers(adapted, tokenizer, rows), answers(client, tokenizer, rows)
     with serving(desk, worker.end, "127.0.0.1:0") as server:
         address = f"{worker.facts.identity_key.hex()}@127.0.0.1:{server.port}"
-        with raycloak.EncryptedAdapter(client, address) as model:
+        with raycloak_lab.EncryptedAdapter(client, address) as model:
             wall, processor = time.perf_counter(), time.process_time()
             encrypted = answers(model, tokenizer, rows)
             took = {"wall_s": time.perf_counter() - wall, "processor_s": time.process_time() - processor}

@@ -1,4 +1,4 @@
-"""Errors, Prometheus metrics, events and dashboards. The lowest package: it imports neither torch nor Ray.
+"""Errors, Prometheus metrics, events and alerts. The lowest package: it imports neither torch nor Ray.
 
 Doors: its modules.
 

@@ -7,7 +7,7 @@ callable must return within a few seconds or raise, since a scrape waits for it.
 import math
 import platform
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -82,7 +82,7 @@ class ServiceFigures:
 
     Args:
         works: False once it could not write its record.
-        calls: answers by method and code; ``ok`` for one that was no refusal.
+        calls: (method, code, number of answers); the code is ``ok`` where nothing was refused.
         waits: how many answered calls had waited how long, by the buckets of `DURATION_BUCKETS`; more in the last.
         waited_seconds: the sum of those times.
         waiting: calls that wait now.
@@ -91,7 +91,7 @@ class ServiceFigures:
     """
 
     works: bool
-    calls: Mapping[tuple[str, str], int]
+    calls: tuple[tuple[str, str, int], ...]
     waits: tuple[int, ...]
     waited_seconds: float
     waiting: int
@@ -398,7 +398,7 @@ class ServiceCollector:
         values.set("raycloak_service_up", figures.works)
         for method in CALLS:
             values.start_at_zero("raycloak_service_calls_total", method, ANSWERED)
-        for (method, code), count in figures.calls.items():
+        for method, code, count in figures.calls:
             values.set("raycloak_service_calls_total", count, method, code)
         values.set_histogram("raycloak_service_wait_seconds", figures.waits, figures.waited_seconds)
         values.set("raycloak_service_waiting_calls", figures.waiting)

@@ -11,7 +11,7 @@ import re
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry
@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
 from raycloak.metrics.errors import RefusedError
-from raycloak.metrics.registry import BY_NAME, OTHER, Kind, Label, Series
+from raycloak.metrics.registry import BY_NAME, OTHER, SERIES, Kind, Label, Series
 
 LabelValues = tuple[str, ...]
 _Bucket = tuple[str, float] | tuple[str, float, Exemplar]
@@ -43,16 +43,17 @@ class MetricSource(Protocol):
         """Return families with their current samples; called on a thread of the HTTP server."""
 
 
-def check_exportable(series: Series) -> None:
-    """Raise unless ``series`` is declared in the registry and not secret.
+def check_exportable(series: Series, declared: Collection[Series] = SERIES) -> None:
+    """Raise unless ``series`` is declared and not secret.
 
     Raises:
         RefusedError: ``metric_undeclared`` or ``metric_secret``.
     """
     if not series.privacy.exportable:
         raise RefusedError("metric_secret", f"{series.name} depends on private examples and is never exported")
-    if BY_NAME.get(series.name) != series:
-        raise RefusedError("metric_undeclared", f"{series.name} is not declared in metrics/registry.py")
+    # What the registry reserves stays what it says, whoever declares it otherwise.
+    if series not in declared or BY_NAME.get(series.name, series) != series:
+        raise RefusedError("metric_undeclared", f"{series.name} is not declared")
 
 
 def family(series: Series) -> Metric:
@@ -64,9 +65,13 @@ class Exporter(Collector):
     """Gathers sources behind its own registry; the process-wide default registry is not used.
 
     Guarantee: no sample of a secret or undeclared series is ever in :attr:`registry`'s output.
+
+    Args:
+        declared: all series that its process may export.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, declared: Collection[Series] = SERIES) -> None:
+        self._declared = declared
         self._sources: list[MetricSource] = []
         # The default registry of the library takes series from any code of the process.
         self.registry = CollectorRegistry(auto_describe=False)
@@ -79,14 +84,14 @@ class Exporter(Collector):
             RefusedError: ``metric_secret`` or ``metric_undeclared``; then nothing from the source is exported.
         """
         for series in source.series:
-            check_exportable(series)
+            check_exportable(series, self._declared)
         taken = {series.name for other in self._sources for series in other.series}
         assert taken.isdisjoint(series.name for series in source.series), "two sources emit one series"
         self._sources.append(source)
 
     def describe(self) -> Iterable[Metric]:
         """Return empty families of everything that may be exported."""
-        return [family(series) for series in BY_NAME.values() if series.privacy.exportable]
+        return [family(series) for series in self._declared if series.privacy.exportable]
 
     def collect(self) -> Iterable[Metric]:
         """Yield the families of all sources.

@@ -88,8 +88,6 @@ REFUSALS = (
     "state",
     "server",
 )
-ADAPTER_CALLS = ("Describe", "Begin", "Register", "Apply", "Close")
-ADAPTER_PHASES = ("charge", "compute")
 GPU_STATES = ("off", "on", "ppcie", "devtools", "simulated")
 # From the phases of the smallest run, about a millisecond, to the steps of a large one.
 DURATION_BUCKETS = (
@@ -537,30 +535,6 @@ TRAINING_SERVICE_SERIES = (
     ),
 )
 
-ADAPTER_SERIES = (
-    Series(
-        "raycloak_adapter_calls_total",
-        "Calls that the server of an encrypted adapter answered: ok, or the code of the refusal.",
-        "counter",
-        labels=(Label("method", ADAPTER_CALLS), Label("code", usual=(ANSWERED,))),
-    ),
-    Series("raycloak_adapter_tokens_total", "Tokens charged to clients, by whole blocks, once a block.", "counter"),
-    Series(
-        "raycloak_adapter_busy_seconds_total",
-        "Time that blocks took, by phase.",
-        "counter",
-        _PHYSICAL,
-        (Label("phase", ADAPTER_PHASES),),
-        "seconds",
-    ),
-    Series(
-        "raycloak_adapter_tokens_left",
-        "Tokens that the projection with the least left will ever answer, for all clients together.",
-        "gauge",
-    ),
-    Series("raycloak_adapter_sessions", "Sessions that are open.", "gauge"),
-)
-
 SECRET_SERIES = (
     Series(
         "raycloak_step_examples", "Examples drawn in a step; secret under Poisson sampling.", "gauge", _SECRET, (_RUN,)
@@ -580,9 +554,7 @@ SECRET_SERIES = (
     ),
 )
 
-SERIES = (
-    RUN_SERIES + LEDGER_SERIES + GPU_SERIES + SERVICE_SERIES + TRAINING_SERVICE_SERIES + ADAPTER_SERIES + SECRET_SERIES
-)
+SERIES = RUN_SERIES + LEDGER_SERIES + GPU_SERIES + SERVICE_SERIES + TRAINING_SERVICE_SERIES + SECRET_SERIES
 BY_NAME = {series.name: series for series in SERIES}
 
 

@@ -1,23 +1,27 @@
-"""A memory of the checks that a worker and a plan make of a model: most of the cost of a small run, and pure.
+"""A memory of the checks that a worker and a plan make of a model, and of its code: most of the cost of a small run.
 
-Hundreds of runs in one process train the same few models, each with three workers that would check it anew. A model
-that is refused is refused by the check itself each time: only what passed is remembered.
+Hundreds of runs in one process train the same few models, each with three workers that would check it anew. All that is
+remembered is pure. A model that is refused is refused by the check itself each time: only what passed is remembered.
 """
 
 import inspect
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import pytest
 from torch import nn
 
+from raycloak.coordinator.audit.canaries import CanaryTask
 from raycloak.coordinator.planning import dry_run
 from raycloak.workers import workload
-from raycloak.workers.gradients.model_checks import check_rows, check_trainable
+from raycloak.workers.gradients.model_checks import check_released, check_rows, check_trainable
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.row_memory import largest_rows
+from raycloak.workers.inputs import user_code
+from raycloak.workers.models.models import content_hash
 
 TENSORS = {"_parameters", "_buffers", "_modules"}
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -48,6 +52,10 @@ def _kind(module: nn.Module) -> tuple[Any, ...]:
 
 def _loss(loss_fn: Any) -> tuple[Any, ...]:
     inner = loss_fn.loss_fn if isinstance(loss_fn, RowLoss) else loss_fn
+    task = getattr(inner, "__self__", None)
+    if isinstance(task, CanaryTask) and ":" not in str(task.loss_function):
+        # An audit's, with one of our own losses: neither its coins nor its folder decide what it computes.
+        return inner.__code__, str(task.loss_function), task.output_shape, task.raw_norm
     return getattr(inner, "__code__", None) or type(inner), ADDRESS.sub("", repr(inner))
 
 
@@ -60,8 +68,13 @@ def _key(check: Callable[..., Any], given: inspect.BoundArguments) -> tuple[Any,
     return check.__name__, _kind(module), _loss(loss_fn), repr(rest)
 
 
+def _values(module: nn.Module) -> tuple[bytes, ...]:
+    """Return what the tensors of a model hold."""
+    return tuple(content_hash(each) for each in module.state_dict().values())
+
+
 def once(check: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``check`` with a memory of what passed."""
+    """Return ``check`` with a memory of what passed; of `check_released`, with which values."""
     passed: dict[tuple[Any, ...], Any] = {}
     signature = inspect.signature(check)
 
@@ -70,11 +83,20 @@ def once(check: Callable[..., Any]) -> Callable[..., Any]:
         if "mechanisms" in given.arguments:
             given.arguments["mechanisms"] = tuple(given.arguments["mechanisms"])
         key = _key(check, given)
+        if check is check_released:
+            key = (*key, *_values(given.arguments["module"]))
+            given.arguments["module"].train()  # as the check leaves it
         if key not in passed:
             passed[key] = check(*given.args, **given.kwargs)
         return passed[key]
 
     return checking
+
+
+def own_code_once(digest_of: Callable[[str], bytes | None]) -> Callable[[str], bytes | None]:
+    """Return ``digest_of`` with a memory of our own packages, whose files no test changes."""
+    remembered = cache(digest_of)
+    return lambda module: (remembered if module.partition(".")[0] in ("raycloak", "tests") else digest_of)(module)
 
 
 @contextmanager
@@ -85,6 +107,8 @@ def checks_remembered() -> Iterator[None]:
             remembered = once(check)
             for caller in (workload, dry_run):
                 patch.setattr(caller, check.__name__, remembered)
+        patch.setattr(workload, "check_released", once(check_released))
+        patch.setattr(user_code, "_installed_digest", own_code_once(user_code._installed_digest))
         yield
 
 

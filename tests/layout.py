@@ -4,4 +4,5 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("attestation", "coordinator", "metrics", "workers")
-SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+LAB = ROOT / "lab" / "raycloak_lab"
+SOURCES = sorted(path for folder in (*(ROOT / package for package in PACKAGES), LAB) for path in folder.rglob("*.py"))

@@ -33,7 +33,7 @@ from raycloak.attestation.service.serving_orchestrator import EvidenceOrchestrat
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
 from raycloak.coordinator.aggregation.aggregator import MaskedAggregator, ReduceReport, ReduceRequest
 from raycloak.coordinator.aggregation.ranges import split_ranges
-from raycloak.coordinator.cluster.backend import ActorLost, LocalBackend
+from raycloak.coordinator.cluster.backend import ActorLost, LocalBackend, Settled
 from raycloak.coordinator.cluster.remote import Actor, Worker
 from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.evidence.sources import LocalPlatform
@@ -122,14 +122,14 @@ def worker_setup(settings: RunConfig, home: Path, data: Arrays | None = None) ->
     np.savez(base / "examples.npz", features=features, labels=labels)
     assert settings.dataset is not None
     return WorkerSetup(
-        model_source(settings.model),
-        loss_spec(settings.loss),
-        descriptor(settings.dataset),
-        str(base),
-        settings.seed,
-        "cpu",
-        settings.allow_nondeterministic,
-        evaluation_folder(settings),
+        model=model_source(settings.model),
+        loss=loss_spec(settings.loss),
+        dataset=descriptor(settings.dataset),
+        base=str(base),
+        seed=settings.seed,
+        device="cpu",
+        allow_nondeterministic=settings.allow_nondeterministic,
+        evaluation=evaluation_folder(settings),
         threads=settings.threads_per_worker,
         mode=compute_mode(settings),
     )
@@ -216,6 +216,7 @@ class HandRun:
         self.setup = worker_setup(self.config, home, data)
         self.workers = {f"worker-{i}": self.new_worker(f"worker-{i}") for i in range(workers)}
         self.facts, *_ = [worker.prepare(self.setup) for worker in self.workers.values()]
+        self.start = self.workers["worker-0"].initial_parameters()
         dimension = sum(tensor.size for tensor in self.facts.tensors)
         plan = make_plan(self.config, self.facts.num_examples, dimension)
         self.mechanism, self.measurements = plan.mechanism, plan.measurements
@@ -224,8 +225,14 @@ class HandRun:
         self.manifest = self._manifest()
         split = sealed_terms(self.config, home, "evaluation")
         self.orchestrator.begin(run_terms(self.manifest, self.policy, self.collateral, None, split), "first")
-        own = self.orchestrator.present(self.source)
-        self.admission = Admission(self.manifest, self.policy, self.collateral, self.config.secure_aggregation, own)
+        own = self.orchestrator.present()
+        self.admission = Admission(
+            manifest=self.manifest,
+            policy=self.policy,
+            collateral=self.collateral,
+            secure_aggregation=self.config.secure_aggregation,
+            orchestrator=own,
+        )
         self.ranges = split_ranges(self.facts.tensors, aggregators)
         self.aggregators = [MaskedAggregator(f"aggregator-{i}", self.source) for i in range(aggregators)]
         self.presentations: dict[str, Envelope] = {}
@@ -236,8 +243,7 @@ class HandRun:
             self.admit_aggregator(index)
         self.hosting = {name: tuple(range(i, VIRTUAL_WORKERS, workers)) for i, name in enumerate(self.workers)}
         self.place(self.hosting)
-        start = self.facts.initial_parameters
-        self.parameters = tuple(start[owned.start : owned.stop].copy() for owned in self.ranges)
+        self.parameters = tuple(self.start[owned.start : owned.stop].copy() for owned in self.ranges)
         self.states = tuple(aggregator.initial_state() for aggregator in self.aggregators)
         self.digest = self.manifest.computation.initial_parameters
 
@@ -251,7 +257,7 @@ class HandRun:
 
     def start_orchestrator(self) -> EvidenceOrchestrator:
         """Start a new orchestrator on the same state, as after a crash."""
-        orchestrator = EvidenceOrchestrator(str(self.home / "orchestrator"), self.clock)
+        orchestrator = EvidenceOrchestrator(str(self.home / "orchestrator"), self.clock, source=self.source)
         self.run_id, self.orchestrator_key = orchestrator.open_run(str(secret_file(self.home)))
         return orchestrator
 
@@ -313,7 +319,7 @@ class HandRun:
 
     @property
     def vector_ranges(self) -> tuple[VectorRange, ...]:
-        return tuple(VectorRange(owned.index, owned.start, owned.size) for owned in self.ranges)
+        return tuple(VectorRange(index=owned.index, offset=owned.start, length=owned.size) for owned in self.ranges)
 
     def roster(
         self, step: int = 0, hosting: Mapping[str, tuple[int, ...]] | None = None, commit: StepCommit | None = None
@@ -359,7 +365,9 @@ class HandRun:
         self, name: str, asked: "Asked", parameters: Sequence[np.ndarray] | None = None
     ) -> tuple[StepReply, tuple[np.ndarray, ...]]:
         """Return a worker's answer: reply, and one vector per range."""
-        request = StepRequest(asked.roster, asked.presentations, asked.commitments, asked.ranges)
+        request = StepRequest(
+            roster=asked.roster, presentations=asked.presentations, commitments=asked.commitments, ranges=asked.ranges
+        )
         given = self.parameters if parameters is None else parameters
         reply, *vectors = self.workers[name].step(asked.receipt, request, *given)
         return reply, tuple(vectors)
@@ -378,7 +386,9 @@ class HandRun:
         assert [reply.code for reply, _ in answers] == ["ok"] * len(names)
         headers = tuple(reply.header for reply, _ in answers if reply.header is not None)
         vectors = list(zip(*(vectors for _, vectors in answers), strict=True))
-        return ReduceRequest(roster, headers, self.digest, self.vector_ranges), vectors
+        return ReduceRequest(
+            roster=roster, headers=headers, input_digest=self.digest, ranges=self.vector_ranges
+        ), vectors
 
     def binding(self, request: ReduceRequest, **changes: Any) -> Envelope:
         """Return a binding of the step to the vectors whose headers are in ``request``, but for ``changes``."""
@@ -420,7 +430,9 @@ class HandRun:
         self.states = tuple(state for _, _, state in answers)
         digests = tensor_digests(np.concatenate(self.parameters), self.facts.tensors)
         self.digest = model_digest(self.facts.tensors, digests)
-        return StepCommit(step, self.digest, 1, 3 + step, bytes(32))
+        return StepCommit(
+            step=step, released_digest=self.digest, attempts=1, ledger_sequence=3 + step, ledger_hash=bytes(32)
+        )
 
 
 @dataclass(frozen=True)
@@ -445,8 +457,8 @@ class Call:
 
 
 Fate = str | Callable[..., tuple[Any, ...]] | None
-"""``dies`` (before it answers), ``dies after`` (having done it), ``hangs``, ``lacks`` (an object that it was given), or
-a function of the values returned."""
+"""``dies`` (before it answers), ``dies after`` (having done it), ``hangs``, ``lacks`` (an object that it was given),
+``garbles`` (its answer), or a function of the values returned."""
 
 
 class Stage(LocalBackend):
@@ -487,7 +499,7 @@ class Stage(LocalBackend):
         self._counts[place] += 1
         fate = self.disturb(call)
         if method is Worker.step and self.arrival is not None:
-            references = tuple(self.put(None) for _ in range(returns))
+            references = tuple(Settled() for _ in range(returns))
             self._underway.append((references, lambda: self._play(fate, actor, method, args, returns)))
         else:
             references = self._play(fate, actor, method, args, returns)
@@ -505,7 +517,7 @@ class Stage(LocalBackend):
         return None
 
     def _failed(self, returns: int, error: Exception) -> tuple[Any, ...]:
-        references = tuple(self.put(None) for _ in range(returns))
+        references = tuple(Settled() for _ in range(returns))
         for each in references:
             each.error = error
         return references
@@ -514,11 +526,13 @@ class Stage(LocalBackend):
         self, fate: Fate, actor: Actor, method: Callable[..., Any], args: tuple[Any, ...], returns: int
     ) -> tuple[Any, ...]:
         if fate == "hangs":
-            references = tuple(self.put(None) for _ in range(returns))
+            references = tuple(Settled() for _ in range(returns))
             self._hanging += references
             return references
         if fate == "lacks":
             return self._failed(returns, ActorLost("object_lost"))
+        if fate == "garbles":
+            return self._failed(returns, ProtocolError("malformed", "no answer of this method"))
         if fate == "dies":
             self.stop(actor)
         references = super().call(actor, method, *args, returns=returns)
@@ -526,7 +540,7 @@ class Stage(LocalBackend):
             self.stop(actor)
             references = super().call(actor, method, *args, returns=returns)
         if callable(fate):
-            references = tuple(self.put(value) for value in fate(*(each.value for each in references)))
+            references = tuple(Settled(value) for value in fate(*(each.value for each in references)))
         return references
 
     def wait(self, references: Sequence[Any], deadline_s: float) -> Sequence[Any]:

@@ -445,7 +445,9 @@ def test_colluders_around_an_honest_worker_unmask_it_unless_honest_workers_share
     ]
     peers_of = [[peer.member_id for peer in view.workers if peer is not own] for own in view.workers]
     given = [
-        roster_masks(pairs[i], view, f"worker-{i}", input_digest=RUN, ranges=(VectorRange(0, 0, 8),))[0]
+        roster_masks(
+            pairs[i], view, f"worker-{i}", input_digest=RUN, ranges=(VectorRange(index=0, offset=0, length=8),)
+        )[0]
         for i in range(6)
     ]
     assert [len(masks_of) for masks_of in given] == [5] * 6, "the product's graph is complete"

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.layout import PACKAGES, ROOT, SOURCES
+from raycloak.version import VERSION
+from tests.layout import LAB, PACKAGES, ROOT, SOURCES
 
 IMPORT_ALL = f"import raycloak, {', '.join(f'raycloak.{package}' for package in PACKAGES)}"
 
@@ -104,6 +105,22 @@ def test_a_wheel_and_a_source_distribution_carry_every_package_and_its_data(sour
         packed = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
         assert expected <= packed
         assert not [each.name for each in archive.getmembers() if each.issym()]
+
+
+def test_the_wheel_beside_it_carries_its_packages_and_their_data_and_names_the_same_version(tmp_path, run_python):
+    copy = tmp_path / "lab"
+    shutil.copytree(LAB.parent, copy, ignore=shutil.ignore_patterns("__pycache__", "build", "*.egg-info"))
+    with zipfile.ZipFile(_build("build_wheel", copy, tmp_path / "wheel", run_python)) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        (described,) = (name for name in archive.namelist() if name.endswith("METADATA"))
+        metadata = archive.read(described).decode()
+    assert names == {
+        path.relative_to(LAB.parent).as_posix()
+        for path in LAB.rglob("*")
+        if path.suffix in {".json", ".proto", ".py", ".pyi", ".yml"}
+    }
+    assert f"\nVersion: {VERSION}\n" in metadata
+    assert f"\nRequires-Dist: raycloak=={VERSION}\n" in metadata
 
 
 def _build(hook, source, target, run_python):

@@ -1,6 +1,7 @@
 """Nothing waits for Ray without a deadline: a stopped process would hang the run for ever."""
 
 import ast
+import re
 
 import pytest
 
@@ -30,9 +31,11 @@ def _waits_for_ever(node):
     return not given or (isinstance(given[0], ast.Constant) and given[0].value is None)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_wait_has_a_deadline(path):
-    assert untimed(path.read_text()) == []
+def test_every_wait_has_a_deadline():
+    # To parse the others would take most of the time.
+    sources = {path: source for path in SOURCES if re.search(r"\bray\b", source := path.read_text())}
+    found = {path: untimed(source) for path, source in sources.items()}
+    assert {str(path.relative_to(ROOT)): lines for path, lines in found.items() if lines} == {}
 
 
 @pytest.mark.parametrize(

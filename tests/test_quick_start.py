@@ -1,12 +1,14 @@
 """The command for a worker that `tests/quick_start` makes of Ray's."""
 
 import sys
+from pathlib import Path
 
 import pytest
+from ray._private import log_monitor
 from ray._private.ray_constants import SETUP_WORKER_FILENAME
 from ray._private.runtime_env.context import RuntimeEnvContext
 
-from tests.quick_start.sitecustomize import CONTEXT, PYTHON, SCRIPT, worker_of
+from tests.quick_start.sitecustomize import CONTEXT, LOG_MONITOR, PYTHON, SCRIPT, worker_of
 
 WORKER = ["default_worker.py", "--node-ip-address=127.0.0.1", "--runtime-env-hash=7"]
 
@@ -38,6 +40,10 @@ def test_a_worker_with_variables_is_started_at_once():
 )
 def test_one_that_needs_more_is_left_to_ray(context):
     assert worker_of(command(**context)) is None
+
+
+def test_rays_log_monitor_is_where_it_was():
+    assert Path(log_monitor.__file__).as_posix().endswith(LOG_MONITOR)
 
 
 @pytest.mark.parametrize("words", [["python"], ["python", "-c", "pass"], ["python", f"/site/{SCRIPT}"]], ids=str)

@@ -18,7 +18,6 @@ import typer.main
 import yaml
 
 from raycloak.attestation.policy.policy import load_policy
-from raycloak.coordinator.adapter.settings import AdapterSettings
 from raycloak.coordinator.cli.app import app
 from raycloak.coordinator.config.run import parse_config
 from raycloak.coordinator.config.section import validated
@@ -26,6 +25,8 @@ from raycloak.coordinator.evidence.standalone_service import ServiceConfig
 from raycloak.coordinator.runs.demo import demo_config
 from raycloak.coordinator.service.settings import ServiceSettings
 from raycloak.metrics.errors import ConfigError
+from raycloak_lab.adapter.settings import AdapterSettings
+from raycloak_lab.cli.app import app as lab_app
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([*ROOT.glob("README.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*/README.md")])
@@ -133,13 +134,16 @@ def check_yaml(body, folder):
 def test_command_lines_name_what_exists(block):
     for row in block.body.replace("\\\n", " ").splitlines():
         row = row.removeprefix("$ ")
-        if row.startswith("raycloak "):
+        if row.split(" ")[0] in PROGRAMS:
             check_command_line(row)
 
 
+PROGRAMS = {"raycloak": app, "raycloak-lab": lab_app}
+
+
 def check_command_line(line):
-    command = typer.main.get_command(app)
-    words = iter(shlex.split(line, comments=True)[1:])
+    program, *words = shlex.split(line, comments=True)
+    command = typer.main.get_command(PROGRAMS[program])
     for word in words:
         if word.startswith("-"):
             name = word.partition("=")[0]
@@ -168,7 +172,7 @@ def test_a_wrong_configuration_is_seen(body, tmp_path):
         check_yaml(body, tmp_path)
 
 
-@pytest.mark.parametrize("line", ["raycloak train x.yaml", "raycloak run x.yaml --resumed", "raycloak bench masks"])
+@pytest.mark.parametrize("line", ["raycloak train x.yaml", "raycloak run x.yaml --resumed", "raycloak-lab bench mask"])
 def test_a_wrong_command_line_is_seen(line):
     with pytest.raises(AssertionError, match=r"no (command|option)"):
         check_command_line(line)

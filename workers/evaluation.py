@@ -174,9 +174,10 @@ class EvaluationAnswer(Message):
     scores: tuple[SliceScore, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class EvaluationReply:
+class EvaluationReply(Message):
     """A worker's answer: ``code`` is ``ok`` or says why there is no signed :class:`EvaluationAnswer`."""
+
+    DOMAIN: ClassVar[str] = "raycloak/evaluation-reply/v1"
 
     member_id: str
     code: str

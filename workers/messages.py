@@ -1,12 +1,10 @@
-"""The messages of a worker: plain records that travel between it and the coordinator."""
+"""The messages of a worker: all that travels between it and the coordinator, but arrays and what others have signed."""
 
-from dataclasses import dataclass
-
-import numpy as np
+from typing import ClassVar
 
 from raycloak.attestation.core.data_marks import DataMarks
 from raycloak.attestation.core.evidence import CollateralBundle
-from raycloak.attestation.core.messages import Envelope
+from raycloak.attestation.core.messages import Envelope, Message
 from raycloak.attestation.policy.policy import Policy
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.models.compute_mode import PLAIN, ComputeMode
@@ -18,8 +16,7 @@ from raycloak.workers.terms.public_sums import PublicSums
 from raycloak.workers.vectors.payload import VectorRange
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerSetup:
+class WorkerSetup(Message):
     """The model, loss and data of a run: everything that a worker opens by itself.
 
     Attributes:
@@ -32,6 +29,8 @@ class WorkerSetup:
         evaluation: folder of a sealed evaluation split, if the workers are to measure on one.
         contents: tensors that the run's model has; None for the first workers, which find them.
     """
+
+    DOMAIN: ClassVar[str] = "raycloak/worker-setup/v1"
 
     model: ModelSource
     loss: LossSpec
@@ -46,8 +45,7 @@ class WorkerSetup:
     mode: ComputeMode = PLAIN
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerFacts:
+class WorkerFacts(Message):
     """The facts that a prepared worker contributes to the manifest.
 
     Attributes:
@@ -56,13 +54,16 @@ class WorkerFacts:
             code; empty for other data.
         model_notes: sentences about what was changed or drawn when the model was built.
         left_out: sentences about what lies beside the examples and is no part of them.
+        initial_parameters: parameter digest of the start.
         contents: of all parameters and buffers of the model.
         largest_rows: of a micro-batch; see `raycloak.workers.gradients.row_memory`.
     """
 
+    DOMAIN: ClassVar[str] = "raycloak/worker-facts/v1"
+
     num_examples: int
     tensors: tuple[TensorSpec, ...]
-    initial_parameters: np.ndarray
+    initial_parameters: bytes
     contents: tuple[TensorContent, ...]
     model_code: bytes
     loss_code: bytes
@@ -74,8 +75,7 @@ class WorkerFacts:
     left_out: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Admission:
+class Admission(Message):
     """The documents by which a worker attests itself and appraises its peers.
 
     Attributes:
@@ -85,6 +85,8 @@ class Admission:
             vector carries all the noise. Private vectors of several workers are masked in either case.
     """
 
+    DOMAIN: ClassVar[str] = "raycloak/admission/v1"
+
     manifest: Manifest
     policy: Policy
     collateral: CollateralBundle
@@ -93,8 +95,7 @@ class Admission:
     key_service: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StepRequest:
+class StepRequest(Message):
     """One attempt of one step.
 
     Attributes:
@@ -104,6 +105,8 @@ class StepRequest:
         batches: SHA-256 of each batch that a client sent for the step, in order; empty where data is registered.
     """
 
+    DOMAIN: ClassVar[str] = "raycloak/step-request/v1"
+
     roster: Envelope
     presentations: tuple[Envelope, ...]
     commitments: tuple[bytes, ...]
@@ -111,8 +114,7 @@ class StepRequest:
     batches: tuple[bytes, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class StepReply:
+class StepReply(Message):
     """A worker's first, small answer: ``code`` is ``ok``, or says why nothing else comes.
 
     Attributes:
@@ -122,6 +124,8 @@ class StepReply:
         leaving: whether the worker was asked to end and should leave after this step.
         counted: exact sums over the examples of each hosted virtual worker, in their order; None in a private run.
     """
+
+    DOMAIN: ClassVar[str] = "raycloak/step-reply/v1"
 
     member_id: str
     code: str

@@ -155,12 +155,12 @@ class RunMember:
         masked = time.perf_counter()
 
         reply = StepReply(
-            self._attester.member_id,
-            "ok",
-            header,
-            masked - began,
-            computed - started,
-            masked - computed,
+            member_id=self._attester.member_id,
+            code="ok",
+            header=header,
+            seconds=masked - began,
+            compute_seconds=computed - started,
+            mask_seconds=masked - computed,
             counted=self._counted(mechanism, roster),
         )
         self._last = digest(request.roster.body), reply, attempt

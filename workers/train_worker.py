@@ -23,6 +23,7 @@ from raycloak.metrics.errors import ProtocolError
 from raycloak.workers.answer_codes import answer_code, guarded
 from raycloak.workers.evaluation import EvaluationReply
 from raycloak.workers.messages import Admission, StepReply, StepRequest, WorkerFacts, WorkerSetup
+from raycloak.workers.models.models import read_flat
 from raycloak.workers.peers import Peers
 from raycloak.workers.run_member import RunMember
 from raycloak.workers.second_halves import SecondHalves, check_key_address
@@ -61,7 +62,18 @@ class TrainWorker:
         """
         self._check_unpresented()
         self._stage = workload = Workload(setup)
-        return workload.stated()
+        return workload.facts
+
+    @guarded
+    def initial_parameters(self) -> np.ndarray:
+        """Return the parameters that the run starts from, float32[d]; of a worker that has opened its data, no more.
+
+        Raises:
+            ProtocolError: ``already_presented``.
+        """
+        self._check_unpresented()
+        assert isinstance(self._stage, Workload), "the dataset is opened first"
+        return read_flat(self._stage.module)
 
     @guarded
     def compute_known_answer(self, mechanism: Mechanism, *measurements: Measurement) -> bytes:
@@ -146,7 +158,7 @@ class TrainWorker:
         try:
             reply, vectors = self._step(receipt, request, given)
         except Exception as error:  # noqa: BLE001 - only a code may leave
-            reply = StepReply(self._attester.member_id, answer_code(error))
+            reply = StepReply(member_id=self._attester.member_id, code=answer_code(error))
             vectors = tuple(np.empty(0, np.uint32) for _ in request.ranges)
         return (reply, *vectors)
 
@@ -162,8 +174,8 @@ class TrainWorker:
         try:
             signed = self._evaluate(order, parameters)
         except Exception as error:  # noqa: BLE001 - only a code may leave
-            return EvaluationReply(self._attester.member_id, answer_code(error))
-        return EvaluationReply(self._attester.member_id, "ok", signed)
+            return EvaluationReply(member_id=self._attester.member_id, code=answer_code(error))
+        return EvaluationReply(member_id=self._attester.member_id, code="ok", answer=signed)
 
     def is_cancelled(self) -> bool:
         """Return whether the call under way was cancelled; only an actor's can be."""

@@ -22,9 +22,9 @@ from raycloak.workers.inputs.sent_slots import SentSlots
 from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.terms.public_sums import PublicSums
 from raycloak.workers.vectors.noise import NoiseSampler
-from raycloak.workers.vectors.payload import vector_tag
 from raycloak.workers.vectors.ring import RingSpec, encode_into, ring_dtype
 from raycloak.workers.vectors.sampling import draw_ids, row_places
+from raycloak.workers.vectors.vector_tag import TensorLeaves, vector_tag
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,8 @@ class VirtualWorkerComputer:
         # After the rounding: noise is an integer, so adding it in the ring is exact.
         if mechanism.private:
             self._noise.add_to(values, derive(keys.stream, Purpose.NOISE, *context))
-        tag = vector_tag(derive(keys.stream, Purpose.VECTOR_TAG, *context), values)
+        leaves = [TensorLeaves.of(part) for part in np.split(values, np.cumsum(self._engine.sizes)[:-1])]
+        tag = vector_tag(derive(keys.stream, Purpose.VECTOR_TAG, *context), mechanism.ring_bits, leaves)
         return EncodedVector(values, tag, self._engine.counted)
 
     def _drawn(

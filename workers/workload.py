@@ -3,7 +3,6 @@
 The workload takes nothing from a manifest: a manifest is compared with it.
 """
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -66,7 +65,6 @@ class Workload:
         module: the model whose gradients are computed.
         split: the sealed split that it is to evaluate on, if there is one.
         facts: its contribution to the manifest.
-        start: digest of the initial parameters.
 
     Raises:
         DatasetError, ModelError, ConfigError: what cannot be trained on, with the layer or array named.
@@ -116,7 +114,7 @@ class Workload:
         self.facts = WorkerFacts(
             num_examples=len(self.dataset),
             tensors=trainable_tensors(self.module),
-            initial_parameters=read_flat(self.module),
+            initial_parameters=self._start(),
             contents=contents,
             model_code=setup.model.code_digest(setup.base),
             loss_code=loss_code,
@@ -127,19 +125,13 @@ class Workload:
             left_out=opened.left_out,
             model_notes=(*notes, *slow_products(self.module, setup.device, torch.backends.cpu.get_cpu_capability())),
         )
-        tensors = self.facts.tensors
-        self.start = model_digest(tensors, tensor_digests(self.facts.initial_parameters, tensors))
         folder = None if setup.evaluation is None else Path(setup.base) / setup.evaluation
         self.split = None if folder is None else open_split(folder, setup.loss.name, self.form, self.runtime)
         self.evaluation_slices: SliceLocks = ClearSlices() if self.split is None else self.split.dataset
 
-    def stated(self) -> WorkerFacts:
-        """Return the facts, and keep them without the initial parameters, which the module holds until the first step.
-
-        To be called once.
-        """
-        stated, self.facts = self.facts, replace(self.facts, initial_parameters=np.empty(0, np.float32))
-        return stated
+    def _start(self) -> bytes:
+        tensors = trainable_tensors(self.module)
+        return model_digest(tensors, tensor_digests(read_flat(self.module), tensors))
 
     def _build_again(self) -> nn.Module:
         """Build another module of the same model.
@@ -258,7 +250,7 @@ class PlannedWorkload:
             "tensors": (computation.tensors, facts.tensors),
             "model_code": (computation.model_code, facts.model_code),
             "loss_code": (computation.loss_code, facts.loss_code),
-            "initial_parameters": (computation.initial_parameters, self.workload.start),
+            "initial_parameters": (computation.initial_parameters, facts.initial_parameters),
             "frozen": (computation.frozen, frozen_digest(facts.contents)),
             "dataset": (computation.dataset, setup.dataset.identity_digest()),
             "tokenizer": (computation.tokenizer, facts.tokenizer),

@@ -2,10 +2,16 @@
 
 A message is a frozen pydantic model. Its bytes are canonical JSON with hexadecimal byte strings. A signature covers
 ``LP(domain, body)``, so a message of one type never verifies as another. A receiver parses only verified bytes.
+
+A field may be a record, a frozen dataclass of such fields, which is written and checked like a message. A set is none,
+because it has no order.
+
+The rule for a field that is added later: it has a default with today's meaning, and is left out of the bytes where it
+has that value (``Field(exclude_if=...)``). So what was written before keeps its bytes, digest and signature, and means
+what it meant. A field that cannot be left out, or another meaning of one that is there, is a new domain.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from json.encoder import encode_basestring_ascii
 from typing import Any, ClassVar, Final, TypeVar
@@ -40,9 +46,10 @@ class Message(BaseModel):
         return digest(length_prefixed(self.DOMAIN, self.encode()))
 
 
-@dataclass(frozen=True, slots=True)
-class Envelope:
+class Envelope(Message):
     """A message's bytes and an Ed25519 signature over ``LP(domain, body)``."""
+
+    DOMAIN: ClassVar[str] = "raycloak/envelope/v1"
 
     body: bytes
     signature: bytes
@@ -96,7 +103,7 @@ def checked(cls: type[M], message: M) -> M:
 def seal(message: Message, key: IdentityKey) -> Envelope:
     """Sign ``message`` with ``key``."""
     body = message.encode()
-    return Envelope(body, key.sign(length_prefixed(message.DOMAIN, body)))
+    return Envelope(body=body, signature=key.sign(length_prefixed(message.DOMAIN, body)))
 
 
 def open_envelope(cls: type[M], envelope: Envelope, public: bytes) -> M:

@@ -105,8 +105,7 @@ def _info(package: KeyPackage) -> bytes:
     return package.digest()
 
 
-@dataclass(frozen=True, slots=True)
-class KeyRelease:
+class KeyRelease(Message):
     """The keys that a member is sent, with their proof.
 
     Attributes:
@@ -116,6 +115,8 @@ class KeyRelease:
         evaluation: the release of the evaluation split's keys, where that is sealed.
         extends: proof that the head in ``proof`` extends the newest one that the member had seen; empty if none.
     """
+
+    DOMAIN: ClassVar[str] = "raycloak/key-release/v1"
 
     package: Envelope
     proof: bytes

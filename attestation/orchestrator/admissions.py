@@ -3,7 +3,6 @@
 The nonce, decision and log entry of an admission share one transaction. A member is admitted once they are on disk.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +17,7 @@ from raycloak.attestation.collateral.keeper import ends_at
 from raycloak.attestation.core.evidence import Challenge, CollateralBundle, Presentation, Role
 from raycloak.attestation.core.messages import Envelope
 from raycloak.attestation.core.roster import Member
+from raycloak.attestation.keys.release import KeyContract
 from raycloak.attestation.orchestrator.books import RunBooks
 from raycloak.attestation.orchestrator.documents import Document
 from raycloak.attestation.orchestrator.hosting import RunHosting
@@ -53,16 +53,17 @@ class MemberReview:
 
     Attributes:
         revoked: (member id, message) of members that were revoked since they were admitted.
-        renew_in_s: seconds until the first other member should present again; zero or less if it should now.
+        renew_in_s: seconds until the first other member should present again, zero or less if it should now; None if
+            no member needs to.
     """
 
     revoked: tuple[tuple[str, str], ...]
-    renew_in_s: float
+    renew_in_s: float | None
 
     @property
     def ages(self) -> bool:
         """Return whether a member needs fresh evidence now."""
-        return self.renew_in_s <= 0
+        return self.renew_in_s is not None and self.renew_in_s <= 0
 
 
 @dataclass(slots=True)
@@ -120,7 +121,7 @@ class Admissions:
         *,
         run_id: str,
         session: SessionId,
-        terms: RunTerms,
+        terms: RunTerms[KeyContract],
         hosting: RunHosting,
         clock: Callable[[], int],
     ) -> None:
@@ -255,7 +256,7 @@ class Admissions:
                 if refusals[i] is None
             ]
             revoked = tuple((i, refusal.message) for i, refusal in refusals.items() if refusal is not None)
-            return MemberReview(revoked, min(ages, default=math.inf) - self._clock())
+            return MemberReview(revoked, min(ages) - self._clock() if ages else None)
 
     def view(self) -> OrchestratorView:
         """Return facts for metrics: the participants' roles, evidence class, and earliest expiry per role."""

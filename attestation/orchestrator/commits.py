@@ -3,18 +3,18 @@
 The book lives in the state of its orchestrator, and logs every commit in the evidence log.
 """
 
-from dataclasses import dataclass
+from typing import ClassVar
 
 from pydantic import JsonValue
 
+from raycloak.attestation.core.messages import Message
 from raycloak.attestation.core.roster import Query
 from raycloak.attestation.log.evidence_log import EvidenceLog
 from raycloak.attestation.orchestrator.state import CommitRow, OrchestratorState, SessionId
 from raycloak.metrics.errors import ProtocolError
 
 
-@dataclass(frozen=True, slots=True)
-class StepCommit:
+class StepCommit(Message):
     """A finished step, with what it released and the ledger entry that charged it.
 
     Attributes:
@@ -23,12 +23,26 @@ class StepCommit:
         ledger_sequence, ledger_hash: position and hash of the ledger's newest entry about the step, its binding.
     """
 
+    DOMAIN: ClassVar[str] = "raycloak/step-commit/v1"
+
     step: int
     released_digest: bytes
     attempts: int
     ledger_sequence: int
     ledger_hash: bytes
     query: Query = "gradient"
+
+
+def _commit(row: CommitRow) -> StepCommit:
+    step, released_digest, attempts, ledger_sequence, ledger_hash, query = row
+    return StepCommit(
+        step=step,
+        released_digest=released_digest,
+        attempts=attempts,
+        ledger_sequence=ledger_sequence,
+        ledger_hash=ledger_hash,
+        query=query,
+    )
 
 
 class CommitBook:
@@ -40,12 +54,12 @@ class CommitBook:
 
     def steps(self) -> tuple[StepCommit, ...]:
         """Return every step that any session of the run has committed, in order."""
-        return tuple(StepCommit(*row) for row in self._state.commits())
+        return tuple(_commit(row) for row in self._state.commits())
 
     def of(self, step: int) -> StepCommit | None:
         """Return the commit of training step ``step`` in any session; None if it was not committed."""
         known = self._state.commit_of("gradient", step)
-        return StepCommit(*known[0]) if known else None
+        return _commit(known[0]) if known else None
 
     def record(self, commits: tuple[StepCommit, ...], session: SessionId) -> None:
         """Log steps that ``session`` finished, in a transaction of the caller's; skip those that it has logged.
@@ -57,8 +71,8 @@ class CommitBook:
         """
         for commit in commits:
             known = self._state.commit_of(commit.query, commit.step)
-            if known is not None and StepCommit(*known[0]).released_digest != commit.released_digest:
-                raise _not_reproducible(commit, StepCommit(*known[0]))
+            if known is not None and _commit(known[0]).released_digest != commit.released_digest:
+                raise _not_reproducible(commit, _commit(known[0]))
             if known is None or known[1] != session.name:
                 self._state.keep_commit(_row_of(commit), session)
                 self._log.append("reproduced" if known else "committed", _body_of(commit))

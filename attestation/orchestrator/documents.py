@@ -50,7 +50,7 @@ class Document(Message):
     @property
     def envelope(self) -> Envelope:
         """A presentation as its member sent it."""
-        return Envelope(self.body.encode(), self.signature)
+        return Envelope(body=self.body.encode(), signature=self.signature)
 
     @classmethod
     def presentation(cls, envelope: Envelope) -> "Document":

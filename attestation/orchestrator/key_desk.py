@@ -17,7 +17,7 @@ from typing import NamedTuple
 from raycloak.attestation.core.canonical import digest
 from raycloak.attestation.core.keys import IdentityKey
 from raycloak.attestation.core.messages import Envelope
-from raycloak.attestation.keys.release import KeyPackage, KeyRelease, RunKeys, released_body, seal_package
+from raycloak.attestation.keys.release import KeyContract, KeyPackage, KeyRelease, RunKeys, released_body, seal_package
 from raycloak.attestation.log.entries import Entry
 from raycloak.attestation.log.evidence_log import EvidenceLog
 from raycloak.attestation.log.watch import forked
@@ -87,10 +87,10 @@ class Grant:
             slices, extends = self.slices._shown(log, extends), ()
         if self.evaluation is not None:
             evaluation, extends = self.evaluation._shown(log, extends), ()
-        return replace(self._shown(log, extends), slices=slices, evaluation=evaluation)
+        return self._shown(log, extends).model_copy(update={"slices": slices, "evaluation": evaluation})
 
     def _shown(self, log: EvidenceLog, extends: tuple[bytes, ...]) -> KeyRelease:
-        return KeyRelease(self.package, log.prove(self.entry).encode(), extends=extends)
+        return KeyRelease(package=self.package, proof=log.prove(self.entry).encode(), extends=extends)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -139,7 +139,7 @@ class KeyDesk:
         keys: RunKeys,
         signer: IdentityKey,
         session: SessionId,
-        terms: RunTerms,
+        terms: RunTerms[KeyContract],
         admissions: Admissions,
         hosting: RunHosting,
         clock: Callable[[], int],
@@ -211,7 +211,7 @@ class KeyDesk:
         slices, evaluation = grants.get(KeyKind.DATASET), grants.get(KeyKind.EVALUATION)
         return replace(grants[KeyKind.VIRTUAL_WORKER], slices=slices, evaluation=evaluation, seen=seen)
 
-    def held_by_machine(self, epoch: int) -> dict[str, Mapping[str, frozenset[int]]]:
+    def held_by_machine(self, epoch: int) -> dict[str, Mapping[str, tuple[int, ...]]]:
         """Return by admitted worker, and by name of its machine, whose keys of ``epoch`` went there in any session."""
         return self._machines.held(self._admissions.workers(), epoch)
 

@@ -4,11 +4,11 @@ The evidence log is the book, so a load and its record are one entry. A run with
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from typing import Any, ClassVar, Final, NoReturn
 
 from pydantic import JsonValue
 
+from raycloak.attestation.core.messages import Message
 from raycloak.attestation.log.evidence_log import EvidenceLog
 from raycloak.attestation.orchestrator.commits import CommitBook
 from raycloak.metrics.errors import ProtocolError
@@ -16,8 +16,7 @@ from raycloak.metrics.errors import ProtocolError
 LOADED: Final = "loaded"
 
 
-@dataclass(frozen=True, slots=True)
-class StateLoad:
+class StateLoad(Message):
     """The state of an earlier package, which became a run's current one between two steps.
 
     Attributes:
@@ -26,6 +25,8 @@ class StateLoad:
         package_digest: of the package, which the run published.
         model_digest: of the package's parameters.
     """
+
+    DOMAIN: ClassVar[str] = "raycloak/state-load/v1"
 
     after_step: int
     step: int
@@ -79,7 +80,8 @@ class LoadBook:
 
 def _load(content: Mapping[str, Any]) -> StateLoad:
     digests = (bytes.fromhex(content[name]) for name in ("package_digest", "model_digest"))
-    return StateLoad(content["after_step"], content["step"], *digests)
+    package, model = digests
+    return StateLoad(after_step=content["after_step"], step=content["step"], package_digest=package, model_digest=model)
 
 
 def _body_of(load: StateLoad) -> dict[str, JsonValue]:

@@ -83,7 +83,7 @@ class MachineBook:
         everything = (("unknown", 0, v) for v in range(virtual_workers))
         self._db.executemany("INSERT INTO machine_keys VALUES (?, ?, ?)", everything)
 
-    def held(self, members: Iterable[Appraisal], epoch: int) -> dict[str, Mapping[str, frozenset[int]]]:
+    def held(self, members: Iterable[Appraisal], epoch: int) -> dict[str, Mapping[str, tuple[int, ...]]]:
         """Return by member, and by name of its machine, the virtual workers whose keys of ``epoch`` went there."""
         return {
             member.member_id: {machine: self._held(machine, epoch) for machine in machines_of(member)}
@@ -96,6 +96,8 @@ class MachineBook:
         (most,) = self._db.execute(f"SELECT coalesce(max(held), 0) FROM ({counts})").fetchone()
         return int(most)
 
-    def _held(self, machine: str, epoch: int) -> frozenset[int]:
-        rows = self._db.execute("SELECT v FROM machine_keys WHERE machine = ? AND epoch = ?", (machine, epoch))
-        return frozenset(v for (v,) in rows)
+    def _held(self, machine: str, epoch: int) -> tuple[int, ...]:
+        rows = self._db.execute(
+            "SELECT v FROM machine_keys WHERE machine = ? AND epoch = ? ORDER BY v", (machine, epoch)
+        )
+        return tuple(v for (v,) in rows)

@@ -28,7 +28,7 @@ from raycloak.attestation.core.keys import IdentityKey, Purpose, Secret, derive
 from raycloak.attestation.core.mask_graph import MAX_ATTEMPTS_PER_STEP, draw_circle
 from raycloak.attestation.core.messages import Envelope, open_envelope, parse, seal
 from raycloak.attestation.core.roster import MaskCircle, Member, Query, Roster, RosterMembers
-from raycloak.attestation.keys.release import RunKeys, commitments_digest
+from raycloak.attestation.keys.release import KeyContract, RunKeys, commitments_digest
 from raycloak.attestation.keys.run_secret import create_secret, destroy_secret, kept_secret, load_secret, run_id_of
 from raycloak.attestation.orchestrator.admissions import Admissions
 from raycloak.attestation.orchestrator.books import RunBooks
@@ -134,7 +134,7 @@ class OpenRun:
             commitments_digest(self.keys.commitments(key_context, virtual_workers, epoch)) for epoch in range(epochs)
         )
 
-    def begin(self, terms: RunTerms, session: str) -> "RunSession":
+    def begin(self, terms: RunTerms[KeyContract], session: str) -> "RunSession":
         """Fix the terms of the run, and start a session or resume it.
 
         Args:
@@ -202,7 +202,7 @@ class OpenRun:
         """Close the books; another instance may open the run."""
         self.books.close()
 
-    def _start_session(self, terms: RunTerms) -> None:
+    def _start_session(self, terms: RunTerms[KeyContract]) -> None:
         with self.books.state.transaction():
             # A challenge of the session before must not admit anybody to this one.
             self.books.nonces.forget_unused()
@@ -230,7 +230,7 @@ class RunSession:
         packages: sealed packages.
     """
 
-    def __init__(self, run: OpenRun, session: SessionId, terms: RunTerms) -> None:
+    def __init__(self, run: OpenRun, session: SessionId, terms: RunTerms[KeyContract]) -> None:
         self.run = run
         self._books = run.books
         self._id = session

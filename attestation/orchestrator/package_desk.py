@@ -94,7 +94,7 @@ class PackageDesk:
         if self._log.root_at(manifest.log_length) != manifest.log_hash:
             raise EvidenceError("seal_refused", "the package states an evidence log head that is not in the log")
         # Logged first: no signature exists that the log does not name.
-        self._record("sealed", PublishedPackage(manifest.step, manifest.digest()))
+        self._record("sealed", PublishedPackage(step=manifest.step, digest=manifest.digest()))
         return self._signer.sign(manifest_bytes).encode()
 
     def _check_committed(self, manifest: PackageManifest) -> None:
@@ -113,7 +113,7 @@ class PackageDesk:
         Raises:
             EvidenceError: ``seal_refused`` if this run never sealed it.
         """
-        package = PublishedPackage(step, package_digest)
+        package = PublishedPackage(step=step, digest=package_digest)
         if package not in map(_package, self._log.newest("sealed")):
             raise EvidenceError("seal_refused", "a package was published that this run never sealed")
         self._record("published", package)
@@ -146,4 +146,4 @@ class PackageDesk:
 
 def _package(entry: Entry) -> PublishedPackage:
     content = entry.content
-    return PublishedPackage(content["step"], bytes.fromhex(content["package_digest"]))
+    return PublishedPackage(step=content["step"], digest=bytes.fromhex(content["package_digest"]))

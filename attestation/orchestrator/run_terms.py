@@ -1,12 +1,14 @@
 """The terms that the orchestrator of a run, or of a standalone service, receives once."""
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 from raycloak.attestation.core.evidence import CollateralBundle
 from raycloak.attestation.keys.release import KeyContract
 from raycloak.attestation.policy.policy import Policy
 from raycloak.attestation.sealed.sealed_data import SealedSource
+
+C = TypeVar("C", bound=KeyContract, covariant=True)
 
 # An observer may look; it gets no keys and no place in a roster.
 OBSERVER: Final = "observer"
@@ -28,7 +30,7 @@ class SparseMasks:
 
 
 @dataclass(frozen=True, slots=True)
-class RunTerms:
+class RunTerms(Generic[C]):
     """The terms of a run: the policy that evidence is judged by, and the manifest that it is for.
 
     Attributes:
@@ -45,13 +47,13 @@ class RunTerms:
             standalone service admits any name with accepted evidence, so it keeps only the members of its table.
     """
 
-    contract: KeyContract
+    contract: C
     policy: Policy
     collateral: CollateralBundle
     sealed: SealedSource | None = None
     evaluation: SealedSource | None = None
     displaces: bool = False
-    lasting: frozenset[str] | None = None
+    lasting: tuple[str, ...] | None = None
     charged: bool = False
     masks: SparseMasks | None = None
 

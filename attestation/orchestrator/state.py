@@ -156,7 +156,9 @@ class OrchestratorState:
         """Return all members of the session, in no order."""
         query = "SELECT member_id, body, signature, expires_at, joined, epoch, superseded FROM members"
         rows = self.db.execute(query).fetchall()
-        return [MemberRow(name, Envelope(body, signature), *rest) for name, body, signature, *rest in rows]
+        return [
+            MemberRow(name, Envelope(body=body, signature=signature), *rest) for name, body, signature, *rest in rows
+        ]
 
     def keep_member(self, row: MemberRow) -> None:
         """Add a member, or replace its row."""

@@ -340,7 +340,7 @@ class EvidenceServer:
         return ServiceFigures(
             works=self.failure is None,
             # A copy, because the loop's thread counts on.
-            calls=dict(self._servicer.calls),
+            calls=tuple((*answer, count) for answer, count in sorted(self._servicer.calls.items())),
             waits=queue.waits,
             waited_seconds=queue.waited_s,
             waiting=queue.waiting,

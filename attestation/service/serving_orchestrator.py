@@ -28,6 +28,7 @@ from raycloak.attestation.attester.attester import EvidenceSource
 from raycloak.attestation.core.hybrid_signature import SignerPublic
 from raycloak.attestation.core.messages import Envelope
 from raycloak.attestation.files.whole import write_whole
+from raycloak.attestation.keys.release import KeyContract
 from raycloak.attestation.log.evidence_log import EvidenceLog
 from raycloak.attestation.orchestrator.admissions import Admissions, OrchestratorView
 from raycloak.attestation.orchestrator.commits import CommitBook, StepCommit
@@ -113,12 +114,20 @@ class EvidenceOrchestrator:
         state_directory, clock: as `raycloak.attestation.orchestrator.orchestrator.open_run`.
         bind: ``host:port`` to serve at from :meth:`begin` to :meth:`finish`. With port 0 it takes a free port, and a
             later incarnation of the session takes the same one. None to serve nothing.
+        source: the platform under it; None for one that presents no evidence.
     """
 
-    def __init__(self, state_directory: str, clock: Callable[[], float], bind: str | None = None) -> None:
+    def __init__(
+        self,
+        state_directory: str,
+        clock: Callable[[], float],
+        bind: str | None = None,
+        source: EvidenceSource | None = None,
+    ) -> None:
         self._directory = state_directory
         self._clock = clock
         self._bind = bind
+        self._source = source
         self._turn = Turn()
         # Empty until open_run and begin: on Ray, constructor arguments stay readable in the control store, so they must
         # not name a secret; and an error of a constructor reaches the driver as text only, without its code.
@@ -144,7 +153,7 @@ class EvidenceOrchestrator:
     log_position = _in_turn(_log_of, EvidenceLog.position)
     log_root_at = _in_turn(_log_of, EvidenceLog.root_at)
 
-    def begin(self, terms: RunTerms, session: str) -> None:
+    def begin(self, terms: RunTerms[KeyContract], session: str) -> None:
         """Begin or resume a session, as `raycloak.attestation.orchestrator.orchestrator.OpenRun.begin`, and serve.
 
         Raises:
@@ -198,9 +207,10 @@ class EvidenceOrchestrator:
             return None
         return server.figures(session.admission.collateral_ends)
 
-    def present(self, source: EvidenceSource) -> Envelope:
+    def present(self) -> Envelope:
         """Present this orchestrator, without a turn: evidence is slow to collect, and nothing here changes it."""
-        return _session_of(self).present(source)
+        assert self._source is not None, "an orchestrator that presents itself has a platform"
+        return _session_of(self).present(self._source)
 
     # --- keys
 

@@ -1,8 +1,6 @@
 """Converts between signed envelopes and the messages of `attestation/service/evidence.proto`. Signed bytes stay
 unchanged."""
 
-from dataclasses import replace
-
 from raycloak.attestation.core.messages import Envelope
 from raycloak.attestation.keys.release import KeyRelease
 from raycloak.attestation.service import evidence_pb2 as wire
@@ -15,7 +13,7 @@ def to_wire(envelope: Envelope) -> wire.SignedMessage:
 
 def from_wire(message: wire.SignedMessage) -> Envelope:
     """Convert an envelope that arrived. Nothing of it is verified."""
-    return Envelope(message.body, message.signature)
+    return Envelope(body=message.body, signature=message.signature)
 
 
 def release_to_wire(release: KeyRelease) -> wire.ReleaseKeysReply:
@@ -31,12 +29,12 @@ def release_to_wire(release: KeyRelease) -> wire.ReleaseKeysReply:
 
 def release_from_wire(reply: wire.ReleaseKeysReply) -> KeyRelease:
     """Convert a release that arrived. Nothing of it is verified."""
-    return replace(
-        _alone(reply),
-        slices=_alone(reply.slices) if reply.HasField("slices") else None,
-        evaluation=_alone(reply.evaluation) if reply.HasField("evaluation") else None,
-    )
+    beside = {
+        "slices": _alone(reply.slices) if reply.HasField("slices") else None,
+        "evaluation": _alone(reply.evaluation) if reply.HasField("evaluation") else None,
+    }
+    return _alone(reply).model_copy(update=beside)
 
 
 def _alone(reply: wire.ReleaseKeysReply) -> KeyRelease:
-    return KeyRelease(from_wire(reply.package), reply.proof, extends=tuple(reply.extends))
+    return KeyRelease(package=from_wire(reply.package), proof=reply.proof, extends=tuple(reply.extends))

@@ -78,7 +78,7 @@ class Spend:
         quote: what its registration recorded.
     """
 
-    rdp: NDArray[np.float64]
+    rdp: tuple[float, ...]
     counts: tuple[int, ...]
     releases: Releases
     quote: Quote
@@ -293,7 +293,7 @@ def largest_part(accountant: Accountant, plan: Sequence[Release], cap: float, de
 
 def _total(spends: Sequence[Spend], limits: AccountLimits) -> NDArray[np.float64]:
     # A run without private releases has no RDP, and may have been registered before the orders in use were known.
-    made = [spend.rdp for spend in spends if spend.releases]
+    made = [np.asarray(spend.rdp) for spend in spends if spend.releases]
     require_bound(all(len(rdp) == len(limits.orders) for rdp in made), "runs of an account are charged at its orders")
     return weighted_sum_up([(1, rdp) for rdp in made], len(limits.orders))
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from raycloak.attestation.attester.attester import Attester, EvidenceSource
 from raycloak.attestation.core.evidence import Challenge
 from raycloak.attestation.core.keys import Secret
-from raycloak.attestation.core.messages import Envelope
+from raycloak.attestation.core.messages import Envelope, Message
 from raycloak.attestation.core.roster import Roster, open_roster
 from raycloak.coordinator.aggregation.ranges import ParameterRange
 from raycloak.coordinator.aggregation.update_rules import Optimizer, require_source
@@ -43,8 +43,7 @@ F = TypeVar("F", np.float32, np.float64)
 _PIECE = 2**20
 
 
-@dataclass(frozen=True, slots=True)
-class ReduceRequest:
+class ReduceRequest(Message):
     """The input of one aggregator, besides parameters, state and vectors.
 
     Attributes:
@@ -54,39 +53,33 @@ class ReduceRequest:
         ranges: the cut of the parameters.
     """
 
+    DOMAIN: ClassVar[str] = "raycloak/reduce-request/v1"
+
     roster: Envelope
     headers: tuple[Envelope, ...]
     input_digest: bytes
     ranges: tuple[VectorRange, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ReduceReport:
-    """The outcome of one reduction.
+class ReduceReport(Message):
+    """The outcome of an aggregator's work on its range, beside arrays.
 
     Attributes:
-        tensor_digests: digests of the range's updated tensors, in order.
+        tensor_digests: digests of the range's updated tensors, in order; empty where an average was released.
         seconds: time inside the aggregator.
-        squares: sum of the squares of the range's average gradient, float64; None in a private run.
+        squares: sum of the squares of the range's average gradient, float64; None in a private run, and of an average
+            that was released.
     """
 
-    range_index: int
-    tensor_digests: tuple[bytes, ...]
+    DOMAIN: ClassVar[str] = "raycloak/reduce-report/v1"
+
+    tensor_digests: tuple[bytes, ...] = ()
     seconds: float
     squares: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class MeasureReport:
-    """The released result of a measurement, or of a range of a training step.
-
-    Attributes:
-        average: float64, the decoded sum over the public divisor.
-        seconds: time inside the aggregator.
-    """
-
-    average: NDArray[np.float64]
-    seconds: float
+ReleasedAverage = tuple[ReduceReport, NDArray[np.float64]]
+"""A report, and the released average: the decoded sum over the public divisor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,10 +192,10 @@ class MaskedAggregator:
         squares = None if private else _squares(average)
         updated, new_state = self._part.rule.update(parameters, average, state, step)
         digests = tuple(tensor_digests(updated, self._part.range.tensors))
-        report = ReduceReport(self._part.range.index, digests, time.perf_counter() - started, squares)
+        report = ReduceReport(tensor_digests=digests, seconds=time.perf_counter() - started, squares=squares)
         return report, updated, new_state
 
-    def measure(self, request: ReduceRequest, binding: Envelope, *vectors: RingVector) -> MeasureReport:
+    def measure(self, request: ReduceRequest, binding: Envelope, *vectors: RingVector) -> ReleasedAverage:
         """Verify, sum, decode and divide by the public divisor, for a measurement. Parameters and state stay.
 
         Guarantee: as :meth:`reduce`.
@@ -217,9 +210,9 @@ class MaskedAggregator:
         """
         started = time.perf_counter()
         average = self._average(self._verify(request, updates=False), binding, vectors, np.float64)
-        return MeasureReport(average, time.perf_counter() - started)
+        return ReduceReport(seconds=time.perf_counter() - started), average
 
-    def release(self, request: ReduceRequest, binding: Envelope, *vectors: RingVector) -> MeasureReport:
+    def release(self, request: ReduceRequest, binding: Envelope, *vectors: RingVector) -> ReleasedAverage:
         """Verify, sum, decode and divide by the public batch size, for a training step that its caller updates by.
 
         Guarantee: as :meth:`reduce`. The average is what an update is made from, so it is released either way.
@@ -234,7 +227,7 @@ class MaskedAggregator:
         """
         started = time.perf_counter()
         average = self._average(self._verify(request, updates=True), binding, vectors, np.float64)
-        return MeasureReport(average, time.perf_counter() - started)
+        return ReduceReport(seconds=time.perf_counter() - started), average
 
     def _average(
         self, verified: _Verified, binding: Envelope, vectors: Sequence[RingVector], dtype: type[F]
@@ -275,9 +268,9 @@ class MaskedAggregator:
             self._part.manifest.computation.measurement(roster.query)
         mechanism = self._part.manifest.computation.mechanism_of(roster.query)
         if roster.query == "gradient":
-            own = VectorRange(self._part.range.index, self._part.range.start, self._part.range.size)
+            own = VectorRange(index=self._part.range.index, offset=self._part.range.start, length=self._part.range.size)
         else:
-            own = VectorRange(0, 0, mechanism.dimension)
+            own = VectorRange(index=0, offset=0, length=mechanism.dimension)
         if request.ranges[own.index : own.index + 1] != (own,):
             raise ProtocolError("range_mismatch", "the request cuts the parameters in another way than this range")
         self._require_cover(roster, len(request.headers), "headers")

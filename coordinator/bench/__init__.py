@@ -1,6 +1,6 @@
-"""Benchmarks of one machine: masking, noise, gradients, a start, a step, attestations and operations per second.
+"""Benchmarks of one machine: masking, gradients, a start, a step.
 
-Doors: adapter, attest, calibration, gradient, gradient_cases, mask, noise, service, start, step.
+Doors: bare_ray, gradient, gradient_cases, mask, resident_memory, start, step.
 
-May import: `service` and the rooms below; `workers`, `attestation`, `metrics`.
+May import: `runs` and the rooms below; `workers`, `attestation`, `metrics`.
 """

@@ -141,7 +141,7 @@ class _OneOf:
     """
 
     def __init__(self, workers: int, colluding: int | None, bits: RingBits, params: int) -> None:
-        self._bits, self._ranges = bits, [VectorRange(0, 0, params)]
+        self._bits, self._ranges = bits, [VectorRange(index=0, offset=0, length=params)]
         self._keys = [AgreementKey.generate() for _ in range(workers + 1)]
         self._identity = IdentityKey.generate()
         members = tuple(

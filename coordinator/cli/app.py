@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
-from typer.exceptions import Abort, TyperException
 
-from raycloak.coordinator.cli.adapter import adapter
 from raycloak.coordinator.cli.attest.attest import attest
 from raycloak.coordinator.cli.audit import audit_command
 from raycloak.coordinator.cli.bench import bench
@@ -22,16 +20,16 @@ from raycloak.coordinator.cli.budget import budget
 from raycloak.coordinator.cli.data import data
 from raycloak.coordinator.cli.init import init_command
 from raycloak.coordinator.cli.model import model
-from raycloak.coordinator.cli.options import RUN_OR_OTHER, AsJson, ConfigFile, Debug, Overrides, RunName, SmallEpsilon
-from raycloak.coordinator.cli.options import execute as _execute
+from raycloak.coordinator.cli.options import RUN_OR_OTHER, ConfigFile, Overrides, RunName, SmallEpsilon, command
 from raycloak.coordinator.cli.package import package
+from raycloak.coordinator.cli.program import invoke
 from raycloak.coordinator.cli.report import report_command
 from raycloak.coordinator.cli.runs import runs
 from raycloak.coordinator.cli.serve import serve_command
 from raycloak.coordinator.cli.top import top_command
 from raycloak.coordinator.cli.verify import bundle_command, trust_command, verify_command
 from raycloak.coordinator.config.run import RunConfig, load_config, parse_config
-from raycloak.coordinator.console.output import Output, command_output, leave_stdout
+from raycloak.coordinator.console.output import Output, leave_stdout
 from raycloak.coordinator.console.streams import open_missing_streams
 from raycloak.coordinator.quick_imports import quickly
 from raycloak.coordinator.runs.progress import EVERY_S, ProgressDisplay, waiting
@@ -54,7 +52,6 @@ app.add_typer(attest, name="attest")
 app.add_typer(data, name="data")
 app.add_typer(model, name="model")
 app.add_typer(runs, name="runs")
-app.add_typer(adapter, name="adapter")
 
 
 def _say_version(asked: bool) -> None:
@@ -86,7 +83,9 @@ Once = Annotated[
 
 
 @app.command()
+@command
 def run(
+    output: Output,
     config: ConfigFile,
     overrides: Overrides = None,
     run_secret: RunSecret = None,
@@ -94,19 +93,13 @@ def run(
     once: Once = False,
     yes: SmallEpsilon = False,
     progress: ProgressEvery = EVERY_S,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Train as CONFIG says; leaves a verdict and a run directory. Exit code 4 if it was stopped before its end."""
-
-    def body(output: Output) -> int:
-        if not once:
-            return _train(output, load_config(config, overrides), config.parent, run_secret, resume, progress, yes)
-        if resume:
-            raise ConfigError("usage", "give --resume or --once, not both.", "Leave one out.")
-        return _train_once(output, load_config(config, overrides), config.parent, run_secret, progress, yes)
-
-    _execute(as_json, debug, body)
+    if not once:
+        return _train(output, load_config(config, overrides), config.parent, run_secret, resume, progress, yes)
+    if resume:
+        raise ConfigError("usage", "give --resume or --once, not both.", "Leave one out.")
+    return _train_once(output, load_config(config, overrides), config.parent, run_secret, progress, yes)
 
 
 app.command("init")(init_command)
@@ -114,23 +107,14 @@ app.command("serve")(serve_command)
 
 
 @app.command()
+@command
 def demo(
-    overrides: Overrides = None,
-    run_secret: RunSecret = None,
-    progress: ProgressEvery = EVERY_S,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+    output: Output, overrides: Overrides = None, run_secret: RunSecret = None, progress: ProgressEvery = EVERY_S
+) -> int:
     """Train a small model on scikit-learn's digits with three local workers; evidence is SIMULATED."""
     from raycloak.coordinator.runs.demo import demo_config
 
-    _execute(
-        as_json,
-        debug,
-        lambda output: _train(
-            output, parse_config(demo_config(), overrides), None, run_secret, resume=False, every_s=progress
-        ),
-    )
+    return _train(output, parse_config(demo_config(), overrides), None, run_secret, resume=False, every_s=progress)
 
 
 def _train(
@@ -240,18 +224,14 @@ def _show_done(output: Output, folder: "RunFolder", config: RunConfig) -> int:
 
 
 @app.command("replay")
+@command
 def replay_command(
+    output: Output,
     run: RunName,
     steps: Annotated[str, typer.Option(metavar="FIRST:END", help="Steps to compute again.", show_default=False)],
     workers: Annotated[int, typer.Option(help="Workers to compute them on.")] = 2,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Compute finished steps of a run again and compare their digests; charges nothing. Exit code 4 if one differs."""
-    _execute(as_json, debug, lambda output: _replay(output, run, steps, workers))
-
-
-def _replay(output: Output, run: str, steps: str, workers: int) -> int:
     from raycloak.coordinator.cli.views.verdict import replay_table
     from raycloak.coordinator.record.run_list import find_run
     from raycloak.coordinator.runs.replay import parse_steps, replay
@@ -266,7 +246,9 @@ def _replay(output: Output, run: str, steps: str, workers: int) -> int:
 
 
 @app.command("export")
+@command
 def export_command(
+    output: Output,
     source: Annotated[
         str, typer.Argument(metavar="RUN|PACKAGE", help=f"A {RUN_OR_OTHER}; or a sealed package.", show_default=False)
     ],
@@ -278,23 +260,8 @@ def export_command(
     trust: Annotated[Path | None, typer.Option(metavar="STORE", help="Trust store, for a package.")] = None,
     key: Annotated[Path | None, typer.Option(metavar="FILE", help="Private key of a recipient, for a package.")] = None,
     run_code: Annotated[bool, typer.Option("--run-code", help="Run Python that a run from elsewhere names.")] = False,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """Write the trained model of a run for other libraries: hf opens with from_pretrained, peft with PeftModel."""
-    _execute(as_json, debug, lambda output: _export(output, source, form, out, config, trust, key, run_code))
-
-
-def _export(
-    output: Output,
-    source: str,
-    form: str,
-    out: Path,
-    config: Path | None,
-    trust: Path | None,
-    key: Path | None,
-    run_code: bool,
 ) -> int:
+    """Write the trained model of a run for other libraries: hf opens with from_pretrained, peft with PeftModel."""
     from raycloak.coordinator.console.tables import fields_table
     from raycloak.metrics.file_errors import require_absent
 
@@ -319,16 +286,9 @@ def _export(
 
 
 @app.command("discard")
-def discard_command(
-    run: RunName,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+@command
+def discard_command(output: Output, run: RunName) -> int:
     """Discard an unfinished run: destroy its generated secret. What was charged stays charged."""
-    _execute(as_json, debug, lambda output: _discard(output, run))
-
-
-def _discard(output: Output, run: str) -> int:
     from raycloak.coordinator.console.tables import fields_table
     from raycloak.coordinator.record.run_list import find_run
     from raycloak.coordinator.runs.discard import discard
@@ -342,57 +302,21 @@ def _discard(output: Output, run: str) -> int:
 
 
 @app.command()
+@command
 def plan(
-    config: Annotated[
-        Path | None, typer.Argument(metavar="CONFIG", help="YAML file of the run.", show_default=False)
-    ] = None,
+    output: Output,
+    config: ConfigFile,
     overrides: Overrides = None,
     trials: Annotated[
         int | None, typer.Option(metavar="K", help="Also show the cost of a search of K such runs.", min=1)
     ] = None,
-    scale: Annotated[
-        bool, typer.Option("--scale", help="Instead predict a step at other sizes from rates of this machine.")
-    ] = False,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Show what CONFIG will spend and need, and refuse what cannot run; charges nothing."""
-    if scale:
-        _execute(as_json, debug, lambda output: _scale(output, config, overrides or []))
-    else:
-        _execute(as_json, debug, lambda output: _plan(output, config, overrides, trials))
-
-
-def _scale(output: Output, config: Path | None, overrides: list[str]) -> int:
-    from raycloak.coordinator.bench.calibration import calibrate, check
-    from raycloak.coordinator.cli.views.scale import ScaleTables
-    from raycloak.coordinator.planning.scale import parse_scale, simulate
-
-    if config is not None:
-        raise ConfigError("usage", "--scale takes no CONFIG.", "Set sizes with --set; see docs/scale.md.")
-    assumed = parse_scale(overrides)
-    output.announce("measuring this machine, about a minute")
-    rates = calibrate(assumed.optimizer)
-    checked = check(rates)
-    found = simulate(assumed, rates)
-    fields = {
-        "assumed": assumed.model_dump(),
-        "rates": asdict(rates),
-        "check": asdict(checked),
-        "sizes": [asdict(each) for each in found],
-    }
-    output.result(fields, ScaleTables(assumed, found, checked))
-    return 0
-
-
-def _plan(output: Output, path: Path | None, overrides: list[str] | None, trials: int | None) -> int:
     from raycloak.coordinator.planning.first_look import first_look
 
-    if path is None:
-        raise ConfigError("usage", "no CONFIG is given.", "Name the YAML file of the run, or give --scale.")
-    config, config_dir = load_config(path, overrides), path.parent
+    loaded, config_dir = load_config(config, overrides), config.parent
     # Before the libraries of a plan, which take seconds to import.
-    first_look(config, config_dir)
+    first_look(loaded, config_dir)
     from raycloak.coordinator.cli.views.plan import adapter_cover, adapter_rows, evidence_text, plan_table, search_rows
     from raycloak.coordinator.evidence.sources import configured_policy
     from raycloak.coordinator.planning.dry_run import plan_of
@@ -400,28 +324,25 @@ def _plan(output: Output, path: Path | None, overrides: list[str] | None, trials
     from raycloak.coordinator.training.callbacks import own_callbacks
     from raycloak.workers.inputs.user_code import telling
 
-    policy = configured_policy(config.policy, config.collateral, config_dir)
+    policy = configured_policy(loaded.policy, loaded.collateral, config_dir)
     classes = sorted(policy.accepted_classes) if policy is not None else ["simulated"]
     # Who asks for a plan may see what their own code says: it is not in a run.
     with telling(), waiting(output.progress, "opening the data and trying the model"):
-        own_callbacks(config.callbacks, (), config_dir)
-        plan = plan_of(config, config_dir)
+        own_callbacks(loaded.callbacks, (), config_dir)
+        plan = plan_of(loaded, config_dir)
     search = search_of(plan, trials) if trials is not None else None
     fields = plan.as_json() | {"evidence_classes": classes} | ({"search": search.as_json()} if search else {})
-    if cover := adapter_cover(config, plan):
+    if cover := adapter_cover(loaded, plan):
         fields["adapter_leak"] = cover
-    rows = [("evidence", evidence_text(classes)), *adapter_rows(config, plan), *(search_rows(search) if search else [])]
+    rows = [("evidence", evidence_text(classes)), *adapter_rows(loaded, plan), *(search_rows(search) if search else [])]
     output.result(fields, plan_table(plan, rows))
     return 0
 
 
 @app.command()
-def doctor(as_json: AsJson = False, debug: Debug = False) -> None:
+@command
+def doctor(output: Output) -> int:
     """Check that this machine can run raycloak. Exit code 4 if a check fails."""
-    _execute(as_json, debug, _doctor)
-
-
-def _doctor(output: Output) -> int:
     from raycloak.coordinator.cli.doctor import checks_table, examine
 
     checks = examine()
@@ -441,27 +362,6 @@ app.command("trust")(trust_command)
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the console script; exits with the command's code."""
     open_missing_streams()
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    code = _invoke(given)
+    code = invoke(app, "raycloak", list(sys.argv[1:] if arguments is None else arguments))
     leave_stdout()
     sys.exit(code)
-
-
-def _invoke(arguments: list[str]) -> int:
-    try:
-        return int(app(args=arguments, prog_name="raycloak", standalone_mode=False) or 0)
-    except TyperException as error:
-        message = " ".join(error.format_message().split()).rstrip(".")
-        # A proposal ends in a question mark.
-        message += "" if message.endswith("?") else "."
-        context = getattr(error, "ctx", None)
-        command = context.command_path if context is not None else "raycloak"
-        with command_output("--json" in arguments, "--debug" in arguments) as output:
-            output.error(ConfigError("usage", message, f"See {command} --help."))
-        return ConfigError.exit_code
-    except Abort:
-        return RaycloakError.exit_code
-    except OSError as error:  # of help or version; a command says it itself
-        with command_output(as_json=False, debug=False) as output:
-            output.error(RaycloakError("output_lost", f"nothing could be written: {error.strerror}.", "Make room."))
-        return RaycloakError.exit_code

@@ -2,14 +2,13 @@
 
 import math
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
-from raycloak.coordinator.cli.options import AsJson, ConfigFile, Debug, Overrides, SmallEpsilon, execute
-from raycloak.coordinator.config.run import RunConfig, load_config
+from raycloak.coordinator.cli.options import ConfigFile, Overrides, SmallEpsilon, command
+from raycloak.coordinator.config.run import load_config
 from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.console.output import Output
 from raycloak.coordinator.console.tables import fields_table
@@ -19,40 +18,33 @@ if TYPE_CHECKING:
     from raycloak.coordinator.audit.audit import AuditResult
 
 
+@command
 def audit_command(
+    output: Output,
     config: ConfigFile,
     canaries: Annotated[int, typer.Option(help="Canaries to insert; more can show a larger epsilon.")] = 1000,
     confidence: Annotated[float, typer.Option(help="Chance that the bound holds.")] = 0.95,
     overrides: Overrides = None,
     yes: SmallEpsilon = False,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Train CONFIG with canaries, charged like a run, and bound epsilon from below. Exit code 3 if the bound exceeds
     what the ledger says."""
-    execute(
-        as_json,
-        debug,
-        lambda output: _audit(output, load_config(config, overrides), config.parent, canaries, confidence, yes),
-    )
-
-
-def _audit(output: Output, config: RunConfig, base: Path, canaries: int, confidence: float, small_epsilon: bool) -> int:
     from raycloak.coordinator.runs.progress import ProgressDisplay
 
-    with ProgressDisplay(output.progress, f"{config.name}-audit") as display:
+    loaded = load_config(config, overrides)
+    with ProgressDisplay(output.progress, f"{loaded.name}-audit") as display:
         display.phase("loading libraries")
         from raycloak.coordinator.audit.audit import audit
 
         display.phase("trying the model")
         result = audit(
-            config,
-            base,
+            loaded,
+            config.parent,
             canaries=canaries,
             confidence=confidence,
             progress=display,
             phase=display.phase,
-            small_epsilon=small_epsilon,
+            small_epsilon=yes,
         )
     output.result(asdict(result), audit_table(result))
     if not result.contradicted:

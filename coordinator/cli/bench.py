@@ -1,13 +1,12 @@
 """The commands ``raycloak bench ...``: measurements on this machine."""
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from raycloak.coordinator.cli.options import AsJson, ConfigFile, Debug, Overrides, execute
-from raycloak.coordinator.config.run import RunConfig, load_config
+from raycloak.coordinator.cli.options import ConfigFile, Overrides, command
+from raycloak.coordinator.config.run import load_config
 from raycloak.coordinator.console.output import Output
 from raycloak.metrics.errors import ConfigError
 
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
     from rich.table import Table
 
-    from raycloak.coordinator.bench.chaos.chaos import Damage
     from raycloak.coordinator.bench.gradient import GradientBench, RoundSpread
     from raycloak.coordinator.bench.start import StartBench
 
@@ -25,105 +23,55 @@ Bits = Annotated[int, typer.Option(help="Width of the ring, 32 or 64.")]
 
 
 @bench.command("mask")
+@command
 def mask_command(
+    output: Output,
     params: Annotated[int, typer.Option(help="Coordinates of the vector.")] = 10_000_000,
     workers: Annotated[int, typer.Option(help="Workers of the roster.")] = 8,
     colluding_workers: Annotated[
         int | None, typer.Option(help="Number that a sparse mask graph withstands; also compares with 32 workers.")
     ] = None,
     bits: Bits = 32,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Clamp, encode, mask and tag one worker's vector on one core, compared with bare ChaCha20 keystreams."""
-    execute(as_json, debug, lambda output: _bench_mask(output, params, workers, _ring_bits(bits), colluding_workers))
-
-
-def _bench_mask(output: Output, params: int, workers: int, bits: Literal[32, 64], colluding: int | None) -> int:
     from raycloak.coordinator.bench.mask import bench_mask
 
-    return _measured(output, "bench mask", bench_mask(params, workers, bits, colluding_workers=colluding))
-
-
-@bench.command("noise")
-def noise_command(
-    draws: Annotated[int, typer.Option(help="Draws per run.")] = 1_000_000,
-    sigma: Annotated[float, typer.Option(help="Standard deviation in ring units.")] = 1e4,
-    bits: Bits = 32,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """Draw integer Gaussian noise on one core."""
-    execute(as_json, debug, lambda output: _bench_noise(output, draws, sigma, _ring_bits(bits)))
-
-
-def _bench_noise(output: Output, draws: int, sigma: float, bits: Literal[32, 64]) -> int:
-    from raycloak.coordinator.bench.noise import bench_noise
-
-    return _measured(output, "bench noise", bench_noise(draws, sigma, bits))
-
-
-@bench.command("adapter")
-def adapter_command(as_json: AsJson = False, debug: Debug = False) -> None:
-    """Answer one encrypted block for widths 384, 768 and 4096, beside the clear adapter and TenSEAL's own product."""
-    execute(as_json, debug, _bench_adapter)
-
-
-def _bench_adapter(output: Output) -> int:
-    from rich.table import Table
-
-    from raycloak.coordinator.bench.adapter import bench_adapter
-    from raycloak.coordinator.console.figures import value_text
-
-    result = asdict(bench_adapter())
-    table = Table(
-        title=f"bench adapter (median of {result['runs']}, processor time)", title_justify="left", title_style="bold"
+    return measured(
+        output, "bench mask", bench_mask(params, workers, _ring_bits(bits), colluding_workers=colluding_workers)
     )
-    for header in ("", *(str(each["width"]) for each in result["widths"])):
-        table.add_column(header)
-    for name in list(result["widths"][0])[1:]:
-        table.add_row(name.replace("_", " "), *(value_text(each[name]) for each in result["widths"]))
-    output.result(result, table)
-    return 0
 
 
 @bench.command("step")
+@command
 def step_command(
+    output: Output,
     config: ConfigFile,
     overrides: Overrides = None,
     against: Annotated[
         str | None,
         typer.Option(metavar="PEER", help="bare-ray (a program of the same calls) or opacus takes turns with it."),
     ] = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Time the phases of CONFIG's steps on Ray."""
-    execute(as_json, debug, lambda output: _bench_step(output, load_config(config, overrides), config.parent, against))
-
-
-def _bench_step(output: Output, config: RunConfig, config_dir: Path, against: str | None) -> int:
     from raycloak.coordinator.bench.step import bench_step
 
-    return _measured(output, "bench step", bench_step(config, config_dir=config_dir, against=against))
+    return measured(
+        output, "bench step", bench_step(load_config(config, overrides), config_dir=config.parent, against=against)
+    )
 
 
 @bench.command("start")
+@command
 def start_command(
+    output: Output,
     config: ConfigFile,
     overrides: Overrides = None,
     rounds: Annotated[int, typer.Option(help="Starts of each program, in turns.", min=1)] = 3,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Time CONFIG's run from its command to its first step, beside a bare Ray program of as many actors."""
-    execute(as_json, debug, lambda output: _bench_start(output, config, tuple(overrides or ()), rounds))
-
-
-def _bench_start(output: Output, path: Path, overrides: tuple[str, ...], rounds: int) -> int:
     from raycloak.coordinator.bench.start import bench_start
 
-    result = bench_start(load_config(path, list(overrides)), path, overrides, rounds)
+    result = bench_start(load_config(config, overrides), config, tuple(overrides or ()), rounds)
     output.result(asdict(result), _start_table(result))
     return 0
 
@@ -145,7 +93,9 @@ def _start_table(result: "StartBench") -> "Table":
 
 
 @bench.command("gradient")
+@command
 def gradient_command(
+    output: Output,
     model: Annotated[str, typer.Argument(help="cnn, mlp, bert, bert-lora, gpt2, gpt2-lora or llama-lora.")],
     against: Annotated[
         str, typer.Option(metavar="PEERS", help="Any of opacus, ghost and plain, separated by commas.")
@@ -153,18 +103,12 @@ def gradient_command(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     threads: Annotated[int, typer.Option(help="Threads of torch, for every method.")] = 1,
     rounds: Annotated[int, typer.Option(help="Rounds, in each of which every method has one turn.")] = 7,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Sum the clipped gradients of MODEL beside Opacus and non-private training: speed, memory, and the right sum."""
-    execute(as_json, debug, lambda output: _bench_gradient(output, model, against.split(","), device, threads, rounds))
-
-
-def _bench_gradient(output: Output, model: str, against: list[str], device: str, threads: int, rounds: int) -> int:
     from raycloak.coordinator.bench.gradient import bench_gradient
     from raycloak.coordinator.bench.gradient_cases import case_named
 
-    result = bench_gradient(case_named(model), against, device=device, threads=threads, rounds=rounds)
+    result = bench_gradient(case_named(model), against.split(","), device=device, threads=threads, rounds=rounds)
     output.result(asdict(result), _gradient_table(result))
     return 0
 
@@ -204,66 +148,25 @@ def _range_text(spread: "RoundSpread | None") -> str:
 
 
 @bench.command("chaos")
+@command
 def chaos_command(
+    output: Output,
     config: ConfigFile,
     kills: Annotated[int, typer.Option(help="Number of signals to send to processes of the run.")] = 20,
     seed: Annotated[int, typer.Option(help="Seed of the damage: what is hit, how and when.")] = 0,
     nodes_lost: Annotated[int, typer.Option(help="Number of cluster nodes to kill as well.")] = 0,
     strict: Annotated[bool, typer.Option("--strict", help="Exit code 4 also for a missed expectation.")] = False,
     overrides: Overrides = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Kill and stop processes of a run, and compare it with the undisturbed one; exit code 4 for a broken promise."""
-    from raycloak.coordinator.bench.chaos.chaos import Damage
-
-    damage = Damage(kills, seed, nodes_lost)
-    execute(as_json, debug, lambda output: _bench_chaos(output, config, tuple(overrides or ()), damage, strict))
-
-
-def _bench_chaos(output: Output, path: Path, overrides: tuple[str, ...], damage: "Damage", strict: bool) -> int:
-    from raycloak.coordinator.bench.chaos.chaos import bench_chaos
+    from raycloak.coordinator.bench.chaos.chaos import Damage, bench_chaos
     from raycloak.coordinator.bench.chaos.report import chaos_view
 
-    config = load_config(path, list(overrides))
-    result = bench_chaos(config, path, damage, overrides=overrides, notice=output.announce)
+    damage, given = Damage(kills, seed, nodes_lost), tuple(overrides or ())
+    result = bench_chaos(load_config(config, overrides), config, damage, overrides=given, notice=output.announce)
     output.result(asdict(result), chaos_view(result))
     missed = strict and not all(each.met for each in result.expectations)
     return 4 if result.breaches or missed else 0
-
-
-@bench.command("attest")
-def attest_command(
-    connections: Annotated[int, typer.Option(help="Workers to attest, each over a connection of its own.")] = 2000,
-    concurrency: Annotated[int, typer.Option(help="Workers that attest at the same time.")] = 16,
-    held: Annotated[int, typer.Option(help="Idle, half-open and slow connections to hold meanwhile.")] = 0,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """Attest simulated workers over the gRPC evidence service: handshake, challenge, appraisal, keys. SIMULATED."""
-    execute(as_json, debug, lambda output: _bench_attest(output, connections, concurrency, held))
-
-
-def _bench_attest(output: Output, connections: int, concurrency: int, held: int) -> int:
-    from raycloak.coordinator.bench.attest import bench_attest
-
-    return _measured(output, "bench attest (SIMULATED)", bench_attest(connections, concurrency, held))
-
-
-@bench.command("service")
-def service_command(
-    clients: Annotated[int, typer.Option(help="Clients that call at the same time.")] = 16,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """Time operations through a training service whose drivers train nothing, beside Ray actors and bare gRPC."""
-    execute(as_json, debug, lambda output: _bench_service(output, clients))
-
-
-def _bench_service(output: Output, clients: int) -> int:
-    from raycloak.coordinator.bench.service import bench_service
-
-    return _measured(output, "bench service", bench_service(clients))
 
 
 def _ring_bits(bits: int) -> Literal[32, 64]:
@@ -274,11 +177,9 @@ def _ring_bits(bits: int) -> Literal[32, 64]:
     raise ConfigError("ring_bits", f"a ring of {bits} bits does not exist.", "Give 32 or 64.")
 
 
-def _measured(output: Output, title: str, result: "DataclassInstance") -> int:
-    from raycloak.coordinator.console.figures import value_text
-    from raycloak.coordinator.console.tables import fields_table
+def measured(output: Output, title: str, result: "DataclassInstance") -> int:
+    """Show the fields of a bench's result; the exit code of success."""
+    from raycloak.coordinator.console.tables import facts_table
 
-    figures = asdict(result)
-    rows = [(name.replace("_", " "), value_text(value)) for name, value in figures.items()]
-    output.result(figures, fields_table(title, rows))
+    output.result(asdict(result), facts_table(title, asdict(result)))
     return 0

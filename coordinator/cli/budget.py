@@ -11,13 +11,11 @@ import typer
 from raycloak.coordinator.cli.budget_record import export_command, history_command, verify_command
 from raycloak.coordinator.cli.options import (
     Account,
-    AsJson,
     ConfigFile,
-    Debug,
     LedgerUrl,
     SomeAccount,
     Witness,
-    execute,
+    command,
     existing_ledger,
     hexadecimal,
     ledger_at,
@@ -42,26 +40,21 @@ _DAY_S = 86_400
 
 
 @budget.command("show")
-def show_command(
-    account: SomeAccount = None, ledger: LedgerUrl = None, as_json: AsJson = False, debug: Debug = False
-) -> None:
+@command
+def show_command(output: Output, account: SomeAccount = None, ledger: LedgerUrl = None) -> int:
     """Show what each account may spend, has spent, and on which runs."""
-    execute(as_json, debug, lambda output: _show(output, account, ledger))
-
-
-def _show(output: Output, name: str | None, url: str | None) -> int:
     from raycloak.coordinator.cli.views.budget import accounts_view
 
-    with ledger_at(url, create=False) as ledger:
-        view = ledger.view()
-    accounts = [account for account in view.accounts if name in (None, account.name)]
-    if name is not None and not accounts:
+    with ledger_at(ledger, create=False) as books:
+        view = books.view()
+    accounts = [each for each in view.accounts if account in (None, each.name)]
+    if account is not None and not accounts:
         raise BudgetError(
             "account_unknown",
-            f"there is no account '{name}'.",
-            f"Open it: raycloak budget open {name} --epsilon-cap E",
+            f"there is no account '{account}'.",
+            f"Open it: raycloak budget open {account} --epsilon-cap E",
         )
-    shown = [_facts(account) for account in accounts]
+    shown = [_facts(each) for each in accounts]
     output.result({**asdict(view), "accounts": shown}, accounts_view(accounts))
     return 0
 
@@ -73,7 +66,9 @@ def _facts(account: "AccountView") -> dict[str, Any]:
 
 
 @budget.command("open")
+@command
 def open_command(
+    output: Output,
     account: Account,
     epsilon_cap: Annotated[float, typer.Option(help="Epsilon that all runs together may spend.", show_default=False)],
     delta: Annotated[float, typer.Option(help="Delta of the cap.")] = 1e-5,
@@ -97,25 +92,8 @@ def open_command(
     ] = False,
     ledger: LedgerUrl = None,
     witness: Witness = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """Open an account that runs may name; opening it again with the same terms changes nothing."""
-    terms, at = (epsilon_cap, delta, accountant), (ledger, witness)
-    execute(as_json, debug, lambda output: _open(output, account, terms, authority, dataset, fingerprint, also, *at))
-
-
-def _open(
-    output: Output,
-    name: str,
-    terms: tuple[float, float, AccountantName],
-    authority: Path | None,
-    dataset: Path | None,
-    fingerprint: str | None,
-    also: bool,
-    url: str | None,
-    witness: str | None,
 ) -> int:
+    """Open an account that runs may name; opening it again with the same terms changes nothing."""
     from raycloak.attestation.core.data_marks import DataMarks
     from raycloak.coordinator.ledger.cap_authority import load_authority
     from raycloak.coordinator.ledger.rules import OpeningTerms
@@ -127,31 +105,28 @@ def _open(
     if len(given) not in (0, 32):
         raise ConfigError("usage", "a fingerprint has 64 digits.", "Take it as `budget fingerprint` gives it.")
     data = _marks_of(dataset) if dataset else DataMarks(fingerprint=given)
-    with ledger_at(url, create=True, witness=witness) as ledger:
-        ledger.open_account(name, OpeningTerms(*terms), authority=key, data=data, also=also)
-        return _account(output, ledger, name)
+    terms = OpeningTerms(epsilon_cap, delta, accountant)
+    with ledger_at(ledger, create=True, witness=witness) as books:
+        books.open_account(account, terms, authority=key, data=data, also=also)
+        return _account(output, books, account)
 
 
 @budget.command("bind")
+@command
 def bind_command(
+    output: Output,
     account: Account,
     dataset: Annotated[
         Path, typer.Option(metavar="CONFIG", help="Configuration of the data, with its new key.", show_default=False)
     ],
     ledger: LedgerUrl = None,
     witness: Witness = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Let an account know its data also as CONFIG names it: under another fingerprint key, or after it moved."""
-    execute(as_json, debug, lambda output: _bind(output, account, dataset, ledger, witness))
-
-
-def _bind(output: Output, account: str, dataset: Path, url: str | None, witness: str | None) -> int:
     data = _marks_of(dataset)
-    with existing_ledger(url, witness) as ledger:
-        ledger.add_data(account, data)
-        return _account(output, ledger, account)
+    with existing_ledger(ledger, witness) as books:
+        books.add_data(account, data)
+        return _account(output, books, account)
 
 
 def _account(output: Output, ledger: "PrivacyLedger", *names: str) -> int:
@@ -165,27 +140,21 @@ def _account(output: Output, ledger: "PrivacyLedger", *names: str) -> int:
 
 
 @budget.command("key")
-def key_command(ledger: LedgerUrl = None, as_json: AsJson = False, debug: Debug = False) -> None:
+@command
+def key_command(output: Output, ledger: LedgerUrl = None) -> int:
     """Show the public key of the ledger, which `data seal` names; a missing ledger is made."""
-    execute(as_json, debug, lambda output: _key(output, ledger))
-
-
-def _key(output: Output, url: str | None) -> int:
     from raycloak.coordinator.console.tables import fields_table
 
-    with ledger_at(url, create=True) as ledger:
-        key = ledger.public_key
+    with ledger_at(ledger, create=True) as books:
+        key = books.public_key
     output.result({"key": key}, fields_table("Ledger", [("key", key.hex())]))
     return 0
 
 
 @budget.command("fingerprint")
-def fingerprint_command(config: ConfigFile, as_json: AsJson = False, debug: Debug = False) -> None:
+@command
+def fingerprint_command(output: Output, config: ConfigFile) -> int:
     """Compute the fingerprint of CONFIG's dataset: with its key, or from the header of a sealed one."""
-    execute(as_json, debug, lambda output: _fingerprint(output, config))
-
-
-def _fingerprint(output: Output, config: Path) -> int:
     from raycloak.coordinator.console.tables import fields_table
 
     found = _marks_of(config).fingerprint
@@ -210,16 +179,12 @@ def _marks_of(path: Path) -> "DataMarks":
 
 
 @budget.command("keygen")
+@command
 def keygen_command(
+    output: Output,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="New private key file.", show_default=False)],
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Make an authority's key pair: FILE stays with its owner, FILE.pub is named when an account is opened."""
-    execute(as_json, debug, lambda output: _keygen(output, file))
-
-
-def _keygen(output: Output, file: Path) -> int:
     from raycloak.coordinator.console.tables import fields_table
     from raycloak.coordinator.ledger.cap_authority import create_authority
 
@@ -230,7 +195,9 @@ def _keygen(output: Output, file: Path) -> int:
 
 
 @budget.command("authorize")
+@command
 def authorize_command(
+    output: Output,
     account: Account,
     epsilon_cap: Annotated[float, typer.Option(help="The higher cap.", show_default=False)],
     key: Annotated[Path, typer.Option(metavar="FILE", help="Private key of the authority.", show_default=False)],
@@ -240,35 +207,20 @@ def authorize_command(
     export: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Exported ledger to check and use in place of --ledger.")
     ] = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """Sign one raise of an account's cap from its present value. With --export, no ledger is needed."""
-    execute(as_json, debug, lambda output: _authorize(output, account, epsilon_cap, key, out, days, ledger, export))
-
-
-def _authorize(
-    output: Output,
-    account: str,
-    epsilon_cap: float,
-    key: Path,
-    out: Path,
-    days: float,
-    url: str | None,
-    export: Path | None,
 ) -> int:
+    """Sign one raise of an account's cap from its present value. With --export, no ledger is needed."""
     from raycloak.attestation.files.private import publish
     from raycloak.coordinator.console.tables import fields_table
     from raycloak.coordinator.ledger.cap_authority import authorise, load_authority_key
 
-    if url is not None and export is not None:
+    if ledger is not None and export is not None:
         raise ConfigError("usage", "give --ledger or --export, not both.", "Leave one out.")
     own, lasts_s = load_authority_key(key), days * _DAY_S
     if not (math.isfinite(lasts_s) and math.isfinite(epsilon_cap)):
         raise ConfigError(
             "usage", f"cap and days must be finite numbers, not {epsilon_cap:g} and {days:g}.", "Write both as numbers."
         )
-    change, authority = _change(account, epsilon_cap, int(time.time() + lasts_s), url, export)
+    change, authority = _change(account, epsilon_cap, int(time.time() + lasts_s), ledger, export)
     if not epsilon_cap > change.old_cap:
         raise ConfigError(
             "authorisation",
@@ -328,7 +280,9 @@ def _change(
 
 
 @budget.command("cap")
+@command
 def cap_command(
+    output: Output,
     account: Account,
     epsilon_cap: Annotated[float, typer.Option(help="The new cap.", show_default=False)],
     authorisation: Annotated[
@@ -336,62 +290,36 @@ def cap_command(
     ] = None,
     ledger: LedgerUrl = None,
     witness: Witness = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """Lower the cap of an account, or raise it as its authority has signed."""
-    execute(as_json, debug, lambda output: _cap(output, account, epsilon_cap, authorisation, ledger, witness))
-
-
-def _cap(
-    output: Output,
-    account: str,
-    epsilon_cap: float,
-    authorisation: Path | None,
-    url: str | None,
-    witness: str | None,
 ) -> int:
+    """Lower the cap of an account, or raise it as its authority has signed."""
     from raycloak.coordinator.ledger.cap_authority import load_authorisation
 
     signed = load_authorisation(authorisation) if authorisation else None
-    with existing_ledger(url, witness) as ledger:
-        ledger.change_cap(account, epsilon_cap, signed)
-        return _account(output, ledger, account)
+    with existing_ledger(ledger, witness) as books:
+        books.change_cap(account, epsilon_cap, signed)
+        return _account(output, books, account)
 
 
 @budget.command("transfer")
+@command
 def transfer_command(
+    output: Output,
     source: Annotated[str, typer.Argument(help="Account that gives.", show_default=False)],
     target: Annotated[str, typer.Argument(help="Account that receives.", show_default=False)],
     epsilon: Annotated[float, typer.Option(help="Epsilon to move.", show_default=False)],
     ledger: LedgerUrl = None,
     witness: Witness = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Move unspent epsilon between two accounts of one dataset; what both may spend together stays the same."""
-    execute(as_json, debug, lambda output: _transfer(output, source, target, epsilon, ledger, witness))
-
-
-def _transfer(output: Output, source: str, target: str, epsilon: float, url: str | None, witness: str | None) -> int:
-    with existing_ledger(url, witness) as ledger:
-        ledger.transfer(source, target, epsilon)
-        return _account(output, ledger, source, target)
+    with existing_ledger(ledger, witness) as books:
+        books.transfer(source, target, epsilon)
+        return _account(output, books, source, target)
 
 
 @budget.command("close")
-def close_command(
-    account: Account,
-    ledger: LedgerUrl = None,
-    witness: Witness = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+@command
+def close_command(output: Output, account: Account, ledger: LedgerUrl = None, witness: Witness = None) -> int:
     """Close an account for good: nothing more is charged to it."""
-    execute(as_json, debug, lambda output: _close(output, account, ledger, witness))
-
-
-def _close(output: Output, account: str, url: str | None, witness: str | None) -> int:
-    with existing_ledger(url, witness) as ledger:
-        ledger.close_account(account)
-        return _account(output, ledger, account)
+    with existing_ledger(ledger, witness) as books:
+        books.close_account(account)
+        return _account(output, books, account)

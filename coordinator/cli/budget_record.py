@@ -7,16 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from raycloak.coordinator.cli.options import (
-    AsJson,
-    Debug,
-    LedgerUrl,
-    SomeAccount,
-    Witness,
-    execute,
-    hexadecimal,
-    ledger_at,
-)
+from raycloak.coordinator.cli.options import LedgerUrl, SomeAccount, Witness, command, hexadecimal, ledger_at
 from raycloak.coordinator.console.output import Output
 from raycloak.metrics.errors import BudgetError, ConfigError
 
@@ -24,19 +15,14 @@ if TYPE_CHECKING:
     from raycloak.coordinator.ledger.audit import AuditedChain
 
 
-def history_command(
-    account: SomeAccount = None, ledger: LedgerUrl = None, as_json: AsJson = False, debug: Debug = False
-) -> None:
+@command
+def history_command(output: Output, account: SomeAccount = None, ledger: LedgerUrl = None) -> int:
     """Check the ledger's whole chain, then list its entries, of one account or all."""
-    execute(as_json, debug, lambda output: _history(output, account, ledger))
-
-
-def _history(output: Output, account: str | None, url: str | None) -> int:
     from raycloak.coordinator.cli.views.budget import history_view
 
-    with ledger_at(url, create=False) as ledger:
-        known = ledger.verify().accounts
-        entries = ledger.history(account)
+    with ledger_at(ledger, create=False) as books:
+        known = books.verify().accounts
+        entries = books.history(account)
     if account not in (None, *known):
         raise BudgetError(
             "account_unknown", f"there is no account '{account}'.", "List the accounts: raycloak budget show"
@@ -49,28 +35,26 @@ def _history(output: Output, account: str | None, url: str | None) -> int:
     return 0
 
 
+@command
 def export_command(
+    output: Output,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="New file of JSON lines.", show_default=False)],
     ledger: LedgerUrl = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Check the ledger, then write its whole chain to FILE; `verify --export` needs FILE alone."""
-    execute(as_json, debug, lambda output: _export(output, file, ledger))
-
-
-def _export(output: Output, file: Path, url: str | None) -> int:
     from raycloak.coordinator.console.tables import fields_table
 
-    with ledger_at(url, create=False) as ledger:
-        head = ledger.export(file)
-        key = ledger.public_key.hex()
+    with ledger_at(ledger, create=False) as books:
+        head = books.export(file)
+        key = books.public_key.hex()
     facts = {"file": str(file), "entries": head.sequence, "head": head.hash.hex(), "public_key": key}
     output.result(facts, fields_table("Exported ledger", [(name, str(value)) for name, value in facts.items()]))
     return 0
 
 
+@command
 def verify_command(
+    output: Output,
     ledger: LedgerUrl = None,
     export: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Exported ledger to check in place of --ledger.")
@@ -86,25 +70,11 @@ def verify_command(
         Path | None, typer.Option(metavar="DIR", help="Folder of run directories; default: the one in RAYCLOAK_HOME.")
     ] = None,
     witness: Witness = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Check every entry of the ledger, and compare it with its heads in packages, evidence logs and its witness.
 
     Writes nothing. Exit code 3 if an entry was changed, dropped, moved or rolled back; it is named.
     """
-    execute(as_json, debug, lambda output: _verify(output, ledger, export, public_key, packages, runs, witness))
-
-
-def _verify(
-    output: Output,
-    url: str | None,
-    export: Path | None,
-    public_key: str | None,
-    packages: Path | None,
-    runs: Path | None,
-    witness: str | None,
-) -> int:
     from raycloak.coordinator.cli.views.budget import verified_view
     from raycloak.coordinator.config.home import home as state_folder
     from raycloak.coordinator.runs.rollback import check_pins, log_pins, package_pins, require_key, witness_pins
@@ -113,7 +83,7 @@ def _verify(
         if place is not None and not place.is_dir():
             # A mistyped folder holds no heads: nothing would be compared, and no rollback found.
             raise ConfigError("usage", f"there is no folder {place}.", "Name the folder of the packages or runs.")
-    with _record(url, export) as (key, audited, hash_at):
+    with _record(ledger, export) as (key, audited, hash_at):
         require_key(hexadecimal(public_key), key)
         home = state_folder()
         pins = [

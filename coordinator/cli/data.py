@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from raycloak.coordinator.cli.options import AsJson, ConfigFile, Debug, Overrides, execute, hexadecimal
+from raycloak.coordinator.cli.options import ConfigFile, Overrides, command, hexadecimal
 from raycloak.coordinator.config.run import load_config
 from raycloak.coordinator.console.output import Output
 from raycloak.coordinator.runs.progress import waiting
@@ -18,23 +18,19 @@ data = typer.Typer(help="Data: build a dataset, check it, and encrypt it so that
 
 
 @data.command("build")
+@command
 def build_command(
+    output: Output,
     config: ConfigFile,
     part: Annotated[
         Literal["training", "evaluation"], typer.Option(help="Build CONFIG's dataset, or its evaluation.dataset.")
     ] = "training",
     overrides: Overrides = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Run the pipeline of CONFIG's dataset (kind ray_data) for its owner, and write its rows to the dataset's path.
 
     It starts a Ray of its own, on this machine, and holds the examples there in the clear.
     """
-    execute(as_json, debug, lambda output: _build(output, config, overrides, part))
-
-
-def _build(output: Output, config: Path, overrides: list[str] | None, part: Literal["training", "evaluation"]) -> int:
     from raycloak.coordinator.planning.references import part_of
 
     dataset = part_of(load_config(config, overrides), part)
@@ -71,18 +67,13 @@ def _build(output: Output, config: Path, overrides: list[str] | None, part: Lite
 
 
 @data.command("check")
-def check_command(
-    config: ConfigFile, overrides: Overrides = None, as_json: AsJson = False, debug: Debug = False
-) -> None:
+@command
+def check_command(output: Output, config: ConfigFile, overrides: Overrides = None) -> int:
     """Read all examples of CONFIG for their owner: NaN, wrong labels, duplicates. What it prints is private.
 
     Exit code 2 if a run should not train on them. Otherwise the check is recorded for runs on this machine, if the
     dataset has a fingerprint_key.
     """
-    execute(as_json, debug, lambda output: _check(output, config, overrides))
-
-
-def _check(output: Output, config: Path, overrides: list[str] | None) -> int:
     from dataclasses import asdict
 
     from raycloak.coordinator.console.tables import fields_table
@@ -153,7 +144,9 @@ def _constant_text(report: "DataReport") -> str:
 
 
 @data.command("seal")
+@command
 def seal_command(
+    output: Output,
     config: ConfigFile,
     key: Annotated[
         Path, typer.Option(metavar="FILE", help="Key of the data owner; made if missing.", show_default=False)
@@ -170,26 +163,12 @@ def seal_command(
         float | None, typer.Option(metavar="Z", help="Least noise multiplier of all that a run releases.")
     ] = None,
     overrides: Overrides = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Encrypt examples of CONFIG, one slice per virtual worker, for CONFIG's policy.
 
     Training data needs --ledger-key, --account and --least-noise: only runs that state them get its keys.
     """
     demanded = ledger_key, account, least_noise
-    execute(as_json, debug, lambda output: _seal(output, config, overrides, key, out, part, demanded))
-
-
-def _seal(
-    output: Output,
-    config: Path,
-    overrides: list[str] | None,
-    key: Path,
-    out: Path,
-    part: Literal["training", "evaluation"],
-    demanded: tuple[str | None, str | None, float | None],
-) -> int:
     from raycloak.coordinator.console.figures import size_text
     from raycloak.coordinator.console.tables import fields_table
     from raycloak.coordinator.planning.sealing import SealTerms, seal_for

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from raycloak.coordinator.cli.options import AsJson, Debug, execute
+from raycloak.coordinator.cli.options import command
 from raycloak.coordinator.console.output import Output
 from raycloak.metrics.errors import ConfigError
 from raycloak.metrics.file_errors import file_error
@@ -22,17 +22,13 @@ _SOURCES = Path(__file__).parent / "templates"
 _NEED_HF = ("text", "lora")
 
 
+@command
 def init_command(
+    output: Output,
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="New or empty folder.", show_default=False)],
     template: Annotated[str, typer.Option(help="tabular, image, text or lora.", show_default=False)],
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Write a project of three files that trains on tiny public data at once, to be changed into your own."""
-    execute(as_json, debug, lambda output: _init(output, folder, template))
-
-
-def _init(output: Output, folder: Path, template: str) -> int:
     from raycloak.coordinator.console.tables import fields_table
 
     _check(folder, template)

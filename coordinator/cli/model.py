@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from raycloak.coordinator.cli.options import AsJson, Debug, Overrides, execute
+from raycloak.coordinator.cli.options import Overrides, command
 from raycloak.coordinator.console.output import Output
 from raycloak.coordinator.runs.progress import waiting
 from raycloak.metrics.errors import ModelError
@@ -25,23 +25,19 @@ def _group() -> None:
 
 
 @model.command("check")
+@command
 def check_command(
+    output: Output,
     target: Annotated[
         str,
         typer.Argument(metavar="MODEL", help="YAML file of a run, or module:function.", show_default=False),
     ],
     overrides: Overrides = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Say of each layer whether it is trained, why not, and the line that mends it. Exit code 2 if one is refused.
 
     With a configuration the model is also run, on synthetic examples of the form of its dataset.
     """
-    execute(as_json, debug, lambda output: _check(output, target, overrides))
-
-
-def _check(output: Output, target: str, overrides: list[str] | None) -> int:
     from raycloak.coordinator.config.run import load_config
     from raycloak.coordinator.planning.model_check import report_by_type, report_in_a_run
     from raycloak.workers.inputs.user_code import telling

@@ -1,11 +1,13 @@
 """The options that commands of ``raycloak`` share, and the exit code that each error becomes."""
 
+import inspect
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -25,18 +27,32 @@ RunName = Annotated[
     typer.Argument(metavar="RUN", help="Run directory, run name, beginning of an id, or 'last'.", show_default=False),
 ]
 RUN_OR_OTHER = "run: directory, name, beginning of an id, or 'last'"
-AsJson = Annotated[bool, typer.Option("--json", help="Print exactly one JSON object on standard output.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+_FLAGS = {
+    "as_json": Annotated[bool, typer.Option("--json", help="Print exactly one JSON object on standard output.")],
+    "debug": Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")],
+}
+"""The options of every command."""
 
 
-def execute(as_json: bool, debug: bool, body: Callable[[Output], int]) -> NoReturn:
-    """Run ``body`` with the standard streams owned by the command; every outcome becomes an exit code.
+def command(body: Callable[..., int]) -> Callable[..., NoReturn]:
+    """Make a command of a function whose first parameter is the output: typer sees the others, --json and --debug.
 
-    Its memory is closed to other processes: almost every command has a key in it, if only the ledger's.
+    It runs with the standard streams owned by the command, and every outcome becomes an exit code. Its memory is closed
+    to other processes: almost every command has a key in it, if only the ledger's.
     """
-    with command_output(as_json, debug) as output:
-        code = _guard(output, body)
-    raise typer.Exit(code)
+
+    @wraps(body)
+    def run(*, as_json: bool, debug: bool, **options: Any) -> NoReturn:
+        with command_output(as_json, debug) as output:
+            code = _guard(output, lambda output: body(output, **options))
+        raise typer.Exit(code)
+
+    _, *own = inspect.signature(body).parameters.values()
+    kind = inspect.Parameter.KEYWORD_ONLY
+    flags = (inspect.Parameter(name, kind, default=False, annotation=each) for name, each in _FLAGS.items())
+    run.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in own} | _FLAGS
+    return run
 
 
 def _guard(output: Output, body: Callable[[Output], int]) -> int:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from raycloak.coordinator.cli.options import AsJson, Debug, execute
+from raycloak.coordinator.cli.options import command
 from raycloak.coordinator.console.output import Output
 from raycloak.metrics.file_errors import require_absent
 
@@ -23,16 +23,12 @@ Trust = Annotated[Path, typer.Option("--trust", metavar="STORE", help="Trust sto
 
 
 @package.command("keygen")
+@command
 def keygen_command(
+    output: Output,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="New private key file.", show_default=False)],
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Make a recipient's key pair: FILE stays with its owner, FILE.pub goes into checkpoint.recipients of a run."""
-    execute(as_json, debug, lambda output: _keygen(output, file))
-
-
-def _keygen(output: Output, file: Path) -> int:
     from raycloak.attestation.sealed.package_keys import create_recipient
 
     public, public_path = create_recipient(file)
@@ -44,40 +40,26 @@ def _keygen(output: Output, file: Path) -> int:
 
 
 @package.command("trust")
+@command
 def trust_command(
+    output: Output,
     store: Annotated[Path, typer.Argument(metavar="STORE", help="Trust store; created if missing.")],
     signer: Annotated[Path, typer.Option(metavar="FILE", help="Public file of the signer.", show_default=False)],
     name: Annotated[str, typer.Option(help="Name of this signer in the store.", show_default=False)],
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Add a signer to a trust store. Get the signer's file over a channel that you trust."""
-    execute(as_json, debug, lambda output: _trust(output, store, signer, name))
-
-
-def _trust(output: Output, path: Path, signer: Path, name: str) -> int:
     from raycloak.attestation.sealed.package_keys import TrustStore, load_signer
 
-    known = TrustStore.load(path) if path.exists() else TrustStore()
+    known = TrustStore.load(store) if store.exists() else TrustStore()
     public = load_signer(signer)
-    known.with_signer(name, public).save(path)
-    return _show(output, "Trusted signer", {"name": name, "key_id": public.key_id.hex(), "store": str(path)})
+    known.with_signer(name, public).save(store)
+    return _show(output, "Trusted signer", {"name": name, "key_id": public.key_id.hex(), "store": str(store)})
 
 
 @package.command("verify")
-def verify_command(
-    path: PackagePath,
-    trust: Trust,
-    run: OfRun = None,
-    step: OfStep = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+@command
+def verify_command(output: Output, path: PackagePath, trust: Trust, run: OfRun = None, step: OfStep = None) -> int:
     """Check signatures and every byte of a package; needs no key. Exit code 3 if it is refused."""
-    execute(as_json, debug, lambda output: _verify(output, path, trust, run, step))
-
-
-def _verify(output: Output, path: str, trust: Path, run: str | None, step: int | None) -> int:
     from raycloak.coordinator.checkpoints.reader import Expected, package_at
 
     with package_at(path, trust, Expected(run_id=run, step=step)) as found:
@@ -85,21 +67,17 @@ def _verify(output: Output, path: str, trust: Path, run: str | None, step: int |
 
 
 @package.command("open")
+@command
 def open_command(
+    output: Output,
     path: PackagePath,
     trust: Trust,
     key: Annotated[Path, typer.Option(metavar="FILE", help="Private key of a recipient.", show_default=False)],
     out: Annotated[Path, typer.Option(metavar="FILE", help="New safetensors file.", show_default=False)],
     run: OfRun = None,
     step: OfStep = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Verify a package, and decrypt its parameters to a safetensors file."""
-    execute(as_json, debug, lambda output: _open(output, path, trust, key, out, run, step))
-
-
-def _open(output: Output, path: str, trust: Path, key: Path, out: Path, run: str | None, step: int | None) -> int:
     from raycloak.attestation.sealed.package_keys import load_recipient_key
     from raycloak.coordinator.checkpoints.reader import Expected, open_to_file, package_at
 
@@ -127,12 +105,7 @@ def _title(found: "VerifiedPackage") -> str:
 
 
 def _show(output: Output, title: str, facts: dict[str, Any]) -> int:
-    from raycloak.coordinator.console.figures import value_text
-    from raycloak.coordinator.console.tables import fields_table
+    from raycloak.coordinator.console.tables import facts_table
 
-    rows = [
-        (name.replace("_", " "), ", ".join(value) if isinstance(value, list) else value_text(value))
-        for name, value in facts.items()
-    ]
-    output.result(facts, fields_table(title, rows))
+    output.result(facts, facts_table(title, facts))
     return 0

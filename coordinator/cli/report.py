@@ -5,12 +5,14 @@ from typing import Annotated
 
 import typer
 
-from raycloak.coordinator.cli.options import AsJson, Debug, RunName, execute
+from raycloak.coordinator.cli.options import RunName, command
 from raycloak.coordinator.console.output import Output
 from raycloak.metrics.errors import ConfigError
 
 
+@command
 def report_command(
+    to: Output,
     run: RunName,
     output: Annotated[
         Path | None,
@@ -23,14 +25,8 @@ def report_command(
     model_card: Annotated[
         bool, typer.Option("--model-card", help="Also write a model card for the Hugging Face hub beside it.")
     ] = False,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Write the record of a run as one page: verdict, curves, evidence, incidents, limits. Reads the run alone."""
-    execute(as_json, debug, lambda to: _report(to, run, output, pdf, eu_ai_act, model_card))
-
-
-def _report(to: Output, run: str, output: Path | None, pdf: bool, eu_ai_act: bool, model_card: bool) -> int:
     from raycloak.coordinator.console.tables import fields_table
     from raycloak.coordinator.record.run_list import find_run
     from raycloak.coordinator.report.document import write_report

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from raycloak.coordinator.cli.options import AsJson, Debug, RunName, execute
+from raycloak.coordinator.cli.options import RunName, command
 from raycloak.coordinator.console.output import Output
 from raycloak.metrics.errors import ConfigError
 
@@ -22,21 +22,17 @@ runs = typer.Typer(help="The runs in RAYCLOAK_HOME: all of them, one in full, se
 
 
 @runs.command("list")
+@command
 def list_command(
+    output: Output,
     name: Annotated[
         str | None, typer.Option(metavar="PATTERN", help="Only runs of this name; * stands for any text.")
     ] = None,
     status: Annotated[
         str | None, typer.Option(metavar="STATUS", help="Only runs in this state, such as running or killed.")
     ] = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """List the runs, the newest last: status, steps, ε, result, evidence and account."""
-    execute(as_json, debug, lambda output: _list(output, name, status))
-
-
-def _list(output: Output, name: str | None, status: str | None) -> int:
     from raycloak.coordinator.cli.views.runs import STATE_NOTES, RunsTable
     from raycloak.coordinator.config.home import home_path
     from raycloak.coordinator.record.run_list import RunSummary, list_runs
@@ -53,16 +49,13 @@ def _list(output: Output, name: str | None, status: str | None) -> int:
 
 
 @runs.command("show")
-def show_command(run: RunName, as_json: AsJson = False, debug: Debug = False) -> None:
+@command
+def show_command(output: Output, run: RunName) -> int:
     """Show one run in full: digests, terms, verdict, measurements and incidents."""
-    execute(as_json, debug, lambda output: _show(output, run))
-
-
-def _show(output: Output, named: str) -> int:
     from raycloak.coordinator.cli.views.runs import run_view
     from raycloak.coordinator.record.run_list import find_run
 
-    facts, course = _facts(find_run(named))
+    facts, course = _facts(find_run(run))
     output.result(facts, run_view(facts, course))
     return 0
 
@@ -116,21 +109,17 @@ def _facts(path: Path) -> tuple[dict[str, Any], "RunCourse"]:
 
 
 @runs.command("compare")
+@command
 def compare_command(
+    output: Output,
     names: Annotated[
         list[str],
         typer.Argument(
             metavar="RUN RUN...", help="Run directories, names, beginnings of ids, or 'last'.", show_default=False
         ),
     ],
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Set runs beside each other: what differs in their configurations and results, and whether bytes are the same."""
-    execute(as_json, debug, lambda output: _compare(output, names))
-
-
-def _compare(output: Output, names: list[str]) -> int:
     from raycloak.coordinator.cli.views.runs import comparison_view
     from raycloak.coordinator.record.run_comparison import compare
     from raycloak.coordinator.record.run_list import find_run

@@ -10,7 +10,7 @@ import typer
 
 from raycloak.attestation.core.private_memory import keep_memory_private
 from raycloak.attestation.processes.channel import Channel
-from raycloak.coordinator.cli.options import AsJson, Debug, ended_by_signals, execute
+from raycloak.coordinator.cli.options import command, ended_by_signals
 from raycloak.coordinator.client.local_service import Listening
 from raycloak.coordinator.console.output import Output
 from raycloak.coordinator.quick_imports import quickly
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 _LOOK_S = 0.5
 
 
+@command
 def serve_command(
+    output: Output,
     config: Annotated[
         Path | None, typer.Argument(metavar="CONFIG", help="YAML file of the service.", show_default=False)
     ] = None,
@@ -34,14 +36,12 @@ def serve_command(
         ),
     ] = None,
     token: Annotated[bool, typer.Option("--token", help="Instead make a token, and show it this once.")] = False,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Train for clients over gRPC until SIGTERM or Ctrl-C; first prints where it listens.
 
     At the end each run stops after its step; the next start goes on with it.
     """
-    execute(as_json, debug, lambda output: _token(output, config) if token else _said(output, config, base))
+    return _token(output, config) if token else _said(output, config, base)
 
 
 def serve_parent(parent: Channel, config: str, base: str) -> None:

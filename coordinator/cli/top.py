@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raycloak.coordinator.cli.options import AsJson, Debug, RunName, execute
+from raycloak.coordinator.cli.options import RunName, command
 from raycloak.coordinator.console.output import Output
 from raycloak.metrics.errors import ConfigError
 
@@ -24,16 +24,13 @@ EVERY_S = 0.5
 """Seconds between two looks: an eye reads no faster, and a look costs a millisecond."""
 
 
-def top_command(run: RunName, as_json: AsJson = False, debug: Debug = False) -> None:
+@command
+def top_command(output: Output, run: RunName) -> int:
     """Watch a run: ε against its plan, accuracy, members, phase times, rate and time left; q ends. Reads files only."""
-    execute(as_json, debug, lambda output: _top(output, run))
-
-
-def _top(output: Output, named: str) -> int:
     from raycloak.coordinator.cli.views.top import TopView
     from raycloak.coordinator.record.run_list import find_run
 
-    watch = RunWatch(find_run(named))
+    watch = RunWatch(find_run(run))
     snapshot = watch.look()
     if output.terminal is not None and snapshot.is_live:
         snapshot = _live(output.terminal, watch, snapshot)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from raycloak.coordinator.cli.options import RUN_OR_OTHER, AsJson, Debug, RunName, execute, run_or_path
+from raycloak.coordinator.cli.options import RUN_OR_OTHER, RunName, command, run_or_path
 from raycloak.coordinator.console.output import Output
 from raycloak.metrics.errors import RefusedError
 
@@ -24,28 +24,28 @@ TrustFile = Annotated[
 NewFile = Annotated[Path, typer.Option("--output", metavar="FILE", help="New file.", show_default=False)]
 
 
+@command
 def verify_command(
+    output: Output,
     run: Annotated[
         str,
         typer.Argument(metavar="RUN|BUNDLE", help=f"Bundle; or, on its site, a {RUN_OR_OTHER}.", show_default=False),
     ],
     trust: TrustFile,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Derive every claim about a run again, from signed bytes and the trust file. Exit code 3 if one fails."""
-    execute(as_json, debug, lambda output: _verify(output, run_or_path(run), trust))
+    return _verify(output, run_or_path(run), trust)
 
 
+@command
 def auditor_command(
+    output: Output,
     bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="The bundle of the run.", show_default=False)],
     trust: TrustFile,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Derive every claim about a run again, from signed bytes and the trust file. Exit code 3 if one fails."""
     # Without names of runs: an auditor's machine has none, and lacks the libraries that read them.
-    execute(as_json, debug, lambda output: _verify(output, bundle, trust))
+    return _verify(output, bundle, trust)
 
 
 def _verify(output: Output, run: Path, trust: Path) -> int:
@@ -84,12 +84,9 @@ def _view(report: "Report") -> "RenderableType":
     return Group(table, limits, last)
 
 
-def bundle_command(run: RunName, out: NewFile, as_json: AsJson = False, debug: Debug = False) -> None:
+@command
+def bundle_command(output: Output, run: RunName, out: NewFile) -> int:
     """Write the one file that an auditor of a run gets: its record and its account, signed by this site."""
-    execute(as_json, debug, lambda output: _bundle(output, run, out))
-
-
-def _bundle(output: Output, run: str, out: Path) -> int:
     import time
 
     from raycloak.coordinator.console.figures import size_text
@@ -114,12 +111,9 @@ def _bundle(output: Output, run: str, out: Path) -> int:
     return 0
 
 
-def trust_command(run: RunName, out: NewFile, as_json: AsJson = False, debug: Debug = False) -> None:
+@command
+def trust_command(output: Output, run: RunName, out: NewFile) -> int:
     """Write the trust file for auditors of a run. Hand it over on another channel than the bundle."""
-    execute(as_json, debug, lambda output: _trust(output, run, out))
-
-
-def _trust(output: Output, run: str, out: Path) -> int:
     from raycloak.coordinator.console.tables import fields_table
     from raycloak.coordinator.proof.gather import trust_of
     from raycloak.coordinator.record.run_list import find_run

@@ -15,31 +15,22 @@ Rules of every actor:
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar
 
 import ray
-from ray.exceptions import (
-    ActorPlacementGroupRemoved,
-    ActorUnavailableError,
-    GetTimeoutError,
-    ObjectLostError,
-    OutOfMemoryError,
-    RayActorError,
-    RayError,
-    RayTaskError,
-    TaskCancelledError,
-)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raycloak.attestation.service.serving_orchestrator import EvidenceOrchestrator
 from raycloak.attestation.simulators.tdx_pki import read_public
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
 from raycloak.coordinator.cluster.backend import ActorLost
+from raycloak.coordinator.cluster.calls import Reference
+from raycloak.coordinator.cluster.gpu_actor import NodeGpus
 from raycloak.coordinator.cluster.ledger_actor import LedgerActor
 from raycloak.coordinator.cluster.local_ray import check_temp, start_failed
 from raycloak.coordinator.cluster.machine_names import MACHINE_LABEL, machine_name
@@ -48,12 +39,11 @@ from raycloak.coordinator.cluster.orchestrator_actor import OrchestratorActor
 from raycloak.coordinator.cluster.platform_actor import NodePlatform
 from raycloak.coordinator.cluster.processes import nvml_missing, own_node
 from raycloak.coordinator.cluster.ray_address import check_address, unreachable
-from raycloak.coordinator.cluster.remote import Reference
+from raycloak.coordinator.cluster.ray_calls import ask, ask_process, fetch, wait
 from raycloak.coordinator.config.home import ray_token_file
 from raycloak.coordinator.config.secret_variables import SECRET_VARIABLES, require_none_among
 from raycloak.coordinator.console.output import divert_logger
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
-from raycloak.metrics.errors import RaycloakError, RunFailedError
 from raycloak.metrics.gpu_readings import GpuReading, GpuSampler
 
 P = ParamSpec("P")
@@ -73,8 +63,6 @@ _inherited: dict[str, str] = {}
 def actor(cls: type, **options: Any) -> Any:
     """Make an actor class of a plain class, under the rules above.
 
-    ``view`` of orchestrator and ledger runs beside their other methods.
-
     Args:
         options: options of Ray, such as ``num_cpus``. ``environment`` holds variables that are set before the actor's
             process imports anything. ``sees_gpus`` leaves the node's GPUs visible without reserving one.
@@ -86,9 +74,10 @@ def actor(cls: type, **options: Any) -> Any:
     # Ray starts a process with variables of its own twice, for a quarter of a second of CPU.
     if missing := {name: value for name, value in environment.items() if _inherited.get(name) != value}:
         settings["runtime_env"] = {"env_vars": missing}
-    if cls in _WIRED:
+    wired = _WIRED.get(cls, cls)
+    if hasattr(wired, "receive_beside"):
         settings["concurrency_groups"] = {"control": 1}
-    return ray.remote(**settings)(_WIRED.get(cls, cls))
+    return ray.remote(**settings)(wired)
 
 
 def on_this_node() -> NodeAffinitySchedulingStrategy:
@@ -108,21 +97,6 @@ def off_this_node() -> dict[str, Any]:
         "label_selector": {"ray.io/node-id": f"!{own}"},
         "fallback_strategy": [{"label_selector": {}}],
     }
-
-
-def ask(handle: Any, method: Callable[Concatenate[Any, P], T], *args: P.args, **keywords: P.kwargs) -> Reference[T]:
-    """Call a method of the actor behind ``handle``, given as a function of its class so that mypy checks the call."""
-    answer: Reference[T] = getattr(handle, method.__name__).remote(*args, **keywords)
-    return answer
-
-
-def ask_process(
-    handle: Any, question: Callable[Concatenate[Any, P], T], *args: P.args, **keywords: P.kwargs
-) -> Reference[T]:
-    """Call a function in an actor's process, such as one of `raycloak.coordinator.cluster.processes`; it gets the
-    actor first."""
-    answer: Reference[T] = handle.__ray_call__.remote(question, *args, **keywords)
-    return answer
 
 
 def ask_node(handle: Any) -> Reference[str]:
@@ -219,7 +193,7 @@ class GpuSamplers:
                 self._start(node)
 
     def _start(self, node: str) -> None:
-        self._handles[node] = _on_node(node, GpuSampler, sees_gpus=True).remote(node[:12])
+        self._handles[node] = _on_node(node, NodeGpus, sees_gpus=True).remote(node[:12])
 
     def unavailable_reasons(self) -> list[str]:
         """Return why nodes have no readings, and end their samplers, which would never have any."""
@@ -256,64 +230,6 @@ def kill_all(handles: Iterable[Any]) -> None:
     """Kill actors at once, without letting their processes finish anything."""
     for handle in handles:
         ray.kill(handle)
-
-
-def wait(references: Sequence[Reference[T]], deadline_s: float, *, fetch_local: bool = False) -> list[Reference[T]]:
-    """Return the references that are ready, successfully or not, when all are or the deadline has passed.
-
-    Args:
-        fetch_local: also wait until their values have arrived on this node.
-    """
-    asked: list[Any] = list(references)
-    ready: list[Any] = ray.wait(asked, num_returns=len(asked), timeout=deadline_s, fetch_local=fetch_local)[0]
-    return ready
-
-
-def cancel(references: Iterable[Reference[object]]) -> None:
-    """Have actors see that the calls behind ``references`` are cancelled; a call that waits is not begun.
-
-    Assumes: all that a call was given is ready. Ray numbers the calls of an actor when they are made. One that is
-    cancelled while it waits for an argument is never sent, and the actor waits half a minute for its number.
-    """
-    for reference in references:
-        ray.cancel(cast("ray.ObjectRef[Any]", reference), recursive=False)
-
-
-def fetch(reference: Reference[T], deadline_s: float) -> T:
-    """Return an answer, as ``ray.get`` with a deadline and raycloak's errors.
-
-    Raises:
-        ActorLost: the actor died, cannot be reached, did not answer in time, or lacks an object that was lost with its
-            node; or the call was cancelled.
-        RaycloakError: what the actor raised.
-        RunFailedError: ``actor_error`` if the actor raised anything else.
-    """
-    try:
-        value: T = ray.get(cast("ray.ObjectRef[T]", reference), timeout=deadline_s)
-        return value
-    except GetTimeoutError:
-        raise ActorLost("deadline") from None
-    except (OutOfMemoryError, MemoryError):
-        raise ActorLost("out_of_memory") from None
-    except ObjectLostError:
-        raise ActorLost("object_lost") from None
-    except TaskCancelledError:
-        raise ActorLost("cancelled") from None
-    # A subclass of RayActorError, so it has to be caught first.
-    except ActorUnavailableError:
-        raise ActorLost("unreachable") from None
-    except RayActorError:
-        raise ActorLost("died") from None
-    except RayTaskError as error:
-        if isinstance(error.cause, RaycloakError):
-            raise error.cause from None
-        raise RunFailedError(
-            "actor_error", f"an actor failed with {type(error.cause).__name__}", "See the log of the run for its trace."
-        ) from error
-    except ActorPlacementGroupRemoved:
-        raise ActorLost("unplaceable") from None
-    except RayError:
-        raise ActorLost("unreachable") from None
 
 
 def cluster_gpus() -> float:

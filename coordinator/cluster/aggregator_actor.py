@@ -6,9 +6,10 @@ with quickly():
     from raycloak.attestation.attester.attester import EvidenceSource
     from raycloak.attestation.core.private_memory import keep_memory_private
     from raycloak.coordinator.aggregation.aggregator import MaskedAggregator
+    from raycloak.coordinator.cluster.calls import Receiver
 
 
-class MaskedAggregatorActor(MaskedAggregator):
+class MaskedAggregatorActor(Receiver, MaskedAggregator):
     """A MaskedAggregator that is not a member and holds no key until :meth:`take_part`."""
 
     def __init__(self, source: EvidenceSource) -> None:

@@ -9,9 +9,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
-import numpy as np
-
-from raycloak.coordinator.cluster.remote import Actor, Aggregator, AggregatorActor, Reference, Worker, WorkerActor
+from raycloak.coordinator.cluster.calls import Reference, Wire, form_of_value
+from raycloak.coordinator.cluster.remote import Actor, Aggregator, AggregatorActor, Worker, WorkerActor
 
 T = TypeVar("T")
 
@@ -87,7 +86,7 @@ class Backend(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class _Settled(Reference[Any]):
+class Settled(Reference[Any]):
     """The outcome of a local call."""
 
     value: Any = None
@@ -97,7 +96,8 @@ class _Settled(Reference[Any]):
 class LocalBackend:
     """A backend that runs every call at once in this process.
 
-    Arrays are passed read-only, as Ray passes them: code that writes into an argument fails here too.
+    Calls and answers travel as `raycloak.coordinator.cluster.calls` says, as on Ray. So what Ray could not carry fails
+    here too, and code that writes into an array that it was given.
     """
 
     def __init__(self, make_worker: Callable[[str], Worker], make_aggregator: Callable[[str], Aggregator]) -> None:
@@ -119,23 +119,24 @@ class LocalBackend:
         returns: int = 1,
     ) -> tuple[Reference[Any], ...]:
         """Run a method; its outcome is kept for :meth:`fetch`. See `raycloak.coordinator.cluster.remote.Caller`."""
-        values = [arg.value if isinstance(arg, _Settled) else arg for arg in args]
-        failed = (each.error for each in args if isinstance(each, _Settled) and each.error)
+        values = [arg.value if isinstance(arg, Settled) else arg for arg in args]
+        failed = (each.error for each in args if isinstance(each, Settled) and each.error)
         refusal = ActorLost("died") if actor.member_id in self._stopped else next(failed, None)
         if refusal is not None:
-            return tuple(_Settled(error=refusal) for _ in range(returns))
+            return tuple(Settled(error=refusal) for _ in range(returns))
+        wire = Wire.of(method)
         try:
-            result = getattr(actor.handle, method.__name__)(*values)
+            result = getattr(actor.handle, method.__name__)(*wire.read_call(wire.write_call(values)))
+            frames = wire.write_answer(result, returns)
+            return tuple(Settled(value=wire.read_answer(index, frame)) for index, frame in enumerate(frames))
         except Exception as error:  # noqa: BLE001 - raised again where the reference is fetched
-            return tuple(_Settled(error=error) for _ in range(returns))
-        results = (result,) if returns == 1 else result
-        return tuple(_Settled(value=_read_only(value)) for value in results)
+            return tuple(Settled(error=error) for _ in range(returns))
 
     def wait(self, references: Sequence[Reference[object]], deadline_s: float) -> Collection[Reference[object]]:
         return list(references)
 
     def fetch(self, reference: Reference[T], deadline_s: float) -> T:
-        settled = cast("_Settled", reference)
+        settled = cast("Settled", reference)
         if settled.error is not None:
             raise settled.error
         value: T = settled.value
@@ -145,7 +146,8 @@ class LocalBackend:
         """Do nothing: every call has ended when its reference is there."""
 
     def put(self, value: T) -> Reference[T]:
-        return _Settled(value=_read_only(value))
+        form = form_of_value(value)
+        return Settled(value=form.read(form.write(value)))
 
     def stop(self, actor: Actor) -> None:
         self._stopped.add(actor.member_id)
@@ -161,11 +163,3 @@ class LocalBackend:
 
     def departing(self) -> Collection[str]:
         return ()
-
-
-def _read_only(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        # A view, so that the caller's own array stays writable.
-        value = value.view()
-        value.flags.writeable = False
-    return value

@@ -21,11 +21,13 @@ from typing import Any, Concatenate, Generic, Literal, ParamSpec, Protocol, Type
 from raycloak.attestation.core.evidence import CollateralBundle
 from raycloak.attestation.orchestrator.commits import StepCommit
 from raycloak.attestation.orchestrator.run_terms import RunTerms
-from raycloak.attestation.service.serving_orchestrator import EvidenceOrchestrator
 from raycloak.coordinator.cluster.backend import ActorLost
-from raycloak.coordinator.cluster.remote import Actor, Reference, positional
+from raycloak.coordinator.cluster.calls import Reference, Wire
+from raycloak.coordinator.cluster.remote import Actor, Remote
+from raycloak.coordinator.cluster.run_orchestrator import RunOrchestrator
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.metrics.errors import ConfigError, RunFailedError
+from raycloak.workers.terms.manifest import Manifest
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -126,7 +128,7 @@ class Control:
         actor = self.restart(role)
         if role == "orchestrator" and self.orchestrator.begun is not None:
             try:
-                begin = self.backend.call(actor, EvidenceOrchestrator.begin, *self.orchestrator.begun)
+                begin = self.backend.call(actor, RunOrchestrator.begin, *self.orchestrator.begun)
                 self.backend.fetch(begin[0], self.deadline_s)
             except ActorLost:
                 self.backend.stop(actor)
@@ -183,32 +185,20 @@ class _Face:
         self._role = role
 
     def _submit(self, method: Callable[Concatenate[Any, P], T], *args: P.args, **keywords: P.kwargs) -> Pending[T]:
-        return Pending(self._control, self._role, method, positional(method, args, keywords))
+        return Pending(self._control, self._role, method, Wire.of(method).positional(args, keywords))
 
     def _ask(self, method: Callable[Concatenate[Any, P], T], *args: P.args, **keywords: P.kwargs) -> T:
         return self._submit(method, *args, **keywords).result()
 
 
-class _Method(Generic[P, T]):
-    """A method of an actor's class that its face has under the same name."""
-
-    def __init__(self, method: Callable[Concatenate[Any, P], T]) -> None:
-        self._method = method
-
-    def __set_name__(self, _: type, name: str) -> None:
-        method: Callable[..., Any] = self._method
-        # mypy knows that the class has this method, but not that a backend finds it: it is sent by its function's name.
-        assert method.__name__ == name, f"{name} would be sent as {method.__name__}"
-
-
-class _Waits(_Method[P, T]):
+class _Waits(Remote[P, T]):
     """A method that waits for its answer."""
 
     def __get__(self, face: _Face, _: type) -> Callable[P, T]:
         return partial(face._ask, self._method)
 
 
-class _Overlaps(_Method[P, T]):
+class _Overlaps(Remote[P, T]):
     """A method that returns a :class:`Pending` at once."""
 
     def __get__(self, face: _Face, _: type) -> Callable[P, Pending[T]]:
@@ -241,43 +231,43 @@ class OrchestratorFace(_Face):
             them: it finds its members on disk under the same session, but the terms are not on disk.
     """
 
-    admit = _Waits(EvidenceOrchestrator.admit)
-    challenge = _Waits(EvidenceOrchestrator.challenge)
-    commit = _Waits(EvidenceOrchestrator.commit)
-    committed = _Waits(EvidenceOrchestrator.committed)
-    expel = _Waits(EvidenceOrchestrator.expel)
-    export_log = _Waits(EvidenceOrchestrator.export_log)
-    held_by_machine = _Waits(EvidenceOrchestrator.held_by_machine)
-    key_commitments = _Waits(EvidenceOrchestrator.key_commitments)
-    load_state = _Waits(EvidenceOrchestrator.load_state)
-    loads = _Waits(EvidenceOrchestrator.loads)
-    log_position = _Waits(EvidenceOrchestrator.log_position)
-    log_root_at = _Waits(EvidenceOrchestrator.log_root_at)
-    most_hosted = _Waits(EvidenceOrchestrator.most_hosted)
-    newest_published = _Waits(EvidenceOrchestrator.newest_published)
-    open_package = _Waits(EvidenceOrchestrator.open_package)
-    open_step = _Overlaps(EvidenceOrchestrator.open_step)
-    order_evaluation = _Waits(EvidenceOrchestrator.order_evaluation)
-    package_recipient = _Waits(EvidenceOrchestrator.package_recipient)
-    package_signer = _Waits(EvidenceOrchestrator.package_signer)
-    present = _Waits(EvidenceOrchestrator.present)
-    record_data = _Waits(EvidenceOrchestrator.record_data)
-    record_published = _Waits(EvidenceOrchestrator.record_published)
-    release = _Waits(EvidenceOrchestrator.release)
-    review = _Waits(EvidenceOrchestrator.review)
-    service_address = _Waits(EvidenceOrchestrator.service_address)
-    sign_package = _Waits(EvidenceOrchestrator.sign_package)
-    view = _Waits(EvidenceOrchestrator.view)
+    admit = _Waits(RunOrchestrator.admit)
+    challenge = _Waits(RunOrchestrator.challenge)
+    commit = _Waits(RunOrchestrator.commit)
+    committed = _Waits(RunOrchestrator.committed)
+    expel = _Waits(RunOrchestrator.expel)
+    export_log = _Waits(RunOrchestrator.export_log)
+    held_by_machine = _Waits(RunOrchestrator.held_by_machine)
+    key_commitments = _Waits(RunOrchestrator.key_commitments)
+    load_state = _Waits(RunOrchestrator.load_state)
+    loads = _Waits(RunOrchestrator.loads)
+    log_position = _Waits(RunOrchestrator.log_position)
+    log_root_at = _Waits(RunOrchestrator.log_root_at)
+    most_hosted = _Waits(RunOrchestrator.most_hosted)
+    newest_published = _Waits(RunOrchestrator.newest_published)
+    open_package = _Waits(RunOrchestrator.open_package)
+    open_step = _Overlaps(RunOrchestrator.open_step)
+    order_evaluation = _Waits(RunOrchestrator.order_evaluation)
+    package_recipient = _Waits(RunOrchestrator.package_recipient)
+    package_signer = _Waits(RunOrchestrator.package_signer)
+    present = _Waits(RunOrchestrator.present)
+    record_data = _Waits(RunOrchestrator.record_data)
+    record_published = _Waits(RunOrchestrator.record_published)
+    release = _Waits(RunOrchestrator.release)
+    review = _Waits(RunOrchestrator.review)
+    service_address = _Waits(RunOrchestrator.service_address)
+    sign_package = _Waits(RunOrchestrator.sign_package)
+    view = _Waits(RunOrchestrator.view)
 
     def __init__(self, control: Control) -> None:
         super().__init__(control, "orchestrator")
-        self.begun: tuple[RunTerms, str] | None = None
+        self.begun: tuple[RunTerms[Manifest], str] | None = None
 
-    def begin(self, terms: RunTerms, session: str) -> None:
+    def begin(self, terms: RunTerms[Manifest], session: str) -> None:
         """Begin a session of the run, or resume it after a restart."""
         # Kept before the question is asked: if the actor dies of it, its successor has to begin too.
         self.begun = terms, session
-        self._ask(EvidenceOrchestrator.begin, terms, session)
+        self._ask(RunOrchestrator.begin, terms, session)
 
     def take_collateral(self, collateral: CollateralBundle) -> None:
         """Judge evidence by newer collateral from now on."""
@@ -285,12 +275,12 @@ class OrchestratorFace(_Face):
             # Kept first, as in `begin`.
             terms, session = self.begun
             self.begun = replace(terms, collateral=collateral), session
-        self._ask(EvidenceOrchestrator.take_collateral, collateral)
+        self._ask(RunOrchestrator.take_collateral, collateral)
 
     def finish(self, commits: tuple[StepCommit, ...], log_file: str, destroy: bool) -> None:
         """Commit, export the log and end the run; destroy a generated secret if asked."""
         try:
-            self._ask(EvidenceOrchestrator.finish, commits, log_file, destroy)
+            self._ask(RunOrchestrator.finish, commits, log_file, destroy)
         except ConfigError as error:
             # Raised by a new incarnation: its predecessor destroyed the secret, the last act of finish, and then died.
             if error.code != "secret_destroyed":

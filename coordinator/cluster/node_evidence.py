@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-import ray
-
 from raycloak.attestation.attester.attester import CpuEvidence
+from raycloak.coordinator.cluster.platform_actor import NodePlatform
 from raycloak.coordinator.cluster.processes import own_node
+from raycloak.coordinator.cluster.ray_calls import ask, fetch
 
 QUOTE_DEADLINE_S = 30.0
 
@@ -23,5 +23,5 @@ class NodeEvidenceSource:
 
     def collect(self, report_data: bytes) -> CpuEvidence:
         """Return a quote over ``report_data``, made by the node's simulated platform."""
-        quote: bytes = ray.get(self._platforms[own_node(self)].quote.remote(report_data), timeout=QUOTE_DEADLINE_S)
-        return CpuEvidence(quote)
+        asked = ask(self._platforms[own_node(self)], NodePlatform.quote, report_data)
+        return CpuEvidence(fetch(asked, QUOTE_DEADLINE_S))

@@ -4,29 +4,33 @@ A module of its own, so that the orchestrator's process imports nothing that onl
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import ray
 
 from raycloak.coordinator.quick_imports import quickly
 
 with quickly():
+    from raycloak.attestation.attester.attester import EvidenceSource
     from raycloak.attestation.core.private_memory import keep_memory_private
-    from raycloak.attestation.orchestrator.admissions import OrchestratorView
-    from raycloak.attestation.service.serving_orchestrator import EvidenceOrchestrator
-    from raycloak.metrics.collectors import ServiceFigures
+    from raycloak.coordinator.cluster.calls import Receiver
+    from raycloak.coordinator.cluster.run_orchestrator import RunOrchestrator
 
 
-class OrchestratorActor(EvidenceOrchestrator):
-    """An EvidenceOrchestrator whose view and figures answer while another method runs."""
+class OrchestratorActor(Receiver, RunOrchestrator):
+    """A RunOrchestrator that answers calls, and its view and figures while another method runs."""
 
-    def __init__(self, state_directory: str, clock: Callable[[], float], bind: str | None = None) -> None:
+    def __init__(
+        self,
+        state_directory: str,
+        clock: Callable[[], float],
+        bind: str | None = None,
+        source: EvidenceSource | None = None,
+    ) -> None:
         keep_memory_private()
-        super().__init__(state_directory, clock, bind)
+        super().__init__(state_directory, clock, bind, source)
 
     @ray.method(concurrency_group="control")
-    def view(self) -> OrchestratorView:  # type: ignore[override]  # Ray changes the type
-        return super().view()
-
-    @ray.method(concurrency_group="control")
-    def service_figures(self) -> ServiceFigures | None:  # type: ignore[override]  # Ray changes the type
-        return super().service_figures()
+    def receive_beside(self, name: str, returns: int, *frames: Any) -> Any:
+        """Answer one call while another one runs."""
+        return self.receive(name, returns, *frames)

@@ -7,10 +7,11 @@ with quickly():
     from raycloak.attestation.simulators.tdx_pki import new_key, public_bytes
     from raycloak.attestation.simulators.tdx_platform import PlatformCertificate, SimulatedPlatform
     from raycloak.attestation.simulators.tdx_vendor import code_measurement
+    from raycloak.coordinator.cluster.calls import Receiver
     from raycloak.metrics.errors import EvidenceError
 
 
-class NodePlatform:
+class NodePlatform(Receiver):
     """The simulated TEE platform of one node.
 
     It makes its keys itself, so no argument and no message has them.

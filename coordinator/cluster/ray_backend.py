@@ -3,16 +3,18 @@
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 import ray
 
 from raycloak.attestation.attester.attester import EvidenceSource, GpuSource
-from raycloak.coordinator.cluster.actors import actor, ask, ask_node, cancel, fetch, kill_all, off_this_node, wait
+from raycloak.coordinator.cluster.actors import actor, ask_node, kill_all, off_this_node
 from raycloak.coordinator.cluster.aggregator_actor import MaskedAggregatorActor
 from raycloak.coordinator.cluster.backend import ActorLost
+from raycloak.coordinator.cluster.calls import Reference
 from raycloak.coordinator.cluster.placement import Placement
-from raycloak.coordinator.cluster.remote import Actor, Aggregator, AggregatorActor, Reference, Worker, WorkerActor
+from raycloak.coordinator.cluster.ray_calls import ask, cancel, fetch, put, send, wait
+from raycloak.coordinator.cluster.remote import Actor, Aggregator, AggregatorActor, Worker, WorkerActor
 from raycloak.coordinator.cluster.worker_actor import TrainWorkerActor
 from raycloak.workers.gradients.environment import worker_environment
 
@@ -143,10 +145,10 @@ class RayBackend:
         returns: int = 1,
     ) -> tuple[Reference[Any], ...]:
         """Send a call; see `raycloak.coordinator.cluster.remote.Caller`."""
-        result = getattr(actor.handle, method.__name__).options(num_returns=returns).remote(*args)
+        answers = send(actor.handle, method, args, returns)
         if method is Aggregator.reduce:
             self._keep_spare()
-        return (result,) if returns == 1 else tuple(result)
+        return answers
 
     def wait(self, references: Sequence[Reference[object]], deadline_s: float) -> Collection[Reference[object]]:
         return wait(references, deadline_s)
@@ -158,8 +160,7 @@ class RayBackend:
         cancel(references)
 
     def put(self, value: T) -> Reference[T]:
-        reference: Any = ray.put(value)
-        return cast("Reference[T]", reference)
+        return put(value)
 
     def stop(self, actor: Actor) -> None:
         ray.kill(actor.handle)

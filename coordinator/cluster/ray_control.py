@@ -11,13 +11,18 @@ from typing import Any, TypeVar
 
 import ray
 
+from raycloak.attestation.attester.attester import EvidenceSource
 from raycloak.attestation.core.hybrid_signature import SignerPublic
-from raycloak.attestation.service.serving_orchestrator import EvidenceOrchestrator
-from raycloak.coordinator.cluster.actors import START_DEADLINE_S, actor, ask, ask_process, fetch, on_this_node
+from raycloak.coordinator.cluster.actors import START_DEADLINE_S, actor, on_this_node
 from raycloak.coordinator.cluster.backend import ActorLost
+from raycloak.coordinator.cluster.calls import Reference
 from raycloak.coordinator.cluster.control import START_AGAIN, Control, ControlRole
+from raycloak.coordinator.cluster.ledger_actor import LedgerActor
+from raycloak.coordinator.cluster.orchestrator_actor import OrchestratorActor
 from raycloak.coordinator.cluster.processes import ActorProcess, own_process
-from raycloak.coordinator.cluster.remote import Actor, Reference
+from raycloak.coordinator.cluster.ray_calls import ask, ask_process, fetch, send
+from raycloak.coordinator.cluster.remote import Actor
+from raycloak.coordinator.cluster.run_orchestrator import RunOrchestrator
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.metrics.errors import RunFailedError
 
@@ -35,7 +40,8 @@ class RayControl:
         ledger_url: absolute URL, as `raycloak.coordinator.ledger.ledger.PrivacyLedger` takes it.
         orchestrator_folder: absolute folder of the orchestrator's state.
         witness: witness of the ledger, as `raycloak.coordinator.ledger.ledger.PrivacyLedger` takes it.
-        bind: address that the orchestrator serves at, as `EvidenceOrchestrator` takes it.
+        bind, source: address that the orchestrator serves at, and platform under it, as `EvidenceOrchestrator` takes
+            them.
     """
 
     def __init__(
@@ -44,10 +50,11 @@ class RayControl:
         orchestrator_folder: str,
         witness: str | None = None,
         bind: str | None = None,
+        source: EvidenceSource | None = None,
     ) -> None:
         self._arguments: Mapping[ControlRole, tuple[Any, ...]] = {
             "ledger": (ledger_url, True, witness),
-            "orchestrator": (orchestrator_folder, time.time, bind),
+            "orchestrator": (orchestrator_folder, time.time, bind, source),
         }
         self._processes: dict[str, ActorProcess | None] = {}
         self._serial = 0
@@ -95,7 +102,7 @@ class RayControl:
 
     def call(self, actor: Actor, method: Callable[..., Any], *args: Any) -> tuple[Reference[Any], ...]:
         """Send a call; see `raycloak.coordinator.cluster.remote.Caller`."""
-        return (ask(actor.handle, method, *args),)
+        return send(actor.handle, method, args)
 
     def fetch(self, reference: Reference[T], deadline_s: float) -> T:
         """Wait for an answer; see `raycloak.coordinator.cluster.actors.fetch`."""
@@ -113,7 +120,7 @@ class RayControl:
         ray.kill(actor.handle)
 
     def _launch(self, role: ControlRole) -> Actor:
-        cls: type = PrivacyLedger if role == "ledger" else EvidenceOrchestrator
+        cls = LedgerActor if role == "ledger" else OrchestratorActor
         handle = actor(cls, scheduling_strategy=on_this_node()).remote(*self._arguments[role])
         self._serial += 1
         return Actor(f"{role}-{self._serial}", handle)
@@ -138,7 +145,7 @@ class RayControl:
         self._processes[each.member_id] = process if process and ActorProcess.find(process.pid) == process else None
 
     def _open(self, orchestrator: Actor, secret_file: str | None, run_id: str | None) -> tuple[str, SignerPublic]:
-        opening = ask(orchestrator.handle, EvidenceOrchestrator.open_run, secret_file, run_id)
+        opening = ask(orchestrator.handle, RunOrchestrator.open_run, secret_file, run_id)
         return fetch(opening, START_DEADLINE_S)
 
     def _explain(self, role: ControlRole) -> None:

@@ -1,7 +1,7 @@
-"""Workers and aggregators as their callers see them: typed methods that return a reference at once.
+"""Actors as their callers see them: typed methods.
 
 This module hides that a method travels by its name. A caller writes ``worker.accept_keys(release)``, and only the
-backend turns that into a message.
+backend turns that into a message, as `raycloak.coordinator.cluster.calls` says.
 
 Guarantee: mypy refuses a call that the actor's class would not take. The protocols :class:`Worker` and
 :class:`Aggregator` list the methods. `raycloak.coordinator.runs.local_session` and
@@ -10,20 +10,21 @@ Guarantee: mypy refuses a call that the actor's class would not take. The protoc
 The real classes are not imported here, because they bring torch, which a caller does not need.
 """
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from raycloak.coordinator.cluster.calls import Reference, Wire
+
 if TYPE_CHECKING:
     from raycloak.attestation.core.evidence import Challenge
     from raycloak.attestation.core.messages import Envelope
     from raycloak.attestation.keys.release import KeyRelease
-    from raycloak.coordinator.aggregation.aggregator import MeasureReport, ReduceReport, ReduceRequest, State
+    from raycloak.coordinator.aggregation.aggregator import ReduceReport, ReduceRequest, State
     from raycloak.coordinator.aggregation.ranges import ParameterRange
     from raycloak.workers.evaluation import EvaluationReply
     from raycloak.workers.messages import Admission, StepReply, StepRequest, WorkerFacts, WorkerSetup
@@ -34,20 +35,11 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
 Parameters = NDArray[np.float32]
+Average = NDArray[np.float64]
 Ciphertext = NDArray[np.uint8]
 """The bytes of a batch that a client sent; only workers can open it."""
-
-
-class Reference(Generic[T_co]):
-    """An answer that may still be on its way, or a value that was put into the backend.
-
-    This is only a type. Each backend hands out objects of its own, and only its ``fetch`` looks into them.
-    """
-
-    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +76,8 @@ class Worker(Protocol):
 
     def prepare(self, setup: "WorkerSetup") -> "WorkerFacts": ...
 
+    def initial_parameters(self) -> Parameters: ...
+
     def compute_known_answer(self, mechanism: "Mechanism", *measurements: "Measurement") -> bytes: ...
 
     def present(self, challenge: "Challenge", admission: "Admission") -> "Envelope": ...
@@ -115,24 +109,47 @@ class Aggregator(Protocol):
         *vectors: "RingVector",
     ) -> "tuple[ReduceReport, Parameters, State]": ...
 
-    def measure(self, request: "ReduceRequest", binding: "Envelope", *vectors: "RingVector") -> "MeasureReport": ...
+    def measure(
+        self, request: "ReduceRequest", binding: "Envelope", *vectors: "RingVector"
+    ) -> "tuple[ReduceReport, Average]": ...
 
-    def release(self, request: "ReduceRequest", binding: "Envelope", *vectors: "RingVector") -> "MeasureReport": ...
-
-
-def positional(method: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, ...]:
-    """Return a call's arguments in the order of the method's parameters, defaults included.
-
-    A backend takes no keywords: its own keywords would be confused with the method's.
-    """
-    bound = _signature(method).bind(None, *args, **keywords)
-    bound.apply_defaults()
-    return bound.args[1:]
+    def release(
+        self, request: "ReduceRequest", binding: "Envelope", *vectors: "RingVector"
+    ) -> "tuple[ReduceReport, Average]": ...
 
 
-@cache
-def _signature(method: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(method)
+LATE: Mapping[str, str] = {
+    "Admission": "raycloak.workers.messages",
+    "Challenge": "raycloak.attestation.core.evidence",
+    "Envelope": "raycloak.attestation.core.messages",
+    "EvaluationReply": "raycloak.workers.evaluation",
+    "KeyRelease": "raycloak.attestation.keys.release",
+    "Manifest": "raycloak.workers.terms.manifest",
+    "Measurement": "raycloak.workers.terms.measurement",
+    "Mechanism": "raycloak.workers.terms.mechanism",
+    "ParameterRange": "raycloak.coordinator.aggregation.ranges",
+    "ReduceReport": "raycloak.coordinator.aggregation.aggregator",
+    "ReduceRequest": "raycloak.coordinator.aggregation.aggregator",
+    "RingVector": "raycloak.workers.vectors.ring",
+    "State": "raycloak.coordinator.aggregation.aggregator",
+    "StepReply": "raycloak.workers.messages",
+    "StepRequest": "raycloak.workers.messages",
+    "WorkerFacts": "raycloak.workers.messages",
+    "WorkerSetup": "raycloak.workers.messages",
+}
+"""The modules of the names that the protocols above use, which are imported at the first call."""
+
+
+class Remote(Generic[P, T]):
+    """A method of an actor's class or protocol, which its callers have under the same name."""
+
+    def __init__(self, method: Callable[Concatenate[Any, P], T]) -> None:
+        self._method = method
+
+    def __set_name__(self, _: type, name: str) -> None:
+        method: Callable[..., Any] = self._method
+        # mypy knows that the class has this method, but not that a backend finds it: it is sent by its function's name.
+        assert method.__name__ == name, f"{name} would be sent as {method.__name__}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,17 +163,14 @@ class _MemberActor(Actor):
         *args: P.args,
         **keywords: P.kwargs,
     ) -> tuple[Reference[Any], ...]:
-        return self.call(self, method, *positional(method, args, keywords), returns=returns)
+        return self.call(self, method, *Wire.of(method).positional(args, keywords), returns=returns)
 
     def _ask_one(self, method: Callable[Concatenate[Any, P], T], *args: P.args, **keywords: P.kwargs) -> Reference[T]:
         return self._ask(method, 1, *args, **keywords)[0]
 
 
-class _Asked(Generic[P, T]):
-    """A method of an actor that takes plain values and returns one."""
-
-    def __init__(self, method: Callable[Concatenate[Any, P], T]) -> None:
-        self._method = method
+class _Asked(Remote[P, T]):
+    """A method that takes plain values and returns a reference to one."""
 
     def __get__(self, actor: _MemberActor, _: type) -> Callable[P, Reference[T]]:
         return partial(actor._ask_one, self._method)
@@ -189,16 +203,18 @@ class Reduction:
     """An aggregator's answer to one attempt.
 
     Attributes:
-        updated: new parameters and state of the aggregator's range; None for a measurement.
+        updated: new parameters and state of the aggregator's range; None where it released an average.
+        average: what it released; None where it updated.
     """
 
-    report: "Reference[ReduceReport | MeasureReport]"
+    report: "Reference[ReduceReport]"
     updated: "tuple[Reference[Parameters], Reference[State]] | None" = None
+    average: Reference[Average] | None = None
 
     @property
     def parts(self) -> tuple[Reference[object], ...]:
         """Every reference of the answer, to wait for."""
-        return (self.report, *(self.updated or ()))
+        return (self.report, *(self.updated or (self.average,)))
 
 
 class WorkerActor(_MemberActor):
@@ -207,9 +223,13 @@ class WorkerActor(_MemberActor):
     __slots__ = ()
 
     prepare = _Asked(Worker.prepare)
+    initial_parameters = _Asked(Worker.initial_parameters)
     compute_known_answer = _Asked(Worker.compute_known_answer)
-    present = _Asked(Worker.present)
     accept_keys = _Asked(Worker.accept_keys)
+
+    def present(self, challenge: "Challenge", admission: "Reference[Admission]") -> "Reference[Envelope]":
+        """Have the worker attest itself, by the terms of ``admission``."""
+        return self._ask_one(Worker.present, challenge, _given(admission))
 
     def step(
         self,
@@ -261,7 +281,7 @@ class AggregatorActor(_MemberActor):
         vectors: "Sequence[Reference[RingVector]]",
     ) -> Reduction:
         """Have a measurement's average released, once the vectors are bound."""
-        return Reduction(self._ask(Aggregator.measure, 1, request, _given(binding), *map(_given, vectors))[0])
+        return self._released(Aggregator.measure, request, binding, vectors)
 
     def release(
         self,
@@ -270,4 +290,14 @@ class AggregatorActor(_MemberActor):
         vectors: "Sequence[Reference[RingVector]]",
     ) -> Reduction:
         """Have the average of a training step's range released, once the vectors are bound."""
-        return Reduction(self._ask(Aggregator.release, 1, request, _given(binding), *map(_given, vectors))[0])
+        return self._released(Aggregator.release, request, binding, vectors)
+
+    def _released(
+        self,
+        method: "Callable[..., tuple[ReduceReport, Average]]",
+        request: "ReduceRequest",
+        binding: "Reference[Envelope]",
+        vectors: "Sequence[Reference[RingVector]]",
+    ) -> Reduction:
+        report, average = self._ask(method, 2, request, _given(binding), *map(_given, vectors))
+        return Reduction(report, average=average)

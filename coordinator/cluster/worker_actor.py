@@ -2,7 +2,6 @@
 
 import signal
 from collections.abc import Callable
-from dataclasses import replace
 from types import FrameType
 
 import numpy as np
@@ -14,12 +13,13 @@ with quickly():
     from raycloak.attestation.attester.attester import EvidenceSource, GpuSource
     from raycloak.attestation.core.messages import Envelope
     from raycloak.attestation.core.private_memory import keep_memory_private
+    from raycloak.coordinator.cluster.calls import Receiver
     from raycloak.workers.messages import StepReply, StepRequest
     from raycloak.workers.train_worker import TrainWorker
     from raycloak.workers.vectors.ring import RingVector
 
 
-class TrainWorkerActor(TrainWorker):
+class TrainWorkerActor(Receiver, TrainWorker):
     """A TrainWorker that leaves when its process is asked to end.
 
     Guarantee: after SIGTERM the task under way finishes, and the next `StepReply` says ``leaving``. A second SIGTERM
@@ -46,4 +46,4 @@ class TrainWorkerActor(TrainWorker):
         self, receipt: Envelope, request: StepRequest, *given: np.ndarray
     ) -> tuple[StepReply, *tuple[RingVector, ...]]:
         reply, *vectors = super().step(receipt, request, *given)
-        return (replace(reply, leaving=self._leaving), *vectors)
+        return (reply.model_copy(update={"leaving": self._leaving}), *vectors)

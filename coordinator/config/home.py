@@ -3,7 +3,7 @@
 The home is absolute because the working directory of a Ray job is temporary: a ledger there would start the budget
 at zero. Layout: ``ledger.sqlite``, ``data.key``, ``ray.token``, ``simulator/``, ``signer/``,
 ``orchestrator/<run_id>.sqlite``, ``packages/<run_id>/``, ``checks/<fingerprint>``, ``runs/<name>-<run_id>[-k]/``,
-``service/``, ``training-service/``, ``collateral/``, ``adapters/``.
+``service/``, ``training-service/``, ``collateral/``.
 """
 
 import itertools
@@ -25,7 +25,7 @@ def home() -> Path:
     Raises:
         ConfigError: ``relative_home`` if ``RAYCLOAK_HOME`` is not absolute, ``home_unusable`` if it cannot be made.
     """
-    return _folder(home_path())
+    return private_folder(home_path())
 
 
 def home_path() -> Path:
@@ -48,45 +48,40 @@ def ledger_url() -> str:
 
 def simulator_folder() -> Path:
     """Return the folder of the simulated platform's root and keys, mode 0700."""
-    return _folder(home() / "simulator")
+    return private_folder(home() / "simulator")
 
 
 def service_folder() -> Path:
     """Return the folder of the standalone evidence service: its orchestrator's state and contracts, mode 0700."""
-    return _folder(home() / "service")
+    return private_folder(home() / "service")
 
 
 def training_service_folder() -> Path:
     """Return the folder of the training service: its store, its key, and what clients sent, mode 0700."""
-    return _folder(home() / "training-service")
+    return private_folder(home() / "training-service")
 
 
 def collateral_folder() -> Path:
     """Return the folder of collateral that was fetched from policies' collateral services, mode 0700."""
-    return _folder(home() / "collateral")
-
-
-def adapters_folder() -> Path:
-    """Return the folder of encrypted adapters, mode 0700: token budgets of a server, sessions' logs of a client."""
-    return _folder(home() / "adapters")
-
-
-def adapter_identity_file() -> Path:
-    """Return the file of the key that a client of encrypted adapters is known by; made, mode 0600, if missing."""
-    return _random_key(adapters_folder() / "client.key")
+    return private_folder(home() / "collateral")
 
 
 def data_key_file() -> Path:
     """Return the file of the key that examples given in memory are fingerprinted with; made, mode 0600, if missing."""
-    return _random_key(home() / "data.key")
+    return random_key(home() / "data.key")
 
 
 def ray_token_file() -> Path:
     """Return the file of the token of the local Ray clusters that runs start; made, mode 0600, if missing."""
-    return _random_key(home() / "ray.token")
+    return random_key(home() / "ray.token")
 
 
-def _random_key(path: Path) -> Path:
+def random_key(path: Path) -> Path:
+    """Return the file of a random key of 64 hexadecimal digits; made, mode 0600, if missing.
+
+    Raises:
+        ConfigError: ``home_unusable``.
+    """
     try:
         publish(path, secrets.token_hex(32).encode() + b"\n")
     except OSError as error:
@@ -96,7 +91,7 @@ def _random_key(path: Path) -> Path:
 
 def run_lock_file(run_id: str) -> Path:
     """Return the file whose lock the one process that executes the run holds."""
-    return _folder(home() / "orchestrator") / f"{run_id}.lock"
+    return private_folder(home() / "orchestrator") / f"{run_id}.lock"
 
 
 def lock_file_beside(run_dir: Path, run_id: str) -> Path:
@@ -106,12 +101,12 @@ def lock_file_beside(run_dir: Path, run_id: str) -> Path:
 
 def orchestrator_file(run_id: str) -> Path:
     """Return the file of a run's orchestrator."""
-    return state_file(_folder(home() / "orchestrator"), run_id)
+    return state_file(private_folder(home() / "orchestrator"), run_id)
 
 
 def packages_folder(run_id: str) -> Path:
     """Return the folder of a run's sealed packages, the same for all its run directories, mode 0700."""
-    return _folder(_folder(home() / "packages") / run_id)
+    return private_folder(private_folder(home() / "packages") / run_id)
 
 
 def check_file(fingerprint: bytes) -> Path:
@@ -121,7 +116,7 @@ def check_file(fingerprint: bytes) -> Path:
 
 def runs_folder() -> Path:
     """Return the folder of all run directories, mode 0700."""
-    return _folder(home() / "runs")
+    return private_folder(home() / "runs")
 
 
 def create_run_folder(name: str, run_id: str) -> Path:
@@ -141,7 +136,8 @@ def create_run_folder(name: str, run_id: str) -> Path:
     raise AssertionError("unreachable: the count does not end")
 
 
-def _folder(path: Path) -> Path:
+def private_folder(path: Path) -> Path:
+    """Return a folder below the state folder, made with mode 0700 if missing; ConfigError ``home_unusable``."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

@@ -1,9 +1,12 @@
 """Tables of two columns. Knows nothing of what a command shows."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
+
+from raycloak.coordinator.console.figures import value_text
 
 
 def fields_table(title: str, rows: Iterable[tuple[str, str]]) -> Table:
@@ -15,3 +18,9 @@ def fields_table(title: str, rows: Iterable[tuple[str, str]]) -> Table:
     for label, value in rows:
         table.add_row(label, Text(value))
     return table
+
+
+def facts_table(title: str, facts: Mapping[str, Any]) -> Table:
+    """Return facts by name, as `value_text` writes them and lists with commas."""
+    shown = {name: ", ".join(value) if isinstance(value, list) else value_text(value) for name, value in facts.items()}
+    return fields_table(title, ((name.replace("_", " "), text) for name, text in shown.items()))

@@ -15,6 +15,7 @@ from raycloak.attestation.core.messages import parse_stored
 from raycloak.attestation.files.whole import write_whole
 from raycloak.attestation.files.yaml_reader import read_yaml
 from raycloak.attestation.keys.halves import ServiceContract
+from raycloak.attestation.keys.release import KeyContract
 from raycloak.attestation.keys.run_secret import load_secret, run_id_of
 from raycloak.attestation.orchestrator.hosting import StaticHosting
 from raycloak.attestation.orchestrator.orchestrator import OpenRun, RunSession, open_run
@@ -148,7 +149,7 @@ class EvidenceServiceFacts:
 class _Served:
     """The subject of the service's keys: a run by its manifest, or a contract of its own."""
 
-    run: RunTerms
+    run: RunTerms[KeyContract]
     contract: ServiceContract | None
 
 
@@ -178,7 +179,7 @@ def start_service(config: ServiceConfig, base: Path) -> tuple[EvidenceServer, Ru
         count = served.run.contract.key_owners
         hosting = _hosting(config, count)
         # Members that the table names are kept. Others are forgotten when their evidence expires.
-        lasting = frozenset() if hosting is None else frozenset((*hosting.workers, *hosting.aggregators))
+        lasting = () if hosting is None else (*hosting.workers, *hosting.aggregators)
         session = run.begin(replace(served.run, lasting=lasting), SESSION)
         desk = key_service_desk(session, count) if hosting is None else session.peer_desk(hosting)
         # The server's calls and the refresh of collateral take turns at the orchestrator.

@@ -66,7 +66,7 @@ class SignedCap(Message):
     def is_signed_by(self, key: bytes) -> bool:
         """Return whether the raw Ed25519 key signed exactly this authorisation."""
         try:
-            open_envelope(CapAuthorisation, Envelope(self.authorisation.encode(), self.signature), key)
+            open_envelope(CapAuthorisation, Envelope(body=self.authorisation.encode(), signature=self.signature), key)
         except ProtocolError:
             return False
         return True

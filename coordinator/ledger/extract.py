@@ -145,7 +145,7 @@ def check_extract(lines: Sequence[bytes], ledger_key: bytes) -> CheckedExtract:
 def _statement(line: bytes, ledger_key: bytes, last: Head) -> AccountStatement:
     try:
         end = parse(ExtractEnd, line)
-        stated = open_envelope(AccountStatement, Envelope(end.statement, end.signature), ledger_key)
+        stated = open_envelope(AccountStatement, Envelope(body=end.statement, signature=end.signature), ledger_key)
     except ProtocolError:
         raise broken(last.sequence + 1, "the extract does not end in a statement that the ledger signed") from None
     if stated.ledger_key != ledger_key:

@@ -130,7 +130,7 @@ def read_head_line(line: bytes, public_key: bytes) -> LedgerHead:
         ProtocolError: ``malformed`` or ``signature``.
     """
     parsed = parse(HeadLine, line)
-    return open_envelope(LedgerHead, Envelope(parsed.head, parsed.signature), public_key)
+    return open_envelope(LedgerHead, Envelope(body=parsed.head, signature=parsed.signature), public_key)
 
 
 def rolled_back(source: str, pinned: Head, found: bytes | None) -> BudgetError:

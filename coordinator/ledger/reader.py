@@ -24,6 +24,7 @@ from raycloak.coordinator.ledger.entries import (
     Head,
     LedgerEntry,
     RunEvent,
+    RunPrepaid,
     RunRegistered,
     StepCharged,
     VectorsBound,
@@ -103,7 +104,7 @@ class LedgerReader:
         account = standing.account
         event = registration(run, account.terms, account.fixed)
         terms = admitted(standing, known, event).terms
-        return Outlook(terms, PricedRun.of(event), tuple(standing.spent))
+        return Outlook(terms, event, isinstance(event, RunPrepaid), tuple(standing.spent))
 
     def hash_at(self, sequence: int) -> bytes | None:
         """Return the hash of the entry at ``sequence``; None if the ledger has none there."""

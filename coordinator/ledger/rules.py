@@ -40,23 +40,24 @@ class Priced:
 
 @dataclass(frozen=True, slots=True)
 class PricedRun:
-    """The parts of a registration that a charge needs, parsed once."""
+    """The parts of a registration that a charge needs, parsed once.
+
+    Attributes:
+        prepaid: whether the registration charged all that the run plans.
+    """
 
     registered: RunRegistered
     priced: Mapping[Query, Priced]
     quote: Quote
+    prepaid: bool
 
     @classmethod
-    def of(cls, event: RunRegistered) -> Self:
-        """Parse ``event``."""
+    def of(cls, event: RunRegistered, prepaid: bool = False) -> Self:
+        """Parse ``event``, which is a prepaid run's also by its own type."""
         each = zip(event.mechanisms, event.step_rdp, strict=True)
         priced = {m.query: Priced(m, m.digest(), np.asarray(cost)) for m, cost in each}
-        return cls(event, priced, Quote(event.quote_counts, event.quote_epsilon))
-
-    @property
-    def prepaid(self) -> bool:
-        """True if the registration charged all that the run plans."""
-        return isinstance(self.registered, RunPrepaid)
+        quote = Quote(event.quote_counts, event.quote_epsilon)
+        return cls(event, priced, quote, prepaid or isinstance(event, RunPrepaid))
 
     def spend(self, charged: Mapping[Query, int]) -> Spend:
         """Return the cost of so many releases of each mechanism, or of all that a prepaid run plans.
@@ -75,7 +76,7 @@ class PricedRun:
         orders = len(self.registered.step_rdp[0])
         rdp = weighted_sum_up([(count, each.step_rdp) for count, each in private], orders)
         releases = tuple(release_of(each.mechanism, count) for count, each in private if count)
-        return Spend(rdp, tuple(count for count, _ in private), releases, self.quote)
+        return Spend(tuple(map(float, rdp)), tuple(count for count, _ in private), releases, self.quote)
 
 
 UNIT = "row"

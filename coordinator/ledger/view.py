@@ -159,16 +159,18 @@ class Outlook:
     Attributes:
         terms: of the account once the run is registered, with the orders then in use.
         run: the registration that the ledger would write.
+        prepaid: whether that charges all that the run plans.
         others: what the account's other runs have charged.
     """
 
     terms: AccountOpened
-    run: PricedRun
+    run: RunRegistered
+    prepaid: bool
     others: tuple[Spend, ...]
 
     def epsilon_after(self, charged: Mapping[Query, int]) -> float:
         """Return the account's epsilon once the run has also charged each of its mechanisms so often."""
-        return epsilon_at(self.terms, [*self.others, self.run.spend(charged)])
+        return epsilon_at(self.terms, [*self.others, PricedRun.of(self.run, self.prepaid).spend(charged)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,15 +6,16 @@ range needs one.
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
 from raycloak.attestation.core.evidence import CollateralBundle
 from raycloak.attestation.core.messages import Envelope
 from raycloak.coordinator.aggregation.ranges import ParameterRange
 from raycloak.coordinator.cluster.backend import ActorLost
+from raycloak.coordinator.cluster.calls import Reference
 from raycloak.coordinator.cluster.control import START_AGAIN
-from raycloak.coordinator.cluster.remote import AggregatorActor, Reference, WorkerActor
+from raycloak.coordinator.cluster.remote import AggregatorActor, WorkerActor
 from raycloak.coordinator.membership.crew import aggregator_id
 from raycloak.coordinator.membership.departures import Departure
 from raycloak.coordinator.membership.evidence_review import Review
@@ -41,6 +42,8 @@ class MemberAdmission:
     newer: Callable[[], CollateralBundle] | None
     _review: Review
     _serial: Iterator[int]
+    # The terms as workers are given them: written once for all, because collateral is megabytes.
+    _shown: Reference[Admission] | None = None
 
     @classmethod
     def of(
@@ -73,7 +76,8 @@ class MemberAdmission:
     def challenge(self, worker: WorkerActor) -> Reference[Envelope]:
         """Ask a worker to present itself; returns the reference to its presentation."""
         challenge = self.members.control.orchestrator.challenge(worker.member_id, "worker")
-        return worker.present(challenge, self.terms)
+        self._shown = self._shown or self.members.backend.put(self.terms)
+        return worker.present(challenge, self._shown)
 
     def admit(self, member_id: str, envelope: Envelope) -> None:
         """Have a presentation appraised; errors as `EvidenceOrchestrator.admit`."""
@@ -89,7 +93,7 @@ class MemberAdmission:
         collateral = self.newer() if self.newer is not None else self.terms.collateral
         if collateral != self.terms.collateral:
             self.members.control.orchestrator.take_collateral(collateral)
-            self.terms = replace(self.terms, collateral=collateral)
+            self.terms, self._shown = self.terms.model_copy(update={"collateral": collateral}), None
         self._admit_workers()
         for index, owned in enumerate(self.ranges):
             try:

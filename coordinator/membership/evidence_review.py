@@ -31,10 +31,11 @@ class Review:
         """
         revocations = self.revocations()
         if not now and revocations == self._seen and self.timer.now() < self._due:
-            return MemberReview((), math.inf)
+            return MemberReview((), None)
         review = self.control.orchestrator.review()
         # Counted before asking: a revocation in between makes the next look ask again.
         self._seen = revocations
         # Evidence that is about to be renewed will be new at the next look, which tells when it ages.
-        self._due = -math.inf if review.ages else self.timer.now() + review.renew_in_s
+        wait_s = math.inf if review.renew_in_s is None else review.renew_in_s
+        self._due = -math.inf if review.ages else self.timer.now() + wait_s
         return review

@@ -6,17 +6,18 @@ tensor. One that differs otherwise is refused later, when it presents itself for
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self, TypeVar
 
 from raycloak.coordinator.cluster.control import START_AGAIN
+from raycloak.coordinator.cluster.remote import Parameters
 from raycloak.coordinator.membership.crew import Crew, start_crew
 from raycloak.coordinator.membership.members import Members
 from raycloak.metrics.errors import MORE_MEMORY, ProtocolError, RunFailedError
 from raycloak.workers.messages import WorkerFacts, WorkerSetup
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.mechanism import Mechanism
-from raycloak.workers.terms.model_digest import check_same_tensors
+from raycloak.workers.terms.model_digest import check_same_tensors, model_digest, tensor_digests
 
 T = TypeVar("T", bound=Hashable)
 
@@ -28,11 +29,13 @@ class Founders:
     Attributes:
         setup: of every later worker, which has to build the same model.
         facts: of code, data and numerics, as most workers state them.
+        start: the initial parameters, float32[d], whose digest is in ``facts``.
     """
 
     members: Members
     setup: WorkerSetup
     facts: WorkerFacts
+    start: Parameters
 
     @classmethod
     def prepare(cls, members: Members, setup: WorkerSetup, crew: Crew | None, meanwhile: Callable[[], None]) -> Self:
@@ -55,7 +58,8 @@ class Founders:
         wanted = _most_common(map(_class, facts.values()))
         chosen = next(fact for fact in facts.values() if _class(fact) == wanted)
         _refuse_other_models(members, facts, chosen)
-        return cls(members, replace(setup, contents=chosen.contents), chosen)
+        start = _start(members, facts, chosen)
+        return cls(members, setup.model_copy(update={"contents": chosen.contents}), chosen, start)
 
     def known_answer(
         self, mechanism: Mechanism, measurements: tuple[Measurement, ...], meanwhile: Callable[[], None]
@@ -83,6 +87,23 @@ def _refuse_other_models(members: Members, facts: Mapping[str, WorkerFacts], cho
                 check_same_tensors(chosen.contents, own.contents)
             except ProtocolError as refusal:
                 members.lose(member_id, refusal.code, refusal.message)
+
+
+def _start(members: Members, facts: Mapping[str, WorkerFacts], chosen: WorkerFacts) -> Parameters:
+    """Return the initial parameters, of the first worker that gives those of the chosen digest."""
+    found: list[Parameters] = []
+
+    def take(_: str, start: Parameters) -> None:
+        if model_digest(chosen.tensors, tensor_digests(start, chosen.tensors)) != chosen.initial_parameters:
+            raise ProtocolError("parameters_mismatch", "a worker gave other initial parameters than it had stated")
+        found.append(start)
+
+    for member_id, own in facts.items():
+        if member_id in members.workers and own.initial_parameters == chosen.initial_parameters:
+            members.collect({member_id: members.workers[member_id].initial_parameters()}, take)
+            if found:
+                return found[0]
+    raise _nobody(members, "no worker gave the initial parameters")
 
 
 def _nobody(members: Members, what: str) -> RunFailedError:

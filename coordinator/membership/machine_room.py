@@ -22,7 +22,7 @@ class MachineRoom:
     """
 
     most: int
-    held: Mapping[str, Mapping[str, frozenset[int]]]
+    held: Mapping[str, Mapping[str, tuple[int, ...]]]
 
     def exceeded(self, hosting: Hosting) -> str | None:
         """Return a worker whose machine ``hosting`` would give too many keys; None if there is none."""

@@ -9,8 +9,9 @@ from typing import TypeVar
 
 from raycloak.attestation.core.messages import Envelope
 from raycloak.coordinator.cluster.backend import ActorLost, Backend
+from raycloak.coordinator.cluster.calls import Reference
 from raycloak.coordinator.cluster.control import Control
-from raycloak.coordinator.cluster.remote import AggregatorActor, Reference, WorkerActor
+from raycloak.coordinator.cluster.remote import AggregatorActor, WorkerActor
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.membership.departures import ACCIDENTS, ASKED, Departure, Departures
 from raycloak.coordinator.membership.timing import Backoff, Timer

@@ -14,7 +14,8 @@ from typing import Any
 
 from raycloak.attestation.core.messages import Envelope
 from raycloak.coordinator.cluster.backend import ActorLost
-from raycloak.coordinator.cluster.remote import Reference, WorkerActor
+from raycloak.coordinator.cluster.calls import Reference
+from raycloak.coordinator.cluster.remote import WorkerActor
 from raycloak.coordinator.membership.admission import MemberAdmission
 from raycloak.coordinator.membership.departures import Departure
 from raycloak.coordinator.membership.members import Members

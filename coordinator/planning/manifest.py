@@ -26,7 +26,7 @@ from raycloak.workers.terms.manifest import (
 )
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.mechanism import Mechanism
-from raycloak.workers.terms.model_digest import frozen_digest, model_digest, tensor_digests
+from raycloak.workers.terms.model_digest import frozen_digest
 
 BY_HAND = "by hand"
 """The name of an update that the caller of `raycloak.by_hand` makes, and no aggregator; no configuration has it."""
@@ -61,7 +61,7 @@ def build_computation(
         loss=loss_spec(config.loss),
         loss_code=facts.loss_code,
         tensors=facts.tensors,
-        initial_parameters=model_digest(facts.tensors, tensor_digests(facts.initial_parameters, facts.tensors)),
+        initial_parameters=facts.initial_parameters,
         frozen=frozen_digest(facts.contents),
         optimizer=optimizer_spec(config.optimizer, base),
         numerics=facts.numerics,
@@ -144,7 +144,7 @@ def run_terms(
     evaluation: SealedSource | None = None,
     charged: bool = False,
     masks: MaskPlan | None = None,
-) -> RunTerms:
+) -> RunTerms[Manifest]:
     """Return the orchestrator's view of ``manifest``; ``charged`` as in `RunTerms`."""
     return RunTerms(
         contract=manifest,

@@ -22,16 +22,15 @@ from raycloak.coordinator.checkpoints.archive import Archive
 from raycloak.coordinator.cluster.actors import (
     GpuSamplers,
     alive_nodes,
-    ask,
     cluster_gpus,
     disconnect,
-    fetch,
     job_folder,
     require_no_secret_in_job,
 )
 from raycloak.coordinator.cluster.backend import ActorLost
 from raycloak.coordinator.cluster.control import Control, Restart
 from raycloak.coordinator.cluster.placement import Placement
+from raycloak.coordinator.cluster.ray_calls import ask, fetch
 from raycloak.coordinator.cluster.remote import Actor
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig

@@ -45,7 +45,7 @@ def local_session(
     ledger_url = ledger_url or f"sqlite:///{home / 'ledger.sqlite'}"
     vendor = SimulatedVendor.load_or_create(home / "simulator")
     source = LocalPlatform(vendor.platform("this process"))
-    orchestrator = EvidenceOrchestrator(str(home / "orchestrator"), clock, bind)
+    orchestrator = EvidenceOrchestrator(str(home / "orchestrator"), clock, bind, source)
     run_id, key = orchestrator.open_run(secret)
     backend = LocalBackend(
         make_worker=lambda member_id: TrainWorker(member_id, source, clock),
@@ -62,7 +62,7 @@ def local_session(
         actors[role].handle.close()
         if role == "ledger":
             return Actor(f"ledger-{next(incarnations)}", PrivacyLedger(ledger_url, witness=witness))
-        successor = EvidenceOrchestrator(str(home / "orchestrator"), clock, bind)
+        successor = EvidenceOrchestrator(str(home / "orchestrator"), clock, bind, source)
         successor.open_run(secret, run_id)
         return Actor(f"orchestrator-{next(incarnations)}", successor)
 
@@ -75,6 +75,5 @@ def local_session(
         policy=simulated_policy(vendor, code_measurement()),
         collateral=vendor.collateral(int(clock())),
         revocations=partial(count_revocations, state_file(home / "orchestrator", run_id)),
-        source=source,
     )
     return session, backend

@@ -60,7 +60,6 @@ class Launched:
             collateral=self.collateral(),
             collateral_now=self.collateral,
             revocations=partial(count_revocations, home.orchestrator_file(run_id)),
-            source=self.sources.source(),
             crew=self.crew,
         )
 
@@ -78,11 +77,6 @@ def launch(stack: ExitStack, config: RunConfig, base: Path, placement: Placement
     began = time.monotonic()
     policy = configured_policy(config.policy, config.collateral, base)
     collateral = collateral_of(policy, config.collateral, base)
-    ledger = config.ledger
-    folder = str(home.home() / "orchestrator")
-    control = RayControl(ledger.url or home.ledger_url(), folder, ledger.witness, bind)
-    # Registered as soon as it runs, so that a later failure ends these processes too.
-    stack.callback(control.close)
     sources: EvidenceSources = Guests(policy.gpus_per_worker if policy else 0)
     present: Mapping[str, Any] = {}
     if policy is None or policy.accepts_simulated:
@@ -94,6 +88,11 @@ def launch(stack: ExitStack, config: RunConfig, base: Path, placement: Placement
         made = vendor.collateral(int(time.time()))
         collateral = collateral or (lambda: made)
     assert collateral is not None, "hardware has collateral"
+    ledger = config.ledger
+    folder = str(home.home() / "orchestrator")
+    control = RayControl(ledger.url or home.ledger_url(), folder, ledger.witness, bind, sources.source())
+    # Registered as soon as it runs, so that a later failure ends these processes too.
+    stack.callback(control.close)
     backend = RayBackend(sources, placement, cpu_capability=config.cpu_capability, threads=config.threads_per_worker)
     stack.callback(backend.close)
     crew = start_crew(backend, config)

@@ -99,7 +99,7 @@ class _Described:
         source, names = self.source, []
         if source.hub is not None and source.hub.allow_remote_code:
             names.append(f"the Python files of {source.hub.hf}")
-        if source.hub is None and not source.pickled:
+        if source.hub is None and source.function is None:
             names.append(source.name)
         # A built-in loss, or several that are added up, has terms.
         return names if loss.terms else [*names, loss.name]

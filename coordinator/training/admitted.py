@@ -21,6 +21,7 @@ from raycloak.coordinator.aggregation.ranges import ParameterRange, split_ranges
 from raycloak.coordinator.aggregation.rule_trial import try_rule
 from raycloak.coordinator.cluster.backend import ActorLost
 from raycloak.coordinator.cluster.control import START_AGAIN
+from raycloak.coordinator.cluster.remote import Parameters
 from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.ledger.rules import RegistrationTerms
 from raycloak.coordinator.ledger.view import LedgerView
@@ -57,7 +58,7 @@ class AdmittedRun:
     """A run whose account would register it and whose members are admitted.
 
     Attributes:
-        facts: of code, data and numerics, as the founders state them.
+        start: the initial parameters, float32[d].
         run: what the ledger registers with its first charge.
         committed: steps that earlier executions committed, by query.
         evaluation: terms of the sealed evaluation split; None if nothing sealed is measured.
@@ -66,7 +67,7 @@ class AdmittedRun:
         rollback_witness: whether the ledger has a witness on other storage.
     """
 
-    facts: WorkerFacts
+    start: Parameters
     plan: Plan
     manifest: Manifest
     run: RegistrationTerms
@@ -138,7 +139,7 @@ def admit(
     view = session.control.orchestrator.view()
     colocated = _is_colocated(order, membership)
     return AdmittedRun(
-        facts=facts,
+        start=founders.start,
         plan=plan,
         manifest=manifest,
         run=run,
@@ -304,11 +305,11 @@ def _terms(order: Order, manifest: Manifest) -> Admission:
     """Return the terms that each worker presents itself for."""
     config, session = order.config, order.session
     return Admission(
-        manifest,
-        session.policy,
-        session.collateral,
-        config.secure_aggregation,
-        session.control.orchestrator.present(session.source),
+        manifest=manifest,
+        policy=session.policy,
+        collateral=session.collateral,
+        secure_aggregation=config.secure_aggregation,
+        orchestrator=session.control.orchestrator.present(),
         key_service=config.key_service.address if config.key_service else None,
     )
 

@@ -149,7 +149,7 @@ def _open_checkpoints(order: Order, admitted: AdmittedRun, wanted: set[bytes]) -
 
 
 def _initial(order: Order, admitted: AdmittedRun) -> Model:
-    backend, flat = order.session.backend, admitted.facts.initial_parameters
+    backend, flat = order.session.backend, admitted.start
     states = tuple(aggregator.initial_state() for aggregator in admitted.membership.members.aggregators)
     # Copies: a view would keep the whole vector alive behind each range.
     parameters = tuple(backend.put(flat[owned.start : owned.stop].copy()) for owned in admitted.ranges)

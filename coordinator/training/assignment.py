@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from raycloak.attestation.attester.attester import EvidenceSource
 from raycloak.attestation.core.evidence import CollateralBundle
 from raycloak.attestation.core.hybrid_signature import SignerPublic
 from raycloak.attestation.policy.policy import Policy
@@ -33,7 +32,6 @@ class Session:
 
     Attributes:
         revocations: counts them so far; see `raycloak.attestation.orchestrator.revocations.count_revocations`.
-        source: of the orchestrator's own evidence, on whatever node it is.
         collateral_now: gives newer collateral before evidence is renewed; None if there is none but the first.
         crew: the first members, if they were started already.
     """
@@ -45,7 +43,6 @@ class Session:
     policy: Policy
     collateral: CollateralBundle
     revocations: Callable[[], int]
-    source: EvidenceSource
     collateral_now: Callable[[], CollateralBundle] | None = None
     crew: Crew | None = None
 

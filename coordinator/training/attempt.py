@@ -8,16 +8,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
 from raycloak.attestation.core.mask_graph import MaskGraph
 from raycloak.attestation.core.messages import Envelope, parse
 from raycloak.attestation.core.roster import Query, Roster
-from raycloak.coordinator.aggregation.aggregator import MeasureReport, ReduceReport, ReduceRequest, State
+from raycloak.coordinator.aggregation.aggregator import ReduceReport, ReduceRequest, State
 from raycloak.coordinator.cluster.backend import ActorLost, Backend
+from raycloak.coordinator.cluster.calls import Reference
 from raycloak.coordinator.cluster.control import Control, Pending
-from raycloak.coordinator.cluster.remote import Parameters, Reduction, Reference, StepAnswer
+from raycloak.coordinator.cluster.remote import Average, Parameters, Reduction, StepAnswer
 from raycloak.coordinator.membership.membership import Membership
 from raycloak.coordinator.training.member_failures import MemberFailures
 from raycloak.coordinator.training.model import Model
@@ -101,34 +99,19 @@ class Reduced:
         binding: the ledger's, for the step.
         reports: one per range.
         updated: new parameters and state of each range; empty where nothing is updated.
+        averages: the released average of each range, float64; empty where parameters are updated.
     """
 
     binding: Binding
-    reports: tuple[ReduceReport | MeasureReport, ...]
+    reports: tuple[ReduceReport, ...]
     updated: tuple[tuple[Reference[Parameters], Reference[State]], ...]
-
-    @property
-    def updates(self) -> tuple[ReduceReport, ...]:
-        """The reports of a training step."""
-        return tuple(report for report in self.reports if isinstance(report, ReduceReport))
+    averages: tuple[Average, ...]
 
     @property
     def grad_norm(self) -> float | None:
         """The l2 norm of the average gradient of a training step; None in a private run."""
-        squares = [report.squares for report in self.updates if report.squares is not None]
+        squares = [report.squares for report in self.reports if report.squares is not None]
         return math.sqrt(sum(squares)) if squares else None
-
-    @property
-    def measured(self) -> MeasureReport:
-        """The report of a measurement."""
-        (report,) = self.reports
-        assert isinstance(report, MeasureReport)
-        return report
-
-    @property
-    def averages(self) -> tuple[NDArray[np.float64], ...]:
-        """The released average of each range, of a training step that its caller updates by."""
-        return tuple(report.average for report in self.reports if isinstance(report, MeasureReport))
 
 
 @dataclass(slots=True)
@@ -177,7 +160,13 @@ class AttemptRunner:
             seen = self._seen.get(member_id, frozenset())
             unseen = tuple(envelope for envelope in shown[member_id] if envelope not in seen)
             of_data = self.membership.hosts.commitments
-            request = StepRequest(roster, unseen, of_data, task.ranges, task.batches.digests)
+            request = StepRequest(
+                roster=roster,
+                presentations=unseen,
+                commitments=of_data,
+                ranges=task.ranges,
+                batches=task.batches.digests,
+            )
             asked = members.workers[member_id].step(receipt, request, model.parameters, task.batches.references)
             answers[member_id] = asked
         return OwedAnswers(roster, shown, answers)
@@ -228,6 +217,9 @@ class AttemptRunner:
                     failures[member_id] = replies[member_id].code
             except ActorLost as lost:
                 failures[member_id] = lost.cause
+            except ProtocolError as refusal:
+                # What it sent is no answer.
+                failures[member_id] = refusal.code
         # Tags are kept of a failed attempt too: a late answer may still complete it, and a later attempt must then
         # decode to the same value.
         headers: list[Header] = []
@@ -311,7 +303,8 @@ class AttemptRunner:
         bound, reductions = self._ask_to_reduce(task, model, answers)
         pace.computed(task.step, epsilon, answers.counted)
         ready = set(self.backend.wait([part for each in reductions for part in each.parts], self.deadline_s))
-        reports: list[ReduceReport | MeasureReport] = []
+        reports: list[ReduceReport] = []
+        averages: list[Average] = []
         lost: dict[int, str] = {}
         accused: dict[str, str] = {}
         for index, reduction in enumerate(reductions):
@@ -319,6 +312,8 @@ class AttemptRunner:
                 if not ready.issuperset(reduction.parts):
                     raise ActorLost("deadline")
                 reports.append(self.backend.fetch(reduction.report, self.deadline_s))
+                if reduction.average is not None:
+                    averages.append(self.backend.fetch(reduction.average, self.deadline_s))
             except ActorLost as error:
                 lost[index] = error.cause
             except SenderError as error:
@@ -338,7 +333,7 @@ class AttemptRunner:
             return None
         self.metrics.aggregate_released()
         updated = tuple(each.updated for each in reductions if each.updated is not None)
-        return Reduced(parse(Binding, bound.body), tuple(reports), updated)
+        return Reduced(parse(Binding, bound.body), tuple(reports), updated, tuple(averages))
 
     def _ask_to_reduce(self, task: Task, model: Model, answers: Answers) -> tuple[Envelope, list[Reduction]]:
         """Return the binding, and ask every aggregator; the backend delivers the questions when the vectors are bound.
@@ -348,7 +343,9 @@ class AttemptRunner:
         """
         binding = self._bind_vectors(task, answers)
         awaited = binding.reference
-        request = ReduceRequest(answers.roster, answers.headers, task.input_from(model), task.ranges)
+        request = ReduceRequest(
+            roster=answers.roster, headers=answers.headers, input_digest=task.input_from(model), ranges=task.ranges
+        )
         reductions = self._reductions(task, model, request, answers.vectors, awaited)
         bound = self._bound(task, binding)
         if binding.reference is awaited:

@@ -64,7 +64,7 @@ class HandLoop:
             traces=order.reporting.traces,
         )
         self.plan: Plan = self._admitted.plan
-        self.initial_parameters: NDArray[np.float32] = self._admitted.facts.initial_parameters
+        self.initial_parameters: NDArray[np.float32] = self._admitted.start
         self._finished = 0
         # What the next `aggregate` may be given.
         self._gathered: Gathered | None = None

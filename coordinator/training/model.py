@@ -11,7 +11,8 @@ import numpy as np
 
 from raycloak.coordinator.aggregation.aggregator import State
 from raycloak.coordinator.cluster.backend import ActorLost, Backend
-from raycloak.coordinator.cluster.remote import Parameters, Reference
+from raycloak.coordinator.cluster.calls import Reference
+from raycloak.coordinator.cluster.remote import Parameters
 from raycloak.metrics.errors import RunFailedError
 
 T = TypeVar("T")

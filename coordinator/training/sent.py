@@ -8,8 +8,9 @@ import numpy as np
 
 from raycloak.attestation.sealed.sent_batch import SentBatch, require_step
 from raycloak.coordinator.cluster.backend import Backend
+from raycloak.coordinator.cluster.calls import Reference
 from raycloak.coordinator.cluster.control import Control
-from raycloak.coordinator.cluster.remote import Ciphertext, Reference
+from raycloak.coordinator.cluster.remote import Ciphertext
 from raycloak.coordinator.record.batch_files import BatchFiles, Digests
 from raycloak.coordinator.training.model import Model
 from raycloak.metrics.errors import RefusedError

@@ -222,7 +222,12 @@ class StateKeeper:
                 "Name the package there.",
             )
         loaded = LoadedState(stated.digest(), stated.model_digest, stated.step)
-        load = StateLoad(request.after, loaded.step, loaded.package_digest, loaded.model_digest)
+        load = StateLoad(
+            after_step=request.after,
+            step=loaded.step,
+            package_digest=loaded.package_digest,
+            model_digest=loaded.model_digest,
+        )
         known = self.control.orchestrator.loads()
         # An answer that was lost: the run has resumed from this very load, or gone on from it.
         if load in known and (between.finished_steps > request.after or known[-1] == load):

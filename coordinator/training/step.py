@@ -148,7 +148,7 @@ class StepRunner:
             StepLeft: a stop came while the step waited for its release; it stays charged and bound.
         """
         done = self._execute(Task("gradient", step, self._vector_ranges(), batches=batches), model)
-        digests = [each for report in done.reduced.updates for each in report.tensor_digests]
+        digests = [each for report in done.reduced.reports for each in report.tensor_digests]
         parameters = model_digest(self.manifest.computation.tensors, digests)
         updated = done.reduced.updated
         model = Model(tuple(p for p, _ in updated), tuple(s for _, s in updated), parameters)
@@ -158,9 +158,9 @@ class StepRunner:
         """Make release ``number`` of a measurement of ``model``, which does not change; otherwise as :meth:`run`."""
         # The measurement's roster commits a step and so moves the ratchet on; workers refuse an older one after it.
         self._prepared = None
-        whole = VectorRange(0, 0, measurement.mechanism.dimension)
+        whole = VectorRange(index=0, offset=0, length=measurement.mechanism.dimension)
         done = self._execute(Task(measurement.query, number, (whole,)), model)
-        average = done.reduced.measured.average
+        (average,) = done.reduced.averages
         values = values_digest(measurement.query, number, average)
         planned = self.manifest.computation.mechanism.steps
         return released(measurement, number, planned, average), self.outcome(done, values)
@@ -311,7 +311,14 @@ class StepRunner:
         """
         task, paid, bound = done.task, done.paid, done.reduced.binding
         # The binding's entry and not the charge's: the evidence log then pins both against a ledger that is put back.
-        commit = StepCommit(task.step, released, done.attempts, bound.sequence, bound.head, task.query)
+        commit = StepCommit(
+            step=task.step,
+            released_digest=released,
+            attempts=done.attempts,
+            ledger_sequence=bound.sequence,
+            ledger_hash=bound.head,
+            query=task.query,
+        )
         self.uncommitted += (commit,)
         return StepOutcome(
             commit=commit,
@@ -437,7 +444,7 @@ class StepRunner:
         return tuple(actor.member_id for actor in self.membership.members.aggregators[: len(task.ranges)])
 
     def _vector_ranges(self) -> tuple[VectorRange, ...]:
-        return tuple(VectorRange(owned.index, owned.start, owned.size) for owned in self.ranges)
+        return tuple(VectorRange(index=owned.index, offset=owned.start, length=owned.size) for owned in self.ranges)
 
     def _masked_bytes(self, query: Query, vectors: int) -> int:
         """Return the bytes of that many vectors, or 0 where workers add no masks; see `TrainWorker`."""

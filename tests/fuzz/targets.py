@@ -102,7 +102,12 @@ TARGETS = {
         Target("gpu_evidence", lambda data: parse(GpuEvidence, data), (ProtocolError,), own=False),
         Target("tdx_collateral", _collateral, (EvidenceError,), own=False),
         Target("collateral_bundle", lambda data: parse(CollateralBundle, data), (ProtocolError,), own=False),
-        Target("presentation", lambda data: open_presentation(Envelope(data, bytes(64))), (EvidenceError,), own=False),
+        Target(
+            "presentation",
+            lambda data: open_presentation(Envelope(body=data, signature=bytes(64))),
+            (EvidenceError,),
+            own=False,
+        ),
         Target("certificates", certificates_in, (EvidenceError,), own=False),
         Target("json_bytes", _json_bytes, (ValueError,), own=False),
         Target("policy", _in_a_file(load_policy), (ConfigError,), own=False),

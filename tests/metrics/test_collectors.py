@@ -265,7 +265,7 @@ def test_no_gpu_or_no_sampler_exports_no_gpu_series(read):
 
 def test_a_service_shows_its_calls_and_their_waits():
     waits = (0,) * 5 + (3,) + (0,) * 11 + (1,)
-    figures = ServiceFigures(True, {("Attest", "ok"): 3, ("Log", "rate_limited"): 1}, waits, 301.5, 2, 1000.0, 9000.0)
+    figures = ServiceFigures(True, (("Attest", "ok", 3), ("Log", "rate_limited", 1)), waits, 301.5, 2, 1000.0, 9000.0)
     read = scrape(ServiceCollector(lambda: figures))
     assert names(read) == {name for series in SERVICE_SERIES for name in sample_names(series)}
     assert read["raycloak_service_up",] == 1

@@ -51,6 +51,15 @@ def test_a_series_that_only_borrows_a_declared_name_is_refused():
     assert caught.value.code == "metric_undeclared"
 
 
+def test_no_process_declares_anew_what_the_registry_reserves():
+    own = Series("raycloak_of_another_process", "x.", "gauge")
+    check_exportable(own, [own])
+    (loss,) = (each for each in SERIES if each.name == "raycloak_training_loss")
+    public = replace(loss, privacy=UP.privacy)
+    with pytest.raises(RefusedError, match="metric_undeclared"):
+        check_exportable(public, [public])
+
+
 def test_a_source_that_emits_more_than_it_declared_fails_the_scrape():
     exporter = Exporter()
     exporter.add(OneSource((UP,), [GaugeMetricFamily("raycloak_training_loss", "x", value=1)]))

@@ -5,6 +5,7 @@ import pytest
 from raycloak.metrics.events import FIELDS
 from raycloak.metrics.privacy_class import PrivacyClass
 from raycloak.metrics.registry import BY_NAME, GPU_STATES, OTHER, SERIES, Label, is_identifier
+from tests.offenders import offenders
 
 UNIT_IN_NAME = {"seconds": "seconds", "bytes": "bytes", "ratio": "ratio", "watts": "watts", "celsius": "celsius"}
 FORBIDDEN_LABELS = {"worker", "worker_id", "example", "user", "host", "pid", "message"}
@@ -22,8 +23,7 @@ def test_only_secret_is_not_exportable():
     assert [c for c in PrivacyClass if not c.exportable] == [PrivacyClass.SECRET]
 
 
-@pytest.mark.parametrize("series", SERIES, ids=lambda s: s.name)
-def test_names_follow_the_prometheus_conventions(series):
+def follows_the_conventions(series):
     assert re.fullmatch(r"raycloak(_[a-z0-9]+)+", series.name)
     assert series.name.endswith("_total") == (series.kind == "counter")
     assert not series.name.endswith(("_bucket", "_count", "_sum", "_created"))
@@ -38,8 +38,11 @@ def test_names_follow_the_prometheus_conventions(series):
     assert series.help.endswith(".")
 
 
-@pytest.mark.parametrize("series", SERIES, ids=lambda s: s.name)
-def test_labels_are_few_and_bounded(series):
+def test_names_follow_the_prometheus_conventions():
+    assert offenders(SERIES, follows_the_conventions, lambda series: series.name) == {}
+
+
+def has_few_bounded_labels(series):
     assert len(series.labels) <= 4
     assert len(set(series.label_names)) == len(series.labels)
     for label in series.labels:
@@ -48,13 +51,20 @@ def test_labels_are_few_and_bounded(series):
         assert 1 <= label.at_most <= 1024
 
 
-@pytest.mark.parametrize("series", SERIES, ids=lambda s: s.name)
-def test_a_histogram_and_only_a_histogram_has_ascending_buckets(series):
+def test_labels_are_few_and_bounded():
+    assert offenders(SERIES, has_few_bounded_labels, lambda series: series.name) == {}
+
+
+def has_the_buckets_of_its_kind(series):
     if series.kind == "histogram" and series.privacy.exportable:
         assert list(series.buckets) == sorted(set(series.buckets))
         assert series.buckets[0] > 0
     else:
         assert series.buckets == ()
+
+
+def test_a_histogram_and_only_a_histogram_has_ascending_buckets():
+    assert offenders(SERIES, has_the_buckets_of_its_kind, lambda series: series.name) == {}
 
 
 def test_epsilon_is_derived_from_charges_and_so_released():
@@ -63,8 +73,7 @@ def test_epsilon_is_derived_from_charges_and_so_released():
     assert BY_NAME["raycloak_evaluation_loss"].privacy is PrivacyClass.RELEASED
 
 
-@pytest.mark.parametrize("series", SERIES, ids=lambda s: s.name)
-def test_what_is_measured_while_examples_are_computed_on_is_physical(series):
+def is_physical_if_measured(series):
     """Durations and the times of steps' ends; utilization, power and temperature of the boards that compute.
 
     Evidence is renewed between two steps, and expires so long after that; only the start comes before all steps.
@@ -73,6 +82,10 @@ def test_what_is_measured_while_examples_are_computed_on_is_physical(series):
     measured = series.unit in ("seconds", "watts", "celsius") or "utilization" in series.name or "slow" in series.name
     expected = measured and "collateral" not in series.name and series.name != "raycloak_run_start_timestamp_seconds"
     assert (series.privacy is PrivacyClass.PHYSICAL) == expected
+
+
+def test_what_is_measured_while_examples_are_computed_on_is_physical():
+    assert offenders(SERIES, is_physical_if_measured, lambda series: series.name) == {}
 
 
 def test_the_times_in_an_event_are_physical():

@@ -3,22 +3,25 @@
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 import yaml
 
-from raycloak.metrics.dashboards.render import RULES, RULES_RESOURCE, rules_resource
 from raycloak.metrics.registry import SERIES
+from raycloak_lab.adapter.collector import ADAPTER_SERIES
+from raycloak_lab.dashboards.render import RULES, RULES_RESOURCE, rules_resource
+from tests.layout import LAB, ROOT
 from tests.metrics.samples import sample_names
 
-ROOT = Path(__file__).resolve().parents[2]
 PROMTOOL = shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool (Debian package prometheus) is not installed")
-GROUPS = yaml.safe_load(RULES.read_text())["groups"]
+FILES = (RULES, LAB / "adapter" / "adapter.rules.yml")
+GROUPS = [group for file in FILES for group in yaml.safe_load(file.read_text())["groups"]]
 ALERTS = {rule["alert"]: rule for group in GROUPS for rule in group["rules"] if "alert" in rule}
 RECORDED = {rule["record"]: rule for group in GROUPS for rule in group["rules"] if "record" in rule}
-EXPORTED = {name: series for series in SERIES if series.privacy.exportable for name in sample_names(series)}
+EXPORTED = {
+    name: series for series in (*SERIES, *ADAPTER_SERIES) if series.privacy.exportable for name in sample_names(series)
+}
 
 R = 'run="r",instance="i"'
 
@@ -438,7 +441,7 @@ def promtool(*arguments):
 
 
 def test_the_operator_gets_the_same_rules():
-    assert RULES_RESOURCE.read_text() == rules_resource(), "run: python -m raycloak.metrics.dashboards.render"
+    assert RULES_RESOURCE.read_text() == rules_resource(), "run: python -m raycloak_lab.dashboards.render"
     resource = yaml.safe_load(RULES_RESOURCE.read_text())
     assert (resource["apiVersion"], resource["kind"]) == ("monitoring.coreos.com/v1", "PrometheusRule")
     assert resource["spec"] == yaml.safe_load(RULES.read_text())
@@ -491,7 +494,7 @@ def test_every_alert_has_a_case_in_which_it_fires():
 
 @needs_promtool
 def test_prometheus_accepts_the_rules():
-    result = promtool("check", "rules", str(RULES))
+    result = promtool("check", "rules", *map(str, FILES))
     assert result.returncode == 0, result.stderr
 
 
@@ -514,6 +517,6 @@ def test_each_alert_fires_in_its_case_and_no_other_does(tmp_path):
         }
         for name, (series, minute, fires) in CASES.items()
     ]
-    (tmp_path / "cases.yml").write_text(yaml.safe_dump({"rule_files": [str(RULES)], "tests": tests}))
+    (tmp_path / "cases.yml").write_text(yaml.safe_dump({"rule_files": [*map(str, FILES)], "tests": tests}))
     result = promtool("test", "rules", str(tmp_path / "cases.yml"))
     assert result.returncode == 0, result.stdout + result.stderr

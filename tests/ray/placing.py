@@ -10,8 +10,9 @@ import time
 import ray
 from ray.util.placement_group import placement_group_table
 
-from raycloak.coordinator.cluster.actors import actor, ask_node, connect, fetch, kill_all, off_this_node
+from raycloak.coordinator.cluster.actors import actor, ask_node, connect, kill_all, off_this_node
 from raycloak.coordinator.cluster.placement import Placement, cluster_nodes
+from raycloak.coordinator.cluster.ray_calls import fetch
 from raycloak.coordinator.config.sections import PlacementConfig
 from raycloak.metrics.errors import ConfigError
 

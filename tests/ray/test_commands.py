@@ -22,11 +22,11 @@ import pytest
 import torch
 
 import raycloak
-from raycloak.coordinator.bench import calibration
 from raycloak.coordinator.cli import app
 from raycloak.coordinator.config.run import load_config
-from raycloak.coordinator.planning.scale import Scale, ScaleConfig, simulate
 from raycloak.coordinator.runs.trainer import Trainer
+from raycloak_lab.scale import calibration
+from raycloak_lab.scale.simulation import Scale, ScaleConfig, simulate
 from tests.layout import PACKAGES, ROOT
 from tests.protocol import settle
 from tests.spans import collector

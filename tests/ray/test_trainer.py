@@ -22,14 +22,16 @@ from raycloak.attestation.log.evidence_log import read_exported_log
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
 from raycloak.attestation.tdx.rules import RTMRS
 from raycloak.coordinator.bench.chaos.cluster import role
-from raycloak.coordinator.cluster.actors import GpuSamplers, fetch, kill_all, start_platforms
+from raycloak.coordinator.cluster.actors import GpuSamplers, kill_all, start_platforms
 from raycloak.coordinator.cluster.backend import ActorLost
 from raycloak.coordinator.cluster.process_table import descendants, process_table
+from raycloak.coordinator.cluster.ray_calls import ask, fetch
 from raycloak.coordinator.config.run import parse_config
 from raycloak.coordinator.runs.demo import demo_config
 from raycloak.coordinator.runs.evidence_address import manifest_in
 from raycloak.coordinator.runs.trainer import Trainer
 from raycloak.metrics.errors import ModelError, RefusedError
+from raycloak.metrics.gpu_readings import GpuSampler
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.model_digest import model_digest, tensor_digests
 from tests.own_code import Told
@@ -92,7 +94,7 @@ def observed(ray_cluster, secret, tmp_path_factory):
         config, said = digits(**OBSERVED, **SERVED), scraping.notices.append
         trainer = Trainer(config, run_secret=secret, notice=said, progress=look, callbacks=[Told()])
         result = trainer.train()
-        vectors = [ray.get(list(references), timeout=120) for references in watching.seen]
+        vectors = [ray.get([each.held for each in references], timeout=120) for references in watching.seen]
     return Observed(trainer, result, scraping.pages, processes, vectors, evidence, scraping.notices)
 
 
@@ -171,7 +173,7 @@ def test_a_sampler_where_there_is_no_nvml_says_so_and_ends(ray_cluster):
     def ask_until_it_is_gone():
         # Ray ends a killed process a little later, and a call that comes first is still answered.
         for _ in range(60):
-            fetch(handle.sample.remote(), 30)
+            fetch(ask(handle, GpuSampler.sample), 30)
             time.sleep(1)
 
     with pytest.raises(ActorLost) as lost:

@@ -78,7 +78,16 @@ def base(tmp_path: Path) -> Path:
 
 def workload(base: Path, model: str = "functions:plain", **dataset: Any) -> Workload:
     described = DatasetDescriptor(**{**KEYED, **dataset})
-    return Workload(WorkerSetup(ModelSource.of(model), LossSpec.of("cross_entropy"), described, str(base), 0, "cpu"))
+    return Workload(
+        WorkerSetup(
+            model=ModelSource.of(model),
+            loss=LossSpec.of("cross_entropy"),
+            dataset=described,
+            base=str(base),
+            seed=0,
+            device="cpu",
+        )
+    )
 
 
 def fingerprint_of(base: Path, file: str) -> bytes:

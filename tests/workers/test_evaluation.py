@@ -1,7 +1,6 @@
 """A worker measures what it was ordered to measure, on the slices it hosts, and signs exactly that."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +123,8 @@ def test_a_worker_measures_only_what_its_orchestrator_ordered(run):
     own = orchestrator_key()
     assert run.evaluate("worker-0", honest).code == "ok"
     stranger = seal(parse(EvaluationOrder, honest.body), IdentityKey.generate())
-    assert run.evaluate("worker-0", stranger) == EvaluationReply("worker-0", "signature")
-    assert run.evaluate("worker-0", Envelope(honest.body + b" ", honest.signature)).code == "signature"
+    assert run.evaluate("worker-0", stranger) == EvaluationReply(member_id="worker-0", code="signature")
+    assert run.evaluate("worker-0", Envelope(body=honest.body + b" ", signature=honest.signature)).code == "signature"
     members = parse(EvaluationOrder, honest.body).members
     for changes, code in (
         ({"run_id": "0" * 16}, "order_mismatch"),
@@ -136,7 +135,9 @@ def test_a_worker_measures_only_what_its_orchestrator_ordered(run):
         ({"members": (members[0].model_copy(update={"member_id": "worker-9"}), *members[1:])}, "order_mismatch"),
         ({"model_digest": bytes(32)}, "parameters_mismatch"),
     ):
-        assert run.evaluate("worker-0", run.forged_order(**changes)) == EvaluationReply("worker-0", code), changes
+        assert run.evaluate("worker-0", run.forged_order(**changes)) == EvaluationReply(
+            member_id="worker-0", code=code
+        ), changes
     assert seal(parse(EvaluationOrder, honest.body), own) == honest, "the forger signs as the orchestrator does"
 
 
@@ -154,7 +155,7 @@ def test_a_worker_measures_no_slice_whose_key_it_was_not_given(run):
         for i, each in enumerate(members[:2])
     ]
     order = run.forged_order(members=(*swapped, *members[2:]))
-    assert run.evaluate("worker-0", order) == EvaluationReply("worker-0", "slice_sealed")
+    assert run.evaluate("worker-0", order) == EvaluationReply(member_id="worker-0", code="slice_sealed")
 
 
 def test_a_worker_without_a_sealed_split_refuses_every_order(tmp_path):
@@ -170,7 +171,7 @@ def test_what_a_model_raises_stays_in_the_worker(run, monkeypatch):
         raise ValueError("label 7")
 
     monkeypatch.setattr(Scorer, "total", fail)
-    assert run.evaluate("worker-0", run.order()) == EvaluationReply("worker-0", "worker_error")
+    assert run.evaluate("worker-0", run.order()) == EvaluationReply(member_id="worker-0", code="worker_error")
 
 
 def test_only_an_answer_to_this_order_with_all_examples_of_the_right_slices_counts(run):
@@ -223,8 +224,8 @@ def test_a_worker_takes_no_evaluation_keys_in_the_place_of_others(run):
     name, hosted = "worker-0", run.hosting["worker-0"]
     release = run.orchestrator.release(name, 0, hosted, run.workers[name]._stage._watch.length)
     for wrong in (
-        replace(release, evaluation=replace(release, evaluation=None)),
-        replace(release, slices=release.evaluation),
+        release.model_copy(update={"evaluation": release.model_copy(update={"evaluation": None})}),
+        release.model_copy(update={"slices": release.evaluation}),
     ):
         assert code_of(run.workers[name].accept_keys, wrong) == "key_package_mismatch"
     run.workers[name].accept_keys(release)

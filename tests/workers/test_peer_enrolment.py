@@ -1,7 +1,5 @@
 """A worker counts machines and GPUs over the whole roster itself, whatever the orchestrator admitted."""
 
-from dataclasses import replace
-
 import pytest
 
 from raycloak.attestation.attester.attester import Attester
@@ -82,7 +80,9 @@ def test_a_worker_refuses_collateral_older_than_it_has_seen(strict: StrictRun) -
 
     def present(number: int) -> str | None:
         older = strict.vendor.tdx_collateral(NOW, CollateralVariant(evaluation_number=number))
-        admission = replace(strict.admission, collateral=strict.collateral.model_copy(update={"tdx": (older,)}))
+        admission = strict.admission.model_copy(
+            update={"collateral": strict.collateral.model_copy(update={"tdx": (older,)})}
+        )
         try:
             worker.present(strict.orchestrator.challenge("worker-2", "worker"), admission)
         except EvidenceError as error:

@@ -105,7 +105,13 @@ def test_a_worker_on_registered_data_takes_no_batches(tmp_path):
 
     def code(receipt: Envelope) -> str:
         asked = run.request(run.roster())
-        request = StepRequest(asked.roster, asked.presentations, asked.commitments, asked.ranges, (name,))
+        request = StepRequest(
+            roster=asked.roster,
+            presentations=asked.presentations,
+            commitments=asked.commitments,
+            ranges=asked.ranges,
+            batches=(name,),
+        )
         reply, *vectors = run.workers["worker-0"].step(receipt, request, *run.parameters, batch)
         assert not any(len(vector) for vector in vectors)
         return reply.code

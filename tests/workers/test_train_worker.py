@@ -3,7 +3,7 @@
 import pickle
 import weakref
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -115,7 +115,7 @@ def test_an_answer_is_a_signed_header_and_one_masked_vector_per_range(tmp_path):
 
 def test_an_answer_says_nothing_of_data_but_times_and_codes(hand):
     """Counts of examples, losses and norms are private: one field alone could carry any, and it is of public runs."""
-    assert [field.name for field in fields(StepReply)] == [
+    assert list(StepReply.model_fields) == [
         "member_id", "code", "header", "seconds", "compute_seconds", "mask_seconds", "leaving", "counted",
     ]  # fmt: skip
     assert set(Header.model_fields) == {
@@ -135,7 +135,7 @@ def test_no_exact_sum_over_examples_leaves_under_a_mechanism_that_is_private(han
 
     monkeypatch.setattr(VirtualWorkerComputer, "vector", counting)
     reply, vectors = hand.ask("worker-1", request)
-    assert reply == StepReply("worker-1", "not_public")
+    assert reply == StepReply(member_id="worker-1", code="not_public")
     assert [vector.size for vector in vectors] == [0]
 
 
@@ -179,7 +179,7 @@ def test_a_failure_inside_is_a_code_and_nothing_else(hand, monkeypatch, capfd):
 
     monkeypatch.setattr(VirtualWorkerComputer, "vector", fail)
     reply, vectors = hand.ask("worker-0", hand.request(hand.roster()))
-    assert reply == StepReply("worker-0", "worker_error")
+    assert reply == StepReply(member_id="worker-0", code="worker_error")
     assert [vector.size for vector in vectors] == [0]
     assert "4711" not in "".join(capfd.readouterr())
 
@@ -222,20 +222,27 @@ def test_what_is_asked_out_of_order_is_answered_by_a_code(still):
     worker.prepare(still.setup)
     assert refused(worker.present, challenge, still.admission) == "worker_error"
     worker.compute_known_answer(still.mechanism)
-    assert refused(worker.accept_keys, KeyRelease(Envelope(b"", b""), b"")) == "worker_error"
-    asked = still.request(Envelope(b"", b""))
+    assert (
+        refused(worker.accept_keys, KeyRelease(package=Envelope(body=b"", signature=b""), proof=b"")) == "worker_error"
+    )
+    asked = still.request(Envelope(body=b"", signature=b""))
     reply, _ = worker.step(
-        asked.receipt, StepRequest(asked.roster, asked.presentations, asked.commitments, asked.ranges)
+        asked.receipt,
+        StepRequest(
+            roster=asked.roster, presentations=asked.presentations, commitments=asked.commitments, ranges=asked.ranges
+        ),
     )
     assert reply.code == "worker_error"
-    assert worker.evaluate(Envelope(b"", b"")).code == "evaluation_unknown"
+    assert worker.evaluate(Envelope(body=b"", signature=b"")).code == "evaluation_unknown"
 
 
 @pytest.mark.parametrize("field", COMPUTATION_CHANGES)
 def test_a_manifest_of_anything_but_what_runs_here_is_refused_by_name(still, field):
     computation = still.manifest.computation
     changed = computation.model_copy(update=COMPUTATION_CHANGES[field](computation))
-    admission = replace(still.admission, manifest=still.manifest.model_copy(update={"computation": changed}))
+    admission = still.admission.model_copy(
+        update={"manifest": still.manifest.model_copy(update={"computation": changed})}
+    )
     challenge = still.orchestrator.challenge("worker-0", "worker")
     with pytest.raises(ProtocolError, match=f"manifest's {field} is not") as error:
         still.workers["worker-0"].present(challenge, admission)
@@ -257,7 +264,10 @@ def test_a_grid_that_the_noise_does_not_pay_for_is_refused(still, change):
     challenge = still.orchestrator.challenge("worker-0", "worker")
     short = still.mechanism.model_copy(update=change(still.mechanism))
     stated = still.manifest.model_copy(update={"computation": computation.model_copy(update={"mechanism": short})})
-    assert refused(worker.present, challenge, replace(still.admission, manifest=stated)) == "mechanism_bounds"
+    assert (
+        refused(worker.present, challenge, still.admission.model_copy(update={"manifest": stated}))
+        == "mechanism_bounds"
+    )
     with pytest.raises(ProtocolError, match="mechanism_bounds"):
         PlannedWorkload(worker._stage.planned.workload, short, ())
 
@@ -285,7 +295,7 @@ def test_a_measurement_with_a_thousandth_of_the_noise_that_it_claims_is_refused(
     computation = run.manifest.computation.model_copy(update={"measurements": (released,)})
     stated = run.manifest.model_copy(update={"computation": computation})
     challenge = run.orchestrator.challenge("worker-0", "worker")
-    found = refused(worker.present, challenge, replace(run.admission, manifest=stated))
+    found = refused(worker.present, challenge, run.admission.model_copy(update={"manifest": stated}))
     assert found in ("mechanism_bounds", "malformed")
 
 
@@ -293,7 +303,7 @@ def test_what_was_presented_stays_what_runs(still):
     worker, quiet = still.workers["worker-0"], still.mechanism.model_copy(update={"private": False})
     assert refused(worker.compute_known_answer, quiet) == "already_presented"
     assert refused(worker.prepare, still.setup) == "already_presented"
-    other = replace(still.admission, manifest=still.manifest.model_copy(update={"account": "another"}))
+    other = still.admission.model_copy(update={"manifest": still.manifest.model_copy(update={"account": "another"})})
     challenge = still.orchestrator.challenge("worker-0", "worker")
     assert refused(worker.present, challenge, other) == "already_presented"
 
@@ -301,24 +311,27 @@ def test_what_was_presented_stays_what_runs(still):
 def test_another_known_answer_or_policy_is_refused(still):
     worker, challenge = still.workers["worker-0"], still.orchestrator.challenge("worker-0", "worker")
     foreign = still.manifest.model_copy(update={"known_answer": bytes(32)})
-    assert refused(worker.present, challenge, replace(still.admission, manifest=foreign)) == "manifest_mismatch"
+    assert (
+        refused(worker.present, challenge, still.admission.model_copy(update={"manifest": foreign}))
+        == "manifest_mismatch"
+    )
     lax = still.policy.model_copy(update={"evidence_lifetime_s": 1})
-    assert refused(worker.present, challenge, replace(still.admission, policy=lax)) == "policy_mismatch"
+    assert refused(worker.present, challenge, still.admission.model_copy(update={"policy": lax})) == "policy_mismatch"
 
 
 def test_nothing_is_sent_before_the_orchestrators_own_evidence_was_accepted(still):
     worker, challenge = still.workers["worker-0"], still.orchestrator.challenge("worker-0", "worker")
     stranger = LocalPlatform(SimulatedVendor.create().platform())
     evidence = {
-        "root_unknown": still.orchestrator.present(stranger),
+        "root_unknown": still.orchestrator._session.present(stranger),
         "nonce_foreign": still.presentations["worker-1"],
         "peer_not_bound": present_orchestrator(
             IdentityKey.generate(), still.run_id, still.manifest.digest(), still.source
         ),
-        "evidence_malformed": Envelope(b"{}", b""),
+        "evidence_malformed": Envelope(body=b"{}", signature=b""),
     }
     for code, envelope in evidence.items():
-        assert refused(worker.present, challenge, replace(still.admission, orchestrator=envelope)) == code
+        assert refused(worker.present, challenge, still.admission.model_copy(update={"orchestrator": envelope})) == code
 
 
 def test_a_challenge_for_somebody_else_is_not_answered(still):
@@ -332,8 +345,8 @@ def test_a_challenge_for_somebody_else_is_not_answered(still):
 def test_keys_for_another_member_or_from_another_signer_are_refused(still):
     foreign = still.orchestrator.release("worker-1", 0, (0,))
     assert refused(still.workers["worker-0"].accept_keys, foreign) == "key_package_mismatch"
-    package = replace(foreign.package, signature=IdentityKey.generate().sign(foreign.package.body))
-    forged = replace(foreign, package=package)
+    unsigned = {"signature": IdentityKey.generate().sign(foreign.package.body)}
+    forged = foreign.model_copy(update={"package": foreign.package.model_copy(update=unsigned)})
     assert refused(still.workers["worker-1"].accept_keys, forged) == "signature"
 
 
@@ -401,7 +414,7 @@ def receipts(still: HandRun) -> Iterator[tuple[str, Envelope]]:
     honest = still.receipt()
     stranger = IdentityKey.generate()
     yield "signature", seal(Receipt.model_validate_json(honest.body), stranger)
-    yield "signature", replace(honest, body=honest.body.replace(b'"fencing":1', b'"fencing":2'))
+    yield "signature", honest.model_copy(update={"body": honest.body.replace(b'"fencing":1', b'"fencing":2')})
     yield "receipt_mismatch", still.receipt(step=1)
     yield "receipt_mismatch", still.receipt(run_id="another")
     yield "receipt_mismatch", still.receipt(input_digest=bytes(32))
@@ -596,12 +609,12 @@ def test_ranges_that_do_not_cut_the_parameters_into_pieces_are_refused(hand):
     whole = hand.mechanism.dimension
     for number, ranges in enumerate(
         [
-            (VectorRange(0, 0, whole - 1),),
-            (VectorRange(0, 0, whole + 1),),
-            (VectorRange(0, 1, whole - 1),),
-            (VectorRange(1, 0, whole),),
-            (VectorRange(0, 0, 40), VectorRange(1, 39, whole - 39)),
-            (VectorRange(0, 0, whole), VectorRange(1, whole, 0)),
+            (VectorRange(index=0, offset=0, length=whole - 1),),
+            (VectorRange(index=0, offset=0, length=whole + 1),),
+            (VectorRange(index=0, offset=1, length=whole - 1),),
+            (VectorRange(index=1, offset=0, length=whole),),
+            (VectorRange(index=0, offset=0, length=40), VectorRange(index=1, offset=39, length=whole - 39)),
+            (VectorRange(index=0, offset=0, length=whole), VectorRange(index=1, offset=whole, length=0)),
             (),
         ]
     ):
@@ -610,7 +623,9 @@ def test_ranges_that_do_not_cut_the_parameters_into_pieces_are_refused(hand):
         request = hand.request(hand.roster(), ranges=ranges)
         reply, _ = hand.ask("worker-0", request)
         assert (number, reply.code) == (number, "range_mismatch")
-    check_partition((VectorRange(0, 0, 40), VectorRange(1, 40, whole - 40)), whole)
+    check_partition(
+        (VectorRange(index=0, offset=0, length=40), VectorRange(index=1, offset=40, length=whole - 40)), whole
+    )
 
 
 # --- peers
@@ -709,7 +724,7 @@ def test_public_vectors_need_no_mask(tmp_path):
 def test_several_workers_mask_private_vectors_in_any_case(tmp_path):
     """Each carries a share of the noise only. Correlation below 6 standard errors: a false alarm below 2e-9."""
     hand = HandRun(tmp_path, model="tests.models:wide_model", workers=2)
-    hand.admission = replace(hand.admission, secure_aggregation=False)
+    hand.admission = hand.admission.model_copy(update={"secure_aggregation": False})
     for name in hand.workers:
         hand.admit(name)
     _, (vectors,) = hand.compute(hand.roster())
@@ -726,26 +741,24 @@ def test_an_error_of_ours_leaves_the_other_methods_as_itself_and_any_other_witho
 
     monkeypatch.setattr("raycloak.workers.run_member.open_keys", fail)
     with pytest.raises(RunFailedError) as error:
-        worker.accept_keys(KeyRelease(Envelope(b"", b""), b""))
+        worker.accept_keys(KeyRelease(package=Envelope(body=b"", signature=b""), proof=b""))
     assert error.value.code == "worker_error"
     assert "4711" not in str(error.value)
     assert error.value.__cause__ is None
     assert error.value.__context__ is None
     monkeypatch.undo()
     with pytest.raises((ProtocolError, EvidenceError)):
-        worker.accept_keys(KeyRelease(Envelope(b"", b""), b""))
+        worker.accept_keys(KeyRelease(package=Envelope(body=b"", signature=b""), proof=b""))
 
 
 def test_what_is_as_large_as_the_model_is_not_kept_twice(hand):
-    """Beside the module: neither the initial parameters, once they were stated, nor a masked vector that has left."""
+    """Beside the module: no masked vector that has left."""
     request = hand.request(hand.roster())
     reply, vectors = hand.ask("worker-0", request)
     assert reply.code == "ok"
     left = weakref.ref(vectors[0])
     del vectors
     assert left() is None
-    assert hand.facts.initial_parameters.size == hand.mechanism.dimension
-    assert hand.workers["worker-0"]._stage.planned.workload.facts.initial_parameters.size == 0
 
 
 def test_released_parameters_are_checked_at_public_steps_before_anything_is_computed(hand, monkeypatch):
@@ -754,7 +767,7 @@ def test_released_parameters_are_checked_at_public_steps_before_anything_is_comp
     checked: list[int] = []
     monkeypatch.setattr("raycloak.workers.workload.check_released", lambda *_: checked.append(step))
     for step in range(20):
-        planned.check_released(step, hand.facts.initial_parameters)
+        planned.check_released(step, hand.start)
     assert checked == [1, 2, 4, 8, 16]
 
 

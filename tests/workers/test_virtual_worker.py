@@ -11,7 +11,9 @@ from hypothesis.extra.numpy import arrays
 from raycloak.attestation.core.keys import Purpose, derive
 from raycloak.workers.inputs.datasets import slice_ids
 from raycloak.workers.vectors.noise import NoiseSampler
+from raycloak.workers.vectors.vector_tag import TensorLeaves
 from raycloak.workers.virtual_worker import VirtualWorkerComputer
+from tests.models import small_model
 from tests.protocol import DATA_ROOT, Arrays, computer, examples, initial_parameters, keys_of, mechanism
 
 COMPUTATION, MODEL = b"c" * 32, b"p" * 32
@@ -66,6 +68,22 @@ def test_equal_inputs_give_equal_bytes_in_any_process_host_or_order():
         first.vector(0, KEYS, 0, MODEL, DATA_ROOT, PARAMETERS).tag
         == second.vector(0, KEYS, 0, MODEL, DATA_ROOT, PARAMETERS).tag
     )
+
+
+def test_the_tag_is_of_the_models_tensors_in_canonical_order(monkeypatch):
+    """Other hosts cut the vector at the same places: at the borders of the tensors that the manifest states."""
+    seen = []
+    monkeypatch.setattr(
+        "raycloak.workers.virtual_worker.vector_tag", lambda key, bits, tensors: seen.append((bits, tensors)) or b"tag"
+    )
+    chosen = mechanism()
+    made = computer(chosen).vector(0, KEYS, 0, MODEL, DATA_ROOT, PARAMETERS)
+    sizes = [tensor.numel() for tensor in small_model().parameters()]
+    assert len(sizes) > 1
+    assert made.tag == b"tag"
+    assert seen == [
+        (chosen.ring_bits, [TensorLeaves.of(part) for part in np.split(made.values, np.cumsum(sizes)[:-1])])
+    ]
 
 
 def test_places_sampling_noise_and_tag_share_no_key(monkeypatch):

@@ -147,6 +147,7 @@ class GradientEngine:
         deterministic: see :func:`named_operations`.
 
     Attributes:
+        sizes: number of coordinates of each trained tensor, in canonical order.
         counted: sums over the examples of the last clipped sum; None under a mechanism that is private.
 
     Raises:
@@ -162,8 +163,8 @@ class GradientEngine:
         device: str | torch.device = "cpu",
         deterministic: bool = True,
     ) -> None:
-        self._sizes = [tensor.size for tensor in trainable_tensors(module)]
-        require_bound(mechanism.dimension == sum(self._sizes), "a mechanism has the dimension of its model")
+        self.sizes = tuple(tensor.size for tensor in trainable_tensors(module))
+        require_bound(mechanism.dimension == sum(self.sizes), "a mechanism has the dimension of its model")
         check_batch(mechanism)
         self._device = torch.device(device)
         self._module = module.to(self._device)
@@ -196,7 +197,7 @@ class GradientEngine:
         mechanism = self._mechanism
         load_flat(self._module, parameters)
         self._state.parameters_set()
-        clipped = ClippedSum(self._sizes, mechanism.max_grad_norm if mechanism.private else None, self._device)
+        clipped = ClippedSum(self.sizes, mechanism.max_grad_norm if mechanism.private else None, self._device)
         count, self.counted = 0, None
         moved = torch.zeros((), dtype=torch.bool, device=self._device)
         counted = None if mechanism.private else ExampleCounter()

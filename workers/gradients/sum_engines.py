@@ -35,6 +35,11 @@ class SumEngine(Protocol):
     """Computes one virtual worker's clipped sum."""
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of coordinates of each tensor that the sum consists of, in order."""
+        ...
+
+    @property
     def counted(self) -> PublicSums | None:
         """Exact sums over the examples of the last clipped sum; None under a private mechanism, and of measurements."""
         ...
@@ -68,6 +73,7 @@ class ClassCountEngine:
 
     def __init__(self, measurement: Measurement) -> None:
         self._measurement = measurement
+        self.sizes = (measurement.mechanism.dimension,)
         self.counted: PublicSums | None = None
 
     @classmethod
@@ -115,6 +121,7 @@ class PrivateEvaluationEngine:
         deterministic: bool = True,
     ) -> None:
         self._measurement = measurement
+        self.sizes = (measurement.mechanism.dimension,)
         self._device = torch.device(device)
         self._module = module.to(self._device).eval()
         self._loss = RowLoss.of(loss_fn)

@@ -9,15 +9,17 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import cloudpickle  # type: ignore[import-untyped]
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import model_validator
 from torch import Tensor, nn
 
 from raycloak.attestation.core.canonical import digest, length_prefixed
+from raycloak.attestation.core.messages import Message
 from raycloak.metrics.errors import ModelError, is_out_of_memory
 from raycloak.workers.inputs.user_code import (
     SEE_WHY,
@@ -47,41 +49,68 @@ LossFn = Callable[[Tensor, Tensor], Tensor]
 """(output [n, ...], labels [n, ...]) to one loss per example, shape [n]."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSource:
+class FunctionSource(Message):
+    """A callable of the user's own, which only Python can read.
+
+    Attributes:
+        pickled: the callable, one opaque field.
+        pickled_digest: SHA-256 of it, by which it is named.
+        code: its source digest.
+        folders: where its process found modules; a worker looks there too, after all other places.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/function-source/v1"
+
+    pickled: bytes
+    pickled_digest: bytes
+    code: bytes
+    folders: tuple[str, ...]
+
+    @model_validator(mode="after")
+    def _is_named_by_its_digest(self) -> Self:
+        if digest(self.pickled) != self.pickled_digest:
+            raise ValueError("the function is not the one that its digest names")
+        return self
+
+
+class ModelSource(Message):
     """The source of a model, in a form that travels to workers.
+
+    A model travels by its name, and every worker computes the digest of the code or files that it finds there. Only a
+    callable travels itself, on any cluster.
 
     Attributes:
         name: ``module:function``, the qualified name of a callable, or the last part of a model's path or hub name.
-        pickled: a callable's pickled form; empty for ``module:function``.
-        code: a callable's source digest; empty for ``module:function``.
-        folders: where a callable's process found modules; a worker looks there too, after all other places.
+        function: a callable; None for the others.
         hub: of a Hugging Face model by configuration; None for the others.
     """
 
+    DOMAIN: ClassVar[str] = "raycloak/model-source/v1"
+
     name: str
-    pickled: bytes = b""
-    code: bytes = b""
-    folders: tuple[str, ...] = ()
+    function: FunctionSource | None = None
     hub: HubSpec | None = None
 
     @classmethod
     def of(cls, model: str | HubSpec | Callable[[], nn.Module]) -> "ModelSource":
         """Return the source of a ``module:function``, a model by configuration or a callable without arguments."""
         if isinstance(model, str):
-            return cls(model)
+            return cls(name=model)
         if isinstance(model, HubSpec):
             # Not the whole path: the manifest has the name, and a model that was moved is the same.
-            return cls(Path(model.hf).name, hub=model)
+            return cls(name=Path(model.hf).name, hub=model)
         name = getattr(model, "__qualname__", type(model).__qualname__)
         _require_function(model, name)
-        return cls(name, cloudpickle.dumps(model), source_digest(model, Path()), own_folders())
+        pickled = cloudpickle.dumps(model)
+        code, folders = source_digest(model, Path()), own_folders()
+        function = FunctionSource(pickled=pickled, pickled_digest=digest(pickled), code=code, folders=folders)
+        return cls(name=name, function=function)
 
     def code_digest(self, base: Path | str) -> bytes:
         """Return a SHA-256 of the source, see `workers/inputs/user_code.py` and `hub_model.py`; errors as there."""
         if self.hub is not None:
             return self.hub.code_digest(base)
-        return self.code or source_digest(self.name, base)
+        return self.function.code if self.function else source_digest(self.name, base)
 
     def drawing(self, base: Path | str) -> Callable[[], tuple[nn.Module, tuple[str, ...]]]:
         """Return what builds the model, drawing from torch's generator; see :func:`build_noted` for what that returns.
@@ -92,17 +121,18 @@ class ModelSource:
         if self.hub is not None:
             hub = self.hub
             return lambda: _as_trained(*hub.build(base))
-        function: Callable[[], Any] = self._unpickled() if self.pickled else resolve(self.name, base)
+        own = self.function
+        function: Callable[[], Any] = resolve(self.name, base) if own is None else self._unpickled(own)
         return lambda: _as_trained(self._called(function, base), ())
 
-    def _unpickled(self) -> Callable[[], Any]:
-        find_in(self.folders)
+    def _unpickled(self, function: FunctionSource) -> Callable[[], Any]:
+        find_in(function.folders)
         try:
             # It runs code, but our own driver pickled it, and runs this user's code in any case.
-            found: Callable[[], Any] = cloudpickle.loads(self.pickled)
+            found: Callable[[], Any] = cloudpickle.loads(function.pickled)
         except ModuleNotFoundError as error:
             # A name that is in what the driver sent is none of an example.
-            if error.name is None or error.name.encode() not in self.pickled:
+            if error.name is None or error.name.encode() not in function.pickled:
                 raise
             raise not_importable(self.name, error.name) from told(error)
         return found
@@ -114,7 +144,7 @@ class ModelSource:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            if not self.pickled and (absent := absent_import(error, self.name, base)) is not None:
+            if self.function is None and (absent := absent_import(error, self.name, base)) is not None:
                 raise absent from told(error)
             # Only its type is told: its text may hold private data.
             raise ModelError("model_function", f"{self.name} fails with {type(error).__name__}.", SEE_WHY) from told(

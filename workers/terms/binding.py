@@ -28,7 +28,7 @@ def vectors_digest(headers: Sequence[Header]) -> bytes:
     Attempt, hosting and order of the headers do not enter, so that every attempt of a step has the same digest.
     """
     tags = {v: tag for each in headers for v, tag in zip(each.virtual_workers, each.vector_tags, strict=True)}
-    return digest(length_prefixed("raycloak/vector-tags/v1", *(tags[v] for v in sorted(tags))))
+    return digest(length_prefixed("raycloak/vector-tags/v2", *(tags[v] for v in sorted(tags))))
 
 
 def check_binding(

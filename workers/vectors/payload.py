@@ -1,4 +1,4 @@
-"""Masked vectors on the wire: keyed tags, and the signed header that comes with them.
+"""Masked vectors on the wire: the tag of each array, and the signed header that comes with them.
 
 A worker answers one attempt with one signed header and one array per parameter range. The header names everything
 the arrays belong to and carries a Poly1305 tag per array, so the arrays themselves travel as raw ring words.
@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.hmac import HMAC
 from cryptography.hazmat.primitives.poly1305 import Poly1305
 from pydantic import ConfigDict
 
@@ -19,17 +17,16 @@ from raycloak.attestation.core.messages import Envelope, Message, open_envelope,
 from raycloak.attestation.core.roster import Member, Roster
 from raycloak.metrics.errors import ProtocolError
 from raycloak.workers.vectors.ring import RingBits, RingVector, ring_dtype
-
-# Half an HMAC-SHA-256: another vector has the same tag with a chance of 2^-128, and headers stay small.
-VECTOR_TAG_BYTES = 16
+from raycloak.workers.vectors.vector_tag import VECTOR_TAG_BYTES
 
 # Base64 instead of hexadecimal: eight vector tags and three ranges then fit one kibibyte with the signature.
 _COMPACT_BYTES = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
 
 
-@dataclass(frozen=True, slots=True)
-class VectorRange:
+class VectorRange(Message):
     """The coordinates [offset, offset + length) of the flat vector, owned by the aggregator with this index."""
+
+    DOMAIN: ClassVar[str] = "raycloak/vector-range/v1"
 
     index: int
     offset: int
@@ -55,7 +52,7 @@ class Header(Message):
         input_digest: that of the step's receipt.
         sender: member id of the worker.
         virtual_workers: all whose vectors are in the sum, as in the roster.
-        vector_tags: per virtual worker, :func:`vector_tag` of its encoded, noised vector.
+        vector_tags: per virtual worker, `raycloak.workers.vectors.vector_tag.vector_tag` of its vector.
         payloads: one per parameter range, in range order.
     """
 
@@ -91,18 +88,6 @@ class VerifiedAttempt:
     ) -> "VerifiedAttempt":
         """Return the attempt of a roster that :func:`raycloak.attestation.core.roster.open_roster` has verified."""
         return cls(roster, roster.digest(), input_digest, tuple(ranges), ring_bits)
-
-
-def vector_tag(key: Secret, vector: RingVector) -> bytes:
-    """Return the HMAC-SHA-256 of an encoded, noised vector, cut to 16 bytes.
-
-    Two hosts of a virtual worker hold the same key, so a recomputation that differs in one bit shows. To everybody
-    else the tag is random. ``key`` must belong to one (virtual worker, step, parameters, slice): otherwise equal
-    vectors of two steps would show.
-    """
-    mac = HMAC(key.reveal(), SHA256())
-    mac.update(_raw(vector))
-    return mac.finalize()[:VECTOR_TAG_BYTES]
 
 
 def payload_key(

@@ -10,7 +10,7 @@ from raycloak.coordinator.cli.attest.observe import observe_command
 from raycloak.coordinator.cli.attest.policy import measure, policy
 from raycloak.coordinator.cli.attest.revoke import revoke_command
 from raycloak.coordinator.cli.attest.serve import serve_command
-from raycloak.coordinator.cli.options import AsJson, Debug, execute
+from raycloak.coordinator.cli.options import command
 from raycloak.coordinator.console.output import Output
 from raycloak.metrics.errors import ConfigError
 
@@ -29,22 +29,19 @@ attest.command("observe")(observe_command)
 
 
 @attest.command("verify")
+@command
 def verify_command(
+    output: Output,
     index: Annotated[Path, typer.Option(metavar="FILE", help="Index of evidence, JSON.", show_default=False)],
     case: Annotated[
         list[str] | None, typer.Option(metavar="ID", help="Appraise only this case; may be repeated.")
     ] = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Appraise the evidence that an index lists. Exit code 4 if a case could not be appraised."""
-    execute(as_json, debug, lambda output: _verify(output, index, case or []))
-
-
-def _verify(output: Output, index: Path, wanted: list[str]) -> int:
     from raycloak.attestation.vectors.check import check
     from raycloak.attestation.vectors.index import read_index
 
+    wanted = case or []
     cases = read_index(index)
     unknown = sorted(set(wanted) - {each.fields.id for each in cases})
     if unknown:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from raycloak.coordinator.cli.options import RUN_OR_OTHER, AsJson, Debug, execute, run_or_path
+from raycloak.coordinator.cli.options import RUN_OR_OTHER, command, run_or_path
 from raycloak.coordinator.console.output import Output
 from raycloak.metrics.errors import ConfigError
 from raycloak.metrics.file_errors import file_error
@@ -43,40 +43,36 @@ OwnKey = Annotated[
 
 
 @attest_log.command("verify")
+@command
 def verify_command(
+    output: Output,
     log: LogPath,
     key: TrustedKey,
     head: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="An older head or log, which this one must extend.", show_default=False),
     ] = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Check every entry, and the head by trusted keys; name the first entry that is wrong. Exit code 3 if one is."""
-    execute(as_json, debug, lambda output: _verify(output, run_or_path(log), key, head))
-
-
-def _verify(output: Output, path: Path, key: Path, older: Path | None) -> int:
     from raycloak.attestation.log.entries import broken, check_extends
     from raycloak.attestation.log.evidence_log import read_exported_head
 
-    owner, log = _opened(path, key)
+    owner, opened = _opened(run_or_path(log), key)
     facts: dict[str, Any] = {
         "verified": True,
-        "run_id": log.head.run_id,
-        "entries": log.head.length,
-        "root": log.head.root.hex(),
+        "run_id": opened.head.run_id,
+        "entries": opened.head.length,
+        "root": opened.head.root.hex(),
         "owner": owner.key_id.hex(),
         "keys_from": str(key),
     }
-    if older is not None:
-        old = read_exported_head(older).open(owner)
-        if old.length > log.head.length:
-            broken(f"it has {log.head.length} entries, the older head {old.length}: it was cut off")
-        check_extends(old, log.head, log.prove_extends(old.length))
+    if head is not None:
+        old = read_exported_head(head).open(owner)
+        if old.length > opened.head.length:
+            broken(f"it has {opened.head.length} entries, the older head {old.length}: it was cut off")
+        check_extends(old, opened.head, opened.prove_extends(old.length))
         facts["extends"] = old.length
-    admitted = (entry.content for entry in log.entries if entry.kind == "admitted")
+    admitted = (entry.content for entry in opened.entries if entry.kind == "admitted")
     classes = sorted({each for content in admitted for each in _classes(content)})
     facts["evidence_classes"] = classes
     return _show(output, "Evidence log (SIMULATED evidence)" if "simulated" in classes else "Evidence log", facts)
@@ -89,27 +85,23 @@ def _classes(admitted: dict[str, Any]) -> list[str]:
 
 
 @attest_log.command("prove")
+@command
 def prove_command(
+    output: Output,
     log: LogPath,
     sequence: Annotated[int, typer.Argument(metavar="SEQUENCE", help="Position of the entry, from 0.", min=0)],
     key: OwnKey = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="New file for the proof.", show_default=False)
     ] = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Check a log, and write a proof of one entry: the entry, the hashes up to the root, and the signed head."""
-    execute(as_json, debug, lambda output: _prove(output, run_or_path(log), sequence, key, out))
-
-
-def _prove(output: Output, path: Path, sequence: int, key: Path | None, out: Path | None) -> int:
-    _, log = _opened(path, key)
-    if sequence >= log.head.length:
+    _, opened = _opened(run_or_path(log), key)
+    if sequence >= opened.head.length:
         raise ConfigError(
-            "log_entry", f"the log has {log.head.length} entries; there is no entry {sequence}.", "Count from 0."
+            "log_entry", f"the log has {opened.head.length} entries; there is no entry {sequence}.", "Count from 0."
         )
-    proof = log.prove(sequence)
+    proof = opened.prove(sequence)
     if out is not None:
         try:
             with out.open("xb") as file:
@@ -119,27 +111,23 @@ def _prove(output: Output, path: Path, sequence: int, key: Path | None, out: Pat
             raise ConfigError("out_exists", f"{out} already exists.", "Choose another name, or remove it.") from None
         except OSError as error:
             raise file_error("out_unwritable", "write", out, error) from None
-    facts = {"sequence": sequence, "kind": proof.entry.kind, "hashes": len(proof.path), "entries": log.head.length}
+    facts = {"sequence": sequence, "kind": proof.entry.kind, "hashes": len(proof.path), "entries": opened.head.length}
     return _show(output, "Proof of an entry", facts | {"proof": proof.model_dump(mode="json")}, hidden=("proof",))
 
 
 @attest_log.command("check")
+@command
 def check_command(
+    output: Output,
     proof: Annotated[Path, typer.Argument(metavar="PROOF", help="File that `prove` wrote.", show_default=False)],
     key: TrustedKey,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Check a proof without its log. Exit code 3 if it does not hold."""
-    execute(as_json, debug, lambda output: _check(output, proof, key))
-
-
-def _check(output: Output, path: Path, key: Path) -> int:
     from raycloak.attestation.log.entries import EntryProof, LogHead, parse_line
 
-    proof = parse_line(EntryProof, _read(path).strip(), "the proof")
-    claimed = parse_line(LogHead, proof.head.head, "the signed head")
-    entry, head = proof.check(_owner(key, proof.head), claimed.run_id)
+    stated = parse_line(EntryProof, _read(proof).strip(), "the proof")
+    claimed = parse_line(LogHead, stated.head.head, "the signed head")
+    entry, head = stated.check(_owner(key, stated.head), claimed.run_id)
     facts = {"verified": True, "run_id": head.run_id, "sequence": entry.sequence, "kind": entry.kind}
     return _show(output, "Proof of an entry", facts | {"entries": head.length, "body": entry.content})
 
@@ -197,13 +185,7 @@ def _read(path: Path) -> bytes:
 
 
 def _show(output: Output, title: str, facts: dict[str, Any], hidden: tuple[str, ...] = ()) -> int:
-    from raycloak.coordinator.console.figures import value_text
-    from raycloak.coordinator.console.tables import fields_table
+    from raycloak.coordinator.console.tables import facts_table
 
-    rows = [
-        (name.replace("_", " "), ", ".join(value) if isinstance(value, list) else value_text(value))
-        for name, value in facts.items()
-        if name not in hidden
-    ]
-    output.result(facts, fields_table(title, rows))
+    output.result(facts, facts_table(title, {name: value for name, value in facts.items() if name not in hidden}))
     return 0

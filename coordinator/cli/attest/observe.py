@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from raycloak.coordinator.cli.options import RUN_OR_OTHER, AsJson, Debug, execute, run_or_path
+from raycloak.coordinator.cli.options import RUN_OR_OTHER, command, run_or_path
 from raycloak.coordinator.console.output import Output
 from raycloak.metrics.errors import ConfigError
 
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from raycloak.workers.terms.manifest import Manifest
 
 
+@command
 def observe_command(
+    output: Output,
     run: Annotated[
         str,
         typer.Argument(
@@ -36,25 +38,18 @@ def observe_command(
         Path | None, typer.Option(metavar="FILE", help="Collateral that hardware evidence is judged with.")
     ] = None,
     log: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the evidence log to this file.")] = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """Attest as an observer of a run, and check its newest roster, its members' evidence and its evidence log."""
-    execute(as_json, debug, lambda output: _observe(output, run_or_path(run), address, (policy, collateral), log))
-
-
-def _observe(
-    output: Output, folder: Path, address: str | None, judged: tuple[Path | None, Path | None], log: Path | None
 ) -> int:
+    """Attest as an observer of a run, and check its newest roster, its members' evidence and its evidence log."""
     from raycloak.coordinator.console.figures import value_text
     from raycloak.coordinator.console.tables import fields_table
     from raycloak.coordinator.evidence.observer import Observer
     from raycloak.coordinator.runs.evidence_address import manifest_in, served_at
 
+    folder = run_or_path(run)
     manifest = manifest_in(folder)
-    policy, collateral, source = _terms(manifest, *judged)
+    accepted, judged_by, source = _terms(manifest, policy, collateral)
     name = f"observer-{secrets.token_hex(8)}"
-    observer = Observer(address or served_at(folder), name, manifest, source, policy, collateral)
+    observer = Observer(address or served_at(folder), name, manifest, source, accepted, judged_by)
     with tempfile.TemporaryDirectory() as scratch:
         facts = _facts(manifest, observer.look(log or Path(scratch) / "evidence.jsonl"))
     rows = [(key.replace("_", " "), value_text(value)) for key, value in facts.items() if key != "members"]

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from raycloak.coordinator.cli.options import AsJson, Debug, execute
+from raycloak.coordinator.cli.options import command
 from raycloak.coordinator.console.output import Output
 from raycloak.metrics.errors import ConfigError
 
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from raycloak.attestation.policy.explain import Sentence
-    from raycloak.attestation.snp.launch_measurement import SnpLaunch
 
 policy = typer.Typer(name="policy", help="Policies that evidence is judged by.")
 measure = typer.Typer(name="measure", help="Compute reference values for a policy.")
@@ -27,16 +26,11 @@ def _policy_group() -> None:
 
 
 @policy.command("check")
+@command
 def check_command(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Policy, YAML.", show_default=False)],
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+    output: Output, file: Annotated[Path, typer.Argument(metavar="FILE", help="Policy, YAML.", show_default=False)]
+) -> int:
     """Say in words what a policy accepts, and warn where it is lax or admits nothing."""
-    execute(as_json, debug, lambda output: _check(output, file))
-
-
-def _check(output: Output, file: Path) -> int:
     from raycloak.attestation.policy.explain import explain
     from raycloak.attestation.policy.policy import load_policy
 
@@ -65,19 +59,18 @@ def _table(digest: str, sentences: "tuple[Sentence, ...]") -> "Table":
 
 
 @measure.command("simulated")
-def simulated_command(as_json: AsJson = False, debug: Debug = False) -> None:
+@command
+def simulated_command(output: Output) -> int:
     """Print the value that SIMULATED platforms report: a hash of raycloak's own code on this machine."""
-    execute(as_json, debug, _simulated)
-
-
-def _simulated(output: Output) -> int:
     from raycloak.attestation.simulators.tdx_vendor import code_measurement
 
     return _say(output, "tdx", code_measurement(), "SIMULATED: it says which code is here, and proves nothing")
 
 
 @measure.command("sev-snp")
+@command
 def sev_snp_command(
+    output: Output,
     ovmf: Annotated[Path, typer.Option(metavar="FILE", help="Firmware image.", show_default=False)],
     vcpus: Annotated[int, typer.Option(help="Number of virtual processors.", min=1, show_default=False)],
     vcpu_type: Annotated[str, typer.Option(help="QEMU's name of the processor model.")] = "EPYC-v4",
@@ -85,29 +78,18 @@ def sev_snp_command(
     initrd: ImageFile = None,
     append: Annotated[str, typer.Option(help="Kernel command line.")] = "",
     guest_features: Annotated[int, typer.Option(help="The guest's SEV_FEATURES word.")] = 1,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Compute the launch measurement of an SEV-SNP guest, from the files it is launched with."""
-    from raycloak.attestation.snp.launch_measurement import SnpLaunch
+    from raycloak.attestation.snp.launch_measurement import SnpLaunch, snp_measurement
 
     launch = SnpLaunch(ovmf, vcpus, vcpu_type, kernel, initrd, append, guest_features)
-    execute(as_json, debug, lambda output: _sev_snp(output, launch))
-
-
-def _sev_snp(output: Output, launch: "SnpLaunch") -> int:
-    from raycloak.attestation.snp.launch_measurement import snp_measurement
-
     return _say(output, "sev_snp", snp_measurement(launch), "as QEMU launches it")
 
 
 @measure.command("tdx")
-def tdx_command(as_json: AsJson = False, debug: Debug = False) -> None:
+@command
+def tdx_command(output: Output) -> int:
     """Say how to get the measurement of a TDX guest, which raycloak cannot compute."""
-    execute(as_json, debug, _tdx)
-
-
-def _tdx(output: Output) -> int:
     raise ConfigError(
         "measure_tool",
         "mr_td depends on the firmware and on how it is laid out in memory, which raycloak does not know.",

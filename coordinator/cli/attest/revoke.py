@@ -1,12 +1,11 @@
 """``raycloak attest revoke``: excludes a member, a machine or a GPU from a run that is under way."""
 
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from raycloak.coordinator.cli.options import AsJson, Debug, RunName, execute
+from raycloak.coordinator.cli.options import RunName, command
 from raycloak.coordinator.console.output import Output
 from raycloak.metrics.errors import ConfigError
 
@@ -14,7 +13,9 @@ if TYPE_CHECKING:
     from raycloak.attestation.orchestrator.revocations import RevokedKind
 
 
+@command
 def revoke_command(
+    output: Output,
     run: RunName,
     member: Annotated[str | None, typer.Option(metavar="ID", help="Name of a worker or an aggregator.")] = None,
     platform: Annotated[
@@ -24,15 +25,9 @@ def revoke_command(
     reason: Annotated[
         str, typer.Option(metavar="TEXT", help="Reason, for the evidence log.")
     ] = "revoked by the operator",
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Exclude a member, or everybody with a machine or GPU, from a run, before its next step. It cannot be undone."""
     named: dict[RevokedKind, str | None] = {"member": member, "platform": platform, "gpu": gpu}
-    execute(as_json, debug, lambda output: _revoke(output, run, named, reason))
-
-
-def _revoke(output: Output, run: str, named: "Mapping[RevokedKind, str | None]", reason: str) -> int:
     from raycloak.attestation.orchestrator.revocations import revoke
     from raycloak.coordinator.config import home
     from raycloak.coordinator.console.tables import fields_table

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from raycloak.coordinator.cli.options import AsJson, Debug, ended_by_signals, execute
+from raycloak.coordinator.cli.options import command, ended_by_signals
 from raycloak.coordinator.console.output import Output
 from raycloak.coordinator.quick_imports import quickly
 from raycloak.metrics.errors import RunFailedError
@@ -16,30 +16,24 @@ from raycloak.metrics.errors import RunFailedError
 _LOOK_S = 0.5
 
 
+@command
 def serve_command(
+    output: Output,
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the service.", show_default=False)],
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> int:
     """Attest members over gRPC and give them their keys until SIGTERM or Ctrl-C; first prints where it listens."""
-    execute(as_json, debug, lambda output: _serve(output, config))
-
-
-def _serve(output: Output, path: Path) -> int:
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # every refused handshake would be a line
     with quickly():  # a full collection is a pause for every member
         from raycloak.attestation.keys.run_secret import exposure
-        from raycloak.coordinator.console.figures import value_text
-        from raycloak.coordinator.console.tables import fields_table
+        from raycloak.coordinator.console.tables import facts_table
         from raycloak.coordinator.evidence.standalone_service import load_service, start_service
 
     with ended_by_signals() as ended:
-        config = load_service(path)
-        if (warning := exposure(path.parent / config.run_secret)) is not None:
+        loaded = load_service(config)
+        if (warning := exposure(config.parent / loaded.run_secret)) is not None:
             output.note(warning)
-        server, session, facts = start_service(config, path.parent)
-        rows = [(name.replace("_", " "), value_text(value)) for name, value in asdict(facts).items()]
-        output.result(asdict(facts), fields_table(f"Evidence service ({facts.evidence} evidence)", rows))
+        server, session, facts = start_service(loaded, config.parent)
+        output.result(asdict(facts), facts_table(f"Evidence service ({facts.evidence} evidence)", asdict(facts)))
         while not ended.wait(_LOOK_S) and server.failure is None:
             pass
         server.stop()

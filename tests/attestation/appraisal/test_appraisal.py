@@ -121,15 +121,15 @@ def test_a_swapped_identity_key_is_not_bound(session: Session) -> None:
 def test_relayed_evidence_without_the_key_is_refused(session: Session) -> None:
     envelope = seal(session.member().presentation(), IdentityKey.generate())
     assert refusal(session, envelope) == "peer_not_bound"
-    assert refusal(session, Envelope(envelope.body, b"")) == "peer_not_bound"
+    assert refusal(session, Envelope(body=envelope.body, signature=b"")) == "peer_not_bound"
 
 
 def test_a_signature_over_another_message_type_proves_nothing(session: Session) -> None:
     member = session.member()
     presentation = member.presentation()
-    assert refusal(session, Envelope(presentation.encode(), member.identity.sign(presentation.encode()))) == (
-        "peer_not_bound"
-    )
+    assert refusal(
+        session, Envelope(body=presentation.encode(), signature=member.identity.sign(presentation.encode()))
+    ) == ("peer_not_bound")
 
 
 P = 2**255 - 19
@@ -163,7 +163,7 @@ ORDER_8 = bytes.fromhex("26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b138028
 @pytest.mark.parametrize("low", [bytes(32), IDENTITY_POINT, ORDER_8, ORDER_8[:-1] + b"\x85", P.to_bytes(32, "little")])
 def test_a_low_order_identity_key_proves_no_possession(session: Session, low: bytes) -> None:
     presentation = session.member().presentation(identity_key=low)
-    forged = Envelope(presentation.encode(), IDENTITY_POINT + bytes(32))
+    forged = Envelope(body=presentation.encode(), signature=IDENTITY_POINT + bytes(32))
     assert refusal(session, forged) == "key_not_bound"
 
 
@@ -259,13 +259,13 @@ def test_verifier_refusals_come_through_with_one_code(session: Session) -> None:
 def test_oversized_or_malformed_bodies_are_refused(session: Session) -> None:
     envelope = session.member().envelope()
     for body in (b"", b"{}", envelope.body + b" ", b" " * (MAX_PRESENTATION_BYTES + 1), envelope.body[:-1]):
-        assert refusal(session, Envelope(body, envelope.signature)) == "evidence_malformed"
+        assert refusal(session, Envelope(body=body, signature=envelope.signature)) == "evidence_malformed"
 
 
 @given(st.binary(max_size=80), st.binary(max_size=64))
 def test_any_bytes_get_a_refusal_and_no_other_error(body: bytes, signature: bytes) -> None:
     with pytest.raises(EvidenceError) as refused:
-        open_presentation(Envelope(body, signature))
+        open_presentation(Envelope(body=body, signature=signature))
     assert refused.value.code == "evidence_malformed"
 
 

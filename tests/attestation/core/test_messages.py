@@ -159,8 +159,8 @@ def test_an_envelope_opens_only_under_its_key_type_and_bytes() -> None:
     attempts = [
         (Pong, envelope, key.public),
         (Ping, envelope, IdentityKey.generate().public),
-        (Ping, Envelope(envelope.body.replace(b"3", b"4"), envelope.signature), key.public),
-        (Ping, Envelope(envelope.body, bytes(64)), key.public),
+        (Ping, Envelope(body=envelope.body.replace(b"3", b"4"), signature=envelope.signature), key.public),
+        (Ping, Envelope(body=envelope.body, signature=bytes(64)), key.public),
     ]
     for attempt in attempts:
         with pytest.raises(ProtocolError) as refused:

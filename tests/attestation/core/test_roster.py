@@ -126,7 +126,7 @@ def test_every_changed_byte_of_a_signed_roster_is_refused():
     for position in range(0, len(envelope.body), 7):
         body = bytearray(envelope.body)
         body[position] ^= 1
-        assert refusal(Envelope(bytes(body), envelope.signature)) == "signature"
+        assert refusal(Envelope(body=bytes(body), signature=envelope.signature)) == "signature"
 
 
 def test_the_digest_covers_every_field_the_hosting_map_included():

@@ -81,11 +81,11 @@ def sealed(keys=None, signer=ORCHESTRATOR, recipient=RECIPIENT.public, **changes
     contents = [keys_of(0), keys_of(2)] if keys is None else keys
     body = package(**changes)
     plaintext = b"".join(key.stream.reveal() + key.data.reveal() for key in contents)
-    return KeyRelease(seal_package(body, plaintext, recipient, signer), logged(**released_body(body)))
+    return KeyRelease(package=seal_package(body, plaintext, recipient, signer), proof=logged(**released_body(body)))
 
 
 def resealed(body: KeyPackage) -> KeyRelease:
-    return KeyRelease(seal(body, ORCHESTRATOR), logged(**released_body(body)))
+    return KeyRelease(package=seal(body, ORCHESTRATOR), proof=logged(**released_body(body)))
 
 
 def opened(release: KeyRelease, **changes):
@@ -163,7 +163,12 @@ def test_any_changed_byte_of_a_signed_package_is_refused():
     for position in range(0, len(envelope.body), 97):
         body = bytearray(envelope.body)
         body[position] ^= 1
-        assert refusal(KeyRelease(Envelope(bytes(body), envelope.signature), release.proof)).code == "signature"
+        assert (
+            refusal(
+                KeyRelease(package=Envelope(body=bytes(body), signature=envelope.signature), proof=release.proof)
+            ).code
+            == "signature"
+        )
 
 
 def test_keys_whose_release_is_not_in_the_log_are_refused():
@@ -176,21 +181,24 @@ def test_keys_whose_release_is_not_in_the_log_are_refused():
         logged(**body | {"package": bytes(32).hex()}),
         logged(entry_kind="refused", **body),
     ):
-        assert refusal(KeyRelease(honest.package, changed)).code == "release_not_logged"
+        assert refusal(KeyRelease(package=honest.package, proof=changed)).code == "release_not_logged"
     for foreign in (
         logged(signer=HybridSigner.generate(), **body),
         logged(signer=HybridSigner(SEED, Secret(b"x" * 32)), **body),
         logged(run_id="another", **body),
     ):
-        assert refusal(KeyRelease(honest.package, foreign)).code == "log_broken"
+        assert refusal(KeyRelease(package=honest.package, proof=foreign)).code == "log_broken"
     proof = parse(EntryProof, honest.proof)
     for wrong in (
         {"path": ()},
         {"path": (*proof.path[:-1], bytes(32))},
         {"entry": proof.entry.model_copy(update={"sequence": 0})},
     ):
-        assert refusal(KeyRelease(honest.package, proof.model_copy(update=wrong).encode())).code == "log_broken"
-    assert refusal(KeyRelease(honest.package, b"")).code == "malformed"
+        assert (
+            refusal(KeyRelease(package=honest.package, proof=proof.model_copy(update=wrong).encode())).code
+            == "log_broken"
+        )
+    assert refusal(KeyRelease(package=honest.package, proof=b"")).code == "malformed"
 
 
 def test_a_key_that_the_manifest_does_not_commit_to_is_refused():

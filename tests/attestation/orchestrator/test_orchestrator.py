@@ -122,7 +122,9 @@ def desk(session, tmp_path) -> Desk:
 
 
 def commit(step: int, parameters: bytes, attempts: int) -> StepCommit:
-    return StepCommit(step, parameters, attempts, 10 + step, b"h" * 32)
+    return StepCommit(
+        step=step, released_digest=parameters, attempts=attempts, ledger_sequence=10 + step, ledger_hash=b"h" * 32
+    )
 
 
 def refusal(function, *arguments) -> str:
@@ -286,7 +288,7 @@ def test_a_release_is_logged_before_the_package_exists(desk, monkeypatch):
     sealed_after = []
     monkeypatch.setattr(
         "raycloak.attestation.orchestrator.key_desk.seal_package",
-        lambda *_: sealed_after.append(desk.log()[-1]) or Envelope(b"", b""),
+        lambda *_: sealed_after.append(desk.log()[-1]) or Envelope(body=b"", signature=b""),
     )
     desk.orchestrator.release("worker-0", 0, (0,))
     ((kind, content),) = sealed_after
@@ -663,5 +665,5 @@ def test_a_run_that_never_began_is_finished_too(session, tmp_path):
 
 
 def test_a_malformed_presentation_is_refused_and_logged(desk):
-    assert refusal(desk.orchestrator.admit, Envelope(b"{}", bytes(64))) == "evidence_malformed"
+    assert refusal(desk.orchestrator.admit, Envelope(body=b"{}", signature=bytes(64))) == "evidence_malformed"
     assert desk.log()[-1] == ("refused", {"member_id": "", "code": "evidence_malformed"})

@@ -40,7 +40,14 @@ class Desk:
 
     def commit(self, step, parameters=PARAMETERS):
         with self.state.transaction():
-            self.commits.record((StepCommit(step, parameters, 1, 7, b"l" * 32),), SessionId("s", b"m"))
+            self.commits.record(
+                (
+                    StepCommit(
+                        step=step, released_digest=parameters, attempts=1, ledger_sequence=7, ledger_hash=b"l" * 32
+                    ),
+                ),
+                SessionId("s", b"m"),
+            )
 
     def manifest(self, **changes):
         head = self.log.position()
@@ -118,11 +125,11 @@ def test_the_newest_published_package_is_that_of_the_highest_step(desk):
     for manifest in (later, earlier):
         desk.desk.sign(manifest.encode())
         desk.desk.record_published(manifest.step, manifest.digest())
-    assert desk.desk.newest_published() == PublishedPackage(6, later.digest())
+    assert desk.desk.newest_published() == PublishedPackage(step=6, digest=later.digest())
     again = desk.manifest(step=6, created_at=2)
     desk.desk.sign(again.encode())
     desk.desk.record_published(6, again.digest())
-    assert desk.desk.newest_published() == PublishedPackage(6, again.digest())
+    assert desk.desk.newest_published() == PublishedPackage(step=6, digest=again.digest())
 
 
 def test_it_opens_what_was_sealed_to_the_run(desk):

@@ -155,7 +155,7 @@ def test_evidence_that_cannot_be_opened_is_refused_in_the_log_too(site):
     """Over the service as well; before, only what the run itself was shown."""
     stranger, attester = peer_of(IdentityKey.generate()), site.attester()
     genuine = attester.present(site.begun.admission.challenge("worker-0", "worker"), MANIFEST, ANSWER)
-    for envelope in (Envelope(b"{}", bytes(64)), Envelope(genuine.body, bytes(64))):
+    for envelope in (Envelope(body=b"{}", signature=bytes(64)), Envelope(body=genuine.body, signature=bytes(64))):
         code = code_of(site.desk.attest, stranger, envelope, bytes(64))
         *_, newest = site.desk.log.entries()
         assert (newest.kind, newest.content) == ("refused", {"member_id": "", "code": code})

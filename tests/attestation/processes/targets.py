@@ -132,3 +132,11 @@ def slow_words(parent, count):
     for number in range(int(count)):
         parent.send(Note(text=str(number)))
         time.sleep(0.05)
+
+
+def tidy(parent, file):
+    """Leave a file when it is asked to end by SIGTERM."""
+    signal.signal(signal.SIGTERM, lambda *_: (Path(file).touch(), os._exit(0)))
+    parent.send(Note(text="tidy"))
+    while True:
+        time.sleep(600)

@@ -204,6 +204,14 @@ def test_guarantee_what_a_child_started_ends_with_it(start):
     assert gone(program_of_it)
 
 
+def test_a_child_whose_parent_is_gone_is_first_asked_to_end(start, tmp_path):
+    child = start("tidy", str(tmp_path / "tidied"))
+    child.receive(Note, by=soon())
+    child.channel.close()
+    assert child.wait(soon()).code == 0
+    assert (tmp_path / "tidied").exists()
+
+
 def test_a_child_that_ends_by_itself_may_go_on_without_its_parent(start, tmp_path):
     path = os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")])
     child = start("go_on", grace_s=None, folder=tmp_path, environment=os.environ | {"PYTHONPATH": path})

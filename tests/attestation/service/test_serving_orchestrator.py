@@ -155,7 +155,7 @@ def test_without_accepted_evidence_nobody_sees_anything(run):
     with run.client(stranger) as client:
         assert refusal(client.log) == refusal(client.roster) == "release_denied"
         bad = stranger.present(client.challenge(OBSERVER), MANIFEST, b"")
-        assert refusal(client.attest, type(bad)(bad.body, bytes(64))) == "peer_not_bound"
+        assert refusal(client.attest, bad.model_copy(update={"signature": bytes(64)})) == "peer_not_bound"
         assert refusal(client.log) == "release_denied"
     with run.observing("observer-1"), run.client(Attester("observer-1", Source(run.session.platform))) as another:
         assert refusal(another.log) == "peer_not_bound", "the channel is not that observer's"

@@ -69,7 +69,7 @@ def test_a_peer_whose_address_has_no_room_waits_for_it_and_no_longer_than_a_call
         with site.client(site.attester()) as client:
             # The stranger's call has its six seconds, and not more.
             assert client.challenge().member_id == "worker-0"
-            assert site.server.figures().calls["Attest", "malformed"] == 1
+            assert ("Attest", "malformed", 1) in site.server.figures().calls
 
 
 def test_the_calls_of_one_address_that_wait_are_bounded_and_others_are_answered(session, tmp_path):

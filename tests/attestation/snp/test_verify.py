@@ -1,6 +1,5 @@
 """The SEV-SNP verifier on everything that the simulated AMD can get wrong."""
 
-import os
 import random
 from datetime import UTC, datetime
 from typing import Any
@@ -22,6 +21,7 @@ from raycloak.attestation.trust.roots import Anchor, pinned_anchors
 from raycloak.metrics.errors import EvidenceError
 from tests.attestation.conftest import MEASUREMENT, NOW
 from tests.attestation.snp.snp_bench import ADMIT_ALL, GENERATIONS, REPORT_DATA, SnpBench, anchor, bench_of
+from tests.rounds import ALL
 from tests.simulators.snp import CRL_NUMBER, SNP_SVN, SVNS, ReportVariant, SimulatedAmd
 from tests.simulators.snp_pki import AuthorityKeys, EndorsementVariant
 
@@ -309,7 +309,7 @@ def test_an_endorsement_key_is_a_p384_key(bench: SnpBench) -> None:
 def test_no_changed_byte_of_a_report_passes(bench: SnpBench) -> None:
     """Every byte that is not signed and a sixth of those that are, or all in a long run; masks of a fixed seed."""
     report, draw = bench.report(), random.Random(1)
-    signed = range(0, SIGNED_BYTES, 1 if os.environ.get("RAYCLOAK_LONG_SWEEP") else 6)
+    signed = range(0, SIGNED_BYTES, 1 if ALL else 6)
     for position in (*signed, *range(SIGNED_BYTES, len(report))):
         changed = bytearray(report)
         changed[position] ^= draw.randrange(1, 256)

@@ -93,6 +93,18 @@ def test_the_quoting_enclave_is_rated_too(quote: TdxQuote, platform: TdxPlatform
     assert code(quote, platform, documents) == "tcb_unacceptable"
 
 
+def test_an_accepted_status_of_one_part_hides_none_of_another(
+    quote: TdxQuote, platform: TdxPlatform, documents: Documents
+) -> None:
+    tcb_info, qe_identity = documents
+    tcb_info["tcbLevels"][0]["tcbStatus"] = "SWHardeningNeeded"
+    laxer = TdxRules(tcb_statuses=("UpToDate", "SWHardeningNeeded"))
+    assert rate(quote, platform, *documents, laxer).worst == "SWHardeningNeeded"
+    qe_identity["tcbLevels"][0]["tcbStatus"] = "ConfigurationNeeded"
+    with pytest.raises(EvidenceError, match=r"tcb_status.*ConfigurationNeeded"):
+        rate(quote, platform, *documents, laxer)
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-300, 300) | st.text(max_size=4),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),

@@ -1,10 +1,9 @@
 """Every file of every accepted case of the recorded index, one byte changed at a time: refused, or it says the same.
 
-A seeded sample of positions in the suite. `RAYCLOAK_LONG_SWEEP=1` changes every byte once, by a seeded non-zero XOR;
-`RAYCLOAK_LONG_SWEEP=all` tries all other values of every byte.
+A seeded sample of positions in the suite. `RAYCLOAK_ALL_ROUNDS=1` changes every byte once, by a seeded non-zero XOR;
+`RAYCLOAK_ALL_ROUNDS=all` tries all other values of every byte.
 """
 
-import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -15,10 +14,10 @@ import pytest
 from raycloak.attestation.vectors.check import FAMILIES, Claims
 from raycloak.attestation.vectors.index import VectorCase, read_index
 from raycloak.metrics.errors import EvidenceError
+from tests.rounds import ALL
 
 VECTORS = Path(__file__).resolve().parents[4] / "shared" / "vectors" / "INDEX.json"
 SAMPLE = 20
-_LONG = os.environ.get("RAYCLOAK_LONG_SWEEP")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +71,10 @@ def sweeps() -> list[object]:
 def changes(data: bytes, seed: str) -> Iterator[tuple[int, int]]:
     """Yield positions and non-zero masks."""
     draw = random.Random(seed)
-    if _LONG == "all":
+    if ALL == "all":
         yield from ((position, mask) for position in range(len(data)) for mask in range(1, 256))
     else:
-        positions = range(len(data)) if _LONG else sorted(draw.sample(range(len(data)), SAMPLE))
+        positions = range(len(data)) if ALL else sorted(draw.sample(range(len(data)), SAMPLE))
         yield from ((position, draw.randrange(1, 256)) for position in positions)
 
 

@@ -2,7 +2,6 @@
 
 import tracemalloc
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -63,7 +62,7 @@ def resigned(hand: HandRun, request: ReduceRequest, position: int, edit: Callabl
 def with_header(request: ReduceRequest, position: int, header: Envelope) -> ReduceRequest:
     headers = list(request.headers)
     headers[position] = header
-    return replace(request, headers=tuple(headers))
+    return request.model_copy(update={"headers": tuple(headers)})
 
 
 def with_vector(vectors, position: int, vector: np.ndarray, index: int = 0):
@@ -113,7 +112,6 @@ def test_it_decodes_divides_by_the_public_batch_size_and_updates(hand, answers):
         report, updated, state = hand.reduce(request, vectors, owned.index)
         average = total[owned.start : owned.stop] / 20
         assert np.allclose(updated, hand.parameters[owned.index] - 0.5 * average, rtol=1e-6, atol=1e-7)
-        assert report.range_index == owned.index
         assert len(report.tensor_digests) == len(owned.tensors)
         assert list(state) == [f"{tensor.name}/momentum_buffer" for tensor in owned.tensors]
 
@@ -227,7 +225,7 @@ def test_a_header_that_its_sender_did_not_sign_is_refused(hand, answers):
     assert refused(hand, with_header(request, 1, stranger), vectors).code == "signature"
     flipped = bytearray(request.headers[1].body)
     flipped[40] ^= 1
-    changed = Envelope(bytes(flipped), request.headers[1].signature)
+    changed = Envelope(body=bytes(flipped), signature=request.headers[1].signature)
     assert refused(hand, with_header(request, 1, changed), vectors).code == "signature"
 
 
@@ -257,13 +255,13 @@ def test_missing_and_duplicate_vectors_are_refused(hand, answers):
     first, second, third = request.headers
     assert refused(hand, request, [vectors[0][:2]]).code == "incomplete_cover"
     assert refused(hand, request, [(*vectors[0], vectors[0][0])]).code == "incomplete_cover"
-    fewer = replace(request, headers=(first, second))
+    fewer = request.model_copy(update={"headers": (first, second)})
     assert refused(hand, fewer, [vectors[0][:2]]).code == "incomplete_cover"
     assert refused(hand, fewer, vectors).code == "incomplete_cover"
-    twice = replace(request, headers=(first, second, second))
+    twice = request.model_copy(update={"headers": (first, second, second)})
     doubled = [(vectors[0][0], vectors[0][1], vectors[0][1])]
     assert refused(hand, twice, doubled).code == "signature"
-    swapped = replace(request, headers=(second, first, third))
+    swapped = request.model_copy(update={"headers": (second, first, third)})
     assert refused(hand, swapped, vectors).code == "signature"
 
 
@@ -275,33 +273,33 @@ def test_a_vector_of_an_earlier_attempt_is_refused(hand, earlier, answers):
     error = refused(hand, late, with_vector(vectors, 1, old_vectors[0][1]))
     assert error.code == "header_mismatch"
     assert "attempt" in error.message
-    assert refused(hand, replace(request, headers=old.headers), old_vectors).code == "header_mismatch"
+    assert refused(hand, request.model_copy(update={"headers": old.headers}), old_vectors).code == "header_mismatch"
 
 
 def test_parameters_that_the_workers_did_not_compute_from_are_refused(hand, answers):
     request, vectors = answers
-    error = refused(hand, replace(request, input_digest=bytes(32)), vectors)
+    error = refused(hand, request.model_copy(update={"input_digest": bytes(32)}), vectors)
     assert error.code == "header_mismatch"
     assert "input_digest" in error.message
 
 
 def test_ranges_that_are_not_its_own_are_refused(hand, answers):
     request, vectors = answers
-    whole = VectorRange(0, 0, hand.mechanism.dimension)
-    assert refused(hand, replace(request, ranges=(whole,)), vectors).code == "range_mismatch"
-    assert refused(hand, replace(request, ranges=()), vectors).code == "range_mismatch"
+    whole = VectorRange(index=0, offset=0, length=hand.mechanism.dimension)
+    assert refused(hand, request.model_copy(update={"ranges": (whole,)}), vectors).code == "range_mismatch"
+    assert refused(hand, request.model_copy(update={"ranges": ()}), vectors).code == "range_mismatch"
 
 
 def test_workers_that_were_told_another_cut_are_of_no_use(tmp_path):
     """Headers and request agree with each other, but not with the range that the aggregator was admitted for."""
     hand = HandRun(tmp_path, aggregators=2)
     total = hand.mechanism.dimension
-    other = (VectorRange(0, 0, 1), VectorRange(1, 1, total - 1))
+    other = (VectorRange(index=0, offset=0, length=1), VectorRange(index=1, offset=1, length=total - 1))
     assert other != hand.vector_ranges
     roster = hand.roster()
     told = [hand.ask(name, hand.request(roster, ranges=other)) for name in hand.workers]
     headers = tuple(reply.header for reply, _ in told)
-    request = ReduceRequest(roster, headers, hand.digest, other)
+    request = ReduceRequest(roster=roster, headers=headers, input_digest=hand.digest, ranges=other)
     vectors = list(zip(*(vectors for _, vectors in told), strict=True))
     assert refused(hand, request, vectors).code == "range_mismatch"
     assert refused(hand, request, vectors, 1).code == "range_mismatch"
@@ -318,7 +316,7 @@ def test_a_roster_that_is_not_the_orchestrators_or_not_whole_is_refused(hand, an
     request, vectors = answers
     body = Roster.model_validate_json(request.roster.body)
     stranger = seal(body, IdentityKey.generate())
-    assert refused(hand, replace(request, roster=stranger), vectors).code == "signature"
+    assert refused(hand, request.model_copy(update={"roster": stranger}), vectors).code == "signature"
     first, second, third, *aggregators = body.members
     partial = second.model_copy(update={"virtual_workers": (1, 4)})
     twice = second.model_copy(update={"virtual_workers": (0, 1, 4, 7)})
@@ -331,7 +329,7 @@ def test_a_roster_that_is_not_the_orchestrators_or_not_whole_is_refused(hand, an
         (hand.forged(request.roster, (first, second, third, *aggregators[::-1])), "roster_own_entry"),
         (hand.forged(request.roster, (first, second, third)), "roster_own_entry"),
     ):
-        assert refused(hand, replace(request, roster=forged), vectors).code == code
+        assert refused(hand, request.model_copy(update={"roster": forged}), vectors).code == code
 
 
 def test_a_roster_that_hides_a_worker_decodes_nothing(hand, answers):
@@ -340,7 +338,7 @@ def test_a_roster_that_hides_a_worker_decodes_nothing(hand, answers):
     first, second, third, *aggregators = Roster.model_validate_json(request.roster.body).members
     taken = second.model_copy(update={"virtual_workers": (1, 2, 4, 5, 7)})
     forged = hand.forged(request.roster, (first, taken, *aggregators))
-    smaller = replace(request, roster=forged, headers=request.headers[:2])
+    smaller = request.model_copy(update={"roster": forged, "headers": request.headers[:2]})
     assert refused(hand, smaller, [parts[:2] for parts in vectors]).code == "header_mismatch"
     assert third.member_id == "worker-2"
 
@@ -384,7 +382,7 @@ def test_nothing_is_decoded_without_the_ledgers_binding_of_these_vectors(hand, a
             seal(open_envelope(Binding, hand.binding(request), hand.ledger_key.public), IdentityKey.generate()),
             "signature",
         ),
-        (Envelope(b"", b""), "signature"),
+        (Envelope(body=b"", signature=b""), "signature"),
         (hand.receipt(), "signature"),
     ):
         with pytest.raises(ProtocolError) as error:

@@ -6,6 +6,7 @@ a chance below 1e-6. Coins and run secrets are fixed.
 
 import json
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -37,6 +38,8 @@ from tests.tiny_text import write_bert, write_gpt2, write_reviews
 ONE_WORKERS_NOISE = {"virtual_workers": 64, "canaries": 4000}
 """So many that the defect shows by a wide margin under the keys of every instruction set."""
 LARGE_BATCHES = {"virtual_workers": 4}
+billed = partial(small_config, virtual_workers=4)
+"""The configuration of audits that are about accounts: those are charged the same for few virtual workers."""
 FULL_BATCHES = {"sample_rate": 0.1, "steps": 16, "virtual_workers": 8, "canaries": 3000}
 
 
@@ -183,7 +186,7 @@ def test_what_is_measured_beside_the_gradients_is_left_out_and_their_noise_stays
 
 
 def test_an_audit_of_private_data_is_charged_like_a_run_and_leaves_a_record(home, raycloak_home):
-    result = audit(small_config(), home, canaries=100)
+    result = audit(billed(), home, canaries=100)
     ledger = PrivacyLedger(f"sqlite:///{raycloak_home / 'ledger.sqlite'}", create=False)
     (account,) = ledger.view().accounts
     ledger.close()
@@ -200,7 +203,7 @@ def test_a_named_account_pays_to_its_cap_and_only_this_runs_epsilon_is_compared(
     ledger = PrivacyLedger(url)
     ledger.open_account("hospital", OpeningTerms(1.5, cases.DELTA))
     ledger.close()
-    config = small_config(ledger={"account": "hospital"})
+    config = billed(ledger={"account": "hospital"})
     first, second = audit(config, home, canaries=100), audit(config, home, canaries=100)
     assert first.account == "hospital"
     assert second.epsilon == first.epsilon
@@ -220,7 +223,7 @@ def fingerprinted(home, dataset):
 
 def test_an_account_that_is_bound_to_a_file_pays_for_its_audit_and_for_no_other(home, raycloak_home, tmp_path):
     dataset = {"kind": "npz", "path": "examples.npz", "features": "features", "fingerprint_key": "data.key"}
-    config = small_config(dataset=dataset, ledger={"account": "hospital", "witness": str(tmp_path / "witness")})
+    config = billed(dataset=dataset, ledger={"account": "hospital", "witness": str(tmp_path / "witness")})
     fingerprint = fingerprinted(home, dataset)
     raycloak_home.mkdir()
     (tmp_path / "witness").mkdir()
@@ -247,8 +250,8 @@ def test_guarantee_every_audit_of_one_dataset_is_charged_to_one_account(home, ra
     dataset = {"kind": "module", "function": "mine:rows", "fingerprint_key": "data.key"}
     fingerprinted(home, dataset)
     # A cap with room for two, and the accountant that several runs may share.
-    shared = small_config(dataset=dataset).dp_config.model_dump() | {"epsilon_cap": 5.0, "accountant": "rdp"}
-    results = [audit(small_config(dataset=dataset, dp_config=shared), home, canaries=100) for _ in range(2)]
+    shared = billed(dataset=dataset).dp_config.model_dump() | {"epsilon_cap": 5.0, "accountant": "rdp"}
+    results = [audit(billed(dataset=dataset, dp_config=shared), home, canaries=100) for _ in range(2)]
     ledger = PrivacyLedger(f"sqlite:///{raycloak_home / 'ledger.sqlite'}", create=False)
     (account,) = ledger.view().accounts
     ledger.close()
@@ -257,15 +260,15 @@ def test_guarantee_every_audit_of_one_dataset_is_charged_to_one_account(home, ra
 
 
 def test_guarantee_no_audit_of_data_that_an_account_pays_for_is_free(home, raycloak_home):
-    audit(small_config(), home, canaries=100)
-    dataset = small_config().dataset.model_dump() | {"public": True}
+    audit(billed(), home, canaries=100)
+    dataset = billed().dataset.model_dump() | {"public": True}
     with pytest.raises(BudgetError, match="account_known"):
-        audit(small_config(dataset=dataset), home, canaries=100)
+        audit(billed(dataset=dataset), home, canaries=100)
 
 
 def test_an_audit_of_public_data_charges_nothing(home, raycloak_home):
     dataset = {"kind": "npz", "path": "examples.npz", "features": "features", "public": True}
-    result = audit(small_config(dataset=dataset), home, canaries=100)
+    result = audit(billed(dataset=dataset), home, canaries=100)
     assert result.account is None
     assert result.epsilon > 0.9
     assert not (raycloak_home / "ledger.sqlite").exists()
@@ -304,10 +307,10 @@ def test_a_named_account_pays_for_its_audit_even_if_the_data_is_declared_public(
     ledger.open_account("hospital", OpeningTerms(5.0, cases.DELTA), data=DataMarks(fingerprint=fingerprint))
     ledger.open_account("others", OpeningTerms(5.0, cases.DELTA), data=DataMarks(fingerprint=b"o" * 32))
     declared = {"dataset": {**dataset, "public": True}}
-    result = audit(small_config(**declared, ledger={"account": "hospital"}), home, canaries=100)
+    result = audit(billed(**declared, ledger={"account": "hospital"}), home, canaries=100)
     assert result.account == "hospital"
     with pytest.raises(BudgetError, match="dataset_mismatch"):
-        audit(small_config(**declared, ledger={"account": "others"}), home, canaries=100)
+        audit(billed(**declared, ledger={"account": "others"}), home, canaries=100)
     spent = {account.name: account.spent_epsilon for account in ledger.view().accounts}
     ledger.close()
     assert spent["hospital"] >= result.epsilon > 0.9

@@ -73,7 +73,7 @@ def test_a_step_of_the_peer_is_the_runs_own_without_its_noise(task):
 
 
 def test_an_update_rule_that_torch_does_not_have_is_refused(task):
-    wanted = config(optimizer={"name": "mine:Rule", "learning_rate": 0.1})
+    wanted = config(optimizer={"name": "torch.optim:RMSprop", "learning_rate": 0.1})
     with pytest.raises(ConfigError, match="bench_peer"):
         OpacusTraining(wanted, task, plan_mechanism(wanted, EXAMPLES, 18))
 

@@ -213,14 +213,14 @@ def test_a_package_of_a_former_format_is_refused_by_name(site, sealed):
 
 def test_an_older_package_presented_as_the_newest_is_refused(site, sealed):
     newer = site.publish(step=4)
-    newest = PublishedPackage(4, site.stated(newer).digest())
+    newest = PublishedPackage(step=4, digest=site.stated(newer).digest())
     assert site.refusal(sealed, Expected(newest=newest)) == "package_rolled_back"
     assert site.refusal(newer, Expected(newest=newest)) == ""
 
 
 def test_another_package_of_the_newest_step_is_refused_and_a_later_one_is_not(site, sealed):
     again = site.publish(step=3)
-    newest = PublishedPackage(3, site.stated(sealed).digest())
+    newest = PublishedPackage(step=3, digest=site.stated(sealed).digest())
     assert again != sealed
     assert site.refusal(again, Expected(newest=newest)) == "package_rolled_back"
     assert site.refusal(site.publish(step=4), Expected(newest=newest)) == ""

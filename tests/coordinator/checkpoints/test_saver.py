@@ -101,7 +101,17 @@ class Bench:
     def commit(self, step):
         digest = snapshot(self.manifest, step).model_digest
         head = self.ledger.view().head
-        self.orchestrator.commit((StepCommit(step - 1, digest, 1, head.sequence, head.hash),))
+        self.orchestrator.commit(
+            (
+                StepCommit(
+                    step=step - 1,
+                    released_digest=digest,
+                    attempts=1,
+                    ledger_sequence=head.sequence,
+                    ledger_hash=head.hash,
+                ),
+            )
+        )
 
     def offer(self, step, **changes):
         """Commit a step and offer its snapshot."""

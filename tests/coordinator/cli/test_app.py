@@ -492,12 +492,6 @@ def test_bench_mask_prints_its_figures(raycloak):
     assert "chacha20 ratio" in raycloak("bench", "mask", "--params", "1000", "--workers", "3")[1]
 
 
-def test_bench_noise_prints_its_figures(raycloak):
-    code, out, _ = raycloak("bench", "noise", "--draws", "1000", "--bits", "64", "--json")
-    assert code == 0
-    assert json.loads(out)["ring_bits"] == 64
-
-
 def test_bench_refuses_a_ring_that_does_not_exist(raycloak):
     code, out, _ = raycloak("bench", "mask", "--bits", "48", "--json")
     assert (code, json.loads(out)["error"]["code"]) == (2, "ring_bits")

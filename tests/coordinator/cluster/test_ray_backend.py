@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from dataclasses import replace
 
 import pytest
 
@@ -31,7 +30,7 @@ def worker(monkeypatch):
         calls.append(request)
         if len(calls) > 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return StepReply("worker-0", "ok"), "vector"
+        return StepReply(member_id="worker-0", code="ok"), "vector"
 
     monkeypatch.setattr(TrainWorker, "step", step)
     before = signal.signal(signal.SIGTERM, _end)
@@ -49,9 +48,9 @@ def _end(*_):
 
 def test_a_worker_asked_to_end_finishes_its_step_and_says_so_and_the_second_signal_ends_it(worker):
     reply, vector = worker.step(None, None)
-    assert reply == StepReply("worker-0", "ok")
+    assert reply == StepReply(member_id="worker-0", code="ok")
     left, vector = worker.step(None, None)
-    assert left == replace(reply, leaving=True)
+    assert left == reply.model_copy(update={"leaving": True})
     assert vector == "vector"
     with pytest.raises(_EndedError):
         worker.step(None, None)

@@ -191,6 +191,14 @@ def test_guarantee_known_data_is_released_with_noise_alone(ledger: PrivacyLedger
         charge(ledger, terms("run-b", "beside", **clear))
 
 
+@pytest.mark.parametrize("data", [STRANGERS, NO_MARKS], ids=["of others", "without marks"])
+def test_an_account_of_known_data_pays_for_no_release_without_noise_whatever_the_run_says_of_its_data(
+    ledger: PrivacyLedger, data: DataMarks
+):
+    with pytest.raises(BudgetError, match="account_private: account 'patients' pays for this data, and run run-b"):
+        charge(ledger, terms("run-b", mechanisms=(mechanism(**PUBLIC),), data=data, public=True))
+
+
 def test_public_data_is_nobodys_and_each_run_on_it_has_an_account(ledger: PrivacyLedger):
     for run_id, each in (("one", mechanism(**PUBLIC)), ("two", mechanism())):
         charge(ledger, terms(run_id, f"run-{run_id}", mechanisms=(each,), data=STRANGERS, public=True, opens=TERMS))

@@ -97,7 +97,7 @@ def instance(ledger_url: str, reader: PrivacyLedger) -> Iterator[Callable[..., I
 def believed(reader: PrivacyLedger, answer: dict[str, Any], step: int, lowest_fencing: int = 0) -> Receipt:
     """Return the receipt in an answer as a worker checks it that has seen ``lowest_fencing``."""
     return check_receipt(
-        Envelope(bytes.fromhex(answer["body"]), bytes.fromhex(answer["signature"])),
+        Envelope(body=bytes.fromhex(answer["body"]), signature=bytes.fromhex(answer["signature"])),
         ledger_key=reader.public_key,
         run_id="run-a",
         step=step,

@@ -1,12 +1,13 @@
-"""Concurrent charges can never pass the cap; see `ledger_race.py`. `RAYCLOAK_RACE_ROUNDS` sets another number."""
+"""Concurrent charges can never pass the cap; see `ledger_race.py`."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
+from tests.rounds import rounds
+
 CHILD = str(Path(__file__).with_name("ledger_race.py"))
-ROUNDS = int(os.environ.get("RAYCLOAK_RACE_ROUNDS", "60"))
+ROUNDS = rounds(60)
 """The lock is what each of them tests; a ledger without it fails in one of the first."""
 RACERS = 8
 

@@ -1,7 +1,5 @@
 """Membership: a worker that fails is named, and the run continues as long as enough are left."""
 
-from dataclasses import replace
-
 import pytest
 
 from raycloak.attestation.core.evidence import EvidenceClass, Presentation
@@ -82,7 +80,9 @@ def test_the_majority_decides_what_the_manifest_says(tmp_path, undisturbed):
 
     def prepare(self: TrainWorker, setup):
         facts = TrainWorker.prepare(self, setup)
-        self._stage.facts = replace(facts, numerics=facts.numerics.model_copy(update={"cpu_capability": "ANOTHER"}))
+        self._stage.facts = facts.model_copy(
+            update={"numerics": facts.numerics.model_copy(update={"cpu_capability": "ANOTHER"})}
+        )
         return self._stage.facts
 
     run = trained(tmp_path, tamper=tampered("worker-0", prepare=prepare))
@@ -303,7 +303,11 @@ def test_a_run_whose_policy_asks_for_hardware_refuses_simulated_workers(tmp_path
     """By name, with exit code 3, and before anything is charged; the simulator's root being known changes nothing."""
     run = whole_run(tmp_path)
     known = run.session.policy
-    accepted = {"accepted_classes": (EvidenceClass.INTEL_TDX,), "anchors": (*known.anchors, INTEL_TDX_ANCHOR)}
+    accepted = {
+        "accepted_classes": (EvidenceClass.INTEL_TDX,),
+        "anchors": (*known.anchors, INTEL_TDX_ANCHOR),
+        "tdx": known.tdx.model_copy(update=dict.fromkeys(("rtmr0", "rtmr1", "rtmr2", "rtmr3"), "any")),
+    }
     run.change(policy=known.model_copy(update=accepted))
     with pytest.raises(RefusedError) as refusal:
         run.train()

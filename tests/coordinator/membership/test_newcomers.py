@@ -3,7 +3,6 @@
 import json
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -26,7 +25,7 @@ def undisturbed_long(tmp_path_factory) -> list[str]:
 
 def asks_to_leave(reply, *vectors):
     """Return a worker that was sent SIGTERM: it answers as ever, and says so."""
-    return (replace(reply, leaving=True), *vectors)
+    return (reply.model_copy(update={"leaving": True}), *vectors)
 
 
 def at_step(run: WholeRun, events: dict) -> None:
@@ -151,7 +150,7 @@ def test_a_newcomer_with_other_data_or_numerics_is_refused_by_name_and_another_j
 
     def other_data(self, setup):
         facts = TrainWorker.prepare(self, setup)
-        self._stage.facts = replace(facts, num_examples=facts.num_examples + 1)
+        self._stage.facts = facts.model_copy(update={"num_examples": facts.num_examples + 1})
         return self._stage.facts
 
     def tamper(worker: TrainWorker, member_id: str) -> None:

@@ -226,7 +226,12 @@ def test_the_features_are_named_and_what_is_left_out_of_them_too(base: Path):
     (base / "models.py").write_text("from torch import nn\n\ndef linear():\n    return nn.Linear(4, 3)\n")
     told = r"model_input: .*The features are \[3\] float32: a, b, c; the first column is left out"
     setup = WorkerSetup(
-        ModelSource.of("models:linear"), LossSpec.of("cross_entropy"), descriptor(config.dataset), str(base), 0, "cpu"
+        model=ModelSource.of("models:linear"),
+        loss=LossSpec.of("cross_entropy"),
+        dataset=descriptor(config.dataset),
+        base=str(base),
+        seed=0,
+        device="cpu",
     )
     for door in (lambda: plan_of(config, base), lambda: check_data(config, base), lambda: Workload(setup)):
         with pytest.raises(ModelError, match=told):

@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -269,7 +268,7 @@ def test_a_receipt_for_training_does_not_pay_for_a_measurement(tmp_path):
     hand = HandRun(tmp_path, **MEASURED)
     counts = hand.measurements[0]
     roster = hand.orchestrator.open_step(0, hand.hosting, ("aggregator-0",), (), "class_counts")
-    whole = (VectorRange(0, 0, 3),)
+    whole = (VectorRange(index=0, offset=0, length=3),)
     assert hand.code("worker-0", hand.request(roster, ranges=whole)) == "receipt_mismatch"
     named = hand.receipt(query="class_counts")
     assert hand.code("worker-0", hand.request(roster, ranges=whole, receipt=named)) == "receipt_mismatch"
@@ -281,7 +280,7 @@ def test_a_receipt_for_training_does_not_pay_for_a_measurement(tmp_path):
 
 def test_attempts_of_a_query_count_by_themselves_and_are_fenced(tmp_path):
     hand = HandRun(tmp_path, **MEASURED)
-    whole = (VectorRange(0, 0, 3),)
+    whole = (VectorRange(index=0, offset=0, length=3),)
     paid = hand.receipt(query="class_counts", mechanism_digest=hand.measurements[0].mechanism.digest())
     rosters = [hand.orchestrator.open_step(0, hand.hosting, ("aggregator-0",), (), "class_counts") for _ in range(2)]
     assert [Roster.model_validate_json(each.body).attempt for each in rosters] == [0, 1]
@@ -300,7 +299,7 @@ def test_an_aggregator_never_takes_one_query_for_another(tmp_path):
     with pytest.raises(ProtocolError, match="query_unknown"):
         hand.aggregators[0].measure(request, hand.binding(request), *vectors[0])
     body = Roster.model_validate_json(request.roster.body).model_copy(update={"query": "evaluation"})
-    other = replace(request, roster=seal(body, orchestrator_key()))
+    other = request.model_copy(update={"roster": seal(body, orchestrator_key())})
     with pytest.raises(ProtocolError, match="query_mismatch"):
         hand.reduce(other, vectors)
     assert isinstance(other, ReduceRequest)

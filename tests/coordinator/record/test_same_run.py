@@ -89,7 +89,9 @@ def test_differences_reach_every_leaf():
 
 
 def commit(step, sequence):
-    return StepCommit(step, bytes(32), 1, sequence, bytes([sequence]) * 32)
+    return StepCommit(
+        step=step, released_digest=bytes(32), attempts=1, ledger_sequence=sequence, ledger_hash=bytes([sequence]) * 32
+    )
 
 
 def test_a_ledger_that_was_put_back_is_refused():

@@ -206,7 +206,7 @@ def test_a_worker_that_opened_other_data_does_not_take_part(home: Path):
     other.compute_known_answer(run.mechanism)
     challenge = run.orchestrator.challenge("worker-9", "worker")
     with pytest.raises(ProtocolError, match="manifest_mismatch: the manifest's dataset_fingerprint"):
-        other.present(challenge, replace(run.admission, manifest=forged))
+        other.present(challenge, run.admission.model_copy(update={"manifest": forged}))
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Frozen parameters and buffers are in the keys: another model never meets the same noise."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -206,7 +204,7 @@ def test_a_worker_that_hides_its_frozen_tensors_is_refused_by_its_known_answer(t
     def hiding(self: TrainWorker, setup):
         facts = differing("rows", "table")(self, setup)
         honest = TrainWorker("other", self._attester._source, lambda: 0.0).prepare(setup)
-        self._stage.facts = replace(facts, contents=honest.contents)
+        self._stage.facts = facts.model_copy(update={"contents": honest.contents})
         return self._stage.facts
 
     def tamper(worker: TrainWorker, member_id: str) -> None:

@@ -172,7 +172,7 @@ def test_a_contract_under_another_policy_is_refused(owner, tmp_path):
     with pytest.raises(EvidenceError) as error:
         run.train()
     assert error.value.code == "key_service_mismatch"
-    stranger = Attester("worker-0", run.session.source)
+    stranger = Attester("worker-0", LocalPlatform(SimulatedVendor.load_or_create(run.home / "simulator").platform()))
     with pytest.raises(RefusedError) as refusal:
         fetch(owner, stranger, run.session.policy, 0)
     assert refusal.value.code == "root_unknown"

@@ -1,14 +1,18 @@
 """A session of plain objects, and the backend that runs them."""
 
 import os
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from raycloak.coordinator.cluster.backend import ActorLost, LocalBackend
 from raycloak.coordinator.runs.local_session import local_session
 from raycloak.metrics.errors import ConfigError, ProtocolError
 from tests.protocol import NOW, secret_file, trained
+
+ONE = np.asarray(1)
 
 
 class Echo:
@@ -17,13 +21,13 @@ class Echo:
     def __init__(self, member_id: str) -> None:
         self.member_id = member_id
 
-    def one(self, value):
+    def one(self, value: NDArray[Any]) -> NDArray[Any]:
         return value
 
-    def two(self, first, second):
+    def two(self, first: int, second: NDArray[Any]) -> tuple[int, NDArray[Any]]:
         return first, second
 
-    def fail(self):
+    def fail(self) -> NDArray[Any]:
         raise ProtocolError("no", "not so")
 
 
@@ -118,11 +122,11 @@ def test_an_actors_error_is_raised_where_its_answer_is_fetched(backend):
 
 def test_a_call_waits_for_what_it_is_given_and_fails_with_it(backend):
     actor = backend.start_aggregator("aggregator-0")
-    (failed,), (good,) = backend.call(actor, Echo.fail), backend.call(actor, Echo.one, 1)
+    (failed,), (good,) = backend.call(actor, Echo.fail), backend.call(actor, Echo.one, ONE)
     assert backend.fetch(backend.call(actor, Echo.one, good)[0], 1) == 1
     for references in (
         backend.call(actor, Echo.one, failed),
-        backend.call(actor, Echo.two, failed, backend.put(np.arange(3)), returns=2),
+        backend.call(actor, Echo.two, 1, failed, returns=2),
     ):
         for reference in references:
             with pytest.raises(ProtocolError, match="not so"):
@@ -132,11 +136,11 @@ def test_a_call_waits_for_what_it_is_given_and_fails_with_it(backend):
 def test_a_stopped_actor_is_lost_and_another_of_its_kind_is_not(backend):
     actor, other = backend.start_worker("worker-0"), backend.start_worker("worker-1")
     backend.stop(actor)
-    (reference,) = backend.call(actor, Echo.one, 1)
+    (reference,) = backend.call(actor, Echo.one, ONE)
     with pytest.raises(ActorLost) as lost:
         backend.fetch(reference, 1)
     assert lost.value.cause == "died"
-    assert backend.fetch(backend.call(other, Echo.one, 1)[0], 1) == 1
+    assert backend.fetch(backend.call(other, Echo.one, ONE)[0], 1) == 1
     assert backend.node(actor) == backend.node(other)
 
 

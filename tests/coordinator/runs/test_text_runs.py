@@ -198,7 +198,7 @@ def test_a_worker_with_another_tokenizer_is_refused(base, tmp_path):
                 other = setup.dataset.model_copy(update={"tokenizer": str(base / "other")})
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setattr("raycloak.workers.models.hub_model.HubSpec.check_tokenizer", lambda *_: None)
-                    return TrainWorker.prepare(worker, replace(setup, dataset=other))
+                    return TrainWorker.prepare(worker, setup.model_copy(update={"dataset": other}))
 
             worker.prepare = prepare
 
@@ -294,7 +294,7 @@ def test_a_worker_that_computes_in_another_way_takes_no_part(mode, base, tmp_pat
     def tamper(worker, member_id):
         if member_id == "worker-0":
             prepare = worker.prepare
-            worker.prepare = lambda setup: prepare(replace(setup, mode=ComputeMode()))
+            worker.prepare = lambda setup: prepare(setup.model_copy(update={"mode": ComputeMode()}))
 
     run = whole_run(tmp_path, tamper=tamper, **fields({**bert(base, lora=LORA), **MODES[mode]}, steps=1))
     run.train()

@@ -27,14 +27,14 @@ from raycloak.coordinator.evidence.sources import LocalPlatform
 from raycloak.coordinator.evidence.standalone_service import ServiceConfig, start_service
 from raycloak.coordinator.runs.verdict import metrics_view
 from raycloak.coordinator.training.assignment import NewRun
-from raycloak.metrics.adapter_collector import AdapterCollector, AdapterFigures
 from raycloak.metrics.collectors import GpuReadingCollector, LedgerCollector, RunFacts, RunMetrics
-from raycloak.metrics.dashboards.render import DASHBOARDS, RULES
 from raycloak.metrics.exporter import Exporter
 from raycloak.metrics.gpu_readings import GpuReading
 from raycloak.metrics.registry import SERIES
 from raycloak.metrics.server import MetricsServer
 from raycloak.metrics.training_service import ServiceMetrics, ServiceSnapshot
+from raycloak_lab.adapter.collector import ADAPTER_SERIES, AdapterCollector, AdapterFigures
+from raycloak_lab.dashboards.render import FILES, RULES
 from tests.metrics.samples import sample_names
 from tests.prometheus import BINARY, Prometheus
 from tests.protocol import RENYI, WholeRun, examples, on, whole_run
@@ -121,7 +121,7 @@ def training_service(stack: ExitStack) -> tuple[ServiceMetrics, str]:
 def page_of_an_adapter(stack: ExitStack) -> str:
     """Serve the series of an encrypted adapter's server with one session."""
     figures = AdapterFigures({("Apply", "ok"): 1}, 64, {"charge": 0.01, "compute": 0.1}, 236, 1)
-    exporter = Exporter()
+    exporter = Exporter(ADAPTER_SERIES)
     exporter.add(AdapterCollector(lambda: figures))
     return stack.enter_context(MetricsServer(exporter.registry)).address
 
@@ -232,13 +232,13 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
 
 QUERIES = [
     (board.file, panel.title, query.expr, panel.phase)
-    for board in DASHBOARDS
+    for board in FILES.values()
     for row in board.rows
     for panel in row.panels
     for query in panel.queries
 ] + [
     (board.file, annotation.name, annotation.expr, "running")
-    for board in DASHBOARDS
+    for board in FILES.values()
     for annotation in board.annotations
 ]
 
@@ -297,7 +297,7 @@ def test_a_run_that_is_not_private_is_marked(watched: Watched) -> None:
 
 
 def test_the_variables_of_every_dashboard_have_values(watched: Watched) -> None:
-    for board in DASHBOARDS:
+    for board in FILES.values():
         for variable in board.variables:
             metric, label = re.fullmatch(r"label_values\((.+), (\w+)\)", variable.query).groups()
             assert {labels.get(label) for labels, _ in watched.query(metric, "running")} - {None}

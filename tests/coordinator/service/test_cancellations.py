@@ -8,6 +8,7 @@ import pytest
 from raycloak.attestation.processes.program import Exited
 from raycloak.metrics.service_errors import ServiceError
 from tests.coordinator.service.scripted import GIVEN, SENT
+from tests.rounds import rounds
 
 FB, OPT, SAVE = "forward_backward", "optim_step", "save_state"
 STEPS = 6
@@ -100,7 +101,7 @@ class Line:
             pass
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(rounds(20)))
 @pytest.mark.parametrize("config", [GIVEN, SENT], ids=["registered", "sent"])
 def test_guarantee_whatever_is_cancelled_every_operation_ends_and_no_step_is_charged_or_released_twice_or_unasked(
     make_site, config, seed

@@ -1472,6 +1472,23 @@ def test_a_refusal_undoes_its_part_of_a_turn_alone(site):
     site.send(client, "b")
 
 
+def test_a_driver_is_told_nothing_of_a_part_of_a_turn_that_is_undone(site):
+    client, told = site.create(), []
+    site.run()
+    site.drivers.send = lambda client, command: told.append(command)
+    request = wire.SubmitRequest(client_id=client, idempotency_key="a", forward_backward=wire.ForwardBackward())
+
+    def fail_after_it():
+        with site.desk.part():
+            site.desk.submit("north", request)
+            raise ZeroDivisionError
+
+    with site.desk.turn(), pytest.raises(ZeroDivisionError):
+        fail_after_it()
+    assert told == []
+    assert site.store.open_operations(client) == []
+
+
 def test_the_figures_name_what_waits(site):
     client = site.create()
     site.submit(client, FB)

@@ -191,10 +191,10 @@ def test_no_aggregator_receives_an_unmasked_vector(tmp_path):
 
 
 def test_nothing_but_refs_headers_and_masked_vectors_passes_the_driver(tmp_path):
-    """Workers answer with small messages and ring words, never with a float array."""
+    """Workers answer with small messages and ring words, never with a float array but the public start of the run."""
     run = trained(tmp_path)
     for call, references in run.stage.log:
-        if call.member_id.startswith("worker") and call.method != "prepare":
+        if call.member_id.startswith("worker") and call.method != "initial_parameters":
             for reference in references:
                 value = reference.value
                 assert not isinstance(value, np.ndarray) or value.dtype == np.uint32, call.method

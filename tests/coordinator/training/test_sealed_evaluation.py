@@ -1,7 +1,6 @@
 """Evaluation on a sealed split: one value for any hosting, no example for the driver, no answer taken on trust."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -119,19 +118,19 @@ def forging(reply: EvaluationReply) -> tuple[EvaluationReply]:
     """Return another's signature."""
     assert reply.answer is not None
     answer = seal(parse(EvaluationAnswer, reply.answer.body), IdentityKey.generate())
-    return (replace(reply, answer=answer),)
+    return (reply.model_copy(update={"answer": answer}),)
 
 
 def failing(reply: EvaluationReply) -> tuple[EvaluationReply]:
     """Return no answer, and why."""
-    return (EvaluationReply(reply.member_id, "worker_error"),)
+    return (EvaluationReply(member_id=reply.member_id, code="worker_error"),)
 
 
 FATES: list[tuple[Fate, str]] = [
     ("dies after", "died"),
     ("hangs", "deadline"),
     (forging, "signature"),
-    (lambda reply: (replace(reply, answer=None),), "answer_mismatch"),
+    (lambda reply: (reply.model_copy(update={"answer": None}),), "answer_mismatch"),
     (failing, "worker_error"),
 ]
 
@@ -158,7 +157,9 @@ def test_evaluations_that_fail_everywhere_alike_end_the_run(tmp_path):
 
     def fail(call: Call) -> Fate:
         return (
-            (lambda reply: (EvaluationReply(reply.member_id, "worker_error"),)) if call.method == "evaluate" else None
+            (lambda reply: (EvaluationReply(member_id=reply.member_id, code="worker_error"),))
+            if call.method == "evaluate"
+            else None
         )
 
     run = whole_run(tmp_path, evaluation=sealed(tmp_path), disturb=fail)

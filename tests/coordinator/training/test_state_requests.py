@@ -443,14 +443,16 @@ def test_guarantee_the_orchestrator_logs_no_load_that_its_log_does_not_bear_out(
     def forge(training: Training) -> None:
         orchestrator = training.runner.control.orchestrator
         package = archive(tmp_path).restorer(training.runner.control, training.runner.manifest).newest()
-        honest = StateLoad(3, 2, package.package.digest(), package.model_digest)
+        honest = StateLoad(
+            after_step=3, step=2, package_digest=package.package.digest(), model_digest=package.model_digest
+        )
         training.commit()
         for forged in (
-            replace(honest, model_digest=training.model.digest),
-            replace(honest, package_digest=bytes(32)),
-            replace(honest, step=1),
-            replace(honest, after_step=2),
-            replace(honest, after_step=4),
+            honest.model_copy(update={"model_digest": training.model.digest}),
+            honest.model_copy(update={"package_digest": bytes(32)}),
+            honest.model_copy(update={"step": 1}),
+            honest.model_copy(update={"after_step": 2}),
+            honest.model_copy(update={"after_step": 4}),
         ):
             with pytest.raises(ProtocolError) as refusal:
                 orchestrator.load_state(forged)

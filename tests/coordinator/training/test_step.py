@@ -19,7 +19,10 @@ from tests.protocol import VIRTUAL_WORKERS, Call, Fate, WholeRun, on, trained, w
 
 def answering(code: str) -> Fate:
     """Return a worker that computes nothing and says why."""
-    return lambda reply, *vectors: (replace(reply, code=code, header=None), *(vector[:0] for vector in vectors))
+    return lambda reply, *vectors: (
+        reply.model_copy(update={"code": code, "header": None}),
+        *(vector[:0] for vector in vectors),
+    )
 
 
 NOBODY_JOINS = ["failure.join_timeout_s=0"]
@@ -70,6 +73,7 @@ FATES = [
     ("dies", "died"),
     ("dies after", "died"),
     ("hangs", "deadline"),
+    ("garbles", "malformed"),
     (answering("out_of_memory"), "out_of_memory"),
     (answering("worker_error"), "worker_error"),
 ]
@@ -78,7 +82,7 @@ FATES = [
 @pytest.mark.parametrize(
     ("fate", "code", "step"),
     [*((*fate, 1) for fate in FATES), ("dies after", "died", 0), ("hangs", "deadline", 2)],
-    ids=["dies", "dies after", "hangs", "out of memory", "fails", "in the first step", "in the last step"],
+    ids=["dies", "dies after", "hangs", "garbles", "out of memory", "fails", "in the first step", "in the last step"],
 )
 def test_a_worker_lost_in_a_step_is_named_and_the_bytes_are_those_of_an_undisturbed_run(
     tmp_path, undisturbed, computed, fate, code, step
@@ -94,7 +98,7 @@ def test_a_worker_lost_in_a_step_is_named_and_the_bytes_are_those_of_an_undistur
     taken = moved(hosting_of(before), hosting_of(after))
     lost = hosting_of(before)["worker-1"]
     assert sorted(v for each in taken.values() for v in each) == list(lost)
-    expected = VIRTUAL_WORKERS + (0 if fate in ("dies", "hangs") else len(lost))
+    expected = VIRTUAL_WORKERS + (0 if fate in ("dies", "hangs", "garbles") else len(lost))
     assert len([v for at, v in computed if at == step]) == expected
     assert [outcome.commit.attempts for outcome in run.finished.outcomes] == [1 + (at == step) for at in range(3)]
     assert run.metric("raycloak_step_attempts_total") == 4
@@ -193,7 +197,7 @@ def test_all_workers_failing_alike_is_one_error_with_their_code(tmp_path):
 
 def test_a_worker_whose_header_is_no_header_leaves_and_the_bytes_stay(tmp_path, undisturbed):
     def garbled(reply, *vectors):
-        return (replace(reply, header=Envelope(b"{}", reply.header.signature)), *vectors)
+        return (reply.model_copy(update={"header": Envelope(body=b"{}", signature=reply.header.signature)}), *vectors)
 
     run = trained(tmp_path, disturb=on("step", "worker-1", garbled, 1))
     assert run.digests == undisturbed

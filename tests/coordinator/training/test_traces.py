@@ -89,7 +89,8 @@ def test_a_worker_took_as_long_as_it_says_within_what_was_waited(tmp_path):
 
     def lie(*answer):
         reply, *vectors = answer
-        return type(reply)(reply.member_id, "ok", reply.header, float("nan"), 1e9, -1.0), *vectors
+        lies = {"seconds": float("nan"), "compute_seconds": 1e9, "mask_seconds": -1.0}
+        return reply.model_copy(update=lies), *vectors
 
     trained(tmp_path, disturb=on("step", "worker-0", lie), traces=kept, steps=1, dp_config=RENYI)
     (compute,) = (each for each in kept.ended if each.name == "compute")

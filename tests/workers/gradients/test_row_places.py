@@ -269,10 +269,12 @@ def texts(count: int = ROWS) -> tuple[np.ndarray, np.ndarray]:
     return ids, draw.integers(0, 2, count)
 
 
-def sum_of(module: nn.Module, features: np.ndarray, valid: np.ndarray, labels: np.ndarray) -> np.ndarray:
+def sum_of(module: nn.Module, features: np.ndarray, labels: np.ndarray, *valid: np.ndarray) -> np.ndarray:
+    """Return the sum of as many micro-batches as there are ``valid``, all of the same rows."""
     size = sum(tensor.numel() for tensor in module.parameters())
-    plan = mechanism(size, micro_batch_size=len(features), micro_batches=1)
-    return GradientEngine(module, cross_entropy, plan).clipped_sum(read_flat(module), [(features, labels, valid)])
+    plan = mechanism(size, micro_batch_size=len(features), micro_batches=len(valid))
+    batches = [(features, labels, each) for each in valid]
+    return GradientEngine(module, cross_entropy, plan).clipped_sum(read_flat(module), batches)
 
 
 @pytest.mark.parametrize("kind", MOVING)
@@ -287,10 +289,18 @@ def test_a_row_without_an_example_that_gets_a_gradient_ends_the_step(kind: type[
         # Two rows that no swap takes apart show nothing.
         valid[[ROWS - 2, ROWS - 1]] = True, False
         with pytest.raises(ModelError) as caught:
-            sum_of(module, features, valid, labels)
+            sum_of(module, features, labels, valid)
         said.add((caught.value.code, caught.value.message))
     assert {code for code, _ in said} == {"moved_rows"}
     assert len(said) == 1
+
+
+def test_no_later_micro_batch_makes_up_for_one_in_which_a_row_moved() -> None:
+    features, labels = texts()
+    every = np.ones(ROWS, np.bool_)
+    without = np.arange(ROWS) % 2 > 0
+    with pytest.raises(ModelError, match="moved_rows"):
+        sum_of(SortedByLength(), features, labels, without, every)
 
 
 def test_an_example_in_another_ones_place_would_move_the_sum_by_many_c(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,8 +318,8 @@ def test_an_example_in_another_ones_place_would_move_the_sum_by_many_c(monkeypat
         with torch.no_grad():
             # Gradients beyond C, as a trained model gives them for what it has not learned.
             module.head.weight.mul_(30)
-        full = sum_of(module, features, everyone, labels)
-        found[kind] = np.linalg.norm(full - sum_of(module, shorter, without, labels))
+        full = sum_of(module, features, labels, everyone)
+        found[kind] = np.linalg.norm(full - sum_of(module, shorter, labels, without))
     assert found[SortedByLength] > 2 * clip
     assert found[Encoder] <= clip * (1 - CLIP_MARGIN / 2)
 
@@ -318,7 +328,7 @@ def test_a_row_without_an_example_may_hold_what_has_no_finite_gradient() -> None
     features = np.random.default_rng(0).normal(size=(ROWS, 6)).astype(np.float32)
     valid = np.arange(ROWS) % 3 > 0
     features[~valid] = np.inf
-    total = sum_of(nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3)), features, valid, np.zeros(ROWS, int))
+    total = sum_of(nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3)), features, np.zeros(ROWS, int), valid)
     assert np.isfinite(total).all()
     assert total.any()
 
@@ -326,4 +336,4 @@ def test_a_row_without_an_example_may_hold_what_has_no_finite_gradient() -> None
 def test_a_micro_batch_whose_rows_all_have_examples_is_not_checked() -> None:
     """What is not claimed: there is no row whose loss could be zeroed."""
     features, labels = texts()
-    assert np.isfinite(sum_of(SortedByLength(), features, np.ones(ROWS, np.bool_), labels)).all()
+    assert np.isfinite(sum_of(SortedByLength(), features, labels, np.ones(ROWS, np.bool_))).all()

@@ -4,7 +4,6 @@ import json
 import pickle
 import sqlite3
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -213,7 +212,7 @@ def test_a_worker_computes_nothing_without_noise_on_sealed_data_whatever_it_is_t
     descriptor = DatasetDescriptor(kind="sealed", path=str(folder), public=True)
     setup = worker_setup(config(), folder.parent)
     worker = TrainWorker("worker-0", None, lambda: 0.0)
-    worker.prepare(replace(setup, dataset=descriptor))
+    worker.prepare(setup.model_copy(update={"dataset": descriptor}))
     clear = mechanism(private=False)
     counts = Measurement(
         mechanism=mechanism(private=False, query="class_counts", sample_rate=1.0), every=0, loss_bound=0.0

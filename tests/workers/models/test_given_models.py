@@ -38,7 +38,7 @@ def forget() -> None:
 
 
 def test_a_worker_finds_what_the_program_found(source: ModelSource, tmp_path: Path):
-    assert str(tmp_path / "src") in source.folders
+    assert str(tmp_path / "src") in source.function.folders
     assert isinstance(build_model(source, tmp_path, 0), nn.Linear)
 
 

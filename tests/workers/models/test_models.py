@@ -1,6 +1,6 @@
 """Models are built the same everywhere, flattened in one order, and refused by layer if they cannot be trained."""
 
-import pickle
+import hashlib
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from raycloak.attestation.core.messages import parse
 from raycloak.attestation.core.roster import Query
-from raycloak.metrics.errors import ConfigError, ModelError
+from raycloak.metrics.errors import ConfigError, ModelError, ProtocolError
 from raycloak.workers.gradients import model_checks
 from raycloak.workers.gradients.model_checks import check_rows, check_trainable
 from raycloak.workers.inputs.datasets import ArrayDataset, DatasetForm, dataset_form
@@ -643,12 +644,24 @@ def test_a_callable_travels_with_the_digest_of_its_source() -> None:
     def make() -> nn.Module:
         return nn.Linear(6, width)
 
-    source = pickle.loads(pickle.dumps(ModelSource.of(make)))
+    source = parse(ModelSource, ModelSource.of(make).encode())
     assert parameter_count(build_model(source, ".", 0)) == 35
     assert source.code_digest(".") == ModelSource.of(make).code_digest(".")
     assert len(source.code_digest(".")) == 32
     named = ModelSource.of("models:digits_mlp")
     assert named.code_digest(EXAMPLES) != source.code_digest(EXAMPLES)
+
+
+def test_guarantee_a_function_travels_as_one_field_that_its_digest_names() -> None:
+    source = ModelSource.of(lambda: nn.Linear(6, 5))
+    assert source.function is not None
+    assert source.function.pickled_digest == hashlib.sha256(source.function.pickled).digest()
+    other = ModelSource.of(lambda: nn.Linear(6, 4))
+    assert other.function is not None
+    forged = source.function.model_copy(update={"pickled": other.function.pickled})
+    with pytest.raises(ProtocolError) as refusal:
+        parse(ModelSource, source.model_copy(update={"function": forged}).encode())
+    assert refusal.value.code == "malformed"
 
 
 def test_a_function_that_fails_or_gives_something_else_is_refused() -> None:

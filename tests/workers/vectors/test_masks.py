@@ -25,7 +25,7 @@ RING_DTYPES = (np.uint32, np.uint64)
 
 
 def cut(count, length=8):
-    return tuple(VectorRange(index, index * length, length) for index in range(count))
+    return tuple(VectorRange(index=index, offset=index * length, length=length) for index in range(count))
 
 
 def agreement_key(member_id: str) -> AgreementKey:

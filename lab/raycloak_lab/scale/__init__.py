@@ -1,0 +1,6 @@
+"""The prediction of a step at sizes that nobody can try, from rates of this machine.
+
+Doors: calibration, simulation, tables.
+
+May import: `raycloak`.
+"""

@@ -1,0 +1,111 @@
+"""The prediction of `raycloak-lab scale` as tables: check, assumptions, a row for each size and for each width."""
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+
+from raycloak.coordinator.console.tables import fields_table
+from raycloak_lab.scale.calibration import Check
+from raycloak_lab.scale.simulation import RefusedSize, Scale, ScaleConfig
+
+SIZES = (
+    "workers",
+    "parameters",
+    "bits",
+    "sent",
+    "worker",
+    "aggregators",
+    "store",
+    "computing",
+    "network",
+    "first limit",
+)
+"""``sent`` is by each worker in a step; ``computing`` is a worker's time and then an aggregator's."""
+
+WIDTHS = ("workers", "masks", "control", "start", "ledger")
+
+
+class ScaleTables:
+    """Printed as four tables."""
+
+    def __init__(self, assumed: ScaleConfig, found: Sequence[Scale | RefusedSize], checked: Check) -> None:
+        self._assumed, self._found, self._checked = assumed, found, checked
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        checked = self._checked
+        told = (
+            f"{checked.parameters:,} parameters and {checked.workers} workers took {checked.measured_seconds:.2f} s of "
+            f"processor time, predicted {checked.predicted_seconds:.2f} s ({checked.ratio:.2f})"
+        )
+        assumed = [(name.replace("_", " "), str(value)) for name, value in self._assumed.model_dump().items()]
+        yield fields_table("Check: a step beyond what was measured", [("a step of", told)])
+        yield fields_table("Assumed, not measured", assumed)
+        predicted = [each for each in self._found if isinstance(each, Scale)]
+        rows = [_row(each) if isinstance(each, Scale) else _refused(each) for each in self._found]
+        yield _table("A step after the first, without the gradient", SIZES, rows)
+        widths = {each.workers: _width(each) for each in reversed(predicted)}
+        yield _table("By workers", WIDTHS, [widths[workers] for workers in sorted(widths)])
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _row(size: Scale) -> tuple[str, ...]:
+    chosen = next(each for each in size.aggregators if each.ranks == size.ranks)
+    limit = f"{size.first_limit} {100 * size.uses[size.first_limit]:.0f} %"
+    return (
+        f"{size.workers:,}",
+        _count(size.parameters),
+        str(size.ring_bits),
+        _size(size.up_bytes),
+        _size(size.worker_bytes),
+        f"{size.ranks} x {_size(chosen.bytes)}",
+        _size(size.store_bytes),
+        _seconds(size.worker_seconds + chosen.seconds),
+        _seconds(chosen.gather_seconds + chosen.spread_seconds),
+        f"[red]{limit}[/red]" if size.breaks else limit,
+    )
+
+
+def _width(size: Scale) -> tuple[str, ...]:
+    return (
+        f"{size.workers:,}",
+        f"{size.mask_degree} each",
+        _seconds(size.control_seconds),
+        _seconds(size.start_seconds),
+        f"{size.ledger_steps_per_second:.0f} steps/s",
+    )
+
+
+def _refused(size: RefusedSize) -> tuple[str, ...]:
+    return (f"{size.workers:,}", _count(size.parameters), *[""] * (len(SIZES) - 3), f"[red]{size.code}[/red]")
+
+
+def _count(parameters: int) -> str:
+    for unit, scale in (("B", 10**9), ("M", 10**6)):
+        if parameters >= scale:
+            return f"{parameters / scale:g} {unit}"
+    return f"{parameters:,}"
+
+
+def _size(count: float) -> str:
+    for unit, scale in (("TB", 1e12), ("GB", 1e9)):
+        if count >= scale:
+            return f"{_digits(count / scale)} {unit}"
+    return f"{count / 1e6:.0f} MB"
+
+
+def _seconds(value: float) -> str:
+    return f"{_digits(value)} s" if value >= 1 else f"{1000 * value:.0f} ms"
+
+
+def _digits(value: float) -> str:
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
