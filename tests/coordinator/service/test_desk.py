@@ -1479,11 +1479,11 @@ def test_a_driver_is_told_nothing_of_a_part_of_a_turn_that_is_undone(site):
     request = wire.SubmitRequest(client_id=client, idempotency_key="a", forward_backward=wire.ForwardBackward())
 
     def fail_after_it():
-        with site.desk.part():
+        with site.desk.book.part():
             site.desk.submit("north", request)
             raise ZeroDivisionError
 
-    with site.desk.turn(), pytest.raises(ZeroDivisionError):
+    with site.desk.book.turn(), pytest.raises(ZeroDivisionError):
         fail_after_it()
     assert told == []
     assert site.store.open_operations(client) == []
