@@ -257,7 +257,7 @@ class OperationQueues:
         client.steps = client.steps.left(step)
         for operation in self._store.open_operations(client.client_id):
             if operation.state == OperationState.RUNNING and operation.kind in STEP:
-                is_charged = bool(client.private) and client.steps.charged > operation.step
+                is_charged = client.private and client.steps.charged > operation.step
                 self.retire(client, operation, cancelled(charged=is_charged))
                 if client.sent:
                     self._reopen_step(client, operation)
@@ -269,7 +269,7 @@ class OperationQueues:
 
     def _is_followed(self, client: ClientRow, optim: OperationRow) -> bool:
         """Return whether batches were sent, and so sealed, for a step after that of an ``optim_step``."""
-        return bool(client.sent) and self._store.newest_forward(client.client_id, client.next_number) > optim.number
+        return client.sent and self._store.newest_forward(client.client_id, client.next_number) > optim.number
 
     def _reopen_step(self, client: ClientRow, optim: OperationRow) -> None:
         """Have the ``forward_backward`` of a cancelled ``optim_step`` wait for another one."""
