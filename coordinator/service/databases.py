@@ -182,7 +182,8 @@ class _Postgres:
 
     def run(self, statement: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         try:
-            cursor = self._connection.execute(statement.replace("?", "%s"), values)
+            plain = [int(each) if isinstance(each, bool) else each for each in values]
+            cursor = self._connection.execute(statement.replace("?", "%s"), plain)
             return cursor.fetchall() if cursor.description else []
         except self._error as error:
             raise _failed(error) from error

@@ -1,32 +1,24 @@
 """The desk: what tenants ask for, checked and decided. No gRPC, no process, no thread of its own.
 
-Desk (tenants' calls)  ->  DriverDesk (reports, places)  ->  OperationQueues (order, turns, the store)
+Desk (tenants' calls), DriverReports  ->  OperationQueues (order)  ->  DriverDesk (places)  ->  ClientBook (rows, turns)
 """
 
-import json
 import secrets
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from raycloak.attestation.sealed.sent_batch import SentHead
 from raycloak.coordinator.client import service_pb2 as wire
-from raycloak.coordinator.config.run import RunConfig
-from raycloak.coordinator.service.driver_desk import DriverDesk, closed, texts_full
-from raycloak.coordinator.service.operation_queues import (
-    ENDINGS,
-    remove_all_but,
-    steps_done,
-)
+from raycloak.coordinator.service.client_book import ClientBook
+from raycloak.coordinator.service.driver_desk import DriverDesk
+from raycloak.coordinator.service.driver_reports import DriverReports
+from raycloak.coordinator.service.operation_queues import STEP, OperationQueues
 from raycloak.coordinator.service.operations import (
-    CAP,
-    FORWARD_BACKWARD,
-    OPTIM_STEP,
-    SAMPLE,
-    SAVE_STATE,
+    RETRY_S,
     artifact_to_wire,
-    cancelled,
     check_batch,
     check_key,
     check_metadata,
@@ -38,33 +30,27 @@ from raycloak.coordinator.service.operations import (
     listed_client,
     not_found,
     number_of,
+    operation_of,
     operation_to_wire,
     plan_of,
+    run_ended,
+    steps_done,
+    texts_full,
 )
-from raycloak.coordinator.service.pipe import (
-    Close,
-)
-from raycloak.coordinator.service.settings import completed, withdrawn
+from raycloak.coordinator.service.ports import DriverPort, Measured, News, Records, SamplerPort
+from raycloak.coordinator.service.retention import ClientRetention
+from raycloak.coordinator.service.settings import ServiceSettings, completed, withdrawn
 from raycloak.coordinator.service.store import (
-    CANCELLED,
-    DONE,
-    ERROR,
-    FORGOTTEN,
-    INITIALIZING,
-    QUEUED,
-    RUNNING,
-    TERMINATED,
     ArtifactRow,
     BatchRow,
     ClientRow,
+    ClientState,
+    OperationKind,
     OperationRow,
+    OperationState,
+    Store,
 )
-from raycloak.metrics.service_errors import (
-    BudgetExceededError,
-    ServiceQueueFullError,
-    ServiceStateError,
-    ServiceValidationError,
-)
+from raycloak.metrics.service_errors import ServiceQueueFullError, ServiceStateError, ServiceValidationError
 
 MOST_LISTED: Final = 1000
 """Clients of a tenant, or artifacts of a client, in one list: the newest. More could outgrow a message."""
@@ -72,8 +58,6 @@ PAGE: Final = 256
 """Changes that a watcher gets at once, of at most `_PAGE_BYTES` together unless it is one; it may have megabytes."""
 _PAGE_BYTES: Final = 2**20
 _LARGEST: Final = 2**63 - 1
-RETRY_S: Final = 1.0
-"""The advice of when to ask again where a queue is full."""
 _AWAIT: Final = "Await some of their results first."
 
 
@@ -85,8 +69,44 @@ class Page:
     is_last: bool
 
 
-class Desk(DriverDesk):
-    """The decisions about clients and their operations. For one thread at a time."""
+class Desk:
+    """The decisions about clients and their operations. For one thread at a time.
+
+    Args:
+        base: folder that relative paths of the settings start from.
+        folder: of the files that clients sent, and of copies of weights that samples need.
+        publish: told of all changes of clients, of one turn at once: each costs a turn of another thread.
+        measured: told of every operation that ended.
+        records: reads what runs have written.
+        recipient: public file of the service's key, to which every run's packages are sealed too.
+        clock, monotonic: Unix time, and seconds that never go back.
+    """
+
+    def __init__(
+        self,
+        settings: ServiceSettings,
+        base: Path,
+        store: Store,
+        drivers: DriverPort,
+        sampler: SamplerPort,
+        folder: Path,
+        publish: Callable[[Sequence[News]], None],
+        measured: Measured,
+        records: Records,
+        recipient: Path,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings
+        self._limits = settings.limits
+        self._store = store
+        self._recipient = recipient
+        self._retention = ClientRetention(store, records)
+        self._rightful: set[str] = set()  # clients of this process, whose settings never change
+        self.book = ClientBook(store, publish, measured, clock)
+        self.drivers = DriverDesk(settings.limits, base, self.book, drivers, monotonic)
+        self._queues = OperationQueues(self.book, self.drivers, sampler, folder)
+        self.reports = DriverReports(self.book, self.drivers, self._queues, records, settings.limits.sampled_bytes)
 
     def begin(self) -> None:
         """Go on where the service's last process ended. Call it once, first.
@@ -95,20 +115,19 @@ class Desk(DriverDesk):
         copies of weights that no sample needs.
         """
         for client in self._store.left_open():
-            with self._changing(client):
-                self._fail_open(client, closed())
-        # Of this process, whose settings never change.
-        self._rightful: set[str] = set()
+            with self._queues.changing(client):
+                self._queues.end(client)
         self._retention.begin()
-        samples = self._store.running_samples()
-        for operation in samples:
-            owner = self._store.client(operation.client_id)
-            assert owner is not None, "an operation has a client"
-            self._generate(owner, operation)
-        self._assign()
-        known = {self._folder / name for name in self._store.batch_files()}
-        known |= {Path(operation.package) for operation in samples}
-        self._after.append(lambda: remove_all_but(known, self._folder.rglob("*")))
+        self.drivers.assign()
+        self._queues.begin()
+
+    def tick(self) -> None:
+        """Do what is due by time alone: idle clients, drivers to be tried again, samples that have room, old rows."""
+        self.drivers.assign()
+        self._retention.go_on()
+        for client in self._store.clients_with_samples():
+            with self._queues.changing(client):
+                self._queues.advance(client)
 
     def create_client(self, tenant: str, request: wire.CreateClientRequest) -> wire.Client:
         """Record a client; its driver starts when it has a place.
@@ -121,16 +140,19 @@ class Desk(DriverDesk):
         known = self._store.client_of_key(tenant, request.idempotency_key)
         if known is not None:
             _require_same(known.fingerprint, mark)
-            if known.status == FORGOTTEN:
+            if known.status == ClientState.FORGOTTEN:
                 raise not_found("client")
             return self._shown(known)
         training, run = completed(self._settings, tenant, request.config_json)
         if self._store.live_clients(tenant) >= self._limits.clients_per_tenant:
             message = f"this tenant has {self._limits.clients_per_tenant} clients that are not closed."
             raise _full("clients_full", message, "Close one.")
+        # The service samples from its packages.
+        recipients = [*run.checkpoint.recipients, str(self._recipient)]
+        checkpoint = run.checkpoint.model_copy(update={"recipients": recipients})
         dataset = run.dataset
         sent = dataset is not None and str(dataset.kind) == "sent"
-        now = self._clock()
+        now = self.book.clock()
         client = ClientRow(
             client_id=f"c{secrets.token_hex(8)}",
             tenant=tenant,
@@ -138,24 +160,19 @@ class Desk(DriverDesk):
             fingerprint=mark,
             name=training.name,
             config=training.to_json(),
-            run_config=self._with_recipient(run).model_dump_json(),
-            sent=int(sent),
+            run_config=run.model_copy(update={"checkpoint": checkpoint}).model_dump_json(),
+            sent=sent,
             most_sent=(getattr(dataset, "max_examples_per_step", None) or 0) if sent else 0,
             most_uses=(getattr(dataset, "max_participations", None) or 0) if sent else 0,
-            private=int(run.dp_config.enabled),
+            private=run.dp_config.enabled,
             created=now,
             waits_since=now,
         )
-        self._store.add_client(client)
+        self._store.add(client)
         # Here alone, as nothing else makes their number grow.
-        self._retention.forget(tenant, self._limits.closed_clients_per_tenant, self._drivers)
-        self._assign()
+        self._retention.forget(tenant, self._limits.closed_clients_per_tenant, self.drivers.of)
+        self.drivers.assign()
         return self._shown(client)
-
-    def _with_recipient(self, run: RunConfig) -> RunConfig:
-        """Have packages sealed to the service too, which samples from them."""
-        recipients = [*run.checkpoint.recipients, str(self._recipient)]
-        return run.model_copy(update={"checkpoint": run.checkpoint.model_copy(update={"recipients": recipients})})
 
     def client(self, tenant: str, client_id: str) -> wire.Client:
         """Return a client; ServiceNotFoundError if the tenant has no such one."""
@@ -164,29 +181,25 @@ class Desk(DriverDesk):
     def clients(self, tenant: str) -> list[wire.Client]:
         """Return the newest clients of a tenant, oldest first, each without its configuration and its manifest."""
         rows = map(self._store.client, self._store.clients_of(tenant, MOST_LISTED))
-        return [listed_client(row, self._phase_of(row)) for row in rows if row is not None]
+        return [listed_client(row, self.drivers.phase(row)) for row in rows if row is not None]
 
     def close_client(self, tenant: str, client_id: str) -> wire.Client:
         """Cancel queued operations and end the client; the driver finishes what it does."""
         client = self._find(tenant, client_id)
-        if client.status == TERMINATED:
+        if client.status == ClientState.TERMINATED:
             return self._shown(client)
-        with self._changing(client):
-            for operation in self._store.open_operations(client_id):
-                if operation.state == QUEUED:
-                    self._retire(client, operation, CANCELLED, cancelled(charged=False))
-            client.status, client.waits_since = TERMINATED, self._clock()
+        with self._queues.changing(client):
+            self._queues.cancel_queued(client, *self._store.open_operations(client_id))
+            client.status, client.waits_since = ClientState.TERMINATED, self.book.clock()
             self._rightful.discard(client_id)
-            driver = self._drivers.get(client_id)
+            driver = self.drivers.of.get(client_id)
             if driver is None:
-                self._fail_open(client, closed())
-                self._drop_batches(client)
+                self._queues.end(client)
             elif driver.is_ready:
-                driver.place.leave(self._monotonic())
-                self._tell(client_id, Close())
+                self.drivers.close(client_id)
             else:
                 # Before it is ready it has no steps that could be finished.
-                self._leave(client_id, driver)
+                self.drivers.leave(client_id)
         return self._shown(client)
 
     def submit(self, tenant: str, request: wire.SubmitRequest) -> wire.Operation:
@@ -203,33 +216,34 @@ class Desk(DriverDesk):
             _require_same(known.fingerprint, mark)
             return operation_to_wire(known)
         self._require_open(client)
-        kind = request.WhichOneof("kind")
-        if kind is None:
+        asked = request.WhichOneof("kind")
+        if asked is None:
             raise invalid("kind", "the request names no operation")
+        kind = OperationKind(asked)
         payload = getattr(request, kind)
         content = payload.SerializeToString()
         self._require_room(client, kind, len(content))
         package = self._checked(client, kind, payload)
-        with self._changing(client):
+        with self._queues.changing(client):
             operation = self._enter(client, kind, request.idempotency_key, mark, content, package)
-            if kind == FORWARD_BACKWARD:
-                client.pending = operation.number
-            elif kind == OPTIM_STEP:
-                client.pending, client.sent_examples = -1, 0
-                client.submitted_steps += 1
-            self._advance(client)
-        if client.client_id not in self._drivers and client.open:
-            self._assign()
+            if kind in STEP:
+                is_optim = kind == OperationKind.OPTIM_STEP
+                client.steps = (
+                    client.steps.optim_submitted() if is_optim else client.steps.forward_submitted(operation.number)
+                )
+            self._queues.advance(client)
+        if client.client_id not in self.drivers.of and client.open:
+            self.drivers.assign()
         return self._operation(client.client_id, operation.number)
 
-    def _checked(self, client: ClientRow, kind: str, payload: Any) -> str:
+    def _checked(self, client: ClientRow, kind: OperationKind, payload: Any) -> str:
         """Refuse an operation that does not fit; return the package that it loads."""
-        in_step = not client.ending and (client.pending >= 0 or client.allowed_charges > client.submitted_steps)
+        in_step = not client.ending and client.steps.is_begun
         match kind:
-            case "forward_backward":
+            case OperationKind.FORWARD_BACKWARD:
                 if client.sent:
                     raise invalid("batch", "this client sends its data; give forward_backward a batch")
-                if client.pending >= 0:
+                if client.steps.pending >= 0:
                     raise ServiceStateError(
                         "step_pending",
                         "a forward_backward without its optim_step was submitted before: one Poisson sample is drawn "
@@ -238,10 +252,10 @@ class Desk(DriverDesk):
                     )
                 self._require_right(client)
                 self._require_steps(client)
-            case "optim_step":
+            case OperationKind.OPTIM_STEP:
                 if payload.HasField("apply_dp_noise") and not payload.apply_dp_noise and client.private:
                     raise invalid("apply_dp_noise", "the data is private, and a step without noise would release it")
-                if client.pending < 0:
+                if client.steps.pending < 0:
                     # Its forward_backward was refused for this reason, which a caller may not have looked at.
                     self._require_steps(client)
                     raise ServiceStateError(
@@ -249,17 +263,17 @@ class Desk(DriverDesk):
                     )
                 if client.sent:
                     self._require_steps(client)
-            case "save_state" | "load_state" | "sample":
+            case OperationKind.SAVE_STATE | OperationKind.LOAD_STATE | OperationKind.SAMPLE:
                 # The driver would be inside a step, where no state is between two steps.
-                if in_step and (not client.sent or client.held):
+                if in_step and (not client.sent or client.steps.held):
                     raise ServiceStateError(
                         "step_pending",
                         "a step has begun that was not released, so the run is not between two steps.",
                         "Submit optim_step first; if the step was cancelled, submit it again.",
                     )
-                if kind == SAVE_STATE:
+                if kind == OperationKind.SAVE_STATE:
                     check_metadata(payload.metadata)
-                elif kind == SAMPLE:
+                elif kind == OperationKind.SAMPLE:
                     check_sample(payload, client.run_config)
                 else:
                     return self._artifact(client, payload.artifact_id).package
@@ -275,19 +289,10 @@ class Desk(DriverDesk):
 
     def _require_steps(self, client: ClientRow) -> None:
         """Refuse a step after the last one, where that is known already."""
-        if client.ending == CAP:
-            info = self._out_of_budget(client)
-            raise BudgetExceededError(
-                info["code"],
-                info["message"],
-                info["remedy"],
-                current_epsilon=info["epsilon"],
-                max_epsilon=info["epsilon_cap"],
-            )
         if client.ending:
-            raise ServiceStateError("run_ended", ENDINGS.get(client.ending, "the run has ended."))
-        if client.facts and client.submitted_steps >= plan_of(client.facts)["steps"]:
-            raise ServiceStateError(**steps_done())
+            raise run_ended(client, ServiceStateError)
+        if client.facts and client.steps.submitted_steps >= plan_of(client.facts).steps:
+            raise steps_done(ServiceStateError)
 
     def announce_batch(self, tenant: str, head: wire.BatchHead) -> wire.Operation | None:
         """Check the head of a batch before its bytes are taken; return the operation if the batch came before.
@@ -324,36 +329,33 @@ class Desk(DriverDesk):
             return known
         client = self._find(tenant, head.client_id)
         ids = self._check_batch(client, head)
-        step = client.submitted_steps
-        self._require_sealed_for(client, head, sealed)
+        step = client.steps.submitted_steps
+        if sealed.hashes != head.example_hashes:
+            raise invalid("example_ids", "the batch was sealed for other examples", "batch_foreign")
+        earlier = self._store.number_of_batches(client.client_id, step)
+        place = (client.run_id, client.client_id, step, earlier, client.steps.sent_examples)
+        # Its step could not be computed with it, or its examples would be counted as others.
+        if (sealed.run_id, sealed.client_id, sealed.step, sealed.number, sealed.first) != place:
+            raise invalid("batch", "it was sealed for another run, client, step or place in the step", "batch_foreign")
         refused = self._store.count_ids(client.client_id, step, ids, client.most_uses)
         if refused is not None:
             _, last = self._store.used_in_step(client.client_id, refused)
-            raise _repeated() if last == step else _participations(client.most_uses)
-        with self._changing(client):
-            operation = self._enter(client, FORWARD_BACKWARD, head.idempotency_key, fingerprint(head), b"", "")
-            client.pending = operation.number
-            client.sent_examples += len(ids)
-            self._store.add_batch(
+            problem = f"an example would take part in more than max_participations ({client.most_uses}) steps"
+            raise _repeated() if last == step else invalid("example_ids", problem, "participations_exceeded")
+        with self._queues.changing(client):
+            operation = self._enter(client, OperationKind.FORWARD_BACKWARD, head.idempotency_key, fingerprint(head))
+            client.steps = client.steps.forward_submitted(operation.number, len(ids))
+            self._store.add(
                 BatchRow(client.client_id, operation.number, tenant, step, file, head.bytes, head.sha256, head.examples)
             )
             operation.step = step
             result = wire.ForwardBackwardResult(step=step, examples_sent=head.examples, dp_metrics=dp_metrics(client))
-            self._finish(client, operation, DONE, result=result.SerializeToString())
+            self.book.finish(client, operation, OperationState.DONE, result)
         return self._operation(client.client_id, operation.number)
-
-    def _require_sealed_for(self, client: ClientRow, head: wire.BatchHead, sealed: SentHead) -> None:
-        """Refuse a batch that its step could not be computed with, or whose examples would be counted as others."""
-        if sealed.hashes != head.example_hashes:
-            raise invalid("example_ids", "the batch was sealed for other examples", "batch_foreign")
-        earlier = self._store.number_of_batches(client.client_id, client.submitted_steps)
-        place = (client.run_id, client.client_id, client.submitted_steps, earlier, client.sent_examples)
-        if (sealed.run_id, sealed.client_id, sealed.step, sealed.number, sealed.first) != place:
-            raise invalid("batch", "it was sealed for another run, client, step or place in the step", "batch_foreign")
 
     def _check_batch(self, client: ClientRow, head: wire.BatchHead) -> list[bytes]:
         self._require_open(client)
-        self._require_room(client, FORWARD_BACKWARD, 0)
+        self._require_room(client, OperationKind.FORWARD_BACKWARD, 0)
         if not client.sent:
             raise invalid("batch", "this client trains on a registered dataset; forward_backward takes no batch")
         ids = check_batch(head, client, self._limits.batch_bytes)
@@ -362,13 +364,13 @@ class Desk(DriverDesk):
         self._require_right(client)
         self._require_steps(client)
         # Its charge names its batches. One more would be counted, and be computed by no worker.
-        if client.allowed_charges > client.submitted_steps:
+        if client.steps.allowed_charges > client.steps.submitted_steps:
             raise ServiceStateError(
                 "step_charged",
                 "the step that comes next has begun with the batches that it has.",
                 "Submit optim_step first; this batch is for the step after it.",
             )
-        if client.sent_examples + len(ids) > client.most_sent:
+        if client.steps.sent_examples + len(ids) > client.most_sent:
             raise invalid("batch", f"the step would have more than {client.most_sent} examples")
         if self._store.batch_bytes(client.tenant) + head.bytes > self._limits.stored_batch_bytes:
             message = "this tenant's batches fill the room that the service keeps for them."
@@ -377,7 +379,7 @@ class Desk(DriverDesk):
 
     def operation(self, tenant: str, client_id: str, name: str) -> wire.Operation:
         """Return an operation; ServiceNotFoundError if the tenant has no such client, or the client no such one."""
-        return operation_to_wire(self._find_operation(self._find(tenant, client_id), name))
+        return operation_to_wire(operation_of(self._store, self._find(tenant, client_id), name))
 
     def cancel(self, tenant: str, client_id: str, name: str) -> wire.Operation:
         """Cancel an operation, and those that depend on it, if that is still possible; return it as it is then.
@@ -391,42 +393,13 @@ class Desk(DriverDesk):
             ServiceStateError: ``batch_follows`` for an ``optim_step`` after which more batches were sent.
         """
         client = self._find(tenant, client_id)
-        operation = self._find_operation(client, name)
-        if operation.state not in (QUEUED, RUNNING):
+        operation = operation_of(self._store, client, name)
+        if operation.state not in (OperationState.QUEUED, OperationState.RUNNING):
             return operation_to_wire(operation)
-        later = [each for each in self._store.open_operations(client_id) if each.number > operation.number]
-        with self._changing(client):
-            match operation.kind:
-                case "forward_backward" if operation.state == RUNNING:
-                    self._hold(client, operation)
-                case "forward_backward":
-                    self._cancel_forward(client, operation, later)
-                case "optim_step" if operation.state == QUEUED or client.sent:
-                    self._cancel_optim(client, operation, later)
-                case _ if operation.state == QUEUED or (operation.kind == SAMPLE and operation.package):
-                    self._retire(client, operation, CANCELLED, cancelled(charged=False))
-            self._advance(client)
+        with self._queues.changing(client):
+            self._queues.cancel(client, operation)
+            self._queues.advance(client)
         return self._operation(client_id, operation.number)
-
-    def _cancel_forward(self, client: ClientRow, operation: OperationRow, later: list[OperationRow]) -> None:
-        self._retire(client, operation, CANCELLED, cancelled(charged=False))
-        its = next((each for each in later if each.kind == OPTIM_STEP), None)
-        if its is not None:
-            self._retire(client, its, CANCELLED, cancelled(charged=False))
-
-    def _cancel_optim(self, client: ClientRow, operation: OperationRow, later: list[OperationRow]) -> None:
-        # Whether or not their own optim_step was submitted: they were sealed for a step that would be another one.
-        if self._is_followed(client, operation):
-            raise ServiceStateError(
-                "batch_follows", "batches of the next step were sent after this optim_step.", "Let it run."
-            )
-        if operation.state == RUNNING:
-            self._hold(client, operation)
-            return
-        for each in (operation, *later):
-            if each.state == QUEUED:
-                self._retire(client, each, CANCELLED, cancelled(charged=False))
-        self._reopen_step(client, operation)
 
     def changes(self, tenant: str, client_id: str, since: int) -> Page:
         """Return the next changes after revision ``since``, at most `PAGE` and one, in their order."""
@@ -455,13 +428,13 @@ class Desk(DriverDesk):
     def queued_by_kind(self) -> tuple[Mapping[str, int], float]:
         """Return how many operations wait, by kind; and when the oldest open one was submitted, now if none is."""
         oldest = self._store.oldest_open()
-        return self._store.queued_by_kind(), self._clock() if oldest is None else oldest
+        return self._store.queued_by_kind(), self.book.clock() if oldest is None else oldest
 
     def _find(self, tenant: str, client_id: str) -> ClientRow:
         """Return a tenant's client; another tenant's is answered as one that does not exist."""
         # No text of PostgreSQL has a null, and a statement that is refused ends the service.
         client = self._store.client(client_id) if "\0" not in client_id else None
-        if client is None or client.tenant != tenant or client.status == FORGOTTEN:
+        if client is None or client.tenant != tenant or client.status == ClientState.FORGOTTEN:
             raise not_found("client")
         return client
 
@@ -472,6 +445,12 @@ class Desk(DriverDesk):
             raise not_found("artifact")
         return row
 
+    def _enter(self, client: ClientRow, *what: Any) -> OperationRow:
+        operation = self.book.enter(client, *what)
+        if client.open == 1 and client.client_id not in self.drivers.of:
+            client.waits_since = operation.submitted
+        return operation
+
     def _operation(self, client_id: str, number: int) -> wire.Operation:
         operation = self._store.operation(client_id, number)
         assert operation is not None, "it was recorded in this turn"
@@ -479,15 +458,14 @@ class Desk(DriverDesk):
 
     def _require_open(self, client: ClientRow) -> None:
         """Refuse a client that takes no operations."""
-        if client.status == TERMINATED:
+        if client.status == ClientState.TERMINATED:
             raise ServiceStateError("client_closed", "the client was closed.", "Create another one.")
-        if client.status == ERROR:
-            cause = json.loads(client.error)
-            raise ServiceStateError(
-                "client_failed", f"the client has failed: {cause['message']} ({cause['code']})", cause["remedy"]
-            )
+        if client.status == ClientState.ERROR:
+            cause = wire.ServiceErrorInfo.FromString(client.error)
+            message = f"the client has failed: {cause.message} ({cause.code})"
+            raise ServiceStateError("client_failed", message, cause.remedy)
 
-    def _require_room(self, client: ClientRow, kind: str, size: int) -> None:
+    def _require_room(self, client: ClientRow, kind: OperationKind, size: int) -> None:
         """Refuse an operation, with a request of ``size`` bytes, that would go beyond a bound of its client."""
         limits = self._limits
         if client.open >= limits.queued_operations:
@@ -496,25 +474,18 @@ class Desk(DriverDesk):
             message = f"requests of this client that wait would have more than {limits.queued_bytes} bytes together."
             raise _full("queue_full", message, _AWAIT)
         # The step of the last forward_backward is charged, so that it may be released.
-        if client.next_number >= limits.operations_per_client + (kind == OPTIM_STEP):
+        if client.next_number >= limits.operations_per_client + (kind == OperationKind.OPTIM_STEP):
             message = f"this client has submitted {client.next_number} operations, as many as the service keeps of one."
             raise _full("operations_full", message, "Pull what you have saved, and go on with another client.")
-        if kind == SAVE_STATE and self._store.number_of_artifacts(client.client_id) >= limits.artifacts_per_client:
-            message = (
-                f"this client has saved {limits.artifacts_per_client} states, as many as the service keeps of one."
-            )
+        most = limits.artifacts_per_client
+        if kind == OperationKind.SAVE_STATE and self._store.number_of_artifacts(client.client_id) >= most:
+            message = f"this client has saved {most} states, as many as the service keeps of one."
             raise _full("artifacts_full", message, "Save less often; the operator decides how many there may be.")
-        if kind == SAMPLE and client.sampled_bytes >= limits.sampled_bytes:
-            raise _full(**texts_full(limits.sampled_bytes))
+        if kind == OperationKind.SAMPLE and client.sampled_bytes >= limits.sampled_bytes:
+            raise texts_full(limits.sampled_bytes, ServiceQueueFullError)
 
     def _shown(self, client: ClientRow) -> wire.Client:
-        return client_to_wire(client, self._phase_of(client))
-
-    def _phase_of(self, client: ClientRow) -> str:
-        driver = self._drivers.get(client.client_id)
-        if driver is not None:
-            return driver.phase
-        return "waiting for a place" if client.open or client.status == INITIALIZING else ""
+        return client_to_wire(client, self.drivers.phase(client))
 
 
 def _full(code: str, message: str, remedy: str) -> ServiceQueueFullError:
@@ -528,8 +499,3 @@ def _require_same(known: bytes, mark: bytes) -> None:
 
 def _repeated() -> ServiceValidationError:
     return invalid("example_ids", "an example is in this step twice", "id_repeated")
-
-
-def _participations(most: int) -> ServiceValidationError:
-    problem = f"an example would take part in more than max_participations ({most}) steps"
-    return invalid("example_ids", problem, "participations_exceeded")

@@ -6,20 +6,19 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Final
 
+from raycloak.attestation.core.messages import parse
 from raycloak.coordinator.client import service_pb2 as wire
-from raycloak.coordinator.client.error_wire import error_to_wire
+from raycloak.coordinator.service.pipe import Ready
 from raycloak.coordinator.service.sampling.requests import request_of, wrong_field
 from raycloak.coordinator.service.store import (
-    CANCELLED,
-    DONE,
-    FAILED,
-    LIVE,
     ArtifactRow,
     ClientRow,
+    ClientState,
     OperationRow,
+    OperationState,
+    Store,
 )
 from raycloak.metrics.service_errors import (
-    KINDS,
     BudgetExceededError,
     FutureCancelledError,
     FutureFailedError,
@@ -28,18 +27,17 @@ from raycloak.metrics.service_errors import (
     ServiceValidationError,
 )
 
-FORWARD_BACKWARD, OPTIM_STEP, SAVE_STATE, LOAD_STATE, SAMPLE = (
-    "forward_backward",
-    "optim_step",
-    "save_state",
-    "load_state",
-    "sample",
-)
 ID_BYTES: Final = 16
 """Length of the keyed hash of an example's id."""
 CAP: Final = "cap_exceeded"
 """The ending of a run whose account has no room for the next step; also the code of that refusal."""
 
+RETRY_S: Final = 1.0
+"""The advice of when to ask again where a queue is full."""
+_ENDINGS: Final = {
+    "early_stopped": "the run was stopped early: its result no longer got better.",
+    "complete": "the run is complete.",
+}
 _LISTS: Final = {
     "client": "ServiceClient.list_clients()",
     "future": "TrainingClient.futures()",
@@ -108,13 +106,8 @@ def not_found(resource: str) -> ServiceNotFoundError:
     )
 
 
-def operation_id(row: OperationRow) -> str:
-    """Return the name of an operation on the wire."""
-    return f"{row.client_id}.{row.number}"
-
-
-def artifact_id(row: ArtifactRow) -> str:
-    """Return the name of an artifact on the wire."""
+def operation_id(row: OperationRow | ArtifactRow) -> str:
+    """Return the name of an operation on the wire, and of the artifact that it made."""
     return f"{row.client_id}.{row.number}"
 
 
@@ -123,6 +116,15 @@ def number_of(client_id: str, name: str) -> int | None:
     owner, _, number = name.rpartition(".")
     canonical = number.isascii() and number.isdigit() and len(number) < 16 and str(int(number)) == number
     return int(number) if owner == client_id and canonical else None
+
+
+def operation_of(store: Store, client: ClientRow, name: str) -> OperationRow:
+    """Return the operation of a client that a name says; ServiceNotFoundError if it has no such one."""
+    number = number_of(client.client_id, name)
+    operation = store.operation(client.client_id, number) if number is not None else None
+    if operation is None:
+        raise not_found("future")
+    return operation
 
 
 def operation_to_wire(row: OperationRow) -> wire.Operation:
@@ -137,11 +139,11 @@ def operation_to_wire(row: OperationRow) -> wire.Operation:
         submitted_unix_s=row.submitted,
         idempotency_key=row.idempotency_key,
     )
-    if row.state == DONE:
+    if row.state == OperationState.DONE:
         getattr(message, row.kind).MergeFromString(row.result)
         # A result without any field that is set must be there too.
         getattr(message, row.kind).SetInParent()
-    elif row.state in (FAILED, CANCELLED):
+    elif row.state in (OperationState.FAILED, OperationState.CANCELLED):
         message.error.MergeFromString(row.error)
     return message
 
@@ -149,7 +151,7 @@ def operation_to_wire(row: OperationRow) -> wire.Operation:
 def artifact_to_wire(row: ArtifactRow) -> wire.Artifact:
     """Return the message of an artifact."""
     return wire.Artifact(
-        artifact_id=artifact_id(row),
+        artifact_id=operation_id(row),
         client_id=row.client_id,
         step=row.step,
         package_digest=row.package_digest,
@@ -161,9 +163,9 @@ def artifact_to_wire(row: ArtifactRow) -> wire.Artifact:
 
 
 @lru_cache(maxsize=64)  # each operation asks it again and again, and a manifest is long
-def plan_of(facts: str) -> Mapping[str, Any]:
-    """Return the facts of a client that are no manifest. They are shared: nobody changes them."""
-    return {name: value for name, value in json.loads(facts).items() if name != "manifest"}
+def plan_of(facts: str) -> Ready:
+    """Return the facts of a client, without its manifest."""
+    return parse(Ready, facts.encode()).model_copy(update={"manifest": {}})
 
 
 def dp_metrics(row: ClientRow) -> wire.DpMetrics | None:
@@ -173,28 +175,22 @@ def dp_metrics(row: ClientRow) -> wire.DpMetrics | None:
     facts = plan_of(row.facts)
     return wire.DpMetrics(
         epsilon_spent=row.epsilon,
-        epsilon_cap=_number(facts, "epsilon_cap"),
-        epsilon_planned=_number(facts, "epsilon_planned"),
-        delta=_number(facts, "delta"),
-        steps_charged=row.charged if row.private else 0,
-        steps_planned=int(facts["steps"]),
-        noise_multiplier=_number(facts, "noise_multiplier"),
-        sample_rate=_number(facts, "sample_rate"),
-        max_grad_norm=_number(facts, "max_grad_norm"),
-        accountant=facts.get("accountant") or "",
-        private=bool(row.private),
+        epsilon_cap=facts.epsilon_cap or 0.0,
+        epsilon_planned=facts.epsilon_planned or 0.0,
+        delta=facts.delta or 0.0,
+        steps_charged=row.steps.charged if row.private else 0,
+        steps_planned=facts.steps,
+        noise_multiplier=facts.noise_multiplier or 0.0,
+        sample_rate=facts.sample_rate,
+        max_grad_norm=facts.max_grad_norm,
+        accountant=facts.accountant,
+        private=row.private,
     )
-
-
-def _number(facts: Mapping[str, Any], name: str) -> float:
-    """Return a number that is null where a run is not private."""
-    value = facts.get(name)
-    return 0.0 if value is None else float(value)
 
 
 def client_status(row: ClientRow) -> str:
     """Return the status on the wire."""
-    if row.status == LIVE:
+    if row.status == ClientState.LIVE:
         return "BUSY" if row.open else "READY"
     return row.status
 
@@ -210,17 +206,17 @@ def client_to_wire(row: ClientRow, phase: str) -> wire.Client:
 
 def listed_client(row: ClientRow, phase: str) -> wire.Client:
     """Return the message of a client without configuration and manifest, whose size a tenant decides."""
-    facts = plan_of(row.facts) if row.facts else {}
+    facts = plan_of(row.facts) if row.facts else None
     config = json.loads(row.config)
     message = wire.Client(
         client_id=row.client_id,
         name=row.name,
         status=client_status(row),
-        step=row.finished,
+        step=row.steps.finished,
         dp_metrics=dp_metrics(row),
         run_id=row.run_id,
-        evidence_class=facts.get("evidence_class") or "",
-        account=facts.get("account") or "",
+        evidence_class=facts.evidence_class if facts else "",
+        account=facts.account if facts else "",
         metadata=config.get("metadata", {}),
         created_unix_s=row.created,
         phase=phase,
@@ -230,36 +226,48 @@ def listed_client(row: ClientRow, phase: str) -> wire.Client:
         operations=row.next_number,
     )
     if row.error:
-        message.error.MergeFrom(failure(json.loads(row.error)))
+        message.error.MergeFromString(row.error)
     return message
 
 
-def failure(cause: Mapping[str, Any]) -> wire.ServiceErrorInfo:
-    """Return the error of an operation or a client that ended for ``cause``.
-
-    Args:
-        cause: code, message and remedy; of a run out of budget ``epsilon`` and ``epsilon_cap``; where the cause is an
-            error of the service, its ``kind`` and ``field``.
-    """
-    code, said, remedy = cause["code"], cause["message"], cause.get("remedy", "")
-    error: ServiceError = KINDS.get(cause.get("kind", ""), FutureFailedError)(
-        code, said, remedy, field=cause.get("field")
-    )
-    if code == CAP:
-        error = BudgetExceededError(
-            code, said, remedy, current_epsilon=cause.get("epsilon"), max_epsilon=cause.get("epsilon_cap")
-        )
-    return error_to_wire(error)
+def failed(code: str, message: str, remedy: str = "") -> ServiceError:
+    """Return the cause for which an operation or a client ended."""
+    return (BudgetExceededError if code == CAP else FutureFailedError)(code, message, remedy)
 
 
-def cancelled(charged: bool) -> wire.ServiceErrorInfo:
+def out_of_budget(row: ClientRow, message: str, remedy: str) -> BudgetExceededError:
+    """Return the cause that an account has no room for a client's next step."""
+    cap = plan_of(row.facts).epsilon_cap if row.facts else None
+    return BudgetExceededError(CAP, message, remedy, current_epsilon=row.epsilon, max_epsilon=cap)
+
+
+def cancelled(charged: bool) -> ServiceError:
     """Return what a cancelled operation tells of its charge."""
     if charged:
-        error = FutureCancelledError(
+        return FutureCancelledError(
             "cancelled",
             "the operation was cancelled while it ran; its step stays charged.",
             "Submit the step again: it is not charged a second time.",
         )
-    else:
-        error = FutureCancelledError("cancelled", "the operation was cancelled; no step was charged for it.")
-    return error_to_wire(error)
+    return FutureCancelledError("cancelled", "the operation was cancelled; no step was charged for it.")
+
+
+def run_ended(row: ClientRow, kind: type[ServiceError], is_step: bool = True) -> ServiceError:
+    """Return the cause that a client's run computes no further step, for an operation that is one or waits for one."""
+    if is_step and row.ending == CAP:
+        message = "the account has no room for another step."
+        remedy = "Save what was released; train on with another client, with more noise or under a higher cap."
+        return out_of_budget(row, message, remedy)
+    return kind("run_ended", _ENDINGS.get(row.ending, "the run has ended."))
+
+
+def steps_done(kind: type[ServiceError]) -> ServiceError:
+    """Return the cause that a client's run has no further step."""
+    remedy = "Save the state; a client with more steps is another client."
+    return kind("steps_done", "all planned steps are done.", remedy)
+
+
+def texts_full(most: int, kind: type[ServiceError]) -> ServiceError:
+    """Return the cause that a client's samples have written ``most`` bytes."""
+    message = f"this client's samples have written as much as the service keeps of one client, {most} bytes."
+    return kind("texts_full", message, "Sample with another client.", retry_after_s=RETRY_S)

@@ -30,8 +30,8 @@ News: TypeAlias = tuple[str, wire.Change | Stored]
 class DriverPort(Protocol):
     """The driver processes, one for each client that has a place.
 
-    What a driver reports comes to `Desk.report`, in order; `raycloak.attestation.processes.program.Exited` comes last.
-    No method waits for a process.
+    What a driver reports comes to `DriverReports.report`, in order. `raycloak.attestation.processes.program.Exited`
+    comes last. No method waits for a process.
     """
 
     def start(self, client_id: str, begin: Begin) -> None:
@@ -62,7 +62,7 @@ class Drivers(DriverPort, Protocol):
 
 
 class SamplerPort(Protocol):
-    """The sampler: outcomes come to `Desk.sampled`, text to `Desk.tokens`, and tokens per second to `Desk.sampling`."""
+    """The sampler. What comes of a sample goes to `DriverReports`: outcomes, text and tokens per second."""
 
     def submit(self, operation_id: str, tenant: str, package: str, run_dir: str, request: wire.Sample) -> None:
         """Generate text from released weights of the run in ``run_dir``.

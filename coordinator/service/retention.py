@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import Final
 
 from raycloak.coordinator.service.ports import Records
-from raycloak.coordinator.service.store import FORGOTTEN, Store
+from raycloak.coordinator.service.store import ClientState, Store
 
 _ROWS_AT_ONCE: Final = 2_000  # some tens of milliseconds
 
@@ -34,7 +34,9 @@ class ClientRetention:
         for client_id in self._store.closed_clients(tenant, newest):
             client = self._store.client(client_id)
             if client is not None and client_id not in working:
-                self._store.change_client(client, status=FORGOTTEN, config="", run_config="", facts="", error="")
+                self._store.change_client(
+                    client, status=ClientState.FORGOTTEN, config="", run_config="", facts="", error=b""
+                )
                 self._due.append(client_id)
 
     def go_on(self) -> None:
@@ -45,7 +47,7 @@ class ClientRetention:
             if client is None:  # it was due twice, for its batches too
                 self._due.popleft()
                 continue
-            is_forgotten, kept = client.status == FORGOTTEN, self._keeps_batches(client.run_dir)
+            is_forgotten, kept = client.status == ClientState.FORGOTTEN, self._keeps_batches(client.run_dir)
             tables = ["operations", "artifacts", "used_ids"] if is_forgotten else []
             left -= self._store.forget(client.client_id, left, tables if kept else [*tables, "batches"])
             if left > 0:

@@ -32,7 +32,7 @@ from raycloak.coordinator.service.turns import Turns
 from raycloak.coordinator.service.watches import Watches
 from raycloak.metrics.exporter import Exporter
 from raycloak.metrics.server import MetricsServer
-from raycloak.metrics.service_errors import ServiceServerError
+from raycloak.metrics.service_errors import ServiceError, ServiceServerError
 from raycloak.metrics.training_service import ServiceMetrics, ServiceSnapshot
 
 STREAMS_GRACE_S: Final = 5.0
@@ -241,7 +241,7 @@ class TrainingService:
         self._server.stop(STREAMS_GRACE_S)
         # Where the store has failed, nothing can be recorded: drivers end when their input ends with this process.
         with suppress(ServiceServerError):
-            self._turns.put(self._desk.stop).result()
+            self._turns.put(self._desk.drivers.stop).result()
             if not self._drivers_end(DRIVERS_GRACE_S):
                 for client_id in self._processes.kill_all():
                     _LOG.warning("client %s: its driver did not end its step in time and was killed", client_id)
@@ -254,28 +254,27 @@ class TrainingService:
     def _drivers_end(self, seconds: float) -> bool:
         """Wait, at most so long, until all drivers have ended; return whether they have."""
         until = time.monotonic() + seconds
-        while self._turns.put(lambda: self._desk.drivers).result():
+        while self._turns.put(lambda: len(self._desk.drivers.of)).result():
             if time.monotonic() >= until:
                 return False
             time.sleep(_LOOK_S)
         return True
 
     def _reported(self, client_id: str, said: Report | Exited) -> None:
-        self._turns.tell(lambda: self._desk.report(client_id, said), lambda: self._desk.give_up(client_id))
+        reports = self._desk.reports
+        self._turns.tell(lambda: reports.report(client_id, said), lambda: reports.give_up(client_id))
 
     def _tokens(self, operation_id: str, completion: int, text: str) -> None:
         # Not through the desk's thread: text is not durable, and it decides nothing.
-        self._desk.tokens(operation_id, completion, text)
+        self._desk.reports.tokens(operation_id, completion, text)
 
     def _rate(self, operation_id: str, tokens_per_second: float) -> None:
         # Through the desk's thread, which knows the sample's step. A rate that is lost is followed by the next.
-        self._turns.tell(lambda: self._desk.sampling(operation_id, tokens_per_second), lambda: None)
+        self._turns.tell(lambda: self._desk.reports.sampling(operation_id, tokens_per_second), lambda: None)
 
-    def _sampled(self, operation_id: str, completions: list[wire.Completion], cause: Mapping[str, str] | None) -> None:
-        client_id = operation_id.rpartition(".")[0]
-        self._turns.tell(
-            lambda: self._desk.sampled(operation_id, completions, cause), lambda: self._desk.give_up(client_id)
-        )
+    def _sampled(self, operation_id: str, completions: list[wire.Completion], cause: ServiceError | None) -> None:
+        client_id, reports = operation_id.rpartition(".")[0], self._desk.reports
+        self._turns.tell(lambda: reports.sampled(operation_id, completions, cause), lambda: reports.give_up(client_id))
 
     def _snapshot(self) -> ServiceSnapshot:
         """Ask the desk for the figures of a scrape."""
@@ -284,7 +283,7 @@ class TrainingService:
             queued, oldest = self._desk.queued_by_kind()
             return ServiceSnapshot(
                 clients=self._desk.clients_by_status(),
-                drivers=self._desk.drivers,
+                drivers=len(self._desk.drivers.of),
                 samplers=self._sampler.processes,
                 watch_streams=self._server.watches,
                 queued=queued,

@@ -4,24 +4,54 @@ It keeps no row in memory. Every change is made in a transaction; what is read n
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
 from itertools import accumulate
+from operator import attrgetter
 from typing import Any, Final, TypeVar
 
 from raycloak.coordinator.service.databases import Database
+from raycloak.coordinator.service.steps import StepState
 from raycloak.metrics.errors import ConfigError
 
 APPLICATION: Final = "raycloak training service v2"
 
 R = TypeVar("R")
 
-QUEUED, RUNNING, DONE, FAILED, CANCELLED = "queued", "running", "done", "failed", "cancelled"
-"""The states of an operation; the last three never change again."""
-INITIALIZING, LIVE, ERROR, TERMINATED, FORGOTTEN = "INITIALIZING", "LIVE", "ERROR", "TERMINATED", "FORGOTTEN"
-"""The states of a client. A live one is READY or BUSY, by whether operations are open. A forgotten one, whose rows are
-being deleted, is answered as one that does not exist."""
+
+class OperationState(StrEnum):
+    """The states of an operation; the last three never change again."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class ClientState(StrEnum):
+    """The states of a client. A live one is READY or BUSY, by whether operations are open.
+
+    A forgotten one, whose rows are being deleted, is answered as one that does not exist.
+    """
+
+    INITIALIZING = "INITIALIZING"
+    LIVE = "LIVE"
+    ERROR = "ERROR"
+    TERMINATED = "TERMINATED"
+    FORGOTTEN = "FORGOTTEN"
+
+
+class OperationKind(StrEnum):
+    """The kinds of operations; the first two make a step."""
+
+    FORWARD_BACKWARD = "forward_backward"
+    OPTIM_STEP = "optim_step"
+    SAVE_STATE = "save_state"
+    LOAD_STATE = "load_state"
+    SAMPLE = "sample"
 
 
 @dataclass(slots=True)
@@ -36,17 +66,11 @@ class ClientRow:
         revision: number of the newest change of the client or of one of its operations; ``changed`` of the client.
         next_number: of the next operation; ``open`` are queued or running, and have requests of ``open_bytes``.
         sampled_bytes: of the texts that samples have written.
-        submitted_steps: optimizer steps that were submitted and neither cancelled nor failed.
-        pending: number of the newest ``forward_backward`` that no ``optim_step`` follows yet; -1 if there is none.
-        sent_examples: of the step that the client sends examples for now.
-        allowed_charges, allowed_releases: the watermarks that the driver is told; the second falls where a step that
-            ran is cancelled.
-        held: whether the driver is told to leave the step that it computes, and not to compute it before it is told.
-        charged, finished: steps that the driver reported as charged and as released.
         facts: what the driver reported when it was ready, as JSON; empty before.
-        error: why the status is ERROR, as JSON.
+        error: why the status is ERROR: a ServiceErrorInfo, serialised.
         ending: why no further step will be computed; empty while that is not so.
         waits_since: Unix time since which it has waited for a place; of a closed one, at which it ended.
+        steps: how far it is; each of its fields has a column.
     """
 
     client_id: str
@@ -56,34 +80,27 @@ class ClientRow:
     name: str
     config: str
     run_config: str
-    sent: int
+    sent: bool
     most_sent: int
     most_uses: int
-    private: int
+    private: bool
     created: float
     waits_since: float
-    status: str = INITIALIZING
+    status: ClientState = ClientState.INITIALIZING
     revision: int = 1
     changed: int = 1
     next_number: int = 0
     open: int = 0
     open_bytes: int = 0
     sampled_bytes: int = 0
-    submitted_steps: int = 0
-    pending: int = -1
-    sent_examples: int = 0
-    allowed_charges: int = 0
-    allowed_releases: int = 0
-    held: int = 0
-    charged: int = 0
-    finished: int = 0
     epsilon: float = 0.0
     digest: str = ""
     run_id: str = ""
     run_dir: str = ""
     facts: str = ""
-    error: str = ""
+    error: bytes = b""
     ending: str = ""
+    steps: StepState = field(default_factory=StepState)
 
 
 @dataclass(slots=True)
@@ -104,8 +121,8 @@ class OperationRow:
     number: int
     idempotency_key: str
     fingerprint: bytes
-    kind: str
-    state: str
+    kind: OperationKind
+    state: OperationState
     revision: int
     submitted: float
     payload: bytes
@@ -152,14 +169,29 @@ _TABLES: Final = {
     "artifacts": (ArtifactRow, "PRIMARY KEY (client_id, number)"),
     "batches": (BatchRow, "PRIMARY KEY (client_id, number)"),
 }
+
+
+def _columns(row: type) -> dict[str, tuple[str, Any]]:
+    """Return where a row has each column's value, and its type. A step state has a column for each field."""
+    found = {each.name: (each.name, each.type) for each in fields(row) if each.type is not StepState}
+    return found | {each.name: (f"steps.{each.name}", each.type) for each in fields(StepState) if row is ClientRow}
+
+
 # Found once, since each statement asks.
-_COLUMNS: Final = {table: tuple(each.name for each in fields(row)) for table, (row, _) in _TABLES.items()}
+_COLUMNS: Final = {table: _columns(row) for table, (row, _) in _TABLES.items()}
+_VALUES: Final[dict[str, Callable[[Any], tuple[Any, ...]]]] = {
+    table: attrgetter(*(place for place, _ in columns.values())) for table, columns in _COLUMNS.items()
+}
+_TYPED: Final = {
+    table: [(at, kind) for at, (_, kind) in enumerate(columns.values()) if kind not in (str, bytes, int, float)]
+    for table, columns in _COLUMNS.items()
+}
 _SELECT: Final = {table: f"SELECT {', '.join(names)} FROM {table} WHERE" for table, names in _COLUMNS.items()}
 _INSERT: Final = {
     table: f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
     for table, names in _COLUMNS.items()
 }
-_KINDS: Final[dict[type, str]] = {str: "TEXT", bytes: "BLOB", int: "INTEGER", float: "REAL"}
+_KINDS: Final[dict[type, str]] = {str: "TEXT", bytes: "BLOB", int: "INTEGER", float: "REAL", bool: "INTEGER"}
 _OTHERS: Final = (
     "CREATE TABLE meta (name TEXT NOT NULL PRIMARY KEY, value TEXT NOT NULL)",
     # One row for each example that a client ever sent: nobody but the data's owner knows which example it is.
@@ -186,6 +218,18 @@ _MOST_CLOSED: Final = 64  # at once, since a row may have megabytes; for each cl
 _OPEN: Final = "client_id = ? AND state IN ('queued', 'running')"
 
 
+def client_columns(row: ClientRow) -> dict[str, Any]:
+    """Return the columns of a client."""
+    return dict(zip(_COLUMNS["clients"], _VALUES["clients"](row), strict=True))
+
+
+def _client(*columns: Any) -> ClientRow:
+    own = len(columns) - len(fields(StepState))
+    row = ClientRow(*columns[:own])
+    row.steps = StepState(*columns[own:])
+    return row
+
+
 class Store:
     """The tables, in a database that this process owns. For one thread at a time.
 
@@ -209,8 +253,10 @@ class Store:
                 )
 
     def _create(self) -> None:
-        for table, (row, keys) in _TABLES.items():
-            columns = ", ".join(f"{each.name} {_KINDS[each.type]} NOT NULL" for each in fields(row))  # type: ignore[index]
+        for table, (_, keys) in _TABLES.items():
+            columns = ", ".join(
+                f"{name} {_KINDS.get(kind, 'TEXT')} NOT NULL" for name, (_, kind) in _COLUMNS[table].items()
+            )
             self._database.run(self._database.schema(f"CREATE TABLE {table} ({columns}, {keys})"))
         for statement in _OTHERS:
             self._database.run(self._database.schema(statement))
@@ -248,19 +294,20 @@ class Store:
         # A COMMIT that fails is not undone here: whether it holds is unknown, and the service ends.
         self._database.run(end)
 
-    # Clients
+    def add(self, row: ClientRow | OperationRow | BatchRow | ArtifactRow) -> None:
+        """Record a new row."""
+        table = next(table for table, (kind, _) in _TABLES.items() if kind is type(row))
+        self._database.run(_INSERT[table], _VALUES[table](row))
 
-    def add_client(self, row: ClientRow) -> None:
-        """Record a new client."""
-        self._insert("clients", row)
+    # Clients
 
     def client(self, client_id: str) -> ClientRow | None:
         """Return a client."""
-        return self._one(ClientRow, "clients", "client_id = ?", client_id)
+        return self._one(_client, "clients", "client_id = ?", client_id)
 
     def client_of_key(self, tenant: str, key: str) -> ClientRow | None:
         """Return the client that a tenant made with an idempotency key."""
-        return self._one(ClientRow, "clients", "tenant = ? AND idempotency_key = ?", tenant, key)
+        return self._one(_client, "clients", "tenant = ? AND idempotency_key = ?", tenant, key)
 
     def clients_of(self, tenant: str, limit: int) -> list[str]:
         """Return the ids of the newest clients of a tenant, oldest first. A row may have megabytes."""
@@ -285,7 +332,7 @@ class Store:
         )
         found: dict[str, int] = {}
         for status, is_busy, count in rows:
-            name = ("BUSY" if is_busy else "READY") if status == LIVE else str(status)
+            name = ("BUSY" if is_busy else "READY") if status == ClientState.LIVE else str(status)
             found[name] = found.get(name, 0) + int(count)
         return found
 
@@ -306,7 +353,7 @@ class Store:
 
     def left_open(self) -> list[ClientRow]:
         """Return closed clients that have open operations, which no driver will ever do."""
-        return self._all(ClientRow, "clients", "open > 0 AND status = 'TERMINATED'")
+        return self._all(_client, "clients", "open > 0 AND status = 'TERMINATED'")
 
     def to_be_tidied(self) -> list[str]:
         """Return forgotten clients, and closed ones that have sent batches."""
@@ -329,16 +376,10 @@ class Store:
         self._rows("DELETE FROM clients WHERE client_id = ?", client_id)
 
     def change_client(self, row: ClientRow, **values: Any) -> None:
-        """Change columns of a client, in the store and in ``row``."""
+        """Change columns of a client in the store."""
         self._update("clients", values, {"client_id": row.client_id})
-        for name, value in values.items():
-            setattr(row, name, value)
 
     # Operations
-
-    def add_operation(self, row: OperationRow) -> None:
-        """Record a new operation."""
-        self._insert("operations", row)
 
     def operation(self, client_id: str, number: int) -> OperationRow | None:
         """Return an operation."""
@@ -449,10 +490,6 @@ class Store:
         found = self._rows("SELECT count, last_step FROM used_ids WHERE client_id = ? AND id = ?", client_id, example)
         return (int(found[0][0]), int(found[0][1])) if found else (0, -1)
 
-    def add_batch(self, row: BatchRow) -> None:
-        """Record a batch whose file is on disk."""
-        self._insert("batches", row)
-
     def batches_from(self, client_id: str, step: int) -> list[BatchRow]:
         """Return the batches of a step and of all later steps, in the order they were sent."""
         return self._all(BatchRow, "batches", "client_id = ? AND step >= ? ORDER BY number", client_id, step)
@@ -472,10 +509,6 @@ class Store:
         return {str(file) for (file,) in rows}
 
     # Artifacts
-
-    def add_artifact(self, row: ArtifactRow) -> None:
-        """Record an artifact."""
-        self._insert("artifacts", row)
 
     def artifact(self, client_id: str, number: int) -> ArtifactRow | None:
         """Return an artifact."""
@@ -498,18 +531,19 @@ class Store:
 
     # Statements
 
-    def _insert(self, table: str, row: Any) -> None:
-        self._database.run(_INSERT[table], [getattr(row, name) for name in _COLUMNS[table]])
-
     def _update(self, table: str, values: dict[str, Any], where: dict[str, Any]) -> None:
         changes, place = ", ".join(f"{name} = ?" for name in values), " AND ".join(f"{name} = ?" for name in where)
         self._database.run(f"UPDATE {table} SET {changes} WHERE {place}", [*values.values(), *where.values()])
 
-    def _all(self, row: type[R], table: str, where: str, *values: Any) -> list[R]:
-        return [row(*found) for found in self._database.run(f"{_SELECT[table]} {where}", values)]
+    def _all(self, make: Callable[..., R], table: str, where: str, *values: Any) -> list[R]:
+        rows = [list(found) for found in self._database.run(f"{_SELECT[table]} {where}", values)]
+        for row in rows:
+            for at, kind in _TYPED[table]:
+                row[at] = kind(row[at])
+        return [make(*row) for row in rows]
 
-    def _one(self, row: type[R], table: str, where: str, *values: Any) -> R | None:
-        found = self._all(row, table, where, *values)
+    def _one(self, make: Callable[..., R], table: str, where: str, *values: Any) -> R | None:
+        found = self._all(make, table, where, *values)
         return found[0] if found else None
 
     def _rows(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:

@@ -15,7 +15,8 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from raycloak.coordinator.service.desk import RETRY_S, Desk
+from raycloak.coordinator.service.desk import Desk
+from raycloak.coordinator.service.operations import RETRY_S
 from raycloak.metrics.errors import RaycloakError
 from raycloak.metrics.service_errors import ServiceQueueFullError, ServiceServerError
 
@@ -138,7 +139,7 @@ class Turns:
         """Make calls in one transaction. An error of one belongs to it alone, and undoes what it did."""
         if self.failure is None:
             try:
-                with self._desk.turn():
+                with self._desk.book.turn():
                     for each in batch:
                         self._make_one(each)
             # Whatever it is, drivers may not know what the store says, and a thread that died would answer nobody.
@@ -153,7 +154,7 @@ class Turns:
     def _make_one(self, each: _Turn) -> None:
         try:
             # A tick decides nothing that could be refused.
-            with nullcontext() if each.call == self._desk.tick else self._desk.part():
+            with nullcontext() if each.call == self._desk.tick else self._desk.book.part():
                 each.result = each.call()
         except Exception as error:
             each.error = error

@@ -14,7 +14,7 @@ from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.service.limits import WATCH_BYTES
 from raycloak.coordinator.service.operations import operation_to_wire
 from raycloak.coordinator.service.ports import News, Stored
-from raycloak.coordinator.service.store import CANCELLED, DONE, FAILED, OperationRow
+from raycloak.coordinator.service.store import OperationRow, OperationState
 
 _PASSING_BYTES: Final = WATCH_BYTES // 2
 """Of pieces of progress and text that wait for one watcher."""
@@ -27,7 +27,7 @@ _ROW_BYTES: Final = 1024
 """Of an operation beside its content, measured: 0.8 KiB."""
 _LATER_S: Final = 0.1
 """A change that ends no operation is told within this time: no future waits for it, and most are soon outdated."""
-_ENDED: Final = (DONE, FAILED, CANCELLED)
+_ENDED: Final = (OperationState.DONE, OperationState.FAILED, OperationState.CANCELLED)
 
 
 class ClientWatch:

@@ -5,7 +5,7 @@ the packages of its runs, by a key of its own. It opens one only after both sign
 verified, into a file that it alone can read and that goes when newer weights come.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from raycloak.coordinator.record.folder import RunFolder
 from raycloak.coordinator.service.sampling.requests import COPY_SUFFIX, SampleRequest, request_of
 from raycloak.coordinator.service.sampling.sampler import Outcome, Sampler, SampleSource
 from raycloak.metrics.errors import ConfigError, RaycloakError
-from raycloak.metrics.service_errors import FutureCancelledError, ServiceError
+from raycloak.metrics.service_errors import FutureCancelledError, FutureFailedError, ServiceError
 
 _KEY = "training-service.key"
 
@@ -72,8 +72,8 @@ class PackageSampler:
         signer: public file of the site's signer of packages; it is read when the first package is opened.
         on_tokens: called with an operation, the place of a completion in it, and a piece of its text.
         on_rate: called with an operation and its tokens per second by now, a few times a second.
-        on_done: called once with an operation, and its completions or else the cause for which there are none: code,
-            message, remedy, the kind of the error and its field. All are called from threads of this object.
+        on_done: called once with an operation, and its completions or else the cause for which there are none.
+            All are called from threads of this object.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class PackageSampler:
         signer: Path,
         on_tokens: Callable[[str, int, str], None],
         on_rate: Callable[[str, float], None],
-        on_done: Callable[[str, list[wire.Completion], Mapping[str, str] | None], None],
+        on_done: Callable[[str, list[wire.Completion], ServiceError | None], None],
     ) -> None:
         self._sampler = sampler
         self._key = folder / _KEY
@@ -210,7 +210,9 @@ class PackageSampler:
                         with suppress(FileNotFoundError):
                             parameters.unlink()
         if isinstance(outcome, RaycloakError):
-            self._on_done(sample.operation_id, [], _cause(outcome))
+            failed = FutureFailedError(outcome.code, outcome.message, outcome.remedy)
+            cause = outcome if isinstance(outcome, ServiceError) else failed
+            self._on_done(sample.operation_id, [], cause)
             return
         self._on_done(
             sample.operation_id,
@@ -222,10 +224,3 @@ class PackageSampler:
             ],
             None,
         )
-
-
-def _cause(error: RaycloakError) -> dict[str, str]:
-    cause = {"code": error.code, "message": error.message, "remedy": error.remedy}
-    if isinstance(error, ServiceError):
-        cause |= {"kind": error.kind, "field": error.details.get("field") or ""}
-    return cause

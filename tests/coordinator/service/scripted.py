@@ -409,7 +409,7 @@ class Site:
 
     def ask(self, call, *arguments):
         """Make one call of the desk in a turn of its own."""
-        with self.desk.turn():
+        with self.desk.book.turn():
             return call(*arguments)
 
     def create(self, tenant="north", config=GIVEN, key=None, **fields):
@@ -441,8 +441,8 @@ class Site:
     def sealed(self, head, **fields):
         """Return the head of a batch as its owner seals it for the place that comes next."""
         client = self.store.client(head.client_id)
-        earlier = self.store.batches_from(head.client_id, client.submitted_steps)
-        place = {"step": client.submitted_steps, "number": len(earlier), "first": client.sent_examples}
+        earlier = self.store.batches_from(head.client_id, client.steps.submitted_steps)
+        place = {"step": client.steps.submitted_steps, "number": len(earlier), "first": client.steps.sent_examples}
         return sealed_head(head.client_id, client.run_id, hashes=head.example_hashes, **place | fields)
 
     def batch(self, client_id, *ids, key=None):
@@ -477,7 +477,7 @@ class Site:
         """Make a report of a driver."""
         if isinstance(report, Exited):
             del self.drivers.of[client_id]
-        self.ask(self.desk.report, client_id, report)
+        self.ask(self.desk.reports.report, client_id, report)
 
     def fail(self, client_id, code="worker_error"):
         """Have a driver fail."""

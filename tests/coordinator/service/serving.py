@@ -39,12 +39,12 @@ class LiveDrivers(ScriptedDrivers):
         self._later(client_id)
 
     def _later(self, client_id):
-        self.turns.tell(lambda: self._pump(client_id), lambda: self.turns.desk_of.give_up(client_id))
+        self.turns.tell(lambda: self._pump(client_id), lambda: self.turns.desk_of.reports.give_up(client_id))
 
     def _pump(self, client_id):
         driver = self.of.get(client_id)
         for report in driver.pump() if driver else ():
-            self.turns.desk_of.report(client_id, report)
+            self.turns.desk_of.reports.report(client_id, report)
         if driver and driver.ended:
             self.of.pop(client_id, None)
 

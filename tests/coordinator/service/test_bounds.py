@@ -178,7 +178,7 @@ def test_an_upload_and_a_download_end_with_their_credentials_and_nothing_is_reco
     with stub(served.address) as api:
         client = created(api, config=SENT)
         kept = ArtifactRow(client, 0, 1, "package", "ab" * 32, "cd" * 32, "{}", 1.0, 6)
-        served.turns.put(lambda: served.store.add_artifact(kept)).result(DEADLINE_S)
+        served.turns.put(lambda: served.store.add(kept)).result(DEADLINE_S)
         content = sealed(api, client)
         head = head_of(client, content)
         after_the_end(monkeypatch)
@@ -201,7 +201,7 @@ def test_a_package_that_is_gone_is_named_to_who_pulls_it_and_in_the_log(serve, c
     with stub(served.address) as api:
         client = created(api)
         kept = ArtifactRow(client, 0, 1, "package", "ab" * 32, "cd" * 32, "{}", 1.0, 6)
-        served.turns.put(lambda: served.store.add_artifact(kept)).result(DEADLINE_S)
+        served.turns.put(lambda: served.store.add(kept)).result(DEADLINE_S)
         request = wire.ArtifactRequest(artifact_id=f"{client}.0")
 
         def gone(row):

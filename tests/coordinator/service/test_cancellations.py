@@ -83,10 +83,10 @@ class Line:
             elif what in (FB, OPT, SAVE):
                 self.submit(what)
             elif what == "lose" and rarely and self.driver is not None:
-                self.site.desk._lost.clear()  # however often it is lost
+                self.site.desk.drivers._lost.clear()  # however often it is lost
                 self.tell(Exited(code=-9, last_words=""))
             elif what == "evict" and rarely and self.driver is not None:
-                known = self.site.desk._drivers[self.client]
+                known = self.site.desk.drivers.of[self.client]
                 known.is_ready = False
                 known.place.leave(0.0)
                 self.driver.stopped = True
@@ -115,8 +115,8 @@ def test_guarantee_whatever_is_cancelled_every_operation_ends_and_no_step_is_cha
     line.settle()
     site, client = line.site, line.client
     assert site.store.open_operations(client) == []
-    while site.store.client(client).finished < STEPS:
-        if site.store.client(client).pending < 0:
+    while site.store.client(client).steps.finished < STEPS:
+        if site.store.client(client).steps.pending < 0:
             forward = line.submit(FB)
             line.settle()
             # Alone, since a caller may read its loss before it goes on.
@@ -125,6 +125,6 @@ def test_guarantee_whatever_is_cancelled_every_operation_ends_and_no_step_is_cha
         line.settle()
         assert site.get(optim).state == "done"
     row = site.store.client(client)
-    assert (row.status, row.charged) == ("LIVE", STEPS), "a step that nobody asked to release ends the client"
+    assert (row.status, row.steps.charged) == ("LIVE", STEPS), "a step that nobody asked to release ends the client"
     for kind in ("charge", "release"):
         assert site.world.facts(row.run_dir, kind) == [[step] for step in range(STEPS)]

@@ -13,6 +13,7 @@ from raycloak.coordinator.service.pipe import Computed, Ended, HeldStep, Opened,
 from raycloak.coordinator.service.sampling.requests import request_of, wrong_field
 from raycloak.metrics.service_errors import (
     BudgetExceededError,
+    FutureFailedError,
     ServiceError,
     ServiceNotFoundError,
     ServicePermissionError,
@@ -554,9 +555,9 @@ def test_text_is_sampled_from_a_copy_of_the_newest_step_beside_the_next(site):
     assert copy.read_text() == digest(1)
     assert site.world.facts("run0", "save") == [], "nothing is kept for good"
     assert site.ask(site.desk.artifacts, "north", client) == []
-    site.desk.tokens(sample.operation_id, 0, "he")
+    site.desk.reports.tokens(sample.operation_id, 0, "he")
     assert site.published[-1][1].tokens.text == "he"
-    site.ask(site.desk.sampling, sample.operation_id, 7.5)
+    site.ask(site.desk.reports.sampling, sample.operation_id, 7.5)
     told = site.published[-1][1].progress
     assert (told.operation_id, told.phase, told.step, told.tokens_per_second) == (
         sample.operation_id,
@@ -566,11 +567,11 @@ def test_text_is_sampled_from_a_copy_of_the_newest_step_beside_the_next(site):
     )
     assert told.epsilon == pytest.approx(0.2)
     completion = wire.Completion(prompt=0, text="hello", finish_reason="stop", tokens=2)
-    site.ask(site.desk.sampled, sample.operation_id, [completion])
+    site.ask(site.desk.reports.sampled, sample.operation_id, [completion])
     result = site.get(sample).sample
     assert (list(result.completions), result.step, result.model_digest) == ([completion], 1, digest(1))
     told = len(site.published)
-    site.ask(site.desk.sampling, sample.operation_id, 8.0)
+    site.ask(site.desk.reports.sampling, sample.operation_id, 8.0)
     assert len(site.published) == told, "it has ended"
     assert not copy.exists(), "there are newer weights, which the next sample needs"
 
@@ -585,7 +586,7 @@ def test_guarantee_a_client_has_one_copy_of_weights_and_those_that_its_samples_n
         under_way = [site.submit(client, SAMPLE, **TEXTS) for _ in range(2)]
         site.run()
         for sample in under_way[: 2 if step < 2 else 1]:
-            site.ask(site.desk.sampled, sample.operation_id, [])
+            site.ask(site.desk.reports.sampled, sample.operation_id, [])
         assert copies(site) == [digest(step + 1)]
     steps(site, client, 1)
     other = site.create(config=TEXT)
@@ -600,7 +601,7 @@ def test_guarantee_a_client_has_one_copy_of_weights_and_those_that_its_samples_n
     assert copies(site) == [digest(1), digest(3)]
     assert {package for package, _, _ in site.sampler.asked.values()} == set(map(str, site.batches.rglob("copies/*/*")))
     for name in list(site.sampler.asked):
-        site.ask(site.desk.sampled, name, [])
+        site.ask(site.desk.reports.sampled, name, [])
     site.ask(site.desk.close_client, "north", other)
     assert copies(site) == []
 
@@ -631,8 +632,8 @@ def test_a_sample_of_a_saved_state_needs_no_driver_and_can_be_cancelled(site):
     assert list(site.sampler.asked) == [first.operation_id, second.operation_id]
     assert site.cancel(first).state == "cancelled"
     assert site.sampler.cancelled == [first.operation_id]
-    site.ask(site.desk.sampled, first.operation_id, [])
-    site.ask(site.desk.sampled, second.operation_id, [], {"code": "oom", "message": "no memory.", "remedy": ""})
+    site.ask(site.desk.reports.sampled, first.operation_id, [])
+    site.ask(site.desk.reports.sampled, second.operation_id, [], FutureFailedError("oom", "no memory."))
     assert (site.get(first).state, site.get(second).error.code) == ("cancelled", "oom")
 
 
@@ -658,7 +659,7 @@ def test_guarantee_a_tenant_with_many_clients_leaves_the_sampler_to_others_too(s
     under_way = list(site.sampler.asked)
     for name in under_way:
         assert site.store.samples_under_way("north") <= MOST_SAMPLES
-        site.ask(site.desk.sampled, name, [])
+        site.ask(site.desk.reports.sampled, name, [])
         site.ask(site.desk.tick)
         under_way += [each for each in site.sampler.asked if each not in under_way]
     assert sum(site.client(client).queued for client in clients) == 0
@@ -679,7 +680,7 @@ def test_no_text_is_written_for_a_client_that_has_ended(site, how):
         site.fail(client)
     assert site.get(sample).state == "failed"
     assert site.sampler.cancelled == [sample.operation_id]
-    site.ask(site.desk.sampled, sample.operation_id, [])
+    site.ask(site.desk.reports.sampled, sample.operation_id, [])
     assert site.get(sample).state == "failed"
 
 
@@ -768,7 +769,7 @@ def test_a_late_report_neither_gives_an_ended_client_another_cause_nor_opens_it_
     client = site.create()
     site.run()
     steps(site, client, 1)
-    site.ask(site.desk.give_up, client)
+    site.ask(site.desk.reports.give_up, client)
     if close:
         site.ask(site.desk.close_client, "north", client)
     site.tell(client, released(0))
@@ -922,7 +923,7 @@ def test_guarantee_what_one_client_may_have_kept_is_bounded(make_site):
     assert refused(SAMPLE, **TEXTS | {"prompts": ["a" * 40]}) == "queue_full"
     text = wire.Completion(text="b" * 100)
     for each in (first, second):
-        site.ask(site.desk.sampled, each.operation_id, [text])
+        site.ask(site.desk.reports.sampled, each.operation_id, [text])
     assert site.get(first).sample.completions == [text]
     assert site.get(second).error.code == "texts_full"
     assert site.store.client(client).open_bytes == 0
@@ -937,7 +938,7 @@ def test_guarantee_what_one_client_may_have_kept_is_bounded(make_site):
     # One that has all its texts is refused before it is written.
     other = site.create(config=TEXT)
     site.run()
-    with site.desk.turn():
+    with site.desk.book.turn():
         site.store.change_client(site.store.client(other), sampled_bytes=200)
     with pytest.raises(ServiceQueueFullError, match="texts_full"):
         site.submit(other, SAMPLE, **TEXTS)
@@ -1451,10 +1452,10 @@ def test_a_stopping_desk_stops_drivers_and_starts_none(site):
     client = site.create()
     site.run()
     pairs = steps(site, client, 1)
-    site.ask(site.desk.stop)
+    site.ask(site.desk.drivers.stop)
     site.create()
     site.run()
-    assert site.desk.drivers == 0
+    assert site.desk.drivers.of == {}
     assert site.get(pairs[0][1]).state == "running"
 
 
@@ -1462,10 +1463,10 @@ def test_a_refusal_undoes_its_part_of_a_turn_alone(site):
     client = site.create(config=SENT)
     one, file = site.batch(client, "a")
     two, other = site.batch(client, "b", "a")
-    with site.desk.turn():
-        with site.desk.part():
+    with site.desk.book.turn():
+        with site.desk.book.part():
             site.desk.accept_batch("north", one, file, site.sealed(one))
-        with pytest.raises(ServiceError), site.desk.part():
+        with pytest.raises(ServiceError), site.desk.book.part():
             site.desk.accept_batch("north", two, other, site.sealed(two))
     assert site.client(client).client_id == client
     site.send(client, "b")
@@ -1478,11 +1479,11 @@ def test_a_driver_is_told_nothing_of_a_part_of_a_turn_that_is_undone(site):
     request = wire.SubmitRequest(client_id=client, idempotency_key="a", forward_backward=wire.ForwardBackward())
 
     def fail_after_it():
-        with site.desk.part():
+        with site.desk.book.part():
             site.desk.submit("north", request)
             raise ZeroDivisionError
 
-    with site.desk.turn(), pytest.raises(ZeroDivisionError):
+    with site.desk.book.turn(), pytest.raises(ZeroDivisionError):
         fail_after_it()
     assert told == []
     assert site.store.open_operations(client) == []
@@ -1523,7 +1524,7 @@ def test_an_operation_costs_the_store_no_more_after_many_others(make_site):
     def sample():
         operation = site.submit(client, SAMPLE, **TEXTS)
         site.run()
-        site.ask(site.desk.sampled, operation.operation_id, [])
+        site.ask(site.desk.reports.sampled, operation.operation_id, [])
 
     def costs():
         found = {"submit": cost(step), "tick": cost(site.ask, site.desk.tick), "run": cost(site.run)}

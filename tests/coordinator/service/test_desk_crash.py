@@ -61,7 +61,7 @@ def life(folder: Path, url: str, at: int) -> None:
     site.run()
     if site.get(sample).state == "running":
         assert sample.operation_id in site.sampler.asked
-        site.ask(site.desk.sampled, sample.operation_id, [])
+        site.ask(site.desk.reports.sampled, sample.operation_id, [])
     cancelled = site.submit(client, "forward_backward", key="cancelled")
     site.cancel(cancelled)
     site.run()
@@ -80,7 +80,7 @@ def _check(site, client, sender, pairs):
     assert operations[7].state in ("cancelled", "done")
     assert [site.store.operation(sender, number).state for number in range(3)] == ["done"] * 3
     for row in (site.store.client(client), site.store.client(sender)):
-        assert (row.open, row.error) == (0, "")
+        assert (row.open, row.error) == (0, b"")
     assert [site.store.used_in_step(sender, hashed)[0] for hashed in _hashes("a", "b", "c")] == [1, 1, 1]
     assert len(site.store.batch_files()) == 2
     begun = [run for run in site.world.runs() if site.world.facts(run, "charge")]

@@ -157,7 +157,7 @@ def test_the_service_keeps_no_file_of_a_closed_client_whose_driver_has_ended(clo
     assert not folder.exists()
     site.send(waiting, "a")
     (left,) = (site.batches / waiting).iterdir()
-    site.ask(site.desk.stop)
+    site.ask(site.desk.drivers.stop)
     site.run()
     site.ask(site.desk.close_client, "north", waiting)
     assert not left.exists()

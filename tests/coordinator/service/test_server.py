@@ -247,7 +247,7 @@ def test_a_watcher_of_a_client_sees_how_fast_a_sample_is_generated(serve):
         seen = None
         # The first ones may come before the stream of changes is open.
         while seen is None and time.monotonic() < until:
-            served.turns.put(lambda: served.desk.sampling(name, 12.5)).result(DEADLINE_S)
+            served.turns.put(lambda: served.desk.reports.sampling(name, 12.5)).result(DEADLINE_S)
             with suppress(queue.Empty):
                 seen = told.get(timeout=0.1)
         while seen.phase != "sampling":
@@ -367,7 +367,7 @@ def test_guarantee_a_batch_that_the_store_may_name_keeps_its_file(serve, tmp_pat
         client = created(api, config=SENT)
         content = sealed(api, client)
         good = head_of(client, content)
-        monkeypatch.setattr(served.desk, "_publish", lambda news: 1 / 0)
+        monkeypatch.setattr(served.desk.book, "publish", lambda news: 1 / 0)
         assert isinstance(
             fails(lambda: api.SendBatch(pieces(good, content), metadata=metadata(), timeout=DEADLINE_S)),
             ServiceServerError,
@@ -418,14 +418,14 @@ def test_an_operation_whose_outcome_cannot_be_recorded_fails_and_no_future_waits
     credentials = ServiceCredentials(token="north")
     with ServiceClient(served.address, credentials) as service:
         lost, well = service.create_training_client(GIVEN), service.create_training_client(GIVEN)
-        taken = served.desk._released
+        taken = served.desk.reports._released
 
         def released(client, *said):
             if client.client_id == lost.client_id:
                 raise KeyError("a record that is not there")
             taken(client, *said)
 
-        monkeypatch.setattr(served.desk, "_released", released)
+        monkeypatch.setattr(served.desk.reports, "_released", released)
         for each in (lost, well):
             each.forward_backward()
         outcome = lost.optim_step()

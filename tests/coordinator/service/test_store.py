@@ -71,8 +71,8 @@ def test_a_transaction_that_raises_leaves_nothing(tmp_path, store_url):
     row = ClientRow("c", "north", "k", b"", "n", "{}", "{}", 0, 0, 0, 1, 0.0, 0.0)
 
     def added():
-        with site.desk.turn():
-            site.store.add_client(row)
+        with site.desk.book.turn():
+            site.store.add(row)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

@@ -10,7 +10,7 @@ import pytest
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.service import watches as module
 from raycloak.coordinator.service.ports import Stored
-from raycloak.coordinator.service.store import DONE, RUNNING, OperationRow
+from raycloak.coordinator.service.store import OperationRow, OperationState
 from raycloak.coordinator.service.watches import Watches
 from raycloak.metrics.service_errors import ServiceError
 from tests.coordinator.service.scripted import TEXT
@@ -91,7 +91,7 @@ def test_guarantee_changes_are_told_in_their_order_and_none_is_left_out(make_sit
         site.database.run("PRAGMA synchronous = OFF")
         client = site.create(config=TEXT, steps=10**6)
         follower = Follower(site, client, Watches(asyncio.get_running_loop()), choose)
-        site.desk._publish = follower.publish
+        site.desk.book.publish = follower.publish
         for _ in range(60):
             act(site, client, choose)
             if choose.random() < 0.3:
@@ -123,7 +123,7 @@ def traced(watch):
         before = tracemalloc.get_traced_memory()[0]
         for number in range(2_000):
             watch.tell(piece)
-            watch.tell(Stored((row(number, number, RUNNING, b"%1000d" % number),), 0))
+            watch.tell(Stored((row(number, number, OperationState.RUNNING, b"%1000d" % number),), 0))
             grown = max(grown, tracemalloc.get_traced_memory()[0] - before)
     finally:
         tracemalloc.stop()
@@ -158,13 +158,16 @@ def test_an_end_is_told_at_once_without_a_look_at_the_store(monkeypatch):
         watch = watches.open("c1")
         assert await watch.wait(0)
         assert watch.stored(0) is None, "the store is read first"
-        running, other = row(0, 3, RUNNING), row(1, 4, RUNNING)
+        running, other = row(0, 3, OperationState.RUNNING), row(1, 4, OperationState.RUNNING)
         watches.publish([("c1", Stored((running,), 2)), ("c1", Stored((other,), 2))])
         assert not await watch.wait(0.01), "nothing has ended"
-        watches.publish([("c1", Stored((replace(running, state=DONE, revision=5),), 6))])
+        watches.publish([("c1", Stored((replace(running, state=OperationState.DONE, revision=5),), 6))])
         assert await watch.wait(DEADLINE_S)
         told = watch.stored(2)
-        assert [(each.operation.number, each.operation.state) for each in told] == [(1, RUNNING), (0, DONE)]
+        assert [(each.operation.number, each.operation.state) for each in told] == [
+            (1, OperationState.RUNNING),
+            (0, OperationState.DONE),
+        ]
         assert watch.stored(5) == []
         watches.close("c1", watch)
         assert watches.number == 0
@@ -179,7 +182,7 @@ def test_what_ends_nothing_is_told_soon_after_from_the_store():
         assert await watch.wait(0)
         assert watch.stored(0) is None
         # An operation that runs, and the client's own change.
-        for stored, since in ((Stored((row(0, 3, RUNNING),), 2), 2), (Stored((), 4), 3)):
+        for stored, since in ((Stored((row(0, 3, OperationState.RUNNING),), 2), 2), (Stored((), 4), 3)):
             watches.publish([("c1", stored)])
             assert await watch.wait(DEADLINE_S)
             assert watch.stored(since) is None
@@ -194,7 +197,7 @@ def test_an_end_behind_a_change_of_the_client_is_told_from_the_store():
         watch = watches.open("c1")
         assert watch.stored(0) is None
         watch.tell(Stored((), 3))
-        watch.tell(Stored((row(0, 4, DONE),), 3))
+        watch.tell(Stored((row(0, 4, OperationState.DONE),), 3))
         assert watch.stored(2) is None
         watches.close("c1", watch)
 

@@ -119,7 +119,7 @@ def test_a_copy_is_sampled_if_it_has_the_digest_of_its_name(site, samples, tmp_p
     assert told.outcomes.get(timeout=DEADLINE_S) == ("c.1", expected, None)
     service.submit("c.2", "north", str(wrong), str(run), REQUEST)
     _, completions, cause = told.outcomes.get(timeout=DEADLINE_S)
-    assert (completions, cause["code"]) == ([], "weights_changed")
+    assert (completions, cause.code) == ([], "weights_changed")
     # They are who made them's to remove.
     assert right.exists()
     assert wrong.exists()
@@ -129,7 +129,7 @@ def refused(service, told, package, run):
     service.submit("c.0", "north", str(package), str(run), REQUEST)
     _, completions, cause = told.outcomes.get(timeout=DEADLINE_S)
     assert completions == []
-    return cause["code"]
+    return cause.code
 
 
 def test_a_package_that_was_changed_or_is_another_runs_is_refused(site, samples, tmp_path):
@@ -171,7 +171,7 @@ def test_a_sample_can_be_cancelled_at_any_time(site, samples):
     service.cancel("c.0")
     service.cancel("c.1")
     name, completions, cause = told.outcomes.get(timeout=DEADLINE_S)
-    assert (name, completions, cause["kind"]) == ("c.0", [], "cancelled")
+    assert (name, completions, cause.kind) == ("c.0", [], "cancelled")
 
 
 def test_the_key_is_the_services_alone(tmp_path):
