@@ -19,7 +19,7 @@ from raycloak.coordinator.proof.history import History
 from raycloak.coordinator.proof.parts import BATCHES, MANIFEST, RecordParts
 from raycloak.coordinator.proof.trust import Trust
 from raycloak.coordinator.record.batch_files import Digests, sent_sets
-from raycloak.metrics.errors import ProtocolError
+from raycloak.metrics.errors import ConfigError, ProtocolError
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.measurement import Released
 from raycloak.workers.terms.step_input import step_input
@@ -68,7 +68,8 @@ class ProofCase:
         """The run's manifest, parsed; whether it is the one that others signed for is a claim of its own."""
         try:
             return parse_stored(Manifest, self.parts.line(MANIFEST), MANIFEST)
-        except ProtocolError as refusal:
+        # Of a former format too: a record with a changed byte may look like one.
+        except (ConfigError, ProtocolError) as refusal:
             raise Broken(MANIFEST, refusal.message) from None
 
     @cached_property

@@ -1,6 +1,6 @@
 """The attesting side: its evidence binds its keys, and a restarted actor has new ones."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 
@@ -84,7 +84,7 @@ def test_keys_swapped_after_the_quote_are_not_bound(session, attester):
         with pytest.raises(EvidenceError) as error:
             session.appraise(swapped)
         assert error.value.code == "key_not_bound"
-    stolen = replace(envelope, signature=thief.identity.sign(envelope.body))
+    stolen = envelope.model_copy(update={"signature": thief.identity.sign(envelope.body)})
     with pytest.raises(EvidenceError) as error:
         session.appraise(stolen)
     assert error.value.code == "peer_not_bound"

@@ -322,7 +322,8 @@ def test_a_model_that_does_not_come_out_the_same_is_neither_kept_nor_sealed(tmp_
     first = begun(tmp_path, killed_at("charge", 3), assignment=NewRun())
 
     def another(report, parameters, state):
-        return replace(report, tensor_digests=(bytes(32), *report.tensor_digests[1:])), parameters, state
+        changed = {"tensor_digests": (bytes(32), *report.tensor_digests[1:])}
+        return report.model_copy(update=changed), parameters, state
 
     second = resumed(tmp_path, first)
     second.stage.disturb = lambda call: another if (call.method, call.index) == ("reduce", 1) else None
@@ -457,7 +458,7 @@ def test_a_replay_of_a_step_that_was_charged_but_not_committed_is_refused(tmp_pa
 def test_a_digest_that_differs_ends_a_replay_before_the_next_receipt(tmp_path, finished):
     def another(report, parameters, state):
         digests = (bytes(32), *report.tensor_digests[1:])
-        return replace(report, tensor_digests=digests), parameters + np.float32(1), state
+        return report.model_copy(update={"tensor_digests": digests}), parameters + np.float32(1), state
 
     again = replayed(tmp_path, finished, 4, 6)
     again.stage.disturb = lambda call: another if (call.method, call.index) == ("reduce", 0) else None
