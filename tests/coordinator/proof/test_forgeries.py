@@ -110,6 +110,12 @@ def the_log_of_another_run(record, other):
     return record.contents | {name: other.contents[name] for name in ("evidence.jsonl", "documents.jsonl")}
 
 
+@forgery("manifest", "a Manifest of format 1; this version reads format 2")
+def a_record_of_a_former_format(record, other):
+    body = record.contents["manifest.json"].replace(b'"format":2', b'"format":1')
+    return record.contents | {"manifest.json": body}
+
+
 @forgery("manifest", "orchestrator")
 def two_runs_merged(record, other):
     return other.contents | {"ledger.jsonl": record.contents["ledger.jsonl"]}
