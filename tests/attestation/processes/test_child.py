@@ -1,7 +1,6 @@
 """Real children: how they fail, what is told of it, and that none outlives its parent."""
 
 import os
-import select
 import signal
 import sys
 import threading
@@ -25,6 +24,7 @@ from raycloak.metrics.errors import (
     SenderError,
 )
 from tests.attestation.processes.targets import Note, Other
+from tests.process_ends import has_ended
 
 TARGETS = "tests.attestation.processes.targets"
 NOTE = Note(text="a")
@@ -55,18 +55,6 @@ def failure(child, *kinds, by=None):
     with pytest.raises(RaycloakError) as failed:
         child.receive(*(kinds or (Note,)), by=by or soon())
     return failed.value
-
-
-def gone(pid):
-    """Return whether a process ends by itself."""
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([handle], [], [], 120)[0])
-    finally:
-        os.close(handle)
 
 
 def test_a_child_answers_until_nothing_more_is_sent(start):
@@ -189,7 +177,7 @@ def test_guarantee_a_child_ends_with_its_parent(start, killed):
         os.kill(parent.pid, signal.SIGKILL)
     else:
         parent.end(soon())
-    assert gone(pid)
+    assert has_ended(pid, 120)
 
 
 def test_guarantee_what_a_child_started_ends_with_it(start):
@@ -197,11 +185,11 @@ def test_guarantee_what_a_child_started_ends_with_it(start):
     program_of_it = int(child.receive(Note, by=soon()).text)
     child.channel.close()
     assert child.wait(soon()).code == -signal.SIGKILL
-    assert gone(program_of_it)
+    assert has_ended(program_of_it, 120)
     child = start("with_program")
     program_of_it = int(child.receive(Note, by=soon()).text)
     child.kill()
-    assert gone(program_of_it)
+    assert has_ended(program_of_it, 120)
 
 
 def test_a_child_whose_parent_is_gone_is_first_asked_to_end(start, tmp_path):
@@ -272,4 +260,4 @@ def test_a_program_that_is_run_to_its_end_gives_its_output_and_ends_at_the_deadl
     threading.Thread(target=shorten, daemon=True).start()
     with pytest.raises(TimeoutError):
         run([sys.executable, "-c", hangs], until)
-    assert gone(int(file.read_text()))
+    assert has_ended(int(file.read_text()), 120)

@@ -1,13 +1,13 @@
 """A service of a program's own: it says why it did not start, and ends with the program."""
 
 import os
-import select
 import signal
 
 import pytest
 
 from raycloak.coordinator.client.service_client import ServiceClient
 from raycloak.metrics.service_errors import ServiceConnectionError
+from tests.process_ends import has_ended
 
 DEADLINE_S = 300
 DIGITS = {"digits": {"dataset": {"kind": "digits", "public": True}}}
@@ -36,11 +36,4 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     done = run_python_in(tmp_path)("-c", code, deadline_s=DEADLINE_S)
     assert done.code == -signal.SIGKILL, done.stderr
-    try:
-        handle = os.pidfd_open(int(done.stdout))
-    except ProcessLookupError:
-        return
-    try:
-        assert select.select([handle], [], [], DEADLINE_S)[0], "it ended by itself"
-    finally:
-        os.close(handle)
+    assert has_ended(int(done.stdout), DEADLINE_S), "it ended by itself"

@@ -2,7 +2,6 @@
 
 import os
 import queue
-import select
 import shutil
 import signal
 import threading
@@ -36,6 +35,7 @@ from raycloak.metrics.service_errors import (
     ServiceStateError,
     ServiceValidationError,
 )
+from tests.process_ends import has_ended
 from tests.protocol import RENYI, trained
 from tests.tiny_text import write_bert, write_gpt2, write_reviews
 
@@ -522,11 +522,4 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     done = run_python_in(tmp_path)("-c", code, deadline_s=DEADLINE_S)
     assert done.code == -signal.SIGKILL, done.stderr
-    try:
-        handle = os.pidfd_open(int(done.stdout))
-    except ProcessLookupError:
-        return
-    try:
-        assert select.select([handle], [], [], DEADLINE_S)[0], "it ended by itself"
-    finally:
-        os.close(handle)
+    assert has_ended(int(done.stdout), DEADLINE_S), "it ended by itself"
