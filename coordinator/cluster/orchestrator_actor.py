@@ -4,20 +4,17 @@ A module of its own, so that the orchestrator's process imports nothing that onl
 """
 
 from collections.abc import Callable
-from typing import Any
-
-import ray
 
 from raycloak.coordinator.quick_imports import quickly
 
 with quickly():
     from raycloak.attestation.attester.attester import EvidenceSource
     from raycloak.attestation.core.private_memory import keep_memory_private
-    from raycloak.coordinator.cluster.calls import Receiver
+    from raycloak.coordinator.cluster.ray_calls import ReceiverBeside
     from raycloak.coordinator.cluster.run_orchestrator import RunOrchestrator
 
 
-class OrchestratorActor(Receiver, RunOrchestrator):
+class OrchestratorActor(ReceiverBeside, RunOrchestrator):
     """A RunOrchestrator that answers calls, and its view and figures while another method runs."""
 
     def __init__(
@@ -29,8 +26,3 @@ class OrchestratorActor(Receiver, RunOrchestrator):
     ) -> None:
         keep_memory_private()
         super().__init__(state_directory, clock, bind, source)
-
-    @ray.method(concurrency_group="control")
-    def receive_beside(self, name: str, returns: int, *frames: Any) -> Any:
-        """Answer one call while another one runs."""
-        return self.receive(name, returns, *frames)
