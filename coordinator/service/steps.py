@@ -7,7 +7,9 @@ from raycloak.coordinator.service.pipe import Allow
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """How far the steps of a client are. Transitions return the new state; `due` is the command that follows from it.
+    """The steps of a client, submitted, allowed and finished. Transitions return the new state.
+
+    `due` is the command that follows from it.
 
     Attributes:
         submitted_steps: optimizer steps that were submitted and neither cancelled nor failed.
@@ -30,7 +32,7 @@ class StepState:
 
     @property
     def is_begun(self) -> bool:
-        """Whether a step has begun that was not released."""
+        """Return whether a step has begun that was not released."""
         return self.pending >= 0 or self.allowed_charges > self.submitted_steps
 
     def due(self, told: Allow | None) -> Allow | None:
@@ -39,49 +41,49 @@ class StepState:
         return allow if allow != told else None
 
     def forward_submitted(self, number: int, examples: int = 0) -> "StepState":
-        """A ``forward_backward`` was submitted, with so many examples that the client sent."""
+        """Return the state after a ``forward_backward`` was submitted with so many examples of the client's."""
         return replace(self, pending=number, sent_examples=self.sent_examples + examples)
 
     def optim_submitted(self) -> "StepState":
-        """An ``optim_step`` was submitted: what is sent next is for the step after it."""
+        """Return the state after an ``optim_step`` was submitted: what is sent next is for the step after it."""
         return replace(self, pending=-1, sent_examples=0, submitted_steps=self.submitted_steps + 1)
 
     def retired(self, number: int, is_optim: bool) -> "StepState":
-        """An operation ended without a result."""
+        """Return the state after an operation ended without a result."""
         pending = -1 if self.pending == number else self.pending
         return replace(self, pending=pending, submitted_steps=self.submitted_steps - is_optim)
 
     def reopened(self, pending: int, examples: int) -> "StepState":
-        """An ``optim_step`` was cancelled, so that its ``forward_backward`` waits for another one."""
+        """Return the state after an ``optim_step`` was cancelled: its ``forward_backward`` waits for another one."""
         return replace(self, pending=pending, sent_examples=examples)
 
     def handed(self, is_optim: bool) -> "StepState":
-        """A part of the next step may run: it is charged, and by its ``optim_step`` released."""
+        """Let a part of the next step run: it is charged, and by its ``optim_step`` released."""
         charges = max(self.allowed_charges, self.finished + 1)
         releases = max(self.allowed_releases, self.finished + 1) if is_optim else self.allowed_releases
         return replace(self, allowed_charges=charges, allowed_releases=releases, held=False)
 
     def holding(self, held: bool) -> "StepState":
-        """The driver is to leave the step that it computes, or is not any more."""
+        """Have the driver leave the step that it computes, or no longer."""
         return replace(self, held=held)
 
     def paid(self, charged: int) -> "StepState":
-        """So many steps are charged, as far as a driver knows: one may be lost between a charge and its report."""
+        """Count the steps that a driver knows as charged: one may be lost between a charge and its report."""
         return replace(self, charged=max(self.charged, charged))
 
     def computed(self, step: int) -> "StepState":
-        """A step is charged and computed, so a cancellation came too late."""
+        """Return the state after a step was charged and computed, so that a cancellation came too late."""
         # A driver that resumed from an earlier package has not reached the step that is to be cancelled.
         return replace(self.paid(step + 1), held=self.held and step < self.finished)
 
     def left(self, step: int) -> "StepState":
-        """The driver has left a step that is held."""
+        """Return the state after the driver left a step that is held."""
         return replace(self, allowed_releases=min(self.allowed_releases, step))
 
     def released(self, step: int) -> "StepState":
-        """A step is finished."""
+        """Return the state after a step was finished."""
         return replace(self, finished=max(self.finished, step + 1))
 
     def over(self) -> "StepState":
-        """No further step is computed: a driver that resumes the run is not to try one that nobody waits for."""
+        """Allow no further step: a driver that resumes the run is not to try one that nobody waits for."""
         return replace(self, allowed_charges=self.finished, allowed_releases=self.finished)
