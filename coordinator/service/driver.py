@@ -48,7 +48,7 @@ from raycloak.coordinator.service.pipe import (
     Saved,
     Spent,
 )
-from raycloak.coordinator.training.pace import Boundary, GatedPace
+from raycloak.coordinator.training.pace import GatedPace
 from raycloak.coordinator.training.stop_signals import StopRequest
 from raycloak.metrics.errors import ConfigError, ProtocolError, RefusedError, RunFailedError
 
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from raycloak.coordinator.runs.execution import Execution
     from raycloak.coordinator.training.outset import Outset
     from raycloak.coordinator.training.reporting import StepReport
+    from raycloak.coordinator.training.state_requests import Between
     from raycloak.workers.terms.measurement import Released as Measured
     from raycloak.workers.terms.public_sums import PublicSums
 
@@ -219,7 +220,7 @@ class PacedRun:
                 self._tell(Notice(line="a driver begins one run; the run stops"))
                 self._stop.make()
 
-    def _between(self, command: Save | Copy | Load, training: Boundary) -> None:
+    def _between(self, command: Save | Copy | Load, training: "Between") -> None:
         from raycloak.coordinator.training.state_requests import CopyRequest, LoadRequest, SaveRequest
 
         try:

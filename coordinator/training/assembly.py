@@ -1,5 +1,7 @@
 """Assembly of the training: the model that an execution starts from, and everything that its steps need."""
 
+from collections.abc import Callable
+
 from raycloak.coordinator.checkpoints.saver import Checkpoints
 from raycloak.coordinator.checkpoints.writer import PackageOrigin
 from raycloak.coordinator.planning.plan import Plan
@@ -36,35 +38,12 @@ def assemble(order: Order, admitted: AdmittedRun, reporter: Reporter, evaluator:
         membership.admission.renew()
         reporter.presented(session.control.orchestrator.view())
 
-    runner = StepRunner(
-        StepContext(
-            backend=session.backend,
-            control=session.control,
-            membership=membership,
-            manifest=admitted.manifest,
-            metrics=metrics,
-            deadline_s=config.failure.step_deadline_s,
-            renew=renew,
-            traces=order.reporting.traces,
-        ),
-        run_terms=admitted.run,
-        ranges=admitted.ranges,
-        secure_aggregation=config.secure_aggregation,
-        pace=order.pace,
-    )
+    runner = step_runner(order, admitted, renew)
     restored = assignment.restore(session.control)
     reader = ModelReader(session.backend, config.failure.step_deadline_s)
     # A run that begins has none.
     loads = session.control.orchestrator.loads() if assignment.recorded is not None else ()
-    states = StateKeeper(
-        archive=assignment.archive,
-        control=session.control,
-        manifest=admitted.manifest,
-        ranges=admitted.ranges,
-        backend=session.backend,
-        folder=order.folder,
-        deadline_s=config.failure.step_deadline_s,
-    )
+    states = StateKeeper(runner.context, assignment.archive, admitted.ranges, order.folder)
     sealed = SealedEvaluator.of(config, admitted.evaluation, runner)
 
     return Training(
@@ -94,6 +73,25 @@ def assemble(order: Order, admitted: AdmittedRun, reporter: Reporter, evaluator:
         sent=_sent(order, admitted),
         pace=order.pace,
     )
+
+
+def step_runner(order: Order, admitted: AdmittedRun, renew: Callable[[], None]) -> StepRunner:
+    """Return what runs the steps of an admitted run.
+
+    Args:
+        renew: gets fresh evidence of every member.
+    """
+    context = StepContext(
+        backend=order.session.backend,
+        control=order.session.control,
+        membership=admitted.membership,
+        manifest=admitted.manifest,
+        metrics=admitted.metrics,
+        deadline_s=order.config.failure.step_deadline_s,
+        renew=renew,
+        traces=order.reporting.traces,
+    )
+    return StepRunner(context, admitted.run, admitted.ranges, order.config.secure_aggregation, order.pace)
 
 
 def _sent(order: Order, admitted: AdmittedRun) -> BatchesOfSteps | None:

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from raycloak.coordinator.cluster.backend import ActorLost
 from raycloak.coordinator.planning.plan import Plan
 from raycloak.coordinator.record.outcome import Ending
+from raycloak.coordinator.training.assembly import step_runner
 from raycloak.coordinator.training.assignment import Order
 from raycloak.coordinator.training.conclusion import finish_log
 from raycloak.coordinator.training.model import Model
 from raycloak.coordinator.training.phases import Coordinator
-from raycloak.coordinator.training.step import Done, Gathered, StepRunner
-from raycloak.coordinator.training.step_context import StepContext
+from raycloak.coordinator.training.step import Done, Gathered
 from raycloak.metrics.errors import ConfigError, RaycloakError, RunFailedError
 from raycloak.metrics.registry import FAILED
 from raycloak.workers.terms.model_digest import model_digest, tensor_digests
@@ -51,21 +51,7 @@ class HandLoop:
         except Exception:
             self.close()
             raise
-        self._runner = StepRunner(
-            StepContext(
-                backend=order.session.backend,
-                control=order.session.control,
-                membership=self._admitted.membership,
-                manifest=self._admitted.manifest,
-                metrics=self._admitted.metrics,
-                deadline_s=order.config.failure.step_deadline_s,
-                renew=self._admitted.membership.admission.renew,
-                traces=order.reporting.traces,
-            ),
-            run_terms=self._admitted.run,
-            ranges=self._admitted.ranges,
-            secure_aggregation=order.config.secure_aggregation,
-        )
+        self._runner = step_runner(order, self._admitted, self._admitted.membership.admission.renew)
         self.plan: Plan = self._admitted.plan
         self.initial_parameters: NDArray[np.float32] = self._admitted.start
         self._finished = 0

@@ -16,50 +16,24 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
 
-from raycloak.coordinator.training.state_requests import (
-    CopyRequest,
-    LoadedState,
-    LoadRequest,
-    PackagedState,
-    SaveRequest,
-)
 from raycloak.coordinator.training.stop_signals import StopRequest
 from raycloak.workers.terms.public_sums import PublicSums
+
+if TYPE_CHECKING:
+    # A driver starts before it imports what saves and loads states.
+    from raycloak.coordinator.training.state_requests import Between
 
 
 class StepLeft(Exception):
     """A stop while a step was held or waited to be released: it stays charged, and a resume repeats it."""
 
 
-class Boundary(Protocol):
-    """A training between two steps, as the owner of its loop may act on it."""
-
-    finished_steps: int
-
-    @property
-    def is_over(self) -> bool:
-        """Return whether no step is left."""
-        ...
-
-    def save(self, request: SaveRequest) -> PackagedState:
-        """Save the current state; as `StateKeeper.save`."""
-        ...
-
-    def copy(self, request: CopyRequest) -> bytes:
-        """Write the current parameters to a file; as `StateKeeper.copy`."""
-        ...
-
-    def load(self, request: LoadRequest) -> LoadedState:
-        """Go on from an earlier state; as `StateKeeper.load`."""
-        ...
-
-
 class Pace(Protocol):
     """The gates of a step loop; its methods are for the loop's own thread."""
 
-    def admit(self, boundary: Boundary) -> bool:
+    def admit(self, between: "Between") -> bool:
         """Do what is due between two steps, and return when the next may be charged, or the finished run may end.
 
         Returns:
@@ -67,7 +41,7 @@ class Pace(Protocol):
         """
         ...
 
-    def ends(self, boundary: Boundary, ending: str) -> bool:
+    def ends(self, between: "Between", ending: str) -> bool:
         """Return when a run whose account has no room, or that stops early, may end; until then, do what is due.
 
         Returns:
@@ -123,10 +97,10 @@ class Pace(Protocol):
 class OpenPace:
     """A pace that never waits."""
 
-    def admit(self, boundary: Boundary) -> bool:
+    def admit(self, between: "Between") -> bool:
         return True
 
-    def ends(self, boundary: Boundary, ending: str) -> bool:
+    def ends(self, between: "Between", ending: str) -> bool:
         return True
 
     def batches(self, step: int) -> tuple[Path, ...]:
@@ -213,7 +187,7 @@ class GatedPace(Generic[R]):
         stop: StopRequest,
         computed: Callable[[int, float | None, PublicSums | None], None],
         held: Callable[[int, float | None], None],
-        act: Callable[[R, Boundary], None],
+        act: Callable[[R, "Between"], None],
         over: Callable[[str], None],
     ) -> None:
         self._stop = stop
@@ -260,19 +234,19 @@ class GatedPace(Generic[R]):
         """End the loop: a run whose steps are all finished is complete, another one is stopped."""
         self._inbox.put(_Close())
 
-    def admit(self, boundary: Boundary) -> bool:
-        return self._admit(boundary, boundary.is_over)
+    def admit(self, between: "Between") -> bool:
+        return self._admit(between, between.is_over)
 
-    def ends(self, boundary: Boundary, ending: str) -> bool:
+    def ends(self, between: "Between", ending: str) -> bool:
         self._tell_over(ending)
-        return self._admit(boundary, True)
+        return self._admit(between, True)
 
-    def _admit(self, boundary: Boundary, is_over: bool) -> bool:
-        finished_steps = boundary.finished_steps
+    def _admit(self, between: "Between", is_over: bool) -> bool:
+        finished_steps = between.finished_steps
         self._take_all()
         while not self._stop.made:
             if self._due and self._due[0].after <= finished_steps:
-                self._act(self._due.popleft(), boundary)
+                self._act(self._due.popleft(), between)
                 self._take_all()
             elif self._closed:
                 return is_over

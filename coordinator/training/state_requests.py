@@ -25,11 +25,10 @@ from raycloak.coordinator.checkpoints.restorer import Restored
 from raycloak.coordinator.checkpoints.saver import Checkpoints, Published
 from raycloak.coordinator.checkpoints.storage import PackageStorage, located, split_location
 from raycloak.coordinator.cluster.backend import Backend
-from raycloak.coordinator.cluster.control import Control
 from raycloak.coordinator.record.folder import RunFolder, SavedState, write_weights
 from raycloak.coordinator.training.model import Model
+from raycloak.coordinator.training.step_context import StepContext
 from raycloak.metrics.errors import ConfigError, EvidenceError, RefusedError
-from raycloak.workers.terms.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +90,23 @@ class Between(Protocol):
     finished_steps: int
     checkpoints: Checkpoints | None
 
+    @property
+    def is_over(self) -> bool:
+        """Return whether no step is left."""
+        ...
+
+    def save(self, request: SaveRequest) -> PackagedState:
+        """Save the current state; as `StateKeeper.save`."""
+        ...
+
+    def copy(self, request: CopyRequest) -> bytes:
+        """Write the current parameters to a file; as `StateKeeper.copy`."""
+        ...
+
+    def load(self, request: LoadRequest) -> LoadedState:
+        """Go on from an earlier state; as `StateKeeper.load`."""
+        ...
+
     def seal(self) -> None:
         """Hand the current state over to be sealed, unless it was already."""
         ...
@@ -114,17 +130,13 @@ class StateKeeper:
 
     Attributes:
         archive: where the run's packages are; None if it seals none.
-        deadline_s: for which a save waits for the storage.
         held: the package that holds the current state; None once a step has changed it.
     """
 
+    context: StepContext
     archive: Archive | None
-    control: Control
-    manifest: Manifest
     ranges: tuple[ParameterRange, ...]
-    backend: Backend
     folder: RunFolder
-    deadline_s: float
     held: Published | None = None
 
     def save(self, between: Between, request: SaveRequest) -> PackagedState:
@@ -173,14 +185,14 @@ class StateKeeper:
             _refuse("no_state", "no step is finished, so nothing was released.", "Ask after a step.")
         try:
             request.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_weights(request.path, self.manifest, between.parameters(), between.model.digest)
+            write_weights(request.path, self.context.manifest, between.parameters(), between.model.digest)
         except OSError as error:
             _refuse("copy", f"the weights cannot be written ({error.strerror}).", "Free the service's disk.")
         return between.model.digest
 
     def _published(self, between: Between, checkpoints: Checkpoints) -> Published:
         between.seal()
-        published = checkpoints.settle(between.finished_steps, self.deadline_s)
+        published = checkpoints.settle(between.finished_steps, self.context.deadline_s)
         if published is None:
             _refuse(
                 "storage",
@@ -210,7 +222,7 @@ class StateKeeper:
     def _load(self, between: Between, request: LoadRequest) -> LoadedState:
         if self.archive is None:
             _refuse("no_storage", "the run seals no packages.", "Give it a place for them: checkpoint.storage.")
-        restorer = self.archive.restorer(self.control, self.manifest)
+        restorer = self.archive.restorer(self.context.control, self.context.manifest)
         location, name = split_location(request.package)
         package = restorer.verified(PackageStorage.open(location), name)
         stated = package.manifest
@@ -228,7 +240,7 @@ class StateKeeper:
             package_digest=loaded.package_digest,
             model_digest=loaded.model_digest,
         )
-        known = self.control.orchestrator.loads()
+        known = self.context.control.orchestrator.loads()
         # An answer that was lost: the run has resumed from this very load, or gone on from it.
         if load in known and (between.finished_steps > request.after or known[-1] == load):
             return loaded
@@ -242,7 +254,7 @@ class StateKeeper:
         restored = restorer.opened(package)
         # Before the log has it: a load goes on from the newest committed step.
         between.commit()
-        self.control.orchestrator.load_state(load)
+        self.context.control.orchestrator.load_state(load)
         if between.checkpoints is not None:
             between.checkpoints.want(loaded.package_digest)
         between.model = self.take(restored)
@@ -251,7 +263,7 @@ class StateKeeper:
     def take(self, restored: Restored) -> Model:
         """Return a restored state as the current model."""
         self.held = Published(restored.name, restored.package)
-        return as_model(restored, self.ranges, self.backend)
+        return as_model(restored, self.ranges, self.context.backend)
 
     def wanted(self, loads: Sequence[StateLoad]) -> set[bytes]:
         """Return the digests of the packages that were asked for, or that a resume or replay of ``loads`` needs."""
@@ -261,7 +273,7 @@ class StateKeeper:
     def follow(self, load: StateLoad) -> Model:
         """Return the model of a load that the log has, for an execution that repeats it."""
         assert self.archive is not None, "the run that loaded a package had a place for it"
-        return self.take(self.archive.restorer(self.control, self.manifest).loaded(load))
+        return self.take(self.archive.restorer(self.context.control, self.context.manifest).loaded(load))
 
 
 def as_model(restored: Restored, ranges: tuple[ParameterRange, ...], backend: Backend) -> Model:

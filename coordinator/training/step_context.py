@@ -13,7 +13,7 @@ from raycloak.workers.terms.manifest import Manifest
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What one execution's steps, attempts and sealed evaluations work with.
+    """The collaborators of one execution's steps, attempts and saved states.
 
     Attributes:
         deadline_s: seconds that an actor has for one answer.
