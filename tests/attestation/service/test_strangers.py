@@ -86,7 +86,7 @@ def test_the_calls_of_one_address_that_wait_are_bounded_and_others_are_answered(
 
 
 def test_a_connection_on_which_nothing_was_answered_ends_and_that_of_a_member_does_not(session, tmp_path):
-    limits = ServiceLimits(stranger_s=1.0, deadline_s=1.0)
+    limits = ServiceLimits(stranger_s=1.0, deadline_s=DEADLINE_S)
     with Site(session, tmp_path / "orchestrator", limits).served() as site, ExitStack() as held:
         client, _ = site.admitted()
         held.callback(client.close)
