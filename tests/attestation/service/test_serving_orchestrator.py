@@ -16,6 +16,7 @@ from raycloak.attestation.orchestrator.data_commitments import DataCommitments
 from raycloak.attestation.orchestrator.run_terms import OBSERVER, RunTerms
 from raycloak.attestation.policy.policy import simulated_policy
 from raycloak.attestation.service.client import EvidenceClient
+from raycloak.attestation.service.limits import ServiceLimits
 from raycloak.attestation.service.serving_orchestrator import EvidenceOrchestrator
 from raycloak.metrics.errors import ConfigError, EvidenceError, RefusedError, RunFailedError
 from tests.attestation.attester.test_attester import Source
@@ -249,6 +250,7 @@ def test_calls_of_the_run_and_of_its_observers_never_meet_inside(run):
                 entries, head = client.log(0, 1000)
                 client.roster()
                 seen.append((len(entries), parse(SignedHead, head).open(run.owner).length))
+                done.wait(2 / ServiceLimits().identity_rate)  # two calls a round, within a peer's rate on any machine
 
     with ThreadPoolExecutor(3) as pool:
         observers = [pool.submit(observe, f"observer-{i}") for i in range(3)]
