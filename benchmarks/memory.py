@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from raycloak.coordinator.bench.resident_memory import growth, return_freed_blocks
+from raycloak_lab.bench.resident_memory import growth, return_freed_blocks
 
 CLASSES = 20
 HOSTED = (1, 2, 4)

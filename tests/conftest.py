@@ -17,7 +17,7 @@ from tests.memory_folder import memory_folder
 from tests.postgres import PostgresServer, binaries
 
 if TYPE_CHECKING:
-    from raycloak.coordinator.bench.chaos.raylets import Raylets
+    from raycloak_lab.bench.chaos.raylets import Raylets
 
 pytest_plugins = ["tests.marks"]
 ROOT = Path(__file__).resolve().parent.parent
@@ -123,7 +123,7 @@ def raylets(ray_environment: Mapping[str, str]) -> Iterator["Raylets"]:
 
     No process is a driver of it but the children that tests start with its ``environment``.
     """
-    from raycloak.coordinator.bench.chaos.raylets import Raylets
+    from raycloak_lab.bench.chaos.raylets import Raylets
 
     with Raylets(ray_environment) as cluster:
         yield cluster

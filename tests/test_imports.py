@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from raycloak.coordinator.bench.start import LIBRARIES
+from raycloak_lab.bench.start import LIBRARIES
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ["opacus", "ray", "torch"]
@@ -38,7 +38,7 @@ def test_every_module_of_the_package_imports_without_torch_and_ray(package, run_
 
 CHEAP = [
     "raycloak",
-    "raycloak.coordinator.bench.chaos.chaos",
+    "raycloak_lab.bench.chaos.chaos",
     "raycloak.coordinator.cli.app",
     "raycloak.coordinator.cli.doctor",
     "raycloak.coordinator.config.run",

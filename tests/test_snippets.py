@@ -172,7 +172,7 @@ def test_a_wrong_configuration_is_seen(body, tmp_path):
         check_yaml(body, tmp_path)
 
 
-@pytest.mark.parametrize("line", ["raycloak train x.yaml", "raycloak run x.yaml --resumed", "raycloak-lab bench mask"])
+@pytest.mark.parametrize("line", ["raycloak train x.yaml", "raycloak run x.yaml --resumed", "raycloak bench mask"])
 def test_a_wrong_command_line_is_seen(line):
     with pytest.raises(AssertionError, match=r"no (command|option)"):
         check_command_line(line)

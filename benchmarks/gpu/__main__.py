@@ -99,8 +99,8 @@ def _sections(place: "Place") -> Iterator["Section"]:
 def _bench(name: str, place: "Place") -> "Found":
     """Measure the engine beside non-private training and Opacus on the same card."""
     from benchmarks.gpu.report import Found
-    from raycloak.coordinator.bench.gradient import bench_gradient
-    from raycloak.coordinator.bench.gradient_cases import case_named
+    from raycloak_lab.bench.gradient import bench_gradient
+    from raycloak_lab.bench.gradient_cases import case_named
 
     peers = ("opacus", "ghost", "plain")
     found = bench_gradient(case_named(name), peers, device=place.device.type, threads=1, rounds=3)

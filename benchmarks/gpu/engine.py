@@ -15,14 +15,14 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.report import Found
-from raycloak.coordinator.bench.gradient_cases import BenchCase, Features, case_named
-from raycloak.coordinator.bench.gradient_methods import BenchWorkload
 from raycloak.workers.gradients.clipping import GradientEngine
 from raycloak.workers.gradients.numerics import pin_numerics
 from raycloak.workers.gradients.row_memory import _mechanism
 from raycloak.workers.models.compute_mode import ComputeMode, Precision
 from raycloak.workers.models.losses import cross_entropy
 from raycloak.workers.models.models import read_flat
+from raycloak_lab.bench.gradient_cases import BenchCase, Features, case_named
+from raycloak_lab.bench.gradient_methods import BenchWorkload
 
 Batch = tuple[Features, NDArray[np.int64]]
 FAR: dict[Precision, float] = {"float32": 1e-3, "bf16": 0.1}
@@ -31,7 +31,7 @@ FAR: dict[Precision, float] = {"float32": 1e-3, "bf16": 0.1}
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model of ``raycloak bench gradient`` and how it is computed."""
+    """A model of ``raycloak-lab bench gradient`` and how it is computed."""
 
     name: str
     precision: Precision = "float32"

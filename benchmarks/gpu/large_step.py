@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.report import Found
-from raycloak.coordinator.bench.gradient_cases import next_token
 from raycloak.workers.gradients.clipping import GradientEngine
 from raycloak.workers.gradients.numerics import pin_numerics
 from raycloak.workers.gradients.row_memory import _mechanism
 from raycloak.workers.models.compute_mode import ComputeMode, Precision
 from raycloak.workers.models.models import load_flat, read_flat
 from raycloak.workers.vectors.ring import RingSpec, encode_into
+from raycloak_lab.bench.gradient_cases import next_token
 
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
 

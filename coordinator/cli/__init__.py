@@ -1,6 +1,6 @@
 """The command `raycloak`: its options, its tables and its exit codes; no module below it knows a command.
 
-Doors: app, bench, options, program.
+Doors: app, options, program.
 
-May import: `audit`, `bench` and the rooms below; `workers`, `attestation`, `metrics`.
+May import: `audit`, `proof` and the rooms below; `workers`, `attestation`, `metrics`.
 """

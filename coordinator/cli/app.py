@@ -15,7 +15,6 @@ import typer
 
 from raycloak.coordinator.cli.attest.attest import attest
 from raycloak.coordinator.cli.audit import audit_command
-from raycloak.coordinator.cli.bench import bench
 from raycloak.coordinator.cli.budget import budget
 from raycloak.coordinator.cli.data import data
 from raycloak.coordinator.cli.init import init_command
@@ -46,7 +45,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(budget, name="budget")
-app.add_typer(bench, name="bench")
 app.add_typer(package, name="package")
 app.add_typer(attest, name="attest")
 app.add_typer(data, name="data")

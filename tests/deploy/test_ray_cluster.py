@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from raycloak.coordinator.bench.chaos.raylets import HEALTH_CHECKS
+from raycloak_lab.bench.chaos.raylets import HEALTH_CHECKS
 from tests.deploy.definitions import ROOT, accepted, complaints, repeated_keys, validator
 
 RAYCLOAK_PORT = 9464

@@ -16,7 +16,6 @@ from pathlib import Path
 import ray
 from ray._raylet import GcsClient
 
-from raycloak.coordinator.bench.chaos.raylets import DRAIN_PREEMPTION
 from raycloak.coordinator.cluster.actors import connect
 from raycloak.coordinator.cluster.ray_backend import RayBackend
 from raycloak.coordinator.cluster.remote import Worker
@@ -24,6 +23,7 @@ from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import parse_config
 from raycloak.coordinator.runs.demo import demo_config
 from raycloak.coordinator.runs.trainer import Trainer
+from raycloak_lab.bench.chaos.raylets import DRAIN_PREEMPTION
 from tests.protocol import RENYI, settle, trained
 
 STEPS = 50

@@ -3,7 +3,7 @@
 import json
 import os
 
-from raycloak.coordinator.bench.chaos.schedule import KILLED_ROLES
+from raycloak_lab.bench.chaos.schedule import KILLED_ROLES
 from tests.conftest import QUICK_START, ROOT
 
 CONFIG = ROOT / "benchmarks" / "chaos.yaml"
@@ -17,7 +17,7 @@ STEPS_PER_KILL = 1000
 
 def test_a_run_under_chaos_has_the_bytes_and_the_charges_of_the_undisturbed_one(run_python):
     done = run_python(
-        "-m", "raycloak", "bench", "chaos", str(CONFIG), "--kills", str(KILLS), "--seed", "4", "--json",
+        "-m", "raycloak_lab", "bench", "chaos", str(CONFIG), "--kills", str(KILLS), "--seed", "4", "--json",
         "--set", "num_workers=3", "--set", f"steps={STEPS_PER_KILL * KILLS}", "--set", "dp_config.accountant=rdp",
         "--set", f"failure.step_deadline_s={DEADLINE_S}", "--set", f"failure.control_deadline_s={DEADLINE_S}",
         environment={"PYTHONPATH": f"{ROOT}{os.pathsep}{QUICK_START}"}, deadline_s=KILLS * SECONDS_PER_KILL,

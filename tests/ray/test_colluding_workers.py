@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from raycloak.coordinator.bench.chaos.raylets import Node
 from raycloak.coordinator.cluster.machine_names import MACHINE_LABEL
 from raycloak.coordinator.config.run import parse_config
 from raycloak.coordinator.runs.demo import demo_config
 from raycloak.workers.gradients.environment import worker_environment
+from raycloak_lab.bench.chaos.raylets import Node
 
 HERE = Path(__file__).parent
 MACHINES = 3

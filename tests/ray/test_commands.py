@@ -25,6 +25,7 @@ import raycloak
 from raycloak.coordinator.cli import app
 from raycloak.coordinator.config.run import load_config
 from raycloak.coordinator.runs.trainer import Trainer
+from raycloak_lab.cli import app as lab_app
 from raycloak_lab.scale import calibration
 from raycloak_lab.scale.simulation import Scale, ScaleConfig, simulate
 from tests.layout import PACKAGES, ROOT
@@ -85,12 +86,13 @@ def test_demo_prints_one_json_object_and_ends_with_a_private_accurate_model(run_
 @pytest.fixture
 def here(run_python, monkeypatch, capfd):
     """Run a command in this process and in the folder of `run_python`; returns the object that it prints."""
-    monkeypatch.setattr(app, "leave_stdout", lambda: None)
+    for program in (app, lab_app):
+        monkeypatch.setattr(program, "leave_stdout", lambda: None)
     monkeypatch.chdir(run_python.folder)
 
-    def run(*arguments):
+    def run(*arguments, program=app):
         with pytest.raises(SystemExit) as ended:
-            app.main([*arguments, "--json"])
+            program.main([*arguments, "--json"])
         out, err = capfd.readouterr()
         assert ended.value.code == 0, err
         # Ray prints what workers say to the same stream.
@@ -251,7 +253,7 @@ def test_the_loop_by_hand_runs_as_written(ray_cluster, capfd):
 def test_bench_step_measures_on_a_ledger_of_its_own(here, ray_cluster, raycloak_home):
     config = str(ROOT / "benchmarks" / "step.yaml")
     options = ("--set", "steps=10", "--set", "num_workers=2", "--set", RDP, "--against", "bare-ray")
-    figures = here("bench", "step", config, *options)
+    figures = here("bench", "step", config, *options, program=lab_app)
     assert figures["parameters"] == 1000
     assert figures["bytes_per_parameter"] == 4.0
     assert figures["framing_bytes"] < 1024

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from raycloak.coordinator.bench.chaos.cluster import role
-from raycloak.coordinator.bench.chaos.raylets import Node
 from raycloak.coordinator.cluster.process_table import process_table
 from raycloak.coordinator.config.run import parse_config
 from raycloak.coordinator.config.sections import FailureConfig
 from raycloak.coordinator.runs.demo import demo_config
 from raycloak.workers.gradients.environment import worker_environment
+from raycloak_lab.bench.chaos.cluster import role
+from raycloak_lab.bench.chaos.raylets import Node
 
 HERE = Path(__file__).parent
 DEADLINE_S = 120

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from raycloak.coordinator.bench.chaos.raylets import Node
 from raycloak.coordinator.config.home import ledger_url
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak_lab.bench.chaos.raylets import Node
 from tests.tiny_text import write_gpt2
 
 COMMIT = "0" * 40

@@ -19,7 +19,6 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from raycloak.coordinator.bench.chaos.cluster import role
 from raycloak.coordinator.cluster.process_table import descendants, process_table
 from raycloak.coordinator.config.home import ledger_url
 from raycloak.coordinator.config.run import parse_config
@@ -27,6 +26,7 @@ from raycloak.coordinator.ledger.entries import StepCharged
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.runs.trainer import Trainer
 from raycloak.coordinator.service.tenants import new_token
+from raycloak_lab.bench.chaos.cluster import role
 from tests.conftest import ROOT
 from tests.namespaces import NoNamespaces, other_network
 from tests.protocol import settle

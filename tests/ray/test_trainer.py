@@ -21,7 +21,6 @@ from raycloak.attestation.attester.tsm import tee_nodes
 from raycloak.attestation.log.evidence_log import read_exported_log
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
 from raycloak.attestation.tdx.rules import RTMRS
-from raycloak.coordinator.bench.chaos.cluster import role
 from raycloak.coordinator.cluster.actors import GpuSamplers, kill_all, start_platforms
 from raycloak.coordinator.cluster.backend import ActorLost
 from raycloak.coordinator.cluster.process_table import descendants, process_table
@@ -34,6 +33,7 @@ from raycloak.metrics.errors import ModelError, RefusedError
 from raycloak.metrics.gpu_readings import GpuSampler
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.model_digest import model_digest, tensor_digests
+from raycloak_lab.bench.chaos.cluster import role
 from tests.own_code import Told
 from tests.protocol import RENYI, settle
 from tests.ray.unruly import AGED_S, BAD, revoke, unruly

@@ -1,6 +1,6 @@
-"""Measurements that only raycloak's developers need: attestations and operations per second, a block of an adapter.
+"""Measurements that only raycloak's developers need: masks, clipped sums, starts, steps, services, an adapter's block.
 
-Doors: adapter, attest, service.
+Doors: adapter, attest, bare_ray, gradient, gradient_cases, mask, service, start, step.
 
 May import: `encrypted`; `raycloak`.
 """

@@ -31,7 +31,7 @@ from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_mea
 from raycloak.attestation.trust.channel import client_end
 from raycloak.metrics.errors import ConfigError
 
-MANIFEST, ANSWER = digest(b"raycloak bench attest"), digest(b"known answer")
+MANIFEST, ANSWER = digest(b"raycloak-lab bench attest"), digest(b"known answer")
 VIRTUAL_WORKERS: Final = 8
 _DEADLINE_S = 120.0
 _KINDS = ("idle", "half_open", "slow")

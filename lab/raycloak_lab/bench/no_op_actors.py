@@ -4,7 +4,7 @@ from typing import Any, Self
 
 import ray
 
-from raycloak.coordinator.bench.bare_ray import DEADLINE_S
+from raycloak_lab.bench.bare_ray import DEADLINE_S
 
 
 class _NoOp:

@@ -19,13 +19,13 @@ from typing import Final
 import grpc
 
 from raycloak.attestation.processes.child import Child
-from raycloak.coordinator.bench.resident_memory import resident
 from raycloak.coordinator.client.service_client import ServiceClient
 from raycloak.coordinator.client.training_client import TrainingClient
 from raycloak.metrics.errors import ConfigError
 from raycloak_lab.bench import service_processes as processes
 from raycloak_lab.bench.attest_processes import BenchServing, Figures, cpu_seconds, figures, soon
 from raycloak_lab.bench.no_op_actors import NoOpActors
+from raycloak_lab.bench.resident_memory import resident
 
 MOST_CLIENTS: Final = 1024
 _ROUNDS: Final = 5

@@ -18,7 +18,6 @@ import grpc
 
 from raycloak.attestation.processes.channel import Channel
 from raycloak.attestation.processes.program import Exited
-from raycloak.coordinator.bench.resident_memory import resident
 from raycloak.coordinator.client.service_client import ServiceClient
 from raycloak.coordinator.client.training_client import TrainingClient
 from raycloak.coordinator.config.home import HOME_VARIABLE
@@ -37,6 +36,7 @@ from raycloak.coordinator.service.service import TrainingService
 from raycloak.coordinator.service.settings import ServiceSettings
 from raycloak.coordinator.service.tenants import new_token
 from raycloak_lab.bench.attest_processes import BenchServing, Figures, Question, cpu_seconds, raise_open_files
+from raycloak_lab.bench.resident_memory import resident
 
 ECHO: Final = "/raycloak.bench.Floor/Echo"
 CONFIG: Final[Mapping[str, Any]] = {

@@ -1,15 +1,180 @@
 """The commands ``raycloak-lab bench ...``: measurements that only raycloak's developers need."""
 
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from raycloak.coordinator.cli.bench import measured
-from raycloak.coordinator.cli.options import command
+from raycloak.coordinator.cli.options import ConfigFile, Overrides, command
+from raycloak.coordinator.config.run import load_config
 from raycloak.coordinator.console.output import Output
+from raycloak.metrics.errors import ConfigError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+    from rich.table import Table
+
+    from raycloak_lab.bench.gradient import GradientBench, RoundSpread
+    from raycloak_lab.bench.start import StartBench
 
 bench = typer.Typer(help="Measurements on this machine.")
+
+Bits = Annotated[int, typer.Option(help="Width of the ring, 32 or 64.")]
+
+
+@bench.command("mask")
+@command
+def mask_command(
+    output: Output,
+    params: Annotated[int, typer.Option(help="Coordinates of the vector.")] = 10_000_000,
+    workers: Annotated[int, typer.Option(help="Workers of the roster.")] = 8,
+    colluding_workers: Annotated[
+        int | None, typer.Option(help="Number that a sparse mask graph withstands; also compares with 32 workers.")
+    ] = None,
+    bits: Bits = 32,
+) -> int:
+    """Clamp, encode, mask and tag one worker's vector on one core, compared with bare ChaCha20 keystreams."""
+    from raycloak_lab.bench.mask import bench_mask
+
+    return _measured(
+        output, "bench mask", bench_mask(params, workers, _ring_bits(bits), colluding_workers=colluding_workers)
+    )
+
+
+@bench.command("step")
+@command
+def step_command(
+    output: Output,
+    config: ConfigFile,
+    overrides: Overrides = None,
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="PEER", help="bare-ray (a program of the same calls) or opacus takes turns with it."),
+    ] = None,
+) -> int:
+    """Time the phases of CONFIG's steps on Ray."""
+    from raycloak_lab.bench.step import bench_step
+
+    return _measured(
+        output, "bench step", bench_step(load_config(config, overrides), config_dir=config.parent, against=against)
+    )
+
+
+@bench.command("start")
+@command
+def start_command(
+    output: Output,
+    config: ConfigFile,
+    overrides: Overrides = None,
+    rounds: Annotated[int, typer.Option(help="Starts of each program, in turns.", min=1)] = 3,
+) -> int:
+    """Time CONFIG's run from its command to its first step, beside a bare Ray program of as many actors."""
+    from raycloak_lab.bench.start import bench_start
+
+    result = bench_start(load_config(config, overrides), config, tuple(overrides or ()), rounds)
+    output.result(asdict(result), _start_table(result))
+    return 0
+
+
+def _start_table(result: "StartBench") -> "Table":
+    from raycloak.coordinator.console.figures import value_text
+    from raycloak.coordinator.console.tables import fields_table
+
+    rows = [
+        (name.replace("_", " "), value_text(value))
+        for name, value in asdict(result).items()
+        if not isinstance(value, dict)
+    ]
+    rows += [(f"phase: {name}", value_text(seconds)) for name, seconds in result.phases.items()]
+    for name, seconds in result.processes.items():
+        bare = value_text(result.bare_ray_processes.get(name, 0.0))
+        rows.append((f"processor s: {name}", f"{value_text(seconds)}, bare {bare}"))
+    return fields_table("bench start", rows)
+
+
+@bench.command("gradient")
+@command
+def gradient_command(
+    output: Output,
+    model: Annotated[str, typer.Argument(help="cnn, mlp, bert, bert-lora, gpt2, gpt2-lora or llama-lora.")],
+    against: Annotated[
+        str, typer.Option(metavar="PEERS", help="Any of opacus, ghost and plain, separated by commas.")
+    ] = "opacus,ghost,plain",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    threads: Annotated[int, typer.Option(help="Threads of torch, for every method.")] = 1,
+    rounds: Annotated[int, typer.Option(help="Rounds, in each of which every method has one turn.")] = 7,
+) -> int:
+    """Sum the clipped gradients of MODEL beside Opacus and non-private training: speed, memory, and the right sum."""
+    from raycloak_lab.bench.gradient import bench_gradient
+    from raycloak_lab.bench.gradient_cases import case_named
+
+    result = bench_gradient(case_named(model), against.split(","), device=device, threads=threads, rounds=rounds)
+    output.result(asdict(result), _gradient_table(result))
+    return 0
+
+
+def _gradient_table(result: "GradientBench") -> "Table":
+    from rich.table import Table
+
+    from raycloak.coordinator.console.figures import size_text, value_text
+
+    table = Table(
+        title=f"bench gradient {result.model}: {result.parameters:,} trained parameters, {result.micro_batches} x "
+        f"{result.rows} rows, {result.device}, {result.threads} thread(s), {result.rounds} rounds, {result.clock} time",
+        title_justify="left",
+        title_style="bold",
+    )
+    for column in ("method", "seconds", "vs non-private", "ours vs it", "error", "peak memory", "vs non-private"):
+        table.add_column(column)
+    ours = {"plain": result.vs_nonprivate, "opacus": result.vs_opacus_hooks, "ghost": result.vs_opacus_ghost}
+    for name, figures in result.methods.items():
+        if figures.refused:
+            table.add_row(name, f"refused: {figures.refused}")
+            continue
+        table.add_row(
+            name,
+            _range_text(figures.seconds),
+            _range_text(figures.vs_nonprivate),
+            _range_text(ours.get(name)),
+            "" if figures.sum_error is None else f"{figures.sum_error:.1e}",
+            "" if figures.peak_extra_bytes is None else size_text(figures.peak_extra_bytes),
+            value_text(figures.memory_vs_nonprivate),
+        )
+    return table
+
+
+def _range_text(spread: "RoundSpread | None") -> str:
+    return "" if spread is None else f"{spread.median:.3g} ({spread.low:.3g} to {spread.high:.3g})"
+
+
+@bench.command("chaos")
+@command
+def chaos_command(
+    output: Output,
+    config: ConfigFile,
+    kills: Annotated[int, typer.Option(help="Number of signals to send to processes of the run.")] = 20,
+    seed: Annotated[int, typer.Option(help="Seed of the damage: what is hit, how and when.")] = 0,
+    nodes_lost: Annotated[int, typer.Option(help="Number of cluster nodes to kill as well.")] = 0,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit code 4 also for a missed expectation.")] = False,
+    overrides: Overrides = None,
+) -> int:
+    """Kill and stop processes of a run, and compare it with the undisturbed one; exit code 4 for a broken promise."""
+    from raycloak_lab.bench.chaos.chaos import Damage, bench_chaos
+    from raycloak_lab.bench.chaos.report import chaos_view
+
+    damage, given = Damage(kills, seed, nodes_lost), tuple(overrides or ())
+    result = bench_chaos(load_config(config, overrides), config, damage, overrides=given, notice=output.announce)
+    output.result(asdict(result), chaos_view(result))
+    missed = strict and not all(each.met for each in result.expectations)
+    return 4 if result.breaches or missed else 0
+
+
+def _ring_bits(bits: int) -> Literal[32, 64]:
+    if bits == 32:
+        return 32
+    if bits == 64:
+        return 64
+    raise ConfigError("ring_bits", f"a ring of {bits} bits does not exist.", "Give 32 or 64.")
 
 
 @bench.command("adapter")
@@ -44,7 +209,7 @@ def attest_command(
     """Attest simulated workers over the gRPC evidence service: handshake, challenge, appraisal, keys. SIMULATED."""
     from raycloak_lab.bench.attest import bench_attest
 
-    return measured(output, "bench attest (SIMULATED)", bench_attest(connections, concurrency, held))
+    return _measured(output, "bench attest (SIMULATED)", bench_attest(connections, concurrency, held))
 
 
 @bench.command("service")
@@ -55,4 +220,12 @@ def service_command(
     """Time operations through a training service whose drivers train nothing, beside Ray actors and bare gRPC."""
     from raycloak_lab.bench.service import bench_service
 
-    return measured(output, "bench service", bench_service(clients))
+    return _measured(output, "bench service", bench_service(clients))
+
+
+def _measured(output: Output, title: str, result: "DataclassInstance") -> int:
+    """Show the fields of a bench's result; the exit code of success."""
+    from raycloak.coordinator.console.tables import facts_table
+
+    output.result(asdict(result), facts_table(title, asdict(result)))
+    return 0

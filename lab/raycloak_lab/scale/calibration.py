@@ -202,8 +202,8 @@ def _import() -> tuple[float, float]:
 
 def _ray() -> tuple[float, Line]:
     """Return the seconds until Ray is up, and the seconds of a bare program's step, a line in the workers."""
-    from raycloak.coordinator.bench.bare_ray import BareProgram
     from raycloak.coordinator.cluster.actors import connect, disconnect
+    from raycloak_lab.bench.bare_ray import BareProgram
 
     began = time.perf_counter()
     connected = connect(num_cpus=2)

@@ -26,7 +26,7 @@ BARE = """
 import runpy, sys
 sys.modules.update(dict.fromkeys({absent!r}))
 import benchmarks.gpu.hazards, benchmarks.gpu.large_step
-import raycloak.coordinator.bench.gradient
+import raycloak_lab.bench.gradient
 from raycloak.coordinator.accounting.opacus_modules import opacus_module
 for name in ("grad_sample", "optimizers", "utils.fast_gradient_clipping_utils"):
     opacus_module("opacus." + name)

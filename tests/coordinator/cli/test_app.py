@@ -485,18 +485,6 @@ def test_budget_refuses(arguments, code, name, raycloak):
     assert (got, json.loads(out)["error"]["code"]) == (code, name)
 
 
-def test_bench_mask_prints_its_figures(raycloak):
-    code, out, _ = raycloak("bench", "mask", "--params", "1000", "--workers", "3", "--json")
-    assert code == 0
-    assert json.loads(out)["bytes_per_parameter"] == 4.0
-    assert "chacha20 ratio" in raycloak("bench", "mask", "--params", "1000", "--workers", "3")[1]
-
-
-def test_bench_refuses_a_ring_that_does_not_exist(raycloak):
-    code, out, _ = raycloak("bench", "mask", "--bits", "48", "--json")
-    assert (code, json.loads(out)["error"]["code"]) == (2, "ring_bits")
-
-
 def test_doctor_fails_with_exit_code_4_if_a_check_does(raycloak, monkeypatch, tmp_path):
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
     code, out, _ = raycloak("doctor", "--json")

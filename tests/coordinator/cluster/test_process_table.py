@@ -5,8 +5,8 @@ import signal
 import subprocess
 import sys
 
-from raycloak.coordinator.bench.chaos.raylets import end_session
 from raycloak.coordinator.cluster.process_table import Process, descendants, process_table
+from raycloak_lab.bench.chaos.raylets import end_session
 
 
 def _entry(pid, title, *, parent=1):

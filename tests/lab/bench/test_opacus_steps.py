@@ -8,14 +8,14 @@ import torch
 
 from raycloak.attestation.processes.child import Child
 from raycloak.attestation.processes.deadline import Deadline
-from raycloak.coordinator.bench import opacus_steps, step
-from raycloak.coordinator.bench.opacus_steps import OpacusPeer, OpacusTraining, Seconds, Steps
-from raycloak.coordinator.bench.step import BLOCK_STEPS, WARM_UP_STEPS, bench_step
 from raycloak.coordinator.config.run import parse_config
 from raycloak.coordinator.planning.model_source import model_source
 from raycloak.coordinator.planning.plan import plan_mechanism
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.models.models import build_model, read_flat
+from raycloak_lab.bench import opacus_steps, step
+from raycloak_lab.bench.opacus_steps import OpacusPeer, OpacusTraining, Seconds, Steps
+from raycloak_lab.bench.step import BLOCK_STEPS, WARM_UP_STEPS, bench_step
 
 EXAMPLES, CLIP, RATE = 12, 0.1, 2.0
 

@@ -16,11 +16,11 @@ from raycloak.attestation.core.messages import Message
 from raycloak.attestation.processes.channel import Channel
 from raycloak.attestation.processes.child import Child
 from raycloak.attestation.processes.deadline import Deadline
-from raycloak.coordinator.bench.gradient_cases import BenchCase
-from raycloak.coordinator.bench.gradient_methods import METHODS, BenchWorkload, choose_default_kernels
-from raycloak.coordinator.bench.resident_memory import growth, return_freed_blocks
 from raycloak.workers.gradients.environment import worker_environment
 from raycloak.workers.gradients.numerics import pin_numerics
+from raycloak_lab.bench.gradient_cases import BenchCase
+from raycloak_lab.bench.gradient_methods import METHODS, BenchWorkload, choose_default_kernels
+from raycloak_lab.bench.resident_memory import growth, return_freed_blocks
 
 _DEADLINE_S: Final = 3600.0
 """Bounds one measurement, of which the largest take minutes on a small machine."""
@@ -50,7 +50,7 @@ def peak_extra_bytes(case: BenchCase, method: str, device: torch.device, threads
         RunFailedError: ``out_of_memory`` or ``child_ended`` if that process dies; ``child_overdue``.
     """
     request = Measure(case=case, method=method, device=str(device), threads=threads)
-    with Child("raycloak.coordinator.bench.gradient_memory:answer") as child:
+    with Child("raycloak_lab.bench.gradient_memory:answer") as child:
         return child.call(request, Peak, by=Deadline(_DEADLINE_S)).extra_bytes
 
 

@@ -130,7 +130,7 @@ class Raylets:
         self.environment = {**(environment or {}), "RAY_TMPDIR": folder}
         # Without a grace: it ends the cluster, and then itself.
         self._child = Child(
-            "raycloak.coordinator.bench.chaos.raylets:own_cluster",
+            "raycloak_lab.bench.chaos.raylets:own_cluster",
             environment={**os.environ, **self.environment, **HEALTH_CHECKS},
             grace_s=None,
         )

@@ -11,8 +11,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Literal, get_args
 
-from raycloak.coordinator.bench.chaos.child_run import Left, StepSeen
-from raycloak.coordinator.bench.chaos.schedule import Role, SignalName
+from raycloak_lab.bench.chaos.child_run import Left, StepSeen
+from raycloak_lab.bench.chaos.schedule import Role, SignalName
 
 Phase = Literal["between", "charge", "compute", "reduce"]
 PHASES: tuple[Phase, ...] = get_args(Phase)

@@ -11,12 +11,12 @@ import pytest
 
 from raycloak.attestation.core.hybrid_signature import HybridSigner
 from raycloak.attestation.log.evidence_log import EvidenceLog
-from raycloak.coordinator.bench.chaos import chaos
-from raycloak.coordinator.bench.chaos.child_run import Left, LineTail, StepSeen
-from raycloak.coordinator.bench.chaos.figures import Kill
-from raycloak.coordinator.bench.chaos.report import Runs, report
-from raycloak.coordinator.cli import app
 from raycloak.coordinator.config.run import load_config
+from raycloak_lab.bench.chaos import chaos
+from raycloak_lab.bench.chaos.child_run import Left, LineTail, StepSeen
+from raycloak_lab.bench.chaos.figures import Kill
+from raycloak_lab.bench.chaos.report import Runs, report
+from raycloak_lab.cli import app
 from tests.coordinator.ledger.ledger_cases import MANIFEST, PARAMETERS, opened
 
 CONFIG = Path(__file__).resolve().parents[4] / "benchmarks" / "chaos.yaml"
@@ -94,12 +94,12 @@ def test_a_broken_promise_is_named_with_its_place(result_of, changes, breach):
 
 
 def test_an_edited_log_is_a_breach(result_of, monkeypatch):
-    monkeypatch.setattr("raycloak.coordinator.bench.chaos.report.logged_digests", lambda log, key: _edited(log))
+    monkeypatch.setattr("raycloak_lab.bench.chaos.report.logged_digests", lambda log, key: _edited(log))
     assert result_of().breaches[0].startswith("the evidence log: log_broken")
 
 
 def _edited(log):
-    from raycloak.coordinator.bench.chaos.checks import logged_digests
+    from raycloak_lab.bench.chaos.checks import logged_digests
 
     log.write_bytes(log.read_bytes().replace(b'"01"', b'"0f"'))
     return logged_digests(log, KEY.public)

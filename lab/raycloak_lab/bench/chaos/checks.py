@@ -12,10 +12,10 @@ from typing import TypeGuard
 
 from raycloak.attestation.core.hybrid_signature import SignerPublic
 from raycloak.attestation.log.evidence_log import read_exported_log
-from raycloak.coordinator.bench.chaos.child_run import StepSeen
 from raycloak.coordinator.ledger.entries import Event, StepCharged
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.metrics.errors import RaycloakError
+from raycloak_lab.bench.chaos.child_run import StepSeen
 
 
 @dataclass(frozen=True, slots=True)

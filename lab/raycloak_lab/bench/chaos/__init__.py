@@ -2,5 +2,5 @@
 
 Doors: chaos, report.
 
-May import: `runs` and the rooms below; `workers`, `attestation`, `metrics`.
+May import: `raycloak`.
 """

@@ -8,7 +8,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from raycloak.coordinator.bench.chaos.checks import (
+from raycloak.coordinator.config.run import RunConfig
+from raycloak.coordinator.console.figures import value_text
+from raycloak.coordinator.console.tables import fields_table
+from raycloak.metrics.errors import EvidenceError
+from raycloak_lab.bench.chaos.checks import (
     Charges,
     check_charges,
     digest_differences,
@@ -16,8 +20,8 @@ from raycloak.coordinator.bench.chaos.checks import (
     logged_digests,
     missing_steps,
 )
-from raycloak.coordinator.bench.chaos.child_run import ChildRun
-from raycloak.coordinator.bench.chaos.figures import (
+from raycloak_lab.bench.chaos.child_run import ChildRun
+from raycloak_lab.bench.chaos.figures import (
     PHASES,
     Kill,
     Phase,
@@ -28,11 +32,7 @@ from raycloak.coordinator.bench.chaos.figures import (
     spread,
     usual_lengths,
 )
-from raycloak.coordinator.bench.chaos.schedule import KILLED_ROLES, Role, SignalName
-from raycloak.coordinator.config.run import RunConfig
-from raycloak.coordinator.console.figures import value_text
-from raycloak.coordinator.console.tables import fields_table
-from raycloak.metrics.errors import EvidenceError
+from raycloak_lab.bench.chaos.schedule import KILLED_ROLES, Role, SignalName
 
 # Expectations: a miss breaks no promise, and fails the bench only with --strict.
 RECOVERY_S = 1.0
@@ -61,7 +61,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class RoleTimes:
-    """The recoveries of a role; see `raycloak.coordinator.bench.chaos.figures.Recovery`. None where nothing was
+    """The recoveries of a role; see `raycloak_lab.bench.chaos.figures.Recovery`. None where nothing was
     measured."""
 
     role: Role

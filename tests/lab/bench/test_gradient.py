@@ -1,4 +1,4 @@
-"""`coordinator/bench/gradient.py`: the peers sum the same thing, a wrong sum gets no figure, and memory is seen."""
+"""`bench/gradient.py`: the peers sum the same thing, a wrong sum gets no figure, and memory is seen."""
 
 import json
 import re
@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from raycloak.coordinator.bench import gradient, gradient_cases, gradient_methods
-from raycloak.coordinator.bench.gradient import GradientBench, MethodFigures, bench_gradient
-from raycloak.coordinator.bench.gradient_cases import CASES, BenchCase, case_named
-from raycloak.coordinator.bench.gradient_memory import peak_extra_bytes
-from raycloak.coordinator.bench.gradient_methods import METHODS, OpacusHooks, Ours, exact_sums
-from raycloak.coordinator.cli import app
 from raycloak.metrics.errors import ConfigError, RunFailedError
+from raycloak_lab.bench import gradient, gradient_cases, gradient_methods
+from raycloak_lab.bench.gradient import GradientBench, MethodFigures, bench_gradient
+from raycloak_lab.bench.gradient_cases import CASES, BenchCase, case_named
+from raycloak_lab.bench.gradient_memory import peak_extra_bytes
+from raycloak_lab.bench.gradient_methods import METHODS, OpacusHooks, Ours, exact_sums
+from raycloak_lab.cli import app
 from tests.workers.gradients.model_zoo import HiddenProduct
 
 SMALL = replace(CASES["mlp"], rows=4, micro_batches=2)

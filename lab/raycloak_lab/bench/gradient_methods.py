@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from raycloak.coordinator.accounting.opacus_modules import opacus_module
-from raycloak.coordinator.bench.gradient_cases import BenchCase, Features
 from raycloak.workers.gradients.clipping import GradientEngine
 from raycloak.workers.gradients.numerics import choose_kernels
 from raycloak.workers.models.models import LossFn, read_flat
 from raycloak.workers.terms.mechanism import Mechanism
+from raycloak_lab.bench.gradient_cases import BenchCase, Features
 
 CLIP: Final = 1.0
 

@@ -1,4 +1,4 @@
-"""`raycloak bench chaos`: disturbs a training by random SIGKILL and SIGSTOP, and compares it with an undisturbed one.
+"""`raycloak-lab bench chaos`: disturbs a training by random signals, and compares it with an undisturbed one.
 
     cluster     a head and two nodes on this machine, for the bench alone
     disturbed   kills one after the other, each once the run is complete again; then the run is asked to stop
@@ -25,14 +25,14 @@ from pathlib import Path
 from statistics import median
 
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
-from raycloak.coordinator.bench.chaos.child_run import ChildRun, ChildTask
-from raycloak.coordinator.bench.chaos.cluster import ChaosCluster
-from raycloak.coordinator.bench.chaos.figures import Kill
-from raycloak.coordinator.bench.chaos.report import ChaosReport, Runs, report
-from raycloak.coordinator.bench.chaos.schedule import Role, SignalName, Strike, make_schedule
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.metrics.errors import ConfigError, RunFailedError
+from raycloak_lab.bench.chaos.child_run import ChildRun, ChildTask
+from raycloak_lab.bench.chaos.cluster import ChaosCluster
+from raycloak_lab.bench.chaos.figures import Kill
+from raycloak_lab.bench.chaos.report import ChaosReport, Runs, report
+from raycloak_lab.bench.chaos.schedule import Role, SignalName, Strike, make_schedule
 
 FIRST_STEPS = 5
 LATEST_STEPS = 50

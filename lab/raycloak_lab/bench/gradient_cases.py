@@ -1,4 +1,4 @@
-"""The models and batches of ``raycloak bench gradient``: random weights from fixed seeds, and public synthetic batches.
+"""The models and batches of ``raycloak-lab bench gradient``: random weights of fixed seeds, public synthetic batches.
 
 Dropout is 0 everywhere. A text model gets its positions with a row for each example, and an explicit mask in four
 dimensions: Opacus needs the first, and transformers would drop a mask of ones and choose another kernel without it.

@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
-from raycloak.coordinator.bench.chaos.schedule import KILLED_ROLES, STOPPED_SHARE, make_schedule
 from raycloak.metrics.errors import ConfigError
+from raycloak_lab.bench.chaos.schedule import KILLED_ROLES, STOPPED_SHARE, make_schedule
 
 PROCESSES = {"worker": 4, "aggregator": 1, "ledger": 1, "orchestrator": 1, "driver": 1}
 

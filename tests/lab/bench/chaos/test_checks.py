@@ -7,7 +7,8 @@ import pytest
 
 from raycloak.attestation.core.hybrid_signature import HybridSigner
 from raycloak.attestation.log.evidence_log import EvidenceLog
-from raycloak.coordinator.bench.chaos.checks import (
+from raycloak.metrics.errors import EvidenceError
+from raycloak_lab.bench.chaos.checks import (
     Charges,
     check_charges,
     digest_differences,
@@ -15,8 +16,7 @@ from raycloak.coordinator.bench.chaos.checks import (
     logged_digests,
     missing_steps,
 )
-from raycloak.coordinator.bench.chaos.child_run import StepSeen
-from raycloak.metrics.errors import EvidenceError
+from raycloak_lab.bench.chaos.child_run import StepSeen
 from tests.coordinator.ledger.ledger_cases import MANIFEST, PARAMETERS, opened
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from raycloak.coordinator.bench.start import LIBRARIES, _progress, _role, bench_start
 from raycloak.coordinator.cluster.process_table import Process
 from raycloak.coordinator.config.run import load_config
 from raycloak.coordinator.runs.progress import ProgressDisplay
 from raycloak.coordinator.training.reporting import StepReport
 from raycloak.metrics.errors import RunFailedError
+from raycloak_lab.bench.start import LIBRARIES, _progress, _role, bench_start
 
 ROOT = Path(__file__).resolve().parents[3]
 STEP = StepReport(1, 60, 1.0, 8.0, None, 3, "00", 0.1)

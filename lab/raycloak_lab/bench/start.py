@@ -1,4 +1,4 @@
-"""`raycloak bench start`: measures a run from its command to its first step, beside a bare Ray program.
+"""`raycloak-lab bench start`: measures a run from its command to its first step, beside a bare Ray program.
 
 Both are fresh processes that take turns. The bare program calls ``ray.init``, starts as many actors, and has each
 import the libraries that the product's process of that role needs, at once. It is the floor of a start on Ray.

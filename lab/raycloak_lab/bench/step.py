@@ -1,4 +1,4 @@
-"""`raycloak bench step`: measures where a step's wall time goes, on the present cluster or a local one.
+"""`raycloak-lab bench step`: measures where a step's wall time goes, on the present cluster or a local one.
 
 Beside a peer, blocks of both take turns on the same machine: a bare Ray program (``--against bare-ray``) for what
 control costs, or plain Opacus on one core (``--against opacus``) for what the whole product does.
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from raycloak.attestation.processes.child import Child
 from raycloak.attestation.processes.deadline import Deadline
-from raycloak.coordinator.bench.mask import bench_mask
 from raycloak.coordinator.config.home import HOME_VARIABLE
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.console.output import attach_log
@@ -24,9 +23,10 @@ from raycloak.coordinator.runs.trainer import Trainer
 from raycloak.coordinator.training.reporting import StepReport
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.terms.mechanism import Mechanism
+from raycloak_lab.bench.mask import bench_mask
 
 if TYPE_CHECKING:
-    from raycloak.coordinator.bench.bare_ray import BareProgram
+    from raycloak_lab.bench.bare_ray import BareProgram
 
 WARM_UP_STEPS = 5
 BLOCK_STEPS = 5
@@ -105,7 +105,7 @@ class _Bare:
             return
         if self._program is None:
             # Only now: before, the run had not connected to its cluster.
-            from raycloak.coordinator.bench.bare_ray import BareProgram
+            from raycloak_lab.bench.bare_ray import BareProgram
 
             self._program = self._stack.enter_context(BareProgram(self._workers, _mechanism().dimension))
             for _ in range(WARM_UP_STEPS):
@@ -136,9 +136,9 @@ class _Opacus:
             self.start_seconds = _process_seconds() - report.seconds
             began = time.perf_counter()
             # Only here, because Opacus' import would lengthen the start that is measured.
-            from raycloak.coordinator.bench.opacus_steps import OpacusPeer, Seconds
+            from raycloak_lab.bench.opacus_steps import OpacusPeer, Seconds
 
-            self._process = self._stack.enter_context(Child("raycloak.coordinator.bench.opacus_steps:take_steps"))
+            self._process = self._stack.enter_context(Child("raycloak_lab.bench.opacus_steps:take_steps"))
             plain = self._config.model_dump(mode="json", exclude_unset=True)
             peer = OpacusPeer(config=plain, base=self._base.resolve(), mechanism=_mechanism())
             self._process.call(peer, Seconds, by=Deadline(_PEER_S))
@@ -155,7 +155,7 @@ class _Opacus:
     @staticmethod
     def _steps(process: Child, number: int) -> tuple[float, ...]:
         """Have the peer take so many steps; return the seconds of each."""
-        from raycloak.coordinator.bench.opacus_steps import Seconds, Steps
+        from raycloak_lab.bench.opacus_steps import Seconds, Steps
 
         return process.call(Steps(number=number), Seconds, by=Deadline(_PEER_S)).steps
 

@@ -16,11 +16,11 @@ from typing import Final, Literal
 import numpy as np
 import torch
 
-from raycloak.coordinator.bench.gradient_cases import BenchCase
-from raycloak.coordinator.bench.gradient_memory import peak_extra_bytes, prepare
-from raycloak.coordinator.bench.gradient_methods import METHODS, BenchWorkload, ExactSums, Method, exact_sums
 from raycloak.metrics.errors import ConfigError, RaycloakError, RunFailedError
 from raycloak.workers.gradients.model_checks import check_trainable
+from raycloak_lab.bench.gradient_cases import BenchCase
+from raycloak_lab.bench.gradient_memory import peak_extra_bytes, prepare
+from raycloak_lab.bench.gradient_methods import METHODS, BenchWorkload, ExactSums, Method, exact_sums
 
 PEERS: Final = tuple(name for name in METHODS if name != "ours")
 TOLERANCE: Final = 3e-3

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from raycloak.coordinator.bench.chaos.child_run import Left, LineTail, StepSeen
-from raycloak.coordinator.bench.chaos.figures import (
+from raycloak_lab.bench.chaos.child_run import Left, LineTail, StepSeen
+from raycloak_lab.bench.chaos.figures import (
     Kill,
     Lengths,
     longest_step,

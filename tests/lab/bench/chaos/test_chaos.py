@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from raycloak.attestation.processes.program import Exited
-from raycloak.coordinator.bench.chaos import child_run
-from raycloak.coordinator.bench.chaos.chaos import Chaos, Damage, bench_chaos
-from raycloak.coordinator.bench.chaos.child_run import ChildRun, ChildTask, Left, LineTail, StepSeen
-from raycloak.coordinator.bench.chaos.cluster import Process
-from raycloak.coordinator.bench.chaos.schedule import Strike
 from raycloak.coordinator.config.run import load_config
 from raycloak.coordinator.record.folder import RunFolder, RunRecord
 from raycloak.metrics.errors import ConfigError, RunFailedError
+from raycloak_lab.bench.chaos import child_run
+from raycloak_lab.bench.chaos.chaos import Chaos, Damage, bench_chaos
+from raycloak_lab.bench.chaos.child_run import ChildRun, ChildTask, Left, LineTail, StepSeen
+from raycloak_lab.bench.chaos.cluster import Process
+from raycloak_lab.bench.chaos.schedule import Strike
 
 CONFIG = Path(__file__).resolve().parents[4] / "benchmarks" / "chaos.yaml"
 
@@ -101,7 +101,7 @@ def test_a_loss_that_is_never_noticed_is_an_error():
 
 @pytest.mark.parametrize(("name", "signals"), [("SIGKILL", ["SIGKILL", "kill"]), ("SIGSTOP", ["SIGSTOP", "kill"])])
 def test_a_driver_is_followed_by_another_that_must_get_past_the_step_it_left(name, signals, monkeypatch):
-    monkeypatch.setattr("raycloak.coordinator.bench.chaos.chaos.DRIVER_PAUSE_S", 0.0)
+    monkeypatch.setattr("raycloak_lab.bench.chaos.chaos.DRIVER_PAUSE_S", 0.0)
     repeated, new = _steps(2, 5, at=LATER), _steps(7, 1, at=LATER + 1)
     chaos = _chaos([_steps(0, 6, at=1.0), repeated, new])
     chaos.strike_all((Strike("driver", name, 0.0, 0.0),))

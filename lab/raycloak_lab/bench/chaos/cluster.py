@@ -15,9 +15,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
-from raycloak.coordinator.bench.chaos.raylets import Node, Raylet, Raylets
-from raycloak.coordinator.bench.chaos.schedule import Role
+import raycloak
 from raycloak.coordinator.cluster.process_table import Process, descendants, process_table
+from raycloak_lab.bench.chaos.raylets import Node, Raylet, Raylets
+from raycloak_lab.bench.chaos.schedule import Role
 
 NODES = 2
 
@@ -52,7 +53,7 @@ class ChaosCluster:
         self._stack.close()
 
     def victims(self, aggregators: int) -> dict[Role, list[Process]]:
-        """Return the processes of the present run, by role; see `raycloak.coordinator.bench.chaos.cluster.victims`."""
+        """Return the processes of the present run, by role; see `raycloak_lab.bench.chaos.cluster.victims`."""
         raylets = [raylet.pid for raylet in (self._raylets.head, *self._nodes)]
         return victims(descendants(raylets, process_table()), aggregators)
 
@@ -77,7 +78,7 @@ class ChaosCluster:
 
 def _environment(token: Path) -> dict[str, str]:
     """Return the variables of the cluster and its drivers: this checkout's code, and a token of the cluster's own."""
-    root = Path(__file__).absolute().parents[4]
+    root = Path(raycloak.__file__).absolute().parents[1]
     path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
     return {
         "PYTHONPATH": path,
