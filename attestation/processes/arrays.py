@@ -1,7 +1,9 @@
 """Arrays in shared memory that nobody can change any more: what a channel passes beside a message.
 
-Guarantee: an array is mapped only if its memory can neither be written nor resized by anybody, has the size that was
-stated, and consists of ordinary pages. So its content does not change while it is read, and reading it cannot fail.
+All arrays of a message lie in one memory, in their order, each at the next multiple of `ALIGNMENT`.
+
+Guarantee: arrays are mapped only if their memory can neither be written nor resized by anybody, has the size that was
+stated, and consists of ordinary pages. So their content does not change while it is read, and reading it cannot fail.
 """
 
 import fcntl
@@ -9,7 +11,7 @@ import mmap
 import os
 from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from raycloak.metrics.errors import ProtocolError
 
@@ -19,54 +21,68 @@ if TYPE_CHECKING:
 
 _SEALS: Final = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 MOST_DIMENSIONS: Final = 32
+ALIGNMENT: Final = 64
+"""A line of a processor's cache: no type of numbers needs more, and torch's kernels are fastest with it."""
 
 
-def shared(array: "NDArray[Any]") -> tuple[str, int]:
-    """Copy an array into sealed memory; return its type and shape, and a descriptor that the caller closes.
+class Place(NamedTuple):
+    """An array's type, shape and first byte in the memory of its message."""
+
+    dtype: "np.dtype[Any]"
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def end(self) -> int:
+        """The byte behind its last one."""
+        return self.start + self.dtype.itemsize * prod(self.shape)
+
+
+def places_of(specs: Sequence[str]) -> list[Place]:
+    """Return where arrays of these types and shapes lie; ProtocolError ``malformed`` if one is no type and shape."""
+    places: list[Place] = []
+    for spec in specs:
+        start = -(-places[-1].end // ALIGNMENT) * ALIGNMENT if places else 0
+        places.append(Place(*_parsed(spec), start))
+    return places
+
+
+def shared(arrays: "Sequence[NDArray[Any]]") -> tuple[list[str], int]:
+    """Copy arrays into sealed memory; return the type and shape of each, and a descriptor that the caller closes.
 
     Raises:
         OSError: the memory cannot be had.
     """
-    # The second is for an array of Fortran's order or with gaps, whose bytes are copied once more.
-    content = array.data if array.flags.c_contiguous else array.copy(order="C").data
+    specs = [f"{each.dtype.str}:{','.join(map(str, each.shape))}" for each in arrays]
     descriptor = os.memfd_create("raycloak", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
     try:
-        if array.nbytes:
-            _write(descriptor, content.cast("B"))
+        for array, place in zip(arrays, places_of(specs), strict=True):
+            # The second is for an array of Fortran's order or with gaps, whose bytes are copied once more.
+            content = array.data if array.flags.c_contiguous else array.copy(order="C").data
+            os.ftruncate(descriptor, place.end)
+            os.lseek(descriptor, place.start, os.SEEK_SET)
+            left = content.cast("B") if array.nbytes else memoryview(b"")
+            while left:
+                left = left[os.write(descriptor, left) :]
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)
     except BaseException:
         os.close(descriptor)
         raise
-    return f"{array.dtype.str}:{','.join(map(str, array.shape))}", descriptor
+    return specs, descriptor
 
 
-def _write(descriptor: int, content: memoryview) -> None:
-    while content:
-        content = content[os.write(descriptor, content) :]
+def mapped(places: Sequence[Place], descriptor: int) -> "tuple[NDArray[Any], ...]":
+    """Map the arrays of a descriptor, without a copy. What the caller writes into them is seen by nobody else.
 
-
-def stated_bytes(specs: Sequence[str]) -> int:
-    """Return the bytes of all arrays that these types and shapes state; ProtocolError ``malformed`` if one is none."""
-    sizes = [_parsed(spec) for spec in specs]
-    return sum(dtype.itemsize * prod(shape) for dtype, shape in sizes)
-
-
-def mapped(spec: str, descriptor: int) -> "NDArray[Any]":
-    """Map the array of a descriptor, without a copy. What the caller writes into it is seen by nobody else.
-
-    The mapping, and a descriptor of it, live as long as the array.
-
-    Args:
-        spec: its type and shape, as :func:`shared` returned them.
+    The mapping, and a descriptor of it, live as long as any of the arrays.
 
     Raises:
-        ProtocolError: ``array_unsealed`` if its memory could still change, ``array_pages`` if it consists of other than
+        ProtocolError: ``array_unsealed`` if the memory could still change, ``array_pages`` if it consists of other than
             ordinary pages, ``array_size`` if it is not as large as stated.
     """
     import numpy as np
 
-    dtype, shape = _parsed(spec)
-    size = dtype.itemsize * prod(shape)
+    size = places[-1].end
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
     except OSError:
@@ -77,11 +93,11 @@ def mapped(spec: str, descriptor: int) -> "NDArray[Any]":
     if os.fstatvfs(descriptor).f_bsize != mmap.PAGESIZE:
         raise ProtocolError("array_pages", "the memory of an array does not consist of ordinary pages.")
     if os.fstat(descriptor).st_size != size:
-        raise ProtocolError("array_size", f"the memory of an array does not have the {size} bytes that were stated.")
+        raise ProtocolError("array_size", f"the memory of arrays does not have the {size} bytes that were stated.")
     if size == 0:
-        return np.empty(shape, dtype)
+        return tuple(np.empty(place.shape, place.dtype) for place in places)
     memory = mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    return np.ndarray(shape, dtype, memory)
+    return tuple(np.ndarray(place.shape, place.dtype, memory, place.start) for place in places)
 
 
 def _parsed(spec: str) -> "tuple[np.dtype[Any], tuple[int, ...]]":

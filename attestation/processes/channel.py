@@ -1,7 +1,7 @@
 """A channel between two processes: typed messages over a stream socket, and arrays in sealed memory beside them.
 
-A frame is a big-endian u32 and that many bytes, ``LP(domain, body, array types and shapes)``. The descriptors of its
-arrays come with its first byte. Nothing in it is pickled.
+A frame is a big-endian u32 and that many bytes, ``LP(domain, body, array types and shapes)``. The descriptor of the
+memory of its arrays comes with its first byte. Nothing in it is pickled.
 
 Guarantee: whatever the other side sends, a receiver holds at most ``most_bytes`` of a frame, and maps at most
 ``most_array_bytes``; a sparse file counts as if it were full.
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from raycloak.attestation.core.canonical import length_prefixed
 from raycloak.attestation.core.messages import Message, parse
-from raycloak.attestation.processes.arrays import mapped, shared, stated_bytes
+from raycloak.attestation.processes.arrays import mapped, places_of, shared
 from raycloak.attestation.processes.deadline import Deadline, awaited
 from raycloak.metrics.errors import ProtocolError
 
@@ -32,8 +32,6 @@ MOST_BYTES: Final = 2**26
 """Of a frame: far more than a run's contract or the text of a sample."""
 MOST_ARRAY_BYTES: Final = 2**36
 """Of a frame's arrays together."""
-MOST_ARRAYS: Final = 253
-"""Of a frame: the kernel passes no more descriptors at once."""
 _PIECE: Final = 2**20
 
 
@@ -75,26 +73,23 @@ class Channel:
             ConnectionError: the other side is gone, or this one is closed.
             TimeoutError: the deadline has passed. A part may be sent, so the channel is of no more use.
         """
-        assert len(arrays) <= MOST_ARRAYS, "the kernel passes no more at once"
-        descriptors: list[int] = []
+        specs, descriptors = list[str](), list[int]()
+        if arrays:
+            specs, descriptor = shared(arrays)
+            descriptors = [descriptor]
         try:
-            specs = []
-            for array in arrays:
-                spec, descriptor = shared(array)
-                specs.append(spec)
-                descriptors.append(descriptor)
             content = length_prefixed(message.DOMAIN, message.encode(), *specs)
             frame = memoryview(len(content).to_bytes(4, "big") + content)
             with self._sending:
                 if self._end.fileno() < 0:
                     raise BrokenPipeError("the channel is closed")
-                # With the first byte, so that who reads the length has them.
+                # With the first byte, so that who reads the length has it.
                 frame = frame[self._send(frame[:_PIECE], descriptors, by) :]
                 while frame:
                     frame = frame[self._send(frame[:_PIECE], [], by) :]
         finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
+            for each in descriptors:
+                os.close(each)
 
     def receive(self, *kinds: type[M], by: Deadline | None = None) -> M | None:
         """Receive a message as :meth:`receive_frame`; with arrays it is ``malformed``."""
@@ -112,7 +107,7 @@ class Channel:
             by: until when the whole frame must be there; None waits as long as the other side lives.
 
         Raises:
-            ProtocolError: ``malformed`` if it is of no such kind, not canonical, or lacks descriptors; as
+            ProtocolError: ``malformed`` if it is of no such kind, not canonical, or lacks the memory of its arrays; as
                 `raycloak.attestation.processes.arrays.mapped`. Further frames can be received.
                 ``frame_too_large`` or ``arrays_too_large``: nothing more is received after the first.
             TimeoutError: the deadline has passed. A part may be read, so the channel is of no more use.
@@ -172,7 +167,8 @@ class Channel:
         return content
 
     def _receive_with(self, size: int, descriptors: list[int]) -> bytes:
-        room = socket.CMSG_SPACE(4 * MOST_ARRAYS)
+        # The kernel closes all for which there is no room.
+        room = socket.CMSG_SPACE(4)
         piece, passed, _, _ = self._end.recvmsg(size, room, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
         for level, kind, data in passed:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -192,15 +188,16 @@ class Channel:
         kind = next((each for each in kinds if each.DOMAIN.encode() == domain), None)
         if kind is None:
             raise ProtocolError("malformed", f"none of {', '.join(each.__name__ for each in kinds)}")
-        if len(specs) != len(descriptors):
-            raise ProtocolError("malformed", f"a {kind.__name__} of {len(specs)} arrays with {len(descriptors)}")
+        if len(descriptors) != bool(specs):
+            raise ProtocolError("malformed", f"a {kind.__name__} of {len(specs)} arrays without their memory")
         message = parse(kind, body)
         # Not UTF-8 is no type either.
-        stated = [spec.decode(errors="replace") for spec in specs]
-        size = stated_bytes(stated) if stated else 0
-        if size > self._most_array_bytes:
+        places = places_of([spec.decode(errors="replace") for spec in specs])
+        if not places:
+            return Frame(message, ())
+        if (size := places[-1].end) > self._most_array_bytes:
             raise ProtocolError("arrays_too_large", f"arrays of {size} bytes, and {self._most_array_bytes} are allowed")
-        return Frame(message, tuple(map(mapped, stated, descriptors)))
+        return Frame(message, mapped(places, descriptors[0]))
 
 
 def _fields(content: bytearray) -> list[bytes]:

@@ -14,7 +14,7 @@ import pytest
 
 from raycloak.attestation.core.canonical import length_prefixed
 from raycloak.attestation.processes import arrays
-from raycloak.attestation.processes.channel import MOST_ARRAYS, Channel
+from raycloak.attestation.processes.channel import Channel
 from raycloak.attestation.processes.deadline import Deadline
 from raycloak.metrics.errors import ProtocolError
 from tests.attestation.processes.targets import Note, Other
@@ -124,7 +124,7 @@ def test_an_array_arrives_as_it_was(ends, array):
 
 def test_guarantee_an_array_cannot_change_while_it_is_read():
     """Neither by who sent it, nor by another that it was sent to."""
-    spec, descriptor = arrays.shared(np.arange(4))
+    specs, descriptor = arrays.shared([np.arange(4)])
     with pytest.raises(PermissionError):
         os.pwrite(descriptor, b"x", 0)
     for size in (0, 64):
@@ -132,7 +132,7 @@ def test_guarantee_an_array_cannot_change_while_it_is_read():
             os.ftruncate(descriptor, size)
     with pytest.raises(PermissionError):
         mmap.mmap(descriptor, 32, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    first, second = (arrays.mapped(spec, descriptor) for _ in range(2))
+    (first,), (second,) = (arrays.mapped(arrays.places_of(specs), descriptor) for _ in range(2))
     first[0] = 9
     assert second.tolist() == [0, 1, 2, 3]
     os.close(descriptor)
@@ -162,6 +162,19 @@ def test_guarantee_memory_that_could_change_or_does_not_fit_is_refused_and_the_n
     Channel(raw).send(NOTE)
     assert channel.receive(Note) == NOTE
     assert open_descriptors() - before <= 1, "the other end of the pipe"
+
+
+def test_thousands_of_arrays_come_in_one_memory():
+    first, second = map(Channel, socket.socketpair())
+    before = open_descriptors()
+    given = [np.full(index % 7, index, np.uint16) for index in range(3000)]
+    first.send(NOTE, given)
+    found = second.receive_frame(Note)
+    assert open_descriptors() == before + 1
+    assert all(own.tolist() == expected.tolist() for own, expected in zip(found.arrays, given, strict=True))
+    assert all(own.ctypes.data % arrays.ALIGNMENT == 0 for own in found.arrays)
+    first.close()
+    second.close()
 
 
 def test_a_sparse_file_counts_at_its_full_size(ends):
@@ -228,7 +241,7 @@ def test_descriptors_that_no_array_needs_are_closed(ends):
     before = open_descriptors()
     descriptor = memory(bytes(8))
     # More than stated, at the beginning; others in the middle of a frame, where nobody takes any.
-    send_with(raw, frame(Note.DOMAIN, NOTE.encode()), [descriptor] * MOST_ARRAYS)
+    send_with(raw, frame(Note.DOMAIN, NOTE.encode()), [descriptor] * 253)
     content = frame(Note.DOMAIN, NOTE.encode())
     raw.sendall(content[:9])
     send_with(raw, content[9:], [descriptor] * 3)
