@@ -18,9 +18,14 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from raycloak.coordinator.accounting.accountants import AccountLimits, accountant_of
+from raycloak.coordinator.accounting.calibration import composed_curve
+from raycloak.coordinator.accounting.renyi import ORDERS, accountant_delta
 from raycloak.coordinator.console.figures import epsilon_text
+from raycloak.coordinator.planning.measurements import Schedule
 from raycloak.coordinator.record.run_reader import Event, RunData
-from raycloak.coordinator.report.planned import budget_of, planned_epsilon
+from raycloak.coordinator.report.facts import budget_of
+from raycloak.workers.terms.manifest import Manifest
 
 ACCENT: Final = "#0b5f83"
 INK: Final = "#20262b"
@@ -32,6 +37,8 @@ PHASES: Final = {
     "reduce": ("reduce_seconds", "#c3d9e2"),
     "other": ("", "#e6e6e6"),
 }
+POINTS: Final = 16
+"""Points of the plan's line: the ledger quotes an account of `pld` at as many, and more would cost seconds."""
 MOST_COLUMNS: Final = 60
 """Columns of the phases' figure: one a step up to here, then one for several steps, which a page can show."""
 
@@ -88,7 +95,7 @@ def _epsilon(run: RunData) -> Drawing | None:
     charged = _charged(run)
     if run.manifest is None or not charged:
         return None
-    plan = planned_epsilon(run)
+    plan = _planned(run, run.manifest)
     cap, delta = budget_of(run)
     accountant = run.manifest.computation.mechanism.accountant
     with _axes("epsilon", "steps finished", f"ε at δ = {delta:g}") as (axes, finish):
@@ -111,6 +118,24 @@ def _epsilon(run: RunData) -> Drawing | None:
         f"The plan's line is computed again from the manifest, for a fresh account.{steps}"
     )
     return Drawing("epsilon", "Budget against plan", caption, svg)
+
+
+def _planned(run: RunData, manifest: Manifest) -> list[tuple[int, float]]:
+    """Return (finished steps, epsilon) of the plan on a fresh account, measurements included; empty if not private."""
+    computation = manifest.computation
+    mechanism, plan = computation.mechanism, Schedule(computation.mechanism, computation.measurements)
+    if not mechanism.private:
+        return []
+    cap, delta = budget_of(run)
+    points = sorted({-(-mechanism.steps * point // POINTS) for point in range(1, POINTS + 1)})
+    orders = None
+    if cap is not None:
+        limits = AccountLimits(cap, accountant_delta(delta), ORDERS)
+        whole = plan.releases(mechanism.steps, mechanism.steps)
+        # The orders that the ledger fixes when the run is registered, so that both lines are of one accountant.
+        orders = accountant_of(mechanism.accountant).fixed_orders(whole, limits)
+    releases = [plan.releases(point, point) for point in points]
+    return list(zip(points, composed_curve(releases, delta, mechanism.accountant, orders), strict=True))
 
 
 def _charged(run: RunData) -> list[tuple[int, float]]:
@@ -231,7 +256,9 @@ def _phases(run: RunData) -> Drawing | None:
         for name, (field, _) in PHASES.items()
     )
     bars = f" Each column is the mean of up to {width} steps." if width > 1 else ""
-    caption = f"{len(steps)} steps took {_duration(total)}: {shares}. Other is repeated attempts and waiting.{bars}"
+    unit, unit_name = _time_unit(total)
+    took = f"{len(steps)} steps took {total / unit:.1f} {unit_name}"
+    caption = f"{took}: {shares}. Other is repeated attempts and waiting.{bars}"
     return Drawing("phases", "Where the time went", caption, svg)
 
 
@@ -331,8 +358,3 @@ def _legend_above(axes: Axes, columns: int) -> None:
 def _time_unit(seconds: float) -> tuple[float, str]:
     units = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
     return next((each for each in units if seconds > 2 * each[0]), (1.0, "seconds"))
-
-
-def _duration(seconds: float) -> str:
-    unit, name = _time_unit(seconds)
-    return f"{seconds / unit:.1f} {name}"

@@ -1,19 +1,56 @@
 """The facts of a run that are not in its verdict: data, sampling, environment, commands, and what limits all of it."""
 
+import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Final
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+
+from raycloak.attestation.files.whole import write_whole
+from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.record.run_reader import RunData
 from raycloak.coordinator.record.verdict import Verdict
-from raycloak.coordinator.report.members import Evidence
-from raycloak.coordinator.report.planned import budget_of
-from raycloak.coordinator.report.words import participation_rows
+from raycloak.coordinator.report.members import Evidence, utc
+from raycloak.coordinator.report.words import delta_text, participation_rows
+from raycloak.metrics.file_errors import file_error
 from raycloak.workers.terms.mechanism import Mechanism
 
 Rows = list[tuple[str, str]]
 
+TEMPLATES: Final = Path(__file__).parent / "templates"
 _KEPT = {"sealed": "sealed", "sent": "encrypted for attested workers"}
+
+
+def filled(template: str, **facts: Any) -> str:
+    """Return a template with its facts; in HTML they are escaped, in Markdown the filter ``plain`` escapes them."""
+    files = FileSystemLoader(TEMPLATES)
+    pages = Environment(loader=files, autoescape=select_autoescape(["html"]), undefined=StrictUndefined)
+    pages.filters |= {"epsilon": epsilon_text, "delta": delta_text, "plain": plain, "utc": utc}
+    return pages.get_template(template).render(**facts)
+
+
+def written(path: Path, document: str) -> Path:
+    """Write a document to ``path``, whole or not at all; ConfigError ``report_file`` if that cannot be."""
+    try:
+        write_whole(path, document.encode())
+    except OSError as error:
+        raise file_error("report_file", "write", path, error) from None
+    return path
+
+
+def plain(text: str) -> str:
+    """Return ``text`` so that Markdown shows it as it is, on one line."""
+    return re.sub(r"([\\`*_{}\[\]<>|#!&])", r"\\\1", " ".join(text.split()))
+
+
+def budget_of(run: RunData) -> tuple[float | None, float]:
+    """Return the account's cap, and its delta: as the verdict has them, else as the configuration asked for them."""
+    asked, verdict = run.config.dp_config, run.verdict or {}
+    cap, delta = verdict.get("epsilon_cap"), verdict.get("privacy_delta")
+    if cap is None:
+        cap = asked.epsilon_cap if asked.epsilon_cap is not None else asked.target_epsilon
+    return cap, asked.target_delta if delta is None else delta
 
 
 def data_rows(run: RunData) -> Rows:
@@ -56,12 +93,15 @@ def sampling_rows(run: RunData) -> Rows:
     if not mechanism.private:
         return [*rows, ("privacy", "NOT PRIVATE: nothing was clipped or noised")]
     cap, delta = budget_of(run)
+    sent = mechanism.max_participations is not None
+    others = "the most examples that all steps could have" if sent else "the number of examples"
+    most = mechanism.num_examples * (mechanism.steps if sent else 1)
     return [
         *rows,
         ("clipping norm", f"{mechanism.max_grad_norm:g}, of one example's gradient"),
         ("noise multiplier", f"{mechanism.noise_multiplier:.6g}"),
         ("noise counted on", f"{mechanism.honest_share:.0%} of the virtual workers"),
-        ("δ", _delta_text(mechanism, delta)),
+        ("δ", f"{delta:g}; one over {others} is {1 / most:.2g}"),
         ("cap of the account", "none given" if cap is None else f"ε {cap:g}"),
         ("accountant", mechanism.accountant),
         *(
@@ -81,13 +121,6 @@ def _use_rows(mechanism: Mechanism) -> Rows:
         ("sampling", f"each example by itself with probability {mechanism.sample_rate:.6g} in each step (Poisson)"),
         ("batch", f"{batch}; {passes:.3g} passes in {mechanism.steps} steps"),
     ]
-
-
-def _delta_text(mechanism: Mechanism, delta: float) -> str:
-    if mechanism.max_participations is not None:
-        most = mechanism.steps * mechanism.num_examples
-        return f"{delta:g}; one over the most examples that all steps could have is {1 / most:.2g}"
-    return f"{delta:g}; one over the number of examples is {1 / mechanism.num_examples:.2g}"
 
 
 def _releases(mechanism: Mechanism) -> str:
@@ -130,40 +163,32 @@ def commands_of(run: RunData, evidence: Evidence) -> list[tuple[str, str, str]]:
         made.append(("Prove every claim again", proof, needs))
     steps = len(run.steps)
     if steps:
-        made.append(_replay(run, evidence, f"raycloak replay {folder} --steps 0:{min(steps, 10)}"))
-    base = Path(run.record.driver_base)
-    copied = shlex.quote(str(base / f"{run.config.name}-again.yaml"))
+        replay = _replay(run, evidence, f"raycloak replay {folder} --steps 0:{min(steps, 10)}")
+        made.append(("Compute steps again", *replay))
+    copied = shlex.quote(str(Path(run.record.driver_base) / f"{run.config.name}-again.yaml"))
+    copy = f"cp {folder}/config.yaml {copied}\nraycloak run {copied}"
     if run.config.model is None or run.config.dataset is None:
         made.append(("Train it again", "", "The run was given its model or data in Python: start that program again."))
-        return [*made, *_export(run, folder)]
-    made.append(
-        (
-            "Train it again",
-            f"cp {folder}/config.yaml {copied}\nraycloak run {copied}",
-            "This is a new run with a new secret: other noise, other bytes, and a charge of its own to the account.",
-        )
-    )
-    if run.record.status in ("running", "stopped", "failed") and steps:
-        command = f"cp {folder}/config.yaml {copied}\nraycloak run {copied} --resume"
-        made.append(("Resume it", command, "From its newest sealed package, with the secret that the site still has."))
-    return [*made, *_export(run, folder)]
+    else:
+        needs = "This is a new run with a new secret: other noise, other bytes, and a charge of its own to the account."
+        made.append(("Train it again", copy, needs))
+        if run.record.status in ("running", "stopped", "failed") and steps:
+            needs = "From its newest sealed package, with the secret that the site still has."
+            made.append(("Resume it", f"{copy} --resume", needs))
+    if (run.path / "parameters.safetensors").exists():
+        export = f"raycloak export {folder} --format safetensors --out model.safetensors"
+        made.append(("Take its model", export, "Any use of it is covered by what the verdict claims."))
+    return made
 
 
-def _export(run: RunData, folder: str) -> list[tuple[str, str, str]]:
-    if not (run.path / "parameters.safetensors").exists():
-        return []
-    command = f"raycloak export {folder} --format safetensors --out model.safetensors"
-    return [("Take its model", command, "Any use of it is covered by what the verdict claims.")]
-
-
-def _replay(run: RunData, evidence: Evidence, command: str) -> tuple[str, str, str]:
-    purpose = "Compute steps again"
+def _replay(run: RunData, evidence: Evidence, command: str) -> tuple[str, str]:
+    """Return the command, if it can be run, and what it needs."""
     if run.record.secret_file is not None:
-        return purpose, command, f"Needs the run secret in {run.record.secret_file} and the data. It charges nothing."
+        return command, f"Needs the run secret in {run.record.secret_file} and the data. It charges nothing."
     if evidence.secret_destroyed:
         needed = "its secret was destroyed at its end. secret_retention: keep would have kept it."
-        return purpose, "", f"raycloak replay cannot do this for the run: {needed}"
-    return purpose, command, "Needs the run secret, which the site has until the run is complete, and the data."
+        return "", f"raycloak replay cannot do this for the run: {needed}"
+    return command, "Needs the run secret, which the site has until the run is complete, and the data."
 
 
 def is_old(run: RunData, verdict: Verdict) -> bool:
@@ -173,77 +198,6 @@ def is_old(run: RunData, verdict: Verdict) -> bool:
 
 def limits_of(run: RunData, verdict: Verdict | None) -> tuple[str, ...]:
     """Return what this run does not show, in plain words; the first weigh most."""
-    return tuple(_limits(run, verdict))
-
-
-def _limits(run: RunData, verdict: Verdict | None) -> Iterator[str]:
-    if verdict is None:
-        yield "There is no verdict, so nothing is claimed. What was charged to the account stays charged."
-    elif not verdict.private:
-        yield (
-            "NOT PRIVATE. Differential privacy was off: the model may reveal any example it was trained on. The "
-            "data was declared public, and only that makes this acceptable."
-        )
-    else:
-        yield from _privacy_limits(verdict)
-    if verdict is not None:
-        yield from _site_limits(verdict)
-    if run.config.dataset is None or run.config.dataset.kind not in _KEPT:
-        yield "The data was not sealed: the administrator of a worker's machine could read the examples."
-    yield (
-        "Accuracy, times and byte counts are the site's own records. Nobody signs them. The evidence log and the "
-        "ledger are signed."
-    )
-    yield (
-        "This page repeats the run directory and is itself no evidence. Whoever can edit the directory can edit the "
-        "page; raycloak verify derives every claim again from signed bytes."
-    )
-
-
-def _privacy_limits(verdict: Verdict) -> Iterator[str]:
-    yield (
-        "ε bounds what can be learnt about one example. A person with several examples in the data is protected "
-        "less: with k of them, by k times ε at most, and a larger δ."
-    )
-    yield (
-        "ε is no probability of harm. It bounds by which factor, e^ε, one example can change the odds of anything "
-        "that is learnt from the model; what is true of the whole population can be learnt all the same."
-    )
-    if verdict.max_participations is not None:
-        yield (
-            f"ε counts on it that no example took part in more than {verdict.max_participations} steps. That is the "
-            "word of the training service, which counted ids: the ledger sees none, and cannot confirm it."
-        )
-        yield (
-            "A client chose the examples of each step. ε speaks of that choice only as far as it followed from "
-            "what was released and from public facts, and from nothing that an example holds."
-        )
-    if verdict.privacy_epsilon_one_worker is None:
-        yield (
-            "There is no bound if a worker's machine helps the aggregator: one machine held the keys of "
-            f"{verdict.keys_on_one_machine} of {verdict.virtual_workers} virtual workers."
-        )
-    yield (
-        f"Other runs on the same data add to it. All runs of the account together claim its cap"
-        f"{'' if verdict.epsilon_cap is None else f', ε {verdict.epsilon_cap:g}'}; accounts of the same data add up."
-    )
-    if not verdict.rollback_witness:
-        yield "Nobody outside watched the ledger, so an older copy that was put back would not be noticed."
-
-
-def _site_limits(verdict: Verdict) -> Iterator[str]:
-    if verdict.simulated:
-        yield (
-            "SIMULATED evidence: no hardware vouches for any member. Masks, noise and keys are as good as the word of "
-            "those who run the machines."
-        )
-    if verdict.masked_bytes == 0:
-        yield "Nothing was masked: the aggregator saw the update of each worker."
-    if not verdict.exact:
-        yield "NOT EXACT: operations without a deterministic kernel ran, so a repeat may give other last bits."
-    if verdict.colocated:
-        yield "Orchestrator and aggregator shared a machine, so one broken machine would have had both roles."
-    if verdict.data_check is None:
-        yield "No check of this data is on record: nobody looked for missing values, wrong labels or duplicates."
-    if verdict.evaluation_data is None:
-        yield "The model was not measured on a public split."
+    sealed = run.config.dataset is not None and run.config.dataset.kind in _KEPT
+    paragraphs = re.split(r"\n\s*\n", filled("limits.txt", verdict=verdict, sealed=sealed).strip())
+    return tuple(" ".join(each.split()) for each in paragraphs)

@@ -1,37 +1,14 @@
 """The incidents of a run: failures, refusals and repeats, in the order in which the record has them."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from typing import Final
 
 from raycloak.coordinator.record.run_reader import Event, RunData
-from raycloak.coordinator.report.members import Evidence
-
-MOST: Final = 200
-"""Incidents that a page shows; all of them are in the files that it names."""
-
-
-@dataclass(frozen=True, slots=True)
-class IncidentRow:
-    """One row.
-
-    Attributes:
-        when: UTC; empty where the record has no time.
-        step: finished steps by then; None where the record does not tell.
-        file: of the run directory, that has the record.
-    """
-
-    when: str
-    step: int | None
-    what: str
-    detail: str
-    file: str
+from raycloak.coordinator.report.members import Evidence, IncidentRow, utc
 
 
 def incidents_of(run: RunData, evidence: Evidence) -> tuple[IncidentRow, ...]:
     """Return departures, newcomers, restarts, resumes, loads, repeated attempts, then the orchestrator's refusals."""
-    return (*_from_events(run), *_from_log(evidence))
+    return (*_from_events(run), *evidence.refusals)
 
 
 def _from_events(run: RunData) -> Iterator[IncidentRow]:
@@ -67,16 +44,3 @@ def _from_events(run: RunData) -> Iterator[IncidentRow]:
 
 def _incident(event: Event, finished: int, what: str, detail: str) -> IncidentRow:
     return IncidentRow(utc(event["time"]), finished, what, detail, "metrics.jsonl")
-
-
-def _from_log(evidence: Evidence) -> Iterator[IncidentRow]:
-    for each in evidence.refusals:
-        times = f", {each.count} times" if each.count > 1 else ""
-        yield IncidentRow(
-            "", None, each.what, f"{each.name}: {each.reason}{times}", f"evidence.jsonl, entry {each.entry}"
-        )
-
-
-def utc(seconds: float) -> str:
-    """Return a Unix time to the second, for a reader."""
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")

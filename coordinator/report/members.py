@@ -5,10 +5,10 @@ Hides the kinds of entries in the log. Its signatures were checked; whether the 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from typing import Any
 
-from raycloak.attestation.log.evidence_log import ExportedLog
 from raycloak.coordinator.record.run_reader import RunData
 from raycloak.metrics.errors import EvidenceError
 
@@ -25,7 +25,6 @@ class ReportedMember:
         presentations: how often its evidence was accepted, renewals included.
         virtual_workers: whose keys it got.
         left: cause of its expulsion; None if there was none.
-        entry: number of the log entry of its first admission.
     """
 
     member_id: str
@@ -36,20 +35,25 @@ class ReportedMember:
     admitted_at: int
     expires_at: int
     presentations: int
-    entry: int
     virtual_workers: frozenset[int] = frozenset()
     left: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class ReportedRefusal:
-    """One refusal or revocation: of whom, and the stable code or stated reason. ``count`` may stand for several."""
+class IncidentRow:
+    """A failure, a refusal or a repeat.
 
-    name: str
+    Attributes:
+        when: UTC; empty where the record has no time.
+        step: finished steps by then; None where the record does not tell.
+        file: of the run directory, that has the record.
+    """
+
+    when: str
+    step: int | None
     what: str
-    reason: str
-    entry: int
-    count: int = 1
+    detail: str
+    file: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +61,17 @@ class Evidence:
     """The members and refusals of a run.
 
     Attributes:
+        refusals: of members by the orchestrator, and revocations; ``refused`` is their number, as a row may stand for
+            several.
         problem: why there is no log that can be shown, a sentence; empty if there is one.
         entries: length of the log.
-        sessions: executions that the log has.
         secret_destroyed: whether the run secret is gone; None if the log was not ended for good.
     """
 
     members: tuple[ReportedMember, ...] = ()
-    refusals: tuple[ReportedRefusal, ...] = ()
+    refusals: tuple[IncidentRow, ...] = ()
+    refused: int = 0
     entries: int = 0
-    sessions: int = 0
     secret_destroyed: bool | None = None
     problem: str = ""
 
@@ -79,65 +84,33 @@ def evidence_of(run: RunData) -> Evidence:
         return Evidence(problem=f"Nothing of it can be relied on. {error.message} ({error.code})")
     if log is None:
         return Evidence(problem="There is no evidence log here: it is written when an execution of the run ends.")
-    return _read(log)
-
-
-@dataclass(slots=True)
-class _Reading:
-    members: dict[str, ReportedMember] = field(default_factory=dict)
-    refusals: list[ReportedRefusal] = field(default_factory=list)
-    sessions: int = 0
-    secret_destroyed: bool | None = None
-
-
-def _read(log: ExportedLog) -> Evidence:
-    found = _Reading()
+    members: dict[str, ReportedMember] = {}
+    refusals, refused, secret_destroyed = [], 0, None
     for entry in log.entries:
         body = entry.content
+        member = members.get(body.get("member_id", ""))
         match entry.kind:
-            case "session":
-                found.sessions += 1
             case "admitted":
-                _admit(found, entry.sequence, body)
-            case "released":
-                member = found.members.get(body["member_id"])
-                if member is not None and body["kind"] == "virtual_worker":
-                    keys = member.virtual_workers | set(body["virtual_workers"])
-                    found.members[member.member_id] = replace(member, virtual_workers=keys)
-            case "expelled":
-                member = found.members.get(body["member_id"])
-                if member is not None:
-                    found.members[member.member_id] = replace(member, left=str(body["cause"]))
-            case "refused" | "release_refused":
-                what = "admission refused" if entry.kind == "refused" else "keys refused"
-                found.refusals.append(ReportedRefusal(str(body["member_id"]), what, str(body["code"]), entry.sequence))
-            case "refusals_omitted":
-                found.refusals.append(
-                    ReportedRefusal("several", "more refusals", ", ".join(body["codes"]), entry.sequence, body["count"])
-                )
-            case "revoked":
-                name = f"{body['kind']} {body['name']}"
-                found.refusals.append(ReportedRefusal(name, "revoked", str(body["reason"]), entry.sequence))
+                members[str(body["member_id"])] = _admitted(member, body)
+            case "released" if member is not None and body["kind"] == "virtual_worker":
+                keys = member.virtual_workers | set(body["virtual_workers"])
+                members[member.member_id] = replace(member, virtual_workers=keys)
+            case "expelled" if member is not None:
+                members[member.member_id] = replace(member, left=str(body["cause"]))
             case "finished":
-                found.secret_destroyed = bool(body["secret_destroyed"])
-    return Evidence(
-        members=tuple(found.members.values()),
-        refusals=tuple(found.refusals),
-        entries=len(log.entries),
-        sessions=found.sessions,
-        secret_destroyed=found.secret_destroyed,
-    )
+                secret_destroyed = bool(body["secret_destroyed"])
+            case "refused" | "release_refused" | "refusals_omitted" | "revoked":
+                what, detail = _refusal(entry.kind, body)
+                refusals.append(IncidentRow("", None, what, detail, f"evidence.jsonl, entry {entry.sequence}"))
+                refused += body.get("count", 1)
+    return Evidence(tuple(members.values()), tuple(refusals), refused, len(log.entries), secret_destroyed)
 
 
-def _admit(found: _Reading, sequence: int, body: Mapping[str, Any]) -> None:
-    name = str(body["member_id"])
-    known = found.members.get(name)
+def _admitted(known: ReportedMember | None, body: Mapping[str, Any]) -> ReportedMember:
     if known is not None:
-        again = replace(known, expires_at=body["expires_at"], presentations=known.presentations + 1, left=None)
-        found.members[name] = again
-        return
-    found.members[name] = ReportedMember(
-        member_id=name,
+        return replace(known, expires_at=body["expires_at"], presentations=known.presentations + 1, left=None)
+    return ReportedMember(
+        member_id=str(body["member_id"]),
         role=str(body["role"]),
         evidence_class=str(body["evidence_class"]),
         hardware=str(body["claims"].get("hwmodel", "")),
@@ -145,5 +118,19 @@ def _admit(found: _Reading, sequence: int, body: Mapping[str, Any]) -> None:
         admitted_at=body["appraised_at"],
         expires_at=body["expires_at"],
         presentations=1,
-        entry=sequence,
     )
+
+
+def _refusal(kind: str, body: Mapping[str, Any]) -> tuple[str, str]:
+    """Return what was refused, and of whom and why."""
+    if kind == "refusals_omitted":
+        times = f", {body['count']} times" if body["count"] > 1 else ""
+        return "more refusals", f"several: {', '.join(body['codes'])}{times}"
+    if kind == "revoked":
+        return "revoked", f"{body['kind']} {body['name']}: {body['reason']}"
+    return "admission refused" if kind == "refused" else "keys refused", f"{body['member_id']}: {body['code']}"
+
+
+def utc(seconds: float) -> str:
+    """Return a Unix time to the second, for a reader."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")

@@ -14,21 +14,26 @@ from raycloak.workers.terms.measurement import Released
 
 def verdict_rows(verdict: Verdict) -> list[tuple[str, str]]:
     """Return label and text of each line, in order."""
+    # The newest release of each measurement; all of them are in the JSON.
+    measured = {released.query: released for released in verdict.measurements}
+    sent = verdict.max_participations is not None
+    masked = f"{size_text(verdict.masked_bytes)} reached the aggregator, all masked"
+    unnoticed = "not covered: no witness on other storage"
     return [
         *(_budget_rows(verdict) if verdict.private else [("privacy", "NOT PRIVATE: differential privacy was off")]),
         ("steps", _steps(verdict)),
         _evaluation_row(verdict),
         *((name, f"{value:.6g} on the public split") for name, value in verdict.evaluation_metrics.items()),
-        *_measurement_rows(verdict),
-        ("evidence", _evidence(verdict)),
+        *((f"private {query.replace('_', ' ')}", released_text(each)) for query, each in measured.items()),
+        ("evidence", "SIMULATED: no hardware vouches for the workers" if verdict.simulated else verdict.evidence_class),
         ("workers", f"{verdict.num_workers}, hosting {verdict.virtual_workers} virtual workers"),
-        ("masked", _masked(verdict)),
-        ("data", sealed_text(verdict.data_sealed, verdict.max_participations is not None)),
+        ("masked", masked if verdict.masked_bytes else "nothing: secure aggregation was off"),
+        ("data", sealed_text(verdict.data_sealed, sent)),
         *participation_rows(verdict.max_participations, verdict.planned_steps),
-        *check_row(verdict.data_check, verdict.max_participations is not None),
+        *check_row(verdict.data_check, sent),
         *([("evaluation data", evaluation_text(verdict.evaluation_data))] if verdict.evaluation_data else []),
         *keys_rows(verdict.key_service),
-        ("ledger rollback", _rollback(verdict)),
+        ("ledger rollback", "a witness would notice it" if verdict.rollback_witness else unnoticed),
         *([("colocated", "orchestrator and aggregator on one node")] if verdict.colocated else []),
         *([] if verdict.exact else [("exact", "NOT EXACT: a repeat may differ in last bits, which no noise covers")]),
         ("parameters", verdict.model_digest),
@@ -39,18 +44,14 @@ def verdict_rows(verdict: Verdict) -> list[tuple[str, str]]:
 
 
 def _steps(verdict: Verdict) -> str:
-    text = f"{verdict.steps} of {verdict.planned_steps}, {verdict.wall_seconds:.1f} s with the start of the workers"
-    match verdict.ending:
-        case "complete":
-            return text
-        case "cap_exceeded":
-            return f"{text}: the cap is reached"
-        case "early_stopped":
-            return f"{text}: ended early, since results no longer got better"
-        case "stopped":
-            return f"{text}: stopped, resume with --resume"
-        case code:
-            return f"{text}: ended by {code}"
+    ended = {
+        "complete": "",
+        "cap_exceeded": ": the cap is reached",
+        "early_stopped": ": ended early, since results no longer got better",
+        "stopped": ": stopped, resume with --resume",
+    }.get(verdict.ending, f": ended by {verdict.ending}")
+    seconds = f"{verdict.wall_seconds:.1f} s with the start of the workers"
+    return f"{verdict.steps} of {verdict.planned_steps}, {seconds}{ended}"
 
 
 def verdict_title(verdict: Verdict) -> str:
@@ -62,30 +63,32 @@ def verdict_title(verdict: Verdict) -> str:
 
 def _budget_rows(verdict: Verdict) -> list[tuple[str, str]]:
     helper = f"its machine, with {verdict.keys_on_one_machine} of {verdict.virtual_workers} keys,"
+    # The smaller figure of a run that charged less than it planned.
+    blind, claimed = verdict.privacy_epsilon_if_stop_was_blind, verdict.privacy_epsilon
+    charged, cap = epsilon_text(verdict.privacy_epsilon_charged), epsilon_text(verdict.epsilon_cap)
+    accountant = f" ({verdict.accountant} accountant)" if verdict.accountant else ""
+    account = f"{verdict.account}: " if verdict.account else ""
     return [
-        ("ε", f"{epsilon_text(verdict.privacy_epsilon)}, against outsiders and the aggregator, however the run ended"),
-        *_blind_rows(verdict),
+        ("ε", f"{epsilon_text(claimed)}, against outsiders and the aggregator, however the run ended"),
+        *(
+            [("ε if the stop was blind", f"{epsilon_text(blind)}, only if nothing that was released led to the end")]
+            if blind != claimed
+            else []
+        ),
         ("ε with one worker", f"{epsilon_text(verdict.privacy_epsilon_one_worker)}, if {helper} helps the aggregator"),
-        ("ε of the account", _account(verdict)),
+        (
+            "ε of the account",
+            f"{account}{cap} for all its runs together, of which {charged} is charged so far{accountant}",
+        ),
         *([] if verdict.data is None else data_rows(verdict.data)),
         *accountant_rows(verdict.epsilon_by_accountant, verdict.accountants_not_computed),
-        ("δ", "unknown" if verdict.privacy_delta is None else f"{verdict.privacy_delta:g}"),
+        ("δ", delta_text(verdict.privacy_delta)),
     ]
 
 
-def _blind_rows(verdict: Verdict) -> list[tuple[str, str]]:
-    """Return the smaller figure of a run that charged less than it planned, with its condition; else nothing."""
-    blind = verdict.privacy_epsilon_if_stop_was_blind
-    if blind == verdict.privacy_epsilon:
-        return []
-    return [("ε if the stop was blind", f"{epsilon_text(blind)}, only if nothing that was released led to the end")]
-
-
-def _account(verdict: Verdict) -> str:
-    charged, cap = epsilon_text(verdict.privacy_epsilon_charged), epsilon_text(verdict.epsilon_cap)
-    accountant = f" ({verdict.accountant} accountant)" if verdict.accountant else ""
-    name = f"{verdict.account}: " if verdict.account else ""
-    return f"{name}{cap} for all its runs together, of which {charged} is charged so far{accountant}"
+def delta_text(delta: float | None) -> str:
+    """Return a verdict's delta."""
+    return "unknown" if delta is None else f"{delta:g}"
 
 
 def _evaluation_row(verdict: Verdict) -> tuple[str, str]:
@@ -95,35 +98,10 @@ def _evaluation_row(verdict: Verdict) -> tuple[str, str]:
         exponential = "" if perplexity is None else f" (perplexity {perplexity:.6g})"
         return "loss", f"{verdict.evaluation_loss:.6g}{exponential}, mean over the {split}"
     if verdict.evaluation_accuracy is None:
-        return "accuracy", f"not measured: {_unmeasured(verdict)}"
+        why = "the run failed first" if verdict.evaluation_data else "no evaluation data"
+        return "accuracy", f"not measured: {why}"
     f1 = "" if verdict.evaluation_f1 is None else f", macro F1 {verdict.evaluation_f1:.3f},"
     return "accuracy", f"{verdict.evaluation_accuracy:.1%}{f1} on the {split}"
-
-
-def _unmeasured(verdict: Verdict) -> str:
-    return "the run failed first" if verdict.evaluation_data else "no evaluation data"
-
-
-def _measurement_rows(verdict: Verdict) -> list[tuple[str, str]]:
-    """Return the newest release of each measurement; all of them are in the JSON."""
-    newest = {released.query: released for released in verdict.measurements}
-    return [(f"private {query.replace('_', ' ')}", released_text(released)) for query, released in newest.items()]
-
-
-def _evidence(verdict: Verdict) -> str:
-    if verdict.simulated:
-        return "SIMULATED: no hardware vouches for the workers"
-    return verdict.evidence_class
-
-
-def _masked(verdict: Verdict) -> str:
-    if verdict.masked_bytes == 0:
-        return "nothing: secure aggregation was off"
-    return f"{size_text(verdict.masked_bytes)} reached the aggregator, all masked"
-
-
-def _rollback(verdict: Verdict) -> str:
-    return "a witness would notice it" if verdict.rollback_witness else "not covered: no witness on other storage"
 
 
 def data_rows(data: DataStanding) -> list[tuple[str, str]]:

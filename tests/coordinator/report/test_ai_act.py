@@ -8,9 +8,8 @@ import yaml
 
 from raycloak.coordinator.record.folder import RunFolder
 from raycloak.coordinator.record.run_reader import read_run
-from raycloak.coordinator.report.ai_act import documentation_of
+from raycloak.coordinator.report.ai_act import documentation_of, shown
 from raycloak.coordinator.report.members import evidence_of
-from raycloak.coordinator.report.record_index import shown
 from tests.coordinator.report.test_document import page_of
 
 

@@ -6,7 +6,8 @@ import pytest
 import yaml
 
 from raycloak.coordinator.record.run_reader import read_run
-from raycloak.coordinator.report.model_card import model_card, plain
+from raycloak.coordinator.report.facts import plain
+from raycloak.coordinator.report.model_card import model_card
 from tests.coordinator.report.test_document import edit
 
 
