@@ -1,15 +1,16 @@
-"""The sources of the metrics page: the run as the coordinator reports it; ledger, GPUs and service at scrape time.
+"""The sources of the metrics page: the run as the coordinator reports it; ledger, GPUs and services at scrape time.
 
-Nothing here imports the rest of raycloak. The wiring passes in callables that reach the ledger and the samplers. Such a
-callable must return within a few seconds or raise, since a scrape waits for it.
+Nothing here imports the rest of raycloak. The wiring passes in callables that reach the ledger, the samplers and the
+services.
 """
 
 import math
 import platform
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Generic, TypeVar
 
 from prometheus_client.core import Metric
 
@@ -19,18 +20,24 @@ from raycloak.metrics.registry import (
     ACCOUNT,
     ANSWERED,
     CALLS,
+    CLIENT_STATES,
     FAILED,
     GPU_SERIES,
     GPU_STATES,
     LEDGER_SERIES,
+    OPERATION_PHASES,
+    OPERATIONS,
     RUN_SERIES,
     RUN_STATES,
     SERVICE_SERIES,
     TRAINING,
+    TRAINING_SERVICE_SERIES,
     Series,
     exactness_mark,
     privacy_mark,
 )
+
+F = TypeVar("F")
 
 
 @dataclass(frozen=True)
@@ -100,6 +107,25 @@ class ServiceFigures:
 
 
 @dataclass(frozen=True)
+class ServiceSnapshot:
+    """The figures of a training service at one moment.
+
+    Args:
+        clients: their number by status, of all tenants together.
+        drivers: driver processes. samplers: processes that generate text. watch_streams: that clients hold open.
+        queued: operations that wait for their turn, by kind.
+        oldest_unix_s: submission of the oldest operation that has not ended; now, if there is none.
+    """
+
+    clients: Mapping[str, int]
+    drivers: int
+    samplers: int
+    watch_streams: int
+    queued: Mapping[str, int]
+    oldest_unix_s: float
+
+
+@dataclass(frozen=True)
 class RunFacts:
     """The public facts that hold for the whole run.
 
@@ -165,21 +191,12 @@ class RunMetrics:
         self._run = facts.run
         self._clock = clock
         self._values = Values(RUN_SERIES)
-        self._set_facts(facts)
-        # Present from the first scrape on: without a zero, rate() misses the first increment.
-        for series in RUN_SERIES:
-            if series.kind != "gauge":
-                for labels in product(*(label.values or label.usual for label in series.labels[1:])):
-                    self._values.start_at_zero(series.name, self._run, *labels)
-
-    def _set_facts(self, facts: RunFacts) -> None:
         put, run = self._values.set, facts.run
         put("raycloak_build_info", 1, facts.version, platform.python_version(), facts.ray_version, facts.torch_version)
         put("raycloak_run_info", 1, run, facts.account, facts.evidence_class)
         marks = privacy_mark(facts.noise_multiplier is not None), exactness_mark(facts.exact)
         put("raycloak_run_claims_info", 1, run, *marks)
-        put("raycloak_run_start_timestamp_seconds", self._clock(), run)
-        self._put_state(TRAINING)
+        put("raycloak_run_start_timestamp_seconds", clock(), run)
         put("raycloak_run_prepaid", facts.prepaid, run)
         put("raycloak_steps_planned", facts.steps_planned, run)
         put("raycloak_steps_finished", 0, run)
@@ -190,15 +207,19 @@ class RunMetrics:
         put("raycloak_parameters", facts.parameters, run)
         if facts.noise_multiplier is not None:
             put("raycloak_noise_multiplier_ratio", facts.noise_multiplier, run)
-
-    def _put_state(self, present: str) -> None:
-        # Every state, so that one that has ended is exported as 0 and not as its last value.
-        for state in RUN_STATES:
-            self._values.set("raycloak_run_state", state == present, self._run, state)
+        self.ended(TRAINING)
+        # Present from the first scrape on: without a zero, rate() misses the first increment.
+        for series in RUN_SERIES:
+            if series.kind != "gauge":
+                for labels in product(*(label.values or label.usual for label in series.labels[1:])):
+                    self._values.start_at_zero(series.name, self._run, *labels)
 
     def ended(self, ending: str) -> None:
         """Set how the execution ended: one of ``registry.RUN_STATES``, or the code of the error that ended it."""
-        self._put_state(ending if ending in RUN_STATES else FAILED)
+        present = ending if ending in RUN_STATES else FAILED
+        # Every state, so that one that has ended is exported as 0 and not as its last value.
+        for state in RUN_STATES:
+            self._values.set("raycloak_run_state", state == present, self._run, state)
 
     def attempt_started(self) -> None:
         """Count an attempt at a step."""
@@ -289,7 +310,33 @@ class RunMetrics:
         return self._values.collect()
 
 
-class LedgerCollector:
+class _AtScrape(Generic[F]):
+    """Series whose figures are asked for at every scrape; a number from an earlier one is never repeated.
+
+    Args:
+        read: asks for the figures; it returns within a few seconds or raises, since a scrape waits for it.
+    """
+
+    series: tuple[Series, ...]
+
+    def __init__(self, read: Callable[[], F | None]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        """Ask, and return the families that have a value."""
+        values = Values(self.series)
+        try:
+            figures = self._read()
+        except Exception:  # noqa: BLE001 - whatever kept it from answering, a reader of the page has no figures
+            figures = None
+        self._put(values, figures)
+        return values.collect()
+
+    def _put(self, values: Values, figures: F | None) -> None:
+        raise NotImplementedError
+
+
+class LedgerCollector(_AtScrape[LedgerFigures]):
     """The privacy series, read from the ledger at every scrape.
 
     Guarantee: a ledger that does not answer shows as ``raycloak_ledger_up 0`` and no privacy series at all. A number
@@ -298,103 +345,69 @@ class LedgerCollector:
     If a ledger has many accounts, only those that have spent the largest shares are exported.
     """
 
-    series: tuple[Series, ...] = LEDGER_SERIES
+    series = LEDGER_SERIES
 
-    def __init__(self, view: Callable[[], LedgerFigures]) -> None:
-        self._view = view
-
-    def collect(self) -> Iterable[Metric]:
-        """Ask the ledger, and return its families or ``raycloak_ledger_up 0`` alone."""
-        values = Values(LEDGER_SERIES)
-        try:
-            view = self._view()
-        except Exception:  # noqa: BLE001 - whatever kept it from answering, a reader of the page has no ledger
-            values.set("raycloak_ledger_up", 0)
-            return values.collect()
-        values.set("raycloak_ledger_up", 1)
-        values.set("raycloak_ledger_entries", view.entries)
-        values.set("raycloak_ledger_fencing", view.fencing)
-        values.set("raycloak_ledger_accounts", len(view.accounts))
-        if view.witness is not None:
-            values.set("raycloak_ledger_witness_up", view.witness.answers)
-            values.set("raycloak_ledger_witness_entries", view.witness.entries)
+    def _put(self, values: Values, figures: LedgerFigures | None) -> None:
+        values.set("raycloak_ledger_up", figures is not None)
+        if figures is None:
+            return
+        values.set("raycloak_ledger_entries", figures.entries)
+        values.set("raycloak_ledger_fencing", figures.fencing)
+        values.set("raycloak_ledger_accounts", len(figures.accounts))
+        if figures.witness is not None:
+            values.set("raycloak_ledger_witness_up", figures.witness.answers)
+            values.set("raycloak_ledger_witness_entries", figures.witness.entries)
         # The label's bound would fold all further accounts into one, with the figures of the last.
-        most_spent = sorted(view.accounts, key=lambda account: account.budget_spent_ratio, reverse=True)
+        most_spent = sorted(figures.accounts, key=lambda account: account.budget_spent_ratio, reverse=True)
         # The one that has spent the most comes last: names that are no labels are folded into one as well.
         for account in reversed(most_spent[: ACCOUNT.at_most]):
-            _put_account(values, account)
-        return values.collect()
+            values.set("raycloak_privacy_epsilon_spent", account.epsilon_spent, account.name)
+            values.set("raycloak_privacy_epsilon_cap", account.epsilon_cap, account.name)
+            values.set("raycloak_privacy_delta", account.delta, account.name)
+            values.set("raycloak_privacy_budget_spent_ratio", account.budget_spent_ratio, account.name)
+            values.set("raycloak_privacy_steps_charged_total", account.steps_charged, account.name)
 
 
-def _put_account(values: Values, account: AccountFigures) -> None:
-    values.set("raycloak_privacy_epsilon_spent", account.epsilon_spent, account.name)
-    values.set("raycloak_privacy_epsilon_cap", account.epsilon_cap, account.name)
-    values.set("raycloak_privacy_delta", account.delta, account.name)
-    values.set("raycloak_privacy_budget_spent_ratio", account.budget_spent_ratio, account.name)
-    values.set("raycloak_privacy_steps_charged_total", account.steps_charged, account.name)
+class GpuReadingCollector(_AtScrape[Sequence[GpuReading]]):
+    """The GPU series of all nodes, read at every scrape; readings that NVML does not support are left out.
+
+    A lost node takes its sampler along. The run reports the loss itself, and here nothing is shown.
+    """
+
+    series = GPU_SERIES
+
+    def _put(self, values: Values, figures: Sequence[GpuReading] | None) -> None:
+        for reading in figures or ():
+            labels = (reading.node, str(reading.index))
+            numbers = {
+                "raycloak_gpu_utilization_ratio": reading.utilization_ratio,
+                "raycloak_gpu_memory_used_bytes": reading.memory_used_bytes,
+                "raycloak_gpu_memory_total_bytes": reading.memory_total_bytes,
+                "raycloak_gpu_power_watts": reading.power_watts,
+                "raycloak_gpu_temperature_celsius": reading.temperature_celsius,
+                "raycloak_gpu_thermal_slowdown": reading.thermal_slowdown,
+            }
+            for name, value in numbers.items():
+                if value is not None:
+                    values.set(name, value, *labels)
+            errors = {"corrected": reading.ecc_corrected_total, "uncorrected": reading.ecc_uncorrected_total}
+            for kind, count in errors.items():
+                if count is not None:
+                    values.set("raycloak_gpu_ecc_errors_total", count, *labels, kind)
+            # Every state, so that one that has ended is exported as 0 and not as its last value.
+            for state in GPU_STATES if reading.confidential_state is not None else ():
+                present = state == reading.confidential_state
+                values.set("raycloak_gpu_confidential_compute_state", present, reading.node, state)
 
 
-class GpuReadingCollector:
-    """The GPU series of all nodes, read at every scrape; readings that NVML does not support are left out."""
-
-    series: tuple[Series, ...] = GPU_SERIES
-
-    def __init__(self, read: Callable[[], Sequence[GpuReading]]) -> None:
-        self._read = read
-
-    def collect(self) -> Iterable[Metric]:
-        """Return the readings of all nodes; nothing at all if they cannot be read."""
-        values = Values(GPU_SERIES)
-        try:
-            readings = self._read()
-        except Exception:  # noqa: BLE001 - a lost node takes its sampler along; the run reports the loss itself
-            return []
-        for reading in readings:
-            _put_reading(values, reading)
-        return values.collect()
-
-
-def _put_reading(values: Values, reading: GpuReading) -> None:
-    labels = (reading.node, str(reading.index))
-    gauges = {
-        "raycloak_gpu_utilization_ratio": reading.utilization_ratio,
-        "raycloak_gpu_memory_used_bytes": reading.memory_used_bytes,
-        "raycloak_gpu_memory_total_bytes": reading.memory_total_bytes,
-        "raycloak_gpu_power_watts": reading.power_watts,
-        "raycloak_gpu_temperature_celsius": reading.temperature_celsius,
-        "raycloak_gpu_thermal_slowdown": reading.thermal_slowdown,
-    }
-    for name, value in gauges.items():
-        if value is not None:
-            values.set(name, value, *labels)
-    for kind, errors in (("corrected", reading.ecc_corrected_total), ("uncorrected", reading.ecc_uncorrected_total)):
-        if errors is not None:
-            values.set("raycloak_gpu_ecc_errors_total", errors, *labels, kind)
-    if reading.confidential_state is not None:
-        # Every state, so that one that has ended is exported as 0 and not as its last value.
-        for state in GPU_STATES:
-            values.set(
-                "raycloak_gpu_confidential_compute_state", state == reading.confidential_state, reading.node, state
-            )
-
-
-class ServiceCollector:
+class ServiceCollector(_AtScrape[ServiceFigures]):
     """The series of an evidence service, read at every scrape; none where nothing is served or nobody answers."""
 
-    series: tuple[Series, ...] = SERVICE_SERIES
+    series = SERVICE_SERIES
 
-    def __init__(self, read: Callable[[], ServiceFigures | None]) -> None:
-        self._read = read
-
-    def collect(self) -> Iterable[Metric]:
-        """Ask the service, and return its families; nothing at all if it cannot be asked."""
-        try:
-            figures = self._read()
-        except Exception:  # noqa: BLE001 - whatever kept it from answering; an old number is never repeated
-            return []
+    def _put(self, values: Values, figures: ServiceFigures | None) -> None:
         if figures is None:
-            return []
-        values = Values(SERVICE_SERIES)
+            return
         values.set("raycloak_service_up", figures.works)
         for method in CALLS:
             values.start_at_zero("raycloak_service_calls_total", method, ANSWERED)
@@ -405,4 +418,63 @@ class ServiceCollector:
         values.set("raycloak_service_oldest_call_timestamp_seconds", figures.oldest_unix_s)
         if figures.collateral_expiry_unix_s:
             values.set("raycloak_service_collateral_expiry_timestamp_seconds", figures.collateral_expiry_unix_s)
-        return values.collect()
+
+
+class ServiceMetrics(_AtScrape[ServiceSnapshot]):
+    """The series of a training service; several threads may report to it.
+
+    No series names a tenant, a client or a run: the page has no access control, and one tenant's times are not
+    another's.
+
+    Guarantee: a service whose store does not answer shows as ``raycloak_training_service_up 0`` and none of its
+    figures. A number from an earlier scrape is never repeated.
+
+    Args:
+        read: asks the store.
+    """
+
+    series = TRAINING_SERVICE_SERIES
+
+    def __init__(self, read: Callable[[], ServiceSnapshot]) -> None:
+        super().__init__(read)
+        self._counted = Values(self.series)
+        # Present from the first scrape on.
+        for series in self.series:
+            if series.kind != "gauge":
+                for labels in product(*(label.values for label in series.labels)):
+                    self._counted.start_at_zero(series.name, *labels)
+
+    def operation_ended(self, kind: str, outcome: str, queued_s: float, running_s: float | None) -> None:
+        """Count an operation that ended.
+
+        Args:
+            queued_s: seconds from its submission to its turn, or to its end if its turn never came.
+            running_s: seconds from there to its end; None if its turn never came.
+        """
+        series = "raycloak_training_service_operation_phase_duration_seconds"
+        self._counted.increment("raycloak_training_service_operations_total", kind, outcome)
+        for phase, seconds in zip(OPERATION_PHASES, (queued_s, running_s), strict=True):
+            if seconds is not None:
+                # The service may have been restarted on a clock that was set back meanwhile.
+                self._counted.observe(series, max(0.0, seconds), kind, phase)
+
+    def call_refused(self, error: str) -> None:
+        """Count a call that was refused with a `ServiceError` of the kind ``error``."""
+        self._counted.increment("raycloak_training_service_refused_calls_total", error)
+
+    def collect(self) -> Iterable[Metric]:
+        """Ask the store, and return all families, or ``raycloak_training_service_up 0`` and the counts."""
+        return [*super().collect(), *self._counted.collect()]
+
+    def _put(self, values: Values, figures: ServiceSnapshot | None) -> None:
+        values.set("raycloak_training_service_up", figures is not None)
+        if figures is None:
+            return
+        for status in CLIENT_STATES:
+            values.set("raycloak_training_service_clients", figures.clients.get(status, 0), status)
+        values.set("raycloak_training_service_drivers", figures.drivers)
+        values.set("raycloak_training_service_samplers", figures.samplers)
+        values.set("raycloak_training_service_watch_streams", figures.watch_streams)
+        for kind in OPERATIONS:
+            values.set("raycloak_training_service_queued_operations", figures.queued.get(kind, 0), kind)
+        values.set("raycloak_training_service_oldest_operation_timestamp_seconds", figures.oldest_unix_s)

@@ -36,65 +36,35 @@ class EventField:
 
     name: str
     kind: type[str] | type[int] | type[float]
-    privacy: PrivacyClass = _INDEPENDENT
+    privacy: PrivacyClass
 
 
-FIELDS = (
-    EventField("event", str),
-    EventField("time", float, _PHYSICAL),
-    EventField("run", str),
-    EventField("account", str),
-    EventField("evidence_class", str),
-    EventField("privacy", str),
-    EventField("exactness", str),
-    EventField("step", int),
-    EventField("steps", int),
-    EventField("steps_planned", int),
-    EventField("attempt", int),
-    EventField("attempts", int),
-    EventField("workers", int),
-    EventField("workers_refused", int),
-    EventField("virtual_workers", int),
-    EventField("virtual_workers_moved", int),
-    EventField("parameters", int),
-    EventField("noise_multiplier", float),
-    EventField("sample_rate", float),
-    EventField("epsilon_planned", float),
-    EventField("epsilon_cap", float),
-    EventField("delta", float),
-    EventField("learning_rate", float),
-    EventField("masked_bytes", int),
-    EventField("ring_bits", int),
-    EventField("seconds", float, _PHYSICAL),
-    EventField("charge_seconds", float, _PHYSICAL),
-    EventField("roster_seconds", float, _PHYSICAL),
-    EventField("compute_seconds", float, _PHYSICAL),
-    EventField("mask_seconds", float, _PHYSICAL),
-    EventField("reduce_seconds", float, _PHYSICAL),
-    EventField("commit_seconds", float, _PHYSICAL),
-    EventField("evaluate_seconds", float, _PHYSICAL),
-    EventField("code", str),
-    EventField("cause", str),
-    EventField("role", str),
-    EventField("member", str),
-    EventField("execution", str),
-    EventField("manifest_digest", str),
-    EventField("query", str),
-    EventField("release", int),
-    EventField("value_name", str),
-    EventField("noise_deviation", float),
-    EventField("value", float, _RELEASED),
-    EventField("model_digest", str, _RELEASED),
-    EventField("epsilon", float, _RELEASED),
-    EventField("epsilon_one_worker", float, _RELEASED),
-    EventField("evaluation_accuracy", float, _RELEASED),
-    EventField("evaluation_loss", float, _RELEASED),
+_DECLARED: Mapping[tuple[type[str] | type[int] | type[float], PrivacyClass], str] = {
+    (str, _INDEPENDENT): (
+        "event run account evidence_class privacy exactness code cause role member execution manifest_digest query "
+        "value_name"
+    ),
+    (int, _INDEPENDENT): (
+        "step steps steps_planned attempt attempts workers workers_refused virtual_workers virtual_workers_moved "
+        "parameters masked_bytes ring_bits release"
+    ),
+    (float, _INDEPENDENT): (
+        "noise_multiplier sample_rate epsilon_planned epsilon_cap delta learning_rate noise_deviation"
+    ),
+    (float, _PHYSICAL): (
+        "time seconds charge_seconds roster_seconds compute_seconds mask_seconds reduce_seconds commit_seconds "
+        "evaluate_seconds"
+    ),
+    (str, _RELEASED): "model_digest",
+    (float, _RELEASED): "value epsilon epsilon_one_worker evaluation_accuracy evaluation_loss",
     # Declared so that these names stay reserved: the writer refuses them.
-    EventField("loss", float, _SECRET),
-    EventField("accuracy", float, _SECRET),
-    EventField("examples", int, _SECRET),
-    EventField("gradient_norm", float, _SECRET),
-    EventField("clipped_ratio", float, _SECRET),
+    (float, _SECRET): "loss accuracy gradient_norm clipped_ratio",
+    (int, _SECRET): "examples",
+}
+"""By type and privacy class, the names of fields."""
+
+FIELDS = tuple(
+    EventField(name, kind, privacy) for (kind, privacy), names in _DECLARED.items() for name in names.split()
 )
 FIELD_BY_NAME = {field.name: field for field in FIELDS}
 
@@ -120,8 +90,13 @@ class EventWriter:
             self._file: BinaryIO = path.open("a+b")
         except OSError as error:
             raise file_error("events_file", "append to", path, error) from None
-        # A driver that was killed may have left half a line, which would spoil the next one.
-        _cut_unfinished_line(self._file)
+        # A driver that was killed may have left half a line, which would spoil the next one. Byte by byte from the
+        # end: a line is short, and most files end with a whole one.
+        end = keep = self._file.seek(0, os.SEEK_END)
+        while keep and self._file.seek(keep - 1) >= 0 and self._file.read(1) != b"\n":
+            keep -= 1
+        if keep != end:
+            self._file.truncate(keep)
 
     def write(self, event: str, **fields: Value) -> None:
         """Append ``{"event": event, "time": now, **fields}``; a field that is None is left out.
@@ -132,11 +107,12 @@ class EventWriter:
                 written then.
         """
         line: dict[str, Value] = {"event": event, "time": round(self._clock(), 6)}
-        line |= {name: value for name, value in fields.items() if value is not None}
-        for name in fields:
-            _check_name(name)
         for name, value in line.items():
             _check_value(FIELD_BY_NAME[name], value)
+        for name, value in fields.items():
+            check_field(name, value)
+            if value is not None:
+                line[name] = value
         self._file.write(json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n")
         # At once, so that a reader beside the run sees each event, and a killed driver loses none.
         self._file.flush()
@@ -155,21 +131,18 @@ class EventWriter:
 
 
 def check_field(name: str, value: Value) -> None:
-    """Require that a value may leave the run under this name, in a line or a span.
+    """Require that a value may leave the run under this name, in a line or a span; None may under any that is shown.
 
     Raises:
         RefusedError: as :meth:`EventWriter.write`.
     """
-    _check_name(name)
-    _check_value(FIELD_BY_NAME[name], value)
-
-
-def _check_name(name: str) -> None:
     field = FIELD_BY_NAME.get(name)
     if field is None or name in ("event", "time"):
         raise RefusedError("event_field", f"'{name}' is not a declared field of an event")
     if not field.privacy.exportable:
         raise RefusedError("event_secret", f"'{name}' depends on private examples and is never written")
+    if value is not None:
+        _check_value(field, value)
 
 
 def _check_value(field: EventField, value: Value) -> None:
@@ -178,30 +151,16 @@ def _check_value(field: EventField, value: Value) -> None:
         raise RefusedError("event_value", f"the value of '{field.name}' is not a {description}")
 
 
-def _is_name(value: Value) -> bool:
-    return isinstance(value, str) and is_identifier(value)
-
-
 def _is_whole_number(value: Value) -> bool:
     # To Python a bool is an int.
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_finite_number(value: Value) -> bool:
-    return _is_whole_number(value) or (isinstance(value, float) and math.isfinite(value))
-
-
 _KINDS: Mapping[type, tuple[Callable[[Value], bool], str]] = {
-    str: (_is_name, "name, code or digest"),
+    str: (lambda value: isinstance(value, str) and is_identifier(value), "name, code or digest"),
     int: (_is_whole_number, "whole number"),
-    float: (_is_finite_number, "finite number"),
+    float: (
+        lambda value: _is_whole_number(value) or (isinstance(value, float) and math.isfinite(value)),
+        "finite number",
+    ),
 }
-
-
-def _cut_unfinished_line(file: BinaryIO) -> None:
-    # Byte by byte from the end: a line is short, and most files end with a whole one.
-    end = keep = file.seek(0, os.SEEK_END)
-    while keep and file.seek(keep - 1) >= 0 and file.read(1) != b"\n":
-        keep -= 1
-    if keep != end:
-        file.truncate(keep)

@@ -12,6 +12,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry
@@ -179,7 +180,11 @@ class Values:
             if isinstance(metric, HistogramMetricFamily):
                 counts = self._buckets[series.name][labels]
                 traced = [self._exemplars.get((series.name, labels, place)) for place in range(len(counts))]
-                metric.add_metric(labels, _cumulative(series.buckets, counts, traced), number)
+                totals = zip((*map(str, series.buckets), "+Inf"), map(float, accumulate(counts)), traced, strict=True)
+                buckets: list[_Bucket] = [
+                    (bound, n) if shown is None else (bound, n, shown) for bound, n, shown in totals
+                ]
+                metric.add_metric(labels, buckets, number)
             else:
                 assert isinstance(metric, CounterMetricFamily | GaugeMetricFamily)
                 metric.add_metric(labels, number)
@@ -199,12 +204,3 @@ def _bounded(label: Label, position: int, value: str, known: Mapping[LabelValues
     # A bound on memory and on the page: more values than expected are counted together, not dropped.
     seen = {key[position] for key in known} - {OTHER}
     return value if value in seen or len(seen) < label.at_most else OTHER
-
-
-def _cumulative(bounds: tuple[float, ...], counts: list[int], traced: Sequence[Exemplar | None]) -> list[_Bucket]:
-    buckets: list[_Bucket] = []
-    total = 0
-    for bound, count, exemplar in zip((*map(str, bounds), "+Inf"), counts, traced, strict=True):
-        total += count
-        buckets.append((bound, float(total)) if exemplar is None else (bound, float(total), exemplar))
-    return buckets

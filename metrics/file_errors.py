@@ -5,7 +5,6 @@ from pathlib import Path
 
 from raycloak.metrics.errors import ConfigError
 
-_OTHERWISE = "Check the path and the disk."
 _REMEDIES = {
     errno.ENOENT: "Check the path.",
     errno.ENOTDIR: "A part of the path is a file; check the path.",
@@ -31,17 +30,14 @@ def file_error(
         error: the system's own; its number chooses the remedy.
         kind: class of the error.
     """
-    return kind(code, f"cannot {verb} {path}: {error.strerror or error}.", _remedy(error, verb))
+    remedy = _REMEDIES.get(error.errno or 0, "Check the path and the disk.")
+    # A file that is to be written need not exist, but its folder must.
+    if error.errno == errno.ENOENT and verb != "read":
+        remedy = "Make its folder first, or check the path."
+    return kind(code, f"cannot {verb} {path}: {error.strerror or error}.", remedy)
 
 
 def require_absent(path: Path) -> None:
     """Require that nothing is at ``path``, where a command will write; ConfigError ``out_exists``."""
     if path.exists():
         raise ConfigError("out_exists", f"{path} already exists.", "Choose another name, or remove it.")
-
-
-def _remedy(error: OSError, verb: str) -> str:
-    if error.errno == errno.ENOENT and verb != "read":
-        # A file that is to be written need not exist, but its folder must.
-        return "Make its folder first, or check the path."
-    return _REMEDIES.get(error.errno or 0, _OTHERWISE)

@@ -84,6 +84,15 @@ class GpuSampler:
         memory = _supported(pynvml.nvmlDeviceGetMemoryInfo, handle)
         rates = _supported(pynvml.nvmlDeviceGetUtilizationRates, handle)
         milliwatts = _supported(pynvml.nvmlDeviceGetPowerUsage, handle)
+        # Drivers before 560 lack the versioned call; drivers after CUDA 14 lack the other.
+        celsius = _supported(pynvml.nvmlDeviceGetTemperatureV, handle, pynvml.NVML_TEMPERATURE_GPU)
+        if celsius is None:
+            celsius = _supported(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU)
+        # The name is that of NVML before 535, whose symbol newer drivers keep.
+        reasons = _supported(pynvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
+        if reasons is None:
+            reasons = _supported(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
+        thermal = pynvml.nvmlClocksEventReasonSwThermalSlowdown | pynvml.nvmlClocksEventReasonHwThermalSlowdown
         return GpuReading(
             node=self._node,
             index=index,
@@ -91,11 +100,11 @@ class GpuSampler:
             memory_used_bytes=None if memory is None else int(memory.used),
             memory_total_bytes=None if memory is None else int(memory.total),
             power_watts=None if milliwatts is None else milliwatts / 1000,
-            temperature_celsius=_temperature(handle),
+            temperature_celsius=None if celsius is None else float(celsius),
             ecc_corrected_total=_ecc_errors(handle, pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED),
             ecc_uncorrected_total=_ecc_errors(handle, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
             confidential_state=state,
-            thermal_slowdown=_thermal_slowdown(handle),
+            thermal_slowdown=None if reasons is None else bool(reasons & thermal),
         )
 
 
@@ -108,23 +117,6 @@ def _supported(query: Callable[..., Any], *arguments: Any) -> Any:
         return None
 
 
-def _temperature(handle: Any) -> float | None:
-    # Drivers before 560 lack the versioned call; drivers after CUDA 14 lack the other.
-    celsius = _supported(pynvml.nvmlDeviceGetTemperatureV, handle, pynvml.NVML_TEMPERATURE_GPU)
-    if celsius is None:
-        celsius = _supported(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU)
-    return None if celsius is None else float(celsius)
-
-
-def _thermal_slowdown(handle: Any) -> bool | None:
-    # The name is that of NVML before 535, whose symbol newer drivers keep.
-    reasons = _supported(pynvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
-    if reasons is None:
-        reasons = _supported(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
-    thermal = pynvml.nvmlClocksEventReasonSwThermalSlowdown | pynvml.nvmlClocksEventReasonHwThermalSlowdown
-    return None if reasons is None else bool(reasons & thermal)
-
-
 def _ecc_errors(handle: Any, kind: int) -> int | None:
     errors = _supported(pynvml.nvmlDeviceGetTotalEccErrors, handle, kind, pynvml.NVML_AGGREGATE_ECC)
     return None if errors is None else int(errors)
@@ -133,7 +125,10 @@ def _ecc_errors(handle: Any, kind: int) -> int | None:
 def confidential_state(nvml: Any = pynvml) -> ConfidentialState | None:
     """Return the mode of the node as NVML states it, None where it does not; ``nvml`` must be initialised."""
     # Drivers that lack the settings may have the older state, which knows no protected PCIe.
-    settings = _confidential_settings(nvml) or _supported(nvml.nvmlSystemGetConfComputeState)
+    settings = pynvml.c_nvmlSystemConfComputeSettings_v1_t()
+    # The binding hands its argument to the C function as it is and returns the raw status.
+    if _supported(nvml.nvmlSystemGetConfComputeSettings, ctypes.byref(settings)) != pynvml.NVML_SUCCESS:
+        settings = _supported(nvml.nvmlSystemGetConfComputeState)
     if settings is None:
         return None
     enabled = settings.ccFeature == pynvml.NVML_CC_SYSTEM_FEATURE_ENABLED
@@ -147,10 +142,3 @@ def confidential_state(nvml: Any = pynvml) -> ConfidentialState | None:
     if settings.environment == pynvml.NVML_CC_SYSTEM_ENVIRONMENT_SIM:
         return "simulated"
     return "ppcie" if protected_pcie else "on"
-
-
-def _confidential_settings(nvml: Any) -> Any:
-    settings = pynvml.c_nvmlSystemConfComputeSettings_v1_t()
-    # The binding hands its argument to the C function as it is and returns the raw status.
-    status = _supported(nvml.nvmlSystemGetConfComputeSettings, ctypes.byref(settings))
-    return settings if status == pynvml.NVML_SUCCESS else None

@@ -7,13 +7,12 @@ event and never its age. Every label is bounded; none names a person, an example
 
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from raycloak.metrics.privacy_class import PrivacyClass
 
 Kind = Literal["counter", "gauge", "histogram"]
-Unit = Literal["", "seconds", "bytes", "ratio", "watts", "celsius"]
 
 OTHER = "other"
 PHASES = ("admission", "charge", "roster", "compute", "reduce", "commit", "evaluate", "checkpoint", "recover")
@@ -89,7 +88,7 @@ REFUSALS = (
     "server",
 )
 GPU_STATES = ("off", "on", "ppcie", "devtools", "simulated")
-# From the phases of the smallest run, about a millisecond, to the steps of a large one.
+# Every histogram is of durations: from the phases of the smallest run, a millisecond, to the steps of a large one.
 DURATION_BUCKETS = (
     0.001,
     0.0025,
@@ -149,13 +148,11 @@ class Series:
     """One family of time series.
 
     Args:
-        name: full name, as a query writes it.
+        name: full name, as a query writes it; values that have a base unit have it in the name.
         help: one sentence.
         kind: Prometheus type; an info series is a gauge that is always 1.
         privacy: the class of what its values may depend on.
         labels: in the order in which values are given.
-        unit: base unit, which then is in the name.
-        buckets: upper bounds of a histogram, ascending, without +Inf.
     """
 
     name: str
@@ -163,8 +160,11 @@ class Series:
     kind: Kind
     privacy: PrivacyClass = PrivacyClass.DATA_INDEPENDENT
     labels: tuple[Label, ...] = ()
-    unit: Unit = ""
-    buckets: tuple[float, ...] = ()
+
+    @property
+    def buckets(self) -> tuple[float, ...]:
+        """The upper bounds of a histogram, ascending, without +Inf; none of another kind."""
+        return DURATION_BUCKETS if self.kind == "histogram" else ()
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -193,6 +193,113 @@ _PHYSICAL = PrivacyClass.PHYSICAL
 _RELEASED = PrivacyClass.RELEASED
 _SECRET = PrivacyClass.SECRET
 
+_OF_RUN = (
+    Series(
+        "raycloak_run_info",
+        "Names the run's account and evidence class; always 1.",
+        "gauge",
+        labels=(Label("account", at_most=1), Label("evidence_class", at_most=8)),
+    ),
+    Series(
+        "raycloak_run_claims_info",
+        "Marks the run private or NOT_PRIVATE, and exact or NOT_EXACT; always 1.",
+        "gauge",
+        labels=(Label("privacy", PRIVACY_MARKS), Label("exactness", EXACTNESS_MARKS)),
+    ),
+    Series("raycloak_run_start_timestamp_seconds", "Unix time at which the run started.", "gauge"),
+    Series(
+        "raycloak_run_state",
+        "1 for the state of the run, 0 for the others.",
+        "gauge",
+        _RELEASED,
+        (Label("state", RUN_STATES),),
+    ),
+    Series("raycloak_run_prepaid", "1 if the ledger charged the whole plan before the first step, else 0.", "gauge"),
+    Series("raycloak_steps_planned", "Steps the run is planned for.", "gauge"),
+    Series("raycloak_steps_finished", "Steps finished, in earlier executions too.", "gauge"),
+    Series("raycloak_steps_committed_total", "Steps whose parameters are committed.", "counter"),
+    Series(
+        "raycloak_steps_refused_total",
+        "Steps refused before anything was computed.",
+        "counter",
+        labels=(Label("code", usual=BUDGET_CODES),),
+    ),
+    Series("raycloak_step_attempts_total", "Attempts at a step or a measurement, retries included.", "counter"),
+    Series("raycloak_step_attempts_failed_total", "Attempts that another one had to follow.", "counter"),
+    Series("raycloak_aggregates_released_total", "Noised aggregates decoded over a full cover.", "counter"),
+    Series("raycloak_parameters", "Trained parameters of the model.", "gauge"),
+    Series("raycloak_noise_multiplier_ratio", "Noise deviation over the clipping norm.", "gauge"),
+    Series("raycloak_virtual_workers", "Virtual workers, fixed for the run.", "gauge"),
+    Series("raycloak_virtual_workers_moved_total", "Virtual workers moved to another worker.", "counter"),
+    Series("raycloak_workers_required", "Fewest workers that the run continues with.", "gauge"),
+    Series("raycloak_workers_planned", "Workers that the run is configured for.", "gauge"),
+    Series("raycloak_workers_admitted", "Workers admitted and alive.", "gauge"),
+    Series(
+        "raycloak_workers_refused_total",
+        "Workers refused at admission.",
+        "counter",
+        labels=(Label("code", usual=EVIDENCE_CODES),),
+    ),
+    Series(
+        "raycloak_worker_failures_total",
+        "Workers lost after admission, by cause.",
+        "counter",
+        labels=(Label("cause", at_most=32, usual=LOSS_CAUSES),),
+    ),
+    Series("raycloak_workers_joined_total", "Workers that joined after the run began.", "counter"),
+    Series(
+        "raycloak_workers_left_total",
+        "Workers that left between two steps on request, by reason.",
+        "counter",
+        labels=(Label("cause", at_most=32, usual=LEAVE_CAUSES),),
+    ),
+    Series(
+        "raycloak_evidence_expiry_timestamp_seconds",
+        "Unix time at which the earliest evidence of a role expires.",
+        "gauge",
+        _PHYSICAL,
+        (_ROLE,),
+    ),
+    Series(
+        "raycloak_collateral_expiry_timestamp_seconds",
+        "Unix time at which the first document of the collateral in use ends.",
+        "gauge",
+    ),
+    Series(
+        "raycloak_evidence_class_info",
+        "Evidence class that a role was admitted under; always 1.",
+        "gauge",
+        labels=(_ROLE, Label("evidence_class", at_most=8)),
+    ),
+    Series(
+        "raycloak_evaluation_accuracy_ratio",
+        "Accuracy of the released parameters on the declared public split.",
+        "gauge",
+        _RELEASED,
+    ),
+    Series(
+        "raycloak_evaluation_loss",
+        "Mean loss of the released parameters on the declared public split, where no accuracy is measured.",
+        "gauge",
+        _RELEASED,
+    ),
+    Series(
+        "raycloak_step_duration_seconds",
+        "Wall time of a committed step, all its attempts included.",
+        "histogram",
+        _PHYSICAL,
+    ),
+    Series(
+        "raycloak_step_phase_duration_seconds",
+        "Wall time of one phase of a step.",
+        "histogram",
+        _PHYSICAL,
+        (Label("phase", PHASES),),
+    ),
+    Series("raycloak_masked_bytes_total", "Bytes of masked vectors received.", "counter"),
+    Series("raycloak_last_commit_timestamp_seconds", "Unix time of the last commit.", "gauge", _PHYSICAL),
+    Series("raycloak_last_checkpoint_timestamp_seconds", "Unix time of the last checkpoint.", "gauge", _PHYSICAL),
+)
 RUN_SERIES = (
     Series(
         "raycloak_build_info",
@@ -200,167 +307,7 @@ RUN_SERIES = (
         "gauge",
         labels=tuple(Label(name, at_most=1) for name in ("version", "python", "ray", "torch")),
     ),
-    Series(
-        "raycloak_run_info",
-        "Names the run's account and evidence class; always 1.",
-        "gauge",
-        labels=(_RUN, Label("account", at_most=1), Label("evidence_class", at_most=8)),
-    ),
-    Series(
-        "raycloak_run_claims_info",
-        "Marks the run private or NOT_PRIVATE, and exact or NOT_EXACT; always 1.",
-        "gauge",
-        labels=(_RUN, Label("privacy", PRIVACY_MARKS), Label("exactness", EXACTNESS_MARKS)),
-    ),
-    Series(
-        "raycloak_run_start_timestamp_seconds",
-        "Unix time at which the run started.",
-        "gauge",
-        labels=(_RUN,),
-        unit="seconds",
-    ),
-    Series(
-        "raycloak_run_state",
-        "1 for the state of the run, 0 for the others.",
-        "gauge",
-        _RELEASED,
-        (_RUN, Label("state", RUN_STATES)),
-    ),
-    Series(
-        "raycloak_run_prepaid",
-        "1 if the ledger charged the whole plan before the first step, else 0.",
-        "gauge",
-        labels=(_RUN,),
-    ),
-    Series("raycloak_steps_planned", "Steps the run is planned for.", "gauge", labels=(_RUN,)),
-    Series("raycloak_steps_finished", "Steps finished, in earlier executions too.", "gauge", labels=(_RUN,)),
-    Series("raycloak_steps_committed_total", "Steps whose parameters are committed.", "counter", labels=(_RUN,)),
-    Series(
-        "raycloak_steps_refused_total",
-        "Steps refused before anything was computed.",
-        "counter",
-        labels=(_RUN, Label("code", usual=BUDGET_CODES)),
-    ),
-    Series(
-        "raycloak_step_attempts_total",
-        "Attempts at a step or a measurement, retries included.",
-        "counter",
-        labels=(_RUN,),
-    ),
-    Series(
-        "raycloak_step_attempts_failed_total",
-        "Attempts that another one had to follow.",
-        "counter",
-        labels=(_RUN,),
-    ),
-    Series(
-        "raycloak_aggregates_released_total", "Noised aggregates decoded over a full cover.", "counter", labels=(_RUN,)
-    ),
-    Series("raycloak_parameters", "Trained parameters of the model.", "gauge", labels=(_RUN,)),
-    Series(
-        "raycloak_noise_multiplier_ratio",
-        "Noise deviation over the clipping norm.",
-        "gauge",
-        labels=(_RUN,),
-        unit="ratio",
-    ),
-    Series("raycloak_virtual_workers", "Virtual workers, fixed for the run.", "gauge", labels=(_RUN,)),
-    Series(
-        "raycloak_virtual_workers_moved_total", "Virtual workers moved to another worker.", "counter", labels=(_RUN,)
-    ),
-    Series("raycloak_workers_required", "Fewest workers that the run continues with.", "gauge", labels=(_RUN,)),
-    Series("raycloak_workers_planned", "Workers that the run is configured for.", "gauge", labels=(_RUN,)),
-    Series("raycloak_workers_admitted", "Workers admitted and alive.", "gauge", labels=(_RUN,)),
-    Series(
-        "raycloak_workers_refused_total",
-        "Workers refused at admission.",
-        "counter",
-        labels=(_RUN, Label("code", usual=EVIDENCE_CODES)),
-    ),
-    Series(
-        "raycloak_worker_failures_total",
-        "Workers lost after admission, by cause.",
-        "counter",
-        labels=(_RUN, Label("cause", at_most=32, usual=LOSS_CAUSES)),
-    ),
-    Series("raycloak_workers_joined_total", "Workers that joined after the run began.", "counter", labels=(_RUN,)),
-    Series(
-        "raycloak_workers_left_total",
-        "Workers that left between two steps on request, by reason.",
-        "counter",
-        labels=(_RUN, Label("cause", at_most=32, usual=LEAVE_CAUSES)),
-    ),
-    Series(
-        "raycloak_evidence_expiry_timestamp_seconds",
-        "Unix time at which the earliest evidence of a role expires.",
-        "gauge",
-        privacy=_PHYSICAL,
-        labels=(_RUN, _ROLE),
-        unit="seconds",
-    ),
-    Series(
-        "raycloak_collateral_expiry_timestamp_seconds",
-        "Unix time at which the first document of the collateral in use ends.",
-        "gauge",
-        labels=(_RUN,),
-        unit="seconds",
-    ),
-    Series(
-        "raycloak_evidence_class_info",
-        "Evidence class that a role was admitted under; always 1.",
-        "gauge",
-        labels=(_RUN, _ROLE, Label("evidence_class", at_most=8)),
-    ),
-    Series(
-        "raycloak_evaluation_accuracy_ratio",
-        "Accuracy of the released parameters on the declared public split.",
-        "gauge",
-        _RELEASED,
-        (_RUN,),
-        "ratio",
-    ),
-    Series(
-        "raycloak_evaluation_loss",
-        "Mean loss of the released parameters on the declared public split, where no accuracy is measured.",
-        "gauge",
-        _RELEASED,
-        (_RUN,),
-    ),
-    Series(
-        "raycloak_step_duration_seconds",
-        "Wall time of a committed step, all its attempts included.",
-        "histogram",
-        privacy=_PHYSICAL,
-        labels=(_RUN,),
-        unit="seconds",
-        buckets=DURATION_BUCKETS,
-    ),
-    Series(
-        "raycloak_step_phase_duration_seconds",
-        "Wall time of one phase of a step.",
-        "histogram",
-        privacy=_PHYSICAL,
-        labels=(_RUN, Label("phase", PHASES)),
-        unit="seconds",
-        buckets=DURATION_BUCKETS,
-    ),
-    Series("raycloak_masked_bytes_total", "Bytes of masked vectors received.", "counter", labels=(_RUN,), unit="bytes"),
-    Series(
-        "raycloak_last_commit_timestamp_seconds",
-        "Unix time of the last commit.",
-        "gauge",
-        privacy=_PHYSICAL,
-        labels=(_RUN,),
-        unit="seconds",
-    ),
-    Series(
-        "raycloak_last_checkpoint_timestamp_seconds",
-        "Unix time of the last checkpoint.",
-        "gauge",
-        privacy=_PHYSICAL,
-        labels=(_RUN,),
-        unit="seconds",
-    ),
+    *(replace(series, labels=(_RUN, *series.labels)) for series in _OF_RUN),
 )
 
 LEDGER_SERIES = (
@@ -394,7 +341,6 @@ LEDGER_SERIES = (
         "gauge",
         _RELEASED,
         (ACCOUNT,),
-        "ratio",
     ),
     Series("raycloak_privacy_steps_charged_total", "Steps charged to the account.", "counter", _RELEASED, (ACCOUNT,)),
 )
@@ -404,35 +350,19 @@ GPU_SERIES = (
         "raycloak_gpu_utilization_ratio",
         "Share of the last sample period in which a kernel ran.",
         "gauge",
-        privacy=_PHYSICAL,
-        labels=(_NODE, _GPU),
-        unit="ratio",
+        _PHYSICAL,
+        (_NODE, _GPU),
     ),
-    Series(
-        "raycloak_gpu_memory_used_bytes",
-        "GPU memory in use, driver included.",
-        "gauge",
-        labels=(_NODE, _GPU),
-        unit="bytes",
-    ),
-    Series("raycloak_gpu_memory_total_bytes", "GPU memory installed.", "gauge", labels=(_NODE, _GPU), unit="bytes"),
-    Series(
-        "raycloak_gpu_power_watts", "Power drawn by the board.", "gauge", _PHYSICAL, labels=(_NODE, _GPU), unit="watts"
-    ),
-    Series(
-        "raycloak_gpu_temperature_celsius",
-        "Temperature of the GPU die.",
-        "gauge",
-        privacy=_PHYSICAL,
-        labels=(_NODE, _GPU),
-        unit="celsius",
-    ),
+    Series("raycloak_gpu_memory_used_bytes", "GPU memory in use, driver included.", "gauge", labels=(_NODE, _GPU)),
+    Series("raycloak_gpu_memory_total_bytes", "GPU memory installed.", "gauge", labels=(_NODE, _GPU)),
+    Series("raycloak_gpu_power_watts", "Power drawn by the board.", "gauge", _PHYSICAL, (_NODE, _GPU)),
+    Series("raycloak_gpu_temperature_celsius", "Temperature of the GPU die.", "gauge", _PHYSICAL, (_NODE, _GPU)),
     Series(
         "raycloak_gpu_thermal_slowdown",
         "1 if the GPU holds its clocks down for heat, else 0.",
         "gauge",
-        privacy=_PHYSICAL,
-        labels=(_NODE, _GPU),
+        _PHYSICAL,
+        (_NODE, _GPU),
     ),
     Series(
         "raycloak_gpu_ecc_errors_total",
@@ -464,9 +394,7 @@ SERVICE_SERIES = (
         "raycloak_service_wait_seconds",
         "Time from a call's arrival at the orchestrator's queue to its answer.",
         "histogram",
-        privacy=_PHYSICAL,
-        unit="seconds",
-        buckets=DURATION_BUCKETS,
+        _PHYSICAL,
     ),
     Series("raycloak_service_waiting_calls", "Calls that wait for the orchestrator.", "gauge"),
     Series(
@@ -474,22 +402,16 @@ SERVICE_SERIES = (
         "Unix time at which the longest-waiting call arrived; the time of the scrape if none waits.",
         "gauge",
         _PHYSICAL,
-        unit="seconds",
     ),
     Series(
         "raycloak_service_collateral_expiry_timestamp_seconds",
         "Unix time at which the first document of the service's collateral ends.",
         "gauge",
-        unit="seconds",
     ),
 )
 
 TRAINING_SERVICE_SERIES = (
-    Series(
-        "raycloak_training_service_up",
-        "1 if the training service's store answered this scrape, else 0.",
-        "gauge",
-    ),
+    Series("raycloak_training_service_up", "1 if the training service's store answered this scrape, else 0.", "gauge"),
     Series(
         "raycloak_training_service_clients",
         "Clients by status, of all tenants together.",
@@ -510,7 +432,6 @@ TRAINING_SERVICE_SERIES = (
         "Unix time at which the oldest unfinished operation was submitted; the time of the scrape if there is none.",
         "gauge",
         _PHYSICAL,
-        unit="seconds",
     ),
     Series(
         "raycloak_training_service_operations_total",
@@ -524,8 +445,6 @@ TRAINING_SERVICE_SERIES = (
         "histogram",
         _PHYSICAL,
         (Label("kind", OPERATIONS), Label("phase", OPERATION_PHASES)),
-        "seconds",
-        DURATION_BUCKETS,
     ),
     Series(
         "raycloak_training_service_refused_calls_total",
@@ -542,12 +461,7 @@ SECRET_SERIES = (
     Series("raycloak_training_loss", "Loss on private examples.", "gauge", _SECRET, (_RUN,)),
     Series("raycloak_gradient_norm", "Norm of a gradient before clipping.", "histogram", _SECRET, (_RUN,)),
     Series(
-        "raycloak_clipped_examples_ratio",
-        "Share of examples whose gradient was clipped.",
-        "gauge",
-        _SECRET,
-        (_RUN,),
-        "ratio",
+        "raycloak_clipped_examples_ratio", "Share of examples whose gradient was clipped.", "gauge", _SECRET, (_RUN,)
     ),
     Series(
         "raycloak_nonfinite_gradients_total", "Examples whose gradient was not finite.", "counter", _SECRET, (_RUN,)

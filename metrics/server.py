@@ -31,19 +31,17 @@ class _Reads:
     def around(self, app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
         """Return ``app``, whose answers to Prometheus are noted once they are sent."""
 
-        def answer(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        def answer(environ: dict[str, Any], start_response: Any) -> Iterator[bytes]:
             began = time.monotonic()
-            body = app(environ, start_response)
-            return _Sent(body, lambda: self._note(began)) if _SCRAPE in environ else body
+            yield from app(environ, start_response)
+            if _SCRAPE in environ:
+                with self._changed:
+                    if self._count:
+                        self._interval = began - self._newest
+                    self._count, self._newest = self._count + 1, began
+                    self._changed.notify_all()
 
         return answer
-
-    def _note(self, began: float) -> None:
-        with self._changed:
-            if self._count:
-                self._interval = began - self._newest
-            self._count, self._newest = self._count + 1, began
-            self._changed.notify_all()
 
     def wait(self) -> None:
         with self._changed:
@@ -53,17 +51,6 @@ class _Reads:
             # Half an interval more, for a reader that is late. One that is gone for longer is not waited for.
             until = min(self._newest + 1.5 * self._interval, asked + READER_WAIT_S)
             self._changed.wait_for(lambda: self._newest > asked, timeout=max(0.0, until - asked))
-
-
-class _Sent:
-    """An answer that calls ``sent`` once it has left, as WSGI closes it."""
-
-    def __init__(self, body: Iterable[bytes], sent: Callable[[], None]) -> None:
-        self._body = body
-        self.close = sent
-
-    def __iter__(self) -> Iterator[bytes]:
-        return iter(self._body)
 
 
 def parse_bind(bind: str) -> tuple[str, int]:

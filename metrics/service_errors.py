@@ -18,6 +18,7 @@ ServiceError                       below RaycloakError; carries the id of the re
 A message never carries data-dependent text.
 """
 
+from functools import partial
 from typing import Any, ClassVar
 
 from raycloak.metrics.errors import RaycloakError
@@ -44,7 +45,8 @@ class ServiceError(RaycloakError):
             setattr(self, name, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (type(self), self.code, self.message, self.remedy, self.request_id, self.details)
+        given = self.code, self.message, self.remedy, self.request_id
+        return partial(type(self), *given, **self.details), ()
 
 
 class ServiceAuthenticationError(ServiceError):
@@ -141,29 +143,5 @@ class ServiceServerError(ServiceError):
     kind = "server"
 
 
-KINDS: dict[str, type[ServiceError]] = {
-    each.kind: each
-    for each in (
-        ServiceAuthenticationError,
-        ServicePermissionError,
-        ServiceNotFoundError,
-        ServiceValidationError,
-        ServiceRateLimitedError,
-        ServiceQueueFullError,
-        FutureTimeoutError,
-        FutureCancelledError,
-        FutureFailedError,
-        BudgetExceededError,
-        ServiceStateError,
-        ServiceConnectionError,
-        ServiceServerError,
-    )
-}
+KINDS: dict[str, type[ServiceError]] = {each.kind: each for each in ServiceError.__subclasses__()}
 """Every class of error, by the name that the wire gives it."""
-
-
-def _restored(
-    kind: type[ServiceError], code: str, message: str, remedy: str, request_id: str, details: dict[str, Any]
-) -> ServiceError:
-    """Return an error as it was pickled."""
-    return kind(code, message, remedy, request_id, **details)

@@ -38,7 +38,6 @@ OWN_TRACE = ("step", "measurement")
 """Each begins its own trace, linked to its run: one trace of ten thousand steps is more than backends accept."""
 CLOSE_S = 5.0
 """Time for the last spans to leave. A collector that does not answer must not keep a finished run."""
-_PREFIX = "raycloak."
 
 
 class Span:
@@ -241,7 +240,7 @@ def _attributes(fields: Mapping[str, Value]) -> dict[str, str | int | float]:
     given = {name: value for name, value in fields.items() if value is not None}
     for name, value in given.items():
         check_field(name, value)
-    return {f"{_PREFIX}{name}": value for name, value in given.items()}
+    return {f"raycloak.{name}": value for name, value in given.items()}
 
 
 def _mark_failed(span: "Recorded", code: str) -> None:

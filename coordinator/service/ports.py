@@ -95,7 +95,7 @@ class Records(Protocol):
 
 
 class Measured(Protocol):
-    """The meter of operations; see `raycloak.metrics.training_service.ServiceMetrics`."""
+    """The meter of operations; see `raycloak.metrics.collectors.ServiceMetrics`."""
 
     def operation_ended(self, kind: str, outcome: str, queued_s: float, running_s: float | None) -> None:
         """Count an operation that ended."""

@@ -30,10 +30,10 @@ from raycloak.coordinator.service.settings import ServiceSettings
 from raycloak.coordinator.service.store import ArtifactRow, Store
 from raycloak.coordinator.service.turns import Turns
 from raycloak.coordinator.service.watches import Watches
+from raycloak.metrics.collectors import ServiceMetrics, ServiceSnapshot
 from raycloak.metrics.exporter import Exporter
 from raycloak.metrics.server import MetricsServer
 from raycloak.metrics.service_errors import ServiceError, ServiceServerError
-from raycloak.metrics.training_service import ServiceMetrics, ServiceSnapshot
 
 STREAMS_GRACE_S: Final = 5.0
 """For calls under way when the service ends; each takes milliseconds, but for uploads, which are sent again."""

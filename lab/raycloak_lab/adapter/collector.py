@@ -25,7 +25,6 @@ ADAPTER_SERIES = (
         "counter",
         PrivacyClass.PHYSICAL,
         (Label("phase", ADAPTER_PHASES),),
-        "seconds",
     ),
     Series(
         "raycloak_adapter_tokens_left",

@@ -27,12 +27,18 @@ from raycloak.coordinator.evidence.sources import LocalPlatform
 from raycloak.coordinator.evidence.standalone_service import ServiceConfig, start_service
 from raycloak.coordinator.runs.verdict import metrics_view
 from raycloak.coordinator.training.assignment import NewRun
-from raycloak.metrics.collectors import GpuReadingCollector, LedgerCollector, RunFacts, RunMetrics
+from raycloak.metrics.collectors import (
+    GpuReadingCollector,
+    LedgerCollector,
+    RunFacts,
+    RunMetrics,
+    ServiceMetrics,
+    ServiceSnapshot,
+)
 from raycloak.metrics.exporter import Exporter
 from raycloak.metrics.gpu_readings import GpuReading
 from raycloak.metrics.registry import SERIES
 from raycloak.metrics.server import MetricsServer
-from raycloak.metrics.training_service import ServiceMetrics, ServiceSnapshot
 from raycloak_lab.adapter.collector import ADAPTER_SERIES, AdapterCollector, AdapterFigures
 from raycloak_lab.dashboards.render import FILES, RULES
 from tests.metrics.samples import sample_names
