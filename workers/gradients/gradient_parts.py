@@ -74,7 +74,7 @@ class GradientParts:
         with self._recorded(features, labels) as (recording, losses):
             tried = [SilentRows(rows.to(labels.device)) for rows in silences(len(labels))]
             for silent in tried:
-                recording.try_places(losses, silent)
+                recording.backward(losses, silent, places_alone=True)
             return next((silent.first for silent in tried if silent.first is not None), None)
 
     def shared(self, features: Tensor) -> list[tuple[str, bytes]]:

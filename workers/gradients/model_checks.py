@@ -13,8 +13,8 @@ import copy
 import math
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
@@ -122,48 +122,19 @@ def check_trainable(
     if has_autocast(module):
         with _copy_of(module, form, deterministic) as probe:
             remove_autocast(probe)
-            _check(probe, form, loss_fn, deterministic, vocabulary)
-    with _bf16_errors(module), _copy_of(module, form, deterministic) as probe:
-        _check(probe, form, loss_fn, deterministic, vocabulary)
-
-
-def _check(probe: nn.Module, form: DatasetForm, loss_fn: LossFn, deterministic: bool, vocabulary: int | None) -> None:
-    probes = _probes_of(probe, form, vocabulary)
-    _check_apart_in_both_modes(probe, probes, loss_fn, deterministic, grown=False)
-    # Another distribution at each size. A fault that hides from one shows in the forward pass, which met all of both.
-    for count, index in zip(_BATCH_SIZES, (0, -1), strict=True):
-        pair = list(probes.draws(count))[index]
-        _check_places(probe, pair.before, loss_fn, deterministic)
-        _check_gradients(probe, pair, slice(1, None), loss_fn, deterministic)
-        _check_sum(probe, pair.before, loss_fn, deterministic)
-    _grow(probe)
-    _check_apart_in_both_modes(probe, probes, loss_fn, deterministic, grown=True)
-
-
-def _check_apart_in_both_modes(
-    probe: nn.Module, probes: Probes, loss_fn: LossFn, deterministic: bool, *, grown: bool
-) -> None:
-    """Check all that holds to the bit; with parameters that did not grow, also what holds up to rounding."""
-    # Private examples are evaluated in evaluation mode, where a module may mix rows that it keeps apart in
-    # training; see `raycloak.workers.gradients.sum_engines.PrivateEvaluationEngine`.
-    for training in (False, True):
-        state = _state_of(probe.train(training), loss_fn)
-        for count in _BATCH_SIZES:
-            drawn = _check_draws(probe, probes, count, state)
-            if count == _BATCH_SIZES[0]:
-                if not grown:
-                    _check_repeats(probe, drawn[0].pair.before.features, state)
-                # Before rows alone: of a batch that is trimmed to its longest text, it names the layer.
-                met = _check_fills(probe, probes, count, deterministic, state)
-                for each in () if grown else drawn:
-                    _check_alone(probe, each.pair.before.features, each.output, state)
-                # After what names a layer that mixes rows by such a value.
-                _check_reads(probe, drawn[0].pair.before.features)
-            if training and not grown:
-                for each in drawn:
-                    _check_loss(loss_fn, each.output, each.pair.before.labels, state)
-                    _check_odd_labels(probes, loss_fn, each.output, each.pair.before.labels, state)
-    _check_met(probe, probes, met, loss_fn, deterministic)
+            _Checks(probe, form, loss_fn, deterministic, vocabulary).all()
+    try:
+        with _copy_of(module, form, deterministic) as probe:
+            _Checks(probe, form, loss_fn, deterministic, vocabulary).all()
+    except ModelError as error:
+        # The model passed every check in float32.
+        if error.code != "model_input" or not has_autocast(module):
+            raise
+        raise ModelError(
+            "bf16_unsupported",
+            f"in bfloat16 {error.message}",
+            "Set precision: float32, or cast to float32 before the operation that is named.",
+        ) from error
 
 
 def check_rows(
@@ -185,7 +156,7 @@ def check_rows(
             ``nondeterministic_op``.
     """
     with _copy_of(module, form, deterministic) as probe:
-        _check_sizes(probe, form, loss_fn, mechanisms, deterministic, vocabulary)
+        _Checks(probe, form, loss_fn, deterministic, vocabulary).of_sizes(mechanisms)
 
 
 def check_released(
@@ -201,35 +172,8 @@ def check_released(
     Guarantee: that of :func:`check_rows`. Parameters and examples are public, so a refusal says nothing of the data.
     """
     with _undisturbed(form, deterministic):
-        _check_sizes(module, form, loss_fn, mechanisms, deterministic, vocabulary)
+        _Checks(module, form, loss_fn, deterministic, vocabulary).of_sizes(mechanisms)
     module.train()
-
-
-def _check_sizes(
-    module: nn.Module,
-    form: DatasetForm,
-    loss_fn: LossFn,
-    mechanisms: Iterable[Mechanism],
-    deterministic: bool,
-    vocabulary: int | None,
-) -> None:
-    probes = _probes_of(module, form, vocabulary)
-    for mechanism in mechanisms:
-        if mechanism.query == "class_counts":
-            continue
-        count = mechanism.micro_batch_size
-        state = _state_of(module.train(mechanism.query == "gradient"), loss_fn)
-        met = _check_fills(module, probes, count, deterministic, state)
-        ordinary = met.batches[-1].ordinary
-        _check_alone(module, ordinary.features, ordinary.output, state)
-        if mechanism.query == "evaluation":
-            _check_draws(module, probes, count, state)
-        if mechanism.query == "gradient":
-            # Other rows' gradients show what other rows' outputs would; so these are not compared once more.
-            *_, pair = probes.draws(count)
-            _check_met(module, probes, met, loss_fn, deterministic)
-            _check_gradients(module, pair, slice(1, None), loss_fn, deterministic)
-            _check_sum(module, pair.before, loss_fn, deterministic)
 
 
 @contextmanager
@@ -237,7 +181,10 @@ def _copy_of(module: nn.Module, form: DatasetForm, deterministic: bool) -> Itera
     """Lend a copy of ``module`` with moved parameters; the process's random state stays as it is."""
     probe = copy.deepcopy(module).cpu()
     with _undisturbed(form, deterministic):
-        _perturb(probe)
+        with torch.no_grad():
+            for tensor in probe.parameters():
+                if tensor.requires_grad:
+                    tensor.add_(torch.randn_like(tensor), alpha=0.05)
         yield probe
 
 
@@ -255,67 +202,6 @@ def _undisturbed(form: DatasetForm, deterministic: bool) -> Iterator[None]:
         warnings.filterwarnings("ignore", ".* does not have a deterministic implementation")
         torch.default_generator.manual_seed(1)
         yield
-
-
-def _perturb(module: nn.Module) -> None:
-    with torch.no_grad():
-        for tensor in module.parameters():
-            if tensor.requires_grad:
-                tensor.add_(torch.randn_like(tensor), alpha=0.05)
-
-
-def _grow(module: nn.Module) -> None:
-    with torch.no_grad():
-        for tensor in module.parameters():
-            if tensor.requires_grad:
-                tensor.mul_(_GROWN)
-
-
-def _probes_of(module: nn.Module, form: DatasetForm, vocabulary: int | None) -> Probes:
-    """Return probes with all ids that the data may have."""
-    device = next((tensor.device for tensor in module.parameters()), torch.device("cpu"))
-    if form.inputs:
-        return Probes(form, odd_ids=odd_ids(module), device=device)
-    if form.feature_dtype != "int64":
-        return Probes(form, device=device)
-    if vocabulary is None:
-        raise ConfigError(
-            "vocabulary",
-            "features are integers, and nothing public says how many ids there are.",
-            "Set dataset.vocabulary to N if they are ids 0 .. N-1, or let the dataset give floating-point features.",
-        )
-    return Probes(form, vocabulary, odd_ids(module), device)
-
-
-def _state_of(module: nn.Module, loss_fn: LossFn) -> KeptState:
-    return KeptState(module, RowLoss.of(loss_fn).loss_fn, copies=True)
-
-
-@dataclass(frozen=True, slots=True)
-class _Drawn:
-    pair: Pair
-    output: Tensor
-
-
-def _check_draws(module: nn.Module, probes: Probes, count: int, state: KeptState) -> list[_Drawn]:
-    """Require that ordinary rows keep their bits when the first one changes; returns the pairs with their output."""
-    drawn = []
-    for pair in probes.draws(count):
-        before, after = (_watched(module, each.features, state) for each in (pair.before, pair.after))
-        _check_apart(module, before, after, slice(1, None))
-        drawn.append(_Drawn(pair, before.output))
-    return drawn
-
-
-def _check_repeats(module: nn.Module, features: Tensor, state: KeptState) -> None:
-    """Require that the same batch gives the same output of every layer twice."""
-    first, again = list[Tensor](), list[Tensor]()
-    found = _forward(module, features, first)
-    state.check()
-    _forward(module, features, again)
-    for (name, _), *outputs in zip(found.layers, first, again, strict=True):
-        if not _same(*outputs):
-            raise _random_layer(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,88 +229,271 @@ class _Met:
     fills: tuple[float, ...]
 
 
-def _check_fills(module: nn.Module, probes: Probes, count: int, deterministic: bool, state: KeptState) -> _Met:
-    """Require that examples that are almost all one value, and ordinary ones, do not move each other.
+class _Checks:
+    """The checks of one model and loss on synthetic examples.
 
-    For each value all rows are filled, then rows of several values stand in one batch with ordinary rows, each where
-    it stood before. An output must have the bits that the same row had among its equals.
-
-    One mixed batch serves for several values. Suppose that what a row gets depends on some statistic of the batch,
-    such as its longest text. If that differs between the ordinary batch and a filled one, the mixed batch differs from
-    at least one of them, whatever else is in it: either the ordinary rows or the filled row then meet another value.
+    Args:
+        module: lent for the checks.
+        form, loss_fn, deterministic, vocabulary: as of :func:`check_trainable`.
     """
-    # At least one row stays ordinary.
-    most = max(1, count - 1)
-    batches, fills = list[_Mixed](), list[float]()
-    for filling in probes.fillings(count):
-        ordinary, mixes = _watched(module, filling.ordinary, state), list[tuple[Tensor, int]]()
-        groups: list[list[tuple[Tensor, _Pass]]] = [[]]
-        for fill, example in filling.filled.items():
-            found = _if_accepted(module, example.expand_as(filling.ordinary).contiguous(), deterministic, state)
-            if found is not None:
-                if len(groups[-1]) == most or not math.isfinite(fill):
-                    groups.append([])
-                groups[-1].append((example, found.of_row(len(groups[-1]))))
-                fills.append(fill)
+
+    def __init__(
+        self, module: nn.Module, form: DatasetForm, loss_fn: LossFn, deterministic: bool, vocabulary: int | None
+    ) -> None:
+        self._module, self._loss_fn, self._deterministic = module, loss_fn, deterministic
+        if not form.inputs and form.feature_dtype == "int64" and vocabulary is None:
+            raise ConfigError(
+                "vocabulary",
+                "features are integers, and nothing public says how many ids there are.",
+                "Set dataset.vocabulary to N if they are ids 0 .. N-1, or let the dataset give floating-point "
+                "features.",
+            )
+        device = next((tensor.device for tensor in module.parameters()), torch.device("cpu"))
+        self._probes = Probes(form, vocabulary or 2, odd_ids(module), device)
+        self._loss = RowLoss.of(loss_fn)
+        # On the module itself: taps keep nothing of a pass in it, and another copy would be all of the model again.
+        self._gradients = GradientParts(module, self._loss, deterministic)
+
+    def all(self) -> None:
+        """Check what :func:`check_trainable` promises."""
+        self._apart_in_both_modes(grown=False)
+        # Another distribution at each size. A fault that hides from one shows in the forward pass, which met all of
+        # both.
+        for count, index in zip(_BATCH_SIZES, (0, -1), strict=True):
+            pair = list(self._probes.draws(count))[index]
+            self._check_places(pair.before)
+            self._check_gradients(pair, slice(1, None))
+            self._check_sum(pair.before)
+        with torch.no_grad():
+            for tensor in self._module.parameters():
+                if tensor.requires_grad:
+                    tensor.mul_(_GROWN)
+        self._apart_in_both_modes(grown=True)
+
+    def of_sizes(self, mechanisms: Iterable[Mechanism]) -> None:
+        """Check what :func:`check_rows` promises."""
+        for mechanism in mechanisms:
+            if mechanism.query == "class_counts":
                 continue
-            # Not in a batch of its own, but perhaps in one with others.
-            alone = _if_accepted(module, _with_rows(filling.ordinary, [example]), deterministic, state)
-            if alone is not None:
-                _check_apart(module, ordinary, alone, slice(1, None))
-        for group in filter(None, groups):
-            features = _with_rows(filling.ordinary, [example for example, _ in group])
-            mixed = _watched(module, features, state)
-            _check_apart(module, ordinary, mixed, slice(len(group), None))
-            for row, (_, found) in enumerate(group):
-                _check_apart(module, found, mixed, slice(row, row + 1))
-            mixes.append((features, len(group)))
-        batches.append(_Mixed(ordinary, tuple(mixes)))
-    return _Met(tuple(batches), tuple(fills))
+            count = mechanism.micro_batch_size
+            self._enter_mode(mechanism.query == "gradient")
+            met = self._check_fills(count)
+            ordinary = met.batches[-1].ordinary
+            self._check_alone(ordinary.features, ordinary.output)
+            if mechanism.query == "evaluation":
+                self._check_draws(count)
+            if mechanism.query == "gradient":
+                # Other rows' gradients show what other rows' outputs would; so these are not compared once more.
+                *_, pair = self._probes.draws(count)
+                self._check_met(met)
+                self._check_gradients(pair, slice(1, None))
+                self._check_sum(pair.before)
 
+    def _enter_mode(self, training: bool) -> None:
+        self._state = KeptState(self._module.train(training), self._loss.loss_fn, copies=True)
 
-def _check_met(module: nn.Module, probes: Probes, met: _Met, loss_fn: LossFn, deterministic: bool) -> None:
-    """Require that gradients stay apart, and in their places, where ordinary rows meet filled and shorter ones."""
-    # Finite ones alone, and first: what is not finite may hide what it meets.
-    fills = [fill for fill in met.fills if math.isfinite(fill)]
-    varied = probes.varied(len(met.batches[0].ordinary.features), fills)
-    _check_places(module, varied, loss_fn, deterministic)
-    gradients = GradientParts(module, RowLoss.of(loss_fn), deterministic)
-    _check_shared(gradients, met.batches[0].ordinary.features, varied.features)
-    for mixed in met.batches:
-        ordinary = probes.labelled(mixed.ordinary.features)
-        for features, others in mixed.mixes:
-            among = Examples(features, ordinary.labels)
-            # First, because it names what moves rows; gradients that mix in any other way are told apart below.
-            _check_places(module, among, loss_fn, deterministic)
-            if others < len(features):
-                _check_gradients(module, Pair(ordinary, among), slice(others, None), loss_fn, deterministic)
+    def _apart_in_both_modes(self, *, grown: bool) -> None:
+        """Check all that holds to the bit; with parameters that did not grow, also what holds up to rounding."""
+        # Private examples are evaluated in evaluation mode, where a module may mix rows that it keeps apart in
+        # training; see `raycloak.workers.gradients.sum_engines.PrivateEvaluationEngine`.
+        for training in (False, True):
+            self._enter_mode(training)
+            for count in _BATCH_SIZES:
+                drawn = self._check_draws(count)
+                if count == _BATCH_SIZES[0]:
+                    features = drawn[0][0].features
+                    if not grown:
+                        self._check_repeats(features)
+                    # Before rows alone: of a batch that is trimmed to its longest text, it names the layer.
+                    met = self._check_fills(count)
+                    for batch, output in () if grown else drawn:
+                        self._check_alone(batch.features, output)
+                    # After what names a layer that mixes rows by such a value.
+                    _check_reads(self._module, features)
+                if training and not grown:
+                    for batch, output in drawn:
+                        self._check_loss(output, batch.labels)
+        self._check_met(met)
+
+    def _check_draws(self, count: int) -> list[tuple[Examples, Tensor]]:
+        """Require that ordinary rows keep their bits when the first one changes; return batches with their output."""
+        drawn = []
+        for pair in self._probes.draws(count):
+            before, after = (self._watched(each.features) for each in (pair.before, pair.after))
+            _check_apart(self._module, before, after, slice(1, None))
+            drawn.append((pair.before, before.output))
+        return drawn
+
+    def _check_repeats(self, features: Tensor) -> None:
+        """Require that the same batch gives the same output of every layer twice."""
+        first, again = list[Tensor](), list[Tensor]()
+        found = _forward(self._module, features, first)
+        self._state.check()
+        _forward(self._module, features, again)
+        for (name, _), *outputs in zip(found.layers, first, again, strict=True):
+            if not _same(*outputs):
+                raise _random_layer(name)
+
+    def _check_fills(self, count: int) -> _Met:
+        """Require that examples that are almost all one value, and ordinary ones, do not move each other.
+
+        For each value all rows are filled, then rows of several values stand in one batch with ordinary rows, each
+        where it stood before. An output must have the bits that the same row had among its equals.
+
+        One mixed batch serves for several values. Suppose that what a row gets depends on some statistic of the batch,
+        such as its longest text. If that differs between the ordinary batch and a filled one, the mixed batch differs
+        from at least one of them, whatever else is in it. Then the ordinary rows or the filled row meet another value.
+        """
+        # At least one row stays ordinary.
+        most = max(1, count - 1)
+        batches, fills = list[_Mixed](), list[float]()
+        for filling in self._probes.fillings(count):
+            ordinary, mixes = self._watched(filling.ordinary), list[tuple[Tensor, int]]()
+            groups: list[list[tuple[Tensor, _Pass]]] = [[]]
+            for fill, example in filling.filled.items():
+                found = self._if_accepted(example.expand_as(filling.ordinary).contiguous())
+                if found is not None:
+                    if len(groups[-1]) == most or not math.isfinite(fill):
+                        groups.append([])
+                    groups[-1].append((example, found.of_row(len(groups[-1]))))
+                    fills.append(fill)
+                    continue
+                # Not in a batch of its own, but perhaps in one with others.
+                alone = self._if_accepted(_with_rows(filling.ordinary, [example]))
+                if alone is not None:
+                    _check_apart(self._module, ordinary, alone, slice(1, None))
+            for group in filter(None, groups):
+                features = _with_rows(filling.ordinary, [example for example, _ in group])
+                mixed = self._watched(features)
+                _check_apart(self._module, ordinary, mixed, slice(len(group), None))
+                for row, (_, found) in enumerate(group):
+                    _check_apart(self._module, found, mixed, slice(row, row + 1))
+                mixes.append((features, len(group)))
+            batches.append(_Mixed(ordinary, tuple(mixes)))
+        return _Met(tuple(batches), tuple(fills))
+
+    def _check_met(self, met: _Met) -> None:
+        """Require that gradients stay apart, and in their places, where ordinary rows meet filled and shorter ones."""
+        # Finite ones alone, and first: what is not finite may hide what it meets.
+        fills = [fill for fill in met.fills if math.isfinite(fill)]
+        varied = self._probes.varied(len(met.batches[0].ordinary.features), fills)
+        self._check_places(varied)
+        self._check_shared(met.batches[0].ordinary.features, varied.features)
+        for mixed in met.batches:
+            ordinary = self._probes.labelled(mixed.ordinary.features)
+            for features, others in mixed.mixes:
+                among = Examples(features, ordinary.labels)
+                # First, because it names what moves rows; gradients that mix in any other way are told apart below.
+                self._check_places(among)
+                if others < len(features):
+                    self._check_gradients(Pair(ordinary, among), slice(others, None))
+
+    def _if_accepted(self, features: Tensor) -> _Pass | None:
+        """Return the pass; None if the model fails on these values, which are then in no batch that it computes."""
+        try:
+            with named_operations(self._deterministic):
+                return _forward(self._module, features)
+        except RaycloakError:
+            raise
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            # User code may raise anything; an odd value may be none for it.
+            return None
+        finally:
+            self._state.check()
+
+    def _watched(self, features: Tensor) -> _Pass:
+        """Return the pass, and require that nothing of it was kept; the next one might undo it."""
+        found = _forward(self._module, features)
+        self._state.check()
+        return found
+
+    def _check_alone(self, features: Tensor, output: Tensor) -> None:
+        """Require that an example's output in a batch of one is, up to rounding, what it is in the whole batch.
+
+        Args:
+            output: of the whole batch.
+        """
+        tolerance = _FLOAT32 if in_full_precision(self._module) else _NARROW
+        for row in {0, len(features) - 1}:
+            alone = self._watched(features[row : row + 1])
+            if not _close(alone.output, output[row : row + 1], tolerance):
+                raise ModelError(
+                    "mixing_layer",
+                    f"layer '{alone.layers[-1][0]}' gives an example another output alone than in a batch of "
+                    f"{len(features)}.",
+                    _FIX,
+                )
+
+    def _check_loss(self, output: Tensor, labels: Tensor) -> None:
+        """Require that the loss of a batch is that of each example alone, for odd labels too, and keeps no state."""
+        whole = self._loss_fn(output, labels)
+        if not _close(whole, self._loss(output, labels), _FLOAT32):
+            raise _mixing_loss()
+        self._state.check()
+        for pair in self._probes.odd_labels(labels):
+            try:
+                before, after = (self._loss(output, each) for each in pair)
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                # A label of no class may be an error for the user's code.
+                self._state.check()
+                continue
+            if not _same(before[1:], after[1:]):
+                raise _mixing_loss()
+            self._state.check()
+
+    def _check_gradients(self, pair: Pair, rows: slice) -> None:
+        """Require that the gradients of ``rows``, which are equal in both batches, have the same bits in both."""
+        named = self._module.named_parameters()
+        trained = {name: tensor.numel() for name, tensor in named if tensor.requires_grad}
+        found = [
+            # One batch's at a time: the gradients of a large model may all be alive at once.
+            [_digest_of(part, rows, size) for part, size in zip(self._gradients(*batch), trained.values(), strict=True)]
+            for batch in ((each.features, each.labels) for each in (pair.before, pair.after))
+        ]
+        for name, before, after in zip(trained, *found, strict=True):
+            if before != after:
+                raise ModelError("mixing_layer", f"one example changes another's gradient of parameter '{name}'.", _FIX)
+
+    def _check_sum(self, examples: Examples) -> None:
+        """Require that the rows' gradients add up to autograd's gradient of the summed loss."""
+        module, parts = self._module, self._gradients(examples.features, examples.labels)
+        self._loss(module(examples.features), examples.labels).sum().backward()  # type: ignore[no-untyped-call]
+        wholes = {name: tensor.grad for name, tensor in module.named_parameters() if tensor.requires_grad}
+        module.zero_grad(set_to_none=True)
+        tolerance = _tolerance_of_gradients(module, wholes.values())
+        for (name, whole), part in zip(wholes.items(), parts, strict=True):
+            # Loose: the two sums round in different orders. A wrong rule is off by far more.
+            if whole is None or not _close(_sum(part, len(examples.labels), whole), whole, tolerance):
+                raise ModelError(
+                    "unsupported_layer",
+                    f"the per-example gradients of parameter '{name}' do not add up to its gradient.",
+                    "Use the parameter in torch's own operations, in every forward pass.",
+                )
+
+    def _check_places(self, examples: Examples) -> None:
+        """Require that a row's loss gives a gradient to its own place alone of every tensor that a parameter enters."""
+        moved = self._gradients.moved_rows(examples.features, examples.labels)
+        if moved is not None:
+            raise moved_rows(f"the loss of one example reaches another's row where parameter '{moved}' is used")
+
+    def _check_shared(self, left: Tensor, right: Tensor) -> None:
+        """Require that what taps take as the same for all rows has the same bits in two batches of other rows."""
+        found = self._gradients.shared(left)
+        for one, other in zip_longest(found, self._gradients.shared(right) if found else []):
+            if one != other:
+                raise ModelError(
+                    "unsupported_layer",
+                    f"parameter '{(one or other)[0]}' meets a tensor that depends on examples and has no row for each.",
+                    "Keep each example in its row of every tensor: pad and mask in place of packing.",
+                )
 
 
 def _with_rows(features: Tensor, examples: Sequence[Tensor]) -> Tensor:
     return torch.cat([*examples, features[len(examples) :]])
-
-
-def _if_accepted(module: nn.Module, features: Tensor, deterministic: bool, state: KeptState) -> _Pass | None:
-    """Return the pass; None if the model fails on these values, which are then in no batch that it computes."""
-    try:
-        with named_operations(deterministic):
-            return _forward(module, features)
-    except RaycloakError:
-        raise
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        # User code may raise anything; an odd value may be none for it.
-        return None
-    finally:
-        state.check()
-
-
-def _watched(module: nn.Module, features: Tensor, state: KeptState) -> _Pass:
-    """Return the pass, and require that nothing of it was kept; the next one might undo it."""
-    found = _forward(module, features)
-    state.check()
-    return found
 
 
 def _check_apart(module: nn.Module, left: _Pass, right: _Pass, rows: slice) -> None:
@@ -469,24 +538,6 @@ def _random_layer(name: str) -> ModelError:
     )
 
 
-def _check_alone(module: nn.Module, features: Tensor, output: Tensor, state: KeptState) -> None:
-    """Require that an example's output in a batch of one is, up to rounding, what it is in the whole batch.
-
-    Args:
-        output: of the whole batch.
-    """
-    tolerance = _tolerance(module)
-    for row in {0, len(features) - 1}:
-        alone = _watched(module, features[row : row + 1], state)
-        if not _close(alone.output, output[row : row + 1], tolerance):
-            raise ModelError(
-                "mixing_layer",
-                f"layer '{alone.layers[-1][0]}' gives an example another output alone than in a batch of "
-                f"{len(features)}.",
-                _FIX,
-            )
-
-
 def _backward_of_rows(module: nn.Module, output: Tensor) -> None:
     """Run a backward pass whose gradients depend on the rows from its start, as those of a loss do."""
     trained = tuple(tensor for tensor in module.parameters() if tensor.requires_grad)
@@ -502,29 +553,17 @@ def _backward_of_rows(module: nn.Module, output: Tensor) -> None:
 
 def _check_reads(module: nn.Module, features: Tensor) -> None:
     """Require that neither pass gives Python a value of a tensor that depends on examples."""
-    values, entered = ReadValues(features), list[str]()
-    where: list[str] = []
+    values, where = ReadValues(features), list[str]()
 
-    def enter(layer: nn.Module, _inputs: object) -> None:
-        entered.append(names[layer])
-
-    def leave(_layer: nn.Module, _inputs: object, _output: object) -> None:
+    def leave(name: str, _output: object) -> None:
         # Inner layers finish first.
         if values.found is not None and not where:
-            where.append(entered[-1])
-        entered.pop()
+            where.append(name)
 
-    names = {layer: name or "model" for name, layer in module.named_modules()}
-    hooks = [layer.register_forward_pre_hook(enter) for layer in names]
-    hooks += [layer.register_forward_hook(leave) for layer in names]
-    try:
-        with values.watching():
-            output = module(features)
-            if module.training and values.found is None:
-                _backward_of_rows(module, output)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with _layers_watched(module, leave), values.watching():
+        output = module(features)
+        if module.training and values.found is None:
+            _backward_of_rows(module, output)
     if values.found is not None:
         reader = f"layer '{where[0]}'" if where else "the backward pass"
         raise ModelError(
@@ -535,88 +574,12 @@ def _check_reads(module: nn.Module, features: Tensor) -> None:
         )
 
 
-def _check_loss(loss_fn: LossFn, output: Tensor, labels: Tensor, state: KeptState) -> None:
-    """Require that the loss of a batch is that of each example alone, and keeps no state."""
-    alone, whole = RowLoss(loss_fn)(output, labels), loss_fn(output, labels)
-    if not _close(whole, alone, _FLOAT32):
-        raise _mixing_loss()
-    state.check()
-
-
-def _check_odd_labels(probes: Probes, loss_fn: LossFn, output: Tensor, labels: Tensor, state: KeptState) -> None:
-    row_loss = RowLoss(loss_fn)
-    for pair in probes.odd_labels(labels):
-        try:
-            before, after = (row_loss(output, each) for each in pair)
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            # A label of no class may be an error for the user's code.
-            state.check()
-            continue
-        if not _same(before[1:], after[1:]):
-            raise _mixing_loss()
-        state.check()
-
-
 def _mixing_loss() -> ModelError:
     return ModelError(
         "mixing_loss",
         "the loss of a batch is not the loss of each example alone, which is what raycloak trains on.",
         "Compute one number per example from its own output and label, and divide it by nothing of the batch.",
     )
-
-
-def _check_gradients(module: nn.Module, pair: Pair, rows: slice, loss_fn: LossFn, deterministic: bool) -> None:
-    """Require that the gradients of ``rows``, which are equal in both batches, have the same bits in both."""
-    # On the probe itself: taps keep nothing of a pass in it, and another copy would be all of the model again.
-    gradients = GradientParts(module, RowLoss.of(loss_fn), deterministic)
-    trained = {name: tensor.numel() for name, tensor in module.named_parameters() if tensor.requires_grad}
-    found = [
-        # One batch's at a time: the gradients of a large model may all be alive at once.
-        [_digest_of(part, rows, size) for part, size in zip(gradients(*batch), trained.values(), strict=True)]
-        for batch in ((each.features, each.labels) for each in (pair.before, pair.after))
-    ]
-    for name, before, after in zip(trained, *found, strict=True):
-        if before != after:
-            raise ModelError("mixing_layer", f"one example changes another's gradient of parameter '{name}'.", _FIX)
-
-
-def _check_sum(module: nn.Module, examples: Examples, loss_fn: LossFn, deterministic: bool) -> None:
-    """Require that the rows' gradients add up to autograd's gradient of the summed loss."""
-    row_loss, count = RowLoss.of(loss_fn), len(examples.labels)
-    parts = GradientParts(module, row_loss, deterministic)(examples.features, examples.labels)
-    row_loss(module(examples.features), examples.labels).sum().backward()  # type: ignore[no-untyped-call]
-    wholes = {name: tensor.grad for name, tensor in module.named_parameters() if tensor.requires_grad}
-    module.zero_grad(set_to_none=True)
-    tolerance = _tolerance_of_gradients(module, wholes.values())
-    for (name, whole), part in zip(wholes.items(), parts, strict=True):
-        # Loose: the two sums round in different orders. A wrong rule is off by far more.
-        if whole is None or not _close(_sum(part, count, whole), whole, tolerance):
-            raise ModelError(
-                "unsupported_layer",
-                f"the per-example gradients of parameter '{name}' do not add up to its gradient.",
-                "Use the parameter in torch's own operations, in every forward pass.",
-            )
-
-
-def _check_places(module: nn.Module, examples: Examples, loss_fn: LossFn, deterministic: bool) -> None:
-    """Require that a row's loss gives a gradient to its own place of every tensor that a parameter enters, alone."""
-    moved = GradientParts(module, RowLoss.of(loss_fn), deterministic).moved_rows(examples.features, examples.labels)
-    if moved is not None:
-        raise moved_rows(f"the loss of one example reaches another's row where parameter '{moved}' is used")
-
-
-def _check_shared(gradients: GradientParts, left: Tensor, right: Tensor) -> None:
-    """Require that what taps take as the same for all rows has the same bits in two batches of other rows."""
-    found = gradients.shared(left)
-    for one, other in zip_longest(found, gradients.shared(right) if found else []):
-        if one != other:
-            raise ModelError(
-                "unsupported_layer",
-                f"parameter '{(one or other)[0]}' meets a tensor that depends on examples and has no row for each.",
-                "Keep each example in its row of every tensor: pad and mask in place of packing.",
-            )
 
 
 def _digest_of(part: Part, rows: slice, size: int) -> bytes:
@@ -637,6 +600,19 @@ def _sum(part: Part, count: int, like: Tensor) -> Tensor:
     return total.view(like.shape)
 
 
+@contextmanager
+def _layers_watched(
+    module: nn.Module, leave: Callable[[str, object], None], enter: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Call ``enter`` before each layer of ``module``, and ``leave`` with name and output after it, inner ones first."""
+    names = {layer: name or "model" for name, layer in module.named_modules()}
+    with ExitStack() as hooks:
+        for each in names:
+            hooks.enter_context(each.register_forward_pre_hook(lambda *_: enter()))
+            hooks.enter_context(each.register_forward_hook(lambda layer, _, output: leave(names[layer], output)))
+        yield
+
+
 def _forward(module: nn.Module, features: Tensor, outputs: list[Tensor] | None = None) -> _Pass:
     """Run the model.
 
@@ -650,25 +626,16 @@ def _forward(module: nn.Module, features: Tensor, outputs: list[Tensor] | None =
     layers: list[tuple[str, torch.Size]] = []
     entered, drew = list[Tensor](), list[str]()
 
-    def enter(_layer: nn.Module, _inputs: object) -> None:
-        entered.append(torch.get_rng_state())
-
-    def leave(layer: nn.Module, _inputs: object, output: object) -> None:
+    def leave(name: str, output: object) -> None:
         if not torch.equal(entered.pop(), torch.get_rng_state()):
-            drew.append(names[layer])
+            drew.append(name)
         if isinstance(output, Tensor):
-            layers.append((names[layer], output.shape))
+            layers.append((name, output.shape))
             if outputs is not None:
                 outputs.append(output.detach().clone())
 
-    names = {layer: name or "model" for name, layer in module.named_modules()}
-    hooks = [layer.register_forward_pre_hook(enter) for layer in names]
-    hooks += [layer.register_forward_hook(leave) for layer in names]
-    try:
+    with _layers_watched(module, leave, lambda: entered.append(torch.get_rng_state())):
         output = module(features)
-    finally:
-        for hook in hooks:
-            hook.remove()
     if drew:
         raise _random_layer(drew[0])
     if not isinstance(output, Tensor) or output.shape[:1] != features.shape[:1]:
@@ -678,10 +645,6 @@ def _forward(module: nn.Module, features: Tensor, outputs: list[Tensor] | None =
             "Let its forward return one. Several heads are its columns, torch.cat([one, two], 1), with a list as loss.",
         )
     return _Pass(features, layers, output.detach())
-
-
-def _tolerance(module: nn.Module) -> _Tolerance:
-    return _FLOAT32 if in_full_precision(module) else _NARROW
 
 
 def _tolerance_of_gradients(module: nn.Module, wholes: Iterable[Tensor | None]) -> _Tolerance:
@@ -729,36 +692,20 @@ def input_errors(form: DatasetForm) -> Iterator[None]:
         if is_out_of_memory(error):
             raise
         said = str(error).splitlines()[0] if str(error) else "it gives no reason"
+        if form.inputs:
+            named = (f"{each.name} [{', '.join(map(str, ('n', *each.shape)))}] ({each.dtype})" for each in form.inputs)
+            features = f"the inputs {', '.join(named)}"
+        else:
+            shape = ", ".join(map(str, ("n", *form.feature_shape)))
+            features = f"features of shape [{shape}] ({form.feature_dtype})"
         # A name is asked for that one tensor does not give.
         by_name = " For a forward with several arguments, name them in dataset.inputs." if "argument" in said else ""
         raise ModelError(
             "model_input",
-            f"the model fails on {_features_text(form)}: {type(error).__name__}: {said}.",
+            f"the model fails on {features}: {type(error).__name__}: {said}.",
             "Let model and loss take the dataset's shapes."
             + ("" if form.inputs else by_name)
             + (" Its labels have a point; classes are whole numbers." if form.label_dtype == "float32" else ""),
-        ) from error
-
-
-def _features_text(form: DatasetForm) -> str:
-    if form.inputs:
-        named = (f"{each.name} [{', '.join(map(str, ('n', *each.shape)))}] ({each.dtype})" for each in form.inputs)
-        return f"the inputs {', '.join(named)}"
-    return f"features of shape [{', '.join(map(str, ('n', *form.feature_shape)))}] ({form.feature_dtype})"
-
-
-@contextmanager
-def _bf16_errors(module: nn.Module) -> Iterator[None]:
-    """Name the precision where a model that passed every check in float32 fails in bfloat16."""
-    try:
-        yield
-    except ModelError as error:
-        if error.code != "model_input" or not has_autocast(module):
-            raise
-        raise ModelError(
-            "bf16_unsupported",
-            f"in bfloat16 {error.message}",
-            "Set precision: float32, or cast to float32 before the operation that is named.",
         ) from error
 
 

@@ -7,12 +7,13 @@
     LookupPart   some rows of a table
     AbsentPart   zero: the parameter was not used
 
-Shapes alone decide which form a parameter gets (`workers/gradients/uses.py`). Work and shapes never depend on what the
-rows hold. The proofs are in docs/proofs/006-clipped-gradients.md.
+Shapes alone decide which form a parameter gets (:func:`part_of`). Work and shapes never depend on what the rows hold.
+The proofs are in docs/proofs/006-clipped-gradients.md.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import reduce
 from typing import Protocol
 
 import torch
@@ -34,6 +35,8 @@ MAX_GRAM_TOKENS, MAX_GRAM_WIDTH = 2**10, 2**16
 """The proof holds for so many tokens and for sides of this length."""
 # Elements of Gram matrices at once, for as many rows as fit.
 _GRAM_BLOCK = 2**21
+# So many elements are held for all rows together without a second thought: 4 MiB.
+_SMALL = 2**20
 # So many products are added in float32 before float64 takes over. Twice as many double the charge of a wide side; half
 # as many are slower.
 _DOT = 2**8
@@ -129,6 +132,12 @@ class Products:
         """Rows, groups, tokens, r and c."""
         count, groups, tokens, height = self.left.shape
         return count, groups, tokens, height, self.right.shape[3]
+
+    @property
+    def rows_are_smaller(self) -> bool:
+        """Whether the rows take no more memory than the two sides that they come from."""
+        _, _, tokens, height, width = self.shape
+        return height * width <= tokens * (height + width)
 
     def all_rows(self) -> Tensor:
         """Return every row's products, float32 [m, groups * r * c]."""
@@ -255,7 +264,10 @@ class RowsPart:
             for group in range(self._groups):
                 for low in range(0, self._height, height):
                     high = min(low + height, self._height)
-                    formed = _product(sides, group, low, high, buffer[: high - low])
+                    formed = buffer[: high - low]
+                    torch.mm(sides[0].left[group, :, low:high].T, sides[0].right[group], out=formed)
+                    for side in sides[1:]:
+                        formed.addmm_(side.left[group, :, low:high].T, side.right[group])
                     for lookup, value in zip(self._lookups, values, strict=True):
                         _add_lookups(formed, lookup.ids[row] - low, value)
                     start = (group * self._height + low) * self._width
@@ -276,12 +288,8 @@ class _Sides:
 
     @classmethod
     def like(cls, products: Products) -> "_Sides":
-        return cls(
-            *(
-                torch.empty(side.shape[1:], dtype=torch.float32, device=side.device)
-                for side in (products.left, products.right)
-            )
-        )
+        sides = products.left, products.right
+        return cls(*(torch.empty(side.shape[1:], dtype=torch.float32, device=side.device) for side in sides))
 
     def load(self, products: Products, row: int, dropped: Tensor) -> None:
         # Both sides are zeroed: zero times infinity would be NaN.
@@ -296,14 +304,6 @@ def _add_lookups(table: Tensor, ids: Tensor, values: Tensor) -> None:
     """
     beyond = (ids < 0) | (ids >= len(table))
     table.index_add_(0, ids.clamp(0, len(table) - 1), values.masked_fill(beyond[:, None], 0.0))
-
-
-def _product(sides: list[_Sides], group: int, low: int, high: int, out: Tensor) -> Tensor:
-    """Return rows ``low`` to ``high`` of one group's product, float32, written to ``out``."""
-    torch.mm(sides[0].left[group, :, low:high].T, sides[0].right[group], out=out)
-    for each in sides[1:]:
-        out.addmm_(each.left[group, :, low:high].T, each.right[group])
-    return out
 
 
 class GramPart:
@@ -418,3 +418,75 @@ def dense_squares(rows: Tensor) -> Tensor:
     for block in torch.split(rows, _COLUMNS[rows.device.type], 1):
         squares += block.double().square_().sum(1)
     return squares
+
+
+@dataclass(frozen=True, slots=True)
+class LookupUse:
+    """A use as a table: ``values`` [m, tokens, width] at ``ids`` [m, tokens], of which some may be equal."""
+
+    ids: Tensor
+    values: Tensor
+
+
+Use = Tensor | Products | LookupUse
+"""A use of a parameter: the gradient of each row, float32 [m, *shape], a matrix product, or a table."""
+
+
+def settled(use: Use) -> Use:
+    """Return a product as its rows where these take no more memory than its two sides; any other use as it is.
+
+    A checkpointed model saves memory by it: the sides of a product live no longer than the layer's backward pass.
+    """
+    if isinstance(use, Products) and use.shape[1:3] != (1, 1) and use.rows_are_smaller:
+        return use.all_rows()
+    return use
+
+
+def part_of(uses: list[Use], count: int, shape: tuple[int, ...], device: torch.device) -> Part:
+    """Return the part of a parameter of this shape from all its uses by ``count`` rows.
+
+    Guarantee: the form is a function of shapes, so two computations of one shape take the same path whatever they hold.
+    """
+    size = torch.Size(shape).numel()
+    if not uses:
+        return AbsentPart(count, size, device)
+    products = [use for use in uses if isinstance(use, Products)]
+    tables = [use for use in uses if isinstance(use, LookupUse)]
+    has_rows = len(products) + len(tables) < len(uses)
+    if not has_rows and not products:
+        return LookupPart(_joined(tables), shape[0])
+    if len(uses) == len(products) == 1 and products[0].shape[1:3] == (1, 1):
+        left, right = (side.reshape(count, -1) for side in (products[0].left, products[0].right))
+        return OuterPart(left, right)
+    if has_rows or count * size <= _SMALL or all(each.rows_are_smaller for each in products):
+        return DensePart(dense_rows(uses, count, shape))
+    lookups = [_joined(tables)] if tables else []
+    return GramPart(products, lookups) if _gram_pays(products, lookups) else RowsPart(products, lookups)
+
+
+def dense_rows(uses: list[Use], count: int, shape: tuple[int, ...]) -> Tensor:
+    """Return the gradient of each row, float32 [m, size]; uses, at least one, are added in their order."""
+
+    def rows(use: Use) -> Tensor:
+        match use:
+            case Tensor():
+                return use.reshape(count, -1)
+            case Products():
+                return use.all_rows()
+            case LookupUse(ids, values):
+                return LookupPart(merged(ids, values), shape[0]).rows()
+
+    return reduce(torch.add, map(rows, uses))
+
+
+def _gram_pays(products: list[Products], lookups: list[Lookups]) -> bool:
+    """Return whether Gram matrices take fewer multiplications than forming the rows once more, and are proved."""
+    _, groups, _, height, width = products[0].shape
+    tokens = sum(each.shape[2] for each in products)
+    every = tokens + sum(each.ids.shape[1] for each in lookups)
+    proved = groups == 1 and every <= MAX_GRAM_TOKENS and max(height, width) <= MAX_GRAM_WIDTH
+    return proved and tokens**2 * height + every**2 * width <= tokens * height * width
+
+
+def _joined(uses: list[LookupUse]) -> Lookups:
+    return merged(torch.cat([use.ids for use in uses], 1), torch.cat([use.values for use in uses], 1))

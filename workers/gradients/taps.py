@@ -16,6 +16,8 @@ with autograd's gradient and refuses them.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -27,11 +29,10 @@ from torch.overrides import TorchFunctionMode
 from raycloak.metrics.errors import ModelError
 from raycloak.workers.gradients.attention import multi_head_attention
 from raycloak.workers.gradients.numerics import exact_sums
-from raycloak.workers.gradients.parts import Part, Products
+from raycloak.workers.gradients.parts import LookupUse, Part, Products, Use, dense_rows, part_of, settled
 from raycloak.workers.gradients.patches import patches
 from raycloak.workers.gradients.row_places import SilentRows
 from raycloak.workers.gradients.tensor_table import TensorTable
-from raycloak.workers.gradients.uses import LookupUse, ProductUse, RowUse, Use, dense_rows, part_of, settled
 
 _FIX = "Use it through Linear, Conv, Embedding or a norm, with the batch as the first dimension, or freeze it."
 _Finish = Callable[[Tensor, tuple[Tensor, ...]], "list[tuple[Leaf, Use]]"]
@@ -58,6 +59,25 @@ class Leaf:
     name: str
     roots: tuple[int, ...]
     graph: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of torch that trained tensors enter: those, and all other tensors in it."""
+
+    function: Callable[..., Any]
+    args: Sequence[Any]
+    named: dict[str, Any]
+    leaves: list[Leaf]
+    inputs: list[Tensor]
+
+    @property
+    def roots(self) -> tuple[int, ...]:
+        """Numbers of the parameters in it."""
+        return tuple(dict.fromkeys(root for leaf in self.leaves for root in leaf.roots))
+
+    def refused(self, why: str) -> ModelError:
+        return _unsupported(self.leaves[0].name, f"{_name_of(self.function)}, {why}")
 
 
 class _Record:
@@ -179,30 +199,21 @@ class Recording(TorchFunctionMode):
         self._silent: SilentRows | None = None
         self._uses_wanted = True
 
-    def backward(self, losses: Tensor, silent: SilentRows | None = None) -> None:
+    def backward(self, losses: Tensor, silent: SilentRows | None = None, *, places_alone: bool = False) -> None:
         """Run the backward pass of the sum of ``losses`` [m]; what runs again in it is seen as before.
 
         Args:
             silent: the rows whose losses are zeroed; it meets every captured gradient.
+            places_alone: whether nothing but ``silent`` looks at the pass, which another one may then follow.
         """
-        self._run_backward(losses, silent, again=False)
-
-    def try_places(self, losses: Tensor, silent: SilentRows) -> None:
-        """Run a backward pass that only ``silent`` looks at, and that another one may follow."""
-        self._uses_wanted = False
-        try:
-            self._run_backward(losses, silent, again=True)
-        finally:
-            self._uses_wanted = True
-
-    def _run_backward(self, losses: Tensor, silent: SilentRows | None, *, again: bool) -> None:
         if not losses.requires_grad:
             return
-        self._silent = silent
+        self._silent, self._uses_wanted = silent, not places_alone
         weights = torch.ones_like(losses) if silent is None else silent.weights(losses)
+        # Torch's own function for it would leave this mode first.
+        engine = torch.autograd.Variable._execution_engine
         with self:
-            # Torch's own function for it would leave this mode first.
-            torch.autograd.Variable._execution_engine.run_backward((losses,), (weights,), again, False, (), True, True)
+            engine.run_backward((losses,), (weights,), places_alone, False, (), True, True)
 
     def _meet(self, name: str, gradient: Tensor) -> bool:
         if self._silent is not None:
@@ -231,7 +242,7 @@ class Recording(TorchFunctionMode):
         """
         graphs = [cast(Tensor, leaf.graph) for leaf, _ in derived]
         rows = [
-            dense_rows(found, self._count, tuple(graph.shape), graph.device).to(graph.dtype).view(-1, *graph.shape)
+            dense_rows(found, self._count, tuple(graph.shape)).to(graph.dtype).view(-1, *graph.shape)
             for (_, found), graph in zip(derived, graphs, strict=True)
         ]
         indices = sorted({index for leaf, _ in derived for index in leaf.roots})
@@ -240,7 +251,7 @@ class Recording(TorchFunctionMode):
             torch.autograd.grad(graphs, roots, each, True, materialize_grads=True) for each in zip(*rows, strict=True)
         ]
         for index, gradients in zip(indices, zip(*back, strict=True), strict=True):
-            uses[index].append(RowUse(torch.stack(gradients)))
+            uses[index].append(torch.stack(gradients))
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -261,7 +272,7 @@ class Recording(TorchFunctionMode):
         try:
             if rule is not None:
                 return rule(self, *args, **named)
-            return self._other(func, args, named, leaves)
+            return self._other(func, args, named)
         except ModelError:
             raise
         except (TypeError, NotImplementedError):
@@ -271,12 +282,15 @@ class Recording(TorchFunctionMode):
         """Return the leaf of ``tensor``, or None if it is not trained."""
         return None if tensor is None else self._leaves.get(id(tensor))
 
-    def batched(self, tensor: Tensor, *leaves: Leaf | None) -> Tensor:
-        """Return ``tensor`` with the rows as its first extent, or a multiple of them; one row is repeated for all."""
+    def batched(self, tensor: Tensor, name: str) -> Tensor:
+        """Return ``tensor`` with the rows as its first extent, or a multiple of them; one row is repeated for all.
+
+        Args:
+            name: of a trained parameter that it meets, for messages.
+        """
         if tensor.shape[0] == 1 and self._count > 1:
             return tensor.expand(self._count, *tensor.shape[1:])
         if tensor.shape[0] % self._count:
-            name = next(leaf.name for leaf in leaves if leaf is not None)
             raise _unsupported(name, f"an input of shape {list(tensor.shape)} without the batch as its first dimension")
         return tensor
 
@@ -291,51 +305,72 @@ class Recording(TorchFunctionMode):
 
     # --- operations that have a rule
 
+    def _layer(
+        self,
+        what: str,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        has_batch: bool,
+        function: Callable[[Tensor], Tensor],
+        of_weight: Callable[[Tensor, Tensor], Use],
+        of_bias: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Tap a layer with a weight and a bias, of which at least one is trained.
+
+        Args:
+            what: the layer for messages.
+            function: from rows to the layer's output.
+            of_weight: from the gradient of the output, and the rows, to the use of the weight.
+            of_bias: from the gradient of the output to that of the bias for each row.
+        """
+        weights, biases, own = self.leaf(weight), self.leaf(bias), self.leaf(input)
+        name = next(leaf.name for leaf in (weights, biases, own) if leaf)
+        if own or not has_batch:
+            raise _unsupported(name, f"a {what} without a batch")
+        rows = self.batched(input, name)
+
+        def finish(gradient: Tensor, kept: tuple[Tensor, ...]) -> list[tuple[Leaf, Use]]:
+            found: list[tuple[Leaf, Use]] = [(weights, of_weight(gradient, kept[0]))] if weights else []
+            return found + ([(biases, of_bias(gradient))] if biases else [])
+
+        return self.tap(function(rows), name, finish, *([rows] if weights else []))
+
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Tap ``functional.linear``."""
-        weights, biases = self.leaf(weight), self.leaf(bias)
-        if input.ndim < 2 or self.leaf(input):
-            raise _unsupported((weights or biases or self.leaf(input)).name, "a linear layer without a batch")  # type: ignore[union-attr]
-        rows = self.batched(input, weights, biases)
+        return self._layer(
+            "linear layer",
+            input,
+            weight,
+            bias,
+            input.ndim > 1,
+            lambda rows: functional.linear(rows, weight, bias),
+            lambda gradient, rows: Products(self._tokens(gradient), self._tokens(rows)),
+            self._token_sums,
+        )
 
-        def finish(gradient: Tensor, kept: tuple[Tensor, ...]) -> list[tuple[Leaf, Use]]:
-            left, found = self._tokens(gradient), list[tuple[Leaf, Use]]()
-            if weights:
-                found.append((weights, ProductUse(Products(left, self._tokens(kept[0])))))
-            return found + ([(biases, RowUse(_wide(left).sum((1, 2))))] if biases else [])
-
-        name = (weights or biases).name  # type: ignore[union-attr]
-        return self.tap(functional.linear(rows, weight, bias), name, finish, *([rows] if weights else []))
-
-    def matmul(self, input: Tensor, other: Tensor) -> Tensor:
+    def matmul(self, input: Tensor, other: Tensor) -> Any:
         """Tap a product of a batch with a matrix [in, out]."""
-        weights = self.leaf(other)
-        if weights is None or other.ndim != 2 or input.ndim < 2 or self.leaf(input):
-            return cast(Tensor, self._other(torch.matmul, (input, other), {}, self._leaves_of(input, other)))
-        return self._right_product(input, other, weights, None, None)
+        if not self.leaf(other) or other.ndim != 2 or input.ndim < 2 or self.leaf(input):
+            return self._other(torch.matmul, (input, other), {})
+        return self._right_product(input, other, None, lambda rows: torch.matmul(rows, other))
 
-    def addmm(self, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    def addmm(self, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
         """Tap ``addmm`` as GPT-2's Conv1D uses it: a bias [out], flattened tokens, and a matrix [in, out]."""
-        weights, biases = self.leaf(mat2), self.leaf(input)
         if self.leaf(mat1) or input.ndim != 1 or (beta, alpha) != (1, 1):
-            arguments, factors = (input, mat1, mat2), {"beta": beta, "alpha": alpha}
-            return cast(Tensor, self._other(torch.addmm, arguments, factors, self._leaves_of(*arguments)))
-        return self._right_product(mat1, mat2, weights, input, biases)
+            return self._other(torch.addmm, (input, mat1, mat2), {"beta": beta, "alpha": alpha})
+        return self._right_product(mat1, mat2, input, lambda rows: torch.addmm(input, rows, mat2))
 
     def _right_product(
-        self, tokens: Tensor, matrix: Tensor, weights: Leaf | None, bias: Tensor | None, biases: Leaf | None
+        self, tokens: Tensor, matrix: Tensor, bias: Tensor | None, function: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        rows = self.batched(tokens, weights, biases)
+        def of_matrix(gradient: Tensor, rows: Tensor) -> Products:
+            return Products(self._tokens(rows), self._tokens(gradient))
 
-        def finish(gradient: Tensor, kept: tuple[Tensor, ...]) -> list[tuple[Leaf, Use]]:
-            right, found = self._tokens(gradient), list[tuple[Leaf, Use]]()
-            if weights:
-                found.append((weights, ProductUse(Products(self._tokens(kept[0]), right))))
-            return found + ([(biases, RowUse(_wide(right).sum((1, 2))))] if biases else [])
+        return self._layer("product", tokens, matrix, bias, True, function, of_matrix, self._token_sums)
 
-        name = (weights or biases).name  # type: ignore[union-attr]
-        output = torch.matmul(rows, matrix) if bias is None else torch.addmm(bias, rows, matrix)
-        return self.tap(output, name, finish, *([rows] if weights else []))
+    def _token_sums(self, gradient: Tensor) -> Tensor:
+        return _wide(self._tokens(gradient)).sum((1, 2))
 
     def embedding(
         self,
@@ -346,7 +381,7 @@ class Recording(TorchFunctionMode):
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
-    ) -> Tensor:
+    ) -> Any:
         """Tap ``functional.embedding``.
 
         Ids [tokens] without a batch, as of positions, are repeated for every row. Ids of pairs of places, as of
@@ -356,12 +391,11 @@ class Recording(TorchFunctionMode):
         if max_norm is not None or scale_grad_by_freq:
             raise _unsupported(table.name, "an embedding that counts or rescales over the batch")
         if input.ndim > 1 and len(input) > 1 and self._is_shared(input):
-            return cast(Tensor, self._other(functional.embedding, (input, weight, padding_idx), {}, [table]))
+            return self._other(functional.embedding, (input, weight, padding_idx), {})
         alone = input.ndim == 1 and (len(input) != self._count or self._constants.have([input]))
         if alone:
             self._claim(table.name, [input])
-        ids = input[None] if alone else input
-        ids = self.batched(ids, table)
+        ids = self.batched(input[None] if alone else input, table.name)
         padding = None if padding_idx is None else padding_idx % len(weight)
 
         def finish(gradient: Tensor, kept: tuple[Tensor, ...]) -> list[tuple[Leaf, Use]]:
@@ -385,25 +419,22 @@ class Recording(TorchFunctionMode):
         groups: int = 1,
     ) -> Tensor:
         """Tap ``conv1d``, ``conv2d`` or ``conv3d``."""
-        weights, biases = self.leaf(weight), self.leaf(bias)
-        name = (weights or biases or self._leaves[id(input)]).name
-        if input.ndim != weight.ndim or self.leaf(input):
-            raise _unsupported(name, "a convolution without a batch")
-        rows = self.batched(input, weights, biases)
 
-        def finish(gradient: Tensor, kept: tuple[Tensor, ...]) -> list[tuple[Leaf, Use]]:
-            found = list[tuple[Leaf, Use]]()
-            if weights:
-                left = self._grouped(gradient.reshape(len(gradient), groups, weight.shape[0] // groups, -1))
-                right = patches(kept[0], tuple(weight.shape[2:]), stride, padding, dilation, groups)
-                found.append((weights, ProductUse(Products(left.mT, self._grouped(right).mT))))
-            if biases:
-                sums = _wide(gradient).reshape(self._count, -1, weight.shape[0], gradient[0, 0].numel()).sum((1, 3))
-                found.append((biases, RowUse(sums)))
-            return found
+        def of_weight(gradient: Tensor, rows: Tensor) -> Products:
+            left = self._grouped(gradient.reshape(len(gradient), groups, weight.shape[0] // groups, -1))
+            right = patches(rows, tuple(weight.shape[2:]), stride, padding, dilation, groups)
+            return Products(left.mT, self._grouped(right).mT)
 
-        output = function(rows, weight, bias, stride, padding, dilation, groups)
-        return self.tap(output, name, finish, *([rows] if weights else []))
+        return self._layer(
+            "convolution",
+            input,
+            weight,
+            bias,
+            input.ndim == weight.ndim,
+            lambda rows: function(rows, weight, bias, stride, padding, dilation, groups),
+            of_weight,
+            lambda gradient: self._channel_sums(_wide(gradient)),
+        )
 
     def layer_norm(
         self,
@@ -414,27 +445,15 @@ class Recording(TorchFunctionMode):
         eps: float = 1e-5,
     ) -> Tensor:
         """Tap ``functional.layer_norm``."""
-        shape = list(normalized_shape)
-
-        def function(rows: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-            return functional.layer_norm(rows, shape, weight, bias, eps)
-
-        return self._norm(function, input, weight, bias)
+        function = partial(functional.layer_norm, normalized_shape=list(normalized_shape), eps=eps)
+        return self._norm(function, self._last(normalized_shape), input, weight=weight, bias=bias)
 
     def rms_norm(
-        self,
-        input: Tensor,
-        normalized_shape: Sequence[int],
-        weight: Tensor | None = None,
-        eps: float | None = None,
+        self, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
     ) -> Tensor:
         """Tap ``functional.rms_norm``."""
-        shape = list(normalized_shape)
-
-        def function(rows: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-            return functional.rms_norm(rows, shape, weight, eps)
-
-        return self._norm(function, input, weight)
+        function = partial(functional.rms_norm, normalized_shape=list(normalized_shape), eps=eps)
+        return self._norm(function, self._last(normalized_shape), input, weight=weight)
 
     def group_norm(
         self,
@@ -445,39 +464,41 @@ class Recording(TorchFunctionMode):
         eps: float = 1e-5,
     ) -> Tensor:
         """Tap ``functional.group_norm``."""
+        function = partial(functional.group_norm, num_groups=num_groups, eps=eps)
+        return self._norm(function, self._channel_sums, input, weight=weight, bias=bias)
 
-        def function(rows: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-            return functional.group_norm(rows, num_groups, weight, bias, eps)
+    def _last(self, shape: Sequence[int]) -> Callable[[Tensor], Tensor]:
+        """Return the function that adds up, for each row, values whose last extents are ``shape``."""
+        return lambda values: values.reshape(self._count, -1, prod(shape)).sum(1)
 
-        return self._norm(function, input, weight, bias, channels_last=False)
+    def _channel_sums(self, values: Tensor) -> Tensor:
+        """Add up values [m * n, channels, ...] for each row and channel."""
+        return values.reshape(self._count, -1, values.shape[1], values[0, 0].numel()).sum((1, 3))
 
     def _norm(
         self,
         function: Callable[..., Tensor],
-        tokens: Tensor,
+        summed: Callable[[Tensor], Tensor],
+        input: Tensor,
         weight: Tensor | None,
-        bias: Tensor | None = None,
-        channels_last: bool = True,
+        **shift: Tensor | None,
     ) -> Tensor:
-        """Tap a norm: ``function(rows)`` normalises, and ``function(rows, weight, bias)`` scales and shifts as well."""
-        weights, biases = self.leaf(weight), self.leaf(bias)
-        name = (weights or biases or self._leaves[id(tokens)]).name
-        if self.leaf(tokens):
-            raise _unsupported(name, "a norm without a batch")
-        rows = self.batched(tokens, weights, biases)
+        """Tap a norm.
 
-        def summed(values: Tensor, shape: torch.Size) -> RowUse:
-            if channels_last:
-                return RowUse(values.reshape(self._count, -1, shape.numel()).sum(1))
-            return RowUse(values.reshape(self._count, -1, shape.numel(), values[0, 0].numel()).sum((1, 3)))
-
-        def finish(gradient: Tensor, kept: tuple[Tensor, ...]) -> list[tuple[Leaf, Use]]:
-            found, wide = list[tuple[Leaf, Use]](), _wide(gradient)
-            if weights:
-                found.append((weights, summed(wide * function(_wide(kept[0])), weights.tensor.shape)))
-            return found + ([(biases, summed(wide, biases.tensor.shape))] if biases else [])
-
-        return self.tap(function(rows, weight, bias), name, finish, *([rows] if weights else []))
+        Args:
+            function: normalises rows; with ``weight``, and ``bias`` in ``shift``, it scales and shifts as well.
+            summed: from values like the output to the sums for each row, like the weight.
+        """
+        return self._layer(
+            "norm",
+            input,
+            weight,
+            shift.get("bias"),
+            True,
+            lambda rows: function(rows, weight=weight, **shift),
+            lambda gradient, rows: summed(_wide(gradient) * function(_wide(rows))),
+            lambda gradient: summed(_wide(gradient)),
+        )
 
     def attention(self, *args: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
         """Tap ``functional.multi_head_attention_forward``, whose projections torch keeps to itself."""
@@ -490,47 +511,43 @@ class Recording(TorchFunctionMode):
 
     def elementwise(self, function: Callable[..., Any], factor: bool, left: Any, right: Any, **named: Any) -> Any:
         """Tap a product or a sum of a batch with a parameter that is broadcast over it."""
-        arguments = (left, right)
-        leaves = self._leaves_of(*arguments)
-        if named:
-            return self._other(function, arguments, named, leaves)
+        leaves = [leaf for leaf in map(self.leaf, tensors_in((left, right), {})) if leaf]
+        if named or len(leaves) > 1:
+            return self._other(function, (left, right), named)
         leaf = leaves[0]
         other = right if left is leaf.tensor else left
         whole = isinstance(other, Tensor) and other.ndim >= leaf.tensor.ndim and self._has_rows(other)
         spread = isinstance(other, Tensor) and (other.ndim > leaf.tensor.ndim or leaf.tensor.shape[:1] == (1,))
-        if len(leaves) > 1 or not whole or not spread:
-            return self._other(function, arguments, {}, leaves)
+        if not whole or not spread:
+            return self._other(function, (left, right), {})
 
         def finish(gradient: Tensor, kept: tuple[Tensor, ...]) -> list[tuple[Leaf, Use]]:
             rows = _wide(gradient) * _wide(kept[0]) if factor else _wide(gradient)
             shape = (1,) * (rows.ndim - leaf.tensor.ndim) + tuple(leaf.tensor.shape)
             rows = rows.reshape(self._count, -1, *rows.shape[1:])
-            return [(leaf, RowUse(rows.sum_to_size(self._count, *shape)))]
+            return [(leaf, rows.sum_to_size(self._count, *shape))]
 
         return self.tap(function(left, right), leaf.name, finish, *([other] if factor else []))
 
     # --- operations without a rule
 
-    def _leaves_of(self, *arguments: Any) -> list[Leaf]:
-        return [self._leaves[id(each)] for each in tensors_in(arguments, {}) if id(each) in self._leaves]
-
-    def _other(
-        self, function: Callable[..., Any], args: Sequence[Any], named: dict[str, Any], leaves: list[Leaf]
-    ) -> Any:
-        name = _name_of(function)
+    def _other(self, function: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]) -> Any:
+        given = list(tensors_in(args, named))
+        leaves = [self._leaves[id(each)] for each in given if id(each) in self._leaves]
+        inputs = [each for each in given if id(each) not in self._leaves]
+        call, name = _Call(function, args, named, leaves, inputs), _name_of(function)
         if (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__":
-            return self._rewrite(function, args, named, leaves)
+            return self._rewrite(call)
         output = function(*args, **named)
         outputs = [each for each in tensors_in((output,), {}) if id(each) not in self._leaves]
         if not any(each.is_floating_point() for each in outputs) or name in _CONSTANT:
             return output
-        inputs = [each for each in tensors_in(args, named) if id(each) not in self._leaves]
         if all(map(self._is_shared, inputs)):
             self._claim(leaves[0].name, inputs)
-            return self._derive(function, args, named, leaves, output)
+            return self._derive(call, output)
         if not isinstance(output, Tensor) or output.shape[:1] != (self._count,):
-            raise _unsupported(leaves[0].name, f"{name}, whose result is not one row per example")
-        return self._row_by_row(function, args, named, leaves, output)
+            raise call.refused("whose result is not one row per example")
+        return self._row_by_row(call, output)
 
     def _has_rows(self, tensor: Tensor) -> bool:
         """Return whether the first extent of ``tensor`` is the rows, or a multiple of them, as that of windows."""
@@ -552,43 +569,33 @@ class Recording(TorchFunctionMode):
             for each in shared:
                 self._on_shared(name, each.detach())
 
-    def _derive(
-        self, function: Callable[..., Any], args: Sequence[Any], named: dict[str, Any], leaves: list[Leaf], output: Any
-    ) -> Any:
+    def _derive(self, call: _Call, output: Any) -> Any:
         """Return a tensor computed from parameters, and from no example, which is then a leaf like them."""
         if not isinstance(output, Tensor):
-            raise _unsupported(leaves[0].name, f"{_name_of(function)}, which gives several tensors")
-        name, rows = _name_of(function), tuple(output.shape[:1])
+            raise call.refused("which gives several tensors")
+        name, rows, first = _name_of(call.function), tuple(output.shape[:1]), call.leaves[0]
         if name in _REPEATING and rows == (self._count,):
-            return self._repeat(leaves[0], output)
-        whole = tuple(leaves[0].tensor.shape)
+            return self._repeat(first, output)
+        whole = tuple(first.tensor.shape)
         if name == "repeat" and whole and tuple(output.shape) == (self._count * whole[0], *whole[1:]):
-            return self._repeat(leaves[0], output)
+            return self._repeat(first, output)
         with torch.enable_grad():
-            graph = function(
-                *self._with_graphs(args), **dict(zip(named, self._with_graphs(named.values()), strict=True))
-            )
-        roots = tuple(dict.fromkeys(root for leaf in leaves for root in leaf.roots))
+            graph = call.function(*self._with_graphs(call.args), **self._with_graphs(call.named))
         tensor = graph.detach()
-        self._leaves[id(tensor)] = Leaf(tensor, leaves[0].name, roots, graph)
+        self._leaves[id(tensor)] = Leaf(tensor, first.name, call.roots, graph)
         return tensor
 
-    def _rewrite(
-        self, function: Callable[..., Any], args: Sequence[Any], named: dict[str, Any], leaves: list[Leaf]
-    ) -> Tensor:
+    def _rewrite(self, call: _Call) -> Tensor:
         """Run an operation in place on a computed leaf, which from then on stands for what was written."""
-        leaf, inputs = self.leaf(args[0]), [each for each in tensors_in(args, named) if id(each) not in self._leaves]
-        if leaf is None or leaf.graph is None or not all(map(self._is_shared, inputs)):
-            raise _unsupported(leaves[0].name, f"{_name_of(function)}, which works in place")
+        leaf = self.leaf(call.args[0])
+        if leaf is None or leaf.graph is None or not all(map(self._is_shared, call.inputs)):
+            raise call.refused("which works in place")
         with torch.enable_grad():
             graph = leaf.graph.clone()
-            function(
-                graph, *self._with_graphs(args[1:]), **dict(zip(named, self._with_graphs(named.values()), strict=True))
-            )
+            call.function(graph, *self._with_graphs(call.args[1:]), **self._with_graphs(call.named))
         # In memory of its own: the graph so far keeps its numbers. So do views, whose gradients then fail the checks.
         leaf.tensor.data = graph.detach()
-        roots = tuple(dict.fromkeys(root for each in leaves for root in each.roots))
-        self._leaves[id(leaf.tensor)] = Leaf(leaf.tensor, leaf.name, roots, graph)
+        self._leaves[id(leaf.tensor)] = Leaf(leaf.tensor, leaf.name, call.roots, graph)
         return leaf.tensor
 
     def _repeat(self, leaf: Leaf, output: Tensor) -> Tensor:
@@ -601,70 +608,54 @@ class Recording(TorchFunctionMode):
 
         def finish(gradient: Tensor, _kept: tuple[Tensor, ...]) -> list[tuple[Leaf, Use]]:
             rows = _wide(gradient).reshape(self._count, *repeated)
-            return [(leaf, RowUse(rows.sum_to_size(self._count, *shape)))]
+            return [(leaf, rows.sum_to_size(self._count, *shape))]
 
         return self.tap(output.clone(), leaf.name, finish)
 
-    def _with_graphs(self, values: Any) -> list[Any]:
-        return [self._with_graph(each) for each in values]
-
-    def _with_graph(self, value: Any) -> Any:
+    def _with_graphs(self, value: Any) -> Any:
+        """Return an argument, or many, with autograd's graph in the place of each leaf."""
+        if isinstance(value, dict):
+            return {name: self._with_graphs(each) for name, each in value.items()}
         if isinstance(value, list | tuple):
-            return type(value)(self._with_graphs(value))
-        return self._graph(self._leaves[id(value)]) if id(value) in self._leaves else value
-
-    def _graph(self, leaf: Leaf) -> Tensor:
+            return type(value)([self._with_graphs(each) for each in value])
+        if (leaf := self._leaves.get(id(value))) is None:
+            return value
         if leaf.graph is not None:
             return leaf.graph
         return self._graphs.setdefault(leaf.roots[0], leaf.tensor.detach().requires_grad_())
 
-    def _row_by_row(
-        self,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        named: dict[str, Any],
-        leaves: list[Leaf],
-        output: Tensor,
-    ) -> Tensor:
+    def _row_by_row(self, call: _Call, output: Tensor) -> Tensor:
         """Tap any other operation: its vector-Jacobian product, for batches of one row."""
-        keys, values = list(named), [*args, *named.values()]
-        inputs = [each for each in values if isinstance(each, Tensor) and id(each) not in self._leaves]
+        function, leaves, keys = call.function, call.leaves, list(call.named)
+        values = [*call.args, *call.named.values()]
+        places = [at for at, each in enumerate(values) if isinstance(each, Tensor) and id(each) not in self._leaves]
+        inputs = [values[at] for at in places]
         has_row = [self._has_rows(each) and len(each) == self._count for each in inputs]
         # Other tensors than leaves are autograd's alone: a checkpointed layer shall not keep them.
-        fixed = [_INPUT if any(value is each for each in inputs) else value for value in values]
+        fixed = [None if at in places else each for at, each in enumerate(values)]
+
+        def one_row(own: list[Tensor], gradient: Tensor) -> tuple[Tensor, ...]:
+            """Return one row's gradients of the leaves: ``own`` has its inputs, and ``gradient`` its output's."""
+            trained = {id(leaf.tensor): leaf.tensor.detach().requires_grad_() for leaf in leaves}
+            chosen = [trained.get(id(each), each) for each in fixed]
+            for at, each in zip(places, own, strict=True):
+                chosen[at] = each
+            split = len(chosen) - len(keys)
+            with torch.enable_grad():
+                output = function(*chosen[:split], **dict(zip(keys, chosen[split:], strict=True)))
+            if output.shape != gradient.shape:
+                raise _unsupported(leaves[0].name, f"{_name_of(function)}, which gives one row another shape")
+            return torch.autograd.grad(output, list(trained.values()), gradient.to(output.dtype))
 
         def finish(gradient: Tensor, kept: tuple[Tensor, ...]) -> list[tuple[Leaf, Use]]:
-            wide = [_wide(each) for each in kept]
-            found = []
-            for row in range(self._count):
-                own = [each[row : row + 1] if has else each for each, has in zip(wide, has_row, strict=True)]
-                found.append(self._one_row(function, fixed, own, keys, leaves, _wide(gradient)[row : row + 1]))
-            return [
-                (leaf, RowUse(torch.stack(each))) for leaf, each in zip(leaves, zip(*found, strict=True), strict=True)
-            ]
+            wide, given = [_wide(each) for each in kept], _wide(gradient)
+            rows = [slice(row, row + 1) for row in range(self._count)]
+            own = ([each[row] if has else each for each, has in zip(wide, has_row, strict=True)] for row in rows)
+            found = [one_row(each, given[row]) for each, row in zip(own, rows, strict=True)]
+            return [(leaf, torch.stack(each)) for leaf, each in zip(leaves, zip(*found, strict=True), strict=True)]
 
         # A copy, since the operation may need its own result in the backward pass.
         return self.tap(output.clone(), leaves[0].name, finish, *inputs)
-
-    def _one_row(
-        self,
-        function: Callable[..., Any],
-        fixed: list[Any],
-        own: list[Tensor],
-        keys: list[str],
-        leaves: list[Leaf],
-        gradient: Tensor,
-    ) -> tuple[Tensor, ...]:
-        """Return one row's gradients of the leaves: ``own`` has its inputs, and ``gradient`` its output's."""
-        trained = {id(leaf.tensor): leaf.tensor.detach().requires_grad_() for leaf in leaves}
-        inputs = iter(own)
-        chosen = [next(inputs) if value is _INPUT else trained.get(id(value), value) for value in fixed]
-        split = len(chosen) - len(keys)
-        with torch.enable_grad():
-            output = function(*chosen[:split], **dict(zip(keys, chosen[split:], strict=True)))
-        if output.shape != gradient.shape:
-            raise _unsupported(leaves[0].name, f"{_name_of(function)}, which gives one row another shape")
-        return torch.autograd.grad(output, list(trained.values()), gradient.to(output.dtype))
 
     # --- shapes
 
@@ -680,8 +671,6 @@ class Recording(TorchFunctionMode):
         return several.flatten(3)
 
 
-# Stands for an input that autograd keeps.
-_INPUT = object()
 # The head of autograd's own words for it.
 _OVERWRITTEN = "one of the variables needed for gradient computation has been modified"
 _CONSTANT = ("data", "detach", "zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "grad")
