@@ -18,7 +18,6 @@ ServiceError                       below RaycloakError; carries the id of the re
 A message never carries data-dependent text.
 """
 
-from functools import partial
 from typing import Any, ClassVar
 
 from raycloak.metrics.errors import RaycloakError
@@ -46,7 +45,7 @@ class ServiceError(RaycloakError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         given = self.code, self.message, self.remedy, self.request_id
-        return partial(type(self), *given, **self.details), ()
+        return type(self), given, {"details": self.details, **self.details}
 
 
 class ServiceAuthenticationError(ServiceError):
