@@ -62,7 +62,7 @@ class Leaf:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _TappedCall:
     """A call of torch that trained tensors enter: those, and all other tensors in it."""
 
     function: Callable[..., Any]
@@ -535,7 +535,7 @@ class Recording(TorchFunctionMode):
         given = list(tensors_in(args, named))
         leaves = [self._leaves[id(each)] for each in given if id(each) in self._leaves]
         inputs = [each for each in given if id(each) not in self._leaves]
-        call, name = _Call(function, args, named, leaves, inputs), _name_of(function)
+        call, name = _TappedCall(function, args, named, leaves, inputs), _name_of(function)
         if (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__":
             return self._rewrite(call)
         output = function(*args, **named)
@@ -569,7 +569,7 @@ class Recording(TorchFunctionMode):
             for each in shared:
                 self._on_shared(name, each.detach())
 
-    def _derive(self, call: _Call, output: Any) -> Any:
+    def _derive(self, call: _TappedCall, output: Any) -> Any:
         """Return a tensor computed from parameters, and from no example, which is then a leaf like them."""
         if not isinstance(output, Tensor):
             raise call.refused("which gives several tensors")
@@ -585,7 +585,7 @@ class Recording(TorchFunctionMode):
         self._leaves[id(tensor)] = Leaf(tensor, first.name, call.roots, graph)
         return tensor
 
-    def _rewrite(self, call: _Call) -> Tensor:
+    def _rewrite(self, call: _TappedCall) -> Tensor:
         """Run an operation in place on a computed leaf, which from then on stands for what was written."""
         leaf = self.leaf(call.args[0])
         if leaf is None or leaf.graph is None or not all(map(self._is_shared, call.inputs)):
@@ -624,7 +624,7 @@ class Recording(TorchFunctionMode):
             return leaf.graph
         return self._graphs.setdefault(leaf.roots[0], leaf.tensor.detach().requires_grad_())
 
-    def _row_by_row(self, call: _Call, output: Tensor) -> Tensor:
+    def _row_by_row(self, call: _TappedCall, output: Tensor) -> Tensor:
         """Tap any other operation: its vector-Jacobian product, for batches of one row."""
         function, leaves, keys = call.function, call.leaves, list(call.named)
         values = [*call.args, *call.named.values()]
