@@ -19,6 +19,7 @@ from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.ledger.cap_authority import CapAuthorisation, SignedCap, check_authorisation
 from raycloak.coordinator.ledger.entries import (
     AccountClosed,
+    AccountEvent,
     AccountOpened,
     CapChanged,
     CapTransferred,
@@ -65,9 +66,12 @@ class Account:
         """Return the account that ``event`` opens."""
         return cls(event, at.sequence, event, at)
 
-    def after(self, event: CapChanged | CapTransferred | AccountClosed, at: Head) -> "Account":
+    def after(self, event: AccountEvent, at: Head) -> "Account":
         """Return the account after one of its events, which is the entry ``at``."""
-        cap = _cap_of(event, self.opened.account) if isinstance(event, CapTransferred) else event.epsilon_cap
+        if isinstance(event, CapTransferred):
+            cap = event.source_cap if self.opened.account == event.source else event.target_cap
+        else:
+            cap = event.epsilon_cap
         terms = self.terms.model_copy(update={"epsilon_cap": cap})
         return replace(self, changed=at, terms=terms, closed=isinstance(event, AccountClosed))
 
@@ -128,7 +132,7 @@ def admitted(standing: Standing, known: Known, event: RunRegistered) -> Account:
     return after
 
 
-def named(event: AccountOpened | DataKnown | CapChanged | CapTransferred | AccountClosed) -> tuple[str, ...]:
+def named(event: AccountOpened | DataKnown | AccountEvent | RunRegistered) -> tuple[str, ...]:
     """Return the accounts that an event is about."""
     return (event.source, event.target) if isinstance(event, CapTransferred) else (event.account,)
 
@@ -326,7 +330,3 @@ def _check_fits(standing: Standing, epsilon_cap: float) -> None:
             "What is spent cannot be taken back; the cap can be lowered to it.",
         )
     check_reserve(terms, standing.registered)
-
-
-def _cap_of(event: CapTransferred, account: str) -> float:
-    return event.source_cap if account == event.source else event.target_cap

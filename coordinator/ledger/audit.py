@@ -4,18 +4,19 @@ It works on any copy of the entries. A third party needs only the ledger's publi
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import repeat
 
 import numpy as np
 
 from raycloak.attestation.core.roster import Query
-from raycloak.coordinator.accounting.accountants import Quote, Spend
+from raycloak.coordinator.accounting.accountants import Spend
 from raycloak.coordinator.accounting.renyi import composed_rdp, order_shares
 from raycloak.coordinator.ledger.accounts import Account, Standing, check_cap_change, check_transfer, named
 from raycloak.coordinator.ledger.entries import (
-    AccountClosed,
+    AccountEvent,
     AccountOpened,
     CapChanged,
     CapTransferred,
@@ -23,6 +24,7 @@ from raycloak.coordinator.ledger.entries import (
     DataKnown,
     Head,
     LedgerEntry,
+    RunEvent,
     RunPrepaid,
     RunRegistered,
     StepCharged,
@@ -30,7 +32,7 @@ from raycloak.coordinator.ledger.entries import (
     broken,
     check_chain,
 )
-from raycloak.coordinator.ledger.known_data import Learning, check_addition, check_opening, check_run_data
+from raycloak.coordinator.ledger.known_data import Known, check_addition, check_opening, check_run_data
 from raycloak.coordinator.ledger.rules import (
     PricedRun,
     account_limits,
@@ -39,7 +41,6 @@ from raycloak.coordinator.ledger.rules import (
     check_reserve,
     check_shareable,
     epsilon_at,
-    is_private,
     mechanism_rdp,
     planned,
     quoted,
@@ -83,32 +84,36 @@ class AuditedChain:
     """The totals of a chain: accounts by name, and runs by id. ``public_key`` is the ledger's.
 
     Attributes:
-        learning: what the accounts are known by. An extract has not all accounts of its ledger.
+        known: the data that the accounts are known by. An extract has not all accounts of its ledger.
     """
 
     public_key: bytes
     accounts: dict[str, Account] = field(default_factory=dict)
-    learning: Learning = field(default_factory=Learning)
+    known: Known = field(default_factory=Known)
     runs: dict[str, AuditedRun] = field(default_factory=dict)
     head: Head = field(default_factory=Head)
 
     def add(self, entry: LedgerEntry) -> None:
         """Add the next event; BudgetError ``chain_broken`` if it cannot follow the events before it."""
         event = entry.event
-        if isinstance(event, AccountOpened):
-            self._open(entry, event)
-        elif isinstance(event, DataKnown):
-            self._know(entry, event)
-        elif isinstance(event, RunRegistered):
-            self._register(entry, event)
-        elif isinstance(event, DataBound):
-            self._bind_data(entry, event)
-        elif isinstance(event, StepCharged):
-            self._charge(entry, event)
-        elif isinstance(event, VectorsBound):
-            self._bind_vectors(entry, event)
-        else:
-            self._change(entry, event)
+        match event:
+            case AccountOpened():
+                self._open(entry, event)
+            case DataKnown():
+                _require(event.account in self.accounts, entry, "its account was never opened")
+                with _held_to(entry):
+                    check_addition(event, self.accounts[event.account].opened, self.known)
+                self.known.follow(entry.sequence, event)
+            case RunRegistered():
+                self._register(entry, event)
+            case DataBound():
+                self._bind_data(entry, event)
+            case StepCharged():
+                self._charge(entry, event)
+            case VectorsBound():
+                self._bind_vectors(entry, event)
+            case _:
+                self._change(entry, event)
 
     def spent(self, account: str) -> list[Spend]:
         """Return the charges of each run of an account."""
@@ -121,26 +126,18 @@ class AuditedChain:
     def standing(self, account: str) -> Standing:
         """Return an account with its charges."""
         registered = [run.registered for run in self.runs.values() if run.registered.account == account]
-        return Standing(
-            self.accounts[account], self.spent(account), registered, self.learning.known.accounts.get(account, ())
-        )
+        return Standing(self.accounts[account], self.spent(account), registered, self.known.accounts.get(account, ()))
 
     def _open(self, entry: LedgerEntry, event: AccountOpened) -> None:
         _require(event.account not in self.accounts, entry, "it opens an account a second time")
         with _held_to(entry):
-            check_opening(event, self.learning.known)
-        self.accounts[event.account] = Account.of(event, _head(entry))
-        self.learning.add(entry.sequence, event)
+            check_opening(event, self.known)
+        self.accounts[event.account] = Account.of(event, Head(entry.sequence, entry.hash))
+        self.known.follow(entry.sequence, event)
 
-    def _know(self, entry: LedgerEntry, event: DataKnown) -> None:
-        _require(event.account in self.accounts, entry, "its account was never opened")
-        with _held_to(entry):
-            check_addition(event, self.accounts[event.account].opened, self.learning.known)
-        self.learning.add(entry.sequence, event)
-
-    def _change(self, entry: LedgerEntry, event: CapChanged | CapTransferred | AccountClosed) -> None:
-        for name in named(event):
-            _require(name in self.accounts, entry, "its account was never opened")
+    def _change(self, entry: LedgerEntry, event: AccountEvent) -> None:
+        known = all(name in self.accounts for name in named(event))
+        _require(known, entry, "its account was never opened")
         with _held_to(entry):
             if isinstance(event, CapChanged):
                 check_cap_change(self.standing(event.account), event, self.public_key)
@@ -151,18 +148,7 @@ class AuditedChain:
                 same = self.accounts[event.account].terms.epsilon_cap == event.epsilon_cap
                 _require(same, entry, "it closes the account with another cap")
         for name in named(event):
-            self.accounts[name] = self.accounts[name].after(event, _head(entry))
-
-    def _fix_orders(self, entry: LedgerEntry, event: RunRegistered) -> None:
-        """Check the orders of a registration, and put them to use if it is the account's first private one."""
-        account = self.accounts[event.account]
-        if not is_private(event):
-            _require(event.orders == (), entry, "it names orders for a run that is not private")
-        elif account.fixed:
-            _require(event.orders == account.terms.orders, entry, "it names other orders than its account uses")
-        else:
-            _require(_is_least(event, account.terms), entry, "its order is not the one that its plan fixes")
-        self.accounts[event.account] = account.with_run(event)
+            self.accounts[name] = self.accounts[name].after(event, Head(entry.sequence, entry.hash))
 
     def _register(self, entry: LedgerEntry, event: RunRegistered) -> None:
         _require(event.run_id not in self.runs, entry, "it registers a run a second time")
@@ -175,7 +161,7 @@ class AuditedChain:
             check_together(event.mechanisms)
             self.accounts[event.account].require_open()
             self.accounts[event.account].require_unit(event)
-            check_run_data(event.run_id, event.mechanisms, event.data, account, self.learning.known)
+            check_run_data(event.run_id, event.mechanisms, event.data, account, self.known)
             for mechanism in private:
                 check_claims(event.run_id, mechanism)
                 check_accountant(event.run_id, mechanism, account)
@@ -183,15 +169,25 @@ class AuditedChain:
             check_reserve(account, registered)
             if private:
                 check_shareable(account, registered)
-        self._fix_orders(entry, event)
-        self.learning.add(entry.sequence, event)
-        _require(_same_cost(event), entry, "its cost per step is not that of its mechanism")
-        _require(_same_quote(event, quoted(account, event.mechanisms)), entry, "its quote is not what its plan costs")
+        if not private:
+            _require(event.orders == (), entry, "it names orders for a run that is not private")
+        elif self.accounts[event.account].fixed:
+            _require(event.orders == account.orders, entry, "it names other orders than its account uses")
+        else:
+            _require(_is_least(event, account), entry, "its order is not the one that its plan fixes")
+        self.accounts[event.account] = self.accounts[event.account].with_run(event)
+        self.known.follow(entry.sequence, event)
+        costs = [mechanism_rdp(mechanism, event.orders) for mechanism in event.mechanisms]
+        same = len(costs) == len(event.step_rdp) and all(map(_close, event.step_rdp, costs, repeat(0.0)))
+        _require(same, entry, "its cost per step is not that of its mechanism")
+        quote = quoted(account, event.mechanisms)
+        same = event.quote_counts == quote.counts and _close(event.quote_epsilon, quote.epsilon, _TOLERANCE)
+        _require(same, entry, "its quote is not what its plan costs")
         self.runs[event.run_id] = AuditedRun(entry.sequence, event, PricedRun.of(event), charges=charges)
         if isinstance(event, RunPrepaid) and private:
             self._require_within(entry, event.account)
 
-    def _owned(self, entry: LedgerEntry, event: DataBound | StepCharged | VectorsBound) -> AuditedRun:
+    def _owned(self, entry: LedgerEntry, event: RunEvent) -> AuditedRun:
         """Return the run of ``event``, which its owner wrote while the account was open."""
         run = self.runs.get(event.run_id)
         if run is None:
@@ -228,7 +224,8 @@ class AuditedChain:
         _require(event.mechanism_digest == mechanism.digest(), entry, "it charges for another mechanism")
         charges[event.step] = entry.sequence
         spent = self._epsilon(registered.account)
-        _require(_close(spent, event.charged_epsilon), entry, "its epsilon is not what the charges add up to")
+        same = math.isclose(spent, event.charged_epsilon, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+        _require(same, entry, "its epsilon is not what the charges add up to")
         if mechanism.private:
             self._require_within(entry, registered.account)
 
@@ -268,10 +265,10 @@ def audit(entries: Iterable[LedgerEntry], public_key: bytes) -> AuditedChain:
     return audited
 
 
-def _same_cost(event: RunRegistered) -> bool:
-    expected = tuple(mechanism_rdp(mechanism, event.orders) for mechanism in event.mechanisms)
-    same = [len(cost) for cost in event.step_rdp] == [len(cost) for cost in expected]
-    return same and bool(np.allclose(event.step_rdp, expected, rtol=_TOLERANCE, atol=0))
+def _close(stated: Sequence[float], expected: Sequence[float], absolute: float) -> bool:
+    """Return whether numbers are the same but for the version of the library that computed them."""
+    same_size = len(stated) == len(expected)
+    return same_size and bool(np.allclose(stated, expected, rtol=_TOLERANCE, atol=absolute))
 
 
 def _is_least(event: RunRegistered, terms: AccountOpened) -> bool:
@@ -284,20 +281,6 @@ def _is_least(event: RunRegistered, terms: AccountOpened) -> bool:
     shares = order_shares(rdp, terms.epsilon_cap, account_limits(terms).delta, terms.orders)
     # Another version of the library may break a tie the other way.
     return bool(shares[terms.orders.index(event.orders[0])] <= shares.min() * (1 + _TOLERANCE))
-
-
-def _close(found: float, stated: float) -> bool:
-    return math.isclose(found, stated, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
-
-
-def _same_quote(event: RunRegistered, expected: Quote) -> bool:
-    if event.quote_counts != expected.counts or len(event.quote_epsilon) != len(expected.epsilon):
-        return False
-    return bool(np.allclose(event.quote_epsilon, expected.epsilon, rtol=_TOLERANCE, atol=_TOLERANCE))
-
-
-def _head(entry: LedgerEntry) -> Head:
-    return Head(entry.sequence, entry.hash)
 
 
 @contextmanager

@@ -1,36 +1,62 @@
 """Database engines of the ledger: SQLite with WAL, full sync and immediate transactions, or PostgreSQL.
 
-The parts for a server are in `raycloak.coordinator.ledger.postgres`.
+Nothing is left to the defaults of a server, its database or a role. A stale snapshot could admit a charge over the cap.
+An asynchronous commit could lose a charge. A lock without a deadline could stop every run.
 """
 
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from threading import Lock
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any
 from urllib.parse import quote
 
 import sqlalchemy as sa
-from sqlalchemy.dialects.sqlite import dialect as sqlite_dialect
-from sqlalchemy.exc import DBAPIError, InterfaceError, InternalError, OperationalError, ProgrammingError
-from sqlalchemy.sql.compiler import SQLCompiler
+from sqlalchemy import exc
 
 from raycloak.attestation.files.sqlite import enter_wal
 from raycloak.coordinator.ledger.location import prepare_file, usable_url
-from raycloak.coordinator.ledger.postgres import begin_write, check_logged, postgres_engine
-from raycloak.metrics.errors import BudgetError
+from raycloak.metrics.errors import BudgetError, ConfigError
 
 # A stopped writer holds its lock until it is killed, so the wait for it has to end.
 LOCK_DEADLINE_S = 30.0
 _BUSY_MS = 30_000  # for other reasons why the file may be busy: recovery, and the last connection's checkpoint
 _RETRY_S = 0.001  # processes that race for the lock wait half as long as with SQLite's own pauses
-_FULL = 2  # SQLite's number for full synchronisation
-_NO_RIGHT = "42501"  # PostgreSQL's insufficient_privilege
-_OTHER_TABLES = ("42703", "42P01")
-"""PostgreSQL's codes for a missing column and a missing table."""
+
+_LOCK = 0x7261_7963_6C6F_616B  # "raycloak" in ASCII
+_CONNECTION = {
+    "application_name": "raycloak",
+    "connect_timeout": "10",
+    # Notice a server that vanished without a word, also during a statement.
+    "keepalives_idle": "10",
+    "keepalives_interval": "5",
+    "keepalives_count": "4",
+    "tcp_user_timeout": "30000",
+}
+_BEGIN_WRITE = sa.text(
+    """
+    SELECT settings.*, pg_advisory_xact_lock(:lock) FROM (
+        SELECT set_config('synchronous_commit',
+                          CASE current_setting('synchronous_commit')
+                              WHEN 'remote_apply' THEN 'remote_apply' ELSE 'on' END,
+                          true) AS synchronous_commit,
+               current_setting('fsync') AS fsync,
+               current_setting('full_page_writes') AS full_page_writes,
+               set_config('lock_timeout', :deadline, true),
+               set_config('idle_in_transaction_session_timeout', :deadline, true)
+        OFFSET 0
+    ) AS settings
+    """
+)
+"""One statement, because each costs a round trip to the server. OFFSET keeps the settings before the lock."""
+
+_UNLOGGED = sa.text(
+    "SELECT relname FROM unnest(CAST(:names AS text[])) AS name JOIN pg_class ON oid = to_regclass(name)"
+    " WHERE relpersistence <> 'p' ORDER BY relname"
+)
 
 
 def open_engine(url: str, create: bool) -> sa.Engine:
@@ -40,19 +66,30 @@ def open_engine(url: str, create: bool) -> sa.Engine:
         ConfigError, BudgetError: as `raycloak.coordinator.ledger.store.LedgerStore`.
     """
     parsed = usable_url(url)
-    return _sqlite_engine(parsed, create) if parsed.get_backend_name() == "sqlite" else postgres_engine(parsed)
-
-
-def _sqlite_engine(url: sa.URL, create: bool) -> sa.Engine:
-    assert url.database, "a usable URL names the file"
-    prepare_file(Path(url.database), create)
+    if parsed.get_backend_name() == "postgresql":
+        return _postgres_engine(parsed)
+    assert parsed.database, "a usable URL names the file"
+    prepare_file(Path(parsed.database), create)
     if not create:
         # Neither the file nor its log may be written to, not even to clean up after a killed writer.
-        url = url.set(database=f"file:{quote(url.database)}", query={"mode": "ro", "uri": "true"})
-    engine = sa.create_engine(url, connect_args={"timeout": _BUSY_MS / 1000})
+        parsed = parsed.set(database=f"file:{quote(parsed.database)}", query={"mode": "ro", "uri": "true"})
+    engine = sa.create_engine(parsed, connect_args={"timeout": _BUSY_MS / 1000})
     sa.event.listen(engine, "connect", lambda connection, _: _configure(connection, create))
     sa.event.listen(engine, "begin", _begin)
     return engine
+
+
+def _postgres_engine(url: sa.URL) -> sa.Engine:
+    """Make an engine whose writers read what the previous transaction committed, whatever the server's defaults."""
+    url = url.set(drivername="postgresql+psycopg", query={**_CONNECTION, **url.query})
+    try:
+        # A higher level would take the snapshot before the lock. It would be stale once the lock is held.
+        # A pooled connection that the server has closed meanwhile is replaced before it is used.
+        return sa.create_engine(url, isolation_level="READ COMMITTED", pool_pre_ping=True)
+    except (ModuleNotFoundError, exc.NoSuchModuleError):
+        raise ConfigError(
+            "ledger_driver", "a PostgreSQL ledger needs psycopg.", "pip install 'raycloak[postgresql]'"
+        ) from None
 
 
 def _configure(connection: Any, writes: bool) -> None:
@@ -63,8 +100,7 @@ def _configure(connection: Any, writes: bool) -> None:
     """
     # Left alone, Python's driver would begin transactions by itself.
     connection.isolation_level = None
-    cursor = connection.cursor()
-    tables = {name for (name,) in cursor.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     # The database of another program keeps its journal mode.
     if writes and (not tables or "entries" in tables):
         mode = enter_wal(connection)
@@ -74,47 +110,42 @@ def _configure(connection: Any, writes: bool) -> None:
                 f"the ledger's file system allows only journal mode '{mode}'.",
                 "Keep the ledger on a local disk.",
             )
-    cursor.execute("PRAGMA synchronous = FULL")
+    connection.execute("PRAGMA synchronous = FULL")
     # Read back, because only then is it known that the setting took effect.
-    if cursor.execute("PRAGMA synchronous").fetchone()[0] < _FULL:
+    if connection.execute("PRAGMA synchronous").fetchone()[0] < 2:  # full synchronisation
         raise BudgetError(
             "ledger_not_durable",
             "this build of SQLite cannot synchronise fully.",
             "Use a Python with the usual SQLite.",
         )
     # Off in SQLite, unless each connection asks for it.
-    cursor.execute("PRAGMA foreign_keys = ON")
-    cursor.close()
+    connection.execute("PRAGMA foreign_keys = ON")
 
 
 def _begin(connection: sa.Connection) -> None:
+    """Begin a transaction of SQLite; one that writes takes the lock, for which it asks more often than SQLite does.
+
+    SQLite's pauses leave a free lock idle up to 0.1 s.
+    """
     if "raycloak_reads" in connection.get_execution_options():
         connection.exec_driver_sql("BEGIN")
-    else:
-        _begin_immediate(connection.connection.driver_connection)
-
-
-def _begin_immediate(connection: Any) -> None:
-    """Take the write lock, asking more often than SQLite does. SQLite's pauses leave a free lock idle up to 0.1 s."""
+        return
+    driver: Any = connection.connection.driver_connection
     deadline = time.monotonic() + LOCK_DEADLINE_S
-    connection.execute("PRAGMA busy_timeout = 0")
+    driver.execute("PRAGMA busy_timeout = 0")
     try:
-        while not _begun(connection):
+        while True:
+            try:
+                driver.execute("BEGIN IMMEDIATE")
+                return
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
+                    raise
             if time.monotonic() > deadline:
                 raise _unavailable(f"another writer has held the lock for {LOCK_DEADLINE_S:g} s")
             time.sleep(_RETRY_S)
     finally:
-        connection.execute(f"PRAGMA busy_timeout = {_BUSY_MS}")
-
-
-def _begun(connection: Any) -> bool:
-    try:
-        connection.execute("BEGIN IMMEDIATE")
-    except sqlite3.OperationalError as error:
-        if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
-            raise
-        return False
-    return True
+        driver.execute(f"PRAGMA busy_timeout = {_BUSY_MS}")
 
 
 def reading(engine: sa.Engine) -> sa.Engine:
@@ -168,53 +199,69 @@ class WriteTransactions:
             kept.close()
 
 
-def execute(connection: sa.Connection, statement: "_Statement", values: Mapping[str, Any] | None = None) -> "_Rows":
-    """Execute one of the module's constant statements, which are compiled once.
+def execute(
+    connection: sa.Connection, statement: str, values: Mapping[str, Any] = MappingProxyType({})
+) -> sqlite3.Cursor | sa.CursorResult[*tuple[Any, ...]]:
+    """Execute SQL that both databases know, with named parameters such as ``:run``; return the rows that it finds.
 
     For SQLite the driver is asked directly. SQLAlchemy's work around a statement takes ten times as long as the
     statement itself, and a charge makes eight of them while every worker waits. With a server, the network dominates.
     """
     if connection.dialect.name != "sqlite":
-        return connection.execute(statement, values)
-    text, names, constants = _compiled(statement)
-    given = {**constants, **(values or {})}
+        return connection.execute(sa.text(statement), values)
     driver: sqlite3.Connection = connection.connection.driver_connection  # type: ignore[assignment]
-    return driver.execute(text, [given[name] for name in names])
-
-
-_Statement = sa.Select[Any] | sa.Insert | sa.Update
-
-
-class _Rows(Protocol):
-    """The rows that a statement found, each a sequence of its columns."""
-
-    def fetchone(self) -> Any: ...
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-
-@cache
-def _compiled(statement: "_Statement") -> tuple[str, tuple[str, ...], Mapping[str, Any]]:
-    """Compile a statement for SQLite: its text, its parameters' names in order, and its constant values."""
-    compiled = statement.compile(dialect=sqlite_dialect())
-    assert isinstance(compiled, SQLCompiler), "constant statements are no schema"
-    return str(compiled), tuple(compiled.positiontup or ()), dict(compiled.params)
+    return driver.execute(statement, values)
 
 
 def take_write_lock(connection: sa.Connection) -> None:
     """Hold the store's one write lock until the transaction ends. In SQLite, BEGIN IMMEDIATE has already taken it.
 
+    Guarantee: when this transaction's commit is acknowledged, its WAL is on the server's disk, and on a synchronous
+    standby's if there is one. No other writer of this database is inside its transaction. The server rolls it back
+    after so long without a statement as it waits for the lock. So a process that is stopped while it holds the lock
+    stops no other.
+
     Raises:
         BudgetError: ``ledger_not_durable`` if the server may lose what it acknowledges.
     """
     if connection.dialect.name == "postgresql":
-        begin_write(connection, LOCK_DEADLINE_S)
+        values = {"lock": _LOCK, "deadline": f"{int(LOCK_DEADLINE_S * 1000)}"}
+        settings = connection.execute(_BEGIN_WRITE, values).one()
+        check_settings(settings.synchronous_commit, settings.fsync, settings.full_page_writes)
 
 
-def check_tables_last(connection: sa.Connection, names: list[str]) -> None:
+def server_of(connection: sa.Connection) -> str:
+    """Return the address of the server behind a connection, or the folder of its socket."""
+    info: Any = connection.connection.driver_connection.info  # type: ignore[union-attr]  # it is open
+    # Of several hosts in a URL, the address is of the one that answered. A socket has none.
+    return str(info.hostaddr or info.host)
+
+
+def check_settings(synchronous_commit: str, fsync: str, full_page_writes: str) -> None:
+    """Refuse a server that can lose what it acknowledged; BudgetError ``ledger_not_durable``."""
+    wrong = {"fsync": fsync, "full_page_writes": full_page_writes}
+    lost = [f"{name} = {value}" for name, value in wrong.items() if value != "on"]
+    if synchronous_commit not in ("on", "remote_apply"):
+        lost.append(f"synchronous_commit = {synchronous_commit}")
+    if lost:
+        raise BudgetError(
+            "ledger_not_durable",
+            f"the PostgreSQL server runs with {', '.join(lost)} and can lose a charge that it acknowledged.",
+            "Turn them on, or keep the ledger on another server.",
+        )
+
+
+def check_logged(connection: sa.Connection, names: list[str]) -> None:
     """Refuse tables that a crash would empty, which only PostgreSQL has; BudgetError ``ledger_not_durable``."""
-    if connection.dialect.name == "postgresql":
-        check_logged(connection, names)
+    if connection.dialect.name != "postgresql":
+        return
+    unlogged = connection.execute(_UNLOGGED, {"names": names}).scalars().all()
+    if unlogged:
+        raise BudgetError(
+            "ledger_not_durable",
+            f"{', '.join(unlogged)} cannot outlive a crash of the server: not a logged table.",
+            "ALTER TABLE ... SET LOGGED, then check the chain: raycloak budget history",
+        )
 
 
 @contextmanager
@@ -222,11 +269,11 @@ def storage_errors() -> Iterator[None]:
     """Turn failures of the storage into BudgetError ``ledger_unavailable`` or ``ledger_foreign``."""
     try:
         yield
-    except sa.exc.TimeoutError:
+    except exc.TimeoutError:
         raise _unavailable("every connection of this process is in use") from None
     except sqlite3.Error as error:
         raise _unavailable(str(error)) from None
-    except DBAPIError as error:
+    except exc.DBAPIError as error:
         fact = " ".join(str(error.orig).split()).rstrip(".")
         state = getattr(error.orig, "sqlstate", None)
         if "not a database" in fact:
@@ -234,9 +281,10 @@ def storage_errors() -> Iterator[None]:
                 "ledger_foreign", "the file is not a ledger.", "Give a path where there is no file yet."
             ) from None
         # A lost connection, a full disk, a lock that was not granted, a standby; or a role without a right.
-        if isinstance(error, OperationalError | InterfaceError | InternalError) or state == _NO_RIGHT:
+        if isinstance(error, exc.OperationalError | exc.InterfaceError | exc.InternalError) or state == "42501":
             raise _unavailable(fact) from None
-        if isinstance(error, ProgrammingError) and state in _OTHER_TABLES:
+        # PostgreSQL's codes for a missing column and a missing table.
+        if isinstance(error, exc.ProgrammingError) and state in ("42703", "42P01"):
             raise BudgetError(
                 "ledger_foreign", f"the database's tables are not a ledger's: {fact}.", "Give an empty database."
             ) from None

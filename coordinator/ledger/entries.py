@@ -2,16 +2,20 @@
 
 ``hash = SHA-256(LP("raycloak/ledger-entry/v1", sequence, previous, kind, body))`` covers every field. The signature
 covers the hash. Sequences count from 1, and the first entry's ``previous`` is ``GENESIS``.
+
+A head is a signed line about the newest entry. A witness keeps such lines, and an exported chain ends in one. Its
+holder can show later that the ledger once had this entry. A ledger that was put back to an earlier time, or continued
+differently, cannot produce it.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 from raycloak.attestation.core.canonical import DIGEST_BYTES, digest, length_prefixed
 from raycloak.attestation.core.data_marks import DataMarks
 from raycloak.attestation.core.keys import IdentityKey, signature_is_valid
-from raycloak.attestation.core.messages import Message, parse
+from raycloak.attestation.core.messages import Envelope, Message, open_envelope, parse, seal
 from raycloak.attestation.core.roster import Query
 from raycloak.coordinator.ledger.cap_authority import SignedCap
 from raycloak.metrics.errors import BudgetError, ProtocolError
@@ -20,10 +24,14 @@ from raycloak.workers.terms.mechanism import AccountantName, Mechanism
 GENESIS = bytes(DIGEST_BYTES)
 
 
-class AccountOpened(Message):
-    """The opening of an account.
+class LedgerEvent(Message):
+    """Anything that an entry records. ``recorded_at`` is Unix time in seconds, by the ledger's own clock."""
 
-    In this and the other events, ``recorded_at`` is Unix time in seconds, by the ledger's own clock.
+    recorded_at: int
+
+
+class AccountOpened(LedgerEvent):
+    """The opening of an account.
 
     Attributes:
         accountant: the accountant that holds its cap.
@@ -35,7 +43,6 @@ class AccountOpened(Message):
 
     DOMAIN: ClassVar[str] = "account_opened"
 
-    recorded_at: int
     account: str
     epsilon_cap: float
     delta: float
@@ -46,17 +53,16 @@ class AccountOpened(Message):
     also: bool
 
 
-class DataKnown(Message):
+class DataKnown(LedgerEvent):
     """The marks of data that an account is to be known by from now on: under another key, or at another place."""
 
     DOMAIN: ClassVar[str] = "data_known"
 
-    recorded_at: int
     account: str
     data: DataMarks
 
 
-class CapChanged(Message):
+class CapChanged(LedgerEvent):
     """A change of an account's cap.
 
     Attributes:
@@ -66,36 +72,33 @@ class CapChanged(Message):
 
     DOMAIN: ClassVar[str] = "cap_changed"
 
-    recorded_at: int
     account: str
     old_cap: float
     epsilon_cap: float
     authorisation: SignedCap | None
 
 
-class CapTransferred(Message):
+class CapTransferred(LedgerEvent):
     """A move of epsilon between two accounts' caps. ``source_cap`` and ``target_cap`` are the caps afterwards."""
 
     DOMAIN: ClassVar[str] = "cap_transferred"
 
-    recorded_at: int
     source: str
     target: str
     source_cap: float
     target_cap: float
 
 
-class AccountClosed(Message):
+class AccountClosed(LedgerEvent):
     """The closing of an account, with its last cap. No run is registered and nothing is charged any more."""
 
     DOMAIN: ClassVar[str] = "account_closed"
 
-    recorded_at: int
     account: str
     epsilon_cap: float
 
 
-class RunRegistered(Message):
+class RunRegistered(LedgerEvent):
     """The registration of a run, which may then charge to an account.
 
     The first one with a private mechanism fixes the one order of an rdp account, before anything was released from it.
@@ -116,7 +119,6 @@ class RunRegistered(Message):
 
     DOMAIN: ClassVar[str] = "run_registered"
 
-    recorded_at: int
     run_id: str
     account: str
     mechanisms: tuple[Mechanism, ...]
@@ -142,84 +144,65 @@ class RunPrepaid(RunRegistered):
     DOMAIN: ClassVar[str] = "run_prepaid"
 
 
-class DataBound(Message):
+class RunEvent(LedgerEvent):
+    """Something that befell a registered run. ``fencing`` is the number of the ledger instance that wrote it."""
+
+    run_id: str
+    manifest_digest: bytes
+    fencing: int
+
+
+class DataBound(RunEvent):
     """The data of a run, bound before its first charge.
 
     Attributes:
         data_root: see `raycloak.workers.terms.receipt.data_root`.
-        fencing: number of the ledger instance that bound it.
     """
 
     DOMAIN: ClassVar[str] = "data_bound"
 
-    recorded_at: int
-    run_id: str
-    manifest_digest: bytes
     data_root: bytes
-    fencing: int
 
 
-class StepCharged(Message):
+class StepCharged(RunEvent):
     """One release of a run's mechanism.
 
     Attributes:
         query, step: the mechanism, and the number of its release, from 0.
         input_digest: of the parameters, and of the batches that a client sent; see
             `raycloak.workers.terms.step_input`.
-        fencing: number of the ledger instance that charged.
         charged_epsilon: the account's epsilon after this charge: the total of all events up to this one.
     """
 
     DOMAIN: ClassVar[str] = "step_charged"
 
-    recorded_at: int
-    run_id: str
     query: Query
     step: int
     input_digest: bytes
-    manifest_digest: bytes
     mechanism_digest: bytes
-    fencing: int
     charged_epsilon: float
 
 
-class VectorsBound(Message):
+class VectorsBound(RunEvent):
     """The vectors of a charged step, bound before anybody may add them up.
 
     Attributes:
         query, step: as in :class:`StepCharged`.
         vectors_digest: see `raycloak.workers.terms.binding.vectors_digest`.
-        fencing: number of the ledger instance that bound them.
     """
 
     DOMAIN: ClassVar[str] = "vectors_bound"
 
-    recorded_at: int
-    run_id: str
     query: Query
     step: int
-    manifest_digest: bytes
     vectors_digest: bytes
-    fencing: int
 
 
-RunEvent = DataBound | StepCharged | VectorsBound
-Event = AccountOpened | DataKnown | CapChanged | CapTransferred | AccountClosed | RunRegistered | RunEvent
-_KINDS: dict[str, type[Event]] = {
-    kind.DOMAIN: kind
-    for kind in (
-        AccountOpened,
-        DataKnown,
-        CapChanged,
-        CapTransferred,
-        AccountClosed,
-        RunRegistered,
-        RunPrepaid,
-        DataBound,
-        StepCharged,
-        VectorsBound,
-    )
-}
+AccountEvent = CapChanged | CapTransferred | AccountClosed
+"""The events that change an account."""
+
+Event = AccountOpened | DataKnown | AccountEvent | RunRegistered | DataBound | StepCharged | VectorsBound
+_KINDS: dict[str, type[Event]] = {kind.DOMAIN: kind for kind in (*get_args(Event), RunPrepaid)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,6 +286,64 @@ def broken(sequence: int, why: str) -> BudgetError:
         "chain_broken",
         f"the ledger cannot be trusted at entry {sequence}: {why}.",
         "Restore the ledger from a copy that verifies; spend nothing until then.",
+    )
+
+
+class LedgerHead(Message):
+    """The ledger's signed statement that its chain has this entry.
+
+    Attributes:
+        ledger_key: raw Ed25519 key of the ledger.
+        sequence, hash: position and hash of the entry; sequence 0 is the empty chain.
+        stated_at: Unix time in seconds, by the ledger's own clock.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/ledger-head/v1"
+
+    ledger_key: bytes
+    sequence: int
+    hash: bytes
+    stated_at: int
+
+    @property
+    def position(self) -> Head:
+        """The position and hash alone."""
+        return Head(self.sequence, self.hash)
+
+
+class HeadLine(Message):
+    """A :class:`LedgerHead` in its canonical form, and the ledger's signature over it."""
+
+    DOMAIN: ClassVar[str] = "raycloak/ledger-head-line/v1"
+
+    head: bytes
+    signature: bytes
+
+
+def head_line(head: Head, key: IdentityKey, stated_at: int) -> bytes:
+    """Return the signed head as one line of canonical JSON, without its line feed."""
+    stated = LedgerHead(ledger_key=key.public, sequence=head.sequence, hash=head.hash, stated_at=stated_at)
+    envelope = seal(stated, key)
+    return HeadLine(head=envelope.body, signature=envelope.signature).encode()
+
+
+def read_head_line(line: bytes, public_key: bytes) -> LedgerHead:
+    """Read the head in a line, after checking that ``public_key`` signed it.
+
+    Raises:
+        ProtocolError: ``malformed`` or ``signature``.
+    """
+    parsed = parse(HeadLine, line)
+    return open_envelope(LedgerHead, Envelope(body=parsed.head, signature=parsed.signature), public_key)
+
+
+def rolled_back(source: str, pinned: Head, found: bytes | None) -> BudgetError:
+    """Build the refusal of a ledger behind or beside a head kept elsewhere. ``found`` is its own hash there."""
+    return BudgetError(
+        "ledger_rolled_back",
+        f"{source} holds the ledger's entry {pinned.sequence} with hash {pinned.hash.hex()}; the ledger has "
+        f"{found.hex() if found else 'no such entry'}.",
+        "Put the ledger's newest state back; an older one forgets what was spent.",
     )
 
 

@@ -9,7 +9,7 @@ pays for it too. Marks under a fingerprint key that is new to the ledger compare
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from raycloak.attestation.core.data_marks import DataMarks, Likeness, likeness
 from raycloak.coordinator.ledger.entries import AccountOpened, DataKnown, RunRegistered
@@ -20,7 +20,7 @@ StatesData = AccountOpened | DataKnown | RunRegistered
 """The events that state data, and so may make their account known by it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Known:
     """The data that accounts are known by.
 
@@ -28,46 +28,34 @@ class Known:
         accounts: by name, the marks of all their data.
         whole: whether these are all accounts of the ledger, and so all keys that it compares data under. An extract has
             fewer.
+        entries: positions of the entries that said something new, with their accounts, as far as they were followed.
     """
 
-    accounts: Mapping[str, Sequence[DataMarks]]
+    accounts: dict[str, tuple[DataMarks, ...]] = field(default_factory=dict)
     whole: bool = True
+    entries: list[tuple[int, str]] = field(default_factory=list)
 
+    def learns(self, event: StatesData) -> bool:
+        """Return whether an event makes its account known by data that it was not known by before.
 
-ALSO = "If the people in it are to have one more budget, open it deliberately: raycloak budget open NAME --also"
+        A run on data that is declared public, or without noise, says nothing of the people in an account.
+        """
+        if isinstance(event, RunRegistered) and (event.public or not any(each.private for each in event.mechanisms)):
+            return False
+        return not event.data.empty and event.data not in self.accounts.get(event.account, ())
 
-
-def learned(event: StatesData, known: Known) -> bool:
-    """Return whether an entry makes its account known by data that it was not known by before.
-
-    A run on data that is declared public, or without noise, says nothing of the people in an account.
-    """
-    if isinstance(event, RunRegistered) and (event.public or not any(each.private for each in event.mechanisms)):
-        return False
-    return not event.data.empty and event.data not in known.accounts.get(event.account, ())
-
-
-class Learning:
-    """The marks that the accounts of a chain are known by, entry after entry.
-
-    Args:
-        whole: as in :class:`Known`.
-
-    Attributes:
-        known: by now.
-        entries: the positions of the entries that said something new, with their accounts.
-    """
-
-    def __init__(self, whole: bool = True) -> None:
-        self._accounts: dict[str, tuple[DataMarks, ...]] = {}
-        self.known = Known(self._accounts, whole)
-        self.entries: list[tuple[int, str]] = []
-
-    def add(self, sequence: int, event: StatesData) -> None:
-        """Add the next event that states data."""
-        if learned(event, self.known):
-            self._accounts[event.account] = (*self._accounts.get(event.account, ()), event.data)
+    def follow(self, sequence: int, event: StatesData) -> None:
+        """Learn from the event of the next entry that states data."""
+        if self.learns(event):
+            self.put(event.account, event.data)
             self.entries.append((sequence, event.account))
+
+    def put(self, account: str, data: DataMarks) -> None:
+        """Let an account be known by more data."""
+        self.accounts[account] = (*self.accounts.get(account, ()), data)
+
+
+_ALSO = "If the people in it are to have one more budget, open it deliberately: raycloak budget open NAME --also"
 
 
 def accounts_of(known: Known, data: DataMarks) -> dict[str, Likeness]:
@@ -124,8 +112,15 @@ def check_run_data(
         BudgetError: ``dataset_mismatch``, ``account_private``, ``account_known`` or ``fingerprint_key_unknown``.
     """
     name, own = opened.account, known.accounts.get(opened.account, ())
-    if not opened.data.empty and not any(_same_examples(each, data) for each in own):
-        raise _mismatch(opened, data)
+    # That two datasets lie at one place does not make them the same examples.
+    if not opened.data.empty and not any(likeness(each, data) not in (None, Likeness.PLACE) for each in own):
+        found = f"is {data.fingerprint.hex()}" if data.fingerprint else "was not computed"
+        raise BudgetError(
+            "dataset_mismatch",
+            f"account '{name}' is bound to the dataset with fingerprint {opened.data.fingerprint.hex()}; the "
+            f"fingerprint of the run's data {found}.",
+            "Name the account of this data, and with dataset.fingerprint_key the key the account was opened with.",
+        )
     # An account that somebody opened for this very data, or beside others, was meant to be charged for it.
     if not opened.also and data.fingerprint != opened.data.fingerprint:
         _require_comparable(data, known)
@@ -141,12 +136,6 @@ def check_run_data(
         )
     if others and name not in others and not opened.also:
         raise _known(name, others)
-
-
-def _same_examples(one: DataMarks, other: DataMarks) -> bool:
-    """Return whether marks say more than that two datasets lie at one place."""
-    reason = likeness(one, other)
-    return reason is not None and reason is not Likeness.PLACE
 
 
 def _require_comparable(data: DataMarks, known: Known) -> None:
@@ -166,7 +155,7 @@ def _require_comparable(data: DataMarks, known: Known) -> None:
         f"{at}the ledger compares data under the fingerprint keys {compared}; this data was read with the key "
         f"{data.key.hex()[:16]}, so nobody can tell whether an account pays for it.",
         "Name a key that the ledger knows: dataset.fingerprint_key. To let an account know its data under another key: "
-        f"raycloak budget bind {next(iter(others), 'ACCOUNT')} --dataset CONFIG. {ALSO}.",
+        f"raycloak budget bind {next(iter(others), 'ACCOUNT')} --dataset CONFIG. {_ALSO}.",
     )
 
 
@@ -176,15 +165,5 @@ def _known(account: str, others: Mapping[str, Likeness]) -> BudgetError:
     return BudgetError(
         "account_known",
         f"account '{account}' cannot pay for this data: it has {others[other].words} of account '{other}'.",
-        f"Name the account that pays: ledger.account: {other}. {ALSO}.",
-    )
-
-
-def _mismatch(opened: AccountOpened, data: DataMarks) -> BudgetError:
-    found = f"is {data.fingerprint.hex()}" if data.fingerprint else "was not computed"
-    return BudgetError(
-        "dataset_mismatch",
-        f"account '{opened.account}' is bound to the dataset with fingerprint {opened.data.fingerprint.hex()}; the "
-        f"fingerprint of the run's data {found}.",
-        "Name the account of this data, and with dataset.fingerprint_key the key the account was opened with.",
+        f"Name the account that pays: ledger.account: {other}. {_ALSO}.",
     )

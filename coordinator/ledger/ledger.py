@@ -8,6 +8,7 @@ plan.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from raycloak.attestation.core.data_marks import NO_MARKS, DataMarks
 from raycloak.attestation.core.messages import Envelope, seal
@@ -23,9 +24,10 @@ from raycloak.coordinator.ledger.accounts import (
     opening,
     transfer,
 )
+from raycloak.coordinator.ledger.audit import AuditedChain, audit
+from raycloak.coordinator.ledger.book import Book, check_links, check_tables
 from raycloak.coordinator.ledger.cap_authority import SignedCap
 from raycloak.coordinator.ledger.entries import (
-    AccountOpened,
     DataBound,
     DataKnown,
     Head,
@@ -35,9 +37,9 @@ from raycloak.coordinator.ledger.entries import (
     StepCharged,
     VectorsBound,
 )
-from raycloak.coordinator.ledger.heads import check_links
-from raycloak.coordinator.ledger.known_data import check_addition, check_opening, learned
-from raycloak.coordinator.ledger.reader import LedgerReader
+from raycloak.coordinator.ledger.export import entries_of, extract_lines, write_export
+from raycloak.coordinator.ledger.known_data import check_addition, check_opening
+from raycloak.coordinator.ledger.location import is_apart
 from raycloak.coordinator.ledger.rules import (
     OpeningTerms,
     PricedRun,
@@ -49,7 +51,9 @@ from raycloak.coordinator.ledger.rules import (
     registration,
     run_mismatch,
 )
-from raycloak.coordinator.ledger.store import Rows, RunRow
+from raycloak.coordinator.ledger.store import LedgerStore, Rows, RunRow
+from raycloak.coordinator.ledger.view import LedgerView, Outlook, StepStatus, account_view
+from raycloak.coordinator.ledger.witness import Witnessed, open_witness
 from raycloak.coordinator.quick_imports import quickly
 from raycloak.metrics.errors import BudgetError
 from raycloak.metrics.proof_bounds import require_assertions
@@ -71,16 +75,7 @@ class RunStart:
     data_root: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _Priced:
-    """The registration of a run, priced for an account as it was."""
-
-    terms: AccountOpened
-    fixed: bool
-    event: RunRegistered
-
-
-class PrivacyLedger(LedgerReader):
+class PrivacyLedger:
     """One instance of a ledger. The store outlives it, and several instances may work on one store.
 
     A run belongs to the newest instance that registered or charged it. Older ones are refused with ``fenced``.
@@ -102,15 +97,129 @@ class PrivacyLedger(LedgerReader):
 
     def __init__(self, url: str, create: bool = True, witness: str | None = None) -> None:
         require_assertions()
-        super().__init__(url, create, witness)
+        self._store = LedgerStore(url, create)
+        self._book = Book(self._store.key)
+        self._witnessed: Witnessed | None = None
+        self._rollback_witness = False
         self._renewed_at = 0
-        if create:
-            try:
+        try:
+            if witness is not None:
+                opened = open_witness(witness, self.public_key)
+                self._witnessed = Witnessed(opened, self._store.key, self.hash_at, now)
+                self._witnessed.check()
+                # Taken once, so that a ledger that is lost later cannot take a run's result with it.
+                self._rollback_witness = is_apart(opened.place, self._store.place())
+            if create:
                 with self._store.read() as rows:
                     check_links(rows, self.public_key)
-            except BaseException:
-                self.close()
-                raise
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def public_key(self) -> bytes:
+        """The raw Ed25519 key that signs entries and receipts; the store's, so the same for every instance."""
+        return self._store.key.public
+
+    @property
+    def fencing(self) -> int:
+        """This instance's number. Later instances of the store have higher ones, and a reading one has 0."""
+        return self._store.fencing
+
+    def status(self, run_id: str, step: int, query: Query = "gradient") -> StepStatus:
+        """Return whether a step of a mechanism is charged. Never charges anything."""
+        with self._store.read() as rows:
+            entry = rows.about(run_id, query, step).get(StepCharged.DOMAIN)
+        if entry is None:
+            return StepStatus(False)
+        event = entry.event
+        assert isinstance(event, StepCharged)
+        return StepStatus(True, event.input_digest, entry.sequence)
+
+    def view(self) -> LedgerView:
+        """Return all accounts as they are now, over a connection of its own. Never waits for a charge."""
+        with self._store.read() as rows:
+            data = self._book.known_data(rows).accounts
+            accounts = []
+            for row in rows.accounts():
+                runs = rows.runs(row.name)
+                account = self._book.with_runs(rows, self._book.account_of(rows, row), runs)
+                leases = rows.leases(row.name)
+                shown = [(self._book.run(rows, run).registered, run.charged, leases.get(run.fencing)) for run in runs]
+                accounts.append(account_view(account, shown, self._book.spent(rows, runs), data.get(row.name, ())))
+            witness = self._witnessed.state if self._witnessed else None
+            head, told = rows.head(), self._rollback_witness
+        return LedgerView(self.public_key, self.fencing, head, tuple(accounts), told, witness)
+
+    def outlook(self, run: RegistrationTerms) -> Outlook:
+        """Return what one more run would find on its account; writes nothing.
+
+        Guarantee: refuses what `PrivacyLedger.register_run` would refuse now, with the same code.
+
+        Raises:
+            BudgetError, ConfigError: as `PrivacyLedger.register_run`.
+        """
+        with self._store.read() as rows:
+            standing, known = self._book.standing_for(rows, run), self._book.known_data(rows)
+        account = standing.account
+        event = registration(run, account.terms, account.fixed)
+        terms = admitted(standing, known, event).terms
+        return Outlook(terms, event, isinstance(event, RunPrepaid), tuple(standing.spent))
+
+    def hash_at(self, sequence: int) -> bytes | None:
+        """Return the hash of the entry at ``sequence``; None if the ledger has none there."""
+        with self._store.read() as rows:
+            entry = rows.entry(sequence)
+        return entry.hash if entry else None
+
+    def history(self, account: str | None = None) -> tuple[LedgerEntry, ...]:
+        """Return one account's entries in the order of the chain, or the whole chain, as :func:`audit` expects it."""
+        with self._store.read() as rows:
+            entries = tuple(rows.entries())
+        return entries if account is None else tuple(entries_of(entries, {account}))
+
+    def verify(self) -> AuditedChain:
+        """Check the whole record, which takes about 0.3 ms per entry.
+
+        Guarantee: returns only if :func:`raycloak.coordinator.ledger.audit.audit` accepts the chain and every table
+        agrees with it. Entries cut off at the end go unnoticed: compare the head with one kept elsewhere.
+
+        Raises:
+            BudgetError: ``chain_broken``, naming the entry.
+        """
+        with self._store.read() as rows:
+            audited = audit(rows.entries(), self.public_key)
+            check_tables(rows, audited)
+        return audited
+
+    def export(self, path: Path) -> Head:
+        """Check the whole record, write it to ``path`` and return its head; see `raycloak.coordinator.ledger.export`.
+
+        Raises:
+            BudgetError: ``chain_broken``.
+            ConfigError: ``export_exists`` or ``export_file``.
+        """
+        with self._store.read() as rows:
+            check_tables(rows, audit(rows.entries(), self.public_key))
+            return write_export(path, rows.entries(), self._store.key, now())
+
+    def extract(self, account: str) -> list[bytes]:
+        """Check the whole record, and return one account's part; see `raycloak.coordinator.ledger.export`.
+
+        Raises:
+            BudgetError: ``chain_broken``, or ``account_unknown``.
+        """
+        with self._store.read() as rows:
+            entries = tuple(rows.entries())
+            check_tables(rows, audit(entries, self.public_key))
+            self._book.known(rows, account)
+            return extract_lines(entries, account, self._store.key, now())
+
+    def close(self) -> None:
+        """Close all connections. Charges stay charged."""
+        if self._witnessed is not None:
+            self._witnessed.close()
+        self._store.close()
 
     def load_accountant(self, name: AccountantName = "pld") -> None:
         """Import what computes epsilon, which takes seconds. Calling it early spares a registration that wait."""
@@ -154,7 +263,7 @@ class PrivacyLedger(LedgerReader):
             existing = self._book.account(rows, name)
             if existing is None:
                 check_opening(event, self._book.known_data(rows))
-                self._book.append_known(rows, event)
+                self._book.append(rows, event)
             else:
                 check_same_terms(existing, event)
 
@@ -168,8 +277,8 @@ class PrivacyLedger(LedgerReader):
         with self._write() as rows:
             known = self._book.known_data(rows)
             check_addition(event, self._book.known(rows, account).opened, known)
-            if learned(event, known):
-                self._book.append_known(rows, event)
+            if known.learns(event):
+                self._book.append(rows, event)
 
     def change_cap(self, account: str, epsilon_cap: float, authorisation: SignedCap | None = None) -> None:
         """Lower an account's cap, or raise it as its authority has signed it.
@@ -284,9 +393,9 @@ class PrivacyLedger(LedgerReader):
                 raise BudgetError(
                     "data_unbound", f"run {run_id} is not bound to its data yet.", "Bind it before its first charge."
                 )
-            entry = rows.charge(run_id, query, step)
+            entry = rows.about(run_id, query, step).get(StepCharged.DOMAIN)
             if entry is None:
-                entry = self._charge_new(rows, row, run, account, query, step, input_digest)
+                entry = self._charge_new(rows, run, account, query, step, input_digest)
             receipt = self._receipt(entry, run.registered, input_digest, data_root)
             self._take(rows, row)
         return receipt
@@ -329,47 +438,52 @@ class PrivacyLedger(LedgerReader):
             self._take(rows, row)
         return binding
 
-    def _priced(self, run: RegistrationTerms) -> _Priced | None:
-        """Price a new run before the lock is taken: it takes seconds the first time, and others wait for the lock."""
+    def _priced(self, run: RegistrationTerms) -> tuple[Account, RunRegistered] | None:
+        """Price a new run, for its account as it is, before the lock is taken.
+
+        It takes seconds the first time, and others wait for the lock.
+        """
         with self._store.read() as rows:
             if rows.run(run.run_id) is not None:
                 return None
             account = self._book.standing_for(rows, run).account
-        return _Priced(account.terms, account.fixed, registration(run, account.terms, account.fixed))
+        return account, registration(run, account.terms, account.fixed)
 
-    def _register(self, rows: Rows, run: RegistrationTerms, priced: _Priced | None) -> None:
+    def _register(self, rows: Rows, run: RegistrationTerms, priced: tuple[Account, RunRegistered] | None) -> None:
         """Register a run, and open the account that it is to open; or check that it is the one that is registered."""
         found = rows.run(run.run_id)
         if found is not None:
             row, _ = found
-            self._check_same_run(rows, row, run)
+            known = self._book.run(rows, row).registered
+            alike = ("account", "mechanisms", "manifest_digest")
+            same = all(getattr(known, name) == getattr(run, name) for name in alike)
+            # Its data may have moved, or gained a key of its account: the fingerprint says whether it is the same.
+            same = same and known.data.fingerprint == run.data.fingerprint
+            if not same or isinstance(known, RunPrepaid) != run.prepaid:
+                raise run_mismatch(row.run_id)
             self._check_fencing(row)
             self._take(rows, row)
             return
         if run.opens is not None:
-            self._open_for(rows, run.account, run.opens)
-        standing, known = self._book.standing(rows, run.account), self._book.known_data(rows)
+            event = opening(run.account, run.opens)
+            existing = self._book.account(rows, run.account)
+            if existing is None:
+                self._book.append(rows, event)
+            else:
+                # Whoever opened it may also have named its authority, and its data.
+                own = {name: getattr(existing.opened, name) for name in ("authority", "data", "also")}
+                check_same_terms(existing, event.model_copy(update=own))
+        standing, known_data = self._book.standing(rows, run.account), self._book.known_data(rows)
         account = standing.account
         # The account may have changed since: another run may have opened it, or fixed its order.
-        if priced is None or (priced.terms, priced.fixed) != (account.terms, account.fixed):
-            priced = _Priced(account.terms, account.fixed, registration(run, account.terms, account.fixed))
-        admitted(standing, known, priced.event)
-        entry = self._book.append_known(rows, priced.event)
+        if priced is None or (priced[0].terms, priced[0].fixed) != (account.terms, account.fixed):
+            priced = account, registration(run, account.terms, account.fixed)
+        _, registered = priced
+        admitted(standing, known_data, registered)
+        entry = self._book.append(rows, registered)
         counts = {mechanism.query: 0 for mechanism in run.mechanisms}
         rows.add_run(RunRow(run.run_id, run.account, entry.sequence, self.fencing, counts))
         rows.renew_lease(self.fencing)
-
-    def _open_for(self, rows: Rows, name: str, terms: OpeningTerms) -> None:
-        """Open the account of a run, unless it is open with the same terms."""
-        event = opening(name, terms)
-        existing = self._book.account(rows, name)
-        if existing is None:
-            self._book.append_known(rows, event)
-        else:
-            # Whoever opened it may also have named its authority, and its data.
-            own = existing.opened
-            same = {"authority": own.authority, "data": own.data, "also": own.also}
-            check_same_terms(existing, event.model_copy(update=same))
 
     def _bind_data(self, rows: Rows, run_id: str, manifest_digest: bytes, data_root: bytes) -> None:
         row, _, _ = self._owned(rows, run_id, manifest_digest)
@@ -408,30 +522,24 @@ class PrivacyLedger(LedgerReader):
         return row, run, account
 
     def _charge_new(
-        self,
-        rows: Rows,
-        row: RunRow,
-        run: PricedRun,
-        account: Account,
-        query: Query,
-        step: int,
-        input_digest: bytes,
+        self, rows: Rows, run: PricedRun, account: Account, query: Query, step: int, input_digest: bytes
     ) -> LedgerEntry:
-        priced = run.priced.get(query)
+        """Charge a step that was not charged before; BudgetError as :meth:`charge`."""
+        run_id, priced = run.registered.run_id, run.priced.get(query)
         planned = priced.mechanism.steps if priced else 0
         if priced is None or not 0 <= step < planned:
             raise BudgetError(
                 "step_not_planned",
-                f"run {row.run_id} planned {planned} releases of its {query}; number {step} is not one of them.",
+                f"run {run_id} planned {planned} releases of its {query}; number {step} is not one of them.",
             )
-        runs = rows.runs(row.account)
+        runs = rows.runs(run.registered.account)
         account = self._book.with_runs(rows, account, runs)
-        terms, spent = account.terms, self._book.spent(rows, runs, (row.run_id, query))
+        terms, spent = account.terms, self._book.spent(rows, runs, (run_id, query))
         # A public release costs nothing, so no cap can refuse it.
         charged = check_cap(terms, spent) if priced.mechanism.private else epsilon_at(terms, spent)
         event = StepCharged(
             recorded_at=now(),
-            run_id=row.run_id,
+            run_id=run_id,
             query=query,
             step=step,
             input_digest=input_digest,
@@ -440,7 +548,7 @@ class PrivacyLedger(LedgerReader):
             fencing=self.fencing,
             charged_epsilon=charged,
         )
-        rows.count_charge(row.run_id, query)
+        rows.count_charge(run_id, query)
         # It is for people, and in whole seconds.
         if event.recorded_at != self._renewed_at:
             rows.renew_lease(self.fencing)
@@ -458,17 +566,11 @@ class PrivacyLedger(LedgerReader):
                 "A rerun that does not reproduce needs a new run id: fresh noise, and a full charge.",
             )
         receipt = Receipt(
-            run_id=event.run_id,
-            query=event.query,
-            step=event.step,
-            input_digest=event.input_digest,
-            manifest_digest=event.manifest_digest,
+            **event.model_dump(exclude={"recorded_at", "fencing"}),
             account=run.account,
-            mechanism_digest=event.mechanism_digest,
             fencing=self.fencing,
             sequence=entry.sequence,
             head=entry.hash,
-            charged_epsilon=event.charged_epsilon,
             dataset_fingerprint=run.data.fingerprint,
             data_root=data_root,
         )
@@ -485,11 +587,7 @@ class PrivacyLedger(LedgerReader):
                 "Use the kind of machine and the library versions of the first time, or start a new run.",
             )
         binding = Binding(
-            run_id=event.run_id,
-            query=event.query,
-            step=event.step,
-            manifest_digest=event.manifest_digest,
-            vectors_digest=event.vectors_digest,
+            **event.model_dump(exclude={"recorded_at", "fencing"}),
             fencing=self.fencing,
             sequence=entry.sequence,
             head=entry.hash,
@@ -514,18 +612,6 @@ class PrivacyLedger(LedgerReader):
         # The witness is asked after the commit, so that it never holds a head that the ledger could still undo.
         if self._witnessed:
             self._witnessed.keep(head)
-
-    def _check_same_run(self, rows: Rows, row: RunRow, run: RegistrationTerms) -> None:
-        known = self._book.run(rows, row).registered
-        # Its data may have moved since, or gained a key of its account: the fingerprint says whether it is the same.
-        same = (known.account, known.mechanisms, known.manifest_digest, known.data.fingerprint) == (
-            run.account,
-            run.mechanisms,
-            run.manifest_digest,
-            run.data.fingerprint,
-        )
-        if not same or isinstance(known, RunPrepaid) != run.prepaid:
-            raise run_mismatch(row.run_id)
 
     def _take(self, rows: Rows, row: RunRow) -> None:
         """Make this instance the run's owner, if it is not."""

@@ -1,11 +1,15 @@
-"""The location of a ledger: its URL, and the file of an embedded one.
+"""The location of a ledger: its URL, the file of an embedded one, and whether its witness can be put back without it.
 
-The file is private to its owner, on a file system whose locks and syncs hold.
+The file is private to its owner, on a file system whose locks and syncs hold. What cannot be told of two places counts
+as the same machine: a verdict then claims no protection.
 """
 
+import ipaddress
 import os
 import re
+import socket
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,7 +49,17 @@ def prepare_file(path: Path, create: bool) -> None:
     """
     check_file_system(path, mounts())
     if create and not path.exists():
-        _create(path)
+        # Listed before they are made: the name of a new folder is durable once its parent is synced.
+        missing = [folder for folder in path.parents if not folder.exists()]
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with suppress(FileExistsError):  # another process was first
+                os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+            # A ledger whose folder is lost in a power cut would start again at zero.
+            for folder in (path.parent, *(folder.parent for folder in missing)):
+                sync(folder)
+        except OSError as error:
+            raise file_error("ledger_url", "create the ledger", path, error) from None
     if path.exists() and not path.is_file():
         raise ConfigError("ledger_url", f"{path} is not a file.", "Name the file of a ledger.")
     if not path.exists():
@@ -73,20 +87,6 @@ def ledger_missing(fact: str) -> ConfigError:
     return ConfigError("ledger_missing", fact, remedy)
 
 
-def _create(path: Path) -> None:
-    # Listed before they are made: the name of a new folder is durable once its parent is synced.
-    missing = [folder for folder in path.parents if not folder.exists()]
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with suppress(FileExistsError):  # another process was first
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
-        # A ledger whose folder is lost in a power cut would start again at zero.
-        for folder in (path.parent, *(folder.parent for folder in missing)):
-            sync(folder)
-    except OSError as error:
-        raise file_error("ledger_url", "create the ledger", path, error) from None
-
-
 def check_file_system(path: Path, mounts: str) -> None:
     """Refuse a path below a network or FUSE mount.
 
@@ -96,9 +96,7 @@ def check_file_system(path: Path, mounts: str) -> None:
     Raises:
         ConfigError: ``network_file_system``.
     """
-    # A link may lead from a local disk to a network file system.
-    kind = file_system(Path(os.path.realpath(path)), mounts)
-    if _is_network(kind):
+    if kind := network_file_system(path, mounts):
         raise ConfigError(
             "network_file_system",
             f"{path} is on a {kind} file system, where a charge may not be durable or may be made twice.",
@@ -106,13 +104,11 @@ def check_file_system(path: Path, mounts: str) -> None:
         )
 
 
-def is_network_file_system(path: Path) -> bool:
-    """Return whether a path is below a network or FUSE mount, as far as can be told."""
-    return _is_network(file_system(Path(os.path.realpath(path)), mounts()))
-
-
-def _is_network(kind: str) -> bool:
-    return kind in _NETWORK or kind.startswith("fuse.")
+def network_file_system(path: Path, mounts: str) -> str:
+    """Return the type of the network or FUSE mount that a path is below; empty if there is none, or none is known."""
+    # A link may lead from a local disk to a network file system.
+    kind = file_system(Path(os.path.realpath(path)), mounts)
+    return kind if kind in _NETWORK or kind.startswith("fuse.") else ""
 
 
 def file_system(path: Path, mounts: str) -> str:
@@ -127,19 +123,6 @@ def file_system(path: Path, mounts: str) -> str:
     return kind
 
 
-URL_REMEDY = "Use sqlite:////absolute/path/ledger.sqlite or postgresql://user@host/database."
-
-
-def parse_url(url: str) -> "sa.URL":
-    """Parse a ledger's URL; ConfigError ``ledger_url`` if it cannot be parsed. The error never repeats the URL."""
-    import sqlalchemy as sa  # late: runs that keep their ledger in the state folder do not need it
-
-    try:
-        return sa.make_url(url)
-    except (sa.exc.ArgumentError, ValueError):
-        raise ConfigError("ledger_url", "the ledger URL cannot be read.", URL_REMEDY) from None
-
-
 def usable_url(url: str) -> "sa.URL":
     """Parse a URL under which a ledger can be kept.
 
@@ -147,15 +130,81 @@ def usable_url(url: str) -> "sa.URL":
     file that the parameter ``passfile`` names.
 
     Raises:
-        ConfigError: ``ledger_url`` for any other; ``url_secret`` if it has one, which the error does not repeat.
+        ConfigError: ``ledger_url`` for any other; ``url_secret`` if it has one. No error repeats a URL that cannot be
+            read, or a secret.
     """
+    import sqlalchemy as sa  # late: runs that keep their ledger in the state folder do not need it
+
     if (found := secret_in(url)) is not None:
         raise ConfigError("url_secret", "the ledger's URL holds a secret.", f"{found[0].upper()}{found[1:]}.")
-    parsed = parse_url(url)
+    remedy = "Use sqlite:////absolute/path/ledger.sqlite or postgresql://user@host/database."
+    try:
+        parsed = sa.make_url(url)
+    except (sa.exc.ArgumentError, ValueError):
+        raise ConfigError("ledger_url", "the ledger URL cannot be read.", remedy) from None
     kind = parsed.get_backend_name()
     if kind not in ("sqlite", "postgresql"):
-        raise ConfigError("ledger_url", f"a ledger cannot be kept in {kind}.", URL_REMEDY)
+        raise ConfigError("ledger_url", f"a ledger cannot be kept in {kind}.", remedy)
     if kind == "sqlite" and (not parsed.database or not Path(parsed.database).is_absolute() or parsed.query):
         path = parsed.database or ""
-        raise ConfigError("ledger_url", f"'{path}' is not an absolute path of a ledger.", URL_REMEDY)
+        raise ConfigError("ledger_url", f"'{path}' is not an absolute path of a ledger.", remedy)
     return parsed
+
+
+HERE = "this machine"
+
+
+@dataclass(frozen=True, slots=True)
+class StoragePlace:
+    """A place where something is kept.
+
+    Attributes:
+        path: a file or folder; None on a server.
+        host: name or address of the server, or the folder of its socket; empty without one.
+    """
+
+    path: Path | None = None
+    host: str = ""
+
+    def machines(self) -> frozenset[str]:
+        """Return the addresses that its host has; `HERE` in place of each that is this machine's own."""
+        if self.path is not None or not self.host or self.host.startswith(("/", "@")):
+            return frozenset({HERE})
+        try:
+            found = socket.getaddrinfo(self.host, None, type=socket.SOCK_STREAM)
+        # Nobody knows then where it is.
+        except (OSError, UnicodeError):
+            return frozenset({HERE})
+        return frozenset(_machine(str(address[0])) for *_, address in found)
+
+
+def is_apart(witness: StoragePlace, ledger: StoragePlace) -> bool:
+    """Return whether a person who puts an older ledger back does not put back the witness with it.
+
+    Two folders are apart if their file systems are others. Anything else is if it is not on one machine: a witness that
+    answers on a loopback address or another one of this machine is on no other storage than a ledger here. A folder
+    that is mounted over a network is on none of this machine's.
+
+    Not guaranteed: that an address of another machine does not lead back here, as through a tunnel.
+    """
+    if witness.path is not None and ledger.path is not None:
+        return witness.path.stat().st_dev != ledger.path.stat().st_dev
+    if any(each.path is not None and network_file_system(each.path, mounts()) for each in (witness, ledger)):
+        return True
+    return not witness.machines() & ledger.machines()
+
+
+def _machine(text: str) -> str:
+    """Return an address in one form, or `HERE` if it is this machine's."""
+    # A scope names an interface of this machine, and is no part of who is meant.
+    address = ipaddress.ip_address(text.partition("%")[0])
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    try:
+        family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            # Only to an address of this machine can a socket be bound.
+            probe.bind(socket.getaddrinfo(text, 0, family, socket.SOCK_DGRAM)[0][4])
+    except OSError:
+        return HERE if address.is_loopback or address.is_unspecified else str(address)
+    return HERE

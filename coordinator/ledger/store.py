@@ -1,12 +1,22 @@
-"""The ledger's storage, and nothing else: SQLAlchemy Core on SQLite (embedded) or PostgreSQL.
+"""The ledger's storage, and nothing else: its tables and statements, on SQLite (embedded) or PostgreSQL.
 
 The chain of entries is the record. The other tables are its totals, kept so that a charge need not read the chain.
 Every writer takes the store's one write lock before it reads, so check and charge are one atomic act.
+
+Leases say which instance may charge a run, so that at most one of two live ones is believed. An instance that is opened
+to write takes a fencing number above all earlier ones, and a row that identifies it. A run belongs to the instance with
+the highest number that registered or charged it. The row of the run names that number. It is read and written inside
+the transaction that charges. So the database's lock decides ownership, never a clock. A lease therefore does not
+expire: it ends when a newer instance takes the run.
 """
 
+import os
+import socket
+import sqlite3
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +27,16 @@ from raycloak.attestation.core.keys import IdentityKey, Secret
 from raycloak.attestation.core.roster import Query
 from raycloak.coordinator.ledger.engine import (
     WriteTransactions,
-    check_tables_last,
+    check_logged,
     execute,
     open_engine,
     reading,
+    server_of,
     storage_errors,
     take_write_lock,
 )
-from raycloak.coordinator.ledger.entries import Head, LedgerEntry, StepCharged
-from raycloak.coordinator.ledger.leases import Lease, Leases
-from raycloak.coordinator.ledger.location import ledger_missing
-from raycloak.coordinator.ledger.places import StoragePlace
-from raycloak.coordinator.ledger.postgres import server_of
+from raycloak.coordinator.ledger.entries import Head, LedgerEntry
+from raycloak.coordinator.ledger.location import StoragePlace, ledger_missing
 from raycloak.metrics.errors import BudgetError
 
 _FAMILY = "raycloak ledger v"
@@ -36,15 +44,15 @@ APPLICATION = f"{_FAMILY}6"
 
 _tables = sa.MetaData()
 _integer = sa.BigInteger().with_variant(sa.Integer, "sqlite")
-_meta = sa.Table("meta", _tables, sa.Column("name", sa.Text, primary_key=True), sa.Column("value", sa.Text))
-_accounts = sa.Table(
+sa.Table("meta", _tables, sa.Column("name", sa.Text, primary_key=True), sa.Column("value", sa.Text))
+sa.Table(
     "accounts",
     _tables,
     sa.Column("name", sa.Text, primary_key=True),
     sa.Column("sequence", _integer, nullable=False),
     sa.Column("changed", _integer, nullable=False),
 )
-_runs = sa.Table(
+sa.Table(
     "runs",
     _tables,
     sa.Column("run_id", sa.Text, primary_key=True),
@@ -55,21 +63,28 @@ _runs = sa.Table(
     sa.Column("data", _integer),
 )
 # The entries that made an account known by data that it was not known by before.
-_known = sa.Table(
+sa.Table(
     "known",
     _tables,
     sa.Column("sequence", _integer, primary_key=True, autoincrement=False),
     sa.Column("account", sa.Text, sa.ForeignKey("accounts.name"), nullable=False),
 )
-_charged = sa.Table(
+sa.Table(
     "charged",
     _tables,
     sa.Column("run_id", sa.Text, sa.ForeignKey("runs.run_id"), primary_key=True),
     sa.Column("query", sa.Text, primary_key=True),
     sa.Column("charges", _integer, nullable=False),
 )
-_leases = Leases(_tables, _integer)
-_entries = sa.Table(
+sa.Table(
+    "leases",
+    _tables,
+    sa.Column("fencing", _integer, primary_key=True, autoincrement=False),
+    sa.Column("holder", sa.Text, nullable=False),
+    sa.Column("opened_at", _integer, nullable=False),
+    sa.Column("renewed_at", _integer, nullable=False),
+)
+sa.Table(
     "entries",
     _tables,
     sa.Column("sequence", _integer, primary_key=True, autoincrement=False),
@@ -85,49 +100,15 @@ _entries = sa.Table(
     sa.Column("step", _integer),
     sa.UniqueConstraint("run_id", "query", "step", "kind"),
 )
-_ENTRY = (
-    _entries.c.sequence,
-    _entries.c.previous,
-    _entries.c.kind,
-    _entries.c.body,
-    _entries.c.hash,
-    _entries.c.signature,
-)
 
-_SELECT_HEAD = sa.select(_entries.c.sequence, _entries.c.hash).order_by(_entries.c.sequence.desc()).limit(1)
-_SELECT_RUNS = sa.select(_runs, _charged.c.query, _charged.c.charges).outerjoin(_charged).order_by(_runs.c.sequence)
+_SELECT_ENTRY = "SELECT sequence, previous, kind, body, hash, signature FROM entries "
+_RUN = "SELECT runs.run_id, runs.account, runs.sequence, fencing, data, query, charges"
+_CHARGED = " FROM runs LEFT JOIN charged ON charged.run_id = runs.run_id"
+_SELECT_RUNS = f"{_RUN}{_CHARGED} ORDER BY runs.sequence"
+_SELECT_ACCOUNT_RUNS = f"{_RUN}{_CHARGED} WHERE account = :account ORDER BY runs.sequence"
 _SELECT_RUN = (
-    sa.select(_runs, _charged.c.query, _charged.c.charges, _accounts.c.sequence, _accounts.c.changed)
-    .select_from(_runs.join(_accounts).outerjoin(_charged))
-    .where(_runs.c.run_id == sa.bindparam("run"))
+    f"{_RUN}, accounts.sequence, changed{_CHARGED} JOIN accounts ON accounts.name = account WHERE runs.run_id = :run_id"
 )
-_SELECT_ACCOUNT_RUNS = _SELECT_RUNS.where(_runs.c.account == sa.bindparam("name"))
-_SELECT_ACCOUNTS = sa.select(_accounts).order_by(_accounts.c.sequence)
-_SELECT_ACCOUNT = sa.select(_accounts).where(_accounts.c.name == sa.bindparam("key"))
-_SELECT_FILED = sa.select(*_ENTRY).where(
-    _entries.c.run_id == sa.bindparam("run"),
-    _entries.c.query == sa.bindparam("query_name"),
-    _entries.c.step == sa.bindparam("number"),
-)
-_SELECT_ENTRY = sa.select(*_ENTRY).where(_entries.c.sequence == sa.bindparam("number"))
-_SELECT_ENTRIES = sa.select(*_ENTRY).order_by(_entries.c.sequence)
-_SELECT_KNOWN = sa.select(_known.c.sequence, _known.c.account).order_by(_known.c.sequence)
-_SELECT_KEYED = sa.select(_entries.c.sequence, _entries.c.run_id, _entries.c.query, _entries.c.step).order_by(
-    _entries.c.sequence
-)
-_UPDATE_OWNER = sa.update(_runs).where(_runs.c.run_id == sa.bindparam("run")).values(fencing=sa.bindparam("number"))
-_UPDATE_DATA = sa.update(_runs).where(_runs.c.run_id == sa.bindparam("run")).values(data=sa.bindparam("number"))
-_UPDATE_CHARGED = (
-    sa.update(_charged)
-    .where(_charged.c.run_id == sa.bindparam("run"), _charged.c.query == sa.bindparam("query_name"))
-    .values(charges=_charged.c.charges + 1)
-)
-_UPDATE_ACCOUNT = (
-    sa.update(_accounts).where(_accounts.c.name == sa.bindparam("key")).values(changed=sa.bindparam("number"))
-)
-_INSERT_ENTRY = sa.insert(_entries)
-_SELECT_META = sa.select(_meta.c.value).where(_meta.c.name == sa.bindparam("key"))
-_UPDATE_META = sa.update(_meta).where(_meta.c.name == sa.bindparam("key")).values(value=sa.bindparam("content"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +134,22 @@ class AccountRow:
     name: str
     sequence: int
     changed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """One instance of a ledger that was opened to write. Only its number decides anything; the rest is for people.
+
+    Attributes:
+        fencing: higher than that of every instance opened before.
+        holder: host and process id.
+        opened_at, renewed_at: when it was opened, and when it last took or charged a run; Unix seconds by its clock.
+    """
+
+    fencing: int
+    holder: str
+    opened_at: int
+    renewed_at: int
 
 
 class LedgerStore:
@@ -232,16 +229,21 @@ class Rows:
     def __init__(self, connection: sa.Connection) -> None:
         self._connection = connection
 
+    def _execute(self, statement: str, **values: Any) -> sqlite3.Cursor | sa.CursorResult[*tuple[Any, ...]]:
+        return execute(self._connection, statement, values)
+
+    def _insert(self, table: str, **values: Any) -> None:
+        """Insert a row into a table; ``values`` by column."""
+        execute(self._connection, f"INSERT INTO {table} ({', '.join(values)}) VALUES (:{', :'.join(values)})", values)
+
     def create_if_empty(self) -> None:
         """Create the tables and the signing key in a database that has no tables."""
         if not sa.inspect(self._connection).get_table_names():
             _tables.create_all(self._connection, checkfirst=False)
             # The key is in the store, which is why its file must be readable by its owner alone.
             seed = Ed25519PrivateKey.generate().private_bytes_raw().hex()
-            values = {"application": APPLICATION, "signing_key": seed, "fencing": "0"}
-            self._connection.execute(
-                sa.insert(_meta), [{"name": name, "value": value} for name, value in values.items()]
-            )
+            for name, value in {"application": APPLICATION, "signing_key": seed, "fencing": "0"}.items():
+                self._insert("meta", name=name, value=value)
 
     def check_ours(self) -> None:
         """Refuse anything but a whole ledger: ``ledger_missing``, ``ledger_foreign`` or ``ledger_not_durable``."""
@@ -262,69 +264,66 @@ class Rows:
                 f"the database holds {', '.join(sorted(names))}, not the tables of a '{APPLICATION}'.",
                 "Give a path where there is no file yet, or an empty database.",
             )
-        check_tables_last(self._connection, list(_tables.tables))
+        check_logged(self._connection, list(_tables.tables))
 
     def meta(self, name: str) -> str:
         """Return a setting of the store; empty if there is none."""
-        return self._connection.execute(_SELECT_META, {"key": name}).scalar() or ""
-
-    def next_fencing(self) -> int:
-        """Return a fencing number higher than every earlier one."""
-        # Read and raised under the write lock, so that no two instances get one number.
-        number = int(self.meta("fencing")) + 1
-        self._connection.execute(_UPDATE_META, {"key": "fencing", "content": str(number)})
-        return number
+        row = self._execute("SELECT value FROM meta WHERE name = :name", name=name).fetchone()
+        return (row[0] or "") if row else ""
 
     def open_lease(self) -> int:
-        """Record a new instance; return its fencing number."""
-        fencing = self.next_fencing()
-        _leases.open(self._connection, fencing)
-        return fencing
+        """Record a new instance, which is this process; return its fencing number, higher than every earlier one."""
+        # Read and raised under the write lock, so that no two instances get one number.
+        number, at = int(self.meta("fencing")) + 1, int(time.time())
+        self._execute("UPDATE meta SET value = :value WHERE name = 'fencing'", value=str(number))
+        holder = f"{socket.gethostname()}/{os.getpid()}"
+        self._insert("leases", fencing=number, holder=holder, opened_at=at, renewed_at=at)
+        return number
 
     def renew_lease(self, fencing: int) -> None:
         """Record that an instance took or charged a run."""
-        _leases.renew(self._connection, fencing)
+        update = "UPDATE leases SET renewed_at = :at WHERE fencing = :fencing"
+        self._execute(update, at=int(time.time()), fencing=fencing)
 
-    def leases(self, runs: Iterable[RunRow]) -> dict[int, Lease]:
-        """Return the leases under which runs are held, by fencing number."""
-        return _leases.of(self._connection, (row.fencing for row in runs))
+    def leases(self, account: str) -> dict[int, Lease]:
+        """Return the leases under which runs of an account are held, by fencing number."""
+        select = "SELECT fencing, holder, opened_at, renewed_at FROM leases"
+        where = "WHERE fencing IN (SELECT fencing FROM runs WHERE account = :account)"
+        return {row[0]: Lease(*row) for row in self._execute(f"{select} {where}", account=account)}
 
     def head(self) -> Head:
         """Return the chain's end."""
-        row = execute(self._connection, _SELECT_HEAD).fetchone()
+        row = self._execute("SELECT sequence, hash FROM entries ORDER BY sequence DESC LIMIT 1").fetchone()
         return Head(*row) if row else Head()
 
     def entry(self, sequence: int) -> LedgerEntry | None:
         """Return the entry at one position."""
-        row = self._connection.execute(_SELECT_ENTRY, {"number": sequence}).first()
+        row = self._execute(f"{_SELECT_ENTRY}WHERE sequence = :sequence", sequence=sequence).fetchone()
         return LedgerEntry(*row) if row else None
-
-    def charge(self, run_id: str, query: Query, step: int) -> LedgerEntry | None:
-        """Return the entry that charged a step of a run's mechanism."""
-        return self.about(run_id, query, step).get(StepCharged.DOMAIN)
 
     def about(self, run_id: str, query: Query, step: int) -> dict[str, LedgerEntry]:
         """Return the entries about a step of a run's mechanism by kind: its charge, and then its vectors."""
-        values = {"run": run_id, "query_name": query, "number": step}
-        return {row[2]: LedgerEntry(*row) for row in execute(self._connection, _SELECT_FILED, values)}
+        where = "WHERE run_id = :run_id AND query = :query AND step = :step"
+        found = self._execute(f"{_SELECT_ENTRY}{where}", run_id=run_id, query=query, step=step)
+        return {row[2]: LedgerEntry(*row) for row in found}
 
     def entries(self) -> Iterator[LedgerEntry]:
         """Yield all entries in the order of the chain."""
-        for row in self._connection.execute(_SELECT_ENTRIES):
+        for row in self._execute(f"{_SELECT_ENTRY}ORDER BY sequence"):
             yield LedgerEntry(*row)
 
     def known(self) -> list[tuple[int, str]]:
         """Return the entries that made accounts known by data, in the order of the chain, with the account of each."""
-        return [(row.sequence, row.account) for row in self._connection.execute(_SELECT_KNOWN)]
+        return [(row[0], row[1]) for row in self._execute("SELECT sequence, account FROM known ORDER BY sequence")]
 
     def filed_keys(self) -> Iterator[tuple[int, str | None, str | None, int | None]]:
         """Yield (sequence, run, query, step) of each entry; the last three are None unless it is about one step."""
-        for row in self._connection.execute(_SELECT_KEYED):
-            yield row.sequence, row.run_id, row.query, row.step
+        for sequence, *key in self._execute("SELECT sequence, run_id, query, step FROM entries ORDER BY sequence"):
+            yield sequence, *key
 
     def run(self, run_id: str) -> tuple[RunRow, AccountRow] | None:
         """Return one run, and its account."""
-        found = [tuple(row) for row in execute(self._connection, _SELECT_RUN, {"run": run_id})]
+        found = list(self._execute(_SELECT_RUN, run_id=run_id))
         if not found:
             return None
         (run,) = _run_rows(row[:-2] for row in found)
@@ -333,68 +332,56 @@ class Rows:
     def runs(self, account: str | None = None) -> list[RunRow]:
         """Return runs in the order of registration, of one account or of all."""
         if account is None:
-            return _run_rows(self._connection.execute(_SELECT_RUNS))
-        return _run_rows(execute(self._connection, _SELECT_ACCOUNT_RUNS, {"name": account}))
+            return _run_rows(self._execute(_SELECT_RUNS))
+        return _run_rows(self._execute(_SELECT_ACCOUNT_RUNS, account=account))
 
     def account(self, name: str) -> AccountRow | None:
         """Return one account."""
-        row = execute(self._connection, _SELECT_ACCOUNT, {"key": name}).fetchone()
+        row = self._execute("SELECT name, sequence, changed FROM accounts WHERE name = :name", name=name).fetchone()
         return AccountRow(*row) if row else None
 
     def accounts(self) -> list[AccountRow]:
         """Return accounts in the order of opening."""
-        return [AccountRow(*row) for row in self._connection.execute(_SELECT_ACCOUNTS)]
+        found = self._execute("SELECT name, sequence, changed FROM accounts ORDER BY sequence")
+        return [AccountRow(*row) for row in found]
 
-    def append(self, entry: LedgerEntry, key: tuple[str, Query, int] | None = None) -> None:
-        """Append an entry. An entry about one step is filed under its key: run, query and step."""
+    def append(self, entry: LedgerEntry, key: tuple[str, Query, int] | None) -> None:
+        """Append an entry. One about a step is filed under its key: run, query and step."""
         run_id, query, step = key or (None, None, None)
-        execute(
-            self._connection,
-            _INSERT_ENTRY,
-            {
-                "sequence": entry.sequence,
-                "previous": entry.previous,
-                "kind": entry.kind,
-                "body": entry.body,
-                "hash": entry.hash,
-                "signature": entry.signature,
-                "run_id": run_id,
-                "query": query,
-                "step": step,
-            },
-        )
+        self._insert("entries", **asdict(entry), run_id=run_id, query=query, step=step)
 
     def add_account(self, row: AccountRow) -> None:
         """Record an account that an entry opened."""
-        values = {"name": row.name, "sequence": row.sequence, "changed": row.changed}
-        self._connection.execute(sa.insert(_accounts), values)
+        self._insert("accounts", **asdict(row))
 
     def add_known(self, sequence: int, account: str) -> None:
         """Record an entry that made an account known by data."""
-        self._connection.execute(sa.insert(_known), {"sequence": sequence, "account": account})
+        self._insert("known", sequence=sequence, account=account)
 
     def change_account(self, name: str, sequence: int) -> None:
         """Record the entry that changed an account."""
-        self._connection.execute(_UPDATE_ACCOUNT, {"key": name, "number": sequence})
+        self._execute("UPDATE accounts SET changed = :sequence WHERE name = :name", sequence=sequence, name=name)
 
     def add_run(self, row: RunRow) -> None:
         """Record a run that an entry registered."""
-        values = {"run_id": row.run_id, "account": row.account, "sequence": row.sequence}
-        self._connection.execute(sa.insert(_runs), {**values, "fencing": row.fencing, "data": row.data})
-        counts = [{"run_id": row.run_id, "query": query, "charges": count} for query, count in row.charged.items()]
-        self._connection.execute(sa.insert(_charged), counts)
+        values = asdict(row)
+        charged = values.pop("charged")
+        self._insert("runs", **values)
+        for query, charges in charged.items():
+            self._insert("charged", run_id=row.run_id, query=query, charges=charges)
 
     def own_run(self, run_id: str, fencing: int) -> None:
         """Record the instance that owns a run."""
-        self._connection.execute(_UPDATE_OWNER, {"run": run_id, "number": fencing})
+        self._execute("UPDATE runs SET fencing = :fencing WHERE run_id = :run_id", fencing=fencing, run_id=run_id)
 
     def bind_run(self, run_id: str, sequence: int) -> None:
         """Record the entry that bound a run to its data."""
-        execute(self._connection, _UPDATE_DATA, {"run": run_id, "number": sequence})
+        self._execute("UPDATE runs SET data = :sequence WHERE run_id = :run_id", sequence=sequence, run_id=run_id)
 
     def count_charge(self, run_id: str, query: Query) -> None:
         """Count one more charge of a run's mechanism."""
-        execute(self._connection, _UPDATE_CHARGED, {"run": run_id, "query_name": query})
+        update = "UPDATE charged SET charges = charges + 1 WHERE run_id = :run_id AND query = :query"
+        self._execute(update, run_id=run_id, query=query)
 
 
 def _run_rows(found: Iterable[Sequence[Any]]) -> list[RunRow]:

@@ -11,8 +11,8 @@ from raycloak.coordinator.accounting.renyi import ORDERS
 from raycloak.coordinator.ledger.accounts import Account
 from raycloak.coordinator.ledger.entries import AccountOpened, Head, RunPrepaid, RunRegistered
 from raycloak.coordinator.ledger.known_data import Known, accounts_of
-from raycloak.coordinator.ledger.leases import Lease
 from raycloak.coordinator.ledger.rules import PricedRun, account_limits, epsilon_at, slack_at
+from raycloak.coordinator.ledger.store import Lease
 from raycloak.coordinator.ledger.witness import WitnessState
 from raycloak.workers.terms.mechanism import AccountantName
 

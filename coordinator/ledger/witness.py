@@ -26,9 +26,8 @@ from urllib.parse import SplitResult, urlsplit
 from raycloak.attestation.core.keys import IdentityKey
 from raycloak.attestation.files.private import read_private
 from raycloak.attestation.files.whole import sync
-from raycloak.coordinator.ledger.entries import Head
-from raycloak.coordinator.ledger.heads import LedgerHead, head_line, read_head_line, rolled_back
-from raycloak.coordinator.ledger.places import StoragePlace
+from raycloak.coordinator.ledger.entries import Head, LedgerHead, head_line, read_head_line, rolled_back
+from raycloak.coordinator.ledger.location import StoragePlace
 from raycloak.metrics.errors import BudgetError, ConfigError, ProtocolError
 from raycloak.metrics.file_errors import file_error
 

@@ -6,7 +6,7 @@ from raycloak.coordinator.accounting.accountants import accountant_of
 from raycloak.coordinator.accounting.pld import STATED_ERROR
 from raycloak.coordinator.accounting.releases import merged
 from raycloak.coordinator.console.figures import epsilon_text
-from raycloak.coordinator.ledger.extract import check_extract
+from raycloak.coordinator.ledger.export import check_extract
 from raycloak.coordinator.ledger.rules import account_limits, epsilon_at
 from raycloak.coordinator.planning.cross_check import dp_accounting_rdp, without_prv
 from raycloak.coordinator.proof.case import ProofCase

@@ -12,7 +12,7 @@ from raycloak.attestation.sealed.package_manifest import PackageManifest
 from raycloak.coordinator.accounting.calibration import epsilon_against
 from raycloak.coordinator.ledger.audit import AuditedRun
 from raycloak.coordinator.ledger.entries import LedgerEntry, StepCharged
-from raycloak.coordinator.ledger.extract import CheckedExtract
+from raycloak.coordinator.ledger.export import CheckedExtract
 from raycloak.coordinator.planning.measurements import Schedule
 from raycloak.coordinator.proof.claims import Broken
 from raycloak.coordinator.proof.history import History

@@ -14,8 +14,7 @@ from raycloak.attestation.log.evidence_log import read_exported_log
 from raycloak.attestation.sealed.package_keys import SIGNER_PUBLIC_FILE, TrustStore, load_signer
 from raycloak.coordinator.checkpoints.reader import signed_manifest
 from raycloak.coordinator.checkpoints.storage import RUN_MANIFEST, STORAGE_ERRORS, PackageStorage, one_line
-from raycloak.coordinator.ledger.entries import Head
-from raycloak.coordinator.ledger.heads import rolled_back
+from raycloak.coordinator.ledger.entries import Head, rolled_back
 from raycloak.coordinator.ledger.witness import open_witness
 from raycloak.metrics.errors import BudgetError, ProtocolError, RaycloakError
 from raycloak.workers.terms.manifest import Manifest

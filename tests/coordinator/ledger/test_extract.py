@@ -9,7 +9,7 @@ import pytest
 
 from raycloak.attestation.core.data_marks import NO_MARKS, DataMarks
 from raycloak.attestation.core.keys import IdentityKey
-from raycloak.coordinator.ledger.extract import check_extract
+from raycloak.coordinator.ledger.export import check_extract
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.rules import OpeningTerms
 from raycloak.metrics.errors import BudgetError

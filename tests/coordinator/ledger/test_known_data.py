@@ -12,7 +12,7 @@ from raycloak.attestation.core.keys import IdentityKey
 from raycloak.coordinator.ledger import ledger as ledger_module
 from raycloak.coordinator.ledger.audit import AuditedChain, audit
 from raycloak.coordinator.ledger.entries import AccountOpened, Event, Head, RunRegistered, make_entry
-from raycloak.coordinator.ledger.extract import check_extract
+from raycloak.coordinator.ledger.export import check_extract
 from raycloak.coordinator.ledger.ledger import PrivacyLedger, RunStart
 from raycloak.coordinator.ledger.rules import OpeningTerms, RegistrationTerms
 from raycloak.coordinator.ledger.view import data_standing
@@ -323,7 +323,7 @@ def test_an_extract_is_accepted_though_it_lacks_the_account_that_brought_a_key(l
     charge(ledger, terms("run-b", data=REKEYED))
     ledger.verify()
     checked = check_extract(ledger.extract("patients"), ledger.public_key)
-    assert checked.audited.learning.known.accounts == {"patients": (PEOPLE, REKEYED)}
+    assert checked.audited.known.accounts == {"patients": (PEOPLE, REKEYED)}
 
 
 def test_a_table_that_forgets_what_an_account_knows_is_refused(ledger: PrivacyLedger, ledger_url: str):

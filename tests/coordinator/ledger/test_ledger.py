@@ -332,7 +332,7 @@ def test_threads_that_race_get_one_charge_per_step(ledger: PrivacyLedger):
 def test_view_does_not_wait_for_a_writer(ledger: PrivacyLedger):
     before = ledger.view()
     with ledger._store.write() as rows:
-        rows.next_fencing()
+        rows.open_lease()
         assert ledger.view() == before
 
 

@@ -9,8 +9,8 @@ import pytest
 import sqlalchemy as sa
 
 from raycloak.coordinator.cli import app
+from raycloak.coordinator.ledger.engine import check_settings
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
-from raycloak.coordinator.ledger.postgres import check_settings
 from raycloak.coordinator.ledger.rules import RegistrationTerms
 from raycloak.coordinator.ledger.store import LedgerStore
 from raycloak.metrics.errors import BudgetError, ConfigError
@@ -146,7 +146,7 @@ def test_a_lost_connection_is_named_and_the_next_charge_makes_another(postgres: 
     def disconnected() -> None:
         with ledger._store.write() as rows:
             postgres.execute(f"SELECT pg_terminate_backend({pid}, 10000)")
-            rows.next_fencing()
+            rows.open_lease()
 
     with pytest.raises(BudgetError, match="ledger_unavailable"):
         disconnected()
@@ -241,7 +241,7 @@ def test_a_writer_that_stops_in_its_transaction_is_rolled_back_by_the_server(
 
     def stops() -> None:
         with stopped._store.write() as rows:
-            number = rows.next_fencing()
+            number = rows.open_lease()
             # Waits for the lock until the server takes it from the writer above, which says nothing.
             monkeypatch.setattr("raycloak.coordinator.ledger.engine.LOCK_DEADLINE_S", 30.0)
             other.charge("run-b", 0, PARAMETERS, MANIFEST)

@@ -10,7 +10,7 @@ import pytest
 import sqlalchemy as sa
 
 from raycloak.coordinator.ledger import location
-from raycloak.coordinator.ledger.location import check_file_system, is_network_file_system
+from raycloak.coordinator.ledger.location import check_file_system, mounts, network_file_system
 from raycloak.coordinator.ledger.store import LedgerStore
 from raycloak.metrics.errors import BudgetError, ConfigError
 from tests.coordinator.ledger.ledger_cases import MANIFEST, PARAMETERS, opened
@@ -94,7 +94,7 @@ def test_what_an_error_interrupts_leaves_no_trace(tmp_path: Path):
 
     def interrupted() -> None:
         with store.write() as rows:
-            rows.next_fencing()
+            rows.open_lease()
             raise RuntimeError
 
     with pytest.raises(RuntimeError):
@@ -114,7 +114,7 @@ def test_threads_write_in_turn_over_one_connection(tmp_path: Path, monkeypatch: 
         try:
             with store.write() as rows:
                 used.append(rows._connection.connection.driver_connection)
-                rows.next_fencing()
+                rows.open_lease()
         except BudgetError as error:
             refused.append(error)
 
@@ -122,7 +122,7 @@ def test_threads_write_in_turn_over_one_connection(tmp_path: Path, monkeypatch: 
         raise RuntimeError
     with store.write() as rows, monkeypatch.context() as patch:
         patch.setattr("raycloak.coordinator.ledger.engine.LOCK_DEADLINE_S", 0.05)
-        rows.next_fencing()
+        rows.open_lease()
         late = threading.Thread(target=write)
         late.start()
         late.join(60)
@@ -155,7 +155,7 @@ def test_file_and_folder_are_private(tmp_path: Path):
     path = tmp_path / "state" / "ledger.sqlite"
     store = LedgerStore(url(path))
     with store.write() as rows:
-        rows.next_fencing()
+        rows.open_lease()
         modes = {file.name: file.stat().st_mode & 0o777 for file in path.parent.iterdir()}
     assert modes == {"ledger.sqlite": 0o600, "ledger.sqlite-wal": 0o600, "ledger.sqlite-shm": 0o600}
     assert path.parent.stat().st_mode & 0o777 == 0o700
@@ -268,10 +268,10 @@ def test_a_full_or_failing_storage_is_a_refusal_not_a_crash(tmp_path: Path):
     store = LedgerStore(url(tmp_path / "ledger.sqlite"))
     with store.write() as rows:
         rows._connection.exec_driver_sql("PRAGMA query_only = ON")
-        with pytest.raises(sa.exc.OperationalError):
-            rows.next_fencing()
+        with pytest.raises(sqlite3.OperationalError):
+            rows.open_lease()
     with pytest.raises(BudgetError, match="ledger_unavailable"), store.write() as rows:
-        rows.next_fencing()
+        rows.open_lease()
     store.close()
 
 
@@ -332,8 +332,8 @@ def test_a_mount_point_may_have_a_name_that_is_no_text(tmp_path: Path, monkeypat
     listed = tmp_path / "mounts"
     listed.write_bytes(b"/dev/sda1 / ext4 rw 0 0\n/dev/sdb1 /media/\xfc ext4 rw 0 0\nserver:/x /far nfs rw 0 0\n")
     monkeypatch.setattr(location, "_MOUNTS", listed)
-    assert is_network_file_system(Path("/far/witness"))
-    assert not is_network_file_system(tmp_path)
+    assert network_file_system(Path("/far/witness"), mounts()) == "nfs"
+    assert network_file_system(tmp_path, mounts()) == ""
 
 
 def test_postgresql_without_its_driver_says_what_to_install(monkeypatch: pytest.MonkeyPatch):

@@ -17,9 +17,8 @@ from raycloak.attestation.core.keys import IdentityKey
 from raycloak.attestation.log.evidence_log import EvidenceLog
 from raycloak.coordinator.cli import app
 from raycloak.coordinator.ledger.cap_authority import CapAuthorisation, authorise
-from raycloak.coordinator.ledger.entries import Head, LedgerEntry
+from raycloak.coordinator.ledger.entries import Head, LedgerEntry, LedgerHead, head_line, read_head_line
 from raycloak.coordinator.ledger.export import check_export, write_export
-from raycloak.coordinator.ledger.heads import LedgerHead, head_line, read_head_line
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.rules import OpeningTerms, RegistrationTerms
 from raycloak.coordinator.runs.rollback import check_pins, log_pins, package_pins

@@ -14,9 +14,7 @@ import pytest
 
 from raycloak.attestation.core.keys import IdentityKey
 from raycloak.coordinator.config.sections import LedgerConfig
-from raycloak.coordinator.ledger import places
-from raycloak.coordinator.ledger.entries import Head
-from raycloak.coordinator.ledger.heads import head_line
+from raycloak.coordinator.ledger.entries import Head, head_line
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.rules import OpeningTerms, RegistrationTerms
 from raycloak.coordinator.ledger.witness import FolderWitness, Witnessed, WitnessState, open_witness
@@ -313,7 +311,7 @@ def test_guarantee_a_witness_on_the_ledgers_own_machine_covers_no_rollback(
         ledger = PrivacyLedger(f"sqlite:///{path}", witness=location)
         assert ledger.view().rollback_witness is False
         ledger.close()
-    monkeypatch.setattr(places, "_machine", lambda _: "another one")
+    monkeypatch.setattr("raycloak.coordinator.ledger.location._machine", lambda _: "another one")
     ledger = PrivacyLedger(f"sqlite:///{path}", witness=server.named_in(tmp_path))
     assert ledger.view().rollback_witness is True
     ledger.close()

@@ -33,7 +33,7 @@ from raycloak.coordinator.ledger.entries import (
     VectorsBound,
     make_entry,
 )
-from raycloak.coordinator.ledger.extract import check_extract, extract_lines
+from raycloak.coordinator.ledger.export import check_extract, extract_lines
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.rules import PricedRun, epsilon_at
 from raycloak.coordinator.proof.case import ProofCase

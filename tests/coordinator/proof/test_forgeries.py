@@ -18,7 +18,7 @@ from raycloak.attestation.orchestrator.documents import Document, read_documents
 from raycloak.attestation.sealed.package_keys import TrustStore
 from raycloak.attestation.sealed.package_manifest import PackageManifest
 from raycloak.coordinator.ledger.entries import RunRegistered, StepCharged, VectorsBound
-from raycloak.coordinator.ledger.extract import check_extract
+from raycloak.coordinator.ledger.export import check_extract
 from raycloak.coordinator.proof.verify import verify_parts
 from raycloak.workers.terms.mechanism import Mechanism
 from tests.coordinator.proof.proof_cases import Proved, joined, parts_of, reledgered, relogged

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from raycloak.attestation.core.data_marks import DataMarks
-from raycloak.coordinator.ledger import places
+from raycloak.coordinator.ledger import location
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.rules import OpeningTerms
 from raycloak.coordinator.planning.data_check import check_data
@@ -224,7 +224,7 @@ def test_under_a_witness_apart_the_verdict_claims_that_a_rollback_is_noticed(
         here = trained(tmp_path / "here", ledger={"witness": server.named_in(tmp_path / "here")})
     assert here.finished is not None
     assert not verdict_of(here.finished, tmp_path, 1.0, "complete", ()).rollback_witness, "it is on this machine"
-    monkeypatch.setattr(places, "_machine", lambda _: "another one")
+    monkeypatch.setattr(location, "_machine", lambda _: "another one")
     run = trained(tmp_path, ledger={"witness": witness})
     assert run.finished is not None
     assert verdict_of(run.finished, tmp_path, 1.0, "complete", ()).rollback_witness

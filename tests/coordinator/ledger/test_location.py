@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from raycloak.coordinator.ledger import places
-from raycloak.coordinator.ledger.places import HERE, StoragePlace, is_apart
+from raycloak.coordinator.ledger import location
+from raycloak.coordinator.ledger.location import HERE, StoragePlace, is_apart
 from raycloak.coordinator.ledger.store import LedgerStore
 from tests.postgres import PostgresServer
 
@@ -23,7 +23,7 @@ def names(monkeypatch: pytest.MonkeyPatch) -> None:
             raise socket.gaierror(-2, "Name or service not known")
         return genuine(ELSEWHERE.get(host, host), port, *rest, **more)
 
-    monkeypatch.setattr(places.socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(location.socket, "getaddrinfo", resolve)
 
 
 def own_address() -> str:
@@ -72,7 +72,7 @@ def test_a_witness_is_apart_from_its_ledger_on_another_machine_or_file_system(
 
 
 def test_a_folder_over_a_network_is_on_no_storage_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "is_network_file_system", lambda path: path == Path("/mnt"))
+    monkeypatch.setattr(location, "network_file_system", lambda path, _: "nfs4" if path == Path("/mnt") else "")
     assert is_apart(StoragePlace(path=Path("/mnt")), StoragePlace(host="127.0.0.1"))
 
 
