@@ -288,7 +288,11 @@ def check_transfer(source: Standing, target: Standing, event: CapTransferred) ->
     giver, taker = source.account.terms, target.account.terms
     differing = [name for name in ("delta", "accountant", "authority") if getattr(giver, name) != getattr(taker, name)]
     # Who is in one dataset alone was promised the cap of its account: more rows, or data without a key, may be others.
-    datasets = [_fingerprints(standing) for standing in (source, target)]
+    # Each has all data that an account was opened for, is known by, or has registered private runs on.
+    datasets = [
+        {data.fingerprint for data in (*each.data, *(run.data for run in each.registered if is_private(run)))}
+        for each in (source, target)
+    ]
     if datasets[0] != datasets[1]:
         differing.append("fingerprint")
     if differing or len(datasets[0]) != 1 or b"" in datasets[0] or giver.accountant != "rdp":
@@ -304,19 +308,6 @@ def check_transfer(source: Standing, target: Standing, event: CapTransferred) ->
         raise BudgetError("transfer_grows", "a transfer takes from one account what it gives to the other.")
     _check_fits(source, event.source_cap)
     _check_fits(target, event.target_cap)
-
-
-def _fingerprints(standing: Standing) -> set[bytes]:
-    """Return the fingerprints of all data that an account was opened for, is known by, or has registered runs on."""
-    ran = (event.data for event in standing.registered if is_private(event))
-    return {data.fingerprint for data in (*standing.data, *ran)}
-
-
-def closing(account: Account) -> AccountClosed | None:
-    """Build the event that closes an account; None if it is closed already."""
-    if account.closed:
-        return None
-    return AccountClosed(recorded_at=now(), account=account.opened.account, epsilon_cap=account.terms.epsilon_cap)
 
 
 def _check_fits(standing: Standing, epsilon_cap: float) -> None:

@@ -4,11 +4,13 @@ An authorisation is for one change: of this account in this ledger, from the cap
 another. Any change of the cap voids it, so nobody can use it twice.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from raycloak.attestation.core.keys import IdentityKey, Secret
 from raycloak.attestation.core.messages import Envelope, Message, open_envelope, parse, seal
@@ -63,14 +65,6 @@ class SignedCap(Message):
     authorisation: CapAuthorisation
     signature: bytes
 
-    def is_signed_by(self, key: bytes) -> bool:
-        """Return whether the raw Ed25519 key signed exactly this authorisation."""
-        try:
-            open_envelope(CapAuthorisation, Envelope(body=self.authorisation.encode(), signature=self.signature), key)
-        except ProtocolError:
-            return False
-        return True
-
 
 def create_authority(path: Path) -> tuple[AuthorityPublic, Path]:
     """Write a new private key to ``path``, mode 0600, and its public half to ``path`` with ``.pub`` appended.
@@ -82,36 +76,33 @@ def create_authority(path: Path) -> tuple[AuthorityPublic, Path]:
     """
     require_name(path, "authority")
     stored = _StoredAuthority(name=path.stem, ed25519=Ed25519PrivateKey.generate().private_bytes_raw())
-    public = AuthorityPublic(name=stored.name, key=_key(stored).public)
+    public = AuthorityPublic(name=stored.name, key=IdentityKey.from_seed(Secret(stored.ed25519)).public)
     return public, publish_pair(path, stored.encode(), public.encode(), "authority")
+
+
+@contextmanager
+def _reading(path: Path, code: str, what: str, remedy: str) -> Iterator[None]:
+    """Turn a failure to read ``path`` into ConfigError ``code``."""
+    try:
+        yield
+    except OSError as error:
+        raise file_error(code, "read", path, error) from None
+    except (ProtocolError, ValueError):
+        raise ConfigError(code, f"{path} is not {what}.", remedy) from None
 
 
 def load_authority(path: Path) -> AuthorityPublic:
     """Read the public half; ConfigError ``authority`` if the file cannot be read or is no such file."""
-    try:
+    remedy = "It is the one with .pub that `budget keygen` wrote."
+    with _reading(path, "authority", "the public file of an authority", remedy):
         return AuthorityPublic.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise file_error("authority", "read", path, error) from None
-    except ValidationError:
-        raise ConfigError(
-            "authority",
-            f"{path} is not the public file of an authority.",
-            "It is the one with .pub that `budget keygen` wrote.",
-        ) from None
 
 
 def load_authority_key(path: Path) -> IdentityKey:
     """Read the private half; ConfigError ``authority`` if it cannot be read, is damaged, or others may read it."""
-    try:
-        return _key(parse(_StoredAuthority, read_private(path, "authority")))
-    except OSError as error:
-        raise file_error("authority", "read", path, error) from None
-    except (ProtocolError, ValueError):
-        raise ConfigError(
-            "authority",
-            f"{path} is not the private key of an authority.",
-            "It is the one without .pub that `budget keygen` wrote.",
-        ) from None
+    remedy = "It is the one without .pub that `budget keygen` wrote."
+    with _reading(path, "authority", "the private key of an authority", remedy):
+        return IdentityKey.from_seed(Secret(parse(_StoredAuthority, read_private(path, "authority")).ed25519))
 
 
 def authorise(authorisation: CapAuthorisation, key: IdentityKey) -> SignedCap:
@@ -121,16 +112,9 @@ def authorise(authorisation: CapAuthorisation, key: IdentityKey) -> SignedCap:
 
 def load_authorisation(path: Path) -> SignedCap:
     """Read an authorisation; ConfigError ``authorisation`` if the file cannot be read or is no such file."""
-    try:
+    remedy = "It is what `budget authorize --out` wrote."
+    with _reading(path, "authorisation", "an authorisation to raise a cap", remedy):
         return SignedCap.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise file_error("authorisation", "read", path, error) from None
-    except ValidationError:
-        raise ConfigError(
-            "authorisation",
-            f"{path} is not an authorisation to raise a cap.",
-            "It is what `budget authorize --out` wrote.",
-        ) from None
 
 
 def check_authorisation(signed: SignedCap | None, expected: CapAuthorisation, authority: bytes, at: int) -> None:
@@ -156,13 +140,15 @@ def check_authorisation(signed: SignedCap | None, expected: CapAuthorisation, au
             f"Ask for it: raycloak budget authorize {account}",
         )
     # The signature first: what a forged statement says is not compared.
-    if not signed.is_signed_by(authority):
+    envelope = Envelope(body=signed.authorisation.encode(), signature=signed.signature)
+    try:
+        given = open_envelope(CapAuthorisation, envelope, authority)
+    except ProtocolError:
         raise BudgetError(
             "authorisation_forged",
             f"the authority of account '{account}' did not sign this.",
             "Ask its authority to sign: raycloak budget authorize.",
-        )
-    given = signed.authorisation
+        ) from None
     differing = [
         name for name in ("account", "ledger_key", "new_cap") if getattr(given, name) != getattr(expected, name)
     ]
@@ -186,7 +172,3 @@ def check_authorisation(signed: SignedCap | None, expected: CapAuthorisation, au
             f"the authorisation expired {at - given.expires_at} s ago.",
             "Ask for a new one: raycloak budget authorize.",
         )
-
-
-def _key(stored: _StoredAuthority) -> IdentityKey:
-    return IdentityKey.from_seed(Secret(stored.ed25519))

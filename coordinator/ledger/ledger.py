@@ -20,7 +20,6 @@ from raycloak.coordinator.ledger.accounts import (
     admitted,
     cap_change,
     check_same_terms,
-    closing,
     opening,
     transfer,
 )
@@ -28,6 +27,7 @@ from raycloak.coordinator.ledger.audit import AuditedChain, audit
 from raycloak.coordinator.ledger.book import Book, check_links, check_tables
 from raycloak.coordinator.ledger.cap_authority import SignedCap
 from raycloak.coordinator.ledger.entries import (
+    AccountClosed,
     DataBound,
     DataKnown,
     Head,
@@ -309,8 +309,9 @@ class PrivacyLedger:
             BudgetError: ``account_unknown``.
         """
         with self._write() as rows:
-            event = closing(self._book.known(rows, account))
-            if event is not None:
+            known = self._book.known(rows, account)
+            if not known.closed:
+                event = AccountClosed(recorded_at=now(), account=account, epsilon_cap=known.terms.epsilon_cap)
                 self._book.append(rows, event)
 
     def register_run(self, run: RegistrationTerms) -> None:

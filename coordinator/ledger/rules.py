@@ -137,9 +137,10 @@ def registration(run: RegistrationTerms, terms: AccountOpened, fixed: bool) -> R
         if mechanism.private:
             check_claims(run_id, mechanism)
             check_accountant(run_id, mechanism, terms)
-    orders = terms.orders if fixed else orders_for(terms, mechanisms)
-    if not any(mechanism.private for mechanism in mechanisms):
-        orders = ()
+    plan, accountant = planned(mechanisms), accountant_of(terms.accountant)
+    orders: tuple[float, ...] = ()
+    if plan:
+        orders = terms.orders if fixed else accountant.fixed_orders(plan, account_limits(terms))
     quote = quoted(terms, mechanisms)
     event = (RunPrepaid if run.prepaid else RunRegistered)(
         recorded_at=now(),
@@ -156,7 +157,7 @@ def registration(run: RegistrationTerms, terms: AccountOpened, fixed: bool) -> R
         quote_epsilon=quote.epsilon,
         epsilon_cap=terms.epsilon_cap,
         delta_slack=0.0,  # set below, because it follows from the event
-        accountant_version=accountant_of(terms.accountant).version(),
+        accountant_version=accountant.version(),
     )
     return event.model_copy(update={"delta_slack": slack_at(event, terms.epsilon_cap)})
 
@@ -170,12 +171,6 @@ def quoted(terms: AccountOpened, mechanisms: Sequence[Mechanism]) -> Quote:
 def planned(mechanisms: Sequence[Mechanism]) -> Releases:
     """Return all that a run of these mechanisms plans to release with noise."""
     return tuple(release_of(each, each.steps) for each in mechanisms if each.private)
-
-
-def orders_for(terms: AccountOpened, mechanisms: Sequence[Mechanism]) -> tuple[float, ...]:
-    """Return the orders that an account's first private run puts to use; all that it has where nothing is private."""
-    plan = planned(mechanisms)
-    return accountant_of(terms.accountant).fixed_orders(plan, account_limits(terms)) if plan else terms.orders
 
 
 def is_private(event: RunRegistered) -> bool:

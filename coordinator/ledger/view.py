@@ -11,7 +11,7 @@ from raycloak.coordinator.accounting.renyi import ORDERS
 from raycloak.coordinator.ledger.accounts import Account
 from raycloak.coordinator.ledger.entries import AccountOpened, Head, RunPrepaid, RunRegistered
 from raycloak.coordinator.ledger.known_data import Known, accounts_of
-from raycloak.coordinator.ledger.rules import PricedRun, account_limits, epsilon_at, slack_at
+from raycloak.coordinator.ledger.rules import PricedRun, account_limits, epsilon_at, is_private, slack_at
 from raycloak.coordinator.ledger.store import Lease
 from raycloak.coordinator.ledger.witness import WitnessState
 from raycloak.workers.terms.mechanism import AccountantName
@@ -105,27 +105,26 @@ def account_view(
         spent_epsilon=epsilon_at(terms, spent),
         spent_ratio=accountant_of(terms.accountant).ratio(spent, account_limits(terms)),
         delta_slack=sum_up(slack_at(event, terms.epsilon_cap) for event, *_ in runs),
-        runs=tuple(_run_view(*each) for each in runs),
+        runs=tuple(
+            RunView(
+                run_id=event.run_id,
+                private=is_private(event),
+                planned_steps=sum(each.steps for each in event.mechanisms if each.query == "gradient"),
+                charged_steps=charged.get("gradient", 0),
+                epsilon_cap=event.epsilon_cap,
+                queries=tuple(QueryView(each.query, each.steps, charged[each.query]) for each in event.mechanisms),
+                manifest_digest=event.manifest_digest,
+                lease=lease,
+                prepaid=isinstance(event, RunPrepaid),
+            )
+            for event, charged, lease in runs
+        ),
         closed=account.closed,
         authority=terms.authority,
         data=tuple(data),
         terms_hash=account.changed.hash,
         orders=terms.orders,
         orders_fixed=account.fixed,
-    )
-
-
-def _run_view(event: RunRegistered, charged: Mapping[Query, int], lease: Lease | None) -> RunView:
-    return RunView(
-        run_id=event.run_id,
-        private=any(mechanism.private for mechanism in event.mechanisms),
-        planned_steps=sum(each.steps for each in event.mechanisms if each.query == "gradient"),
-        charged_steps=charged.get("gradient", 0),
-        epsilon_cap=event.epsilon_cap,
-        queries=tuple(QueryView(each.query, each.steps, charged[each.query]) for each in event.mechanisms),
-        manifest_digest=event.manifest_digest,
-        lease=lease,
-        prepaid=isinstance(event, RunPrepaid),
     )
 
 

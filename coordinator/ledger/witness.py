@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 from urllib.parse import SplitResult, urlsplit
 
 from raycloak.attestation.core.keys import IdentityKey
@@ -60,36 +59,10 @@ class WitnessState:
     entries: int
 
 
-class Witness(Protocol):
-    """A place that keeps the heads of one ledger. Every method raises BudgetError ``witness_unavailable``."""
-
-    def newest(self) -> KeptHead:
-        """Return the present state."""
-        ...
-
-    def heads(self) -> tuple[LedgerHead, ...]:
-        """Return all heads that it can still show, oldest first."""
-        ...
-
-    def put(self, line: bytes, token: str) -> str | None:
-        """Keep another head durably, unless the state is no longer ``token``.
-
-        Returns:
-            The token of the new state, empty if it must be asked for. None if nothing was kept.
-        """
-        ...
-
-    def close(self) -> None:
-        """Release open resources. The witness may be asked again."""
-        ...
-
-    @property
-    def place(self) -> StoragePlace:
-        """The place where the heads are kept."""
-        ...
+_MAKE_FILE = "(umask 077; echo https://HOST/PATH > FILE)"
 
 
-def open_witness(location: str, public_key: bytes) -> Witness:
+def open_witness(location: str, public_key: bytes) -> "Witness":
     """Open the witness of the ledger with this key.
 
     Args:
@@ -106,14 +79,8 @@ def open_witness(location: str, public_key: bytes) -> Witness:
             f"{shown} names neither an absolute folder nor an absolute file.",
             f"Give a folder on other storage than the ledger's, or a file that holds a URL: {_MAKE_FILE}.",
         )
-    return UrlWitness(_url_in(path), public_key) if path.is_file() else FolderWitness(path, public_key)
-
-
-_MAKE_FILE = "(umask 077; echo https://HOST/PATH > FILE)"
-
-
-def _url_in(path: Path) -> SplitResult:
-    """Read the URL of a witness; ConfigError ``witness``."""
+    if not path.is_file():
+        return FolderWitness(path, public_key)
     try:
         text = read_private(path, "witness").strip()
     except OSError as error:
@@ -123,7 +90,7 @@ def _url_in(path: Path) -> SplitResult:
         url = urlsplit(text.decode())
         with suppress(ValueError):  # of a port that is none
             if url.hostname and url.username is None and (url.port is None or url.port > 0):
-                return url
+                return UrlWitness(url, public_key)
     raise ConfigError(
         "witness", f"{path} holds no http(s) URL, or one with a user, which is never sent.", f"Make it: {_MAKE_FILE}."
     )
@@ -135,21 +102,15 @@ class FolderWitness:
     def __init__(self, folder: Path, public_key: bytes) -> None:
         self._key = public_key
         self._path = folder / f"{public_key.hex()[:32]}.heads.jsonl"
+        self.place = StoragePlace(path=folder)
 
     def newest(self) -> KeptHead:
         """Return the last whole line's head, with the file's size as token."""
         with self._failures():
-            size = self._path.stat().st_size if self._path.exists() else 0
-            if size == 0:
-                self._require_folder()
-                return KeptHead(None, "0")
-            with self._path.open("rb") as file:
-                start = file.seek(max(0, size - _TAIL_BYTES))
-                # A crash cut off a line without a line feed. No ledger was told that it is kept.
-                whole = file.read(size - start).rpartition(b"\n")[0]
-        if not whole:
-            return KeptHead(None, str(size))
-        return KeptHead(self._read(whole.rpartition(b"\n")[2]), str(size))
+            tail, size = self._tail()
+        # A crash cut off a line without a line feed. No ledger was told that it is kept.
+        whole = tail.rpartition(b"\n")[0]
+        return KeptHead(self._read(whole.rpartition(b"\n")[2]) if whole else None, str(size))
 
     def heads(self) -> tuple[LedgerHead, ...]:
         """Return the heads of all whole lines."""
@@ -161,11 +122,11 @@ class FolderWitness:
     def put(self, line: bytes, token: str) -> str | None:
         """Append a head with one write and one fsync, unless the file's size is no longer ``token``."""
         with self._failures(), self._locked() as descriptor:
-            size = os.fstat(descriptor).st_size
+            tail, size = self._tail()
             # Another instance has put a head since. The caller has to look again.
             if str(size) != token:
                 return None
-            torn = size - self._whole_bytes(size)
+            torn = len(tail) - tail.rfind(b"\n") - 1
             # A crash left half a line, which must not become the beginning of the next.
             if torn:
                 os.ftruncate(descriptor, size - torn)
@@ -178,17 +139,15 @@ class FolderWitness:
     def close(self) -> None:
         """Do nothing, because no resource stays open."""
 
-    @property
-    def place(self) -> StoragePlace:
-        """Return the folder."""
-        return StoragePlace(path=self._path.parent)
-
-    def _whole_bytes(self, size: int) -> int:
-        """Return the number of bytes up to the end of the last whole line."""
+    def _tail(self) -> tuple[bytes, int]:
+        """Return the end of the file, and its size; empty if it does not exist yet."""
+        if not self._path.exists():
+            self._require_folder()
+            return b"", 0
         with self._path.open("rb") as file:
-            start = max(0, size - _TAIL_BYTES)
-            file.seek(start)
-            return start + file.read(_TAIL_BYTES).rfind(b"\n") + 1
+            size = file.seek(0, os.SEEK_END)
+            start = file.seek(max(0, size - _TAIL_BYTES))
+            return file.read(size - start), size
 
     @contextmanager
     def _locked(self) -> Iterator[int]:
@@ -198,7 +157,15 @@ class FolderWitness:
             # The file's name must be as durable as the heads in it.
             if is_new:
                 sync(self._path.parent)
-            _lock(descriptor)
+            deadline = time.monotonic() + TIMEOUT_S
+            while True:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise
+                    time.sleep(0.005)
             yield descriptor
         finally:
             os.close(descriptor)
@@ -228,7 +195,10 @@ class UrlWitness:
         self._url = url
         self._key = public_key
         self._path = f"{url.path.rstrip('/')}/{public_key.hex()}" + (f"?{url.query}" if url.query else "")
-        self._connection: http.client.HTTPConnection | None = None
+        self.place = StoragePlace(host=str(url.hostname))
+        kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+        # It connects with the first request, and again after it was closed.
+        self._connection = kind(str(url.hostname), url.port, timeout=TIMEOUT_S)
 
     def newest(self) -> KeptHead:
         """Return the head at the URL, with its ETag as token."""
@@ -258,16 +228,9 @@ class UrlWitness:
             raise self._unavailable(f"PUT was answered with {status}")
         return etag
 
-    @property
-    def place(self) -> StoragePlace:
-        """Return the server."""
-        return StoragePlace(host=str(self._url.hostname))
-
     def close(self) -> None:
         """Close the connection, if one is open."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        self._connection.close()
 
     def _ask(self, method: str, body: bytes | None, headers: dict[str, str]) -> tuple[int, str, bytes]:
         """Send a request; return status, ETag and body of the answer.
@@ -275,29 +238,30 @@ class UrlWitness:
         A connection that the other side has closed is opened again, once. If a PUT was done after all, its repetition
         finds it done.
         """
-        for is_last in (False, True):
-            kept, connection = self._connection is not None, self._connected()
+        while True:
+            was_open = self._connection.sock is not None
             try:
-                connection.request(method, self._path, body, headers)
-                answer = connection.getresponse()
+                self._connection.request(method, self._path, body, headers)
+                answer = self._connection.getresponse()
                 return answer.status, answer.headers.get("ETag", ""), answer.read(_TAIL_BYTES)
             except (OSError, http.client.HTTPException) as error:
                 self.close()
                 # Only a kept connection may have been closed while it was idle; a new one would fail again.
-                if is_last or not kept:
+                if not was_open:
                     raise self._unavailable(str(error) or type(error).__name__) from None
-        raise AssertionError("unreachable: the second failure is raised")
-
-    def _connected(self) -> http.client.HTTPConnection:
-        if self._connection is None:
-            kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
-            assert self._url.hostname is not None, "checked when it was opened"
-            self._connection = kind(self._url.hostname, self._url.port, timeout=TIMEOUT_S)
-        return self._connection
 
     def _unavailable(self, why: str) -> BudgetError:
         # Without its path, which is a secret.
         return _unavailable(f"the witness at {self._url.scheme}://{self._url.netloc}", why)
+
+
+Witness = FolderWitness | UrlWitness
+"""A place that keeps the heads of one ledger. Every method raises BudgetError ``witness_unavailable``.
+
+``newest`` returns the present state, and ``heads`` all heads that it can still show, oldest first. ``put`` keeps one
+more head durably, unless the state is no longer ``token``. It returns the token of the new state, empty if that must be
+asked for, and None if nothing was kept. A witness that was closed may be asked again.
+"""
 
 
 class Witnessed:
@@ -386,18 +350,6 @@ class Witnessed:
         self._held = held
         self._state = WitnessState(answers=True, entries=held.head.sequence if held.head else 0)
         return held
-
-
-def _lock(descriptor: int) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.005)
 
 
 def _unavailable(where: str, why: str) -> BudgetError:
