@@ -6,7 +6,7 @@ from typing import ClassVar
 from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.attestation.core.messages import Envelope
 from raycloak.attestation.core.roster import Query
-from raycloak.workers.terms.ledger_statement import LedgerStatement, open_statement
+from raycloak.workers.terms.receipt import LedgerStatement, open_statement
 from raycloak.workers.vectors.payload import Header
 
 

@@ -6,6 +6,7 @@ that must give the same bytes.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import ClassVar, Literal, Self
@@ -37,10 +38,7 @@ class TensorSpec(Message):
     @property
     def size(self) -> int:
         """The number of elements."""
-        size = 1
-        for extent in self.shape:
-            size *= extent
-        return size
+        return math.prod(self.shape)
 
 
 class UserCode(Message):

@@ -10,8 +10,7 @@ ring, masks, a sum that is only decoded whole. It does not enter the update of t
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -30,39 +29,6 @@ NORM = 1.0
 LARGEST_NORM = 1.0 - 2.0**-15
 """The norm that a contribution is scaled to at most. It is below what clipping to 1 aims at, so clipping never binds,
 and dividing by it gives counts and means without bias."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """The coordinates of a measurement.
-
-    Attributes:
-        scales: by the name of each coordinate, in order, the value that one ``unit`` of it stands for.
-        most_set: how many coordinates of one example can differ from zero, which bounds its norm.
-    """
-
-    scales: Mapping[str, float]
-    most_set: int
-
-
-def _layout_of_counts(measurement: "Measurement") -> _Layout:
-    return _Layout({f"count_{label}": 1.0 for label in range(measurement.mechanism.dimension)}, most_set=1)
-
-
-def _layout_of_evaluation(measurement: "Measurement") -> _Layout:
-    scales = {"loss": measurement.loss_bound}
-    if measurement.mechanism.dimension >= 2:
-        scales["accuracy"] = 1.0
-    classes = range(measurement.classes)
-    scales |= {f"share_{label}_{predicted}": 1.0 for label in classes for predicted in classes}
-    # An example is in one share at most.
-    return _Layout(scales, most_set=min(measurement.mechanism.dimension, 3))
-
-
-_LAYOUTS: Mapping[Query, Callable[["Measurement"], _Layout]] = {
-    "class_counts": _layout_of_counts,
-    "evaluation": _layout_of_evaluation,
-}
 
 
 class Measurement(Message):
@@ -103,11 +69,20 @@ class Measurement(Message):
     @property
     def unit(self) -> float:
         """The largest value of a coordinate of an example's vector, a float32 number; see ``LARGEST_NORM``."""
-        return float(np.float32(LARGEST_NORM / math.sqrt(self._layout.most_set)))
+        # Of the counts of an example one is set; of its evaluation loss, accuracy and one share at most.
+        most_set = 1 if self.query == "class_counts" else min(self.mechanism.dimension, 3)
+        return float(np.float32(LARGEST_NORM / math.sqrt(most_set)))
 
     @property
-    def _layout(self) -> _Layout:
-        return _LAYOUTS[self.query](self)
+    def scales(self) -> dict[str, float]:
+        """By the name of each coordinate, in order, the value that it stands for where the decoded sum is 1."""
+        if self.query == "class_counts":
+            found = {f"count_{label}": 1.0 for label in range(self.mechanism.dimension)}
+        else:
+            classes = range(self.classes)
+            found = {"loss": self.loss_bound} | ({"accuracy": 1.0} if self.mechanism.dimension >= 2 else {})
+            found |= {f"share_{label}_{predicted}": 1.0 for label in classes for predicted in classes}
+        return {name: scale / self.unit for name, scale in found.items()}
 
     def after(self, number: int, planned_steps: int) -> int:
         """Return how many training steps are finished when release ``number`` is made."""
@@ -167,7 +142,7 @@ def released(measurement: Measurement, number: int, planned_steps: int, average:
     """
     mechanism = measurement.mechanism
     noise = math.sqrt(mechanism.virtual_workers) * mechanism.sigma * mechanism.gamma / mechanism.expected_batch_size
-    scales = {name: scale / measurement.unit for name, scale in measurement._layout.scales.items()}
+    scales = measurement.scales
     return Released(
         query=measurement.query,
         number=number,
@@ -183,11 +158,11 @@ def average_of(measurement: Measurement, values: Mapping[str, float]) -> NDArray
     Raises:
         ProtocolError: ``malformed`` if the values are not those of a sum of this measurement.
     """
-    mechanism, scales = measurement.mechanism, measurement._layout.scales
+    mechanism, scales = measurement.mechanism, measurement.scales
     # Their order is the layout's here, whatever it was on paper.
     if values.keys() != scales.keys():
         raise ProtocolError("malformed", f"a release of {measurement.query} has other values than its layout")
-    scaled = np.array([values[name] / (scale / measurement.unit) for name, scale in scales.items()])
+    scaled = np.array([values[name] / scale for name, scale in scales.items()])
     units = np.rint(scaled * mechanism.expected_batch_size / mechanism.gamma)
     average: NDArray[np.float64] = units * mechanism.gamma / mechanism.expected_batch_size
     return average

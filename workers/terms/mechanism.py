@@ -132,18 +132,16 @@ class Mechanism(Message):
         held = spec.holds(self.virtual_workers, self.sigma if self.private else 0.0)
         yield "clamp", "the ring does not hold the sum of so many of them on this grid", held
         if self.private:
-            yield "sigma", "it does not pay for the noise that is claimed on this grid", self._noise_pays()
-
-    def _noise_pays(self) -> bool:
-        return noise_pays(
-            self.sigma,
-            self.gamma_log2,
-            max_grad_norm=self.max_grad_norm,
-            dimension=self.dimension,
-            virtual_workers=self.virtual_workers,
-            noise_multiplier=self.noise_multiplier,
-            honest_share=self.honest_share,
-        )
+            pays = noise_pays(
+                self.sigma,
+                self.gamma_log2,
+                max_grad_norm=self.max_grad_norm,
+                dimension=self.dimension,
+                virtual_workers=self.virtual_workers,
+                noise_multiplier=self.noise_multiplier,
+                honest_share=self.honest_share,
+            )
+            yield "sigma", "it does not pay for the noise that is claimed on this grid", pays
 
     @property
     def uncounted_shares(self) -> int:

@@ -23,11 +23,7 @@ def dimension(tensors: Sequence[TensorSpec]) -> int:
 def split_flat(flat: NDArray[np.float32], tensors: Sequence[TensorSpec]) -> list[NDArray[np.float32]]:
     """Return one view of ``flat`` per tensor, in order, each of shape [size]."""
     require_bound(flat.shape == (dimension(tensors),), "a vector of parameters has its tensors' size")
-    parts, start = [], 0
-    for tensor in tensors:
-        parts.append(flat[start : start + tensor.size])
-        start += tensor.size
-    return parts
+    return np.split(flat, np.cumsum([tensor.size for tensor in tensors])[:-1])
 
 
 def own_copy(ranges: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:

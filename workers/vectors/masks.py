@@ -5,6 +5,7 @@ sum over a whole roster the masks cancel completely (`docs/proofs/003-mask-cance
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -26,11 +27,12 @@ class PairSecret:
     one can be computed; two pairs, runs or manifests never share a secret.
 
     Attributes:
+        secret: at ``index``.
         sign: +1 for the end with the lower member id, -1 for the other.
         index: number of commits the secret has been ratcheted past; equal to ``Roster.ratchet`` when in use.
     """
 
-    __slots__ = ("_secret", "index", "sign")
+    __slots__ = ("index", "secret", "sign")
 
     def __init__(
         self, own_key: AgreementKey, own: Member, peer: Member, *, run_id: str, manifest_digest: bytes
@@ -50,7 +52,7 @@ class PairSecret:
         # Sorted, so that both ends derive from the same bytes.
         low, high = sorted((own, peer), key=lambda member: member.member_id)
         parties = (low.member_id, low.mask_key, high.member_id, high.mask_key)
-        self._secret = derive(shared, Purpose.PAIR, run_id, manifest_digest, *parties)
+        self.secret = derive(shared, Purpose.PAIR, run_id, manifest_digest, *parties)
         self.sign = 1 if own is low else -1
         # The pair begins with the later of the two: a newcomer knows nothing of earlier commits.
         self.index = max(own.joined, peer.joined)
@@ -58,7 +60,7 @@ class PairSecret:
     def advance(self) -> None:
         """Ratchet past one commit; the old secret is dropped."""
         self.index += 1
-        self._secret = derive(self._secret, Purpose.PAIR_RATCHET, self.index)
+        self.secret = derive(self.secret, Purpose.PAIR_RATCHET, self.index)
 
     def advance_to(self, index: int) -> None:
         """Ratchet up to ``index``; ProtocolError ``ratchet_behind`` if the secret is already past it."""
@@ -66,20 +68,6 @@ class PairSecret:
             raise ProtocolError("ratchet_behind", f"index {index} was asked for, the pair stands at {self.index}")
         while self.index < index:
             self.advance()
-
-    def keystream_key(
-        self, *, roster_digest: bytes, step: int, attempt: int, input_digest: bytes, cut: bytes, range_index: int
-    ) -> Secret:
-        """Return the key of the pair's mask over one range, as :func:`keystream_key` derives it."""
-        return keystream_key(
-            self._secret,
-            roster_digest=roster_digest,
-            step=step,
-            attempt=attempt,
-            input_digest=input_digest,
-            cut=cut,
-            range_index=range_index,
-        )
 
 
 def keystream_key(
@@ -128,35 +116,23 @@ def roster_masks(
             ``ratchet_behind``.
     """
     peers = [peer.member_id for peer in MaskGraph(roster).neighbours(own_id)]
-    roster_digest, cut = roster.digest(), cut_digest(ranges)
     if not peers:
         raise ProtocolError("roster_too_small", f"{own_id} is the only worker of step {roster.step}: nothing masks it")
     for peer in peers:
         if peer not in pairs:
             raise ProtocolError("pair_missing", f"{own_id} has no pair secret with {peer}")
         pairs[peer].advance_to(roster.ratchet)
-    return tuple(
-        tuple(
-            (
-                pairs[peer].keystream_key(
-                    roster_digest=roster_digest,
-                    step=roster.step,
-                    attempt=roster.attempt,
-                    input_digest=input_digest,
-                    cut=cut,
-                    range_index=part.index,
-                ),
-                pairs[peer].sign,
-            )
-            for peer in peers
-        )
-        for part in ranges
+    key = partial(
+        keystream_key,
+        roster_digest=roster.digest(),
+        step=roster.step,
+        attempt=roster.attempt,
+        input_digest=input_digest,
+        cut=cut_digest(ranges),
     )
-
-
-def apply_masks(vector: RingVector, masks: Sequence[tuple[Secret, int]]) -> None:
-    """Add or subtract every mask in place."""
-    masked_sum([vector], masks, vector)
+    return tuple(
+        tuple((key(pairs[peer].secret, range_index=part.index), pairs[peer].sign) for peer in peers) for part in ranges
+    )
 
 
 def masked_sum(vectors: Sequence[RingVector], masks: Sequence[tuple[Secret, int]], out: RingVector) -> None:

@@ -12,7 +12,6 @@ with nonce b: the upper 48 bits of one 64-bit word, then a whole one.
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -163,13 +162,10 @@ class BaseTable:
         self._lowest = lowest
         self._high = np.array([bound >> 64 for bound in inner], np.uint64)
         self._low = [bound & (2**64 - 1) for bound in inner]
-        self.index = self._build_index(inner)
-
-    def _build_index(self, inner: list[int]) -> NDArray[np.int16]:
         bins = np.arange(1 << 16)
         at_start = np.searchsorted([-(-bound >> _BIN_BITS) for bound in inner], bins, side="right")
         at_end = np.searchsorted([bound >> _BIN_BITS for bound in inner], bins, side="right")
-        return np.where(at_start == at_end, self._lowest + at_start, _AMBIGUOUS).astype(np.int16)
+        self.index = np.where(at_start == at_end, lowest + at_start, _AMBIGUOUS).astype(np.int16)
 
     def resolve(self, words: NDArray[np.uint16], residues: NDArray[np.uint64]) -> NDArray[np.int16]:
         """Return the outcomes of the 128-bit uniforms ``word << 112 | residue``.
@@ -228,23 +224,15 @@ class NoiseSampler:
         """
         require_bound(vector.dtype == self._word and vector.ndim == 1, "noise is added to one vector of the ring")
         require_bound(start >= 0, "draws of noise are counted from 0")
-        done = 0
-        for block in self._blocks(key, start, vector.size):
-            part = vector[done : done + block.size]
-            np.add(part, block, out=part)
-            done += block.size
-
-    def _blocks(self, key: Secret, start: int, count: int) -> Iterator[_Vector]:
-        """Yield views of one scratch buffer that together hold draws [start, start + count)."""
-        if count == 0:
+        if vector.size == 0:
             return
-        stop = start + count
-        first = start // BLOCK
-        last = -(-stop // BLOCK)
+        first, last = start // BLOCK, -(-(start + vector.size) // BLOCK)
         scratch = _Scratch(self.decomposition, self._table, self._word, key, first, last)
         for number in range(first, last):
-            words = scratch.block(number)
-            yield words[max(start - number * BLOCK, 0) : min(stop - number * BLOCK, BLOCK)]
+            # The place of the block's first draw in the vector; the first and the last block may reach beyond it.
+            place = number * BLOCK - start
+            part = vector[max(place, 0) : place + BLOCK]
+            np.add(part, scratch.block(number)[max(-place, 0) :][: part.size], out=part)
 
 
 class _Scratch:
@@ -278,17 +266,14 @@ class _Scratch:
         self._indices.into(self._words)
         np.copyto(self._positions, self._words)
         np.take(self._table.index, self._positions, out=self._outcomes, mode="clip")
-        self._resolve(number)
-        np.copyto(self._total, self._outcomes[-1], casting="unsafe")
-        for outcomes in self._outcomes[-2::-1]:
-            np.copyto(self._addend, outcomes, casting="unsafe")
-            np.multiply(self._total, self._multiplier, out=self._total)
-            np.add(self._total, self._addend, out=self._total)
-        return self._total
-
-    def _resolve(self, number: int) -> None:
         outcomes = self._outcomes.reshape(-1)
         open_words = np.flatnonzero(outcomes == _AMBIGUOUS)
         residues = np.empty((open_words.size, 2), "<u8")
         KeyStream(self._residue_key, nonce=number).into(residues)
         outcomes[open_words] = self._table.resolve(self._words.reshape(-1)[open_words], residues)
+        np.copyto(self._total, self._outcomes[-1], casting="unsafe")
+        for draws in self._outcomes[-2::-1]:
+            np.copyto(self._addend, draws, casting="unsafe")
+            np.multiply(self._total, self._multiplier, out=self._total)
+            np.add(self._total, self._addend, out=self._total)
+        return self._total

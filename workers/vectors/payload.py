@@ -6,7 +6,7 @@ the arrays belong to and carries a Poly1305 tag per array, so the arrays themsel
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.poly1305 import Poly1305
@@ -89,6 +89,21 @@ class VerifiedAttempt:
         """Return the attempt of a roster that :func:`raycloak.attestation.core.roster.open_roster` has verified."""
         return cls(roster, roster.digest(), input_digest, tuple(ranges), ring_bits)
 
+    def header_of(self, sender: str) -> dict[str, Any]:
+        """Return the fields of ``sender``'s header that follow from the attempt; ProtocolError ``roster_member``."""
+        roster = self.roster
+        return {
+            "run_id": roster.run_id,
+            "manifest_digest": roster.manifest_digest,
+            "step": roster.step,
+            "attempt": roster.attempt,
+            "roster_digest": self.roster_digest,
+            "input_digest": self.input_digest,
+            "sender": sender,
+            "virtual_workers": roster.member(sender).virtual_workers,
+            "ring_bits": self.ring_bits,
+        }
+
 
 def payload_key(
     own_key: AgreementKey, peer: Member, attempt: VerifiedAttempt, *, range_index: int, sender: str
@@ -157,21 +172,7 @@ def seal_header(
         PayloadInfo(range_index=part.index, offset=part.offset, length=part.length, tag=tag)
         for part, tag in zip(attempt.ranges, payload_tags, strict=True)
     )
-    roster = attempt.roster
-    header = Header(
-        run_id=roster.run_id,
-        manifest_digest=roster.manifest_digest,
-        step=roster.step,
-        attempt=roster.attempt,
-        roster_digest=attempt.roster_digest,
-        input_digest=attempt.input_digest,
-        sender=sender,
-        virtual_workers=roster.member(sender).virtual_workers,
-        vector_tags=tuple(vector_tags),
-        payloads=payloads,
-        ring_bits=attempt.ring_bits,
-    )
-    return seal(header, identity)
+    return seal(Header(**attempt.header_of(sender), vector_tags=tuple(vector_tags), payloads=payloads), identity)
 
 
 def open_header(envelope: Envelope, attempt: VerifiedAttempt, sender: str) -> Header:
@@ -188,39 +189,23 @@ def open_header(envelope: Envelope, attempt: VerifiedAttempt, sender: str) -> He
     if member.role != "worker":
         raise ProtocolError("roster_member", f"{sender} is not a worker in the roster of step {attempt.roster.step}")
     header = open_envelope(Header, envelope, member.identity_key)
-    expected = {
-        "run_id": attempt.roster.run_id,
-        "manifest_digest": attempt.roster.manifest_digest,
-        "step": attempt.roster.step,
-        "attempt": attempt.roster.attempt,
-        "roster_digest": attempt.roster_digest,
-        "input_digest": attempt.input_digest,
-        "sender": sender,
-        "virtual_workers": member.virtual_workers,
-        "ring_bits": attempt.ring_bits,
-    }
-    differing = [name for name, value in expected.items() if getattr(header, name) != value]
+    differing = [name for name, value in attempt.header_of(sender).items() if getattr(header, name) != value]
     # The length alone: a receiver has no key of a tag. The ledger compares the tags of all attempts at a step.
     if [len(tag) for tag in header.vector_tags] != [VECTOR_TAG_BYTES] * len(member.virtual_workers):
         differing.append("vector_tags")
     if differing:
         raise ProtocolError("header_mismatch", f"the header of {sender} differs in {', '.join(differing)}")
-    _check_ranges(header, attempt.ranges)
-    return header
-
-
-def _check_ranges(header: Header, ranges: Sequence[VectorRange]) -> None:
-    found = [payload.range_index for payload in header.payloads]
-    wanted = [part.index for part in ranges]
+    found, wanted = [each.range_index for each in header.payloads], [part.index for part in attempt.ranges]
     if found != wanted:
-        raise ProtocolError("range_mismatch", f"{header.sender} sent ranges {found} where {wanted} were asked for")
-    for payload, part in zip(header.payloads, ranges, strict=True):
+        raise ProtocolError("range_mismatch", f"{sender} sent ranges {found} where {wanted} were asked for")
+    for payload, part in zip(header.payloads, attempt.ranges, strict=True):
         if (payload.offset, payload.length) != (part.offset, part.length):
             raise ProtocolError(
                 "length_mismatch",
-                f"range {part.index} of {header.sender} is [{payload.offset}, +{payload.length}), "
+                f"range {part.index} of {sender} is [{payload.offset}, +{payload.length}), "
                 f"not [{part.offset}, +{part.length})",
             )
+    return header
 
 
 def _raw(array: RingVector) -> memoryview:

@@ -84,26 +84,16 @@ def _load(virtual_workers: int, clamp_units: int, sigma: float) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class RingFit:
-    """A ring that fits a configuration.
+class RingFit(RingSpec):
+    """A ring that fits a configuration; the clamp is the wanted one, rounded down to a float32 on the grid.
 
     Attributes:
-        bits, gamma_log2: the ring Z_{2^bits} and its grid step 2^gamma_log2.
-        clamp: bound of each coordinate of one virtual worker's sum, rounded down to a float32 on the grid.
         sigma: standard deviation of one virtual worker's noise in ring units; 0 without noise.
         inflation: C'/C - 1, what rounding adds to the sensitivity.
     """
 
-    bits: RingBits
-    gamma_log2: int
-    clamp: float
     sigma: float
     inflation: float
-
-    @property
-    def spec(self) -> RingSpec:
-        """The part that encoding needs."""
-        return RingSpec(self.bits, self.gamma_log2, self.clamp)
 
 
 def fit_ring(
@@ -203,23 +193,15 @@ class _Demand:
             sigma = math.nextafter(sigma, math.inf)
         return sigma
 
-    def load(self, gamma_log2: int, sigma: float) -> int:
-        """Return the largest magnitude that the decoded sum is sized for, in ring units, rounded up."""
-        return _load(self.virtual_workers, self.clamp_units(gamma_log2), sigma)
-
     def inflation(self, gamma_log2: int) -> float:
         return math.ldexp(math.sqrt(self.dimension), gamma_log2) / self.max_grad_norm
 
 
 def _fit(demand: _Demand, bits: RingBits) -> RingFit:
     for gamma_log2 in range(-_GAMMA_LOG2_LIMIT, _GAMMA_LOG2_LIMIT + 1):
-        units = demand.clamp_units(gamma_log2)
-        if demand.virtual_workers * units >= 1 << (bits - 1):
-            continue
-        sigma = demand.sigma(gamma_log2)
-        if sigma > MAX_SIGMA or demand.load(gamma_log2, sigma) >= 1 << (bits - 1):
-            continue
-        return _accepted(demand, bits, gamma_log2, sigma)
+        units, sigma = demand.clamp_units(gamma_log2), demand.sigma(gamma_log2)
+        if sigma <= MAX_SIGMA and _load(demand.virtual_workers, units, sigma) < 1 << (bits - 1):
+            return _accepted(demand, bits, gamma_log2, sigma)
     raise _capacity(demand, bits, "No grid step holds the sum")
 
 

@@ -13,7 +13,7 @@ from raycloak.attestation.core.mask_graph import LARGEST_COMPLETE, MaskGraph, dr
 from raycloak.attestation.core.messages import Envelope
 from raycloak.attestation.core.roster import Member, Roster
 from raycloak.metrics.errors import ConfigError
-from raycloak.workers.vectors.masks import PairSecret, apply_masks, roster_masks
+from raycloak.workers.vectors.masks import PairSecret, masked_sum, roster_masks
 from raycloak.workers.vectors.payload import VectorRange, VerifiedAttempt, payload_key, seal_header, tag_payload
 from raycloak.workers.vectors.ring import (
     CACHE_BLOCK_BYTES,
@@ -194,7 +194,7 @@ class _OneOf:
         return (
             key,
             _seconds(lambda: encode_into(values, ring, vector)),
-            _seconds(lambda: apply_masks(vector, masks)),
+            _seconds(lambda: masked_sum([vector], masks, vector)),
             _seconds(lambda: tag_payload(self._tag_key, vector)),
         )
 

@@ -22,7 +22,7 @@ from raycloak.coordinator.config.run import parse_config
 from raycloak.coordinator.planning.manifest import optimizer_spec
 from raycloak.workers.terms.manifest import TensorSpec
 from raycloak.workers.terms.model_digest import own_copy, tensor_digests
-from raycloak.workers.vectors.masks import apply_masks
+from raycloak.workers.vectors.masks import masked_sum
 from raycloak.workers.vectors.noise import NoiseSampler, decompose
 from raycloak.workers.vectors.payload import tag_payload
 from raycloak.workers.vectors.ring import RingBits, RingSpec, encode_into, ring_dtype
@@ -149,7 +149,7 @@ def _words(bits: RingBits) -> WordRates:
     averages = [(count, _each(partial(decoded_average, [out] * count, bits, -20, 4.0, np.float32))) for count in (2, 8)]
     return WordRates(
         vector=Line(encoded + _each(lambda: vector_tag(key, bits, [TensorLeaves.of(out)])) + noise.fixed, noise.each),
-        mask=_each(partial(apply_masks, out, [(key, 1)])),
+        mask=_each(partial(masked_sum, [out], [(key, 1)], out)),
         tag=_each(partial(tag_payload, key, out)),
         averaged=Line.through(*averages),
     )

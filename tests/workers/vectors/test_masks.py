@@ -16,7 +16,7 @@ from raycloak.attestation.core.canonical import digest
 from raycloak.attestation.core.keys import AgreementKey, Secret
 from raycloak.attestation.core.roster import Member, Roster
 from raycloak.metrics.errors import ProtocolError
-from raycloak.workers.vectors.masks import PairSecret, apply_masks, keystream_key, masked_sum, roster_masks
+from raycloak.workers.vectors.masks import PairSecret, keystream_key, masked_sum, roster_masks
 from raycloak.workers.vectors.payload import VectorRange
 
 MANIFEST = digest(b"manifest")
@@ -190,7 +190,7 @@ def test_masked_sum_adds_all_vectors_and_leaves_them_unchanged(dtype):
     out = np.empty_like(before[0])
     masked_sum(vectors, masks, out)
     in_place = ring_sum(vectors, dtype)
-    apply_masks(in_place, masks)
+    masked_sum([in_place], masks, in_place)
     assert np.array_equal(out, in_place)
     assert all(np.array_equal(a, b) for a, b in zip(vectors, before, strict=True))
     shuffled = np.empty_like(out)
@@ -317,8 +317,8 @@ def test_a_split_view_does_not_cancel(split):
 
 
 def key_at(secret: PairSecret) -> bytes:
-    return secret.keystream_key(
-        roster_digest=MANIFEST, step=0, attempt=0, input_digest=PARAMETERS, cut=bytes(32), range_index=0
+    return keystream_key(
+        secret.secret, roster_digest=MANIFEST, step=0, attempt=0, input_digest=PARAMETERS, cut=bytes(32), range_index=0
     ).reveal()
 
 

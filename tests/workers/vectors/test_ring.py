@@ -62,7 +62,7 @@ def exact_words(values: np.ndarray, spec: RingSpec) -> list[int]:
 @pytest.mark.parametrize("bits", RINGS)
 @pytest.mark.parametrize("float_type", FLOATS)
 def test_words_are_the_exact_rounding_of_the_real_numbers(bits, float_type):
-    spec = fit(bits=bits).spec
+    spec = fit(bits=bits)
     gamma = math.ldexp(1.0, spec.gamma_log2)
     random = np.random.default_rng(1)
     ties = (np.arange(-300, 300) + 0.5) * gamma
@@ -91,7 +91,7 @@ def test_words_are_exact_at_the_ends_of_the_float32_range(gamma_log2):
 @pytest.mark.parametrize("bits", RINGS)
 @pytest.mark.parametrize("float_type", FLOATS)
 def test_block_boundaries_do_not_show(bits, float_type):
-    spec = fit(bits=bits).spec
+    spec = fit(bits=bits)
     size = 2 * CACHE_BLOCK_BYTES // np.dtype(float_type).itemsize + 17
     values = np.random.default_rng(2).standard_normal(size).astype(float_type)
     whole = encoded(values, spec)
@@ -102,13 +102,13 @@ def test_block_boundaries_do_not_show(bits, float_type):
 def test_float32_and_float64_of_the_same_numbers_encode_alike():
     values = (np.random.default_rng(3).standard_normal(5000) * 3).astype(np.float32)
     for bits in RINGS:
-        spec = fit(bits=bits).spec
+        spec = fit(bits=bits)
         assert np.array_equal(encoded(values, spec), encoded(values.astype(np.float64), spec))
 
 
 def test_encoding_is_within_half_a_step_of_what_is_decoded():
     for bits in RINGS:
-        spec = fit(bits=bits).spec
+        spec = fit(bits=bits)
         values = np.random.default_rng(4).uniform(-spec.clamp, spec.clamp, 10_000)
         error = np.abs(decode(encoded(values, spec), spec.gamma_log2) - values)
         assert error.max() <= math.ldexp(0.5, spec.gamma_log2) + np.spacing(spec.clamp)
@@ -118,7 +118,7 @@ def test_encoding_is_within_half_a_step_of_what_is_decoded():
 @pytest.mark.parametrize("float_type", FLOATS)
 def test_a_non_finite_sum_is_refused_without_data(poison, float_type):
     size = CACHE_BLOCK_BYTES // np.dtype(float_type).itemsize + 5
-    spec = fit().spec
+    spec = fit()
     for position in (0, size - 6, size - 1):
         values = np.ones(size, float_type)
         values[position] = poison
@@ -147,7 +147,7 @@ def test_encoding_in_place_into_narrower_words_is_refused():
 def test_encoding_has_no_full_size_temporary():
     values = np.ones(4_000_000, np.float32)
     out = np.empty(len(values), np.uint32)
-    spec = fit().spec
+    spec = fit()
     tracemalloc.start()
     encode_into(values, spec, out)
     peak = tracemalloc.get_traced_memory()[1]
@@ -160,7 +160,7 @@ def test_encoding_has_no_full_size_temporary():
 def test_all_maximum_vectors_of_all_virtual_workers_decode_exactly(bits, virtual_workers):
     found = fit(bits=bits, virtual_workers=virtual_workers)
     for sign in (1.0, -1.0):
-        one = encoded(np.full(100, sign * 1e9), found.spec)
+        one = encoded(np.full(100, sign * 1e9), found)
         total = np.zeros_like(one)
         for _ in range(virtual_workers):
             np.add(total, one, out=total)
@@ -184,7 +184,7 @@ def distance(a: np.ndarray, b: np.ndarray) -> float:
     float_type=st.sampled_from(FLOATS),
 )
 def test_encoded_difference_is_at_most_distance_over_gamma_plus_root_d(seed, dimension, spread, bits, float_type):
-    spec = fit(bits=bits, dimension=dimension).spec
+    spec = fit(bits=bits, dimension=dimension)
     random = np.random.default_rng(seed)
     a = (random.standard_normal(dimension) * 2).astype(float_type)
     b = (a + random.standard_normal(dimension) * math.ldexp(2.0**spread, spec.gamma_log2)).astype(float_type)
@@ -195,7 +195,7 @@ def test_encoded_difference_is_at_most_distance_over_gamma_plus_root_d(seed, dim
 
 @pytest.mark.parametrize("bits", RINGS)
 def test_neighbours_around_every_tie_reach_the_root_d_of_the_bound(bits):
-    spec = fit(bits=bits).spec
+    spec = fit(bits=bits)
     gamma = math.ldexp(1.0, spec.gamma_log2)
     ties = (2 * np.arange(10_000) + 0.5) * gamma
     below, above = encoded(ties, spec), encoded(np.nextafter(ties, np.inf), spec)
@@ -217,7 +217,7 @@ def test_encoded_change_of_an_adversarial_example_is_at_most_the_sensitivity(bit
         if support < dimension:
             example[support:] = gamma * 1e-3
         example *= (1 - 1e-12) / np.linalg.norm(example)
-        change = distance(encoded(others, found.spec), encoded(others + example, found.spec))
+        change = distance(encoded(others, found), encoded(others + example, found))
         assert change * gamma <= sensitivity
         assert change * gamma >= 0.9
 
@@ -278,7 +278,7 @@ def test_a_fit_keeps_capacity_and_pays_for_the_rounded_sensitivity(
     )
     assert pays(found.sigma, found.gamma_log2)
     assert not pays(found.sigma * (1 - 1e-12), found.gamma_log2)
-    assert found.spec.holds(virtual_workers, found.sigma)
+    assert found.holds(virtual_workers, found.sigma)
 
 
 def test_the_clamp_is_a_float32_on_the_grid():
