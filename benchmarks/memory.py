@@ -54,9 +54,9 @@ def worker(parameters: int, hosted: int) -> int:
     from raycloak.coordinator.planning.plan import plan_mechanism
     from raycloak.workers.gradients.clipping import GradientEngine
     from raycloak.workers.gradients.numerics import pin_numerics
-    from raycloak.workers.hosted_sum import HostedSum
     from raycloak.workers.inputs.datasets import ArrayDataset
     from raycloak.workers.models.models import read_flat
+    from raycloak.workers.run_member import HostedSum
     from raycloak.workers.terms.model_digest import own_copy
     from raycloak.workers.vectors.masks import masked_sum
     from raycloak.workers.virtual_worker import VirtualWorkerComputer

@@ -117,17 +117,14 @@ class Scorer:
                 output: Tensor = self._module(features)
                 if each is not None:
                     each(output, labels)
-                total += float(self._scores(output, labels).double().sum())
-                if self._metric == "accuracy":
+                if self._metric == "loss":
+                    scores = self._loss(output, labels)
+                else:
+                    scores = share_predicted(output, labels)
                     _count(output, labels, right, either)
+                total += float(scores.double().sum())
         counts = (np.array([found[each] for each in sorted(either)], np.int64) for found in (right, either))
         return Scores(total, macro_f1(*counts))
-
-    def _scores(self, output: Tensor, labels: Tensor) -> Tensor:
-        """Return one score per example, [n]."""
-        if self._metric == "loss":
-            return self._loss(output, labels)
-        return share_predicted(output, labels)
 
 
 def _count(output: Tensor, labels: Tensor, right: Counter[int], either: Counter[int]) -> None:
@@ -209,6 +206,44 @@ class SealedSplit:
     dataset: SealedDataset
     scorer: Scorer
 
+    def answer(
+        self, envelope: Envelope, parameters: Sequence[np.ndarray], attester: Attester, manifest: Manifest
+    ) -> Envelope:
+        """Score the slices that the order in ``envelope`` gives to this worker; returns a signed answer.
+
+        Guarantee: nothing is computed before the order was verified for exactly these parameters.
+
+        Args:
+            parameters: the float32 parameters of each range, in range order.
+            attester: the worker's; the answer is signed in its name and with its key.
+            manifest: of the run whose orders are taken; it was checked.
+
+        Raises:
+            ProtocolError: ``parameters_mismatch``, ``roster_own_entry``, or why the order is refused.
+            DatasetError: ``slice_sealed`` without the key of a slice.
+        """
+        order = open_order(
+            envelope,
+            orchestrator_key=manifest.orchestrator_key,
+            run_id=manifest.run_id,
+            manifest_digest=manifest.digest(),
+            virtual_workers=manifest.computation.mechanism.virtual_workers,
+        )
+        own = order.member(attester.member_id)
+        attester.require_own(own)
+        tensors = manifest.computation.tensors
+        flat = own_copy(parameters)
+        if model_digest(tensors, tensor_digests(flat, tensors)) != order.model_digest:
+            raise ProtocolError("parameters_mismatch", "the order is for other parameters than those that came with it")
+        self.scorer.load(flat)
+        scores = []
+        for v in own.virtual_workers:
+            ids = slice_ids(v, self.dataset.header.virtual_workers, len(self.dataset))
+            total = _FLOAT.pack(self.scorer.total(self.dataset, ids))
+            scores.append(SliceScore(virtual_worker=v, total=total, count=len(ids)))
+        body = EvaluationAnswer(member_id=own.member_id, order=order.digest(), scores=tuple(scores))
+        return seal(body, attester.identity)
+
 
 def open_split(folder: Path, loss: str, training: DatasetForm, runtime: ModelRuntime) -> SealedSplit:
     """Open the header of a sealed split, and build a separate model to score it with.
@@ -226,60 +261,6 @@ def open_split(folder: Path, loss: str, training: DatasetForm, runtime: ModelRun
     # The training model cannot serve: it stays in train mode.
     scorer = Scorer(runtime.build(), runtime.loss_fn, metric_of(loss), runtime.device, runtime.deterministic)
     return SealedSplit(dataset, scorer)
-
-
-class SliceEvaluator:
-    """Evaluates released parameters on the slices that a worker hosts.
-
-    Args:
-        attester: the worker's; answers are signed in its name and with its key.
-        manifest: of the run whose orders are taken; it was checked.
-        split: the opened split to evaluate on.
-    """
-
-    def __init__(self, attester: Attester, manifest: Manifest, split: SealedSplit) -> None:
-        self._attester = attester
-        self._manifest = manifest
-        self._split = split
-
-    def answer(self, envelope: Envelope, parameters: Sequence[np.ndarray]) -> Envelope:
-        """Score the slices that the order in ``envelope`` gives to this worker; returns a signed answer.
-
-        Guarantee: nothing is computed before the order was verified for exactly these parameters.
-
-        Args:
-            parameters: the float32 parameters of each range, in range order.
-
-        Raises:
-            ProtocolError: ``parameters_mismatch``, ``roster_own_entry``, or why the order is refused.
-            DatasetError: ``slice_sealed`` without the key of a slice.
-        """
-        manifest, split = self._manifest, self._split
-        order = open_order(
-            envelope,
-            orchestrator_key=manifest.orchestrator_key,
-            run_id=manifest.run_id,
-            manifest_digest=manifest.digest(),
-            virtual_workers=manifest.computation.mechanism.virtual_workers,
-        )
-        own = order.member(self._attester.member_id)
-        self._attester.require_own(own)
-        tensors = manifest.computation.tensors
-        flat = own_copy(parameters)
-        if model_digest(tensors, tensor_digests(flat, tensors)) != order.model_digest:
-            raise ProtocolError("parameters_mismatch", "the order is for other parameters than those that came with it")
-        split.scorer.load(flat)
-        body = EvaluationAnswer(
-            member_id=own.member_id,
-            order=order.digest(),
-            scores=tuple(_score(split, v) for v in own.virtual_workers),
-        )
-        return seal(body, self._attester.identity)
-
-
-def _score(split: SealedSplit, v: int) -> SliceScore:
-    ids = slice_ids(v, split.dataset.header.virtual_workers, len(split.dataset))
-    return SliceScore(virtual_worker=v, total=_FLOAT.pack(split.scorer.total(split.dataset, ids)), count=len(ids))
 
 
 def open_answer(envelope: Envelope, order_digest: bytes, member: Member, counts: Mapping[int, int]) -> dict[int, float]:

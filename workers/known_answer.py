@@ -17,7 +17,7 @@ from raycloak.metrics.errors import ConfigError, is_out_of_memory
 from raycloak.workers.gradients.gradient_parts import named_operations
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.sum_engines import SumEngine
-from raycloak.workers.inputs.datasets import Dataset, named_inputs_of
+from raycloak.workers.inputs.datasets import ArrayDataset, Dataset, named_inputs_of
 from raycloak.workers.inputs.named_inputs import packed
 from raycloak.workers.models.losses import BUILT_IN_LOSSES
 from raycloak.workers.terms.loss import LOSSES_OF_CLASSES
@@ -29,23 +29,11 @@ from raycloak.workers.virtual_worker import VirtualWorkerComputer
 _PUBLIC_KEY = Secret(bytes(32))
 
 
-class _SyntheticDataset:
-    """A dataset of public examples in the form of ``template``: values in [0, 1), or any id and any class."""
-
-    def __init__(self, template: Dataset, count: int, vocabulary: int, classes: int) -> None:
-        _, labels = template.batch(np.empty(0, np.int64))
-        self._features = _features(template, count, vocabulary)
-        self._labels = _fill(labels, count, "labels", classes)
-
-    def __len__(self) -> int:
-        return len(self._features)
-
-    def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return self._features[ids], self._labels[ids]
-
-
 def _features(template: Dataset, count: int, vocabulary: int) -> np.ndarray:
-    """Return public features; of several inputs by name, each is drawn as if it were alone."""
+    """Return public features in the form of ``template``: values in [0, 1), or any ids.
+
+    Of several inputs by name, each is drawn as if it were alone.
+    """
     if not (inputs := named_inputs_of(template)):
         return _fill(template.batch(np.empty(0, np.int64))[0], count, "features", vocabulary)
     parts = {
@@ -93,8 +81,9 @@ def _outputs(module: nn.Module, loss: RowLoss, dataset: Dataset, vocabulary: int
         warnings.simplefilter("ignore")
         output: Tensor = module(torch.tensor(_features(dataset, 1, vocabulary or 1)))
         shape = list(output.shape[1:])
-        axis = next((axis for axis in (0, -1) if shape and _without(shape, axis) == list(labels.shape[1:])), None)
-        classes = 2 if axis is None else shape[axis]
+        # The first axis or the last, if the others are those of labels.
+        others = ((shape[0], shape[1:]), (shape[-1], shape[:-1])) if shape else ()
+        classes = next((size for size, rest in others if rest == list(labels.shape[1:])), 2)
         try:
             loss(output, torch.full((1, *labels.shape[1:]), max(2, classes) - 1))
         except Exception as error:
@@ -152,10 +141,6 @@ def check_classes(
         )
 
 
-def _without(shape: list[int], axis: int) -> list[int]:
-    return shape[1:] if axis == 0 else shape[:-1]
-
-
 def known_answer(
     mechanism: Mechanism,
     engine: SumEngine,
@@ -179,7 +164,8 @@ def known_answer(
     # A full batch: every row of every micro-batch is computed, and none is padding.
     count = mechanism.micro_batch_size * mechanism.micro_batches
     public = mechanism.model_copy(update={"num_examples": count, "virtual_workers": 1, "sample_rate": 1.0})
-    synthetic = _SyntheticDataset(dataset, count, vocabulary or 1, classes)
+    _, labels = dataset.batch(np.empty(0, np.int64))
+    synthetic = ArrayDataset(_features(dataset, count, vocabulary or 1), _fill(labels, count, "labels", classes))
     # There are no rows without an example, so any may be the spare one.
     spare = synthetic.batch(np.zeros(1, np.int64))
     computer = VirtualWorkerComputer(public, engine, synthetic, spare)

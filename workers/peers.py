@@ -14,7 +14,7 @@ from raycloak.attestation.core.canonical import digest
 from raycloak.attestation.core.keys import Secret
 from raycloak.attestation.core.mask_graph import MaskGraph
 from raycloak.attestation.core.messages import Envelope
-from raycloak.attestation.core.roster import Member, Roster
+from raycloak.attestation.core.roster import Roster
 from raycloak.attestation.trust.floors import SeenFacts
 from raycloak.metrics.errors import EvidenceError
 from raycloak.workers.messages import Admission
@@ -71,7 +71,18 @@ class Peers:
             if known is None:
                 if member.evidence_digest not in shown:
                     raise EvidenceError("peer_not_bound", f"no evidence of {member.member_id} was shown")
-                known = self._appraise(roster, member, shown[member.evidence_digest], admission, now)
+                known = appraise(
+                    shown[member.evidence_digest],
+                    run_id=roster.run_id,
+                    member_id=member.member_id,
+                    role=member.role,
+                    manifest_digest=roster.manifest_digest,
+                    policy=admission.policy,
+                    collateral=admission.collateral,
+                    now=now,
+                    floors=self._seen.floors,
+                )
+                self._seen.keep(known.facts)
                 self._appraisals[member.evidence_digest] = known
             # Also for known evidence: an appraisal is kept over steps, and ages meanwhile.
             if known.expires_at <= now:
@@ -83,23 +94,6 @@ class Peers:
         check_enrolment([self._appraisals[member.evidence_digest] for member in near], admission.policy)
         # Members present themselves again every epoch: appraisals of earlier evidence would pile up.
         self._appraisals = {member.evidence_digest: self._appraisals[member.evidence_digest] for member in near}
-
-    def _appraise(
-        self, roster: Roster, member: Member, envelope: Envelope, admission: Admission, now: int
-    ) -> Appraisal:
-        appraisal = appraise(
-            envelope,
-            run_id=roster.run_id,
-            member_id=member.member_id,
-            role=member.role,
-            manifest_digest=roster.manifest_digest,
-            policy=admission.policy,
-            collateral=admission.collateral,
-            now=now,
-            floors=self._seen.floors,
-        )
-        self._seen.keep(appraisal.facts)
-        return appraisal
 
     def meet(self, roster: Roster) -> None:
         """Forget workers that the roster does not have, agree on a secret with each newcomer, and ratchet all secrets.

@@ -22,8 +22,6 @@ from raycloak.attestation.orchestrator.data_commitments import DataCommitments
 from raycloak.attestation.policy.key_policy import KeyKind
 from raycloak.metrics.errors import EvidenceError, ProtocolError
 from raycloak.metrics.proof_bounds import require_bound
-from raycloak.workers.evaluation import SliceEvaluator
-from raycloak.workers.hosted_sum import HostedSum
 from raycloak.workers.messages import Admission, StepReply, StepRequest
 from raycloak.workers.peers import Peers
 from raycloak.workers.second_halves import SecondHalves
@@ -36,7 +34,60 @@ from raycloak.workers.terms.step_input import step_input
 from raycloak.workers.vectors.masks import masked_sum
 from raycloak.workers.vectors.payload import VectorRange, VerifiedAttempt, payload_key, seal_header, tag_payload
 from raycloak.workers.vectors.ring import RingVector, ring_dtype
+from raycloak.workers.virtual_worker import EncodedVector
 from raycloak.workers.workload import PlannedWorkload
+
+Place = tuple[Query, int, bytes, bytes]
+"""Query, step, input digest and data root: a vector is a function of these and of its virtual worker."""
+
+
+class HostedSum:
+    """The sum of the vectors that a worker hosts in one step, and the tag of each: all that it keeps of them.
+
+    Hides how many virtual workers it hosts: memory holds one vector's words for each parameter, and those of another
+    vector while it is added. A sum is enough, since only the sum ever leaves, under masks.
+
+    Attributes:
+        tags: by virtual worker, of the vectors in the sum.
+        counted: by virtual worker, the exact sums that came with its vector; of public data alone.
+    """
+
+    def __init__(self) -> None:
+        self.tags: dict[int, bytes] = {}
+        self.counted: dict[int, PublicSums] = {}
+        self._place: Place | None = None
+        self._words: RingVector | None = None
+
+    @property
+    def words(self) -> RingVector:
+        """The sum, uint32 or uint64 [d], in clear; the caller only reads it."""
+        assert self._words is not None, "a vector was added"
+        return self._words
+
+    def drop_all_but(self, hosted: tuple[int, ...]) -> None:
+        """Drop everything if a vector of another virtual worker than these is in it: a sum cannot lose one."""
+        if not self.tags.keys() <= set(hosted):
+            self._begin(None)
+
+    def missing(self, hosted: tuple[int, ...], place: Place) -> tuple[int, ...]:
+        """Return the virtual workers whose vectors at ``place`` are not in it; vectors of another place are dropped."""
+        if place != self._place:
+            self._begin(place)
+        return tuple(v for v in hosted if v not in self.tags)
+
+    def add(self, v: int, vector: EncodedVector) -> None:
+        """Add a vector of the present place. Its memory may become the sum's own."""
+        require_bound(v not in self.tags, "a virtual worker is in a sum once")
+        if self._words is None:
+            self._words = vector.values
+        else:
+            np.add(self._words, vector.values, out=self._words)
+        self.tags[v] = vector.tag
+        if vector.counted is not None:
+            self.counted[v] = vector.counted
+
+    def _begin(self, place: Place | None) -> None:
+        self._place, self._words, self.tags, self.counted = place, None, {}, {}
 
 
 class RunMember:
@@ -51,7 +102,7 @@ class RunMember:
         is_cancelled: returns whether the call under way is cancelled; it is asked before every micro-batch.
 
     Attributes:
-        evaluator: answers orders to evaluate; None if the run has no sealed split.
+        manifest, manifest_digest: the one that it is bound to.
     """
 
     def __init__(
@@ -63,10 +114,8 @@ class RunMember:
         admission: Admission,
         is_cancelled: Callable[[], bool],
     ) -> None:
-        split = planned.workload.split
-        self.planned = planned
-        self.evaluator = None if split is None else SliceEvaluator(attester, admission.manifest, split)
-        self.manifest_digest = admission.manifest.digest()
+        self.planned, self.manifest = planned, admission.manifest
+        self.manifest_digest = self.manifest.digest()
         self._attester, self._peers, self._halves = attester, peers, halves
         self._admission = admission
         self._is_cancelled = is_cancelled
@@ -91,7 +140,7 @@ class RunMember:
 
         See `raycloak.workers.train_worker.TrainWorker.accept_keys`.
         """
-        manifest, policy = self._admission.manifest, self._admission.policy
+        manifest, policy = self.manifest, self._admission.policy
         member_id, hpke_key = self._attester.member_id, self._attester.hpke
         of_run, most = (manifest.log_owner, manifest.run_id), manifest.keys_per_machine
         terms = ExpectedRelease(*of_run, member_id, self.manifest_digest, policy, self._watch, keys_per_machine=most)
@@ -143,7 +192,7 @@ class RunMember:
         self._peers.appraise(roster, request.presentations, self._admission)
         # All checks are done. The position moves before anything is computed, so a failure cannot reopen the attempt.
         self._advance(roster)
-        mechanism = self._admission.manifest.computation.mechanism_of(roster.query)
+        mechanism = self.manifest.computation.mechanism_of(roster.query)
 
         started = time.perf_counter()
         self._compute(roster, inputs, paid.data_root, flat, sent)
@@ -167,7 +216,7 @@ class RunMember:
         return reply, vectors
 
     def _open_roster(self, envelope: Envelope) -> Roster:
-        manifest = self._admission.manifest
+        manifest = self.manifest
         roster = open_roster(
             envelope,
             orchestrator_key=manifest.orchestrator_key,
@@ -190,7 +239,7 @@ class RunMember:
         self, envelope: Envelope, roster: Roster, flat: np.ndarray, batches: Sequence[bytes]
     ) -> tuple[bytes, Receipt]:
         """Return the digest of the step's input that really arrived, and the receipt, which was verified for it."""
-        manifest, tensors = self._admission.manifest, self.planned.workload.facts.tensors
+        manifest, tensors = self.manifest, self.planned.workload.facts.tensors
         model = model_digest(tensors, tensor_digests(flat, tensors))
         inputs = step_input(model, batches)
         receipt = check_receipt(
@@ -218,7 +267,7 @@ class RunMember:
         Raises:
             ProtocolError: ``batch_unexpected`` if there are batches where none belong, or as `SentStep.read`.
         """
-        form, manifest = self.planned.workload.sent_form, self._admission.manifest
+        form, manifest = self.planned.workload.sent_form, self.manifest
         if form is None or roster.query != "gradient":
             if contents:
                 raise ProtocolError("batch_unexpected", f"{roster.query} step {roster.step} takes no batches")
@@ -235,7 +284,7 @@ class RunMember:
             ProtocolError: ``data_mismatch``.
             EvidenceError: ``release_denied`` without a virtual worker's key.
         """
-        virtual_workers = self._admission.manifest.computation.mechanism.virtual_workers
+        virtual_workers = self.manifest.computation.mechanism.virtual_workers
         if len(commitments) != virtual_workers or data_root(commitments) != paid.data_root:
             raise ProtocolError("data_mismatch", f"the receipt for step {paid.step} is for data with other commitments")
         for v in roster.member(self._attester.member_id).virtual_workers:
@@ -249,7 +298,7 @@ class RunMember:
 
     def _key(self, roster: Roster, v: int) -> VirtualWorkerKeys:
         """Return a virtual worker's keys of the epoch of a roster; EvidenceError ``release_denied`` without them."""
-        epoch = self._admission.manifest.computation.epoch_of(roster.query, roster.step)
+        epoch = self.manifest.computation.epoch_of(roster.query, roster.step)
         keys = self._keys.get((epoch, v))
         if keys is None:
             raise EvidenceError("release_denied", f"no key of virtual worker {v} in epoch {epoch}")
@@ -300,7 +349,7 @@ class RunMember:
         """Mask the hosted sum in each range, tag each for its aggregator, sign the header."""
         own_id, roster = self._attester.member_id, attempt.roster
         own = roster.member(own_id).virtual_workers
-        mechanism = self._admission.manifest.computation.mechanism_of(roster.query)
+        mechanism = self.manifest.computation.mechanism_of(roster.query)
         check_partition(attempt.ranges, mechanism.dimension)
         masks = self._masks(attempt, mechanism.private)
         vectors, tags = [], []

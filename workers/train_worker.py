@@ -165,7 +165,7 @@ class TrainWorker:
     def evaluate(self, order: Envelope, *parameters: np.ndarray) -> EvaluationReply:
         """Score parameters on the hosted slices of a sealed split.
 
-        Guarantee: that of `raycloak.workers.evaluation.SliceEvaluator.answer`. Every failure is answered by a code.
+        Guarantee: that of `raycloak.workers.evaluation.SealedSplit.answer`. Every failure is answered by a code.
 
         Args:
             order: the orchestrator's, for these parameters.
@@ -191,9 +191,9 @@ class TrainWorker:
     @guarded
     def _evaluate(self, order: Envelope, parameters: Sequence[np.ndarray]) -> Envelope:
         member = self._stage
-        if not isinstance(member, RunMember) or member.evaluator is None:
+        if not isinstance(member, RunMember) or member.planned.workload.split is None:
             raise ProtocolError("evaluation_unknown", "the run has no sealed evaluation split, or has not begun")
-        return member.evaluator.answer(order, parameters)
+        return member.planned.workload.split.answer(order, parameters, self._attester, member.manifest)
 
     @property
     def _member(self) -> RunMember:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from raycloak.attestation.core.keys import Purpose, derive
 from raycloak.attestation.keys.release import VirtualWorkerKeys
@@ -125,13 +124,29 @@ class VirtualWorkerComputer:
         places = row_places(
             derive(keys.stream, Purpose.PLACES, *context), mechanism.micro_batch_size, mechanism.micro_batches
         )
-        batches = self._drawn(data, keys, context, places) if sent is None else self._sent(data, sent, places)
+        ids, present = data.ids, None
+        if sent is None:
+            capacity = mechanism.micro_batch_size * mechanism.micro_batches
+            ids = draw_ids(derive(keys.stream, Purpose.SAMPLING, *context), ids, mechanism.sample_rate, capacity)
+        else:
+            # All slots of the step, the empty ones too: a missing example leaves every other one in its row.
+            present = sent.present(ids)
+        batches = micro_batches(
+            self._dataset if sent is None else sent,
+            ids,
+            mechanism,
+            # An own example: of a sealed dataset a worker can read no other.
+            padding=int(data.ids[0]),
+            places=places,
+            spare=self._spare,
+            present=present,
+        )
         batches = _until_cancelled(batches, is_cancelled)
         clipped_sum, words = self._engine.clipped_sum(parameters, batches), ring_dtype(mechanism.ring_bits)
         # In the sum's own memory where the words fit it: of a large model, both would be most of what a worker takes.
         in_place = words.itemsize == clipped_sum.itemsize
         values = clipped_sum.view(words) if in_place else np.empty(mechanism.dimension, words)
-        encode_into(clipped_sum, self._ring, values)
+        encode_into(clipped_sum, RingSpec(mechanism.ring_bits, mechanism.gamma_log2, mechanism.clamp), values)
         # After the rounding: noise is an integer, so adding it in the ring is exact.
         if mechanism.private:
             self._noise.add_to(values, derive(keys.stream, Purpose.NOISE, *context))
@@ -139,45 +154,9 @@ class VirtualWorkerComputer:
         tag = vector_tag(derive(keys.stream, Purpose.VECTOR_TAG, *context), mechanism.ring_bits, leaves)
         return EncodedVector(values, tag, self._engine.counted)
 
-    def _drawn(
-        self,
-        data: Slice,
-        keys: VirtualWorkerKeys,
-        context: tuple[str, int, bytes, bytes, bytes],
-        places: NDArray[np.int64],
-    ) -> Iterator[MicroBatch]:
-        """Yield the registered examples of the draw."""
-        mechanism = self._mechanism
-        sampling_key = derive(keys.stream, Purpose.SAMPLING, *context)
-        capacity = mechanism.micro_batch_size * mechanism.micro_batches
-        drawn = draw_ids(sampling_key, data.ids, mechanism.sample_rate, capacity)
-        # Padding is an own example: of a sealed dataset a worker can read no other.
-        padding = int(data.ids[0])
-        return micro_batches(self._dataset, drawn, mechanism, padding=padding, places=places, spare=self._spare)
-
-    def _sent(self, data: Slice, sent: SentRows, places: NDArray[np.int64]) -> Iterator[MicroBatch]:
-        """Yield all slots of the step that are the virtual worker's, the empty ones too.
-
-        So a missing example leaves every other one in its row.
-        """
-        slots = data.ids
-        return micro_batches(
-            sent,
-            slots,
-            self._mechanism,
-            padding=int(slots[0]),
-            places=places,
-            spare=self._spare,
-            present=sent.present(slots),
-        )
-
     @cached_property
     def _noise(self) -> NoiseSampler:
         return NoiseSampler(self._mechanism.sigma, self._mechanism.ring_bits)
-
-    @cached_property
-    def _ring(self) -> RingSpec:
-        return RingSpec(self._mechanism.ring_bits, self._mechanism.gamma_log2, self._mechanism.clamp)
 
 
 def _until_cancelled(batches: Iterable[MicroBatch], is_cancelled: Callable[[], bool]) -> Iterator[MicroBatch]:

@@ -3,6 +3,7 @@
 The workload takes nothing from a manifest: a manifest is compared with it.
 """
 
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +42,7 @@ from raycloak.workers.models.models import (
 )
 from raycloak.workers.models.text_model import check_text, libraries
 from raycloak.workers.terms.loss import SEVERAL
-from raycloak.workers.terms.manifest import Manifest, NumericsClass
+from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.mechanism import Mechanism, check_together
 from raycloak.workers.terms.model_digest import check_same_tensors, frozen_digest, model_digest, tensor_digests
@@ -111,14 +112,16 @@ class Workload:
         check_classes(self.module, setup.loss.name, self.dataset, classes, self.vocabulary, deterministic)
         # Before the parameters are copied: it takes as much memory as a step.
         rows = largest_rows(self.module, self.form, loss_fn, deterministic, self.vocabulary, setup.device)
+        tensors = trainable_tensors(self.module)
+        computed = {"model_libraries": libraries(self.module), **asdict(setup.mode)}
         self.facts = WorkerFacts(
             num_examples=len(self.dataset),
-            tensors=trainable_tensors(self.module),
-            initial_parameters=self._start(),
+            tensors=tensors,
+            initial_parameters=model_digest(tensors, tensor_digests(read_flat(self.module), tensors)),
             contents=contents,
             model_code=setup.model.code_digest(setup.base),
             loss_code=loss_code,
-            numerics=_numerics(setup, self.module),
+            numerics=current_numerics(setup.device).model_copy(update=computed),
             data=marks,
             largest_rows=rows,
             tokenizer=opened.tokenizer,
@@ -128,10 +131,6 @@ class Workload:
         folder = None if setup.evaluation is None else Path(setup.base) / setup.evaluation
         self.split = None if folder is None else open_split(folder, setup.loss.name, self.form, self.runtime)
         self.evaluation_slices: SliceLocks = ClearSlices() if self.split is None else self.split.dataset
-
-    def _start(self) -> bytes:
-        tensors = trainable_tensors(self.module)
-        return model_digest(tensors, tensor_digests(read_flat(self.module), tensors))
 
     def _build_again(self) -> nn.Module:
         """Build another module of the same model.
@@ -186,7 +185,8 @@ class PlannedWorkload:
         dataset, runtime = workload.dataset, workload.runtime
         vocabulary = workload.vocabulary
         check_rows(workload.module, workload.form, runtime.loss_fn, mechanisms, runtime.deterministic, vocabulary)
-        classes = _declared_classes(measurements) or workload.setup.dataset.classes
+        counted = (each.mechanism.dimension for each in measurements if each.query == "class_counts")
+        classes = next(counted, None) or workload.setup.dataset.classes
         # Columns of several losses have no number of classes together.
         if classes is None or workload.setup.loss.name == SEVERAL:
             classes = found_classes(workload.module, workload.loss, dataset, vocabulary, runtime.deterministic)
@@ -262,13 +262,3 @@ class PlannedWorkload:
                 raise ProtocolError("manifest_mismatch", f"the manifest's {field} is not what this worker has")
         if self.workload.slices.demand is not None:
             self.workload.slices.demand.require(manifest.stated)
-
-
-def _numerics(setup: WorkerSetup, module: nn.Module) -> NumericsClass:
-    mode = {"precision": setup.mode.precision, "gradient_checkpointing": setup.mode.gradient_checkpointing}
-    return current_numerics(setup.device).model_copy(update={"model_libraries": libraries(module), **mode})
-
-
-def _declared_classes(measurements: tuple[Measurement, ...]) -> int | None:
-    counted = (each.mechanism.dimension for each in measurements if each.query == "class_counts")
-    return next(counted, None)

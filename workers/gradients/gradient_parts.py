@@ -83,11 +83,8 @@ class GradientParts:
         With each comes the name of a parameter that it meets. Errors as a call.
         """
         found: list[tuple[str, bytes]] = []
-
-        def take(name: str, tensor: Tensor) -> None:
-            found.append((name, content_hash(tensor)))
-
-        with named_operations(self._deterministic), self._taps.recording(len(features), take) as recording, recording:
+        recorded = self._taps.recording(len(features), lambda name, tensor: found.append((name, content_hash(tensor))))
+        with named_operations(self._deterministic), recorded as recording, recording:
             self._module(features)
         return found
 

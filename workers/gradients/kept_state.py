@@ -5,7 +5,7 @@ later ones, and clipping each gradient would bound nothing.
 """
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,7 +50,8 @@ class KeptState:
             ModelError: ``buffer_update``, or ``mixing_loss`` for what the loss holds; the value is named.
         """
         # As long as everything holds the very same objects, only tensors and arrays can have other content.
-        if all(_same_objects(view(), met) for view, met in zip(self._views, self._met, strict=True)):
+        pairs = zip((list(view()) for view in self._views), self._met, strict=True)
+        if all(len(now) == len(met) and all(map(operator.is_, now, met)) for now, met in pairs):
             for moment in self._before.values():
                 if not moment.is_still(moment.held):
                     _refuse(moment.held)
@@ -87,12 +88,12 @@ class _Moment:
             return self._copy == _fixed(held)
         if held.value is not self.held.value or _version(held.value) != self._version:
             return False
-        return not isinstance(self._copy, Tensor) or _same_bits(self._copy, held.value.detach())
-
-
-def _same_objects(found: Iterable[object], met: list[object]) -> bool:
-    now = list(found)
-    return len(now) == len(met) and all(map(operator.is_, now, met))
+        if not isinstance(self._copy, Tensor):
+            return True
+        # As integers: a NaN does not equal itself. Bytes would take four times as long as whole numbers.
+        whole = _INTEGERS.get(self._copy.element_size(), torch.uint8)
+        before, now = (each.contiguous().reshape(-1).view(whole) for each in (self._copy, held.value.detach()))
+        return self._copy.shape == held.value.shape and torch.equal(before, now)
 
 
 def _fixed(held: HeldValue) -> object:
@@ -104,14 +105,6 @@ def _fixed(held: HeldValue) -> object:
 
 def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
-
-
-def _same_bits(left: Tensor, right: Tensor) -> bool:
-    # As integers: a NaN does not equal itself. Bytes would take four times as long as whole numbers.
-    whole = _INTEGERS.get(left.element_size(), torch.uint8)
-    return left.shape == right.shape and torch.equal(
-        left.contiguous().reshape(-1).view(whole), right.contiguous().reshape(-1).view(whole)
-    )
 
 
 def _refuse(held: HeldValue) -> None:

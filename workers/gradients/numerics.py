@@ -6,7 +6,7 @@ values under one noise leak their difference, so a run admits one class only.
 
 import os
 import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -104,9 +104,11 @@ def exact_sums() -> Iterator[None]:
 
 def current_numerics(device: str | torch.device) -> NumericsClass:
     """Return the class that this process computes in on ``device``, as it is set now."""
+    limits = [f"{name}={os.environ[name]}" for name in _DISPATCH_VARIABLES if name in os.environ]
     return NumericsClass(
         device=_device_model(torch.device(device)),
-        cpu_capability=_cpu_capability(),
+        # ATen's instruction set and the limits of other libraries, for example ``AVX2 ONEDNN_MAX_CPU_ISA=AVX2``.
+        cpu_capability=" ".join([torch.backends.cpu.get_cpu_capability(), *limits]),
         threads=torch.get_num_threads(),
         torch=str(torch.__version__),
         numpy=np.__version__,
@@ -115,12 +117,6 @@ def current_numerics(device: str | torch.device) -> NumericsClass:
         deterministic=torch.are_deterministic_algorithms_enabled()
         and not torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-
-
-def _cpu_capability() -> str:
-    """Return ATen's instruction set and the limits of other libraries, for example ``AVX2 ONEDNN_MAX_CPU_ISA=AVX2``."""
-    limits = [f"{name}={os.environ[name]}" for name in _DISPATCH_VARIABLES if name in os.environ]
-    return " ".join([torch.backends.cpu.get_cpu_capability(), *limits])
 
 
 def _device_model(device: torch.device) -> str:
@@ -141,10 +137,7 @@ def _cpu_model() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    fields = [_field(lines, name) for name in ("vendor_id", "cpu family", "model")]
+    # Of several CPUs, the first one's lines stay.
+    told = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in reversed(lines))}
+    fields = [told.get(name, "") for name in ("vendor_id", "cpu family", "model")]
     return " ".join(fields) if all(fields) else platform.machine()
-
-
-def _field(lines: Iterable[str], name: str) -> str:
-    pairs = (line.partition(":") for line in lines)
-    return next((value.strip() for key, _, value in pairs if key.strip() == name), "")

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from raycloak.workers.inputs.datasets import DatasetForm
-from raycloak.workers.inputs.named_inputs import NamedInput, packed, unpacked
+from raycloak.workers.inputs.named_inputs import packed, unpacked
 
-_DTYPES = {"float32": torch.float32, "int64": torch.int64}
 # Padding is mostly 0 or 1; -100 is the index that losses of torch ignore; ids may be hashes far above a vocabulary.
 _ODD_IDS = (0, 1, -1, -100, 2**20, 255, 65535, -999, -9999)
 # Tables spell a missing value as one of these; 255 and 65535 are white, or no measurement, of an image. Finite ones are
@@ -70,7 +69,9 @@ class Probes:
     ) -> None:
         self._form, self._ids_below, self._device = form, ids_below, device
         # Of several inputs by name, each is drawn as if it were alone.
-        self._parts = [Probes(_alone(form, each), each.vocabulary or 2, odd_ids) for each in form.inputs]
+        alone = [{"feature_shape": each.shape, "feature_dtype": each.dtype, "inputs": ()} for each in form.inputs]
+        forms = zip(alone, form.inputs, strict=True)
+        self._parts = [Probes(form.model_copy(update=one), each.vocabulary or 2, odd_ids) for one, each in forms]
         self._integers: bool = all(each.dtype == "int64" for each in form.inputs) and form.feature_dtype == "int64"
         odd = dict.fromkeys((*_ODD_IDS, ids_below - 1, *odd_ids)) if self._integers else dict.fromkeys(_ODD_VALUES)
         self.fills: tuple[float, ...] = tuple(odd)
@@ -78,12 +79,21 @@ class Probes:
     def draws(self, count: int) -> Iterator[Pair]:
         """Yield pairs of ordinary batches of ``count`` rows: one of ids, or one of each distribution of values."""
         for normal in (False,) if self._integers else (False, True):
-            yield self._changed(Examples(self._features(count, normal), self._labels(count)))
+            before = Examples(self._features(count, normal), self._labels(count))
+            labels = before.labels.clone()
+            labels[0] = 1 - labels[0]
+            yield Pair(before, Examples(self._with_other_first(before.features), labels))
 
     def fillings(self, count: int) -> Iterator[Filling]:
-        """Yield all values to fill with beside ``count`` ordinary rows; one by one where too few other ids are left."""
+        """Yield all values to fill with beside ``count`` ordinary rows; one by one where too few other ids are left.
+
+        Of several inputs by name, every one is filled at once, each with a value of its own kind, by their turn.
+        """
+        for turn in range(max((len(each.fills) for each in self._parts), default=0)):
+            found = [each._filling(count, each._of_turns([turn])) for each in self._parts]
+            filled = self._packed([example for each in found for example in each.filled.values()])
+            yield Filling(self._packed([each.ordinary for each in found]), {float(turn): filled})
         if self._parts:
-            yield from self._fillings_of_parts(count)
             return
         inside = sum(0 <= fill < self._ids_below for fill in self.fills)
         together = not self._integers or self._ids_below - inside >= 2
@@ -122,13 +132,6 @@ class Probes:
             ordinary = torch.where(hit, (ordinary + 1) % self._ids_below, ordinary)
         return Filling(ordinary, {fill: _filled(ordinary[:1], fill) for fill in fills})
 
-    def _fillings_of_parts(self, count: int) -> Iterator[Filling]:
-        """Yield fillings in which every input is filled at once, each with a value of its own kind, by their turn."""
-        for turn in range(max(len(each.fills) for each in self._parts)):
-            found = [each._filling(count, each._of_turns([turn])) for each in self._parts]
-            filled = self._packed([example for each in found for example in each.filled.values()])
-            yield Filling(self._packed([each.ordinary for each in found]), {float(turn): filled})
-
     def _of_turns(self, turns: Sequence[float]) -> tuple[float, ...]:
         return tuple(self.fills[int(turn) % len(self.fills)] for turn in turns)
 
@@ -159,14 +162,9 @@ class Probes:
 
     def _labels(self, count: int) -> Tensor:
         shape = (count, *self._form.label_shape)
-        if _DTYPES[self._form.label_dtype] == torch.int64:
+        if self._form.label_dtype == "int64":
             return torch.randint(2, shape).to(self._device)
         return torch.rand(shape).to(self._device)
-
-    def _changed(self, before: Examples) -> Pair:
-        features, labels = self._with_other_first(before.features), before.labels.clone()
-        labels[0] = 1 - labels[0]
-        return Pair(before, Examples(features, labels))
 
     def _with_other_first(self, before: Tensor) -> Tensor:
         if self._parts:
@@ -178,11 +176,6 @@ class Probes:
         features = before.clone()
         features[0] = (features[0] + 1) % self._ids_below if self._integers else 1 - features[0]
         return features
-
-
-def _alone(form: DatasetForm, given: NamedInput) -> DatasetForm:
-    """Return the form of a dataset that has one input alone."""
-    return form.model_copy(update={"feature_shape": given.shape, "feature_dtype": given.dtype, "inputs": ()})
 
 
 def _filled(example: Tensor, fill: float) -> Tensor:

@@ -58,54 +58,35 @@ def _precision(backend: str, operation: str) -> _Setting:
     )
 
 
-def _keeps_denormals() -> bool:
-    """Return whether a division whose result is denormal keeps it: torch does not say what it has set."""
-    return _SMALLEST / 2 != 0
-
-
-def _attribute(owner: Any, name: str) -> Callable[[Any], None]:
-    return lambda value: setattr(owner, name, value)
+def _own(name: str, needed: object, own: str, *, legacy: bool = False) -> _Setting:
+    """Return a setting that torch itself calls ``own``; a legacy one has a newer interface."""
+    read = getattr(_C, f"_get_{own}")
+    return _Setting(name, needed, _legacy(read) if legacy else read, getattr(_C, f"_set_{own}"))
 
 
 _SMALLEST = sys.float_info.min
-_MATMUL: Any = torch.backends.cuda.matmul
 _DETERMINISTIC: Any = torch.utils.deterministic
 
 # The first three have a newer interface below, which follows what is set here; so they are written first.
 _SETTINGS = (
-    _Setting(
-        "torch.set_float32_matmul_precision",
-        "highest",
-        _legacy(_C._get_float32_matmul_precision),
-        torch.set_float32_matmul_precision,
-    ),
-    _Setting(
-        "torch.backends.cuda.matmul.allow_tf32", False, _legacy(_C._get_cublas_allow_tf32), _C._set_cublas_allow_tf32
-    ),
-    _Setting("torch.backends.cudnn.allow_tf32", False, _legacy(_C._get_cudnn_allow_tf32), _C._set_cudnn_allow_tf32),
+    _own("torch.set_float32_matmul_precision", "highest", "float32_matmul_precision", legacy=True),
+    _own("torch.backends.cuda.matmul.allow_tf32", False, "cublas_allow_tf32", legacy=True),
+    _own("torch.backends.cudnn.allow_tf32", False, "cudnn_allow_tf32", legacy=True),
     *(_precision(backend, each) for backend in ("cuda", "mkldnn") for each in ("matmul", "conv", "rnn")),
     # Products of narrow numbers are summed in float32, whole.
-    _Setting(
-        "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
-        (False, True),
-        _C._get_cublas_allow_bf16_reduced_precision_reduction,
-        _attribute(_MATMUL, "allow_bf16_reduced_precision_reduction"),
+    *(
+        _Setting(
+            f"torch.backends.cuda.matmul.{reduction}",
+            (False, True),
+            getattr(_C, f"_get_cublas_{reduction}"),
+            partial(setattr, torch.backends.cuda.matmul, reduction),
+        )
+        for reduction in ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
     ),
-    _Setting(
-        "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
-        (False, True),
-        _C._get_cublas_allow_fp16_reduced_precision_reduction,
-        _attribute(_MATMUL, "allow_fp16_reduced_precision_reduction"),
-    ),
-    _Setting(
-        "torch.backends.cuda.matmul.allow_fp16_accumulation",
-        False,
-        _C._get_cublas_allow_fp16_accumulation,
-        _C._set_cublas_allow_fp16_accumulation,
-    ),
+    _own("torch.backends.cuda.matmul.allow_fp16_accumulation", False, "cublas_allow_fp16_accumulation"),
     # A benchmark picks the kernel that is fastest today.
-    _Setting("torch.backends.cudnn.benchmark", False, _C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
-    _Setting("torch.backends.cudnn.deterministic", True, _C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
+    _own("torch.backends.cudnn.benchmark", False, "cudnn_benchmark"),
+    _own("torch.backends.cudnn.deterministic", True, "cudnn_deterministic"),
     # Torch's fused transformer layers have other bits than their parts, and no gradients.
     _Setting(
         "torch.backends.mha.set_fastpath_enabled",
@@ -113,14 +94,20 @@ _SETTINGS = (
         torch.backends.mha.get_fastpath_enabled,
         torch.backends.mha.set_fastpath_enabled,
     ),
-    # A denormal that is flushed on one CPU alone would be another bit.
-    _Setting("torch.set_flush_denormal", True, _keeps_denormals, lambda kept: torch.set_flush_denormal(not kept)),
+    # A denormal that is flushed on one CPU alone would be another bit. Torch does not say what it has set, so one is
+    # computed.
+    _Setting(
+        "torch.set_flush_denormal",
+        True,
+        lambda: _SMALLEST / 2 != 0,
+        lambda kept: torch.set_flush_denormal(not kept),
+    ),
     # Memory that is read before it is written would hold what another example left there.
     _Setting(
         "torch.utils.deterministic.fill_uninitialized_memory",
         True,
         lambda: _DETERMINISTIC.fill_uninitialized_memory,
-        _attribute(_DETERMINISTIC, "fill_uninitialized_memory"),
+        partial(setattr, _DETERMINISTIC, "fill_uninitialized_memory"),
     ),
     _Setting("torch.set_default_dtype", torch.float32, torch.get_default_dtype, torch.set_default_dtype),
     *(
@@ -184,7 +171,15 @@ def _end(needed: Sequence[object], before: Sequence[object], cause: Exception | 
     found = _read()
     _set(before, found)
     if found != needed:
-        raise _refusal(needed, found) from cause
+        # What an older interface cannot say, the newer one does.
+        triples = zip(_SETTINGS, found, needed, strict=True)
+        changed = dict.fromkeys(each.name for each, now, value in triples if now not in (value, None))
+        raise ModelError(
+            "changed_setting",
+            f"the model, a hook of it or the loss changes {' and '.join(changed)}, so a sum would hold other numbers "
+            "than are proved.",
+            "Leave torch's settings to raycloak; precision and threads_per_worker are what a run may choose.",
+        ) from cause
 
 
 def _read() -> list[object]:
@@ -208,15 +203,3 @@ def _set(values: Sequence[object], found: Sequence[object]) -> None:
         # Read again: an older interface has set newer ones too.
         if value is not None and each.read() != value:
             each.write(value)
-
-
-def _refusal(needed: Sequence[object], found: Sequence[object]) -> ModelError:
-    triples = zip(_SETTINGS, found, needed, strict=True)
-    # What an older interface cannot say, the newer one does.
-    changed = dict.fromkeys(each.name for each, now, value in triples if now not in (value, None))
-    return ModelError(
-        "changed_setting",
-        f"the model, a hook of it or the loss changes {' and '.join(changed)}, so a sum would hold other numbers than "
-        "are proved.",
-        "Leave torch's settings to raycloak; precision and threads_per_worker are what a run may choose.",
-    )

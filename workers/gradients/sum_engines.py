@@ -9,15 +9,14 @@ Shapes and work depend on public numbers alone: always M micro-batches of m rows
 """
 
 import warnings
-from collections.abc import Iterable, Mapping
-from typing import Protocol, Self
+from collections.abc import Iterable
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from raycloak.attestation.core.roster import Query
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.gradients.clipping import MAX_ROWS, ClippedSum, MicroBatch
 from raycloak.workers.gradients.gradient_parts import named_operations
@@ -49,20 +48,6 @@ class SumEngine(Protocol):
         ...
 
 
-class MeasurementEngine(SumEngine, Protocol):
-    """The sum engine of one kind of measurement."""
-
-    @classmethod
-    def of(cls, measurement: Measurement, runtime: ModelRuntime) -> Self:
-        """Return the engine of ``measurement``; a model that it needs is built for it alone."""
-        ...
-
-    @staticmethod
-    def check_form(measurement: Measurement, form: DatasetForm) -> None:
-        """Refuse data that has no such labels to measure; ConfigError ``measurement_labels``."""
-        ...
-
-
 class ClassCountEngine:
     """Counts labels.
 
@@ -75,16 +60,6 @@ class ClassCountEngine:
         self._measurement = measurement
         self.sizes = (measurement.mechanism.dimension,)
         self.counted: PublicSums | None = None
-
-    @classmethod
-    def of(cls, measurement: Measurement, runtime: ModelRuntime) -> Self:
-        """Return the engine of ``measurement``, which needs no model."""
-        return cls(measurement)
-
-    @staticmethod
-    def check_form(measurement: Measurement, form: DatasetForm) -> None:
-        """Require one class number an example; ConfigError ``measurement_labels``."""
-        _require_class_numbers(form, "measurements.class_counts")
 
     def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> NDArray[np.float64]:
         """Return the sum of one-hot labels times ``unit``, float64 [classes]; the parameters do not matter."""
@@ -129,17 +104,6 @@ class PrivateEvaluationEngine:
         self._state = KeptState(self._module, self._loss.loss_fn)
         self.counted: PublicSums | None = None
 
-    @classmethod
-    def of(cls, measurement: Measurement, runtime: ModelRuntime) -> Self:
-        """Return the engine of ``measurement`` with its own model, which is put into evaluation mode."""
-        return cls(measurement, runtime.build(), runtime.loss_fn, runtime.device, runtime.deterministic)
-
-    @staticmethod
-    def check_form(measurement: Measurement, form: DatasetForm) -> None:
-        """Accept any data, as the run's own loss is defined on it; pairs need one class number an example."""
-        if measurement.classes:
-            _require_class_numbers(form, "measurements.evaluation.classes")
-
     def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> NDArray[np.float64]:
         """Return the sum of (loss / B, correct, pairs) times ``unit``, float64 [1, 2 or 2 + K²].
 
@@ -179,24 +143,11 @@ def _pairs(labels: Tensor, predicted: Tensor, classes: int) -> Tensor:
     return ((labels[:, None] == numbers)[:, :, None] & (predicted[:, None] == numbers)[:, None, :]).flatten(1)
 
 
-def _require_class_numbers(form: DatasetForm, field: str) -> None:
-    if (form.label_shape, form.label_dtype) != ((), "int64"):
-        raise ConfigError(
-            "measurement_labels",
-            f"labels of type {form.label_dtype} and shape {list(form.label_shape)} are not class numbers to count.",
-            f"Remove {field}, or give one integer label per example.",
-        )
-
-
-_ENGINES: Mapping[Query, type[MeasurementEngine]] = {
-    "class_counts": ClassCountEngine,
-    "evaluation": PrivateEvaluationEngine,
-}
-
-
 def measurement_engine(measurement: Measurement, runtime: ModelRuntime) -> SumEngine:
-    """Return a new engine for ``measurement``."""
-    return _ENGINES[measurement.query].of(measurement, runtime)
+    """Return a new engine for ``measurement``; a model that it needs is built for it alone."""
+    if measurement.query == "class_counts":
+        return ClassCountEngine(measurement)
+    return PrivateEvaluationEngine(measurement, runtime.build(), runtime.loss_fn, runtime.device, runtime.deterministic)
 
 
 def check_measurable(measurement: Measurement, form: DatasetForm) -> None:
@@ -205,7 +156,15 @@ def check_measurable(measurement: Measurement, form: DatasetForm) -> None:
     Raises:
         ConfigError: ``measurement_labels`` or ``measurement_too_large``.
     """
-    _ENGINES[measurement.query].check_form(measurement, form)
+    counts = measurement.query == "class_counts"
+    # An evaluation takes any data, as the run's own loss is defined on it. Its pairs need one class number an example.
+    if (counts or measurement.classes) and (form.label_shape, form.label_dtype) != ((), "int64"):
+        field = "measurements.class_counts" if counts else "measurements.evaluation.classes"
+        raise ConfigError(
+            "measurement_labels",
+            f"labels of type {form.label_dtype} and shape {list(form.label_shape)} are not class numbers to count.",
+            f"Remove {field}, or give one integer label per example.",
+        )
     rows = measurement.mechanism.micro_batches * measurement.mechanism.micro_batch_size
     if rows > MAX_ROWS:
         raise ConfigError(
