@@ -108,9 +108,9 @@ def bench_mask(
     vector: RingVector = np.zeros(params, ring_dtype(bits))
     times, ratios = [], []
     for step in range(1, repeats + 1):
-        times.append((own.bare_keystreams(vector.nbytes), *own.mask(step, ring.spec, values, vector)))
+        times.append((own.bare_keystreams(vector.nbytes), *own.mask(step, ring, values, vector)))
         if other is not None:
-            ratios.append(sum(times[-1][1:]) / sum(other.mask(step, ring.spec, values, vector)))
+            ratios.append(sum(times[-1][1:]) / sum(other.mask(step, ring, values, vector)))
     keystream, key, encode, mask, tag = (statistics.median(column) for column in zip(*times, strict=True))
     header = own.header(vector)
     return MaskBench(
