@@ -10,7 +10,7 @@ from raycloak.attestation.policy.policy import simulated_policy
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
 from raycloak.coordinator.client.sent_batches import DataKeys, DataTerms, SentRun
 from raycloak.coordinator.config import home
-from raycloak.coordinator.training.pace import OpenPace
+from raycloak.coordinator.training.pace import Pace
 from tests.owner import Owner
 from tests.protocol import config
 
@@ -52,7 +52,7 @@ def data_keys(owner: Owner, ledger_key: bytes, account: str, folder: Path, **ter
 
 
 @dataclass
-class Client(OpenPace):
+class Client(Pace):
     """The owner's client as a pace: it seals a step's batches when the run asks for them, in files that stay."""
 
     owner: Owner

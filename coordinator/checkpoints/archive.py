@@ -1,16 +1,42 @@
-"""The archive of one run: the place of its sealed packages, and the recipients who may open them besides the run."""
+"""The archive of one run: the place of its sealed packages, who may open them besides the run, and how it is restored.
 
-from collections.abc import Callable, Iterable
+A package is opened with the run's key, which the orchestrator alone has.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from raycloak.attestation.sealed.package_keys import load_recipients
-from raycloak.coordinator.checkpoints.restorer import Restored, Restorer
-from raycloak.coordinator.checkpoints.saver import Checkpoints
-from raycloak.coordinator.checkpoints.storage import PackageStorage, storage_of
-from raycloak.coordinator.checkpoints.writer import PackageOrigin
+import numpy as np
+from numpy.typing import NDArray
+
+from raycloak.attestation.core.keys import Secret
+from raycloak.attestation.orchestrator.loads import StateLoad
+from raycloak.attestation.orchestrator.package_desk import PublishedPackage
+from raycloak.attestation.sealed.package_keys import TrustStore, load_recipients
+from raycloak.attestation.sealed.package_manifest import PackageRefusal, refuse
+from raycloak.coordinator.checkpoints.arrays import load_arrays
+from raycloak.coordinator.checkpoints.reader import (
+    Expected,
+    VerifiedPackage,
+    parameters_of,
+    signed_manifest,
+    verify_package,
+)
+from raycloak.coordinator.checkpoints.saver import Checkpoints, Published
+from raycloak.coordinator.checkpoints.storage import (
+    STORAGE_ERRORS,
+    PackageStorage,
+    one_line,
+    package_order,
+    storage_of,
+)
+from raycloak.coordinator.checkpoints.writer import OPTIMIZER
 from raycloak.coordinator.cluster.control import Control
 from raycloak.coordinator.config.sections import CheckpointConfig
 from raycloak.metrics.collectors import RunMetrics
+from raycloak.metrics.errors import ConfigError, EvidenceError
 from raycloak.workers.terms.manifest import Manifest
 
 
@@ -44,7 +70,7 @@ class Archive:
         return self._location if "://" in self._location else str(Path(self._location).expanduser().absolute())
 
     def open(
-        self, control: Control, terms: PackageOrigin, metrics: RunMetrics, wanted: Iterable[bytes] = ()
+        self, control: Control, manifest: Manifest, metrics: RunMetrics, wanted: Iterable[bytes] = ()
     ) -> Checkpoints:
         """Start to seal packages.
 
@@ -60,7 +86,7 @@ class Archive:
             self._config,
             storage,
             control,
-            terms,
+            manifest,
             recipients,
             self._notice,
             metrics,
@@ -68,14 +94,130 @@ class Archive:
             wanted=wanted,
         )
 
-    def restore(self, control: Control, manifest: Manifest, at_most: int | None) -> Restored | None:
-        """Restore the newest state, or the newest of at most so many finished steps; None if there is none.
-
-        Raises:
-            ConfigError, EvidenceError: as in `raycloak.coordinator.checkpoints.restorer.Restorer.newest`.
-        """
-        return self.restorer(control, manifest).newest(at_most)
-
-    def restorer(self, control: Control, manifest: Manifest) -> Restorer:
+    def restorer(self, control: Control, manifest: Manifest) -> "Restorer":
         """Return what opens the run's packages."""
         return Restorer(PackageStorage.open(self._location), control, manifest)
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A run, restored from one of its packages.
+
+    Attributes:
+        finished_steps: the package's, or more if the run loaded it after them.
+        parameters: float32[d], in canonical order.
+        state: optimizer state of all tensors.
+        package: the one that it was restored from.
+    """
+
+    finished_steps: int
+    parameters: NDArray[np.float32]
+    state: Mapping[str, np.ndarray]
+    package: Published
+
+
+@dataclass(frozen=True, slots=True)
+class Restorer:
+    """The packages of one run, verified against the run's own signer and heads.
+
+    Guarantee: returns only parameters that the run's orchestrator sealed. Their package was sealed after entries that
+    ledger and evidence log still have.
+
+    Raises:
+        EvidenceError: every method, with a code of
+            `raycloak.attestation.sealed.package_manifest.PackageRefusal`.
+        ConfigError: every method, ``storage`` if the storage cannot be read.
+    """
+
+    storage: PackageStorage
+    control: Control
+    manifest: Manifest
+
+    def newest(self, at_most: int | None = None) -> Restored | None:
+        """Return the state of the newest package, or of the last load since; None without a package.
+
+        Guarantee: the package is no older than the newest one that the log has as published. A loaded package is the
+        very one that the log names.
+
+        Args:
+            at_most: for a replay, look only at packages and loads of at most so many finished steps.
+        """
+        # A replay goes back on purpose, so that newer packages are no rollback.
+        published = self.control.orchestrator.newest_published() if at_most is None else None
+        with _readable():
+            names = [name for name in self.storage.names() if at_most is None or package_order(name)[0] <= at_most]
+        if not names:
+            if published is None:
+                return None
+            refuse(PackageRefusal.ROLLED_BACK, f"one of step {published.step} was published, and none is there.")
+        package = self.verified(self.storage, names[-1], published)
+        # Of the same step, the load came later: a state that was loaded is not sealed again.
+        loads = [
+            load
+            for load in self.control.orchestrator.loads()
+            if package.manifest.step <= load.after_step and (at_most is None or load.after_step <= at_most)
+        ]
+        return self.loaded(loads[-1]) if loads else self.opened(package)
+
+    def verified(self, storage: PackageStorage, name: str, newest: PublishedPackage | None = None) -> VerifiedPackage:
+        """Return a package of this run in ``storage``, whatever its step, but for one that is older than ``newest``."""
+        expected = Expected(
+            run=self.manifest.digest(),
+            newest=newest,
+            ledger_hash=self.control.ledger.hash_at,
+            log_root=self.control.orchestrator.log_root_at,
+        )
+        with _readable():
+            return verify_package(storage, name, self._trust(), expected)
+
+    def loaded(self, load: StateLoad) -> Restored:
+        """Return the state of a load that the log has, at the step after which the run loaded it."""
+        with _readable():
+            return replace(self.opened(self._named(load)), finished_steps=load.after_step)
+
+    def opened(self, package: VerifiedPackage) -> Restored:
+        """Decrypt a verified package."""
+        orchestrator, manifest = self.control.orchestrator, package.manifest
+        wrapped = package.wrapped_key(orchestrator.package_recipient().key_id)
+        data_key = Secret(orchestrator.open_package(manifest.info(), wrapped))
+        with _readable():
+            tensors = parameters_of(package, data_key)
+            states = load_arrays(package.chunks(OPTIMIZER, data_key))
+        return Restored(
+            finished_steps=manifest.step,
+            parameters=np.concatenate([tensors[each.name].reshape(-1) for each in self.manifest.computation.tensors]),
+            # Behind the number of its range; a tensor is in one range alone.
+            state={key.partition("/")[2]: array for key, array in states.items()},
+            package=Published(package.name, manifest),
+        )
+
+    def _named(self, load: StateLoad) -> VerifiedPackage:
+        refusal: EvidenceError | None = None
+        for name in self.storage.names():
+            if package_order(name)[0] != load.step:
+                continue
+            try:
+                if signed_manifest(self.storage, name, self._trust()).digest() == load.package_digest:
+                    return self.verified(self.storage, name)
+            except EvidenceError as found:
+                # The one that was loaded may still be there, beside another of its step that was altered.
+                refusal = found
+        if refusal is not None:
+            raise refusal
+        refuse(
+            PackageRefusal.FILE_MISSING,
+            f"the run loaded one of step {load.step} after step {load.after_step}, and it is not there.",
+        )
+
+    def _trust(self) -> TrustStore:
+        return TrustStore.of("run", self.control.orchestrator.package_signer())
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    try:
+        yield
+    except STORAGE_ERRORS as error:
+        raise ConfigError(
+            "storage", f"the checkpoints cannot be read: {one_line(error)}.", "Restore the storage, then resume."
+        ) from None

@@ -90,7 +90,9 @@ class VerifiedPackage:
         Raises:
             EvidenceError: ``package_file_changed`` if the file is no longer the one that was verified.
         """
-        payload = self._payload(payload_name)
+        payload = next((each for each in self.manifest.payloads if each.name == payload_name), None)
+        if payload is None:
+            refuse(PackageRefusal.MALFORMED, f"its manifest has no payload {payload_name}.")
         with self.storage.reader(self.name, payload_name) as source:
             yield from read_payload(source, data_key, self.manifest.context(), payload)
 
@@ -115,12 +117,6 @@ class VerifiedPackage:
         names = ", ".join(recipient.name for recipient in self.manifest.recipients)
         refuse(PackageRefusal.NOT_A_RECIPIENT, f"it was not sealed to this key, but to the keys of: {names}.")
 
-    def _payload(self, name: str) -> Payload:
-        for payload in self.manifest.payloads:
-            if payload.name == name:
-                return payload
-        refuse(PackageRefusal.MALFORMED, f"its manifest has no payload {name}.")
-
 
 def verify_package(
     storage: PackageSource, name: str, trust: TrustStore, expected: Expected = NOTHING_EXPECTED
@@ -143,7 +139,12 @@ def verify_package(
     known = {MANIFEST, SIGNATURE, RUN_MANIFEST, *(payload.name for payload in manifest.payloads)}
     for stray in sorted(files.keys() - known):
         refuse(PackageRefusal.STRAY_FILE, f"{stray} is not in its manifest.")
-    run_manifest = _run_manifest(_read_clear(storage, name, RUN_MANIFEST, files), manifest)
+    try:
+        run_manifest = parse(Manifest, _read_clear(storage, name, RUN_MANIFEST, files))
+    except ProtocolError:
+        refuse(PackageRefusal.FILE_CHANGED, f"{RUN_MANIFEST} cannot be read.")
+    if run_manifest.digest() != manifest.manifest_digest or run_manifest.run_id != manifest.run_id:
+        refuse(PackageRefusal.FILE_CHANGED, f"{RUN_MANIFEST} is not the one the package was sealed with.")
     for payload in manifest.payloads:
         _check_payload(storage, name, payload, files)
     return VerifiedPackage(storage, name, signer, manifest, run_manifest)
@@ -191,19 +192,16 @@ def _signed_manifest(
 
 def _source(path: str) -> tuple[PackageSource, str]:
     """Return where a package is read from, and its name there."""
-    if "://" not in path and (file := Path(path).expanduser()).is_file():
-        found = PackageFile.open(file)
-        return found, found.name
-    location, name = split_location(_named(path))
+    if "://" not in path:
+        local = Path(path).expanduser()
+        if local.is_file():
+            found = PackageFile.open(local)
+            return found, found.name
+        # Its last part is the folder's name, which ``.`` and ``..`` are not.
+        absolute = local.absolute()
+        path = str(absolute.resolve() if absolute.name == ".." else absolute)
+    location, name = split_location(path)
     return PackageStorage.open(location), name
-
-
-def _named(path: str) -> str:
-    """Return a path whose last part is the folder's name, which ``.`` and ``..`` are not. A URL stays as it is."""
-    if "://" in path:
-        return path
-    found = Path(path).expanduser().absolute()
-    return str(found.resolve() if found.name == ".." else found)
 
 
 def _check_name(manifest: PackageManifest, name: str) -> None:
@@ -238,16 +236,6 @@ def _check_expected(manifest: PackageManifest, expected: Expected) -> None:
             PackageRefusal.LOG_ROLLED_BACK,
             f"it was sealed after {manifest.log_length} entries of the evidence log, which this log does not have.",
         )
-
-
-def _run_manifest(body: bytes, manifest: PackageManifest) -> Manifest:
-    try:
-        run_manifest = parse(Manifest, body)
-    except ProtocolError:
-        refuse(PackageRefusal.FILE_CHANGED, f"{RUN_MANIFEST} cannot be read.")
-    if run_manifest.digest() != manifest.manifest_digest or run_manifest.run_id != manifest.run_id:
-        refuse(PackageRefusal.FILE_CHANGED, f"{RUN_MANIFEST} is not the one the package was sealed with.")
-    return run_manifest
 
 
 def _check_payload(storage: PackageSource, name: str, payload: Payload, files: Mapping[str, int]) -> None:

@@ -9,16 +9,17 @@ time. Of the snapshots that wait, the newest is kept. An error of the storage is
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Any
 
-from raycloak.attestation.sealed.package_keys import RecipientPublic
+from raycloak.attestation.core.hybrid_signature import SignerPublic
+from raycloak.attestation.sealed.package_keys import RecipientPublic, TrustStore
 from raycloak.attestation.sealed.package_manifest import PackageManifest
-from raycloak.coordinator.checkpoints.retention import PackageRetention
+from raycloak.coordinator.checkpoints.reader import signed_manifest
 from raycloak.coordinator.checkpoints.storage import (
     MANIFEST,
     RUN_MANIFEST,
@@ -28,11 +29,12 @@ from raycloak.coordinator.checkpoints.storage import (
     PackageStorage,
     one_line,
 )
-from raycloak.coordinator.checkpoints.writer import PackageOrigin, Snapshot, write_draft
+from raycloak.coordinator.checkpoints.writer import Snapshot, write_draft
 from raycloak.coordinator.cluster.control import Control
 from raycloak.coordinator.config.sections import CheckpointConfig
 from raycloak.metrics.collectors import RunMetrics
 from raycloak.metrics.errors import EvidenceError
+from raycloak.workers.terms.manifest import Manifest
 
 # Pause before a storage that failed is tried again; a newer snapshot may take the waiting one's place meanwhile.
 RETRY_S = 5.0
@@ -46,24 +48,6 @@ class Published:
     manifest: PackageManifest
 
 
-@dataclass(frozen=True, slots=True)
-class _Drafted:
-    """A package that still lacks its signature."""
-
-    snapshot: Snapshot
-    draft: Draft
-    manifest: PackageManifest
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """The background thread's present work, and what the main thread does afterwards."""
-
-    future: Future[Any]
-    then: Callable[[Any], None]
-    failed: Callable[[BaseException], None]
-
-
 class Checkpoints:
     """The sealer of one run's packages while it trains.
 
@@ -74,9 +58,9 @@ class Checkpoints:
     Args:
         config: how often packages are sealed, and which are kept.
         storage: holds this run's packages alone.
-        terms: the part that all packages share.
+        run: the run's manifest, which is in each package.
         recipients: parties that may open a package besides the run; see
-        `raycloak.attestation.sealed.package_keys.load_recipients`.
+            `raycloak.attestation.sealed.package_keys.load_recipients`.
         notice: told once why packages are not published, and once that they are again.
         published: called with the finished steps and the digest of each package that is.
         wanted: digests of packages that are never deleted.
@@ -88,7 +72,7 @@ class Checkpoints:
         config: CheckpointConfig,
         storage: PackageStorage,
         control: Control,
-        terms: PackageOrigin,
+        run: Manifest,
         recipients: Sequence[RecipientPublic],
         notice: Callable[[str], None],
         metrics: RunMetrics,
@@ -101,7 +85,7 @@ class Checkpoints:
         self._config = config
         self._storage = storage
         self._control = control
-        self._terms = terms
+        self._run = run
         self._notice = notice
         self._metrics = metrics
         self._clock = clock
@@ -110,16 +94,20 @@ class Checkpoints:
         self._recipients = (control.orchestrator.package_recipient(), *recipients)
         before = control.orchestrator.newest_published()
         self._previous = before.digest if before else b""
-        signer, run = control.orchestrator.package_signer(), terms.manifest.digest()
-        self._retention = PackageRetention(config, storage, signer, run, wanted)
+        self._retention = PackageRetention(
+            config, storage, control.orchestrator.package_signer(), run.digest(), set(wanted)
+        )
         self._background = Background()
         self._waiting: Snapshot | None = None
-        self._drafted: _Drafted | None = None
+        # A package that still lacks its signature; its snapshot has the whole manifest.
+        self._drafted: tuple[Draft, Snapshot] | None = None
         self._newest: Published | None = None
         self._not_before = monotonic()
         self._in_trouble = False
+        # The background thread's present work, and what this thread does once it is done, or has failed.
+        self._job: tuple[Future[Any], Callable[[Any], None], Callable[[BaseException], None]] | None = None
         # First remove what a writer that died left unfinished. Nobody else writes here.
-        self._job: _Work | None = self._start(storage.sweep, lambda _: None, self._not_tidied)
+        self._start(storage.sweep, lambda _: None, self._not_tidied)
 
     def due(self, finished_steps: int) -> bool:
         """Return whether the configuration asks for a package after so many steps."""
@@ -152,20 +140,16 @@ class Checkpoints:
         # Somebody waits for it, so a storage that failed is tried again now.
         self._not_before = self._monotonic()
         self.poll()
-        while (found := self._published_of(finished_steps)) is None and self._job is not None:
-            if (left := end - self._monotonic()) <= 0:
-                break
-            self._background.wait(self._job.future, left)
+        while (newest := self._newest) is None or newest.manifest.step != finished_steps:
+            if self._job is None or (left := end - self._monotonic()) <= 0:
+                return None
+            self._background.wait(self._job[0], left)
             self.poll()
-        return found
-
-    def _published_of(self, finished_steps: int) -> Published | None:
-        newest = self._newest
-        return newest if newest is not None and newest.manifest.step == finished_steps else None
+        return newest
 
     def want(self, package_digest: bytes) -> None:
-        """Keep a package for good, whatever the configuration says."""
-        self._retention.want(package_digest)
+        """Keep a package for good from now on, whatever the configuration says."""
+        self._retention.wanted.add(package_digest)
 
     def close(self, deadline_s: float) -> bool:
         """Finish the offered packages within ``deadline_s`` seconds; return whether all of them were published.
@@ -180,11 +164,11 @@ class Checkpoints:
         # A draft without a signature waits for a commit that will not come, and the other work waits behind it.
         while (left := end - self._monotonic()) > 0 and (self._job or (self._waiting and not self._drafted)):
             pause = left if self._job else min(left, max(self._not_before - self._monotonic(), 0.0))
-            self._background.wait(self._job.future if self._job else None, pause)
+            self._background.wait(self._job[0] if self._job else None, pause)
             self.poll()
-        unfinished = self._drafted.snapshot if self._drafted else self._waiting
+        unfinished = self._drafted[1] if self._drafted else self._waiting
         if unfinished is not None:
-            self._notice(f"the checkpoint of step {unfinished.finished_steps} was not published.")
+            self._notice(f"the checkpoint of step {unfinished.stated.step} was not published.")
         is_done = unfinished is None and self._job is None
         self._background.stop()
         return is_done
@@ -192,42 +176,45 @@ class Checkpoints:
     def _advance(self) -> bool:
         """Take one step of the state machine; return False if there is nothing to do now."""
         if self._job is not None:
-            return self._finish_job(self._job)
+            future, then, failed = self._job
+            if not future.done():
+                return False
+            # First, because `then` and `failed` may start the next one.
+            self._job = None
+            error = future.exception()
+            if error is None:
+                then(future.result())
+            elif isinstance(error, STORAGE_ERRORS):
+                failed(error)
+            else:
+                raise error
+            return True
         if self._drafted is not None:
-            return self._sign(self._drafted)
+            return self._sign(*self._drafted)
         if self._waiting is not None and self._monotonic() >= self._not_before:
             self._write(self._waiting)
             return True
         return False
 
-    def _finish_job(self, job: _Work) -> bool:
-        if not job.future.done():
-            return False
-        self._job = None
-        # The job is cleared first, because `then` and `failed` may start the next one.
-        error = job.future.exception()
-        if error is None:
-            job.then(job.future.result())
-        elif isinstance(error, STORAGE_ERRORS):
-            job.failed(error)
-        else:
-            raise error
-        return True
-
     def _write(self, snapshot: Snapshot) -> None:
-        self._waiting = None
         previous, created_at = self._previous, int(self._clock())
-        self._job = self._start(
-            lambda: _write(self._storage, snapshot, self._terms, self._recipients, previous, created_at),
-            self._take_draft,
-            lambda error: self._retry(snapshot, error),
-        )
 
-    def _take_draft(self, drafted: _Drafted) -> None:
-        self._drafted = drafted
+        def write() -> tuple[Draft, Snapshot]:
+            draft = self._storage.draft(snapshot.stated.step)
+            with _discarded_on_error(draft):
+                stated = write_draft(
+                    draft, snapshot, self._run, self._recipients, previous=previous, created_at=created_at
+                )
+            return draft, replace(snapshot, stated=stated)
 
-    def _sign(self, drafted: _Drafted) -> bool:
-        body = drafted.manifest.encode()
+        def take(drafted: tuple[Draft, Snapshot]) -> None:
+            self._drafted = drafted
+
+        self._waiting = None
+        self._start(write, take, lambda error: self._retry(snapshot, error))
+
+    def _sign(self, draft: Draft, snapshot: Snapshot) -> bool:
+        body = snapshot.stated.encode()
         try:
             signature = self._control.orchestrator.sign_package(body)
         except EvidenceError as refusal:
@@ -237,11 +224,16 @@ class Checkpoints:
             raise
         self._drafted = None
         # The signature comes last: on S3 it makes the package appear.
-        files = {RUN_MANIFEST: self._terms.manifest.encode(), MANIFEST: body, SIGNATURE: signature}
-        self._job = self._start(
-            lambda: _publish(drafted.draft, files),
-            lambda name: self._record(Published(name, drafted.manifest)),
-            lambda error: self._retry(drafted.snapshot, error),
+        files = {RUN_MANIFEST: self._run.encode(), MANIFEST: body, SIGNATURE: signature}
+
+        def publish() -> str:
+            with _discarded_on_error(draft):
+                return draft.publish(files)
+
+        self._start(
+            publish,
+            lambda name: self._record(Published(name, snapshot.stated)),
+            lambda error: self._retry(snapshot, error),
         )
         return True
 
@@ -256,7 +248,7 @@ class Checkpoints:
         if self._in_trouble:
             self._in_trouble = False
             self._notice(f"checkpoints are published again, from step {manifest.step}.")
-        self._job = self._start(self._retention.apply, lambda _: None, self._not_tidied)
+        self._start(self._retention.apply, lambda _: None, self._not_tidied)
 
     def _retry(self, snapshot: Snapshot, error: BaseException) -> None:
         """Schedule another attempt, with a newer snapshot if there is one."""
@@ -265,7 +257,7 @@ class Checkpoints:
         if not self._in_trouble:
             self._in_trouble = True
             self._notice(
-                f"the checkpoint of step {snapshot.finished_steps} could not be published ({one_line(error)}); "
+                f"the checkpoint of step {snapshot.stated.step} could not be published ({one_line(error)}); "
                 "the run continues, earlier ones stay, and it will be tried again."
             )
 
@@ -274,27 +266,8 @@ class Checkpoints:
 
     def _start(
         self, work: Callable[[], Any], then: Callable[[Any], None], failed: Callable[[BaseException], None]
-    ) -> _Work:
-        return _Work(self._background.run(work), then, failed)
-
-
-def _write(
-    storage: PackageStorage,
-    snapshot: Snapshot,
-    terms: PackageOrigin,
-    recipients: Sequence[RecipientPublic],
-    previous: bytes,
-    created_at: int,
-) -> _Drafted:
-    draft = storage.draft(snapshot.finished_steps)
-    with _discarded_on_error(draft):
-        manifest = write_draft(draft, snapshot, terms, recipients, previous=previous, created_at=created_at)
-    return _Drafted(snapshot, draft, manifest)
-
-
-def _publish(draft: Draft, files: Mapping[str, bytes]) -> str:
-    with _discarded_on_error(draft):
-        return draft.publish(files)
+    ) -> None:
+        self._job = self._background.run(work), then, failed
 
 
 @contextmanager
@@ -306,6 +279,52 @@ def _discarded_on_error(draft: Draft) -> Iterator[None]:
         with suppress(*STORAGE_ERRORS):
             draft.discard()
         raise
+
+
+class PackageRetention:
+    """Keeps the newest packages of a run, the best by a released metric, and the wanted ones; deletes the others.
+
+    Packages of other runs are left alone.
+
+    Args:
+        run: digest of the run's manifest.
+        wanted: digests of packages that stay whatever the configuration says.
+    """
+
+    def __init__(
+        self, config: CheckpointConfig, storage: PackageStorage, signer: SignerPublic, run: bytes, wanted: set[bytes]
+    ) -> None:
+        self.wanted = wanted
+        self._config = config
+        self._storage = storage
+        self._trust = TrustStore.of("run", signer)
+        self._run = run
+        self._known: dict[str, PackageManifest | None] = {}
+
+    def apply(self) -> None:
+        """Keep the newest ``num_to_keep``, the best and the wanted ones; delete the others."""
+        own = {name: manifest for name in self._storage.names() if (manifest := self._own(name))}
+        kept = set(list(own)[-self._config.num_to_keep :])
+        if (metric := self._config.keep_best) is not None:
+            sign = -1 if metric == "evaluation_loss" else 1
+            scores = {name: score for name, each in own.items() if (score := getattr(each, metric)) is not None}
+            # Of equal scores the newest wins: names are in the order of steps.
+            kept |= {max(reversed(scores), key=lambda name: sign * scores[name])} if scores else set()
+        kept |= {name for name, manifest in own.items() if manifest.digest() in self.wanted}
+        for name in [each for each in own if each not in kept]:
+            self._storage.delete(name)
+            del self._known[name]
+
+    def _own(self, name: str) -> PackageManifest | None:
+        """Return a package's manifest if it is this run's; None for any other, which is not ours to judge or delete."""
+        # A published package never changes, so each is read once.
+        if name not in self._known:
+            try:
+                manifest = signed_manifest(self._storage, name, self._trust)
+            except EvidenceError:
+                manifest = None
+            self._known[name] = manifest if manifest and manifest.manifest_digest == self._run else None
+        return self._known[name]
 
 
 class Background:

@@ -11,6 +11,7 @@ import json
 import os
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from raycloak.attestation.core.private_memory import keep_memory_private
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
     from raycloak.coordinator.runs.execution import Execution
     from raycloak.coordinator.training.outset import Outset
     from raycloak.coordinator.training.reporting import StepReport
-    from raycloak.coordinator.training.state_requests import Between
+    from raycloak.coordinator.training.steps import Training
     from raycloak.workers.terms.measurement import Released as Measured
     from raycloak.workers.terms.public_sums import PublicSums
 
@@ -77,9 +78,7 @@ class PacedRun:
         self._begin = begin
         self._parent = parent
         self._stop = stop
-        self._pace: GatedPace[Save | Copy | Load] = GatedPace(
-            stop, self._computed, self._held, self._between, lambda ending: self._tell(Over(ending=ending))
-        )
+        self._pace = GatedPace(stop, self._computed, self._held, lambda ending: self._tell(Over(ending=ending)))
         self._losses: dict[int, float] = {}
         # A daemon: the service may keep its end open for longer than this process lives.
         threading.Thread(target=self._listen, name="commands", daemon=True).start()
@@ -213,19 +212,19 @@ class PacedRun:
             case Batches():
                 self._pace.send(command.step, command.files)
             case Save() | Copy() | Load():
-                self._pace.ask(command)
+                self._pace.ask(command.after, partial(self._between, command))
             case Close():
                 self._pace.close()
             case Begin():
                 self._tell(Notice(line="a driver begins one run; the run stops"))
                 self._stop.make()
 
-    def _between(self, command: Save | Copy | Load, training: "Between") -> None:
-        from raycloak.coordinator.training.state_requests import CopyRequest, LoadRequest, SaveRequest
+    def _between(self, command: Save | Copy | Load, training: "Training") -> None:
+        from raycloak.coordinator.training import state_requests
 
         try:
             if isinstance(command, Save):
-                saved = training.save(SaveRequest(command.id, command.after))
+                saved = state_requests.save(training, command.id, command.after)
                 report: Report = Saved(
                     id=command.id,
                     package=saved.package,
@@ -234,10 +233,10 @@ class PacedRun:
                     step=saved.step,
                 )
             elif isinstance(command, Copy):
-                digest = training.copy(CopyRequest(command.after, command.path))
+                digest = state_requests.copy(training, command.after, command.path)
                 report = Copied(id=command.id, model_digest=digest.hex())
             else:
-                loaded = training.load(LoadRequest(command.after, command.package))
+                loaded = state_requests.load(training, command.after, command.package)
                 report = Loaded(id=command.id, model_digest=loaded.model_digest.hex(), step=loaded.step)
         except RefusedError as refusal:
             report = Refused(id=command.id, code=refusal.code, message=refusal.message, remedy=refusal.remedy)

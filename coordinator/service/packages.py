@@ -23,7 +23,7 @@ class SavedPackage:
     """A saved package.
 
     Args:
-        location: as `raycloak.coordinator.training.state_requests.PackagedState` has it.
+        location: as `raycloak.coordinator.training.state_requests.save` states it.
         package_digest: of the package, 32 bytes.
 
     Raises:

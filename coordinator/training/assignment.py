@@ -11,8 +11,7 @@ from typing import ClassVar
 from raycloak.attestation.core.evidence import CollateralBundle
 from raycloak.attestation.core.hybrid_signature import SignerPublic
 from raycloak.attestation.policy.policy import Policy
-from raycloak.coordinator.checkpoints.archive import Archive
-from raycloak.coordinator.checkpoints.restorer import Restored
+from raycloak.coordinator.checkpoints.archive import Archive, Restored
 from raycloak.coordinator.cluster.backend import Backend
 from raycloak.coordinator.cluster.control import Control
 from raycloak.coordinator.config.run import RunConfig
@@ -85,7 +84,7 @@ class ResumedRun:
 
     def restore(self, control: Control) -> Restored | None:
         """Return the newest package; None to start from the manifest's parameters."""
-        return self.archive.restore(control, self.recorded, at_most=None)
+        return self.archive.restorer(control, self.recorded).newest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +108,7 @@ class ReplayedRun:
 
     def restore(self, control: Control) -> Restored | None:
         """Return the package to start from; None to start from the manifest's parameters."""
-        return self.archive.restore(control, self.recorded, at_most=self.first_step)
+        return self.archive.restorer(control, self.recorded).newest(self.first_step)
 
 
 Assignment = NewRun | ResumedRun | ReplayedRun

@@ -14,12 +14,10 @@ from numpy.typing import NDArray
 from raycloak.coordinator.cluster.backend import ActorLost
 from raycloak.coordinator.planning.plan import Plan
 from raycloak.coordinator.record.outcome import Ending
-from raycloak.coordinator.training.assembly import step_runner
 from raycloak.coordinator.training.assignment import Order
-from raycloak.coordinator.training.conclusion import finish_log
-from raycloak.coordinator.training.model import Model
+from raycloak.coordinator.training.attempt import Step
 from raycloak.coordinator.training.phases import Coordinator
-from raycloak.coordinator.training.step import Done, Gathered
+from raycloak.coordinator.training.step_context import Model
 from raycloak.metrics.errors import ConfigError, RaycloakError, RunFailedError
 from raycloak.metrics.registry import FAILED
 from raycloak.workers.terms.model_digest import model_digest, tensor_digests
@@ -30,9 +28,8 @@ class HandLoop:
 
     Guarantee: whatever its caller computes from an average costs no epsilon, since the average is released. A step is
     charged before a worker computes it, only the whole sum of its bound vectors is decoded, and only once. Wherever the
-    loop ends,
-    the run claims ``plan.epsilon_outsiders``: its caller may have looked. Precondition: the caller sees only released
-    values.
+    loop ends, the run claims ``plan.epsilon_outsiders``: its caller may have looked. Precondition: the caller sees only
+    released values.
 
     Attributes:
         plan: what the steps cost; ``plan.mechanism`` has the noise in each average.
@@ -51,21 +48,21 @@ class HandLoop:
         except Exception:
             self.close()
             raise
-        self._runner = step_runner(order, self._admitted, self._admitted.membership.admission.renew)
+        self._runner = self._coordinator.step_runner(self._admitted)
         self.plan: Plan = self._admitted.plan
         self.initial_parameters: NDArray[np.float32] = self._admitted.start
         self._finished = 0
         # What the next `aggregate` may be given.
-        self._gathered: Gathered | None = None
+        self._gathered: Step | None = None
         # The newest step, until the parameters that its caller makes of it are known.
-        self._released: Done | None = None
+        self._released: Step | None = None
 
     @property
     def finished_steps(self) -> int:
         """The number of steps whose average was released."""
         return self._finished
 
-    def vectors(self, parameters: NDArray[np.floating[Any]]) -> Gathered:
+    def vectors(self, parameters: NDArray[np.floating[Any]]) -> Step:
         """Charge the next step, and have every worker draw its sample, clip, sum, add noise and mask.
 
         Args:
@@ -83,15 +80,20 @@ class HandLoop:
         if self._finished == self.plan.mechanism.steps:
             raise RunFailedError("complete", f"all {self._finished} planned steps are done.", "Plan more steps.")
         flat = self._flat(parameters)
-        self._renew()
+        membership, runner = self._admitted.membership, self._runner
+        # Evidence ages, and another epoch needs it anew.
+        starts_epoch = self._finished > 0 and self._finished % self._order.config.epoch_steps == 0
+        if membership.admission.review() or starts_epoch:
+            runner.context.renew()
+        membership.growth.settle()
         digest = self._digest(flat)
         self._commit(digest)
         backend = self._order.session.backend
         parts = tuple(backend.put(flat[owned.start : owned.stop].copy()) for owned in self._admitted.ranges)
-        self._gathered = self._runner.gather(self._finished, Model(parts, (), digest))
+        self._gathered = runner.gather(self._finished, Model(parts, (), digest))
         return self._gathered
 
-    def aggregate(self, vectors: Gathered) -> NDArray[np.float64]:
+    def aggregate(self, vectors: Step) -> NDArray[np.float64]:
         """Have the ledger bind the vectors for good and the aggregators add them.
 
         Args:
@@ -112,8 +114,8 @@ class HandLoop:
                 f"after {self._finished} steps, these vectors were aggregated already, or newer ones were gathered.",
                 "Give aggregate what vectors returned last, and once: both take one step.",
             )
-        average, self._released = self._runner.release(vectors)
-        self._gathered = None
+        average = self._runner.release(vectors)
+        self._gathered, self._released = None, vectors
         self._finished += 1
         self._admitted.metrics.steps_finished(self._finished)
         return average
@@ -133,7 +135,7 @@ class HandLoop:
         self._commit(digest)
         self._runner.commit()
         self._order.folder.write_parameters(self._admitted.manifest, flat, digest)
-        finish_log(self._order, destroy=True)
+        self._coordinator.finish_log(destroy=True)
         self._is_over = True
         self._coordinator.ended(Ending.COMPLETE.value)
         return digest.hex()
@@ -145,7 +147,7 @@ class HandLoop:
             self._coordinator.ended(FAILED)
             # The error that ended the loop is the one to report.
             with suppress(ActorLost, RaycloakError):
-                finish_log(self._order, destroy=True)
+                self._coordinator.finish_log(destroy=True)
 
     def _require_open(self) -> None:
         if self._is_over:
@@ -171,14 +173,6 @@ class HandLoop:
             metrics.step_committed(outcome.seconds)
             metrics.masked_bytes_received(outcome.masked_bytes)
             self._order.reporting.write_step(outcome, private, len(self._admitted.membership.members.workers))
-
-    def _renew(self) -> None:
-        """Replace lost workers, and have evidence renewed that ages or that another epoch needs."""
-        membership = self._admitted.membership
-        starts_epoch = self._finished > 0 and self._finished % self._order.config.epoch_steps == 0
-        if membership.admission.review() or starts_epoch:
-            membership.admission.renew()
-        membership.growth.settle()
 
     def _digest(self, flat: NDArray[np.float32]) -> bytes:
         tensors = self._admitted.manifest.computation.tensors

@@ -14,52 +14,51 @@ import queue
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final
 
 from raycloak.coordinator.training.stop_signals import StopRequest
 from raycloak.workers.terms.public_sums import PublicSums
 
 if TYPE_CHECKING:
-    # A driver starts before it imports what saves and loads states.
-    from raycloak.coordinator.training.state_requests import Between
+    # A driver starts before it imports what trains.
+    from raycloak.coordinator.training.steps import Training
 
 
 class StepLeft(Exception):
     """A stop while a step was held or waited to be released: it stays charged, and a resume repeats it."""
 
 
-class Pace(Protocol):
-    """The gates of a step loop; its methods are for the loop's own thread."""
+class Pace:
+    """The gates of a step loop, all of them open: it never waits. Its methods are for the loop's own thread."""
 
-    def admit(self, between: "Between") -> bool:
+    def admit(self, training: "Training") -> bool:
         """Do what is due between two steps, and return when the next may be charged, or the finished run may end.
 
         Returns:
             False if the loop is to end here, as a stop.
         """
-        ...
+        return True
 
-    def ends(self, between: "Between", ending: str) -> bool:
+    def ends(self, training: "Training", ending: str) -> bool:
         """Return when a run whose account has no room, or that stops early, may end; until then, do what is due.
 
         Returns:
             False if the execution is to end as a stop.
         """
-        ...
+        return True
 
     def batches(self, step: int) -> tuple[Path, ...]:
         """Return the files with the sent examples of an admitted step; none where the run samples registered data."""
-        ...
+        return ()
 
     def computing(self, step: int, cancel: Callable[[], None]) -> AbstractContextManager[None]:
         """Return a block during which ``cancel`` is called, perhaps twice and by any thread, if the step is held."""
-        ...
+        return nullcontext()
 
     def is_held(self, step: int) -> bool:
         """Return whether a charged step is not to be computed now."""
-        ...
+        return False
 
     def resume(self, step: int, epsilon: float | None) -> None:
         """Return when a charged step is to be computed after all.
@@ -70,11 +69,10 @@ class Pace(Protocol):
         Raises:
             StepLeft: a stop came first.
         """
-        ...
 
     def is_released(self, step: int) -> bool:
         """Return whether :meth:`release` would return at once."""
-        ...
+        return True
 
     def computed(self, step: int, epsilon: float | None, counted: PublicSums | None) -> None:
         """Take note that a step is charged and computed, and that the ledger has bound its vectors.
@@ -83,7 +81,6 @@ class Pace(Protocol):
             epsilon: of the account, as the step's receipt states it; None if the run is not private.
             counted: exact sums over the step's examples; None if the run is private.
         """
-        ...
 
     def release(self, step: int) -> None:
         """Return when the aggregators may reduce the step.
@@ -91,84 +88,14 @@ class Pace(Protocol):
         Raises:
             StepLeft: a stop came first.
         """
-        ...
 
 
-class OpenPace:
-    """A pace that never waits."""
-
-    def admit(self, between: "Between") -> bool:
-        return True
-
-    def ends(self, between: "Between", ending: str) -> bool:
-        return True
-
-    def batches(self, step: int) -> tuple[Path, ...]:
-        return ()
-
-    def computing(self, step: int, cancel: Callable[[], None]) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def is_held(self, step: int) -> bool:
-        return False
-
-    def resume(self, step: int, epsilon: float | None) -> None:
-        pass
-
-    def is_released(self, step: int) -> bool:
-        return True
-
-    def computed(self, step: int, epsilon: float | None, counted: PublicSums | None) -> None:
-        pass
-
-    def release(self, step: int) -> None:
-        pass
-
-
-OPEN: Final[Pace] = OpenPace()
+OPEN: Final = Pace()
 """The pace of ``raycloak run``."""
 
 
-class Request(Protocol):
-    """A request to do something between two steps; see `raycloak.coordinator.training.state_requests`."""
-
-    @property
-    def after(self) -> int:
-        """The number of finished steps at which it is due."""
-        ...
-
-
-R = TypeVar("R", bound=Request)
-
-
-@dataclass(frozen=True, slots=True)
-class _Allow:
-    computed: int
-    released: int
-    held: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Batches:
-    step: int
-    files: tuple[Path, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Due(Generic[R]):
-    request: R
-
-
-class _Close:
-    """The loop's owner is done with it."""
-
-
-class _Wake:
-    """A stop was requested."""
-
-
-class GatedPace(Generic[R]):
-    """A pace that another thread sets: ``allow``, ``batches``, ``ask`` and ``close`` are for any thread.
+class GatedPace(Pace):
+    """A pace that another thread sets: ``allow``, ``send``, ``ask`` and ``close`` are for any thread.
 
     Guarantee: before a step is admitted nothing of it is charged, and before it is released no aggregator is asked.
     A step that was told as held is neither computed nor released before it is allowed again.
@@ -178,7 +105,6 @@ class GatedPace(Generic[R]):
         computed: told of each step that waits for its release, once; called in the loop's thread.
         held: told of each step that is held and that nobody computes any more, once for each time; with the epsilon of
             the account if the step is known to be charged. Called in the loop's thread.
-        act: does a request between two steps; called in the loop's thread, in the order they were asked.
         over: told why no step will follow, before the run ends for it; called in the loop's thread.
     """
 
@@ -187,26 +113,24 @@ class GatedPace(Generic[R]):
         stop: StopRequest,
         computed: Callable[[int, float | None, PublicSums | None], None],
         held: Callable[[int, float | None], None],
-        act: Callable[[R, "Between"], None],
         over: Callable[[str], None],
     ) -> None:
         self._stop = stop
         self._computed = computed
         self._tell_held = held
-        self._act = act
         self._tell_over = over
-        # The one thing that threads share. It is reentrant, as a stop is made in a signal handler: a lock could be
-        # held by the very thread that the signal interrupts.
-        self._inbox: queue.SimpleQueue[_Allow | _Batches | _Due[R] | _Close | _Wake] = queue.SimpleQueue()
+        # What the loop's thread is to note: the one thing that threads share. It is reentrant, as a stop is made in a
+        # signal handler: a lock could be held by the very thread that the signal interrupts.
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._charged_below = self._released_below = 0
         self._files: dict[int, tuple[Path, ...]] = {}
-        self._due: deque[R] = deque()
+        self._due: deque[tuple[int, Callable[[Training], None]]] = deque()
         self._closed = False
         self._told = -1
         self._held = self._held_told = False
         # Set by the loop's thread and called by others.
         self._cancel: Callable[[], None] | None = None
-        stop.then(lambda: self._inbox.put(_Wake()))
+        stop.then(lambda: self._inbox.put(lambda: None))
 
     def allow(self, computed: int, released: int, held: bool = False) -> None:
         """Let steps below ``computed`` be charged, and those below ``released`` be reduced; neither ever falls.
@@ -216,7 +140,14 @@ class GatedPace(Generic[R]):
         Args:
             held: whether the next step to be computed is to wait; workers that compute it now leave it.
         """
-        self._inbox.put(_Allow(computed, released, held))
+
+        def note() -> None:
+            self._charged_below = max(self._charged_below, computed)
+            self._released_below = max(self._released_below, released)
+            self._held = held
+            self._held_told = self._held_told and held
+
+        self._inbox.put(note)
         # After the put, as `computing` looks into the inbox after it has set this: one of the two finds the other.
         cancel = self._cancel
         if held and cancel is not None:
@@ -224,29 +155,33 @@ class GatedPace(Generic[R]):
 
     def send(self, step: int, files: tuple[Path, ...]) -> None:
         """Name the files of a step's sent examples, before the step is allowed."""
-        self._inbox.put(_Batches(step, files))
+        self._inbox.put(lambda: self._files.update({step: files}))
 
-    def ask(self, request: R) -> None:
-        """Have ``request`` done when it is due."""
-        self._inbox.put(_Due(request))
+    def ask(self, after: int, act: Callable[["Training"], None]) -> None:
+        """Have ``act`` called in the loop's thread once ``after`` steps are finished, in the order of the requests."""
+        self._inbox.put(lambda: self._due.append((after, act)))
 
     def close(self) -> None:
         """End the loop: a run whose steps are all finished is complete, another one is stopped."""
-        self._inbox.put(_Close())
 
-    def admit(self, between: "Between") -> bool:
-        return self._admit(between, between.is_over)
+        def note() -> None:
+            self._closed = True
 
-    def ends(self, between: "Between", ending: str) -> bool:
+        self._inbox.put(note)
+
+    def admit(self, training: "Training") -> bool:
+        return self._admit(training, training.is_over)
+
+    def ends(self, training: "Training", ending: str) -> bool:
         self._tell_over(ending)
-        return self._admit(between, True)
+        return self._admit(training, True)
 
-    def _admit(self, between: "Between", is_over: bool) -> bool:
-        finished_steps = between.finished_steps
+    def _admit(self, training: "Training", is_over: bool) -> bool:
+        finished_steps = training.finished_steps
         self._take_all()
         while not self._stop.made:
-            if self._due and self._due[0].after <= finished_steps:
-                self._act(self._due.popleft(), between)
+            if self._due and self._due[0][0] <= finished_steps:
+                self._due.popleft()[1](training)
                 self._take_all()
             elif self._closed:
                 return is_over
@@ -254,9 +189,9 @@ class GatedPace(Generic[R]):
                 if not self._held:
                     return True
                 self._leave(finished_steps, None)
-                self._take(self._inbox.get())
+                self._inbox.get()()
             else:
-                self._take(self._inbox.get())
+                self._inbox.get()()
         return False
 
     def batches(self, step: int) -> tuple[Path, ...]:
@@ -281,7 +216,7 @@ class GatedPace(Generic[R]):
             if self._stop.made or self._closed:
                 raise StepLeft
             self._leave(step, epsilon)
-            self._take(self._inbox.get())
+            self._inbox.get()()
 
     def _leave(self, step: int, epsilon: float | None) -> None:
         """Take a held step's release back, and tell that nobody computes it."""
@@ -304,24 +239,8 @@ class GatedPace(Generic[R]):
         while not self.is_released(step):
             if self._stop.made or self._closed:
                 raise StepLeft
-            self._take(self._inbox.get())
+            self._inbox.get()()
 
     def _take_all(self) -> None:
         while not self._inbox.empty():
-            self._take(self._inbox.get())
-
-    def _take(self, said: _Allow | _Batches | _Due[R] | _Close | _Wake) -> None:
-        match said:
-            case _Allow(computed, released, held):
-                self._charged_below = max(self._charged_below, computed)
-                self._released_below = max(self._released_below, released)
-                self._held = held
-                self._held_told = self._held_told and held
-            case _Batches(step, files):
-                self._files[step] = files
-            case _Due(request):
-                self._due.append(request)
-            case _Close():
-                self._closed = True
-            case _Wake():
-                pass
+            self._inbox.get()()

@@ -9,24 +9,31 @@
 It holds configuration, references and public facts; never examples, gradients or keys.
 """
 
+from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 
+import numpy as np
+
 from raycloak.coordinator.cluster.remote import WorkerActor
+from raycloak.coordinator.ledger.view import data_standing
 from raycloak.coordinator.membership.departures import Departures
 from raycloak.coordinator.membership.founders import Founders
 from raycloak.coordinator.membership.members import Members
 from raycloak.coordinator.membership.timing import Backoff, Timer
 from raycloak.coordinator.planning.cross_check import load_accountants
 from raycloak.coordinator.planning.references import sealed_terms
-from raycloak.coordinator.record.outcome import Finished
+from raycloak.coordinator.record.outcome import Ending, Evaluation, Finished
 from raycloak.coordinator.training.admitted import AdmittedRun, admit
-from raycloak.coordinator.training.assembly import assemble
 from raycloak.coordinator.training.assignment import Order
-from raycloak.coordinator.training.conclusion import Conclusion, end_log
 from raycloak.coordinator.training.outset import Outset
 from raycloak.coordinator.training.public_evaluation import Evaluator
 from raycloak.coordinator.training.reporting import Reporter
+from raycloak.coordinator.training.step import StepRunner
+from raycloak.coordinator.training.step_context import StepContext
+from raycloak.coordinator.training.steps import Training
+from raycloak.metrics.errors import RunFailedError
 from raycloak.metrics.registry import FAILED
 
 
@@ -86,7 +93,7 @@ class Coordinator:
         # Whether the run directory has the evidence log of an execution that failed.
         self.log_is_saved = False
         # None until members are admitted: an execution that fails before has nothing to conclude.
-        self._conclusion: Conclusion | None = None
+        self._training: Training | None = None
 
     def run(self) -> Finished:
         """Go from starting the workers to the exported evidence log.
@@ -99,23 +106,26 @@ class Coordinator:
             admitted = self.admitted()
             self._enter(Phase.TRAINING)
             with traces.span("train"):
-                training = assemble(order, admitted, self._reporter, self._evaluator)
-                self._conclusion = Conclusion(order, admitted, training)
-                charged_steps, charged_epsilon = self._conclusion.charged()
+                training = Training.of(order, admitted, self.step_runner(admitted), self._evaluator)
+                self._training = training
+                accounts = order.session.control.ledger.view().accounts
+                account = next((each for each in accounts if each.name == admitted.run.account), None)
+                runs = account.runs if account is not None else ()
                 order.reporting.begun(
                     Outset(
                         manifest=admitted.manifest,
                         plan=admitted.plan,
                         evidence_class=admitted.evidence_class,
                         finished_steps=training.finished_steps,
-                        charged_steps=charged_steps,
-                        charged_epsilon=charged_epsilon,
+                        # Zero before the first charge of a run that opens its account.
+                        charged_steps=sum(run.charged_steps for run in runs if run.run_id == order.session.run_id),
+                        charged_epsilon=account.spent_epsilon if account is not None else 0.0,
                     )
                 )
                 ending = training.run()
             self._enter(Phase.FINISHING)
             with traces.span("finish"):
-                finished = self._conclusion.conclude(ending)
+                finished = self._conclude(training, ending)
             self.phase = Phase.DONE
             self.ended(ending.value)
             return finished
@@ -135,36 +145,85 @@ class Coordinator:
             RaycloakError: what refuses the run.
         """
         traces = self.order.reporting.traces
+
+        def build() -> None:
+            # While each worker does the same for itself.
+            load_accountants(self.order.config)
+            self._evaluator = self.order.evaluator()
+
         self._enter(Phase.PREPARING)
         with traces.span("prepare"):
-            founders = Founders.prepare(self._members, self.order.setup, self.order.session.crew, self._build)
+            founders = Founders.prepare(self._members, self.order.setup, self.order.session.crew, build)
         self._enter(Phase.ADMITTING)
         metrics = tuple(metric.code for metric in self._evaluator.own) if self._evaluator else ()
         with traces.span("admit"):
             return admit(self.order, founders, self._reporter, self._evaluation, metrics)
 
-    def _build(self) -> None:
-        """Load and build what this process needs, while each worker does the same for itself."""
-        load_accountants(self.order.config)
-        self._evaluator = self.order.evaluator()
+    def step_runner(self, admitted: AdmittedRun) -> StepRunner:
+        """Return what runs the steps of an admitted run."""
+        order, control = self.order, self.order.session.control
+
+        def renew() -> None:
+            admitted.membership.admission.renew()
+            self._reporter.presented(control.orchestrator.view())
+
+        context = StepContext(
+            backend=order.session.backend,
+            control=control,
+            membership=admitted.membership,
+            manifest=admitted.manifest,
+            metrics=admitted.metrics,
+            deadline_s=order.config.failure.step_deadline_s,
+            renew=renew,
+            traces=order.reporting.traces,
+        )
+        return StepRunner(context, admitted.run, admitted.ranges, order.config.secure_aggregation, order.pace)
 
     def _enter(self, phase: Phase) -> None:
         self.phase = phase
         self.order.reporting.phase(_SAID[phase])
 
+    def _conclude(self, training: Training, ending: Ending) -> Finished:
+        """Seal and write the last model, commit the last step and export the log.
+
+        A generated secret is destroyed if the run is complete.
+
+        Raises:
+            RunFailedError: ``stopped`` if no step was finished.
+        """
+        training.seal()
+        self._close_checkpoints(training)
+        if training.finished_steps == 0:
+            raise RunFailedError(
+                "stopped", "the run was stopped before its first step", "Resume it: raycloak run CONFIG --resume"
+            )
+        finished = self._result(training, ending, training.parameters(), training.evaluate)
+        training.runner.commit()
+        if self.order.assignment.charges:
+            # Packages cannot be opened any more once the secret is gone: the model must be on disk before.
+            self._write(training, finished.parameters)
+            if ending is Ending.STOPPED:
+                self._export_log()
+            else:
+                self.finish_log(destroy=self.order.config.secret_retention == "run")
+        return finished
+
     def finished(self) -> Finished | None:
-        """Return the result so far; None before the first step is done."""
-        return self._conclusion.finished() if self._conclusion else None
+        """Return the result so far, measured if it was not yet; None before the first step is done."""
+        training = self._training
+        if training is None or training.finished_steps == 0:
+            return None
+        return self._result(training, None, training.parameters(), training.evaluate)
 
     @property
     def step(self) -> int | None:
         """The step that is under way or comes next; None before training."""
-        return self._conclusion.training.finished_steps if self._conclusion else None
+        return self._training.finished_steps if self._training else None
 
     @property
     def charged_epsilon(self) -> float | None:
         """The account's epsilon after the last charge of this execution; None if it has charged nothing."""
-        return self._conclusion.training.runner.charged_epsilon if self._conclusion else None
+        return self._training.runner.charged_epsilon if self._training else None
 
     @property
     def begun(self) -> bool:
@@ -173,10 +232,8 @@ class Coordinator:
         An earlier execution of a resumed run counts. So does a client that may have sealed examples for this manifest,
         whose ids it has counted: no other run could open them.
         """
-        if self._conclusion is None:
-            return self.order.assignment.recorded is not None
-        training = self._conclusion.training
-        is_relied_on = training.runner.charging or training.sent is not None
+        training = self._training
+        is_relied_on = training is not None and (training.runner.charging or training.sent is not None)
         return is_relied_on or self.order.assignment.recorded is not None
 
     def salvage(self, destroy: bool) -> Finished | None:
@@ -188,7 +245,73 @@ class Coordinator:
             The result so far; None if no step was finished.
         """
         try:
-            return self._conclusion.salvage() if self._conclusion else None
+            return self._salvaged(self._training) if self._training else None
         finally:
-            end_log(self.order, destroy=destroy)
+            if destroy:
+                self.finish_log(destroy=True)
+            else:
+                self._export_log()
             self.log_is_saved = True
+
+    def _salvaged(self, training: Training) -> Finished | None:
+        try:
+            with suppress(RunFailedError):  # The model itself may have been lost; earlier packages stay.
+                training.seal()
+            self._close_checkpoints(training)
+        finally:
+            # Whatever keeps the model from being sealed: its steps were released.
+            training.runner.commit()
+        if training.finished_steps == 0:
+            return None
+        parameters = training.parameters()
+        # Before the ledger is asked, which may be what is lost.
+        self._write(training, parameters)
+        return self._result(training, None, parameters, training.evaluated)
+
+    def _result(
+        self,
+        training: Training,
+        ending: Ending | None,
+        parameters: np.ndarray,
+        evaluate: Callable[[], Evaluation | None],
+    ) -> Finished:
+        admitted, control = training.admitted, self.order.session.control
+        view = control.ledger.view()
+        account = next(each for each in view.accounts if each.name == admitted.run.account)
+        (run,) = (run for run in account.runs if run.run_id == self.order.session.run_id)
+        return Finished(
+            manifest=admitted.manifest,
+            plan=admitted.plan,
+            parameters=parameters,
+            model_digest=training.model.digest,
+            steps=training.finished_steps,
+            most_hosted=control.orchestrator.most_hosted(),
+            workers=len(admitted.membership.members.workers),
+            charged={each.query: each.charged for each in run.queries},
+            charged_epsilon=account.spent_epsilon,
+            account=account.name,
+            data=data_standing(view, account.name),
+            evaluation=evaluate(),
+            released=self.order.folder.released(),
+            evidence_class=admitted.evidence_class,
+            outcomes=tuple(training.outcomes),
+            measurement_outcomes=tuple(training.measurement_outcomes),
+            colocated=admitted.colocated,
+            ending=ending,
+            rollback_witness=admitted.rollback_witness,
+        )
+
+    def _write(self, training: Training, parameters: np.ndarray) -> None:
+        self.order.folder.write_parameters(training.admitted.manifest, parameters, training.model.digest)
+
+    def _close_checkpoints(self, training: Training) -> None:
+        if training.checkpoints is not None:
+            training.checkpoints.close(self.order.config.failure.step_deadline_s)
+
+    def _export_log(self) -> None:
+        """Export the evidence log of a run that may be resumed."""
+        self.order.session.control.orchestrator.export_log(str(self.order.folder.path / "evidence.jsonl"))
+
+    def finish_log(self, *, destroy: bool) -> None:
+        """End the evidence log for good and export it; a generated secret is destroyed if asked."""
+        self.order.session.control.orchestrator.finish((), str(self.order.folder.path / "evidence.jsonl"), destroy)

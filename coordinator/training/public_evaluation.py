@@ -4,9 +4,7 @@
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +14,6 @@ from raycloak.coordinator.planning.model_source import loss_spec
 from raycloak.coordinator.planning.own_metrics import Metric, OwnMetric, Predictions, own_metrics, try_metrics
 from raycloak.coordinator.planning.public_split import PublicSplit, public_split
 from raycloak.coordinator.record.outcome import Evaluation
-from raycloak.coordinator.training.model import Model, ModelReader
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.evaluation import Scorer, metric_of
 from raycloak.workers.models.fed_by_name import fed_by_name
@@ -89,24 +86,6 @@ class Evaluator:
                     self._warned(f"An evaluation lacks {metric.name}: {error.message}")
                 self._warned_of.add(metric.name)
         return values
-
-
-@dataclass(frozen=True, slots=True)
-class DriverEvaluator:
-    """Has released models measured by the driver; see `raycloak.coordinator.training.steps.ModelEvaluator`."""
-
-    evaluator: Evaluator
-    reader: ModelReader
-    asks_workers: ClassVar[bool] = False
-
-    @property
-    def every(self) -> int:
-        """Steps between two evaluations."""
-        return self.evaluator.every
-
-    def measure(self, model: Model, finished_steps: int) -> Evaluation:
-        """Measure ``model``, however many steps gave it; RunFailedError ``state_lost`` as `ModelReader`."""
-        return self.evaluator.measure(self.reader.parameters(model))
 
 
 def public_evaluator(

@@ -10,8 +10,8 @@ order.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar, Self
+from dataclasses import dataclass
+from typing import Self
 
 from raycloak.attestation.core.messages import Envelope, parse
 from raycloak.attestation.orchestrator.evaluation_order import EvaluationOrder
@@ -20,10 +20,9 @@ from raycloak.coordinator.cluster.backend import ActorLost
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.planning.references import evaluation_form
 from raycloak.coordinator.record.outcome import Evaluation
-from raycloak.coordinator.training.member_failures import MemberFailures
-from raycloak.coordinator.training.model import Model
 from raycloak.coordinator.training.step import StepRunner
-from raycloak.metrics.errors import EvidenceError, ProtocolError
+from raycloak.coordinator.training.step_context import MemberFailures, Model
+from raycloak.metrics.errors import ProtocolError
 from raycloak.workers.evaluation import EvaluationReply, Metric, metric_of, open_answer
 from raycloak.workers.inputs.datasets import slice_ids
 
@@ -32,25 +31,19 @@ Scores = Mapping[int, float]
 
 @dataclass(slots=True)
 class SealedEvaluator:
-    """Has released models measured by the workers of a session; see
-    `raycloak.coordinator.training.steps.ModelEvaluator`.
+    """Has released models measured by the workers of a session.
 
     Attributes:
         runner: the runner of the session whose model is measured.
         metric: what the scores are of.
         num_examples: of the split, as its header says.
-        every: steps between two evaluations; see `raycloak.coordinator.training.steps.ModelEvaluator`.
+        every: steps between two evaluations.
     """
 
     runner: StepRunner
     metric: Metric
     num_examples: int
     every: int
-    asks_workers: ClassVar[bool] = True
-    _failures: MemberFailures = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._failures = MemberFailures(self.runner.context)
 
     @classmethod
     def of(cls, config: RunConfig, terms: SealedSource | None, runner: StepRunner) -> Self | None:
@@ -67,56 +60,43 @@ class SealedEvaluator:
             RefusedError: ``too_few_workers``.
             RunFailedError: what failed: every worker alike, or more members than the run survives.
         """
-        self._failures.begin()
+        context = self.runner.context
+        failures = MemberFailures(context, model, f"the evaluation after step {finished_steps - 1}", finished_steps)
         # First, because an order is for committed parameters alone.
         self.runner.commit()
-        epoch = self.runner.context.manifest.computation.epoch_of("gradient", finished_steps - 1)
+        epoch = context.manifest.computation.epoch_of("gradient", finished_steps - 1)
+
+        def order() -> Envelope:
+            hosting = dict(context.membership.hosts.hosting)
+            return context.control.orchestrator.order_evaluation(finished_steps, model.digest, hosting)
+
         while True:
             self.runner.place(epoch)
-            scores = self._scores(self._order(model, finished_steps, epoch), model, finished_steps)
+            scores = self._scores(self.runner.on_fresh_evidence(epoch, order, order), model, failures)
             if scores is not None:
                 return Evaluation(self.metric, added(scores) / self.num_examples, self.num_examples)
 
-    def _order(self, model: Model, finished_steps: int, epoch: int) -> Envelope:
-        """Return the order; a second one if a member's evidence expired or was revoked since the last review."""
-        control, membership = self.runner.context.control, self.runner.context.membership
-        try:
-            order = control.orchestrator.order_evaluation(finished_steps, model.digest, dict(membership.hosts.hosting))
-        except EvidenceError as refusal:
-            if refusal.code != "evidence_expired":
-                raise
-            if membership.admission.review(now=True):
-                membership.admission.renew()
-            self.runner.place(epoch)
-            order = control.orchestrator.order_evaluation(finished_steps, model.digest, dict(membership.hosts.hosting))
-        return order
-
-    def _scores(self, envelope: Envelope, model: Model, finished_steps: int) -> Scores | None:
+    def _scores(self, envelope: Envelope, model: Model, failed: MemberFailures) -> Scores | None:
         """Return the score of every slice; None if a worker failed, which is lost then."""
         context = self.runner.context
-        backend, membership, deadline_s = context.backend, context.membership, context.deadline_s
-        order = parse(EvaluationOrder, envelope.body)
-        asked = {
-            member.member_id: membership.members.workers[member.member_id].evaluate(envelope, *model.parameters)
-            for member in order.members
-        }
-        ready = backend.wait(list(asked.values()), deadline_s)
+        order, workers = parse(EvaluationOrder, envelope.body), context.membership.members.workers
+        ids = [member.member_id for member in order.members]
+        asked = {member_id: workers[member_id].evaluate(envelope, *model.parameters) for member_id in ids}
+        ready = context.backend.wait(list(asked.values()), context.deadline_s)
         scores: dict[int, float] = {}
         failures: dict[str, str] = {}
         for member_id, reference in asked.items():
             try:
                 if reference not in ready:
                     raise ActorLost("deadline")
-                scores |= self._verified(order, member_id, backend.fetch(reference, deadline_s))
+                scores |= self._verified(order, member_id, context.backend.fetch(reference, context.deadline_s))
             except ActorLost as lost:
                 failures[member_id] = lost.cause
             except ProtocolError as refusal:
                 failures[member_id] = refusal.code
         if not failures:
             return scores
-        task = f"the evaluation after step {finished_steps - 1}"
-        self._failures.require_model(model, failures.values(), task, finished_steps)
-        self._failures.take(failures, task, finished_steps, everybody=len(failures) == len(asked))
+        failed.take(failures, everybody=len(failures) == len(asked))
         return None
 
     def _verified(self, order: EvaluationOrder, member_id: str, reply: EvaluationReply) -> Scores:

@@ -11,12 +11,15 @@
 Workers are asked while the ledger charges, and aggregators while it binds. The backend delivers each
 question when the answer that it depends on is there, and not at all if that answer is a refusal.
 
-An aggregator keeps no state between steps, so a step that fails anywhere is repeated from the same references.
+An aggregator keeps no state between steps, so a step that fails anywhere is repeated from the same references. What
+an attempt does with workers and aggregators is in `raycloak.coordinator.training.attempt`.
 """
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,58 +33,29 @@ from raycloak.coordinator.ledger.ledger import RunStart
 from raycloak.coordinator.ledger.rules import RegistrationTerms
 from raycloak.coordinator.membership.hosting import moved
 from raycloak.coordinator.record.outcome import StepOutcome
-from raycloak.coordinator.training.attempt import Answers, AttemptRunner, OwedAnswers, Reduced, Task
-from raycloak.coordinator.training.model import Model
+from raycloak.coordinator.training.attempt import Step
 from raycloak.coordinator.training.pace import OPEN, Pace
 from raycloak.coordinator.training.sent import NO_BATCHES, StepBatches
-from raycloak.coordinator.training.step_context import StepContext
+from raycloak.coordinator.training.step_context import Model, StepContext
 from raycloak.metrics.errors import BudgetError, EvidenceError, RunFailedError
 from raycloak.workers.terms.measurement import Measurement, Released, released, values_digest
 from raycloak.workers.terms.model_digest import model_digest
 from raycloak.workers.terms.receipt import Receipt, data_root
 from raycloak.workers.vectors.payload import VectorRange
 
+T = TypeVar("T")
+
+_RestsOn = tuple[int, Query, dict[str, tuple[int, ...]], tuple[str, ...], tuple[tuple[str, Envelope], ...]]
+"""All that a roster depends on: step, query, hosting, aggregators, and the presentations of its members."""
+
 
 @dataclass(frozen=True, slots=True)
 class _AskedRoster:
-    """A roster that was asked for, and the finished steps that the answer commits."""
+    """A roster that was asked for; ``commits`` are the finished steps that the answer commits."""
 
+    rests_on: _RestsOn
     pending: Pending[Envelope]
     commits: tuple[StepCommit, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Gathered:
-    """The masked vectors of a charged step, which nobody can read one by one.
-
-    Attributes:
-        model: the one that they were computed for.
-        answers: references to the vectors, and their signed headers.
-        seconds: wall time until they were there; ``charge_seconds`` and ``compute_seconds`` of it as in `StepOutcome`.
-    """
-
-    task: Task
-    model: Model
-    answers: Answers
-    paid: Receipt
-    attempts: int
-    seconds: float
-    charge_seconds: float
-    compute_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """A gathered step that every aggregator has reduced.
-
-    Attributes:
-        seconds: wall time of the whole step; ``reduce_seconds`` of it as in `StepOutcome`.
-    """
-
-    gathered: Gathered
-    reduced: Reduced
-    seconds: float
-    reduce_seconds: float
 
 
 @dataclass(slots=True)
@@ -104,15 +78,12 @@ class StepRunner:
     charged_epsilon: float | None = None
     charging: bool = False
     uncommitted: tuple[StepCommit, ...] = ()
-    _attempting: AttemptRunner = field(init=False)
-    _prepared: tuple[object, _AskedRoster] | None = None
+    _seen: dict[str, frozenset[Envelope]] = field(default_factory=dict)
+    _prepared: _AskedRoster | None = None
     _last_paid: tuple[int, tuple[Query, int] | None] = (0, None)
     _started: bool = False
 
-    def __post_init__(self) -> None:
-        self._attempting = AttemptRunner(self.context)
-
-    def run(self, step: int, model: Model, batches: StepBatches = NO_BATCHES) -> tuple[Model, StepOutcome]:
+    def run(self, number: int, model: Model, batches: StepBatches = NO_BATCHES) -> tuple[Model, StepOutcome]:
         """Take ``model`` one step further. The step stays in ``uncommitted`` until a later roster commits it.
 
         Args:
@@ -123,184 +94,160 @@ class StepRunner:
             RunFailedError: what failed, in which step.
             StepLeft: a stop came while the step waited for its release; it stays charged and bound.
         """
-        done = self._execute(Task("gradient", step, self._vector_ranges(), batches=batches), model)
-        digests = [each for report in done.reduced.reports for each in report.tensor_digests]
-        parameters = model_digest(self.context.manifest.computation.tensors, digests)
-        updated = done.reduced.updated
-        model = Model(tuple(p for p, _ in updated), tuple(s for _, s in updated), parameters)
-        return model, self.outcome(done, parameters)
+        step = Step(self.context, "gradient", number, model, self._cut(), self._seen, batches=batches, pace=self.pace)
+        self._execute(step)
+        digests = [each for report in step.reports for each in report.tensor_digests]
+        digest = model_digest(self.context.manifest.computation.tensors, digests)
+        updated = Model(tuple(p for p, _ in step.updated), tuple(s for _, s in step.updated), digest)
+        return updated, self.outcome(step, digest)
 
     def measure(self, measurement: Measurement, number: int, model: Model) -> tuple[Released, StepOutcome]:
         """Make release ``number`` of a measurement of ``model``, which does not change; otherwise as :meth:`run`."""
         # The measurement's roster commits a step and so moves the ratchet on; workers refuse an older one after it.
         self._prepared = None
         whole = VectorRange(index=0, offset=0, length=measurement.mechanism.dimension)
-        done = self._execute(Task(measurement.query, number, (whole,)), model)
-        (average,) = done.reduced.averages
+        # At no pace: it is due between two steps, so its owner has nothing to hold or to release.
+        step = Step(self.context, measurement.query, number, model, (whole,), self._seen)
+        self._execute(step)
+        (average,) = step.averages
         values = values_digest(measurement.query, number, average)
         planned = self.context.manifest.computation.mechanism.steps
-        return released(measurement, number, planned, average), self.outcome(done, values)
+        return released(measurement, number, planned, average), self.outcome(step, values)
 
-    def gather(self, step: int, model: Model) -> Gathered:
+    def gather(self, number: int, model: Model) -> Step:
         """Charge a training step once, and have every worker sample, clip, add noise and mask; worker by worker.
 
         Raises:
             BudgetError, RunFailedError: as :meth:`run`.
         """
-        task, started = Task("gradient", step, self._vector_ranges(), updates=False), time.perf_counter()
-        with self.context.traces.span("step", run=self.context.manifest.run_id, step=step):
-            with self.context.traces.span("charge"):
-                receipt, paid, asked = self._charge(task, model)
-            attempts, charged = 1, time.perf_counter()
-            begun = charged
+        step = Step(self.context, "gradient", number, model, self._cut(), self._seen, updates=False)
+        traces, started = self.context.traces, time.perf_counter()
+        with traces.span("step", run=self.context.manifest.run_id, step=number):
+            with traces.span("charge"):
+                receipt = self._charge(step)
+            begun = time.perf_counter()
+            step.charge_seconds = begun - started
             self.context.metrics.attempt_started()
-            while (answers := self._collect(task, model, asked)) is None:
+            while True:
+                with traces.span("compute") as compute:
+                    if step.collect(compute.began_ns):
+                        break
                 self.context.metrics.attempt_failed()
-                attempts, begun = attempts + 1, time.perf_counter()
-                asked = self._attempting.ask(task, model, receipt, self._roster_again(task))
+                begun = time.perf_counter()
+                self._ask_again(step, receipt)
                 self.context.metrics.attempt_started()
         now = time.perf_counter()
-        return Gathered(
-            task=task,
-            model=model,
-            answers=answers,
-            paid=paid,
-            attempts=attempts,
-            seconds=now - started,
-            charge_seconds=charged - started,
-            compute_seconds=now - begun,
-        )
+        step.seconds, step.compute_seconds = now - started, now - begun
+        return step
 
-    def release(self, gathered: Gathered) -> tuple[NDArray[np.float64], Done]:
-        """Return the average of a gathered step, float64 [d], and the step for :meth:`outcome`.
+    def release(self, step: Step) -> NDArray[np.float64]:
+        """Return the average of a gathered step, float64 [d]; the step is then ready for :meth:`outcome`.
 
         Raises:
             RunFailedError: ``unreachable`` if an aggregator was lost, or a vector failed its checks.
         """
-        task, started = gathered.task, time.perf_counter()
-        with self.context.traces.span("reduce", step=task.step):
-            reduced = self._attempting.reduce(task, gathered.model, gathered.answers)
-        if reduced is None:
-            raise RunFailedError(
-                "unreachable", f"{task.name} lost an aggregator or a vector.", "Run it again.", task.step
-            )
-        took = time.perf_counter() - started
-        return np.concatenate(reduced.averages), Done(gathered, reduced, gathered.seconds + took, took)
+        started = time.perf_counter()
+        with self.context.traces.span("reduce", step=step.number):
+            if not step.reduce():
+                raise RunFailedError(
+                    "unreachable", f"{step.name} lost an aggregator or a vector.", "Run it again.", step.number
+                )
+        step.reduce_seconds = time.perf_counter() - started
+        step.seconds += step.reduce_seconds
+        return np.concatenate(step.averages)
 
-    def _charge(self, task: Task, model: Model) -> tuple[Envelope, Receipt, OwedAnswers]:
-        """Charge a step, and ask the workers for its first attempt."""
-        # Before the ledger is asked: a charge whose answer is lost counts as spent.
-        self.charging = True
-        self._attempting.begin()
-        self.place(self.context.manifest.computation.epoch_of(task.query, task.step))
-        receipt, asked = self._pay(task, model)
-        paid = parse(Receipt, receipt.body)
-        self._require_later(task, paid)
-        self.charged_epsilon = paid.charged_epsilon
-        return receipt, paid, asked
-
-    def _roster_again(self, task: Task) -> Envelope:
-        """Return the roster of another attempt, by the members that are left."""
-        self.place(self.context.manifest.computation.epoch_of(task.query, task.step))
-        return self._receive(task, self._ask_roster(task))
-
-    def _execute(self, task: Task, model: Model) -> Done:
+    def _execute(self, step: Step) -> None:
         """Charge a step once, and attempt it until every aggregator has reduced it."""
         started = time.perf_counter()
         with self.context.traces.span("charge"):
-            receipt, paid, asked = self._charge(task, model)
-        charged = time.perf_counter()
-        self.context.metrics.phase_finished("charge", charged - started, self.context.traces.trace_id)
+            receipt = self._charge(step)
+        begun = time.perf_counter()
+        step.charge_seconds = begun - started
+        self.context.metrics.phase_finished("charge", step.charge_seconds, self.context.traces.trace_id)
         # Only now: the workers have been asked, so this call overlaps with their computation.
-        self._prepare_next(task)
-        attempts, begun = 1, charged
-        while (finished := self._attempt(task, model, asked, begun, attempts)) is None:
-            self._attempting.await_wanted(task, self._pace_of(task), self._stated_epsilon)
-            roster = self._roster_again(task)
+        self._prepare_next(step)
+        while not self._attempt(step, begun):
+            step.await_wanted()
             # Another attempt keeps the receipt: a step is charged once.
-            attempts, begun = attempts + 1, time.perf_counter()
-            asked = self._attempting.ask(task, model, receipt, roster)
-        answers, reduced, computed = finished
+            begun = self._ask_again(step, receipt)
         # A step is as long as it takes the machines, and not its owner.
-        now = time.perf_counter() - self._attempting.waited_s
-        gathered = Gathered(
-            task=task,
-            model=model,
-            answers=answers,
-            paid=paid,
-            attempts=attempts,
-            seconds=computed - started,
-            charge_seconds=charged - started,
-            compute_seconds=computed - begun,
-        )
-        return Done(gathered, reduced, seconds=now - started, reduce_seconds=now - computed)
+        step.seconds = time.perf_counter() - step.waited_s - started
 
-    def _pay(self, task: Task, model: Model) -> tuple[Envelope, OwedAnswers]:
-        """Have the step charged and, at the same time, ask workers for the first attempt; returns the receipt too."""
+    def _charge(self, step: Step) -> Envelope:
+        """Have the step charged and, at the same time, ask workers for the first attempt; returns the receipt.
+
+        Raises:
+            BudgetError: ``ledger_rolled_back`` if the ledger was put back during the run: a later charge must stand
+                later in its chain. A step that its caller gathers again has the charge that it had.
+        """
+        # Before the ledger is asked: a charge whose answer is lost counts as spent.
+        self.charging = True
+        self.place(step.epoch)
         # Once all slices are hosted, their commitments are known: the receipt states the root of the run's data.
-        start = (
-            None if self._started else RunStart(self.run_terms, data_root(self.context.membership.hosts.commitments))
-        )
+        commitments = self.context.membership.hosts.commitments
+        start = None if self._started else RunStart(self.run_terms, data_root(commitments))
         run_id, manifest = self.context.manifest.run_id, self.context.manifest_digest
-        charge = self.context.control.ledger.charge(
-            run_id, task.step, task.input_from(model), manifest, task.query, start
-        )
+        charge = self.context.control.ledger.charge(run_id, step.number, step.input_digest, manifest, step.query, start)
         if start is not None:
             # The ledger may refuse a run's data, and then no worker is asked for anything of them.
             charge.result()
-        roster = self._first_roster(task)
+        prepared, self._prepared = self._prepared, None
+        if prepared is None or prepared.rests_on != self._rests_on(step, step.number):
+            # The prepared roster is not read: it rests on former members, so it may have been refused. The steps that
+            # it was to commit are still in `uncommitted`, and the new question commits them.
+            prepared = self._ask_roster(step, step.number)
+        roster = self._receive(step, prepared)
         awaited = charge.reference
-        asked = self._attempting.ask(task, model, awaited, roster)
+        step.ask(awaited, roster)
         receipt = charge.result()
         self._started = True
         if charge.reference is not awaited:
             # The ledger was lost before it answered, and the workers' questions that waited for it have failed.
-            asked = self._attempting.ask(task, model, receipt, roster)
-        return receipt, asked
-
-    def _require_later(self, task: Task, paid: Receipt) -> None:
-        """Refuse a ledger that was rolled back during the run: a later charge must stand later in its chain.
-
-        A step that its caller gathers again has the charge that it had.
-        """
-        step, (sequence, paid_for) = (task.query, task.step), self._last_paid
-        if paid.sequence < sequence or (paid.sequence == sequence and paid_for != step):
+            step.ask(receipt, roster)
+        step.paid = paid = parse(Receipt, receipt.body)
+        own, (sequence, paid_for) = (step.query, step.number), self._last_paid
+        if paid.sequence < sequence or (paid.sequence == sequence and paid_for != own):
             raise BudgetError(
                 "ledger_rolled_back",
-                f"{task.name} was charged by the ledger's entry {paid.sequence}, but entry {sequence} was seen before.",
+                f"{step.name} was charged by the ledger's entry {paid.sequence}, but entry {sequence} was seen before.",
                 "Put the ledger's newest file back; an older one forgets what was spent.",
             )
-        self._last_paid = paid.sequence, step
+        self._last_paid = paid.sequence, own
+        self.charged_epsilon = paid.charged_epsilon
+        step.epsilon = paid.charged_epsilon if self.context.manifest.computation.mechanism.private else None
+        return receipt
 
-    def outcome(self, done: Done, released: bytes) -> StepOutcome:
+    def outcome(self, step: Step, digest: bytes) -> StepOutcome:
         """Return the record of a finished step, and leave its commit to the next roster.
 
         Args:
-            released: digest of the parameters after the step, or of the values of a measurement.
+            digest: of the parameters after the step, or of the values of a measurement.
         """
-        gathered, bound = done.gathered, done.reduced.binding
-        task = gathered.task
         # The binding's entry and not the charge's: the evidence log then pins both against a ledger that is put back.
         commit = StepCommit(
-            step=task.step,
-            released_digest=released,
-            attempts=gathered.attempts,
-            ledger_sequence=bound.sequence,
-            ledger_hash=bound.head,
-            query=task.query,
+            step=step.number,
+            released_digest=digest,
+            attempts=step.attempts,
+            ledger_sequence=step.binding.sequence,
+            ledger_hash=step.binding.head,
+            query=step.query,
         )
         self.uncommitted += (commit,)
+        mechanism, vectors = self.context.manifest.computation.mechanism_of(step.query), len(step.headers)
+        # As in `TrainWorker`: otherwise workers add no masks.
+        masked = self.secure_aggregation or (mechanism.private and vectors > 1)
+        squares = [report.squares for report in step.reports if report.squares is not None]
         return StepOutcome(
             commit=commit,
-            charged_epsilon=gathered.paid.charged_epsilon,
-            masked_bytes=self._masked_bytes(task.query, len(gathered.answers.headers)),
-            seconds=done.seconds,
-            charge_seconds=gathered.charge_seconds,
-            compute_seconds=gathered.compute_seconds,
-            reduce_seconds=done.reduce_seconds,
-            slowest_worker_seconds=max(reply.seconds for reply in gathered.answers.replies),
-            roster_digest=parse(Roster, gathered.answers.roster.body).digest(),
-            grad_norm=done.reduced.grad_norm,
+            charged_epsilon=step.paid.charged_epsilon,
+            masked_bytes=vectors * mechanism.dimension * mechanism.ring_bits // 8 if masked else 0,
+            seconds=step.seconds,
+            charge_seconds=step.charge_seconds,
+            compute_seconds=step.compute_seconds,
+            reduce_seconds=step.reduce_seconds,
+            slowest_worker_seconds=max(reply.seconds for reply in step.replies),
+            roster_digest=parse(Roster, step.roster.body).digest(),
+            grad_norm=math.sqrt(sum(squares)) if squares else None,
         )
 
     def commit(self) -> None:
@@ -310,40 +257,34 @@ class StepRunner:
             with self.context.traces.span("commit", steps=len(commits)):
                 self.context.control.orchestrator.commit(commits)
 
-    def _attempt(
-        self, task: Task, model: Model, asked: OwedAnswers, begun: float, number: int
-    ) -> tuple[Answers, Reduced, float] | None:
-        """Make one attempt; returns also when its answers were complete, or None if another attempt is needed."""
-        self.context.metrics.attempt_started()
-        with self.context.traces.span("attempt", attempt=number, workers=len(asked.answers)) as attempt:
-            answers = self._collect(task, model, asked, self._pace_of(task))
-            computed = time.perf_counter()
-            self.context.metrics.phase_finished("compute", computed - begun, self.context.traces.trace_id)
-            reduced = None
-            if answers is not None:
-                waited = self._attempting.waited_s
-                with self.context.traces.span("reduce"):
-                    reduced = self._attempting.reduce(task, model, answers, self._pace_of(task), self._stated_epsilon)
-                took = time.perf_counter() - computed - (self._attempting.waited_s - waited)
-                self.context.metrics.phase_finished("reduce", took, self.context.traces.trace_id)
-            if answers is None or reduced is None:
+    def _attempt(self, step: Step, begun: float) -> bool:
+        """Make one attempt; returns False if another is needed."""
+        metrics, traces = self.context.metrics, self.context.traces
+        metrics.attempt_started()
+        with traces.span("attempt", attempt=step.attempts, workers=len(step.asked)) as attempt:
+            with traces.span("compute") as compute:
+                is_whole = step.collect(compute.began_ns)
+            computed, waited = time.perf_counter(), step.waited_s
+            step.compute_seconds = computed - begun
+            metrics.phase_finished("compute", step.compute_seconds, traces.trace_id)
+            if is_whole:
+                with traces.span("reduce"):
+                    is_whole = step.reduce()
+                step.reduce_seconds = time.perf_counter() - computed - (step.waited_s - waited)
+                metrics.phase_finished("reduce", step.reduce_seconds, traces.trace_id)
+            if not is_whole:
                 attempt.fail("repeated")
-                self.context.metrics.attempt_failed()
-                return None
-        return answers, reduced, computed
+                metrics.attempt_failed()
+        return is_whole
 
-    def _collect(self, task: Task, model: Model, asked: OwedAnswers, pace: Pace = OPEN) -> Answers | None:
-        with self.context.traces.span("compute") as compute:
-            return self._attempting.collect(task, model, asked, pace, compute.began_ns)
-
-    def _pace_of(self, task: Task) -> Pace:
-        # A measurement is due between two steps, so its owner has nothing to hold or to release.
-        return self.pace if task.query == "gradient" else OPEN
-
-    @property
-    def _stated_epsilon(self) -> float | None:
-        """The account's epsilon by the newest receipt; None if the run is not private."""
-        return self.charged_epsilon if self.context.manifest.computation.mechanism.private else None
+    def _ask_again(self, step: Step, receipt: Envelope) -> float:
+        """Ask the members that are left for another attempt; returns when."""
+        self.place(step.epoch)
+        roster = self._receive(step, self._ask_roster(step, step.number))
+        step.attempts += 1
+        begun = time.perf_counter()
+        step.ask(receipt, roster)
+        return begun
 
     def place(self, epoch: int) -> None:
         """Move the virtual workers of members that left to members that stay, and some to newcomers."""
@@ -352,72 +293,62 @@ class StepRunner:
         changes = moved(before, self.context.membership.hosts.hosting) if before else {}
         self.context.metrics.virtual_workers_moved(sum(len(taken) for taken in changes.values()))
 
-    def _first_roster(self, task: Task) -> Envelope:
-        """Return the roster that was prepared during the step before, or a new one if members have changed since."""
-        prepared, self._prepared = self._prepared, None
-        if prepared is not None and prepared[0] == self._standing(task):
-            return self._receive(task, prepared[1])
-        # The prepared roster is not read: it rests on former members, so it may have been refused. The steps that it
-        # was to commit are still in `uncommitted`, and the new question commits them.
-        return self._receive(task, self._ask_roster(task))
-
-    def _prepare_next(self, task: Task) -> None:
+    def _prepare_next(self, step: Step) -> None:
         """Ask for the next step's roster while the workers compute this one.
 
         The first step of an epoch is left out, because evidence is renewed before it. So is a step that a measurement
         precedes, because the measurement needs a roster of its own first.
         """
         computation = self.context.manifest.computation
-        following, planned = task.step + 1, computation.mechanism.steps
-        if task.query != "gradient" or following >= planned or following % computation.epoch_steps == 0:
+        following, planned = step.number + 1, computation.mechanism.steps
+        if step.query != "gradient" or following >= planned or following % computation.epoch_steps == 0:
             return
         measures = any(each.due(following, planned) is not None for each in computation.measurements)
         if not measures and self._prepared is None:
-            after = Task("gradient", following, task.ranges)
-            self._prepared = self._standing(after), self._ask_roster(after)
+            self._prepared = self._ask_roster(step, following)
 
-    def _ask_roster(self, task: Task) -> _AskedRoster:
+    def _ask_roster(self, step: Step, number: int) -> _AskedRoster:
         """Ask for the roster of the next attempt of a step; the same question commits the finished steps.
 
         They stay in `uncommitted` until the answer is there. Asked twice, the orchestrator commits them once.
-        """
-        hosting, commits = dict(self.context.membership.hosts.hosting), self.uncommitted
-        aggregators = self._aggregator_ids(task)
-        roster = self.context.control.orchestrator.open_step(task.step, hosting, aggregators, commits, task.query)
-        return _AskedRoster(roster, commits)
 
-    def _receive(self, task: Task, asked: _AskedRoster) -> Envelope:
+        Args:
+            number: of the step, which is cut as ``step``, or is this one.
+        """
+        rests_on, commits = self._rests_on(step, number), self.uncommitted
+        _, _, hosting, aggregators, _ = rests_on
+        roster = self.context.control.orchestrator.open_step(number, hosting, aggregators, commits, step.query)
+        return _AskedRoster(rests_on, roster, commits)
+
+    def _receive(self, step: Step, asked: _AskedRoster) -> Envelope:
         """Return the roster, or another one if a member's evidence has expired or was revoked since the last review."""
         with self.context.traces.span("roster"):
-            return self._received(task, asked)
+            return self.on_fresh_evidence(
+                step.epoch, lambda: self._received(asked), lambda: self._received(self._ask_roster(step, step.number))
+            )
 
-    def _received(self, task: Task, asked: _AskedRoster) -> Envelope:
+    def _received(self, asked: _AskedRoster) -> Envelope:
+        roster = asked.pending.result()
+        self.uncommitted = tuple(commit for commit in self.uncommitted if commit not in asked.commits)
+        return roster
+
+    def on_fresh_evidence(self, epoch: int, ask: Callable[[], T], again: Callable[[], T]) -> T:
+        """Return the orchestrator's answer; if a member's evidence has aged since the last review, renew it first."""
         try:
-            roster = asked.pending.result()
+            return ask()
         except EvidenceError as refusal:
             if refusal.code != "evidence_expired":
                 raise
             if self.context.membership.admission.review(now=True):
                 self.context.renew()
-            self.place(self.context.manifest.computation.epoch_of(task.query, task.step))
-            asked = self._ask_roster(task)
-            roster = asked.pending.result()
-        self.uncommitted = tuple(commit for commit in self.uncommitted if commit not in asked.commits)
-        return roster
+            self.place(epoch)
+            return again()
 
-    def _standing(self, task: Task) -> object:
-        """Return everything that a roster of a step depends on, for comparison."""
-        evidence = tuple(self.context.membership.members.presentations.items())
-        return task.query, task.step, dict(self.context.membership.hosts.hosting), self._aggregator_ids(task), evidence
+    def _rests_on(self, step: Step, number: int) -> _RestsOn:
+        members = self.context.membership.members
+        aggregators = tuple(actor.member_id for actor in members.aggregators[: len(step.ranges)])
+        evidence = tuple(members.presentations.items())
+        return number, step.query, dict(self.context.membership.hosts.hosting), aggregators, evidence
 
-    def _aggregator_ids(self, task: Task) -> tuple[str, ...]:
-        return tuple(actor.member_id for actor in self.context.membership.members.aggregators[: len(task.ranges)])
-
-    def _vector_ranges(self) -> tuple[VectorRange, ...]:
+    def _cut(self) -> tuple[VectorRange, ...]:
         return tuple(VectorRange(index=owned.index, offset=owned.start, length=owned.size) for owned in self.ranges)
-
-    def _masked_bytes(self, query: Query, vectors: int) -> int:
-        """Return the bytes of that many vectors, or 0 where workers add no masks; see `TrainWorker`."""
-        mechanism = self.context.manifest.computation.mechanism_of(query)
-        masked = self.secure_aggregation or (mechanism.private and vectors > 1)
-        return vectors * mechanism.dimension * mechanism.ring_bits // 8 if masked else 0

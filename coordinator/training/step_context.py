@@ -1,14 +1,48 @@
-"""The collaborators of a session's steps, which every part of a step is given together."""
+"""The model that a run trains, the collaborators of a session's steps, and what becomes of members that fail at one.
 
-from collections.abc import Callable
+The model's values stay with the backend. The coordinator passes references on, and fetches values only to evaluate, to
+seal and to write the final model.
+"""
+
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from raycloak.coordinator.cluster.backend import Backend
+import numpy as np
+
+from raycloak.coordinator.aggregation.aggregator import State
+from raycloak.coordinator.cluster.backend import ActorLost, Backend
+from raycloak.coordinator.cluster.calls import Reference
 from raycloak.coordinator.cluster.control import Control
+from raycloak.coordinator.cluster.remote import Parameters
 from raycloak.coordinator.membership.membership import Membership
 from raycloak.metrics.collectors import RunMetrics
+from raycloak.metrics.errors import MORE_MEMORY, RunFailedError
 from raycloak.metrics.traces import OFF, Traces
 from raycloak.workers.terms.manifest import Manifest
+
+T = TypeVar("T")
+
+_RESTORE = "Resume from the newest sealed package: raycloak run CONFIG --resume"
+_REMEDIES = {
+    "out_of_memory": MORE_MEMORY,
+    "nondeterministic_op": "Set allow_nondeterministic: true for a run that is NOT EXACT, or change the model.",
+    "worker_error": "The text of the failure stays in the worker; run the model on public data to see it.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The released model between two steps.
+
+    Attributes:
+        parameters, states: one reference per range: float32 parameters, optimizer state.
+        digest: model digest of all ranges together.
+    """
+
+    parameters: tuple[Reference[Parameters], ...]
+    states: tuple[Reference[State], ...]
+    digest: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,3 +67,80 @@ class StepContext:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "manifest_digest", self.manifest.digest())
+
+    def parameters(self, model: Model) -> Parameters:
+        """Return the parameters, float32[d] in canonical order; RunFailedError as :meth:`state`."""
+        return np.concatenate([self._fetch(part) for part in model.parameters])
+
+    def state(self, model: Model) -> State:
+        """Return the optimizer state of all ranges; keys start with the tensor's name, so they fit into one.
+
+        Raises:
+            RunFailedError: ``state_lost`` if the node that had the values is gone.
+        """
+        return {key: value for part in model.states for key, value in self._fetch(part).items()}
+
+    def _fetch(self, reference: Reference[T]) -> T:
+        try:
+            return self.backend.fetch(reference, self.deadline_s)
+        except ActorLost as lost:
+            raise RunFailedError(
+                "state_lost", f"the released model was lost with its node ({lost.cause})", _RESTORE
+            ) from None
+
+
+@dataclass(slots=True)
+class MemberFailures:
+    """The failures of members at one task: those members leave, and the run ends if all fail alike.
+
+    Attributes:
+        model: what they were given.
+        task: how messages call it. step: the one that it belongs to.
+    """
+
+    context: StepContext
+    model: Model
+    task: str
+    step: int
+    _all_lost: bool = False
+
+    def take(self, failures: Mapping[str, str], *, everybody: bool) -> None:
+        """Take the workers that failed off the run; if all fail alike, others in their place would too, and it ends.
+
+        All may die at once when a node does, so a first such loss counts as an accident.
+
+        Args:
+            failures: code by member id.
+
+        Raises:
+            RunFailedError: the code of all; or as :meth:`require_model`.
+        """
+        self.require_model(failures.values())
+        code = next(iter(failures.values()), "")
+        alike = everybody and len(set(failures.values())) == 1
+        if alike and (self._all_lost or code not in ("died", "unreachable")):
+            raise RunFailedError(
+                code, f"every worker failed in {self.task}: {code}", _REMEDIES.get(code, ""), self.step
+            )
+        self._all_lost = alike
+        for member_id, cause in failures.items():
+            self.context.membership.members.lose(member_id, cause, f"{member_id} failed in {self.task}")
+
+    def require_model(self, causes: Collection[str]) -> None:
+        """Check, when an object that was passed is gone, that it was not the model itself.
+
+        Raises:
+            RunFailedError: ``state_lost``.
+        """
+        if "object_lost" not in causes:
+            return
+        try:
+            for reference in (*self.model.parameters, *self.model.states):
+                self.context.backend.fetch(reference, self.context.deadline_s)
+        except ActorLost as lost:
+            raise RunFailedError(
+                "state_lost",
+                f"the node that held the model went away in {self.task} ({lost.cause})",
+                _RESTORE,
+                self.step,
+            ) from None

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from raycloak.coordinator.checkpoints.arrays import joined_states, load_arrays, parted_states, safetensors_pieces
+from raycloak.coordinator.checkpoints.arrays import safetensors_pieces
 
 
 def file_of(arrays):
@@ -33,14 +33,6 @@ def test_every_dtype_and_shape_survives_bit_for_bit(dtype):
         assert found[name].dtype == array.dtype.newbyteorder("<")
         assert found[name].shape == array.shape
         assert found[name].tobytes() == array.astype(array.dtype.newbyteorder("<")).tobytes()
-
-
-def test_states_of_ranges_come_back_as_they_were():
-    states = ({"w/step": np.float32(3).reshape(()), "w/m/x": np.ones(2, np.float32)}, {}, {"0/b": np.zeros(1)})
-    found = parted_states(load_arrays(iter([file_of(joined_states(states))])), 3)
-    assert [state.keys() for state in found] == [state.keys() for state in states]
-    assert found[0]["w/step"].shape == ()
-    assert found[0]["w/step"].dtype == np.float32
 
 
 def test_no_copy_of_the_arrays_is_made():

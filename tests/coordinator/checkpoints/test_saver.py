@@ -14,15 +14,13 @@ from pyarrow import fs
 from raycloak.attestation.orchestrator.commits import StepCommit
 from raycloak.attestation.sealed.package_keys import PackageSigner, RecipientPublic
 from raycloak.attestation.sealed.package_manifest import PackageManifest
-from raycloak.coordinator.checkpoints.restorer import Restorer
+from raycloak.coordinator.checkpoints.archive import Restorer
 from raycloak.coordinator.checkpoints.saver import RETRY_S, Checkpoints
 from raycloak.coordinator.checkpoints.storage import MANIFEST, PackageStorage
-from raycloak.coordinator.checkpoints.writer import PackageOrigin
 from raycloak.coordinator.config.sections import CheckpointConfig
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.rules import OpeningTerms
 from raycloak.coordinator.planning.manifest import run_terms
-from raycloak.coordinator.record.outcome import Evaluation
 from raycloak.coordinator.runs.local_session import local_session
 from raycloak.metrics.errors import ConfigError, EvidenceError, RunFailedError
 from raycloak.workers.terms.manifest import TensorSpec
@@ -87,7 +85,7 @@ class Bench:
             CheckpointConfig(**self.settings),
             self.storage,
             self.control,
-            PackageOrigin(self.manifest, 1e-5, "simulated"),
+            self.manifest,
             (),
             self.notices.append,
             self.metrics,
@@ -95,11 +93,16 @@ class Bench:
         )
 
     def snapshot(self, step, **changes):
-        head = self.orchestrator.log_position()
-        return snapshot(self.manifest, step, ledger_head=self.ledger.view().head, log_head=head, **changes)
+        return snapshot(self.manifest, step, **self.heads(), **changes)
+
+    def heads(self):
+        """Return the newest entries of ledger and evidence log, as a package states them."""
+        ledger, log = self.ledger.view().head, self.orchestrator.log_position()
+        names = "ledger_sequence", "ledger_hash", "log_length", "log_hash"
+        return dict(zip(names, (ledger.sequence, ledger.hash, log.length, log.root), strict=True))
 
     def commit(self, step):
-        digest = snapshot(self.manifest, step).model_digest
+        digest = snapshot(self.manifest, step).stated.model_digest
         head = self.ledger.view().head
         self.orchestrator.commit(
             (
@@ -181,13 +184,12 @@ def code_of(action):
 def test_a_package_restores_the_run_bit_for_bit(bench):
     bench.publish(3)
     restored, original = bench.newest(), bench.snapshot(3)
-    assert (restored.finished_steps, restored.model_digest) == (3, original.model_digest)
-    assert [p.tobytes() for p in restored.parameters] == [p.tobytes() for p in original.parameters]
-    assert [state.keys() for state in restored.states] == [state.keys() for state in original.states]
-    for found, state in zip(restored.states, original.states, strict=True):
-        for name, array in state.items():
-            assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape)
-            assert found[name].tobytes() == array.tobytes()
+    assert (restored.finished_steps, restored.package.manifest.model_digest) == (3, original.stated.model_digest)
+    assert restored.parameters.tobytes() == original.parameters.tobytes()
+    assert restored.state.keys() == original.state.keys()
+    for name, array in original.state.items():
+        assert (restored.state[name].dtype, restored.state[name].shape) == (array.dtype, array.shape)
+        assert restored.state[name].tobytes() == array.tobytes()
     assert bench.logged == [("sealed", 3), ("published", 3)]
     assert bench.notices == []
 
@@ -285,7 +287,7 @@ def test_the_newest_packages_stay(make):
 def test_the_newest_and_the_best_are_never_deleted(make, keep_best, metric, values, kept):
     bench = make(num_to_keep=1, keep_best=keep_best)
     for step, value in enumerate(values, 1):
-        bench.publish(step, evaluation=Evaluation(metric, value, 8))
+        bench.publish(step, **{f"evaluation_{metric}": value})
         assert step in bench.steps
     assert bench.steps == kept
 
@@ -293,7 +295,7 @@ def test_the_newest_and_the_best_are_never_deleted(make, keep_best, metric, valu
 def test_the_best_survives_a_driver_that_starts_again(make):
     bench = make(num_to_keep=1, keep_best="evaluation_accuracy")
     for step, value in ((1, 0.9), (2, 0.1)):
-        bench.publish(step, evaluation=Evaluation("accuracy", value, 8))
+        bench.publish(step, evaluation_accuracy=value)
     bench.keeper = bench.start()
     bench.publish(3)
     assert bench.steps == [1, 3]
@@ -419,14 +421,13 @@ def test_a_package_that_was_not_sealed_to_the_run_is_refused(bench):
     site = Site(bench.home, manifest=bench.manifest)
     assert PackageSigner.load_or_create(bench.home / "signer").public == bench.orchestrator.package_signer()
     bench.commit(1)
-    site.publish(step=1, ledger_head=bench.ledger.view().head, log_head=bench.orchestrator.log_position())
+    site.publish(step=1, **bench.heads())
     assert code_of(bench.newest) == "not_a_recipient"
 
 
 def test_parameters_that_are_not_the_signed_ones_are_refused(bench):
     bench.commit(1)
-    wrong = tuple(part + np.float32(1) for part in bench.snapshot(1).parameters)
-    bench.publish(1, parameters=wrong)
+    bench.publish(1, parameters=bench.snapshot(1).parameters + np.float32(1))
     assert code_of(bench.newest) == "package_parameters_differ"
 
 

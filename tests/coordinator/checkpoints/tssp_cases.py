@@ -9,14 +9,11 @@ import numpy as np
 
 from raycloak.attestation.core.hpke import HpkeKey
 from raycloak.attestation.core.keys import Secret
-from raycloak.attestation.log.entries import LogHead
 from raycloak.attestation.sealed.package_keys import PackageSigner, RecipientPublic, TrustStore
 from raycloak.attestation.sealed.package_manifest import PackageManifest
-from raycloak.coordinator.aggregation.ranges import ParameterRange, split_ranges
 from raycloak.coordinator.checkpoints.reader import NOTHING_EXPECTED, Expected, VerifiedPackage, verify_package
 from raycloak.coordinator.checkpoints.storage import MANIFEST, RUN_MANIFEST, SIGNATURE, PackageStorage
-from raycloak.coordinator.checkpoints.writer import PackageOrigin, Snapshot, write_draft
-from raycloak.coordinator.ledger.entries import Head
+from raycloak.coordinator.checkpoints.writer import Snapshot, write_draft
 from raycloak.metrics.errors import EvidenceError
 from raycloak.workers.gradients.numerics import current_numerics
 from raycloak.workers.terms.loss import LossSpec
@@ -48,39 +45,27 @@ def run_manifest(tensors: tuple[TensorSpec, ...] = TENSORS, **changes: Any) -> M
     return Manifest(**fields | changes)
 
 
-def ranges_of(manifest: Manifest, count: int = 2) -> tuple[ParameterRange, ...]:
-    return split_ranges(manifest.computation.tensors, count)
-
-
 def snapshot(manifest: Manifest, step: int = 3, **changes: Any) -> Snapshot:
-    """Return parameters and Adam-like state that depend on the step."""
+    """Return parameters and Adam-like state that depend on the step; ``changes`` are of it or of what it states."""
     tensors = manifest.computation.tensors
-    size = sum(tensor.size for tensor in tensors)
-    flat = np.arange(size, dtype=np.float32) + np.float32(step)
-    ranges = ranges_of(manifest)
-    states = tuple(
-        {
-            f"{tensor.name}/{name}": value
-            for tensor in owned.tensors
-            for name, value in (
-                ("exp_avg", np.full(tensor.shape, 0.1 * step, np.float32)),
-                ("step", np.float32(step).reshape(())),
-            )
-        }
-        for owned in ranges
-    )
-    fields: dict[str, Any] = {
-        "finished_steps": step,
-        "parameters": tuple(flat[owned.start : owned.stop] for owned in ranges),
-        "states": states,
-        "model_digest": model_digest(tensors, tensor_digests(flat, tensors)),
-        "epsilon": 1.5,
-        "roster_digest": bytes(32),
-        "ledger_head": Head(7, b"l" * 32),
-        "log_head": LogHead(run_id=manifest.run_id, length=9, root=b"e" * 32),
-        "evaluation": None,
+    flat = np.arange(sum(tensor.size for tensor in tensors), dtype=np.float32) + np.float32(step)
+    state = {
+        f"{tensor.name}/{name}": value
+        for tensor in tensors
+        for name, value in (
+            ("exp_avg", np.full(tensor.shape, 0.1 * step, np.float32)),
+            ("step", np.float32(step).reshape(())),
+        )
     }
-    return Snapshot(**fields | changes)
+    stated = PackageManifest(
+        run_id=manifest.run_id, manifest_digest=manifest.digest(), step=step, ranges=1,
+        model_digest=model_digest(tensors, tensor_digests(flat, tensors)),
+        epsilon=1.5, delta=1e-5, evidence_class="simulated", roster_digest=bytes(32),
+        ledger_sequence=7, ledger_hash=b"l" * 32, log_length=9, log_hash=b"e" * 32, previous=b"",
+        evaluation_accuracy=None, evaluation_loss=None, created_at=0, payloads=(), recipients=(),
+    )  # fmt: skip
+    parameters, state = changes.pop("parameters", flat), changes.pop("state", state)
+    return Snapshot(stated.model_copy(update=changes), parameters, state)
 
 
 @dataclass
@@ -97,20 +82,16 @@ class Site:
         self.trust = TrustStore.of("site", self.signer.public)
         self.storage = PackageStorage.open(str(self.home / "packages"))
 
-    @property
-    def terms(self) -> PackageOrigin:
-        return PackageOrigin(self.manifest, 1e-5, "simulated")
-
     def publish(self, step: int = 3, chunk_bytes: int = 64, signer: PackageSigner | None = None, **changes: Any) -> str:
         """Publish a package of a snapshot with changes; return its name."""
         return self.publish_snapshot(snapshot(self.manifest, step, **changes), chunk_bytes, signer)
 
     def publish_snapshot(self, made: Snapshot, chunk_bytes: int, signer: PackageSigner | None = None) -> str:
-        draft = self.storage.draft(made.finished_steps)
+        draft = self.storage.draft(made.stated.step)
         manifest = write_draft(
             draft,
             made,
-            self.terms,
+            self.manifest,
             [RecipientPublic(name="auditor", key=self.recipient.public)],
             previous=b"",
             created_at=NOW,

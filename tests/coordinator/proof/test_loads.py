@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from raycloak.coordinator.proof.verify import verify_parts
-from raycloak.coordinator.training.state_requests import LoadRequest
+from raycloak.coordinator.training import state_requests
 from raycloak.coordinator.training.steps import Training
 from tests.coordinator.proof.proof_cases import STEPS, Entries, Proved, parts_of, proved, relogged, whole
 from tests.coordinator.proof.test_runs import said
@@ -19,7 +19,7 @@ def load(after: int) -> Callable[[Training], object]:
 
     def act(training: Training) -> None:
         training.checkpoints.settle(2, 60)
-        training.load(LoadRequest(after, f"{training.states.archive.location}/step-000002.tssp"))
+        state_requests.load(training, after, f"{training.order.assignment.archive.location}/step-000002.tssp")
 
     return act
 

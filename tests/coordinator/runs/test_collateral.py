@@ -51,7 +51,7 @@ def test_newer_collateral_keeps_a_run_going_with_the_same_bytes(lost, undisturbe
     (taken,) = run.stage.calls("take_collateral")
     admissions = [call.arguments[1].collateral for call in run.stage.calls("present") if len(call.arguments) == 2]
     assert admissions[-1] == taken.arguments[0] != admissions[0]
-    assert run.coordinator._conclusion.admitted.membership.admission.terms.collateral == taken.arguments[0]
+    assert run.coordinator._training.admitted.membership.admission.terms.collateral == taken.arguments[0]
 
 
 def test_without_newer_collateral_nobody_computes_any_more(tmp_path):

@@ -52,7 +52,7 @@ def killed(home: Path, method: str, index: int, **fields: Any) -> WholeRun:
 
     def disturb(call: Any) -> None:
         if (call.method, call.index) == (method, index):
-            run.coordinator._conclusion.training.checkpoints.close(60)
+            run.coordinator._training.checkpoints.close(60)
             raise Killed
 
     run.stage.disturb = disturb

@@ -135,6 +135,6 @@ def test_any_number_of_workers_gives_one_digest_through_deaths_and_a_resume(task
 def disturbed(execution: WholeRun, call: Call, kill: bool) -> Fate:
     """Let worker-0 die in the execution's first step, and the driver ahead of the second one."""
     if kill and (call.method, call.index) == ("charge", 1):
-        execution.coordinator._conclusion.training.checkpoints.close(60)
+        execution.coordinator._training.checkpoints.close(60)
         raise Killed
     return "dies" if (call.method, call.member_id, call.index) == ("step", "worker-0", 0) else None

@@ -25,7 +25,7 @@ def observed(home, **fields) -> tuple[WholeRun, list[PublicSums | None]]:
         if len(seen) == STEPS:
             pace.close()
 
-    pace = GatedPace(StopRequest(), computed, *[lambda *_: None] * 3)
+    pace = GatedPace(StopRequest(), computed, *[lambda *_: None] * 2)
     pace.allow(STEPS, STEPS)
     return trained(home, pace=pace, steps=STEPS, **fields), seen
 

@@ -23,9 +23,8 @@ from raycloak.coordinator.record.outcome import Ending
 from raycloak.coordinator.record.run_list import read_summary
 from raycloak.coordinator.runs.discard import discard
 from raycloak.coordinator.runs.execution import Execution
-from raycloak.coordinator.training import phases
 from raycloak.coordinator.training.assignment import NewRun, ReplayedRun, ResumedRun
-from raycloak.coordinator.training.conclusion import Conclusion
+from raycloak.coordinator.training.phases import Coordinator
 from raycloak.coordinator.training.steps import Training
 from raycloak.coordinator.training.stop_signals import StopRequest
 from raycloak.metrics.errors import BudgetError, ConfigError, EvidenceError, RaycloakError, RefusedError, RunFailedError
@@ -85,7 +84,7 @@ def killed_when_sealed(method: str, index: int) -> Callable:
 
     def kill(run: WholeRun, call) -> None:
         if (call.method, call.index) == (method, index):
-            run.coordinator._conclusion.training.checkpoints.close(60)
+            run.coordinator._training.checkpoints.close(60)
             raise Killed
 
     return kill
@@ -223,10 +222,10 @@ def _ended_badly(home: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> tupl
 
             place = {
                 "packages": (Training, "seal"),
-                "checkpoints": (Conclusion, "_close_checkpoints"),
+                "checkpoints": (Coordinator, "_close_checkpoints"),
                 "model": (RunFolder, "write_parameters"),
-                "result": (Conclusion, "_result"),
-                "log": (phases, "end_log"),
+                "result": (Coordinator, "_result"),
+                "log": (Coordinator, "_export_log"),
             }[what]
             patch.setattr(*place, fail)
             execution._fail(second.coordinator, folder, failure.value, time.monotonic())
@@ -406,7 +405,7 @@ def finished_once(tmp_path_factory) -> WholeRun:
     def wait(call) -> None:
         """Wait until the package of 4 steps is out, so that the next one does not take its place."""
         end = time.monotonic() + 300
-        checkpoints = run.coordinator._conclusion.training.checkpoints if run.coordinator._conclusion else None
+        checkpoints = run.coordinator._training.checkpoints if run.coordinator._training else None
         while (call.method, call.index) == ("charge", 4) and (checkpoints._job or checkpoints._waiting):
             assert time.monotonic() < end
             checkpoints.poll()

@@ -17,9 +17,10 @@ from raycloak.coordinator.config.sections import CheckpointConfig
 from raycloak.coordinator.ledger.entries import StepCharged, VectorsBound
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.record.outcome import Ending
+from raycloak.coordinator.training import state_requests
 from raycloak.coordinator.training.assignment import NewRun, ResumedRun
 from raycloak.coordinator.training.pace import GatedPace, StepLeft
-from raycloak.coordinator.training.state_requests import SaveRequest
+from raycloak.coordinator.training.steps import Training
 from raycloak.coordinator.training.stop_signals import StopRequest, stop_on_signals
 from raycloak.metrics.errors import RunFailedError
 from raycloak.workers.terms.manifest import Manifest
@@ -55,7 +56,7 @@ class Owner:
         self.over: list[str] = []
         self.at_end: Callable[[], object] = lambda: None
         self.stop = run.coordinator.order.assignment.stop
-        self.pace = GatedPace(self.stop, self._computed, self._held, self._between, self._over)
+        self.pace = GatedPace(self.stop, self._computed, self._held, self._over)
         self.computed: list[tuple[int, float | None]] = []
         self.held: list[tuple[int, float | None]] = []
         self.leaving: Callable[[int], None] = lambda step: None
@@ -80,14 +81,17 @@ class Owner:
         self.over.append(ending)
         self.at_end()
 
-    def _between(self, request: Look, training) -> None:
-        self.told.append((training.finished_steps, request))
-        self.between(request)
+    def ask(self, request: Look) -> None:
+        def act(training: Training) -> None:
+            self.told.append((training.finished_steps, request))
+            self.between(request)
+
+        self.pace.ask(request.after, act)
 
     def train(self) -> WholeRun:
         """Run to the planned steps, and let the run end."""
         self.pace.allow(1, 0)
-        self.pace.ask(Look(STEPS, "the end"))
+        self.ask(Look(STEPS, "the end"))
         former = self.between
         self.between = lambda request: (former(request), self.pace.close() if request.name == "the end" else None)
         self.run.train()
@@ -116,7 +120,7 @@ def test_a_gated_loop_gives_the_bytes_of_one_that_waits_for_nobody(tmp_path, und
 
     def kill(step: int) -> None:
         if step == 1 and workers > 1:
-            stage.stop(owner.run.coordinator._conclusion.training.membership.members.workers["worker-1"])
+            stage.stop(owner.run.coordinator._training.admitted.membership.members.workers["worker-1"])
 
     owner.waiting = kill
     run = owner.train()
@@ -151,7 +155,7 @@ def test_guarantee_before_it_is_admitted_nothing_of_a_step_is_charged(tmp_path, 
     owner = owned(tmp_path)
     owner.pace.allow(0, 3)
     for after in (0, 1, 2):
-        owner.pace.ask(Look(after))
+        owner.ask(Look(after))
 
     def look(request: Look) -> None:
         assert entries(tmp_path, StepCharged) == list(range(request.after))
@@ -178,7 +182,7 @@ def test_an_open_gate_overlaps_binding_and_reduction_as_a_run_without_gates(tmp_
 
 
 def test_watermarks_only_rise(tmp_path):
-    pace = GatedPace(StopRequest(), *[lambda *_: None] * 4)
+    pace = GatedPace(StopRequest(), *[lambda *_: None] * 3)
     pace.allow(5, 3)
     pace.allow(2, 1)
     assert [pace.is_released(step) for step in (2, 3)] == [True, False]
@@ -251,7 +255,7 @@ def test_guarantee_a_held_step_is_not_charged_before_it_is_allowed_again(tmp_pat
 
     owner.leaving = leave
     owner.pace.allow(1, 1, held=True)
-    owner.pace.ask(Look(STEPS, "the end"))
+    owner.ask(Look(STEPS, "the end"))
     owner.between = lambda request: owner.pace.close()
     owner.run.train()
     assert owner.run.digests == undisturbed
@@ -346,7 +350,7 @@ def test_a_stop_before_the_first_release_ends_the_run_and_a_resume_has_the_same_
 def test_a_run_whose_steps_are_finished_waits_for_its_owner_and_a_stop_keeps_it_resumable(tmp_path, undisturbed):
     owner = owned(tmp_path, assignment=NewRun(archive(tmp_path)))
     owner.pace.allow(STEPS, STEPS)
-    owner.pace.ask(Look(STEPS, "a save after the last step"))
+    owner.ask(Look(STEPS, "a save after the last step"))
     owner.between = lambda request: owner.stop.make()
     owner.run.train()
     assert owner.run.finished.ending is Ending.STOPPED
@@ -369,13 +373,13 @@ def test_a_run_at_its_cap_is_saved_before_it_ends_and_a_stop_keeps_it_resumable(
     saved = []
 
     def save(request: Look) -> None:
-        saved.append(owner.run.coordinator._conclusion.training.save(SaveRequest("s", request.after)))
+        saved.append(state_requests.save(owner.run.coordinator._training, "s", request.after))
         owner.stop.make() if how == "stop" else owner.pace.close()
 
     owner.between = save
     owner.pace.allow(FIT + 1, FIT + 1)
     # It is due after the step that has no room; as a caller asks, who is told so.
-    owner.at_end = lambda: owner.pace.ask(Look(FIT))
+    owner.at_end = lambda: owner.ask(Look(FIT))
     owner.run.train()
     assert owner.over == ["cap_exceeded"]
     (state,) = saved
@@ -387,7 +391,7 @@ def test_a_run_at_its_cap_is_saved_before_it_ends_and_a_stop_keeps_it_resumable(
         recorded = Manifest.model_validate_json((owner.run.folder / "manifest.json").read_bytes())
         again = owned(tmp_path, assignment=ResumedRun(recorded, archive(tmp_path)), **CAPPED)
         again.pace.allow(FIT, FIT)
-        again.pace.ask(Look(FIT))
+        again.ask(Look(FIT))
         again.between = lambda request: again.pace.close()
         again.run.train()
         assert (again.over, again.run.digests, again.run.finished.steps) == ([], [], FIT)
@@ -397,7 +401,7 @@ def test_a_run_at_its_cap_is_saved_before_it_ends_and_a_stop_keeps_it_resumable(
 def test_a_signal_ends_a_wait(tmp_path):
     """The handler runs in the thread that waits."""
     stop = StopRequest()
-    pace = GatedPace(stop, *[lambda *_: None] * 4)
+    pace = GatedPace(stop, *[lambda *_: None] * 3)
     with stop_on_signals(stop, lambda line: None):
         threading.Thread(target=signal.pthread_kill, args=(threading.get_ident(), signal.SIGTERM)).start()
         with pytest.raises(StepLeft):

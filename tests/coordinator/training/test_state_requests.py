@@ -15,9 +15,10 @@ from raycloak.coordinator.checkpoints.storage import PackageStorage
 from raycloak.coordinator.config.sections import CheckpointConfig
 from raycloak.coordinator.ledger.entries import StepCharged
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.record.folder import SavedState
+from raycloak.coordinator.training import state_requests
 from raycloak.coordinator.training.assignment import NewRun, ReplayedRun, ResumedRun
-from raycloak.coordinator.training.pace import OpenPace
-from raycloak.coordinator.training.state_requests import CopyRequest, LoadRequest, SaveRequest
+from raycloak.coordinator.training.pace import Pace
 from raycloak.coordinator.training.steps import Training
 from raycloak.metrics.errors import EvidenceError, ProtocolError, RefusedError
 from raycloak.workers.terms.manifest import Manifest
@@ -33,7 +34,7 @@ class Killed(BaseException):
     """An error that stands for a driver that ends without any of its handlers."""
 
 
-class Script(OpenPace):
+class Script(Pace):
     """A pace that never waits, and does what a test wants after so many steps, once."""
 
     def __init__(self, acts: Mapping[int, Act]) -> None:
@@ -72,11 +73,20 @@ def resumed(home: Path, first: WholeRun, acts: Mapping[int, Act], **fields) -> W
 
 
 def save(after: int, request: str = "s") -> Act:
-    return lambda training: training.save(SaveRequest(f"{request}{after}", after))
+    return lambda training: state_requests.save(training, f"{request}{after}", after)
 
 
 def load(home: Path, after: int, step: int) -> Act:
-    return lambda training: training.load(LoadRequest(after, at(home, step)))
+    return go_to(after, at(home, step))
+
+
+def go_to(after: int, package: str) -> Act:
+    return lambda training: state_requests.load(training, after, package)
+
+
+def unnamed(saved: SavedState) -> SavedState:
+    """Return a saved state without the name of its request."""
+    return saved.model_copy(update={"request": ""})
 
 
 def at(home: Path, step: int, suffix: str = "") -> str:
@@ -240,10 +250,10 @@ def test_a_saved_state_stays_whatever_the_configuration_keeps_and_is_one_package
     saved = []
 
     def keep(request: str, after: int) -> Act:
-        return lambda training: saved.append(training.save(SaveRequest(request, after)))
+        return lambda training: saved.append(unnamed(state_requests.save(training, request, after)))
 
     def go_back(training: Training) -> None:
-        training.load(LoadRequest(4, saved[0].package))
+        state_requests.load(training, 4, saved[0].package)
 
     acts = {
         1: both(keep("a", 1), keep("b", 1), keep("a", 1)),
@@ -263,7 +273,7 @@ def test_a_saved_state_stays_whatever_the_configuration_keeps_and_is_one_package
 
 def test_a_save_that_is_asked_for_again_after_a_crash_names_the_same_package(tmp_path):
     saved = []
-    keep = lambda request, after: lambda training: saved.append(training.save(SaveRequest(request, after)))  # noqa: E731
+    keep = lambda request, after: lambda training: saved.append(unnamed(state_requests.save(training, request, after)))  # noqa: E731
     first = scripted(tmp_path, {2: keep("a", 2), 3: die})
     with pytest.raises(Killed):
         first.train()
@@ -301,13 +311,12 @@ def test_a_refused_request_changes_nothing_and_the_run_goes_on(tmp_path, straigh
         file.unlink()
     codes = []
 
-    def ask(*requests: SaveRequest | LoadRequest) -> Act:
+    def ask(*requests: Act) -> Act:
         def act(training: Training) -> None:
             before = training.model, training.finished_steps
-            for each in requests:
-                do = training.save if isinstance(each, SaveRequest) else training.load
+            for request in requests:
                 with pytest.raises(RefusedError) as refusal:
-                    do(each)
+                    request(training)
                 assert type(refusal.value) is RefusedError
                 codes.append(refusal.value.code)
             assert (training.model, training.finished_steps) == before
@@ -324,19 +333,19 @@ def test_a_refused_request_changes_nothing_and_the_run_goes_on(tmp_path, straigh
         payload.write_bytes(payload.read_bytes()[:-1] + b"?")
 
     acts = {
-        0: ask(SaveRequest("z", 0)),
+        0: ask(save(0, "z")),
         2: save(2),
         3: both(
             alter,
             ask(
-                LoadRequest(3, foreign),
-                LoadRequest(3, at(tmp_path, 2, "-3")),
-                LoadRequest(3, at(tmp_path, 2, "-2")),
-                LoadRequest(3, at(tmp_path, 1)),
-                LoadRequest(3, str(elsewhere)),
-                LoadRequest(2, at(tmp_path, 2)),
-                LoadRequest(4, at(tmp_path, 2)),
-                SaveRequest("x", 2),
+                go_to(3, foreign),
+                go_to(3, at(tmp_path, 2, "-3")),
+                go_to(3, at(tmp_path, 2, "-2")),
+                go_to(3, at(tmp_path, 1)),
+                go_to(3, str(elsewhere)),
+                go_to(2, at(tmp_path, 2)),
+                go_to(4, at(tmp_path, 2)),
+                save(2, "x"),
             ),
         ),
     }
@@ -359,8 +368,8 @@ def test_a_run_that_seals_nothing_refuses_to_save_and_to_load(tmp_path, straight
     codes = []
 
     def act(training: Training) -> None:
-        codes.append(refused(lambda: training.save(SaveRequest("a", 2))).code)
-        codes.append(refused(lambda: training.load(LoadRequest(2, at(tmp_path, 1)))).code)
+        codes.append(refused(lambda: state_requests.save(training, "a", 2)).code)
+        codes.append(refused(lambda: state_requests.load(training, 2, at(tmp_path, 1))).code)
 
     run = scripted(tmp_path, {2: act}, assignment=NewRun())
     run.train()
@@ -373,11 +382,11 @@ def test_a_copy_has_the_released_parameters_and_the_run_forgets_it(tmp_path, str
     (tmp_path / "file").touch()
 
     def ask(training: Training) -> None:
-        digests.append(training.copy(CopyRequest(2, path)).hex())
-        codes.append(refused(lambda: training.copy(CopyRequest(1, path))).code)
-        codes.append(refused(lambda: training.copy(CopyRequest(2, tmp_path / "file" / "x"))).code)
+        digests.append(state_requests.copy(training, 2, path).hex())
+        codes.append(refused(lambda: state_requests.copy(training, 1, path)).code)
+        codes.append(refused(lambda: state_requests.copy(training, 2, tmp_path / "file" / "x")).code)
 
-    early: Act = lambda training: codes.append(refused(lambda: training.copy(CopyRequest(0, path))).code)  # noqa: E731
+    early: Act = lambda training: codes.append(refused(lambda: state_requests.copy(training, 0, path)).code)  # noqa: E731
     run = scripted(tmp_path, {0: early, 2: ask}, assignment=NewRun())
     run.train()
     assert run.digests == straight
@@ -442,11 +451,10 @@ def test_guarantee_the_orchestrator_logs_no_load_that_its_log_does_not_bear_out(
 
     def forge(training: Training) -> None:
         orchestrator = training.runner.context.control.orchestrator
-        package = archive(tmp_path).restorer(training.runner.context.control, training.runner.context.manifest).newest()
-        honest = StateLoad(
-            after_step=3, step=2, package_digest=package.package.digest(), model_digest=package.model_digest
-        )
-        training.commit()
+        context = training.runner.context
+        package = archive(tmp_path).restorer(context.control, context.manifest).newest().package.manifest
+        honest = StateLoad(after_step=3, step=2, package_digest=package.digest(), model_digest=package.model_digest)
+        training.runner.commit()
         for forged in (
             honest.model_copy(update={"model_digest": training.model.digest}),
             honest.model_copy(update={"package_digest": bytes(32)}),
