@@ -7,3 +7,9 @@ def listed(names: Sequence[str], most: int = 20) -> str:
     """Return the first ``most`` names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(names[:most])}{more}"
+
+
+def all_listed(names: Sequence[str]) -> str:
+    """Return all of one or more names, the last behind "and"."""
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last

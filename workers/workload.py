@@ -24,7 +24,7 @@ from raycloak.workers.gradients.spare_rows import spare_rows
 from raycloak.workers.gradients.sum_engines import check_measurable, measurement_engine
 from raycloak.workers.inputs.datasets import Dataset, dataset_form
 from raycloak.workers.inputs.fingerprint import data_marks
-from raycloak.workers.inputs.sealed import ClearSlices, SliceLocks
+from raycloak.workers.inputs.sealed import Slices
 from raycloak.workers.inputs.sent_rows import SentForm
 from raycloak.workers.inputs.sent_slots import SentSlots
 from raycloak.workers.known_answer import check_classes, found_classes, known_answer
@@ -84,7 +84,7 @@ class Workload:
         pin_numerics(deterministic, setup.threads)
         opened = setup.dataset.open_slices(setup.base)
         self.dataset: Dataset = opened.examples
-        self.slices: SliceLocks = opened.slices
+        self.slices: Slices = opened.slices
         # Before any code of the model or loss runs.
         marks = data_marks(setup.dataset, opened, setup.base)
         self.module, notes = build_noted(setup.model, setup.base, setup.seed, setup.mode)
@@ -130,7 +130,7 @@ class Workload:
         )
         folder = None if setup.evaluation is None else Path(setup.base) / setup.evaluation
         self.split = None if folder is None else open_split(folder, setup.loss.name, self.form, self.runtime)
-        self.evaluation_slices: SliceLocks = ClearSlices() if self.split is None else self.split.dataset
+        self.evaluation_slices: Slices = Slices() if self.split is None else self.split.dataset
 
     def _build_again(self) -> nn.Module:
         """Build another module of the same model.

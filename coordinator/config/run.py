@@ -16,7 +16,6 @@ from raycloak.coordinator.config.losses import LossField, name_of_loss
 from raycloak.coordinator.config.section import Section, validated
 from raycloak.coordinator.config.sections import (
     LOSS_OF_TASK,
-    TABLES,
     AttestationConfig,
     CheckpointConfig,
     DatasetConfig,
@@ -36,6 +35,7 @@ from raycloak.coordinator.config.sections import (
     RingConfig,
 )
 from raycloak.metrics.errors import ConfigError
+from raycloak.workers.inputs.descriptor import TABLES
 from raycloak.workers.terms.loss import has_accuracy
 
 DEFAULT_STEPS = 200

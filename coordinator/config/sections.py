@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from raycloak.attestation.core.secret_urls import secret_in
 from raycloak.coordinator.config.section import Section
+from raycloak.workers.inputs.descriptor import CLASSES, CONFIGURED, KINDS, LABELS, OF_SOME_KINDS, kinds_with
 from raycloak.workers.terms.built_in_rules import RULE_SETTINGS, RULES, rules_with
 
 Kept = Literal["sealed", "clear"]
@@ -114,24 +115,6 @@ class DPConfig(Section):
         return self
 
 
-SENT_FIELDS = frozenset(
-    {
-        "kind",
-        "public",
-        "shape",
-        "vocabulary",
-        "label_kind",
-        "classes",
-        "max_participations",
-        "max_examples_per_step",
-    }
-)
-"""The fields of a dataset that a client sends."""
-
-TABLES = ("csv", "parquet", "ray_data")
-"""The kinds of datasets with named columns of numbers."""
-
-
 class InputConfig(Section):
     """One input of a model that takes several by name; a column or a list of columns is short for its ``features``.
 
@@ -164,11 +147,7 @@ class DatasetConfig(Section):
     """The place of the examples, and how they are read.
 
     Attributes:
-        kind: ``digits`` (scikit-learn's 1,797 images), ``npz``, ``csv``, ``parquet``, ``imagefolder`` (a folder for
-            each class), ``hf`` (tokenised text: a folder that ``datasets`` wrote, or parquet), ``text`` (a ``.tsv``
-            file of text and class number, or a parquet table), ``text_blocks`` (one text file, cut to blocks),
-            ``module`` (``module:function``), ``ray_data`` (what ``raycloak data build`` wrote), ``sealed`` (what
-            ``raycloak data seal`` wrote) or ``sent`` (what a client of the training service sends, step by step).
+        kind: one of the kinds below.
         path: file, folder or pattern of examples, or folder of a sealed dataset, relative to the config file; csv,
             parquet, imagefolder and hf also take ``s3://bucket/prefix``.
         function: ``module:function`` that returns a `raycloak.workers.inputs.datasets.Dataset`; for ray_data, the
@@ -206,20 +185,7 @@ class DatasetConfig(Section):
             included.
     """
 
-    kind: Literal[
-        "digits",
-        "npz",
-        "csv",
-        "parquet",
-        "imagefolder",
-        "hf",
-        "text",
-        "text_blocks",
-        "module",
-        "ray_data",
-        "sealed",
-        "sent",
-    ]
+    kind: str
     path: Place | None = None
     function: str | None = None
     split: Literal["train", "public"] = "train"
@@ -262,48 +228,43 @@ class DatasetConfig(Section):
             raise ValueError("give one number, or height and width")
         return value
 
+    @field_validator("kind")
+    @classmethod
+    def _known_kind(cls, kind: str) -> str:
+        return require_known(kind, tuple(CONFIGURED), "kind of dataset", "module, for a function of your own")
+
     @model_validator(mode="before")
     @classmethod
-    def _pixels_up_to_one(cls, raw: Any) -> Any:
-        return {"scale": 255.0, **raw} if isinstance(raw, dict) and raw.get("kind") == "imagefolder" else raw
+    def _scale_of_kind(cls, raw: Any) -> Any:
+        kind = CONFIGURED.get(str(raw.get("kind"))) if isinstance(raw, dict) else None
+        return raw if kind is None else {"scale": kind.scale, **raw}
 
     @model_validator(mode="after")
     def _fields_of_kind(self) -> Self:
-        of_text = self.kind in ("text", "text_blocks")
-        if (self.kind not in ("digits", "module", "sent")) != (self.path is not None):
-            raise ValueError("path belongs to all kinds but digits, module and sent, and is needed there")
-        if (of_text or self.kind == "hf") != (self.max_length is not None):
-            raise ValueError("max_length belongs to kind text, text_blocks and hf, and is needed there")
+        kind = KINDS[self.kind]
+        given = {name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default}
+        given |= {form for form, value in ((LABELS, self.labels), (CLASSES, self.classes)) if isinstance(value, list)}
+        for name in OF_SOME_KINDS:
+            taken = name in kind.needs or name in kind.takes
+            if (name in given and not taken) or (name in kind.needs and name not in given):
+                raise ValueError(f"{name} belongs to {kinds_with(name)}")
+        for name, why in kind.refuses.items():
+            if name in given:
+                raise ValueError(why)
+        if isinstance(self.classes, list) and len(set(self.classes)) != len(self.classes):
+            raise ValueError("a class is listed twice")
         if self.kind == "hf" and self.inputs is None and (self.tokenizer is None) == (self.vocabulary is None):
             raise ValueError("kind hf needs the tokenizer that made its ids, or their number: vocabulary")
-        if self.kind != "hf" and of_text != (self.tokenizer is not None):
-            raise ValueError("tokenizer belongs to kind text and text_blocks, is needed there, and belongs to kind hf")
-        if of_text and self.vocabulary is not None:
-            raise ValueError("the vocabulary of text is the tokenizer's")
-        if of_text and isinstance(self.features, list) and len(self.features) != 1:
+        if self.kind == "text" and isinstance(self.features, list) and len(self.features) != 1:
             raise ValueError("text has one column of features; join a pair of texts, since token types are not carried")
-        if (of_text or self.kind == "hf") and self.scale != 1.0:
-            raise ValueError("text has no scale")
-        if (self.kind == "sealed") != (self.key_file is not None):
-            raise ValueError("key_file belongs to kind sealed, and is needed there")
-        if self.kind == "sealed" and (self.fingerprint_key is not None or self.scale != 1.0):
-            raise ValueError("a sealed dataset has no fingerprint_key or scale; apply them before sealing")
-        if (self.kind in ("module", "ray_data")) != (self.function is not None):
-            raise ValueError("function belongs to kind module and ray_data, and is needed there")
-        if self.kind == "sealed" and self.allow_void:
-            raise ValueError("allow_void belongs to the data that is sealed: the seal has kept what it allows")
         if self.kind == "ray_data" and self.path is not None and "://" in self.path:
             raise ValueError("path of kind ray_data is a folder on disk")
         return self
 
     @model_validator(mode="after")
     def _inputs_by_name(self) -> Self:
-        if isinstance(self.labels, list) and self.kind not in (*TABLES, "npz", "hf", "text"):
-            raise ValueError("a list of labels belongs to kind npz, csv, parquet, ray_data, hf and text")
         if self.inputs is None:
             return self
-        if self.kind not in (*TABLES, "npz", "hf", "module"):
-            raise ValueError("inputs belong to kind npz, csv, parquet, ray_data, hf and module")
         if self.features is not None or self.vocabulary is not None or self.tokenizer is not None:
             raise ValueError("features, vocabulary and tokenizer have no place beside inputs: each input has its own")
         if self.scale != 1.0:
@@ -320,41 +281,14 @@ class DatasetConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _images_and_classes(self) -> Self:
-        is_images = self.kind == "imagefolder"
-        if is_images != (self.size is not None):
-            raise ValueError("size belongs to kind imagefolder, and is needed there")
-        if is_images and (self.features is not None or self.vocabulary is not None):
-            raise ValueError("images have no features or vocabulary to name")
-        if isinstance(self.classes, list):
-            if self.kind not in (*TABLES, "imagefolder", "text", "hf"):
-                raise ValueError(
-                    "a list of classes belongs to kind csv, parquet, ray_data, imagefolder, text and hf; give their "
-                    "number"
-                )
-            if len(set(self.classes)) != len(self.classes):
-                raise ValueError("a class is listed twice")
-        return self
-
-    @model_validator(mode="after")
     def _sent_examples(self) -> Self:
-        for name in ("shape", "max_participations", "max_examples_per_step"):
-            if (self.kind == "sent") != (getattr(self, name) is not None):
-                raise ValueError(f"{name} belongs to kind sent, and is needed there")
-        if self.kind != "sent":
-            if self.label_kind != "class":
-                raise ValueError("label_kind belongs to kind sent")
+        if self.kind != "sent" or self.shape is None:
             return self
-        if self.public:
-            raise ValueError("data that a client sends is private: send public data as a file, and register that")
-        for name, field in type(self).model_fields.items():
-            if name not in SENT_FIELDS and getattr(self, name) != field.default:
-                raise ValueError(f"{name} does not belong to kind sent")
-        if math.prod(self.shape or ()) > MOST_VALUES:
+        if math.prod(self.shape) > MOST_VALUES:
             raise ValueError(f"shape: an example has at most {MOST_VALUES} values, all lengths multiplied")
         if self.label_kind == "class" and not isinstance(self.classes, int):
             raise ValueError("label_kind class needs the number of classes")
-        if self.label_kind == "token" and (self.vocabulary is None or len(self.shape or ()) != 1):
+        if self.label_kind == "token" and (self.vocabulary is None or len(self.shape) != 1):
             raise ValueError("label_kind token needs a vocabulary, and a shape of one length")
         if self.label_kind == "number" and self.classes is not None:
             raise ValueError("label_kind number has no classes")
@@ -365,11 +299,9 @@ class DatasetConfig(Section):
         """The ``features``, or their default, as a descriptor has them."""
         if self.inputs is not None:
             return ()
-        if self.features is not None:
-            return (self.features,) if isinstance(self.features, str) else tuple(self.features)
-        if self.kind in (*TABLES, "hf"):
-            return ()
-        return ("text",) if self.kind == "text" else ("images",)
+        if self.features is None:
+            return KINDS[self.kind].features
+        return (self.features,) if isinstance(self.features, str) else tuple(self.features)
 
 
 class LoraConfig(Section):

@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 
 from raycloak.workers.inputs.descriptor import AuditedExamples, DatasetDescriptor
-from raycloak.workers.inputs.file_sets import content_digest
-from raycloak.workers.inputs.files import open_examples, read_npz
 from raycloak.workers.inputs.fingerprint import data_marks
 from raycloak.workers.messages import WorkerSetup
 from raycloak.workers.models.models import ModelSource
@@ -115,21 +113,6 @@ def test_a_file_that_is_swapped_while_the_model_is_built_leaves_its_fingerprint_
     assert (base / "examples.npz").read_bytes() == (base / "bound.npz").read_bytes()
     assert found.facts.data.fingerprint == opened != fingerprint_of(base, "bound.npz")
     assert np.array_equal(features_of(found), examples()[0] + 1)
-
-
-def test_a_file_that_is_rewritten_while_it_is_read_gives_the_bytes_of_its_digest(tmp_path: Path):
-    path = tmp_path / "data.npz"
-    write(path, 1)
-    stated = content_digest(path.read_bytes())
-    file, digest = open_examples(path, hashed=True)
-    write(path, 2)
-    features, _ = read_npz(file, path, ("features",), ("labels",))
-    assert features.tolist() == [1, 1]
-    assert digest == stated
-
-
-def write(path: Path, value: int) -> None:
-    np.savez(path, features=np.full(2, value), labels=np.arange(2))
 
 
 def test_canaries_behind_the_data_of_a_function_have_no_fingerprint_of_a_file(base: Path):

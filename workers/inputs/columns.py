@@ -10,10 +10,13 @@ import unicodedata
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from raycloak.metrics.errors import DatasetError
 from raycloak.metrics.listing import listed
-from raycloak.workers.inputs.named_inputs import InputSource
+
+if TYPE_CHECKING:
+    from raycloak.workers.inputs.descriptor import DatasetDescriptor
 
 _RANGE = re.compile(r"(.*?)([0-9]+)\.\.(.*?)([0-9]+)")
 # As pandas names an index that it writes with a table, and the nameless column that it reads such an index back as.
@@ -70,51 +73,43 @@ class ColumnLayout:
                 )
 
 
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """The columns that are asked for.
+def layout(
+    asked: "DatasetDescriptor", present: Sequence[str], where: str, indexes: Collection[str] = ()
+) -> ColumnLayout:
+    """Find the columns that a descriptor asks for among those of a file.
 
-    Attributes:
-        features: names, and ranges such as ``f0..f99``; all columns but labels and indexes if empty.
-        labels: names and ranges of the label's columns; several make a label [k].
-        classes: public list of the text labels; the first counts as 0. Empty for labels that are numbers.
-        vocabulary: N, if features are ids 0 .. N-1.
-        inputs: features of a model that takes several by name; ``features`` is empty then.
-        allow_void: whether a missing value becomes NaN.
+    Args:
+        indexes: columns that the file itself says are one.
+
+    Raises:
+        DatasetError: ``dataset_array`` if one is not there, is there twice, or has no name.
     """
-
-    features: tuple[str, ...]
-    labels: tuple[str, ...]
-    classes: tuple[str, ...] = ()
-    vocabulary: int | None = None
-    inputs: tuple[InputSource, ...] = ()
-    allow_void: bool = False
-
-    def layout(self, present: Sequence[str], where: str, indexes: Collection[str] = ()) -> ColumnLayout:
-        """Find them among the columns of a file.
-
-        Args:
-            indexes: columns that the file itself says are one.
-
-        Raises:
-            DatasetError: ``dataset_array`` if one is not there, is there twice, or has no name.
-        """
-        _require_names(present, where)
-        twice = next((name for name, count in Counter(present).items() if count > 1), None)
-        if twice is not None:
-            raise DatasetError("dataset_array", f"{where} has two columns '{twice}'.", "Give each its own name.")
-        labels = _found(self.labels, present, where)
-        if self.inputs:
-            sources = ((each, _found(each.features, present, where)) for each in self.inputs)
-            return ColumnLayout(tuple(Group(each.name, names, each.vocabulary) for each, names in sources), labels)
-        if self.features:
-            return ColumnLayout((Group("", _found(self.features, present, where), self.vocabulary),), labels)
-        beside = [name for name in present if not name or name in indexes or _INDEX.fullmatch(name)]
-        names = tuple(name for name in present if name not in labels and name not in beside)
-        if not names:
-            raise DatasetError("dataset_array", f"{where} has no column but the label.", "Name a table with features.")
-        left_out = tuple(_left_out(name) for name in beside if name not in labels)
-        return ColumnLayout((Group("", names, self.vocabulary),), labels, left_out)
+    # The first may be an index.
+    nameless = next((place for place, name in enumerate(present) if not name.strip() and (place or name)), None)
+    if nameless is not None:
+        last = nameless == len(present) - 1
+        ending = ": each line ends in a separator, or the first line is one name short" if last else ""
+        raise DatasetError(
+            "dataset_array",
+            f"{where}: column {nameless + 1} of {len(present)} has no name{ending}.",
+            "Remove the column, or give it a name in the first line.",
+        )
+    twice = next((name for name, count in Counter(present).items() if count > 1), None)
+    if twice is not None:
+        raise DatasetError("dataset_array", f"{where} has two columns '{twice}'.", "Give each its own name.")
+    labels = found_columns(asked.label_names, present, where)
+    if asked.inputs:
+        sources = ((each, found_columns(each.features, present, where)) for each in asked.inputs)
+        return ColumnLayout(tuple(Group(each.name, names, each.vocabulary) for each, names in sources), labels)
+    if asked.features:
+        names = found_columns(asked.features, present, where)
+        return ColumnLayout((Group("", names, asked.vocabulary),), labels)
+    beside = [name for name in present if not name or name in indexes or _INDEX.fullmatch(name)]
+    names = tuple(name for name in present if name not in labels and name not in beside)
+    if not names:
+        raise DatasetError("dataset_array", f"{where} has no column but the label.", "Name a table with features.")
+    left_out = tuple(_left_out(name) for name in beside if name not in labels)
+    return ColumnLayout((Group("", names, asked.vocabulary),), labels, left_out)
 
 
 def _left_out(name: str) -> str:
@@ -123,22 +118,9 @@ def _left_out(name: str) -> str:
     return f"column '{name}' is left out: it is an index that was stored beside the data"
 
 
-def _require_names(present: Sequence[str], where: str) -> None:
-    # The first may be an index.
-    place = next((place for place, name in enumerate(present) if not name.strip() and (place or name)), None)
-    if place is None:
-        return
-    last = place == len(present) - 1
-    ending = ": each line ends in a separator, or the first line is one name short" if last else ""
-    raise DatasetError(
-        "dataset_array",
-        f"{where}: column {place + 1} of {len(present)} has no name{ending}.",
-        "Remove the column, or give it a name in the first line.",
-    )
-
-
-def _found(asked: Sequence[str], present: Sequence[str], where: str) -> tuple[str, ...]:
-    """Return the asked columns by the names that the file gives them."""
+def found_columns(asked: Sequence[str], present: Sequence[str], where: str) -> tuple[str, ...]:
+    """Return the asked columns and ranges of them, by the names that the file gives them; DatasetError
+    ``dataset_array`` for one that is not there."""
     own = {unicodedata.normalize("NFC", name): name for name in present} | {name: name for name in present}
     found = []
     # One by one: a range may have more names than memory.

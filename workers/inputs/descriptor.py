@@ -1,28 +1,30 @@
-"""Descriptors of datasets: what travels instead of the examples, and how each kind is opened.
+"""Descriptors of datasets: what travels instead of the examples; and the catalogue of the kinds of datasets.
 
-A worker opens a descriptor itself, so the examples pass through no other process. One table, ``_OPENERS``, says which
-function opens which kind. Each states what the examples were read from, so no fingerprint is computed from a path.
+A worker opens a descriptor itself, so the examples pass through no other process. The table `KINDS` says of each kind
+what it is, which fields of a configuration it takes, and which function opens it. Configuration and reference read it
+too: another kind is another row. Each reader states what the examples were read from, so no fingerprint is computed
+from a path.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.attestation.core.messages import Message, parse
 from raycloak.attestation.sealed.sealed_data import HEADER_FILE
 from raycloak.metrics.errors import DatasetError, ModelError, RaycloakError
 from raycloak.metrics.file_errors import file_error
-from raycloak.metrics.listing import listed
+from raycloak.metrics.listing import all_listed, listed
 from raycloak.workers.inputs.built_rows import PipelineIndex, built_files
 from raycloak.workers.inputs.canaries import CanaryDataset
-from raycloak.workers.inputs.columns import Columns
 from raycloak.workers.inputs.datasets import (
     ArrayDataset,
     Arrays,
@@ -34,8 +36,8 @@ from raycloak.workers.inputs.datasets import (
     dataset_form,
     named_inputs_of,
 )
-from raycloak.workers.inputs.file_sets import FileSet, left_out_text, require_unpacked, written
-from raycloak.workers.inputs.files import open_examples, read_digits, read_npz
+from raycloak.workers.inputs.file_sets import FileSet, left_out_text, written
+from raycloak.workers.inputs.files import read_digits, read_npz
 from raycloak.workers.inputs.images import SUFFIXES, Channels, decoder_digest, image_classes, image_rows
 from raycloak.workers.inputs.named_inputs import InputSource
 from raycloak.workers.inputs.places import (
@@ -47,31 +49,14 @@ from raycloak.workers.inputs.places import (
     path_place,
     written_function,
 )
-from raycloak.workers.inputs.rows import Accept, checked, gathered
-from raycloak.workers.inputs.sealed import ClearSlices, SealedDataset, SliceLocks
+from raycloak.workers.inputs.rows import Accept, gathered
+from raycloak.workers.inputs.sealed import SealedDataset, Slices
 from raycloak.workers.inputs.sent_slots import SentSlots
 from raycloak.workers.inputs.tables import CSV_SUFFIXES, PARQUET_SUFFIXES, csv_rows, parquet_rows
-from raycloak.workers.inputs.text_data import Tokenizer, read_blocks, read_texts
-from raycloak.workers.inputs.token_rows import TokenColumns, token_files, token_rows
+from raycloak.workers.inputs.text_data import TEXT_SUFFIXES, Tokenizer, block_rows, text_rows
+from raycloak.workers.inputs.token_rows import token_files, token_rows
 from raycloak.workers.inputs.user_code import SEE_WHY, resolve, told
 from raycloak.workers.inputs.void import Limits, refuse_void
-
-DatasetKind = Literal[
-    "digits",
-    "npz",
-    "csv",
-    "parquet",
-    "imagefolder",
-    "hf",
-    "text",
-    "text_blocks",
-    "module",
-    "ray_data",
-    "sealed",
-    "sent",
-    "canaries",
-    "memory",
-]
 
 # Four fifths of the 1,797 digits train; the rest is the public split.
 DIGITS_TRAIN = 1437
@@ -83,7 +68,7 @@ class OpenedDataset:
 
     Attributes:
         examples: all of them; a sealed slice is refused until its key has come.
-        slices: where the keys of slices go.
+        slices: where the keys of slices go; all are open by default.
         vocabulary: public number of ids that integer features are; None if nobody says.
         tokenizer: digest of the tokenizer that made them of text, of the decoder of images and their classes, or of the
             pipeline that wrote them; empty for other data.
@@ -96,7 +81,7 @@ class OpenedDataset:
     """
 
     examples: Dataset
-    slices: SliceLocks
+    slices: Slices = field(default_factory=Slices)
     vocabulary: int | None = None
     tokenizer: bytes = b""
     file_digest: bytes = b""
@@ -128,6 +113,12 @@ class OpenedDataset:
                 raise
             named = "; ".join([f"The features are {self.features_text(form)}", *self.left_out])
             raise ModelError(error.code, f"{error.message} {named}.", error.remedy) from error
+
+
+def _known(kind: str) -> str:
+    if kind not in KINDS:
+        raise ValueError(f"there is no kind of dataset '{kind}'")
+    return kind
 
 
 class DatasetDescriptor(Message):
@@ -165,7 +156,7 @@ class DatasetDescriptor(Message):
 
     DOMAIN: ClassVar[str] = "raycloak/dataset/v1"
 
-    kind: DatasetKind
+    kind: Annotated[str, AfterValidator(_known)]
     path: str | None = None
     function: str | None = None
     split: Literal["train", "public"] = "train"
@@ -212,7 +203,7 @@ class DatasetDescriptor(Message):
                 `raycloak.workers.inputs.text_data.Tokenizer.load` raises.
             ProtocolError: ``malformed`` for the file of ``canaries``.
         """
-        opened = _OPENERS[self.kind](self, Path(base))
+        opened = KINDS[self.kind].reader(self, Path(base))
         places = opened.places | self.named_places(base)
         return replace(opened, places=places, vocabulary=opened.vocabulary or self.vocabulary)
 
@@ -253,7 +244,7 @@ def _open_digits(descriptor: DatasetDescriptor, _: Path) -> OpenedDataset:
     order = sorted(range(len(labels)), key=lambda i: digest(length_prefixed("raycloak/digits/v1", i)))
     chosen = np.asarray(order[:DIGITS_TRAIN] if descriptor.split == "train" else order[DIGITS_TRAIN:])
     # A pixel counts up to 16, so the features are in [0, 1].
-    return _clear(ArrayDataset(features[chosen].astype(np.uint8), labels[chosen], 16.0, "digits"))
+    return OpenedDataset(ArrayDataset(features[chosen].astype(np.uint8), labels[chosen], 16.0, "digits"))
 
 
 def _open_module(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
@@ -274,7 +265,7 @@ def _open_module(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
             dataset = NamedDataset(dataset, vocabularies, descriptor.function)
         dataset_form(dataset)
     accept = void_check(descriptor, descriptor.function, Taken(inputs=named_inputs_of(dataset)))
-    return replace(_clear(SteadyDataset(dataset, accept)), places=written_function(function))
+    return OpenedDataset(SteadyDataset(dataset, accept), places=written_function(function))
 
 
 @contextmanager
@@ -291,54 +282,56 @@ def _function_errors(function: str) -> Iterator[None]:
 
 
 def _open_sealed(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
-    dataset = SealedDataset(_path(descriptor, base))
-    return OpenedDataset(dataset, dataset, places=file_places([_path(descriptor, base) / HEADER_FILE]))
+    folder = _path(descriptor, base)
+    dataset = SealedDataset(folder)
+    return OpenedDataset(dataset, dataset, places=file_places([folder / HEADER_FILE]))
 
 
 def _open_sent(descriptor: DatasetDescriptor, _: Path) -> OpenedDataset:
     assert descriptor.sent is not None, "examples to be sent come with a form"
-    return _clear(SentSlots(descriptor.sent))
+    return OpenedDataset(SentSlots(descriptor.sent))
 
 
 def _open_npz(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
-    path, taken = _path(descriptor, base), Taken()
-    file, file_digest = open_examples(path, hashed=descriptor.fingerprint_key is not None)
-    with file:
-        require_unpacked(file, str(path), may_be_zip=True)
-        features, labels = read_npz(file, path, descriptor.features, descriptor.label_names, descriptor.inputs, taken)
-    examples = ArrayDataset(features, labels, descriptor.scale, str(path), named_inputs=taken.inputs)
-    checked(examples, void_check(descriptor, str(path), taken))
-    places = NOWHERE if descriptor.kind == "memory" else file_places([path])
-    return OpenedDataset(examples, ClearSlices(), file_digest=file_digest, features=taken.features, places=places)
+    files, taken = _files(descriptor, base, (".npz",)), Taken()
+    chunks = (read_npz(file, where, descriptor, taken) for where, file in files.opened())
+    accept = void_check(descriptor, files.text, taken)
+    examples = gathered(chunks, files.text, descriptor.scale, taken=taken, accept=accept, in_memory=True)
+    return _of_files(files, examples, features=taken.features)
 
 
-def _open_table(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
-    suffixes, rows = (CSV_SUFFIXES, csv_rows) if descriptor.kind == "csv" else (PARQUET_SUFFIXES, parquet_rows)
-    files = _files(descriptor, base, suffixes)
-    return replace(_table(descriptor, files, rows), file_digest=files.digest(), places=files.places())
+def _open_memory(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
+    # The file lies where a run put it, which says nothing of the data.
+    return replace(_open_npz(descriptor, base), places=NOWHERE)
+
+
+def _open_csv(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
+    return _table(descriptor, _files(descriptor, base, CSV_SUFFIXES), csv_rows)
+
+
+def _open_parquet(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
+    return _table(descriptor, _files(descriptor, base, PARQUET_SUFFIXES), parquet_rows)
 
 
 def _table(
-    descriptor: DatasetDescriptor, files: FileSet, rows: Callable[[FileSet, Columns, Taken], Iterator[Arrays]]
+    descriptor: DatasetDescriptor,
+    files: FileSet,
+    rows: Callable[[FileSet, DatasetDescriptor, Taken], Iterator[Arrays]],
+    vocabulary: int | None = None,
 ) -> OpenedDataset:
-    """Read a table by ``rows``, and say which of its columns and files are no part of it."""
+    """Gather what ``rows`` reads of tables, and say which of their columns are no part of it."""
     taken = Taken()
-    columns = Columns(
-        descriptor.features,
-        descriptor.label_names,
-        descriptor.class_names,
-        descriptor.vocabulary,
-        descriptor.inputs,
-        descriptor.allow_void,
-    )
-    accept = void_check(descriptor, files.text, taken)
-    examples = gathered(rows(files, columns, taken), files.text, descriptor.scale, taken=taken, accept=accept)
-    left_out = (*taken.left_out, *_files_left_out(files))
-    return OpenedDataset(examples, ClearSlices(), features=taken.features, left_out=left_out)
+    accept = void_check(descriptor, files.text, taken, vocabulary)
+    chunks = rows(files, descriptor, taken)
+    examples = gathered(chunks, files.text, descriptor.scale, taken=taken, accept=accept)
+    found = _of_files(files, examples, vocabulary=vocabulary, features=taken.features)
+    return replace(found, left_out=(*taken.left_out, *found.left_out))
 
 
-def _files_left_out(files: FileSet) -> tuple[str, ...]:
-    return (f"{files.text}: {left_out_text(files.left_out)}",) if files.left_out else ()
+def _of_files(files: FileSet, examples: Dataset, **known: Any) -> OpenedDataset:
+    """Return examples that were read from files, with what is known of these."""
+    left_out = (f"{files.text}: {left_out_text(files.left_out)}",) if files.left_out else ()
+    return OpenedDataset(examples, file_digest=files.digest(), left_out=left_out, places=files.places(), **known)
 
 
 def void_check(descriptor: DatasetDescriptor, name: str, taken: Taken, vocabulary: int | None = None) -> Accept | None:
@@ -358,11 +351,10 @@ def _open_built(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
     folder = _path(descriptor, base)
     index = PipelineIndex.load(folder)
     index.require_code(descriptor.function, base, folder)
-    files = built_files(folder, index)
-    opened = _table(descriptor, files, parquet_rows)
-    index.require_content(files.digest(), folder)
-    content = files.digest() if descriptor.fingerprint_key is not None else b""
-    return replace(opened, tokenizer=index.made_by(), file_digest=content, places=files.places())
+    opened = _table(descriptor, built_files(folder, index), parquet_rows)
+    index.require_content(opened.file_digest, folder)
+    content = opened.file_digest if descriptor.fingerprint_key is not None else b""
+    return replace(opened, tokenizer=index.made_by(), file_digest=content)
 
 
 def _open_images(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
@@ -371,58 +363,33 @@ def _open_images(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
     classes = image_classes(files, descriptor.class_names)
     decoder = decoder_digest(classes)
     rows = image_rows(files, classes, descriptor.size, descriptor.channels)
-    examples = gathered(rows, files.text, descriptor.scale, numbers=True)
+    opened = _of_files(files, gathered(rows, files.text, descriptor.scale, numbers=True), tokenizer=decoder)
     # A folder is its images' label, and so a part of the data.
-    content, folders = files.digest(), (Path(name).parts[0] for name in files.names)
+    content, folders = opened.file_digest, (Path(name).parts[0] for name in files.names)
     bound = digest(length_prefixed("raycloak/image-folder/v1", content, *folders)) if content else b""
-    left_out, places = _files_left_out(files), files.places()
-    return OpenedDataset(
-        examples, ClearSlices(), tokenizer=decoder, file_digest=bound, left_out=left_out, places=places
-    )
+    return replace(opened, file_digest=bound)
 
 
 def _open_tokens(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
     assert descriptor.path is not None, "tokenised text has a path"
-    assert descriptor.max_length is not None, "tokenised text comes with a length"
     tokenizer = Tokenizer.load(descriptor.tokenizer, base) if descriptor.tokenizer is not None else None
     files = token_files(descriptor.path, base, descriptor.fingerprint_key is not None)
-    vocabulary, content = (tokenizer.vocabulary, tokenizer.content) if tokenizer else (None, b"")
-    taken = Taken()
-    columns = TokenColumns(descriptor.label_names, descriptor.max_length, descriptor.inputs, descriptor.class_names)
-    accept = void_check(descriptor, files.text, taken, vocabulary)
-    examples = gathered(token_rows(files, columns, taken), files.text, taken=taken, accept=accept)
-    return OpenedDataset(
-        examples,
-        ClearSlices(),
-        vocabulary,
-        content,
-        files.digest(),
-        taken.features,
-        _files_left_out(files),
-        files.places(),
-    )
+    opened = _table(descriptor, files, token_rows, tokenizer.vocabulary if tokenizer else None)
+    return replace(opened, tokenizer=tokenizer.content if tokenizer else b"")
+
+
+def _open_text(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
+    assert descriptor.tokenizer is not None, "text comes with a tokenizer"
+    tokenizer = Tokenizer.load(descriptor.tokenizer, base)
+    blocks = descriptor.kind == "text_blocks"
+    files = _files(descriptor, base, (".txt",) if blocks else TEXT_SUFFIXES)
+    rows = partial(block_rows if blocks else text_rows, tokenizer=tokenizer)
+    return replace(_table(descriptor, files, rows, tokenizer.vocabulary), tokenizer=tokenizer.content)
 
 
 def _files(descriptor: DatasetDescriptor, base: Path, suffixes: tuple[str, ...]) -> FileSet:
     assert descriptor.path is not None, "kinds of files and folders come with a path"
     return FileSet(descriptor.path, base, suffixes, descriptor.fingerprint_key is not None)
-
-
-def _open_text(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
-    assert descriptor.tokenizer is not None, "text comes with a tokenizer"
-    assert descriptor.max_length is not None, "text comes with a length"
-    path, length = _path(descriptor, base), descriptor.max_length
-    tokenizer = Tokenizer.load(descriptor.tokenizer, base)
-    file, file_digest = open_examples(path, hashed=descriptor.fingerprint_key is not None)
-    with file:
-        if descriptor.kind == "text_blocks":
-            ids, labels = read_blocks(file, path, tokenizer, length)
-        else:
-            names, classes = descriptor.label_names, descriptor.class_names
-            ids, labels = read_texts(file, path, descriptor.features[0], names, classes, tokenizer, length)
-    examples = checked(ArrayDataset(ids, labels, name=str(path)), void_check(descriptor, str(path), Taken()))
-    content, places = tokenizer.content, file_places([path])
-    return OpenedDataset(examples, ClearSlices(), tokenizer.vocabulary, content, file_digest, places=places)
 
 
 def _open_canaries(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
@@ -442,23 +409,117 @@ def _path(descriptor: DatasetDescriptor, base: Path) -> Path:
     return written(base / descriptor.path)
 
 
-def _clear(examples: Dataset) -> OpenedDataset:
-    return OpenedDataset(examples, ClearSlices())
+@dataclass(frozen=True, slots=True)
+class DatasetKind:
+    """A kind of dataset: a row of the catalogue.
+
+    Attributes:
+        about: what it is, in a phrase for the reference; empty for one that no configuration can name.
+        reader: opens a descriptor of it; relative paths start from the folder.
+        needs: fields of a configuration that it cannot do without.
+        takes: fields that it may have beside them, of those that other kinds have no use for.
+        refuses: fields that it may not have, of those that other kinds take; and why.
+        features: names of features where a configuration has none.
+        scale: what features are divided by where a configuration says nothing.
+    """
+
+    about: str
+    reader: Callable[[DatasetDescriptor, Path], OpenedDataset]
+    needs: tuple[str, ...] = ()
+    takes: tuple[str, ...] = ()
+    refuses: Mapping[str, str] = field(default_factory=dict)
+    features: tuple[str, ...] = ("images",)
+    scale: float = 1.0
 
 
-_OPENERS: Mapping[DatasetKind, Callable[[DatasetDescriptor, Path], OpenedDataset]] = {
-    "digits": _open_digits,
-    "npz": _open_npz,
-    "memory": _open_npz,
-    "csv": _open_table,
-    "parquet": _open_table,
-    "imagefolder": _open_images,
-    "hf": _open_tokens,
-    "text": _open_text,
-    "text_blocks": _open_text,
-    "module": _open_module,
-    "ray_data": _open_built,
-    "sealed": _open_sealed,
-    "sent": _open_sent,
-    "canaries": _open_canaries,
+LABELS: Final = "a list of labels"
+CLASSES: Final = "a list of classes"
+"""Beside the names of fields: forms of ``labels`` and ``classes`` that not every kind takes."""
+
+_TABLE: Final = ("inputs", LABELS, CLASSES)
+_NO_SCALE: Final = {"scale": "text has no scale"}
+_TEXT: Final = {"vocabulary": "the vocabulary of text is the tokenizer's", **_NO_SCALE}
+_IMAGES: Final = "images have no features or vocabulary to name"
+_SEALED: Final = "a sealed dataset has no fingerprint_key or scale; apply them before sealing"
+_NOT_SENT: Final = ("split", "features", "labels", "scale", "channels", "allow_void", "fingerprint_key")
+
+KINDS: Final[Mapping[str, DatasetKind]] = {
+    "digits": DatasetKind("scikit-learn's 1,797 images", _open_digits),
+    "npz": DatasetKind("an archive of arrays that numpy wrote", _open_npz, ("path",), ("inputs", LABELS)),
+    "csv": DatasetKind("files of lines, whose first line names the columns", _open_csv, ("path",), _TABLE, features=()),
+    "parquet": DatasetKind("files of columns with types", _open_parquet, ("path",), _TABLE, features=()),
+    "imagefolder": DatasetKind(
+        "a folder for each class",
+        _open_images,
+        needs=("path", "size"),
+        takes=(CLASSES,),
+        refuses={"features": _IMAGES, "vocabulary": _IMAGES},
+        scale=255.0,
+    ),
+    "hf": DatasetKind(
+        "tokenised text: a folder that ``datasets`` wrote, or parquet",
+        _open_tokens,
+        needs=("path", "max_length"),
+        takes=("tokenizer", *_TABLE),
+        refuses=_NO_SCALE,
+        features=(),
+    ),
+    "text": DatasetKind(
+        "a ``.tsv`` file of text and class number, or a parquet table",
+        _open_text,
+        needs=("path", "tokenizer", "max_length"),
+        takes=(LABELS, CLASSES),
+        refuses=_TEXT,
+        features=("text",),
+    ),
+    "text_blocks": DatasetKind(
+        "one text file, cut to blocks", _open_text, needs=("path", "tokenizer", "max_length"), refuses=_TEXT
+    ),
+    "module": DatasetKind("what ``module:function`` returns", _open_module, ("function",), ("inputs",)),
+    "ray_data": DatasetKind(
+        "what ``raycloak data build`` wrote", _open_built, ("path", "function"), _TABLE, features=()
+    ),
+    "sealed": DatasetKind(
+        "what ``raycloak data seal`` wrote",
+        _open_sealed,
+        needs=("path", "key_file"),
+        refuses={
+            "fingerprint_key": _SEALED,
+            "scale": _SEALED,
+            "allow_void": "allow_void belongs to the data that is sealed: the seal has kept what it allows",
+        },
+    ),
+    "sent": DatasetKind(
+        "what a client of the training service sends, step by step",
+        _open_sent,
+        needs=("shape", "max_participations", "max_examples_per_step"),
+        takes=("label_kind",),
+        refuses={
+            "public": "data that a client sends is private: send public data as a file, and register that",
+            **{name: f"{name} does not belong to kind sent" for name in _NOT_SENT},
+        },
+    ),
+    "canaries": DatasetKind("", _open_canaries),
+    "memory": DatasetKind("", _open_memory),
 }
+"""By the name that a configuration gives."""
+
+CONFIGURED: Final = {name: kind for name, kind in KINDS.items() if kind.about}
+"""The kinds that a configuration can name."""
+
+OF_SOME_KINDS: Final = tuple(dict.fromkeys(name for kind in KINDS.values() for name in (*kind.needs, *kind.takes)))
+"""The fields that belong to the kinds which need or take them, and to no other."""
+
+TABLES: Final = tuple(name for name, kind in KINDS.items() if kind.reader in (_open_csv, _open_parquet, _open_built))
+"""The kinds with named columns of numbers."""
+
+
+def kinds_with(field: str) -> str:
+    """Return in words which kinds take a field that others do not, and whether they cannot do without it."""
+    takers = [name for name, kind in CONFIGURED.items() if field in (*kind.needs, *kind.takes)]
+    needed = [name for name in takers if field in KINDS[name].needs]
+    others = [name for name in CONFIGURED if name not in takers]
+    whom = f"all kinds but {all_listed(others)}" if len(others) < len(takers) else f"kind {all_listed(takers)}"
+    if needed == takers:
+        return f"{whom}, and is needed there"
+    return f"{whom}, and is needed by kind {all_listed(needed)}" if needed else whom

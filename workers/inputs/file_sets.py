@@ -200,7 +200,7 @@ class CommittedFile(io.RawIOBase):
         name: for messages.
 
     Attributes:
-        digest: of all its bytes, see :func:`content_digest`.
+        digest: of its content: SHA-256 over those of its blocks of 1 MiB, so that each is hashed once.
 
     Raises:
         DatasetError: ``dataset_unreadable``; ``data_changed`` from a later read.
@@ -217,7 +217,7 @@ class CommittedFile(io.RawIOBase):
                 self._size += len(block)
         except OSError as error:
             raise file_error("dataset_unreadable", "read", name, error, DatasetError) from None
-        self.digest = _joint_digest(self._blocks)
+        self.digest = digest(length_prefixed("raycloak/file-blocks/v1", *self._blocks))
 
     def readable(self) -> bool:
         """Return True."""
@@ -258,16 +258,6 @@ class CommittedFile(io.RawIOBase):
                 )
             self._held = (index, content)
         return self._held[1]
-
-
-def content_digest(content: bytes) -> bytes:
-    """Return the digest of a file's content: SHA-256 over those of its blocks of 1 MiB, so that each is hashed once."""
-    whole = memoryview(content)
-    return _joint_digest([digest(whole[start : start + _BLOCK]) for start in range(0, len(whole), _BLOCK)])
-
-
-def _joint_digest(blocks: list[bytes]) -> bytes:
-    return digest(length_prefixed("raycloak/file-blocks/v1", *blocks))
 
 
 def _exactly(file: BinaryIO, count: int) -> bytes:

@@ -1,15 +1,13 @@
-"""Files of examples that are read whole: scikit-learn's digits, npz archives, and columns of one parquet table.
+"""Arrays that are read whole: scikit-learn's digits, and npz archives.
 
-A reader takes the file that :func:`open_examples` opened, and opens no path again. A file that is damaged or of another
-kind is a DatasetError that says so, whatever the reading library raises.
+A file that is damaged or of another kind is a DatasetError that says so, whatever the reading library raises.
 """
 
 import zipfile
 import zlib
 from importlib.util import find_spec
-from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,34 +15,15 @@ from numpy.typing import NDArray
 from raycloak.metrics.errors import DatasetError
 from raycloak.metrics.file_errors import file_error
 from raycloak.workers.inputs.datasets import Arrays, Taken, check_arrays
-from raycloak.workers.inputs.file_sets import content_digest
-from raycloak.workers.inputs.named_inputs import InputSource, outlined, packed
+from raycloak.workers.inputs.file_sets import require_unpacked
+from raycloak.workers.inputs.named_inputs import outlined, packed
+
+if TYPE_CHECKING:
+    from raycloak.workers.inputs.descriptor import DatasetDescriptor
 
 _NPZ = "Write it with numpy.savez, with names for features and labels."
 # All that numpy was seen to raise on torn or foreign archives.
 _BROKEN = (ValueError, EOFError, zipfile.BadZipFile, zlib.error)
-
-
-def open_examples(path: Path, hashed: bool) -> tuple[BinaryIO, bytes]:
-    """Open a file of examples; return it with the digest of its bytes, which is empty unless ``hashed``.
-
-    Guarantee: the digest is that of the bytes that a reader gets, whatever happens to the file meanwhile.
-
-    Memory: the whole file, if it is ``hashed``.
-
-    Raises:
-        DatasetError: ``dataset_unreadable``.
-    """
-    try:
-        file = path.open("rb")
-        if not hashed:
-            return file, b""
-        # A second read, even of the same open file, could meet bytes that were written in between.
-        with file:
-            content = file.read()
-    except OSError as error:
-        raise file_error("dataset_unreadable", "read", path, error, DatasetError) from None
-    return BytesIO(content), content_digest(content)
 
 
 def read_digits() -> Arrays:
@@ -60,20 +39,11 @@ def read_digits() -> Arrays:
     return rows[:, :-1], rows[:, -1]
 
 
-def read_npz(
-    file: BinaryIO,
-    path: Path,
-    features: tuple[str, ...],
-    labels: tuple[str, ...],
-    inputs: tuple[InputSource, ...] = (),
-    taken: Taken | None = None,
-) -> Arrays:
-    """Return features and labels by the names of their arrays.
+def read_npz(file: BinaryIO, where: str, asked: "DatasetDescriptor", taken: Taken) -> Arrays:
+    """Return features and labels by the names of their arrays; several arrays [N] of labels make a label [k].
 
     Args:
-        path: of ``file``, for error messages.
-        labels: several arrays [N] make a label [k].
-        inputs: arrays that a model takes by name, in the place of ``features``.
+        where: what a message calls the file.
         taken: gets what is read of the file.
 
     Raises:
@@ -81,89 +51,57 @@ def read_npz(
             holds objects; ``dataset_lengths``.
         ConfigError: ``vocabulary``, as `raycloak.workers.inputs.named_inputs.outlined`.
     """
-    names = [each.features for each in inputs] if inputs else [features]
+    require_unpacked(file, where, may_be_zip=True)
+    inputs = asked.inputs
+    names = [each.features for each in inputs] if inputs else [asked.features]
     if any(len(each) != 1 for each in names):
         raise DatasetError(
             "dataset_array",
-            f"{path}: an npz dataset has its features in one array.",
+            f"{where}: an npz dataset has its features in one array.",
             "Name that array as dataset.features. For a model that takes several arrays by name, set dataset.inputs.",
         )
-    arrays, columns = _arrays(file, path, [each for (each,) in names], labels)
+    found = _arrays(file, where, [*(each for (each,) in names), *asked.label_names])
+    arrays, columns = found[: len(names)], found[len(names) :]
     if len(columns) > 1 and {each.shape for each in columns} != {columns[0].shape[:1]}:
         raise DatasetError(
-            "dataset_array", f"{path}: of several arrays of labels one is not [N].", "Give them as one array [N, k]."
+            "dataset_array", f"{where}: of several arrays of labels one is not [N].", "Give them as one array [N, k]."
         )
     target = columns[0] if len(columns) == 1 else np.stack(columns, axis=1)
-    taken = taken or Taken()
-    taken.features = tuple(each.name for each in inputs) or features
+    taken.features = tuple(each.name for each in inputs) or asked.features
     if not inputs:
         return arrays[0], target
     parts = {}
     for each, array in zip(inputs, arrays, strict=True):
-        check_arrays(array, target, f"{path}, array '{each.features[0]}'")
+        check_arrays(array, target, f"{where}, array '{each.features[0]}'")
         with np.errstate(all="ignore"):
             parts[each.name] = array.astype(np.float32 if each.vocabulary is None else np.int64)
-    taken.inputs = outlined(parts, {each.name: each.vocabulary for each in inputs}, str(path))
+    taken.inputs = outlined(parts, {each.name: each.vocabulary for each in inputs}, where)
     return packed(parts, taken.inputs), target
 
 
-def _arrays(
-    file: BinaryIO, path: Path, features: list[str], labels: tuple[str, ...]
-) -> tuple[list[NDArray[Any]], list[NDArray[Any]]]:
+def _arrays(file: BinaryIO, where: str, names: list[str]) -> list[NDArray[Any]]:
     try:
         archive = np.load(file, allow_pickle=False)
         if not isinstance(archive, np.lib.npyio.NpzFile):
-            raise DatasetError("dataset_unreadable", f"{path} holds one array, not several.", _NPZ)
+            raise DatasetError("dataset_unreadable", f"{where} holds one array, not several.", _NPZ)
         with archive:
-            return [_array(archive, name, path) for name in features], [_array(archive, each, path) for each in labels]
+            return [_array(archive, name, where) for name in names]
     except OSError as error:
-        raise file_error("dataset_unreadable", "read", path, error, DatasetError) from None
+        raise file_error("dataset_unreadable", "read", where, error, DatasetError) from None
     except _BROKEN as error:
         if "allow_pickle" in str(error) and zipfile.is_zipfile(file):
             raise DatasetError(
-                "dataset_dtype", f"{path}: an array holds Python objects.", "Store it as numbers."
+                "dataset_dtype", f"{where}: an array holds Python objects.", "Store it as numbers."
             ) from None
-        raise DatasetError("dataset_unreadable", f"{path} is not an npz archive, or is damaged.", _NPZ) from None
+        raise DatasetError("dataset_unreadable", f"{where} is not an npz archive, or is damaged.", _NPZ) from None
 
 
-def _array(archive: Any, name: str, path: Path) -> NDArray[Any]:
+def _array(archive: Any, name: str, where: str) -> NDArray[Any]:
     if name not in archive:
         raise DatasetError(
             "dataset_array",
-            f"{path} has no array '{name}'; it has {', '.join(sorted(archive.files))}.",
+            f"{where} has no array '{name}'; it has {', '.join(sorted(archive.files))}.",
             "Set dataset.features and dataset.labels.",
         )
     found: NDArray[Any] = archive[name]
     return found
-
-
-def parquet_table(file: BinaryIO, path: Path, columns: tuple[str, ...]) -> Any:
-    """Return those columns of a parquet file as a `pyarrow.Table`.
-
-    Raises:
-        DatasetError: ``dataset_unreadable``, ``dataset_empty``, or ``dataset_array`` if there is no such column.
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        parquet = pq.ParquetFile(file)
-        present = parquet.schema_arrow.names
-        missing = [name for name in columns if name not in present]
-        if missing:
-            raise DatasetError(
-                "dataset_array",
-                f"{path} has no column '{missing[0]}'; it has {', '.join(present)}.",
-                "Set dataset.features and dataset.labels.",
-            )
-        table = parquet.read(columns=list(columns))
-    except (OSError, pa.ArrowException, ValueError) as error:
-        if isinstance(error, FileNotFoundError | PermissionError):
-            raise file_error("dataset_unreadable", "read", path, error, DatasetError) from None
-        why = str(error).splitlines()[0].removesuffix(".")
-        raise DatasetError(
-            "dataset_unreadable", f"cannot read {path}: {why}.", "Check that it is a parquet file."
-        ) from None
-    if len(table) == 0:
-        raise DatasetError("dataset_empty", f"{path} has no examples.", "Name a dataset with examples.")
-    return table

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raycloak.metrics.errors import DatasetError
-from raycloak.workers.inputs.datasets import ArrayDataset, Taken, check_arrays
+from raycloak.workers.inputs.datasets import Taken, check_arrays
 from raycloak.workers.inputs.descriptor import DatasetDescriptor, void_check
 from raycloak.workers.inputs.named_inputs import InputSource, outlined, packed
-from raycloak.workers.inputs.rows import checked
+from raycloak.workers.inputs.rows import gathered
 from raycloak.workers.inputs.text_data import text_example
 from raycloak.workers.inputs.user_code import own_words
 
@@ -68,7 +68,7 @@ def export_in_memory(dataset: Any, path: Path) -> DatasetDescriptor:
         )
         described = described.model_copy(update={"features": (), "inputs": sources})
     # Here, where the caller sees it, and not in each worker.
-    checked(ArrayDataset(features, labels), void_check(described, "the dataset", taken))
+    gathered([(features, labels)], "the dataset", accept=void_check(described, "the dataset", taken), in_memory=True)
     # The mode is given when the file is created: at no moment can others open it.
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)

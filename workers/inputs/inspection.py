@@ -9,10 +9,9 @@ import numpy as np
 
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.inputs.file_sets import FileSet
-from raycloak.workers.inputs.files import open_examples
 from raycloak.workers.inputs.images import SUFFIXES, ImageFacts, image_facts
-from raycloak.workers.inputs.text_data import Tokenizer, raw_texts
-from raycloak.workers.inputs.token_rows import TokenColumns, row_lengths, token_files
+from raycloak.workers.inputs.text_data import TEXT_SUFFIXES, Tokenizer, read_texts
+from raycloak.workers.inputs.token_rows import row_lengths, token_files
 
 
 def cut_examples(descriptor: DatasetDescriptor, base: Path) -> int | None:
@@ -25,16 +24,13 @@ def cut_examples(descriptor: DatasetDescriptor, base: Path) -> int | None:
         return None
     assert descriptor.path is not None, "text has a path"
     if descriptor.kind == "hf":
-        files = token_files(descriptor.path, base, hashed=False)
-        lengths = row_lengths(files, TokenColumns(descriptor.label_names, descriptor.max_length, descriptor.inputs))
+        lengths = row_lengths(token_files(descriptor.path, base, hashed=False), descriptor)
     else:
         assert descriptor.tokenizer is not None, "text comes with a tokenizer"
-        path, tokenizer = base / descriptor.path, Tokenizer.load(descriptor.tokenizer, base)
-        file, _ = open_examples(path, hashed=False)
-        with file:
-            lengths = tokenizer.lengths(
-                raw_texts(file, path, descriptor.features[0], descriptor.label_names, descriptor.class_names)
-            )
+        tokenizer = Tokenizer.load(descriptor.tokenizer, base)
+        files = FileSet(descriptor.path, base, TEXT_SUFFIXES, hashed=False)
+        texts = (read_texts(file, where, descriptor)[0] for where, file in files.opened())
+        lengths = np.concatenate([tokenizer.lengths(each) for each in texts])
     return int(np.count_nonzero(lengths > descriptor.max_length))
 
 

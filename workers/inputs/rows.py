@@ -52,6 +52,7 @@ def gathered(
     numbers: bool = False,
     taken: Taken | None = None,
     accept: Accept | None = None,
+    in_memory: bool = False,
 ) -> Dataset:
     """Return the rows of ``chunks`` as a dataset; ids count them in their order.
 
@@ -60,7 +61,8 @@ def gathered(
         name: for messages.
         scale, numbers: see :class:`raycloak.workers.inputs.datasets.Conversion`.
         taken: of the reader, which says how features by name are packed.
-        accept: called with the features and labels of each chunk as a model gets them; raises where they are void.
+        accept: called with features and labels, a few at a time, as a model gets them; raises where they are void.
+        in_memory: whether all rows stay there, however many they are.
 
     Raises:
         DatasetError: ``dataset_empty``, ``dataset_array``, ``dataset_dtype`` or ``dataset_lengths``;
@@ -74,30 +76,24 @@ def gathered(
     for features, labels in waiting:
         held.append((features, labels))
         size += features.nbytes + labels.nbytes
-        if size > MEMORY_BYTES:
-            rows = itertools.chain(_emptied(held), waiting)
+        if size > MEMORY_BYTES and not in_memory:
+            # Popped, so that memory does not have them beside the file.
+            rows = itertools.chain((held.pop(0) for _ in range(len(held))), waiting)
             inputs = taken.inputs if taken else ()
             return ScratchDataset(rows, name, scale, numbers=numbers, named_inputs=inputs)
     if not held:
         raise DatasetError("dataset_empty", f"{name} has no examples.", "Name a dataset with examples.")
-    labels = np.concatenate([each for _, each in held])
-    features = np.concatenate([each for each, _ in held])
+    features, labels = held[0] if len(held) == 1 else map(np.concatenate, zip(*held, strict=True))
     inputs = taken.inputs if taken else ()
     return ArrayDataset(features, labels, scale, name, numbers=numbers, named_inputs=inputs)
 
 
-def checked(dataset: Dataset, accept: Accept | None) -> Dataset:
-    """Return a dataset in memory, after ``accept`` saw all examples as a model gets them; see :func:`gathered`."""
-    if accept is None:
-        return dataset
-    for start in range(0, len(dataset), _LOOKED_AT):
-        accept(*dataset.batch(np.arange(start, min(start + _LOOKED_AT, len(dataset)), dtype=np.int64)))
-    return dataset
-
-
 def _accepted(chunks: Iterable[Arrays], scale: float, numbers: bool, accept: Accept) -> Iterator[Arrays]:
     for features, labels in chunks:
-        accept(*Conversion(features.dtype, labels.dtype, scale, numbers=numbers).of(features, labels))
+        conversion = Conversion(features.dtype, labels.dtype, scale, numbers=numbers)
+        for start in range(0, len(features), _LOOKED_AT):
+            looked_at = slice(start, start + _LOOKED_AT)
+            accept(*conversion.of(features[looked_at], labels[looked_at]))
         yield features, labels
 
 
@@ -105,7 +101,7 @@ def _alike(chunks: Iterable[Arrays], name: str) -> Iterator[Arrays]:
     """Yield the chunks that have rows; refuse what is no examples, and rows of another shape than the first."""
     outline = None
     for features, labels in chunks:
-        if not len(features):
+        if features.shape[:1] == labels.shape[:1] == (0,):
             continue
         check_arrays(features, labels, name)
         found = [(part.dtype, part.shape[1:]) for part in (features, labels)]
@@ -115,12 +111,6 @@ def _alike(chunks: Iterable[Arrays], name: str) -> Iterator[Arrays]:
                 "dataset_array", f"{name} has examples of different shapes.", "Pad or crop them to one public shape."
             )
         yield features, labels
-
-
-def _emptied(held: list[Arrays]) -> Iterator[Arrays]:
-    """Yield and forget what is held, so that memory does not have it beside the file."""
-    while held:
-        yield held.pop(0)
 
 
 def in_turn(dataset: Dataset, groups: Sequence[NDArray[np.int64]]) -> Iterator[Batch]:

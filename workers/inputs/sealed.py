@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,31 +105,20 @@ def _seal_slice(
         return write_payload(file, key, header.context(v), PAYLOAD, pieces)
 
 
-class SliceLocks(Protocol):
-    """The slices of a dataset, as the keys that a worker is given open and lock them.
+class Slices:
+    """The slices of a dataset: all are open, and no key changes that, unless it is a :class:`SealedDataset`.
 
     Attributes:
         demand: the owner's, of every run that trains on them; None unless they are sealed training examples.
     """
 
-    @property
-    def demand(self) -> SealedDemand | None: ...
+    demand: SealedDemand | None = None
 
     def take(self, keys: Mapping[int, Secret], hosted: Collection[int]) -> None:
         """Lock the slices of virtual workers that are not ``hosted``, then open the slices of ``keys``."""
-        ...
 
 
-class ClearSlices:
-    """The slices of data that is not sealed: all are open, and no key changes that."""
-
-    demand = None
-
-    def take(self, keys: Mapping[int, Secret], hosted: Collection[int]) -> None:
-        """Do nothing."""
-
-
-class SealedDataset:
+class SealedDataset(Slices):
     """A :class:`raycloak.workers.inputs.datasets.Dataset` whose examples are refused while their slice is locked.
 
     Args:
@@ -144,6 +132,7 @@ class SealedDataset:
     def __init__(self, folder: Path, use: Use = "training") -> None:
         self.header = SealedHeader.load(folder)
         self.header.require_use(use)
+        self.demand = self.header.demand
         self._folder = folder
         self._form = DatasetForm.model_validate_json(canonical_json(self.header.form))
         self.named_inputs = self._form.inputs
@@ -151,11 +140,6 @@ class SealedDataset:
 
     def __len__(self) -> int:
         return self._form.num_examples
-
-    @property
-    def demand(self) -> SealedDemand | None:
-        """The owner's demand of every run that trains on it; None for an evaluation split."""
-        return self.header.demand
 
     def take(self, keys: Mapping[int, Secret], hosted: Collection[int]) -> None:
         """Lock the slices of virtual workers that are not ``hosted``, then :meth:`unlock` the slices of ``keys``."""

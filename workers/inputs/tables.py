@@ -11,19 +11,23 @@ never a value; for the owner of the data it names rows and lines.
 import unicodedata
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raycloak.metrics.errors import DatasetError
-from raycloak.workers.inputs.columns import ColumnLayout, Columns, Group
+from raycloak.workers.inputs.columns import ColumnLayout, Group, layout
 from raycloak.workers.inputs.datasets import Arrays, Taken
 from raycloak.workers.inputs.file_sets import FileSet, require_unpacked, unzipped
 from raycloak.workers.inputs.named_inputs import outlined, packed
 from raycloak.workers.inputs.void import ALLOW, named_by_check, which
+
+if TYPE_CHECKING:
+    from raycloak.workers.inputs.descriptor import DatasetDescriptor
 
 CSV_SUFFIXES = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
 PARQUET_SUFFIXES = (".parquet",)
@@ -44,7 +48,7 @@ _LEFT_OUT = "name the columns without it in dataset.features"
 _Read = TypeVar("_Read")
 
 
-def parquet_rows(files: FileSet, columns: Columns, taken: Taken) -> Iterator[Arrays]:
+def parquet_rows(files: FileSet, asked: "DatasetDescriptor", taken: Taken) -> Iterator[Arrays]:
     """Yield the rows of Parquet files, in order.
 
     Features of several columns are float32, or ids if there is a vocabulary and all are integers.
@@ -55,33 +59,43 @@ def parquet_rows(files: FileSet, columns: Columns, taken: Taken) -> Iterator[Arr
     Raises:
         DatasetError: ``dataset_unreadable``, ``dataset_array``, ``dataset_dtype`` or ``dataset_label``.
     """
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
     first: _Outline | None = None
     row = 0
     for where, file in files.opened():
-        require_unpacked(file, where)
-        try:
+        with unbroken(file, where, "not a parquet file"):
             parquet = pq.ParquetFile(file, pre_buffer=False)
             schema = parquet.schema_arrow
-            layout = columns.layout(schema.names, where, _indexes(schema)) if first is None else first.layout
-            layout.require(schema.names, where)
-            outline = _Outline.of(schema, layout, columns, where)
+            found = layout(asked, schema.names, where, _indexes(schema)) if first is None else first.layout
+            found.require(schema.names, where)
+            outline = _Outline.of(schema, found, asked, where)
             first = outline if first is None else first.require(outline, where)
-            _take(layout, taken)
+            _take(found, taken)
             # Chunks and not whole row groups: a group may be larger than memory.
-            for batch in parquet.iter_batches(first.chunk_rows, columns=layout.wanted, use_threads=False):
+            for batch in parquet.iter_batches(first.chunk_rows, columns=found.wanted, use_threads=False):
                 yield first.arrays(batch, where, row, taken)
                 row += len(batch)
-        except (OSError, pa.ArrowException, ValueError):
-            # Not the library's text: it may quote a value.
-            raise DatasetError(
-                "dataset_unreadable", f"{where} is not a parquet file, or is damaged.", "Write it again."
-            ) from None
 
 
-def csv_rows(files: FileSet, columns: Columns, taken: Taken) -> Iterator[Arrays]:
+@contextmanager
+def unbroken(file: BinaryIO, where: str, what: str) -> Iterator[None]:
+    """Refuse a file that something has packed, or that Arrow cannot read; DatasetError ``dataset_unreadable``.
+
+    Args:
+        what: a phrase that says which files are read, and that this one is none.
+    """
+    import pyarrow as pa
+
+    require_unpacked(file, where)
+    try:
+        yield
+    except (OSError, pa.ArrowException, ValueError):
+        # Not the library's text: it may quote a value.
+        raise DatasetError("dataset_unreadable", f"{where} is {what}, or is damaged.", "Write it again.") from None
+
+
+def csv_rows(files: FileSet, asked: "DatasetDescriptor", taken: Taken) -> Iterator[Arrays]:
     """Yield the rows of CSV files with a header, in order; ``.tsv`` has tabs, and gzip may have packed them.
 
     Features are float32, or ids if there is a vocabulary. Labels are integers if all of the first file are.
@@ -92,33 +106,34 @@ def csv_rows(files: FileSet, columns: Columns, taken: Taken) -> Iterator[Arrays]
     Raises:
         DatasetError: as :func:`parquet_rows`.
     """
-    layout: ColumnLayout | None = None
-    integers = bool(columns.classes)
+    columns: ColumnLayout | None = None
+    integers, allow, classes = False, asked.allow_void, asked.class_names
     row = 0
     for where, opened in files.opened():
         file = unzipped(opened, where)
         present = _header(file, where)
-        if layout is None:
-            layout = columns.layout(present, where)
-            _take(layout, taken)
-            if not columns.classes:
-                integers = _are_integers(file, where, layout.labels)
+        if columns is None:
+            columns = layout(asked, present, where)
+            _take(columns, taken)
+            if not classes:
+                # All labels are looked at before the first row is read.
+                labels: Iterable[Any] = _text_batches(file, where, list(columns.labels))
+                integers = all(_cast(_trimmed(each), "int64") is not None for part in labels for each in part.columns)
+                file.seek(0)
         # A later file may have its columns in another order.
-        layout.require(present, where)
-        for batch in _text_batches(file, where, layout.wanted):
-            found = dict(zip(layout.wanted, batch.columns, strict=True))
+        columns.require(present, where)
+        for batch in _text_batches(file, where, columns.wanted):
+            found = dict(zip(columns.wanted, batch.columns, strict=True))
             reads = [
-                partial(
-                    _parsed, found[name], _place(where, name), group.vocabulary is not None, row, columns.allow_void
-                )
-                for group in layout.groups
+                partial(_parsed, found[name], column_place(where, name), group.vocabulary is not None, row, allow)
+                for group in columns.groups
                 for name in group.columns
             ]
-            for name in layout.labels:
-                label, place = _trimmed(found[name]), _place(where, name)
-                classed = partial(class_numbers, label, columns.classes, place, row)
-                reads.append(classed if columns.classes else partial(_parsed, label, place, integers, row))
-            yield _joined(_all_of(reads, where), layout, where, taken)
+            for name in columns.labels:
+                label, place = _trimmed(found[name]), column_place(where, name)
+                classed = partial(class_numbers, label, classes, place, row)
+                reads.append(classed if classes else partial(_parsed, label, place, integers, row))
+            yield _joined(_all_of(reads, where), columns, where, taken)
             row += len(batch)
 
 
@@ -166,27 +181,27 @@ class _Outline:
     layout: ColumnLayout
     types: tuple[Any, ...]
     stored: tuple[np.dtype[Any], ...]
-    columns: Columns
+    asked: "DatasetDescriptor"
 
     @classmethod
-    def of(cls, schema: Any, layout: ColumnLayout, columns: Columns, where: str) -> "_Outline":
+    def of(cls, schema: Any, layout: ColumnLayout, asked: "DatasetDescriptor", where: str) -> "_Outline":
         types = tuple(schema.field(name).type for name in (*layout.features, *layout.labels))
-        places = [_place(where, name) for name in (*layout.features, *layout.labels)]
+        places = [column_place(where, name) for name in (*layout.features, *layout.labels)]
         count = len(layout.features)
         reads = [partial(_number_type, kind, place) for kind, place in zip(types[:count], places, strict=False)]
-        if not columns.classes:
+        if not asked.class_names:
             rest = zip(types[count:], places[count:], strict=True)
             reads += [partial(_number_type, kind, place, is_label=True) for kind, place in rest]
         found = iter(zip(_all_of(reads, where), types, strict=False))
         stored = []
         for group in layout.groups:
             dtypes, kinds = zip(*(next(found) for _ in group.columns), strict=True)
-            if len(kinds) > 1 and any(map(_is_list, kinds)):
+            if len(kinds) > 1 and any(map(is_list, kinds)):
                 raise DatasetError(
                     "dataset_array", f"{where}: of several feature columns one holds lists.", "Name that one alone."
                 )
             stored.append(_stored(group, dtypes))
-        return cls(layout, types, tuple(stored), columns)
+        return cls(layout, types, tuple(stored), asked)
 
     def require(self, other: "_Outline", where: str) -> "_Outline":
         """Return this outline, which ``other`` must equal; DatasetError ``dataset_dtype`` names the first column."""
@@ -203,21 +218,21 @@ class _Outline:
     @property
     def chunk_rows(self) -> int:
         """The rows of a chunk."""
-        return _LISTS if any(_is_list(kind) for kind in self.types) else max(1, _VALUES // len(self.types))
+        return _LISTS if any(is_list(kind) for kind in self.types) else max(1, _VALUES // len(self.types))
 
     def arrays(self, batch: Any, where: str, row: int, taken: Taken) -> Arrays:
         """Return features and labels of a batch; ``row`` is how many rows of the table come before it."""
         found = {name: batch.column(index) for index, name in enumerate(batch.schema.names)}
-        allow = self.columns.allow_void
+        allow, classes = self.asked.allow_void, self.asked.class_names
         reads: list[Callable[[], NDArray[Any]]] = [
-            partial(number_column, found[name], _place(where, name), row, allow_void=allow and stored.kind == "f")
+            partial(number_column, found[name], column_place(where, name), row, allow_void=allow and stored.kind == "f")
             for group, stored in zip(self.layout.groups, self.stored, strict=True)
             for name in group.columns
         ]
         for name in self.layout.labels:
-            label, place = found[name], _place(where, name)
-            classed = partial(class_numbers, label, self.columns.classes, place, row)
-            reads.append(classed if self.columns.classes else partial(number_column, label, place, row))
+            label, place = found[name], column_place(where, name)
+            classed = partial(class_numbers, label, classes, place, row)
+            reads.append(classed if classes else partial(number_column, label, place, row))
         parts = iter(_all_of(reads, where))
         with np.errstate(all="ignore"):
             kept = [
@@ -261,11 +276,13 @@ def _all_of(reads: Iterable[Callable[[], _Read]], where: str) -> list[_Read]:
     raise DatasetError(problems[0].code, f"{where}, {'; '.join(said)}.", " ".join(remedies))
 
 
-def _place(where: str, column: str) -> str:
+def column_place(where: str, column: str) -> str:
+    """Return what a message calls a column."""
     return f"{where}, column '{column}'"
 
 
-def _is_list(kind: Any) -> bool:
+def is_list(kind: Any) -> bool:
+    """Return whether the values of a column of this type are lists."""
     import pyarrow as pa
 
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
@@ -275,7 +292,7 @@ def _number_type(kind: Any, place: str, is_label: bool = False) -> np.dtype[Any]
     """Return numpy's dtype of a column of numbers, or of lists of them; DatasetError ``dataset_dtype`` for others."""
     import pyarrow as pa
 
-    inner = kind.value_type if _is_list(kind) else kind
+    inner = kind.value_type if is_list(kind) else kind
     if pa.types.is_boolean(inner) or pa.types.is_integer(inner) or pa.types.is_floating(inner):
         found: np.dtype[Any] = np.dtype(inner.to_pandas_dtype())
         return found
@@ -284,7 +301,9 @@ def _number_type(kind: Any, place: str, is_label: bool = False) -> np.dtype[Any]
     if pa.types.is_date(inner) or pa.types.is_timestamp(inner):
         raise _dates(place)
     raise DatasetError(
-        "dataset_dtype", f"{place} is {inner}, which is no number.", f"Store it as numbers, or {_LEFT_OUT}."
+        "dataset_dtype",
+        f"{place} is {inner}, which is no number.",
+        f"Store it as numbers, or {_LEFT_OUT}.",
     )
 
 
@@ -318,9 +337,9 @@ def number_column(array: Any, place: str, row: int = 0, *, allow_void: bool = Fa
     import pyarrow.compute as pc
 
     _number_type(array.type, place)
-    if array.null_count and (_is_list(array.type) or not allow_void):
+    if array.null_count and (is_list(array.type) or not allow_void):
         raise _missing(place, _rows(array.is_null(), row))
-    if not _is_list(array.type):
+    if not is_list(array.type):
         return np.asarray(array.cast(pa.float64()).fill_null(np.nan) if array.null_count else array)
     lengths = np.asarray(pc.list_value_length(array))
     values = array.flatten()
@@ -481,14 +500,6 @@ def _text_batches(file: BinaryIO, where: str, names: list[str]) -> Iterator[Any]
     except (OSError, EOFError, zlib.error, pa.ArrowException):
         # Not the library's text: it quotes the line.
         raise _not_csv(where, broken) from None
-
-
-def _are_integers(file: BinaryIO, where: str, labels: tuple[str, ...]) -> bool:
-    """Return whether all labels of a file are integers, and go back to its start."""
-    batches: Iterable[Any] = _text_batches(file, where, list(labels))
-    found = all(_cast(_trimmed(column), "int64") is not None for batch in batches for column in batch.columns)
-    file.seek(0)
-    return found
 
 
 def _trimmed(array: Any) -> Any:

@@ -6,12 +6,11 @@ text. Every text is cut or padded to T tokens, whatever its length.
 
 import re
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from io import TextIOWrapper
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,12 +18,17 @@ from numpy.typing import NDArray
 from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.metrics.errors import ConfigError, DatasetError
 from raycloak.metrics.file_errors import file_error
-from raycloak.workers.inputs.datasets import Arrays
-from raycloak.workers.inputs.file_sets import require_unpacked, unzipped
-from raycloak.workers.inputs.files import parquet_table
+from raycloak.workers.inputs.columns import found_columns
+from raycloak.workers.inputs.datasets import Arrays, Taken
+from raycloak.workers.inputs.file_sets import FileSet, unzipped
 from raycloak.workers.inputs.hub_files import library, public_folder, quiet
-from raycloak.workers.inputs.tables import class_numbers, label_columns
+from raycloak.workers.inputs.tables import class_numbers, column_place, label_columns, unbroken
 from raycloak.workers.inputs.void import IGNORED, PADDING, named_by_check, which
+
+if TYPE_CHECKING:
+    from raycloak.workers.inputs.descriptor import DatasetDescriptor
+
+TEXT_SUFFIXES = (".tsv", ".tsv.gz", ".parquet")
 
 # Texts that are tokenised at once: bounds the memory beside the ids.
 _CHUNK = 4096
@@ -73,7 +77,14 @@ class Tokenizer:
         """Return ids [n, length], with the tokenizer's special tokens; longer texts are cut."""
         rows = np.full((len(texts), length), PADDING, np.int32)
         for start in range(0, len(texts), _CHUNK):
-            for row, ids in enumerate(self._ids(texts[start : start + _CHUNK], length), start):
+            found = self.inner(
+                list(texts[start : start + _CHUNK]),
+                truncation=True,
+                max_length=length,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+            )
+            for row, ids in enumerate(found["input_ids"], start):
                 rows[row, : len(ids)] = ids
         return rows
 
@@ -92,53 +103,25 @@ class Tokenizer:
         blocks[: len(ids)] = ids
         return blocks.reshape(-1, length)
 
-    def _ids(self, texts: Sequence[str], length: int) -> Iterable[list[int]]:
-        found: Iterable[list[int]] = self.inner(
-            list(texts), truncation=True, max_length=length, return_attention_mask=False, return_token_type_ids=False
-        )["input_ids"]
-        return found
+
+def text_rows(files: FileSet, asked: "DatasetDescriptor", _: Taken, tokenizer: Tokenizer) -> Iterator[Arrays]:
+    """Yield ids [n, T] and labels [n] or [n, k] of :func:`read_texts`, in chunks; errors as there."""
+    assert asked.max_length is not None, "text comes with a length"
+    for where, file in files.opened():
+        texts, labels = read_texts(file, where, asked)
+        yield tokenizer.rows(texts, asked.max_length), labels
 
 
-def read_texts(
-    file: BinaryIO,
-    path: Path,
-    text: str,
-    labels: tuple[str, ...],
-    classes: tuple[str, ...],
-    tokenizer: Tokenizer,
-    length: int,
-) -> Arrays:
-    """Return ids [N, length] and labels [N] or [N, k] of a ``.parquet`` table; or of a ``.tsv`` file of text, tab,
-    class number, which gzip may have packed.
-
-    Args:
-        text, labels: names of the table's columns.
-        classes: public list of the classes that labels name; empty for labels that are numbers.
+def block_rows(files: FileSet, asked: "DatasetDescriptor", _: Taken, tokenizer: Tokenizer) -> Iterator[Arrays]:
+    """Yield the ids of each text file in blocks [n, T], and themselves as labels, -100 at padding.
 
     Raises:
-        DatasetError: ``dataset_unreadable``, ``dataset_array``, ``dataset_empty`` or ``dataset_label``.
+        DatasetError: ``dataset_unreadable``.
     """
-    texts, numbers = _read(file, path, text, labels, classes)
-    if not texts:
-        raise DatasetError("dataset_empty", f"{path} has no examples.", "Name a dataset with examples.")
-    return tokenizer.rows(texts, length), numbers
-
-
-def raw_texts(file: BinaryIO, path: Path, text: str, labels: tuple[str, ...], classes: tuple[str, ...]) -> list[str]:
-    """Return the texts of a table before they are cut; arguments and errors as :func:`read_texts`."""
-    return _read(file, path, text, labels, classes)[0]
-
-
-def read_blocks(file: BinaryIO, path: Path, tokenizer: Tokenizer, length: int) -> Arrays:
-    """Return the ids of a text file in blocks [N, length], and themselves as labels, -100 at padding.
-
-    Raises:
-        DatasetError: ``dataset_unreadable`` or ``dataset_empty``.
-    """
-    ids = tokenizer.blocks(_text(file, path), length)
-    if not len(ids):
-        raise DatasetError("dataset_empty", f"{path} has no text.", "Name a file with text.")
-    return ids, np.where(ids == PADDING, IGNORED, ids)
+    assert asked.max_length is not None, "text comes with a length"
+    for where, file in files.opened():
+        ids = tokenizer.blocks(_text(file, where), asked.max_length)
+        yield ids, np.where(ids == PADDING, IGNORED, ids)
 
 
 def text_example(item: Mapping[str, Any], name: str) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -169,31 +152,36 @@ def text_example(item: Mapping[str, Any], name: str) -> tuple[NDArray[Any], NDAr
     return np.where(mask != 0, ids, PADDING), np.asarray(labels)
 
 
-def _read(
-    file: BinaryIO, path: Path, text: str, labels: tuple[str, ...], classes: tuple[str, ...]
-) -> tuple[list[str], NDArray[Any]]:
+def read_texts(file: BinaryIO, where: str, asked: "DatasetDescriptor") -> tuple[list[str], NDArray[Any]]:
+    """Return the texts and labels of a ``.parquet`` table; or of a ``.tsv`` file of text, tab, class number, which gzip
+    may have packed.
+
+    Raises:
+        DatasetError: ``dataset_unreadable``, ``dataset_array`` or ``dataset_label``.
+    """
+    path = PurePath(where)
     if path.suffix == ".parquet":
-        require_unpacked(file, str(path))
-        return _parquet(file, path, text, labels, classes)
+        return _parquet(file, where, asked)
     other = _OTHERS.get(PurePath(path.name.removesuffix(".gz")).suffix.lower())
     if other is not None:
         raise DatasetError(
             "dataset_array",
-            f"{path} is {other}; text is read from lines of text, a tab and a class number (.tsv), or from .parquet.",
+            f"{where} is {other}; text is read from lines of text, a tab and a class number (.tsv), or from .parquet.",
             "Convert it, for example with pandas: DataFrame.to_parquet.",
         )
-    if len(labels) > 1:
+    labels = len(asked.label_names)
+    if labels > 1:
         raise DatasetError(
-            "dataset_array", f"a line of {path} has one label, and {len(labels)} are named.", "Give a .parquet table."
+            "dataset_array", f"a line of {where} has one label, and {labels} are named.", "Give a .parquet table."
         )
-    return _tsv(file, path, classes)
+    return _tsv(file, where, asked.class_names)
 
 
-def _tsv(file: BinaryIO, path: Path, classes: tuple[str, ...]) -> tuple[list[str], NDArray[np.int64]]:
+def _tsv(file: BinaryIO, where: str, classes: tuple[str, ...]) -> tuple[list[str], NDArray[np.int64]]:
     import pyarrow as pa
 
     texts, labels, wrong = [], [], []
-    for number, line in enumerate(_text(file, path).removesuffix("\n").split("\n"), 1):
+    for number, line in enumerate(_text(file, where).removesuffix("\n").split("\n"), 1):
         text, _, label = line.removesuffix("\r").rpartition("\t")
         if text and (classes or _CLASS.fullmatch(label)):
             texts.append(text)
@@ -203,49 +191,46 @@ def _tsv(file: BinaryIO, path: Path, classes: tuple[str, ...]) -> tuple[list[str
     if wrong:
         raise DatasetError(
             "dataset_array",
-            f"a line of {path} is not text, a tab and a class{'' if classes else ' number'}{which(wrong, 'line')}.",
+            f"a line of {where} is not text, a tab and a class{'' if classes else ' number'}{which(wrong, 'line')}.",
             f"Write one example a line, without a header.{named_by_check()}",
         )
     if classes:
-        return texts, class_numbers(pa.array(labels, pa.string()), classes, str(path))
+        return texts, class_numbers(pa.array(labels, pa.string()), classes, where)
     return texts, np.asarray([int(label) for label in labels], np.int64)
 
 
-def _parquet(
-    file: BinaryIO, path: Path, text: str, labels: tuple[str, ...], classes: tuple[str, ...]
-) -> tuple[list[str], NDArray[Any]]:
+def _parquet(file: BinaryIO, where: str, asked: "DatasetDescriptor") -> tuple[list[str], NDArray[Any]]:
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
-    table = parquet_table(file, path, tuple(dict.fromkeys((text, *labels))))
+    with unbroken(file, where, "not a parquet file"):
+        parquet = pq.ParquetFile(file)
+        named = (asked.features[0], *asked.label_names)
+        text, *labels = found_columns(named, parquet.schema_arrow.names, where)
+        table = parquet.read(columns=list(dict.fromkeys((text, *labels))))
     column = table.column(text)
     if column.null_count or not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
         missing = np.flatnonzero(np.asarray(column.is_null())) + 1
         raise DatasetError(
             "dataset_array",
-            f"{path}, column '{text}' is not all text{which(missing.tolist()) if len(missing) else ''}.",
+            f"{where}, column '{text}' is not all text{which(missing.tolist()) if len(missing) else ''}.",
             "Set dataset.features to a column of text.",
         )
-    return column.to_pylist(), label_columns(
-        [(table.column(name).combine_chunks(), f"{path}, column '{name}'") for name in labels], classes
-    )
+    given = [(table.column(name).combine_chunks(), column_place(where, name)) for name in labels]
+    return column.to_pylist(), label_columns(given, asked.class_names)
 
 
-def _text(opened: BinaryIO, path: Path) -> str:
-    file = unzipped(opened, str(path))
+def _text(file: BinaryIO, where: str) -> str:
     try:
-        # Closing the file is up to who opened it.
-        reader = TextIOWrapper(file, encoding="utf-8")
-        try:
-            return reader.read()
-        finally:
-            reader.detach()
+        text = unzipped(file, where).read().decode("utf-8")
     except OSError as error:
-        raise file_error("dataset_unreadable", "read", path, error, DatasetError) from None
+        raise file_error("dataset_unreadable", "read", where, error, DatasetError) from None
     except (EOFError, zlib.error):
-        raise DatasetError("dataset_unreadable", f"{path} is damaged.", "Write it again.") from None
+        raise DatasetError("dataset_unreadable", f"{where} is damaged.", "Write it again.") from None
     except UnicodeDecodeError as error:
         place = which([error.start + 1], "byte")
-        raise DatasetError("dataset_unreadable", f"{path} is not text in UTF-8{place}.", "Convert it.") from None
+        raise DatasetError("dataset_unreadable", f"{where} is not text in UTF-8{place}.", "Convert it.") from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _no_tokenizer(hf: str, why: str) -> ConfigError:

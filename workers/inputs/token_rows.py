@@ -9,10 +9,9 @@ user's own may take columns by name instead: lists of integers are cut or padded
 """
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,38 +19,24 @@ from numpy.typing import NDArray
 from raycloak.metrics.errors import DatasetError
 from raycloak.metrics.file_errors import file_error
 from raycloak.workers.inputs.datasets import Arrays, Taken
-from raycloak.workers.inputs.file_sets import FileSet, require_unpacked, written
+from raycloak.workers.inputs.file_sets import FileSet, written
 from raycloak.workers.inputs.named_inputs import InputSource, outlined, packed
-from raycloak.workers.inputs.tables import PARQUET_SUFFIXES, label_columns, number_column
+from raycloak.workers.inputs.tables import (
+    PARQUET_SUFFIXES,
+    column_place,
+    is_list,
+    label_columns,
+    number_column,
+    unbroken,
+)
 from raycloak.workers.inputs.void import IGNORED, PADDING
+
+if TYPE_CHECKING:
+    from raycloak.workers.inputs.descriptor import DatasetDescriptor
 
 _ROWS = 1024
 _STATE = "state.json"
 _LARGEST_ID = 2**31 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class TokenColumns:
-    """The columns of tokenised text.
-
-    Attributes:
-        labels: column of a class number or of one number a token; ``input_ids`` for a model that predicts tokens.
-            Several columns make a label [k].
-        length: T.
-        inputs: columns that a model takes by name, in the place of ``input_ids`` and its mask.
-        classes: public list of the classes that labels name; empty for labels that are numbers.
-    """
-
-    labels: tuple[str, ...]
-    length: int
-    inputs: tuple[InputSource, ...] = ()
-    classes: tuple[str, ...] = ()
-
-    @property
-    def needed(self) -> tuple[str, ...]:
-        """The columns without which there is no example."""
-        features = tuple(name for each in self.inputs for name in each.features) or ("input_ids",)
-        return tuple(dict.fromkeys((*features, *self.labels)))
 
 
 def token_files(path: str, base: Path, hashed: bool) -> FileSet:
@@ -85,7 +70,7 @@ def token_files(path: str, base: Path, hashed: bool) -> FileSet:
     return FileSet(path, base, (".arrow",), hashed, names)
 
 
-def token_rows(files: FileSet, columns: TokenColumns, taken: Taken) -> Iterator[Arrays]:
+def token_rows(files: FileSet, asked: "DatasetDescriptor", taken: Taken) -> Iterator[Arrays]:
     """Yield ids [n, T], int32, or inputs by name, packed; and labels [n, ...]; in chunks.
 
     Args:
@@ -95,119 +80,121 @@ def token_rows(files: FileSet, columns: TokenColumns, taken: Taken) -> Iterator[
         DatasetError: ``dataset_unreadable``, ``dataset_array`` or ``dataset_dtype``.
         ConfigError: ``vocabulary``, as `raycloak.workers.inputs.named_inputs.outlined`.
     """
-    for where, row_batch in _batches(files, columns):
-        taken.features = tuple(name for name in row_batch.schema.names if name not in columns.labels)
+    assert asked.max_length is not None, "tokenised text comes with a length"
+    for where, row_batch in _batches(files, asked):
+        taken.features = tuple(name for name in row_batch.schema.names if name not in asked.label_names)
         found = dict(zip(row_batch.schema.names, row_batch.columns, strict=True))
-        features = _named(found, columns, where, taken) if columns.inputs else _ids(found, columns, where)
-        yield features, _labels(found, features, columns, where)
+        length = asked.max_length
+        features = _named(found, asked.inputs, length, where, taken) if asked.inputs else _ids(found, length, where)
+        yield features, _labels(found, features, asked, length, where)
 
 
-def _ids(found: dict[str, Any], columns: TokenColumns, where: str) -> NDArray[np.int32]:
+def _ids(found: dict[str, Any], length: int, where: str) -> NDArray[np.int32]:
     """Return the ids that the attention mask shows."""
-    place = f"{where}, column 'input_ids'"
-    lengths, ids = _padded(found["input_ids"], place, columns.length, PADDING)
+    place = column_place(where, "input_ids")
+    lengths, ids = _padded(found["input_ids"], place, length, PADDING)
     if ids.size and ids.max() > _LARGEST_ID:
         raise DatasetError("dataset_array", f"{place} has an id beyond any vocabulary.", "Store tokenised text.")
     mask = found.get("attention_mask")
     if mask is not None:
-        others, seen = _padded(mask, f"{where}, column 'attention_mask'", columns.length, 0)
-        _require_equal(lengths, others, f"{where}, column 'attention_mask'")
+        place = column_place(where, "attention_mask")
+        others, seen = _padded(mask, place, length, 0)
+        _require_equal(lengths, others, place)
         ids = np.where(seen != 0, ids, PADDING)
-    _require_one_text(found.get("token_type_ids"), where)
+    types = found.get("token_type_ids")
+    if types is not None and np.any(np.asarray(types.flatten())):
+        raise DatasetError(
+            "dataset_array",
+            f"{where} has token types other than 0, which have no place in an example.",
+            "Join a pair of texts into one, with the tokenizer's separator; or name the columns in dataset.inputs, for "
+            "a model of your own that takes them by name.",
+        )
     return ids.astype(np.int32)
 
 
-def _named(found: dict[str, Any], columns: TokenColumns, where: str, taken: Taken) -> NDArray[np.int64]:
+def _named(
+    found: dict[str, Any], inputs: Sequence[InputSource], length: int, where: str, taken: Taken
+) -> NDArray[np.int64]:
     """Return the inputs by name, packed."""
     parts = {}
-    for each in columns.inputs:
+    for each in inputs:
         (name,) = each.features
-        place, array = f"{where}, column '{name}'", found[name]
-        if _is_list(array) and _holds_integers(array):
-            values = _padded(array, place, columns.length, each.padding)[1]
+        place, array = column_place(where, name), found[name]
+        if _lists_integers(array):
+            values = _padded(array, place, length, each.padding)[1]
         else:
             values = number_column(array, place)
         with np.errstate(all="ignore"):
             parts[each.name] = values.astype(np.float32 if each.vocabulary is None else np.int64)
-    taken.inputs = taken.inputs or outlined(parts, {each.name: each.vocabulary for each in columns.inputs}, where)
+    taken.inputs = taken.inputs or outlined(parts, {each.name: each.vocabulary for each in inputs}, where)
     return packed(parts, taken.inputs)
 
 
-def row_lengths(files: FileSet, columns: TokenColumns) -> NDArray[np.int64]:
+def row_lengths(files: FileSet, asked: "DatasetDescriptor") -> NDArray[np.int64]:
     """Return the number of ids of each row, before it is cut or padded; errors as :func:`token_rows`."""
     found = [
-        _padded(batch.column(batch.schema.names.index("input_ids")), f"{where}, column 'input_ids'", 0, PADDING)[0]
-        for where, batch in _batches(files, columns)
+        _padded(batch.column(batch.schema.names.index("input_ids")), column_place(where, "input_ids"), 0, PADDING)[0]
+        for where, batch in _batches(files, asked)
     ]
     return np.concatenate([np.empty(0, np.int64), *found])
 
 
-def _labels(found: dict[str, Any], features: NDArray[Any], columns: TokenColumns, where: str) -> NDArray[Any]:
-    label, *more = columns.labels
-    if label == "input_ids" and not columns.inputs:
+def _labels(
+    found: dict[str, Any], features: NDArray[Any], asked: "DatasetDescriptor", length: int, where: str
+) -> NDArray[Any]:
+    label, *more = asked.label_names
+    if label == "input_ids" and not asked.inputs:
         return np.where(features == PADDING, IGNORED, features)
-    if more or columns.classes or not _is_list(found[label]):
-        given = [(found[name], f"{where}, column '{name}'") for name in columns.labels]
-        return label_columns(given, columns.classes)
-    place = f"{where}, column '{label}'"
-    lengths, labels = _padded(found[label], place, columns.length, IGNORED)
+    if more or asked.class_names or not is_list(found[label].type):
+        given = [(found[name], column_place(where, name)) for name in asked.label_names]
+        return label_columns(given, asked.class_names)
+    place = column_place(where, label)
+    lengths, labels = _padded(found[label], place, length, IGNORED)
     if "input_ids" in found:
-        others, _ = _padded(found["input_ids"], f"{where}, column 'input_ids'", 0, PADDING)
+        others, _ = _padded(found["input_ids"], column_place(where, "input_ids"), 0, PADDING)
         _require_equal(lengths, others, place)
     return labels
 
 
-def _batches(files: FileSet, columns: TokenColumns) -> Iterator[tuple[str, Any]]:
+def _batches(files: FileSet, asked: "DatasetDescriptor") -> Iterator[tuple[str, Any]]:
     """Yield the wanted columns of all files, a few rows at a time."""
-    import pyarrow as pa
     import pyarrow.ipc as ipc
     import pyarrow.parquet as pq
 
     for where, file in files.opened():
-        require_unpacked(file, where)
-        try:
+        with unbroken(file, where, "neither Arrow nor Parquet"):
             if where.lower().endswith(".arrow"):
                 reader = ipc.open_stream(file)
-                wanted = _wanted(reader.schema.names, columns, where)
+                wanted = _wanted(reader.schema.names, asked, where)
                 for batch in reader:
                     for start in range(0, len(batch), _ROWS):
                         yield where, batch.slice(start, _ROWS).select(wanted)
             else:
                 parquet = pq.ParquetFile(file, pre_buffer=False)
-                wanted = _wanted(parquet.schema_arrow.names, columns, where)
+                wanted = _wanted(parquet.schema_arrow.names, asked, where)
                 for batch in parquet.iter_batches(_ROWS, columns=wanted, use_threads=False):
                     yield where, batch
-        except (OSError, pa.ArrowException, ValueError):
-            raise DatasetError(
-                "dataset_unreadable", f"{where} is neither Arrow nor Parquet, or is damaged.", "Write it again."
-            ) from None
 
 
-def _wanted(present: list[str], columns: TokenColumns, where: str) -> list[str]:
-    missing = next((name for name in columns.needed if name not in present), None)
+def _wanted(present: list[str], asked: "DatasetDescriptor", where: str) -> list[str]:
+    first, *more = [name for each in asked.inputs for name in each.features] or ["input_ids"]
+    more += asked.label_names
+    missing = next((name for name in (first, *more) if name not in present), None)
     if missing is not None:
         raise DatasetError(
             "dataset_array",
             f"{where} has no column '{missing}'; it has {', '.join(present)}.",
             "Tokenise first, and set dataset.labels; a model that predicts tokens has labels: input_ids.",
         )
-    beside = () if columns.inputs else ("attention_mask", "token_type_ids")
-    wanted = (*columns.needed[:1], *beside, *columns.needed[1:])
-    return [name for name in dict.fromkeys(wanted) if name in present]
+    beside = () if asked.inputs else ("attention_mask", "token_type_ids")
+    return [name for name in dict.fromkeys((first, *beside, *more)) if name in present]
 
 
-def _is_list(array: Any) -> bool:
+def _lists_integers(array: Any) -> bool:
     import pyarrow as pa
 
     kind = array.type
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
-
-
-def _holds_integers(array: Any) -> bool:
-    import pyarrow as pa
-
-    kind = array.type.value_type
-    return bool(pa.types.is_integer(kind) or pa.types.is_boolean(kind))
+    return is_list(kind) and bool(pa.types.is_integer(kind.value_type) or pa.types.is_boolean(kind.value_type))
 
 
 def _padded(array: Any, place: str, length: int, padding: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -218,7 +205,7 @@ def _padded(array: Any, place: str, length: int, padding: int) -> tuple[NDArray[
     """
     import pyarrow.compute as pc
 
-    if not _is_list(array) or not _holds_integers(array):
+    if not _lists_integers(array):
         raise DatasetError(
             "dataset_dtype", f"{place} is {array.type} and no list of integers.", "Store tokenised text."
         )
@@ -238,14 +225,4 @@ def _require_equal(lengths: NDArray[np.int64], others: NDArray[np.int64], place:
     if not np.array_equal(lengths, others):
         raise DatasetError(
             "dataset_array", f"{place} has rows of other lengths than input_ids.", "Tokenise all columns together."
-        )
-
-
-def _require_one_text(types: Any, where: str) -> None:
-    if types is not None and np.any(np.asarray(types.flatten())):
-        raise DatasetError(
-            "dataset_array",
-            f"{where} has token types other than 0, which have no place in an example.",
-            "Join a pair of texts into one, with the tokenizer's separator; or name the columns in dataset.inputs, for "
-            "a model of your own that takes them by name.",
         )

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raycloak.metrics.errors import DatasetError
-from raycloak.workers.inputs.columns import Columns
+from raycloak.workers.inputs.columns import layout
 from raycloak.workers.inputs.descriptor import DatasetDescriptor, OpenedDataset
 
 DECOMPOSED, COMPOSED = (unicodedata.normalize(form, "größe") for form in ("NFD", "NFC"))
@@ -110,7 +110,8 @@ def test_several_columns_of_labels_make_a_label(kind: str, tmp_path: Path):
 
 
 def test_a_later_file_lacks_a_column_by_name(tmp_path: Path):
-    layout = Columns((), ("y",)).layout(["a", "b", "y"], "one.csv")
-    assert (layout.features, layout.labels, layout.wanted) == (("a", "b"), ("y",), ["a", "b", "y"])
+    asked = DatasetDescriptor(kind="csv", features=(), labels="y")
+    found = layout(asked, ["a", "b", "y"], "one.csv")
+    assert (found.features, found.labels, found.wanted) == (("a", "b"), ("y",), ["a", "b", "y"])
     with pytest.raises(DatasetError, match=r"two.csv has no column 'b'; it has a, y"):
-        layout.require(["a", "y"], "two.csv")
+        found.require(["a", "y"], "two.csv")

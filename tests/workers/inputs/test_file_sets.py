@@ -1,6 +1,7 @@
 """The digest of a set of files is over the bytes that are read, wherever they lie; other bytes are refused."""
 
 import io
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,20 @@ import pytest
 from raycloak.attestation.core.data_marks import DataMarks, Likeness, likeness
 from raycloak.metrics.errors import DatasetError
 from raycloak.workers.inputs import file_sets
-from raycloak.workers.inputs.columns import Columns
-from raycloak.workers.inputs.datasets import Taken
+from raycloak.workers.inputs.datasets import Arrays, Taken
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
-from raycloak.workers.inputs.file_sets import CommittedFile, FileSet, content_digest
+from raycloak.workers.inputs.file_sets import CommittedFile, FileSet
+from raycloak.workers.inputs.files import read_npz
 from raycloak.workers.inputs.fingerprint import data_marks
 from raycloak.workers.inputs.tables import csv_rows, parquet_rows
+from tests.workers.inputs.content import content_digest
+
+
+def npz_rows(files: FileSet, asked: DatasetDescriptor, taken: Taken) -> Iterator[Arrays]:
+    return (read_npz(file, where, asked, taken) for where, file in files.opened())
+
+
+READERS = {"parquet": parquet_rows, "csv": csv_rows, "npz": npz_rows}
 
 
 @pytest.fixture
@@ -36,6 +45,8 @@ def write(path: Path, part: int, rows: int = 30) -> None:
     if path.suffix == ".csv":
         lines = zip(*(column.tolist() for column in columns.values()), strict=True)
         path.write_text("\n".join([",".join(columns), *(",".join(map(str, line)) for line in lines)]))
+    elif path.suffix == ".npz":
+        np.savez(path, **columns)
     else:
         pq.write_table(pa.table(columns), path)
 
@@ -69,7 +80,7 @@ def test_another_order_of_files_has_the_same_fingerprint_and_one_more_file_is_re
     assert len(seen) == 3
 
 
-@pytest.mark.parametrize("suffix", ["parquet", "csv"])
+@pytest.mark.parametrize("suffix", ["parquet", "csv", "npz"])
 def test_a_file_that_is_rewritten_between_its_digest_and_its_reading_is_refused(suffix: str, tmp_path: Path):
     path = tmp_path / f"data.{suffix}"
     for other, code in ((1, None), (2, "data_changed")):
@@ -84,9 +95,8 @@ def test_a_file_that_is_rewritten_between_its_digest_and_its_reading_is_refused(
                 yield found
 
         files.opened = after_rewriting  # type: ignore[method-assign]
-        columns = Columns((), ("labels",))
-        read = parquet_rows if suffix == "parquet" else csv_rows
-        rows = read(files, columns, Taken())
+        asked = DatasetDescriptor(kind=suffix, features=("f0",))
+        rows = READERS[suffix](files, asked, Taken())
         if code is None:
             assert sum(len(features) for features, _ in rows) == 30
             assert files.digest() == stated

@@ -17,13 +17,13 @@ from raycloak.coordinator.planning.references import descriptor
 from raycloak.metrics.errors import ConfigError, DatasetError
 from raycloak.workers.inputs.datasets import dataset_form
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
-from raycloak.workers.inputs.file_sets import content_digest
 from raycloak.workers.inputs.fingerprint import data_marks
 from raycloak.workers.inputs.in_memory import export_in_memory
 from raycloak.workers.inputs.places import NOWHERE
 from raycloak.workers.inputs.sealed import SealedDataset, seal_dataset
 from raycloak.workers.inputs.text_data import Tokenizer
 from tests.tiny_text import WORDS, write_reviews, write_tokenizer
+from tests.workers.inputs.content import content_digest
 
 
 @pytest.fixture(scope="module")
