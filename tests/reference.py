@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import raycloak
+from raycloak.metrics.listing import all_listed
+from raycloak.workers.inputs.descriptor import CONFIGURED
 from tests.layout import ROOT
 
 FOLDER = ROOT / "docs" / "reference"
@@ -155,6 +157,8 @@ def _entry(name: str, found: Any) -> Iterator[str]:
     else:
         yield from _code([_header(definition)])
     yield from _text(inspect.getdoc(found) or "")
+    if found is raycloak.DatasetConfig:
+        yield from ("**Kinds:**", "", *_kinds(), "")
     if inspect.isclass(found):
         for method, value in _methods(found):
             yield from (f"### {name}.{method}", "")
@@ -166,6 +170,19 @@ def _entry(name: str, found: Any) -> Iterator[str]:
             else:
                 yield from _code([_header(inner)])
             yield from _text(inspect.getdoc(getattr(value, "fget", value)) or "")
+
+
+def _kinds() -> Iterator[str]:
+    """Yield what each kind of dataset is, and the fields that not every kind takes, from the catalogue of kinds."""
+    for name, kind in CONFIGURED.items():
+        fields = [
+            f"{verb} {all_listed([each if ' ' in each else f'`{each}`' for each in given])}"
+            for verb, given in (("needs", kind.needs), ("may have", kind.takes), ("does not take", list(kind.refuses)))
+            if given
+        ]
+        sentence = f" It {'; '.join(fields)}." if fields else ""
+        text = f"* `{name}`: {kind.about.replace('``', '`')}.{sentence}"
+        yield from textwrap.wrap(text, 118, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _definition(found: Any) -> Any:

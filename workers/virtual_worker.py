@@ -16,8 +16,7 @@ from raycloak.metrics.errors import ProtocolError
 from raycloak.workers.gradients.clipping import MicroBatch, micro_batches
 from raycloak.workers.gradients.sum_engines import SumEngine
 from raycloak.workers.inputs.datasets import Batch, Dataset, slice_digest, slice_ids
-from raycloak.workers.inputs.sent_rows import SentRows
-from raycloak.workers.inputs.sent_slots import SentSlots
+from raycloak.workers.inputs.sent_rows import SentRows, SentSlots
 from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.terms.public_sums import PublicSums
 from raycloak.workers.vectors.noise import NoiseSampler

@@ -25,8 +25,7 @@ from raycloak.workers.gradients.sum_engines import check_measurable, measurement
 from raycloak.workers.inputs.datasets import Dataset, dataset_form
 from raycloak.workers.inputs.fingerprint import data_marks
 from raycloak.workers.inputs.sealed import Slices
-from raycloak.workers.inputs.sent_rows import SentForm
-from raycloak.workers.inputs.sent_slots import SentSlots
+from raycloak.workers.inputs.sent_rows import SentForm, SentSlots
 from raycloak.workers.known_answer import check_classes, found_classes, known_answer
 from raycloak.workers.messages import WorkerFacts, WorkerSetup
 from raycloak.workers.models.fed_by_name import fed_by_name

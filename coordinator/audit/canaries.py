@@ -32,8 +32,7 @@ from raycloak.coordinator.planning.model_source import loss_spec, model_source
 from raycloak.coordinator.planning.references import descriptor, require_at_hand
 from raycloak.metrics.errors import ConfigError, ModelError
 from raycloak.workers.gradients.gradient_parts import PerExampleGradients
-from raycloak.workers.inputs.canaries import CanaryDataset
-from raycloak.workers.inputs.datasets import Dataset, dataset_form
+from raycloak.workers.inputs.datasets import CanaryDataset, Dataset, dataset_form
 from raycloak.workers.inputs.descriptor import AuditedExamples, DatasetDescriptor
 from raycloak.workers.models.models import LossFn, build_model, loss_function, read_flat
 from raycloak.workers.models.text_model import check_text

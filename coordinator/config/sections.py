@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Collection
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, Self
 
@@ -37,12 +38,13 @@ LOSS_OF_TASK = {
 """The loss of each task of a Hugging Face model."""
 
 
-def require_known(name: str, built_in: tuple[str, ...], what: str, own: str) -> str:
-    """Return a built-in's name, or a user's own ``module:...``; ValueError for any other text."""
-    if ":" in name or name in built_in:
+def require_known(name: str, built_in: Collection[str], what: str, own: str = "") -> str:
+    """Return a built-in's name, or a user's own ``module:...`` where that is ``own``; ValueError for any other text."""
+    if name in built_in or (own and ":" in name):
         return name
     near = "".join(f": did you mean {each}?" for each in get_close_matches(name, built_in, n=1)) or "."
-    raise ValueError(f"there is no {what} '{name}'{near} Known are {', '.join(built_in)}, and {own}")
+    known = ", ".join([*built_in, *([f"and {own}"] if own else [])])
+    raise ValueError(f"there is no {what} '{name}'{near} Known are {known}")
 
 
 def metric_name(metric: str) -> str:
@@ -147,9 +149,9 @@ class DatasetConfig(Section):
     """The place of the examples, and how they are read.
 
     Attributes:
-        kind: one of the kinds below.
-        path: file, folder or pattern of examples, or folder of a sealed dataset, relative to the config file; csv,
-            parquet, imagefolder and hf also take ``s3://bucket/prefix``.
+        kind: a name of the catalogue `raycloak.workers.inputs.descriptor.KINDS`.
+        path: file, folder or pattern of examples, or folder of a sealed dataset, relative to the config file. All
+            kinds but ray_data and sealed also take ``s3://bucket/prefix``.
         function: ``module:function`` that returns a `raycloak.workers.inputs.datasets.Dataset`; for ray_data, the
             pipeline that returns a ``ray.data.Dataset``.
         split: ``train`` or ``public`` for ``digits``.
@@ -231,7 +233,7 @@ class DatasetConfig(Section):
     @field_validator("kind")
     @classmethod
     def _known_kind(cls, kind: str) -> str:
-        return require_known(kind, tuple(CONFIGURED), "kind of dataset", "module, for a function of your own")
+        return require_known(kind, CONFIGURED, "kind of dataset")
 
     @model_validator(mode="before")
     @classmethod
@@ -501,7 +503,7 @@ class OptimizerConfig(Section):
     @field_validator("name")
     @classmethod
     def _known_rule(cls, name: str) -> str:
-        return require_known(name, tuple(RULES), "update rule", "module:Class")
+        return require_known(name, RULES, "update rule", "module:Class")
 
     @field_validator("schedule")
     @classmethod

@@ -7,8 +7,7 @@ from raycloak.attestation.core.canonical import digest
 from raycloak.attestation.core.messages import Envelope
 from raycloak.workers.gradients.clipping import GradientEngine
 from raycloak.workers.inputs.datasets import ArrayDataset, DatasetForm
-from raycloak.workers.inputs.sent_rows import SentForm, SentRows
-from raycloak.workers.inputs.sent_slots import SentSlots
+from raycloak.workers.inputs.sent_rows import SentForm, SentRows, SentSlots
 from raycloak.workers.messages import StepRequest
 from raycloak.workers.models.losses import cross_entropy
 from raycloak.workers.models.models import ModelSource, build_model

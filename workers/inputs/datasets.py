@@ -4,6 +4,7 @@
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
@@ -21,6 +22,8 @@ from raycloak.workers.inputs.named_inputs import Inputs, outlined, packed
 Batch = tuple[NDArray[Any], NDArray[Any]]
 Arrays = tuple[NDArray[Any], NDArray[Any]]
 """Features and labels as they are stored, before their :class:`Conversion`."""
+Accept = Callable[[NDArray[Any], NDArray[Any]], None]
+"""Called with features and labels as a model gets them; raises a DatasetError where they are void."""
 
 # Rows read at once while slices are hashed: bounds memory, and changes no digest.
 _CHUNK = 1024
@@ -63,6 +66,11 @@ class DatasetForm(Message):
     label_shape: tuple[int, ...]
     label_dtype: Literal["float32", "int64"]
     inputs: Inputs = Field(default=(), exclude_if=lambda inputs: not inputs)
+
+    def zeros(self, count: int) -> Batch:
+        """Return features and labels of ``count`` examples, all of them zero."""
+        features = np.zeros((count, *self.feature_shape), self.feature_dtype)
+        return features, np.zeros((count, *self.label_shape), self.label_dtype)
 
 
 @dataclass(slots=True)
@@ -205,7 +213,7 @@ class SteadyDataset:
         accept: called with features and labels of the first read of examples; raises where they are void.
     """
 
-    def __init__(self, dataset: Dataset, accept: Callable[[NDArray[Any], NDArray[Any]], None] | None = None) -> None:
+    def __init__(self, dataset: Dataset, accept: Accept | None = None) -> None:
         self._dataset, self._accept = dataset, accept
         self.named_inputs = named_inputs_of(dataset)
         self._count = len(dataset)
@@ -243,6 +251,32 @@ class SteadyDataset:
         rest = np.flatnonzero(~self._known)
         for start in range(0, len(rest), _CHUNK):
             self.batch(rest[start : start + _CHUNK])
+
+
+class CanaryDataset:
+    """A dataset with canaries behind its examples, for an audit: examples of zeros that carry nothing but their number.
+
+    Features are flattened. A last column marks examples (0), included canaries (their number, from 1) and excluded
+    canaries (-1).
+    """
+
+    def __init__(self, examples: Dataset, included: NDArray[np.bool_]) -> None:
+        self._examples = examples
+        self._count = len(examples)
+        self._markers = np.where(included, np.arange(1, len(included) + 1), -1)
+
+    def __len__(self) -> int:
+        return self._count + len(self._markers)
+
+    def batch(self, ids: NDArray[np.int64]) -> Batch:
+        """Return examples of the inner dataset; a canary has features and label of zero."""
+        canary = ids >= self._count
+        features, labels = self._examples.batch(np.where(canary, 0, ids))
+        features = features.reshape(len(ids), math.prod(features.shape[1:])).copy()
+        labels = labels.copy()
+        features[canary], labels[canary] = 0, 0
+        markers = np.where(canary, self._markers[np.where(canary, ids - self._count, 0)], 0)
+        return np.concatenate([features, markers[:, None].astype(features.dtype)], axis=1), labels
 
 
 def named_inputs_of(dataset: Dataset) -> Inputs:

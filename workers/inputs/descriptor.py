@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import AfterValidator, Field
 
 from raycloak.attestation.core.canonical import digest, length_prefixed
@@ -24,10 +23,10 @@ from raycloak.metrics.errors import DatasetError, ModelError, RaycloakError
 from raycloak.metrics.file_errors import file_error
 from raycloak.metrics.listing import all_listed, listed
 from raycloak.workers.inputs.built_rows import PipelineIndex, built_files
-from raycloak.workers.inputs.canaries import CanaryDataset
 from raycloak.workers.inputs.datasets import (
     ArrayDataset,
     Arrays,
+    CanaryDataset,
     Dataset,
     DatasetForm,
     NamedDataset,
@@ -49,14 +48,14 @@ from raycloak.workers.inputs.places import (
     path_place,
     written_function,
 )
-from raycloak.workers.inputs.rows import Accept, gathered
+from raycloak.workers.inputs.rows import gathered
 from raycloak.workers.inputs.sealed import SealedDataset, Slices
-from raycloak.workers.inputs.sent_slots import SentSlots
+from raycloak.workers.inputs.sent_rows import SentSlots
 from raycloak.workers.inputs.tables import CSV_SUFFIXES, PARQUET_SUFFIXES, csv_rows, parquet_rows
 from raycloak.workers.inputs.text_data import TEXT_SUFFIXES, Tokenizer, block_rows, text_rows
 from raycloak.workers.inputs.token_rows import token_files, token_rows
 from raycloak.workers.inputs.user_code import SEE_WHY, resolve, told
-from raycloak.workers.inputs.void import Limits, refuse_void
+from raycloak.workers.inputs.void import void_check
 
 # Four fifths of the 1,797 digits train; the rest is the public split.
 DIGITS_TRAIN = 1437
@@ -121,6 +120,9 @@ def _known(kind: str) -> str:
     return kind
 
 
+KindName = Annotated[str, AfterValidator(_known)]
+
+
 class DatasetDescriptor(Message):
     """The place of a dataset, and how its examples are read.
 
@@ -156,7 +158,7 @@ class DatasetDescriptor(Message):
 
     DOMAIN: ClassVar[str] = "raycloak/dataset/v1"
 
-    kind: Annotated[str, AfterValidator(_known)]
+    kind: KindName
     path: str | None = None
     function: str | None = None
     split: Literal["train", "public"] = "train"
@@ -334,18 +336,6 @@ def _of_files(files: FileSet, examples: Dataset, **known: Any) -> OpenedDataset:
     return OpenedDataset(examples, file_digest=files.digest(), left_out=left_out, places=files.places(), **known)
 
 
-def void_check(descriptor: DatasetDescriptor, name: str, taken: Taken, vocabulary: int | None = None) -> Accept | None:
-    """Return the check of what a reader gives; None where the owner of the data allows void examples."""
-    if descriptor.allow_void:
-        return None
-
-    def accept(features: NDArray[Any], labels: NDArray[Any]) -> None:
-        limits = Limits(descriptor.classes, vocabulary or descriptor.vocabulary, taken.inputs)
-        refuse_void(features, labels, limits, name, taken.features)
-
-    return accept
-
-
 def _open_built(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
     assert descriptor.function is not None, "a written folder comes with its pipeline"
     folder = _path(descriptor, base)
@@ -382,7 +372,7 @@ def _open_text(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
     assert descriptor.tokenizer is not None, "text comes with a tokenizer"
     tokenizer = Tokenizer.load(descriptor.tokenizer, base)
     blocks = descriptor.kind == "text_blocks"
-    files = _files(descriptor, base, (".txt",) if blocks else TEXT_SUFFIXES)
+    files = _files(descriptor, base, (".txt", ".txt.gz") if blocks else TEXT_SUFFIXES)
     rows = partial(block_rows if blocks else text_rows, tokenizer=tokenizer)
     return replace(_table(descriptor, files, rows, tokenizer.vocabulary), tokenizer=tokenizer.content)
 
@@ -473,7 +463,7 @@ KINDS: Final[Mapping[str, DatasetKind]] = {
         features=("text",),
     ),
     "text_blocks": DatasetKind(
-        "one text file, cut to blocks", _open_text, needs=("path", "tokenizer", "max_length"), refuses=_TEXT
+        "files of text, each cut to blocks", _open_text, needs=("path", "tokenizer", "max_length"), refuses=_TEXT
     ),
     "module": DatasetKind("what ``module:function`` returns", _open_module, ("function",), ("inputs",)),
     "ray_data": DatasetKind(

@@ -50,11 +50,14 @@ class ExampleCodes:
         step = max(1, _CODED_BYTES // (4 * max(1, features.shape[1])))
         for start in range(0, len(features), step):
             absorbed = self._features.absorbed(features[start : start + step])
-            self._keep_least(_encrypted(self._feature_code, absorbed)[:, 0])
+            codes = _encrypted(self._feature_code, absorbed)[:, 0]
+            if len(self._least) == SKETCH_SIZE:
+                codes = codes[codes < self._least[-1]]
+            if len(codes):
+                self._least = np.unique(np.concatenate([self._least, codes]))[:SKETCH_SIZE]
             both = absorbed ^ self._labels.absorbed(labels[start : start + step])
-            codes = _encrypted(self._example_code, both).view(np.uint32)
             # Each column of 32-bit words is added exactly: there are fewer than 2^32 examples in a chunk.
-            words = codes.sum(axis=0, dtype=np.uint64)
+            words = _encrypted(self._example_code, both).view(np.uint32).sum(axis=0, dtype=np.uint64)
             self._sum += sum(int(word) << (32 * place) for place, word in enumerate(words))
         self._count += len(features)
 
@@ -69,12 +72,6 @@ class ExampleCodes:
     def sketch(self) -> bytes:
         """The least distinct codes of features, as `raycloak.attestation.core.data_marks.DataMarks` has them."""
         return joined({int(code).to_bytes(CODE_BYTES, "big") for code in self._least})
-
-    def _keep_least(self, codes: NDArray[np.uint64]) -> None:
-        if len(self._least) == SKETCH_SIZE:
-            codes = codes[codes < self._least[-1]]
-        if len(codes):
-            self._least = np.unique(np.concatenate([self._least, codes]))[:SKETCH_SIZE]
 
 
 def example_marks(dataset: Dataset, key: Secret) -> DataMarks:

@@ -11,6 +11,7 @@ class, then by name. Frames beyond the first and the orientation that a camera n
 import io
 import unicodedata
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import PurePosixPath
@@ -173,18 +174,15 @@ def image_facts(file: BinaryIO) -> ImageFacts:
     try:
         with image_module.open(io.BytesIO(file.read())) as image:
             image.load()
-            deep = TOO_DEEP if image.mode.startswith(_DEEP) else ""
+            turned = False
+            # Damaged tags raise what they like, and no pixel depends on them.
+            with suppress(Exception):
+                turned = image.getexif().get(_ORIENTATION) in _TURNED
             # Only formats that may have several frames count them.
-            return ImageFacts(deep, _is_turned(image), getattr(image, "n_frames", 1) > 1)
+            several = getattr(image, "n_frames", 1) > 1
+            return ImageFacts(TOO_DEEP if image.mode.startswith(_DEEP) else "", turned, several)
     except Exception:  # noqa: BLE001 - as in :func:`image_rows`
         return ImageFacts("is no image, or damaged")
-
-
-def _is_turned(image: Any) -> bool:
-    try:
-        return image.getexif().get(_ORIENTATION) in _TURNED
-    except Exception:  # noqa: BLE001 - damaged tags raise what they like, and no pixel depends on them
-        return False
 
 
 def decoder_digest(classes: tuple[str, ...]) -> bytes:

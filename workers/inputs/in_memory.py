@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 
 from raycloak.metrics.errors import DatasetError
 from raycloak.workers.inputs.datasets import Taken, check_arrays
-from raycloak.workers.inputs.descriptor import DatasetDescriptor, void_check
+from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.inputs.named_inputs import InputSource, outlined, packed
 from raycloak.workers.inputs.rows import gathered
 from raycloak.workers.inputs.text_data import text_example
 from raycloak.workers.inputs.user_code import own_words
+from raycloak.workers.inputs.void import void_check
 
 # Of an example as Hugging Face writes it: its label, and all that makes features of ids.
 _LABEL_KEYS = {"labels", "label"}
@@ -58,8 +59,11 @@ def export_in_memory(dataset: Any, path: Path) -> DatasetDescriptor:
     if features is not None:
         described, arrays = described.model_copy(update={"vocabulary": vocabulary}), {"features": features}
     else:
-        known = vocabulary if isinstance(vocabulary, Mapping) else {}
-        typed = {name: _typed(part, labels, name) for name, part in parts.items()}
+        known, typed = vocabulary if isinstance(vocabulary, Mapping) else {}, {}
+        for name, part in parts.items():
+            check_arrays(part, labels, f"the dataset, input '{name}'")
+            with np.errstate(all="ignore"):
+                typed[name] = part.astype(np.float32 if part.dtype.kind == "f" else np.int64)
         taken.inputs = outlined(typed, known, "the dataset")
         features, arrays = packed(typed, taken.inputs), {_PREFIX + name: part for name, part in typed.items()}
         sources = tuple(
@@ -82,13 +86,6 @@ def require_first(dataset: Any) -> None:
     """Refuse a dataset whose first example is none, before a cluster starts for it; as :func:`export_in_memory`."""
     _require_map_style(dataset)
     next(_examples(dataset))
-
-
-def _typed(part: NDArray[Any], labels: NDArray[Any], name: str) -> NDArray[Any]:
-    """Return an input of all examples as float32, or integers as int64."""
-    check_arrays(part, labels, f"the dataset, input '{name}'")
-    with np.errstate(all="ignore"):
-        return part.astype(np.float32 if part.dtype.kind == "f" else np.int64)
 
 
 def _require_map_style(dataset: Any) -> None:
@@ -141,7 +138,14 @@ def _example(item: Any, name: str) -> _Example:
         ids, labels = text_example({key: _plain(each, name) for key, each in given.items()}, name)
         return {"": ids}, labels
     if isinstance(item, Mapping):
-        features, label = {key: each for key, each in item.items() if key not in _LABEL_KEYS}, _label_of(item, name)
+        features = {key: each for key, each in item.items() if key not in _LABEL_KEYS}
+        label = item.get("labels", item.get("label"))
+        if label is None or len(item) < 2:
+            raise DatasetError(
+                "dataset_array",
+                f"{name} has no labels, or nothing beside them.",
+                "Let each be a pair (features, label), or a mapping with labels and what the model takes by name.",
+            )
     elif isinstance(item, tuple | list) and len(item) == 2:
         features, label = item
     else:
@@ -164,17 +168,6 @@ def unused_keys(dataset: Any) -> tuple[str, ...]:
     """Return the keys of a tokenised example that are no part of it, such as its text; of the first example."""
     item = dataset[0]
     return tuple(sorted(map(str, item.keys() - _TEXT_KEYS))) if _is_text(item) else ()
-
-
-def _label_of(item: Mapping[Any, Any], name: str) -> Any:
-    label = item.get("labels", item.get("label"))
-    if label is None or len(item) < 2:
-        raise DatasetError(
-            "dataset_array",
-            f"{name} has no labels, or nothing beside them.",
-            "Let each be a pair (features, label), or a mapping with labels and what the model takes by name.",
-        )
-    return label
 
 
 def _plain(value: Any, name: str) -> NDArray[Any]:

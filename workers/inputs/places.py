@@ -11,6 +11,7 @@ import heapq
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -44,8 +45,9 @@ def path_place(path: str, base: Path | str) -> bytes:
 
 def file_places(paths: Iterable[Path]) -> Places:
     """Return places of files on disk: where each lies, and which one it is, whatever link it was found by."""
-    folders: dict[Path, str] = {}
-    return _least(each for path in paths for each in _of_file(path, folders))
+    # Many files of a dataset lie in one folder.
+    folder_of = cache(os.path.realpath)
+    return _least(each for path in paths for each in _of_file(path, folder_of))
 
 
 def remote_places(scheme: str, paths: Iterable[str]) -> Places:
@@ -76,10 +78,8 @@ def part_place(kind: str, part: str) -> bytes:
     return _place("part", kind, part)
 
 
-def _of_file(path: Path, folders: dict[Path, str]) -> Iterator[bytes]:
-    if path.parent not in folders:  # Kept, because many files of a dataset lie in one.
-        folders[path.parent] = os.path.realpath(path.parent)
-    yield _place("path", os.path.realpath(path) if path.is_symlink() else f"{folders[path.parent]}/{path.name}")
+def _of_file(path: Path, folder_of: Callable[[Path], str]) -> Iterator[bytes]:
+    yield _place("path", os.path.realpath(path) if path.is_symlink() else f"{folder_of(path.parent)}/{path.name}")
     try:
         status = path.stat()
     except OSError:

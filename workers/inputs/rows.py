@@ -16,9 +16,8 @@ import itertools
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 from cryptography.exceptions import InvalidTag
@@ -27,7 +26,16 @@ from numpy.typing import NDArray
 
 from raycloak.metrics.errors import DatasetError
 from raycloak.metrics.file_errors import file_error
-from raycloak.workers.inputs.datasets import ArrayDataset, Arrays, Batch, Conversion, Dataset, Taken, check_arrays
+from raycloak.workers.inputs.datasets import (
+    Accept,
+    ArrayDataset,
+    Arrays,
+    Batch,
+    Conversion,
+    Dataset,
+    Taken,
+    check_arrays,
+)
 from raycloak.workers.inputs.named_inputs import Inputs
 
 MEMORY_BYTES = 256 * 2**20
@@ -38,10 +46,6 @@ _BLOCK = 1024
 _TAG = 16
 # Rows that are looked at together: bounds the memory.
 _LOOKED_AT = 1024
-
-
-Accept = Callable[[NDArray[Any], NDArray[Any]], None]
-"""Called with features and labels as a model gets them; raises a DatasetError where they are void."""
 
 
 def gathered(

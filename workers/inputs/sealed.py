@@ -166,7 +166,7 @@ class SealedDataset(Slices):
 
     def batch(self, ids: NDArray[np.int64]) -> Batch:
         """Return the examples of ``ids``, in order; DatasetError ``slice_sealed`` if the slice of one is locked."""
-        features, labels = self._empty(len(ids))
+        features, labels = self._form.zeros(len(ids))
         slices = ids % self.header.virtual_workers
         for v in np.unique(slices):
             if int(v) not in self._open:
@@ -180,15 +180,8 @@ class SealedDataset(Slices):
             labels[places] = own[1][ids[places] // self.header.virtual_workers]
         return features, labels
 
-    def _empty(self, count: int) -> Batch:
-        form = self._form
-        return (
-            np.empty((count, *form.feature_shape), form.feature_dtype),
-            np.empty((count, *form.label_shape), form.label_dtype),
-        )
-
     def _read(self, v: int, key: Secret) -> Batch:
-        features, labels = self._empty(len(slice_ids(v, self.header.virtual_workers, len(self))))
+        features, labels = self._form.zeros(len(slice_ids(v, self.header.virtual_workers, len(self))))
         try:
             with slice_file(self._folder, v).open("rb") as file:
                 content = b"".join(read_payload(file, key, self.header.context(v), self.header.slices[v]))

@@ -1,4 +1,5 @@
-"""The examples that a client has sent one virtual worker for one step, as a worker computes with them."""
+"""The examples that a client sends one virtual worker for one step: their places before any of them has come, and as a
+worker computes with them."""
 
 import math
 from collections.abc import Mapping
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from raycloak.metrics.errors import DatasetError
 from raycloak.workers.inputs.datasets import Batch, DatasetForm
 from raycloak.workers.inputs.void import IGNORED, PADDING
 
@@ -66,6 +68,32 @@ def _below(values: NDArray[np.generic], most: int | None) -> bool:
     return most is None or bool(((values >= 0) & (values < most)).all())  # type: ignore[operator]
 
 
+class SentSlots:
+    """A dataset with as many places as one step may have examples, all of them empty.
+
+    It has a form, so that a model can be checked and a run planned before a client sends anything.
+
+    Args:
+        form: of the examples; its number of them is the most of one step.
+    """
+
+    def __init__(self, form: DatasetForm) -> None:
+        self._form = form
+
+    def __len__(self) -> int:
+        return self._form.num_examples
+
+    def batch(self, ids: NDArray[np.int64]) -> Batch:
+        """Return the empty batch of no ``ids``; DatasetError ``not_sent`` for any."""
+        if len(ids):
+            raise DatasetError(
+                "not_sent",
+                "the examples of this dataset come from a client, step by step, and none is here.",
+                "Read no example before a step has brought it.",
+            )
+        return self._form.zeros(0)
+
+
 class SentRows:
     """A :class:`raycloak.workers.inputs.datasets.Dataset` of a step's places, of which one virtual worker's are filled.
 
@@ -89,9 +117,7 @@ class SentRows:
 
     def batch(self, ids: NDArray[np.int64]) -> Batch:
         """Return the examples at the places ``ids``, in order; an empty place is all zeros."""
-        form = self._form
-        features = np.zeros((len(ids), *form.feature_shape), form.feature_dtype)
-        labels = np.zeros((len(ids), *form.label_shape), form.label_dtype)
+        features, labels = self._form.zeros(len(ids))
         for row, place in enumerate(ids):
             if int(place) in self._rows:
                 features[row], labels[row] = self._rows[int(place)]

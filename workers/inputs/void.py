@@ -5,19 +5,23 @@ declared for it. No run trains on one unless the owner of the data says so. Whic
 leaves the worker. The owner's own check counts and names them.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raycloak.metrics.errors import DatasetError
 from raycloak.metrics.listing import listed
+from raycloak.workers.inputs.datasets import Accept, Taken
 from raycloak.workers.inputs.named_inputs import Inputs, unpacked
+
+if TYPE_CHECKING:
+    from raycloak.workers.inputs.descriptor import DatasetDescriptor
 
 PADDING = -1
 """The id of no token."""
@@ -95,27 +99,18 @@ class Voids:
         """Look at features [n, ...] and labels [n, ...] as a model gets them."""
         parts = unpacked(features, limits.inputs) if limits.inputs else {"": features}
         ranges = {each.name: each.vocabulary for each in limits.inputs} or {"": limits.vocabulary}
-        not_finite = _any(~np.isfinite(labels))
-        for part in parts.values():
+        not_finite, ids = _any(~np.isfinite(labels)), np.zeros(len(labels), np.bool_)
+        for name, part in parts.items():
             not_finite |= _any(~np.isfinite(part))
-        return cls(not_finite, _outside_classes(labels, limits.classes), _outside(parts, ranges, len(labels)))
-
-
-def _outside(parts: Mapping[str, NDArray[Any]], ranges: Mapping[str, int | None], count: int) -> NDArray[np.bool_]:
-    found = np.zeros(count, np.bool_)
-    for name, part in parts.items():
-        most = ranges[name]
-        if most is not None and np.issubdtype(part.dtype, np.integer):
-            found |= _any((part < PADDING) | (part >= most))
-    return found
-
-
-def _outside_classes(labels: NDArray[Any], classes: int | None) -> NDArray[np.bool_]:
-    if classes is None or not np.issubdtype(labels.dtype, np.integer):
-        return np.zeros(len(labels), np.bool_)
-    # A label for each token or pixel may leave some of them out; a class of an example may not be left out.
-    outside = np.logical_or(labels < 0, labels >= classes)
-    return _any(np.logical_and(outside, labels != IGNORED) if labels.ndim > 1 else outside)
+            most = ranges[name]
+            if most is not None and np.issubdtype(part.dtype, np.integer):
+                ids |= _any((part < PADDING) | (part >= most))
+        outside = np.zeros(labels.shape, np.bool_)
+        if limits.classes is not None and np.issubdtype(labels.dtype, np.integer):
+            # A label for each token or pixel may leave some of them out; a class of an example may not be left out.
+            counted = (labels != IGNORED) | (labels.ndim == 1)
+            outside = ((labels < 0) | (labels >= limits.classes)) & counted
+        return cls(not_finite, _any(outside), ids)
 
 
 def _any(values: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -123,31 +118,39 @@ def _any(values: NDArray[np.bool_]) -> NDArray[np.bool_]:
     return found
 
 
-def refuse_void(
-    features: NDArray[Any], labels: NDArray[Any], limits: Limits, name: str, columns: Sequence[str] = ()
-) -> None:
-    """Refuse a batch with a void example; features and labels as :meth:`Voids.of`.
+def void_check(asked: "DatasetDescriptor", name: str, taken: Taken, vocabulary: int | None = None) -> Accept | None:
+    """Return the check of what a reader gives, features and labels as of :meth:`Voids.of`; None where the owner of the
+    data allows void examples.
+
+    The check raises DatasetError ``dataset_void``.
 
     Args:
-        columns: names of the features [n, k], for the error.
-
-    Raises:
-        DatasetError: ``dataset_void``.
+        name: of the dataset, for the error.
+        taken: says which columns the features are.
+        vocabulary: the number of ids, where a tokenizer says it.
     """
-    voids = Voids.of(features, labels, limits)
-    infinite = "a value that is NaN or infinite as float32" + _columns_text(void_columns(features, limits, columns))
-    found = (
-        (voids.not_finite, infinite, "Fill it with a public constant"),
-        (voids.labels, f"a label outside 0 .. {(limits.classes or 0) - 1}", "Correct dataset.classes or the label"),
-        (voids.ids, "an id outside its vocabulary", "Correct the vocabulary or the id"),
-    )
-    for rows, what, mend in found:
-        if rows.any():
-            raise DatasetError(
-                "dataset_void",
-                f"{name}: an example has {what}, so it would get no gradient.",
-                f"{mend}, {ALLOW}.{named_by_check()}",
-            )
+    if asked.allow_void:
+        return None
+
+    def accept(features: NDArray[Any], labels: NDArray[Any]) -> None:
+        limits = Limits(asked.classes, vocabulary or asked.vocabulary, taken.inputs)
+        voids = Voids.of(features, labels, limits)
+        columns = void_columns(features, limits, taken.features)
+        within = f" in {listed(columns, SHOWN)}" if columns else ""
+        found = (
+            (voids.not_finite, f"a value that is NaN or infinite as float32{within}", "Fill it with a public constant"),
+            (voids.labels, f"a label outside 0 .. {(asked.classes or 0) - 1}", "Correct dataset.classes or the label"),
+            (voids.ids, "an id outside its vocabulary", "Correct the vocabulary or the id"),
+        )
+        for rows, what, mend in found:
+            if rows.any():
+                raise DatasetError(
+                    "dataset_void",
+                    f"{name}: an example has {what}, so it would get no gradient.",
+                    f"{mend}, {ALLOW}.{named_by_check()}",
+                )
+
+    return accept
 
 
 def void_columns(features: NDArray[Any], limits: Limits, columns: Sequence[str]) -> tuple[str, ...]:
@@ -157,9 +160,3 @@ def void_columns(features: NDArray[Any], limits: Limits, columns: Sequence[str])
     if features.ndim != 2 or features.shape[1] != len(columns):
         return ()
     return tuple(columns[place] for place in np.flatnonzero(~np.isfinite(features).all(0)).tolist())
-
-
-def _columns_text(columns: Sequence[str]) -> str:
-    if not columns:
-        return ""
-    return f" in {listed(columns, SHOWN)}"

@@ -36,8 +36,16 @@ class ComputeMode:
         Raises:
             ModelError: ``gradient_checkpointing`` if it has no blocks that it could compute again by itself.
         """
-        if self.gradient_checkpointing:
-            _checkpoint(module)
+        blocked = [each for each in module.modules() if isinstance(each, TextModel)]
+        if self.gradient_checkpointing and not blocked:
+            raise ModelError(
+                "gradient_checkpointing",
+                f"{type(module).__name__} is no model of Hugging Face, so it cannot be told to compute its blocks "
+                "again.",
+                "Leave it out, and call torch.utils.checkpoint with use_reentrant=False in the model's forward.",
+            )
+        for model in blocked if self.gradient_checkpointing else ():
+            model.checkpoint_blocks()
         if self.precision == "bf16":
             autocast = _Autocast()
             module.register_forward_pre_hook(autocast.enter)
@@ -92,15 +100,3 @@ def _hooks(module: nn.Module) -> list[tuple[dict[int, Any], int]]:
         for key, hook in hooks.items()
         if isinstance(getattr(hook, "__self__", None), _Autocast)
     ]
-
-
-def _checkpoint(module: nn.Module) -> None:
-    models = [each for each in module.modules() if isinstance(each, TextModel)]
-    if not models:
-        raise ModelError(
-            "gradient_checkpointing",
-            f"{type(module).__name__} is no model of Hugging Face, so it cannot be told to compute its blocks again.",
-            "Leave it out, and call torch.utils.checkpoint with use_reentrant=False in the model's forward.",
-        )
-    for model in models:
-        model.checkpoint_blocks()

@@ -65,7 +65,16 @@ def _linear(experts: Any, name: str, expert: int, tokens: Tensor) -> Tensor:
     bias = getattr(experts, f"{name}_bias")[expert] if experts.has_bias else None
     output = functional.linear(tokens, weight.T if experts.is_transposed else weight, bias)
     wrapper = _ADAPTERS.get().get(name)
-    return output if wrapper is None else output + _adapter(wrapper, expert, tokens)
+    if wrapper is None:
+        return output
+    (adapter,) = wrapper.active_adapters
+    rank = wrapper.r[adapter]
+    # The experts' matrices lie one below the other in A, and column by column between each other in B.
+    down = wrapper.lora_A[adapter].weight[expert * rank : (expert + 1) * rank]
+    up = wrapper.lora_B[adapter].weight
+    up = up.reshape(len(up), rank, -1)[:, :, expert]
+    added = functional.linear(functional.linear(tokens.to(down.dtype), down), up) * wrapper.scaling[adapter]
+    return output + added.to(tokens.dtype)
 
 
 # By the parameter that it adapts, the adapters around the layer of experts that computes now.
@@ -94,18 +103,6 @@ def _beside(wrapper: type) -> type:
                 base.__dict__.pop(parameter, None)
 
     return Beside
-
-
-def _adapter(wrapper: Any, expert: int, tokens: Tensor) -> Tensor:
-    """Return what the adapter adds to one expert's product."""
-    (name,) = wrapper.active_adapters
-    rank = wrapper.r[name]
-    # The experts' matrices lie one below the other in A, and column by column between each other in B.
-    down = wrapper.lora_A[name].weight[expert * rank : (expert + 1) * rank]
-    up = wrapper.lora_B[name].weight
-    up = up.reshape(len(up), rank, -1)[:, :, expert]
-    added: Tensor = functional.linear(functional.linear(tokens.to(down.dtype), down), up) * wrapper.scaling[name]
-    return added.to(tokens.dtype)
 
 
 def stacks_of(layer: Any) -> tuple[str, ...]:

@@ -22,14 +22,12 @@ class _Unpacking:
     ) -> tuple[tuple[()], dict[str, Any]] | None:
         if len(args) != 1 or named:
             return None
-        return (), self._given(args[0])
-
-    def _given(self, features: Tensor) -> dict[str, Tensor]:
+        features: Tensor = args[0]
         parts = {}
         for each, rows in cut(features[:, 0], self._inputs):
             values = rows if each.dtype == "int64" else rows.to(torch.int32).view(torch.float32)
             parts[each.name] = values.reshape(len(features), *each.shape)
-        return parts
+        return (), parts
 
 
 def fed_by_name(module: nn.Module, inputs: Sequence[NamedInput]) -> nn.Module:

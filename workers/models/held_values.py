@@ -271,15 +271,11 @@ def _set_order(value: object) -> tuple[str, str]:
 
 
 def _attributes(value: object) -> Iterator[tuple[str, object]]:
-    slots = (each for kind in type(value).__mro__ for each in _slots_of(kind) if hasattr(value, each))
-    yield from ((name, getattr(value, name)) for name in slots)
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        names = (slots,) if isinstance(slots, str) else tuple(slots)
+        yield from ((each, getattr(value, each)) for each in names if not _is_dunder(each) and hasattr(value, each))
     yield from sorted(getattr(value, "__dict__", {}).items(), key=lambda item: str(item[0]))
-
-
-def _slots_of(kind: type) -> Iterator[str]:
-    slots = vars(kind).get("__slots__", ())
-    names = (slots,) if isinstance(slots, str) else tuple(slots)
-    yield from (each for each in names if not _is_dunder(each))
 
 
 def _content_of(cell: types.CellType) -> object:

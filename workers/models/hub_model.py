@@ -4,10 +4,11 @@ Weights are safetensors, mapped into memory: the workers of a node share the pag
 """
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.attestation.core.messages import Message
@@ -16,7 +17,7 @@ from raycloak.metrics.listing import listed
 from raycloak.workers.inputs.hub_files import library, public_folder, quiet
 from raycloak.workers.inputs.text_data import Tokenizer
 from raycloak.workers.models.dropout import silence_config
-from raycloak.workers.models.lora import LoraSpec, adapted
+from raycloak.workers.models.experts import stacks_of
 
 Task = Literal["sequence_classification", "causal_lm", "token_classification"]
 
@@ -27,6 +28,23 @@ _AUTO = {
     "token_classification": "AutoModelForTokenClassification",
 }
 _SHOWN = 12
+
+
+class LoraSpec(Message):
+    """A LoRA adapter, as `peft.LoraConfig` takes it.
+
+    Attributes:
+        target_modules: last parts of the names of the layers that it adapts; ``all-linear`` for all but the head;
+            None for what PEFT adapts in this type of model.
+        bias: which biases are trained beside it.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/lora/v1"
+
+    rank: int
+    alpha: float
+    target_modules: tuple[str, ...] | Literal["all-linear"] | None
+    bias: Literal["none", "all", "lora_only"]
 
 
 class HubSpec(Message):
@@ -131,11 +149,21 @@ class HubSpec(Message):
         notes = silence_config(config)
         _check_head(config, self)
         if self.task != "causal_lm":
-            _pad_as_tokenizer(config, folder)
+            # A decoder reads a class at the last token that is no padding, so it pads as the tokenizer beside it.
+            text = config.get_text_config()
+            if getattr(text, "pad_token_id", None) is None and (folder / "tokenizer.json").exists():
+                text.pad_token_id = Tokenizer.load(str(folder), folder).inner.pad_token_id
         if self.classes is not None:
             config.num_labels = self.classes
         auto = getattr(transformers, _AUTO[self.task])
-        _check_weights(folder, self.hf, _AUTO[self.task])
+        pickled = sorted(each.name for each in folder.glob("pytorch_model*.bin"))
+        if pickled and next(folder.glob("*.safetensors"), None) is None:
+            raise ModelError(
+                "model_unreadable",
+                f"{self.hf} has its weights in {listed(pickled, _SHOWN)}, which run code when they are read.",
+                "If you trust their author, write them as safetensors once, in Python: "
+                f"transformers.{_AUTO[self.task]}.from_pretrained(FOLDER).save_pretrained(FOLDER).",
+            )
         try:
             model, info = auto.from_pretrained(
                 folder,
@@ -152,18 +180,6 @@ class HubSpec(Message):
             raise _unreadable(self.hf, error) from None
         _check_loaded(model, info, self)
         return model, notes, tuple(sorted(info["missing_keys"]))
-
-
-def _check_weights(folder: Path, hf: str, auto: str) -> None:
-    """Require weights in safetensors; ModelError ``model_unreadable``, with how others are converted."""
-    pickled = sorted(each.name for each in folder.glob("pytorch_model*.bin"))
-    if pickled and next(folder.glob("*.safetensors"), None) is None:
-        raise ModelError(
-            "model_unreadable",
-            f"{hf} has its weights in {listed(pickled, _SHOWN)}, which run code when they are read.",
-            "If you trust their author, write them as safetensors once, in Python: "
-            f"transformers.{auto}.from_pretrained(FOLDER).save_pretrained(FOLDER).",
-        )
 
 
 def _config(folder: Path, hf: str) -> dict[str, Any]:
@@ -214,16 +230,6 @@ def _check_head(config: Any, spec: HubSpec) -> None:
         )
 
 
-def _pad_as_tokenizer(config: Any, folder: Path) -> None:
-    """Let a classifier whose configuration names no padding pad as the tokenizer that lies beside it.
-
-    A decoder reads a text's class at its last token that is no padding, so both have to agree.
-    """
-    text = config.get_text_config()
-    if getattr(text, "pad_token_id", None) is None and (folder / "tokenizer.json").exists():
-        text.pad_token_id = Tokenizer.load(str(folder), folder).inner.pad_token_id
-
-
 def _check_loaded(model: Any, info: dict[str, Any], spec: HubSpec) -> None:
     """Refuse a checkpoint that lacks weights of the body, or has a head of another size.
 
@@ -255,3 +261,104 @@ def _unreadable(hf: str, error: Exception) -> ModelError:
         f"{hf} cannot be loaded: {said}.",
         f"It needs a config.json and weights in safetensors. If it is a hub name, run 'hf download {hf}'.",
     )
+
+
+def adapted(model: Any, lora: LoraSpec, task: str) -> nn.Module:
+    """Return a `transformers` model with an adapter, and all else frozen but a head of classes.
+
+    Args:
+        task: as PEFT names it, such as ``SEQ_CLS``.
+
+    Raises:
+        ModelError: ``target_modules`` if it has no such layers, or PEFT cannot adapt them.
+    """
+    peft = library("peft")
+    targets = lora.target_modules
+    if targets is None:
+        targets = tuple(peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(model.config.model_type, ()))
+    heads = []
+    if task != "CAUSAL_LM":
+        # The layers beside the body of a classifier.
+        own = [name for name, layer in model.named_children() if next(layer.parameters(), None) is not None]
+        heads = [name for name in own if name != model.base_model_prefix]
+    layers = _layers(model, heads)
+    stacks = [f"{name}.{own}" for name, layer in model.named_modules() for own in stacks_of(layer)]
+    if targets == "all-linear":
+        # A table of tokens is no linear layer.
+        layers = [name for name in layers if not isinstance(model.get_submodule(name), nn.Embedding)]
+    else:
+        known = (*layers, *stacks)
+        unknown = [each for each in targets if not _named(known, [each])]
+        if unknown or not targets:
+            why = f"it has no layer {', '.join(unknown)}" if unknown else "PEFT knows no layers to adapt in it"
+            raise _refused(model, why, known)
+        layers, stacks = _named(layers, targets), _named(stacks, targets)
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=layers,
+        target_parameters=stacks or None,
+        # From PEFT's own model down: their last names alone may be those of layers of the body.
+        modules_to_save=[f"model.{name}" for name in heads] or None,
+        bias=lora.bias,
+        lora_dropout=0.0,
+        task_type=task,
+    )
+    try:
+        found: nn.Module = peft.get_peft_model(model, config)
+    except (ValueError, TypeError) as error:
+        # It knows types of models some layers of which compute by other ways than their own.
+        raise _refused(model, f"PEFT says: {str(error).partition('. ')[0]}", (*layers, *stacks)) from None
+    for layer in found.modules():
+        if isinstance(layer, peft.utils.ModulesToSaveWrapper):
+            for head in layer.modules_to_save.values():
+                # The head of a base in half precision: trained parameters are float32, and so must be what they meet.
+                head.float().register_forward_pre_hook(_in_float32)
+    return found
+
+
+def _layers(model: Any, heads: Sequence[str]) -> list[str]:
+    """Return the names of the layers that LoRA can adapt: plain products and tables, outside of a head.
+
+    A layer that gives more than its product, as a router may, is none; nor is one whose weight another layer takes.
+    """
+    conv1d = library("transformers.pytorch_utils").Conv1D
+    plain = (nn.Linear.forward, conv1d.forward, nn.Embedding.forward)
+    head = model.get_output_embeddings()
+    return [
+        name
+        for name, layer in model.named_modules()
+        if type(layer).forward in plain
+        and layer is not head
+        and name.partition(".")[0] not in heads
+        and not _is_taken_apart(model, name)
+    ]
+
+
+def _is_taken_apart(model: nn.Module, name: str) -> bool:
+    """Return whether PEFT refuses a layer by its name: a fused operation of the model takes its weight alone."""
+    peft = library("peft")
+    try:
+        library("peft.tuners.tuners_utils")._check_lora_target_modules_mamba(
+            peft.LoraConfig(), model, name.rpartition(".")[2]
+        )
+    except ValueError:
+        return True
+    return False
+
+
+def _named(names: Iterable[str], targets: Sequence[str]) -> list[str]:
+    return [name for name in names if any(name == each or name.endswith(f".{each}") for each in targets)]
+
+
+def _refused(model: nn.Module, why: str, names: Iterable[str]) -> ModelError:
+    there = sorted({name.rpartition(".")[2] for name in names} - {""})
+    return ModelError(
+        "target_modules",
+        f"LoRA cannot adapt {type(model).__name__}: {why.rstrip('.')}.",
+        f"Set lora.target_modules to some of: {', '.join(there) or 'none there is'}.",
+    )
+
+
+def _in_float32(_head: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(each.float() for each in inputs)

@@ -10,9 +10,8 @@ import math
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,8 +43,9 @@ def fix(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
         mend = _mend_of(layer)
         if mend is None:
             continue
-        done.append(f"{name or 'model'}: {mend.what}")
-        replacement = mend.make()
+        what, make = mend
+        done.append(f"{name or 'model'}: {what}")
+        replacement = make()
         if replacement is layer:
             continue
         replacement.train(layer.training)
@@ -65,35 +65,27 @@ def fix(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
 def fix_of(layer: nn.Module) -> str | None:
     """Return what :func:`fix` would do to a layer alone, its dropout aside; None if nothing. Changes nothing."""
     mend = _mend_of(layer)
-    return None if mend is None else mend.what
+    return None if mend is None else mend[0]
 
 
-@dataclass(frozen=True, slots=True)
-class _Mend:
-    """A mend in words, and the act that returns the layer to have instead, or the same one changed."""
-
-    what: str
-    make: Callable[[], nn.Module]
-
-
-def _mend_of(layer: nn.Module) -> _Mend | None:
+def _mend_of(layer: nn.Module) -> tuple[str, Callable[[], nn.Module]] | None:
+    """Return a mend in words, and the act that returns the layer to have instead, or the same one changed."""
     kind = type(layer).__name__
     if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
         return None
     if isinstance(layer, nn.modules.batchnorm._NormBase) and is_frozen(layer):
         still = isinstance(layer, _Still)
-        return None if still else _Mend(f"{kind} stays in evaluation mode, since it is frozen", partial(_still, layer))
+        return None if still else (f"{kind} stays in evaluation mode, since it is frozen", partial(_still, layer))
     if isinstance(layer, nn.modules.batchnorm._BatchNorm) and _only_normalises(layer):
         groups = _groups(layer)
-        return _Mend(
-            f"GroupNorm({groups}, {layer.num_features}) in place of {kind}", partial(_group_norm, layer, groups)
-        )
+        return f"GroupNorm({groups}, {layer.num_features}) in place of {kind}", partial(_group_norm, layer, groups)
     if isinstance(layer, nn.modules.instancenorm._InstanceNorm) and layer.track_running_stats:
-        return _Mend(f"{kind} without statistics of batches", partial(_without_statistics, layer))
+        none = dict.fromkeys(("running_mean", "running_var", "num_batches_tracked"))
+        return f"{kind} without statistics of batches", partial(_changed, layer, track_running_stats=False, **none)
     if type(layer) in (nn.LSTM, nn.GRU, nn.RNN) and not layer.proj_size:
-        return _Mend(f"opacus.layers.DP{kind} in place of {kind}, with its weights", partial(_recurrent, layer))
+        return f"opacus.layers.DP{kind} in place of {kind}, with its weights", partial(_recurrent, layer)
     if getattr(layer, "inplace", None) is True:
-        return _Mend(f"{kind} out of place", partial(_out_of_place, layer))
+        return f"{kind} out of place", partial(_changed, layer, inplace=False)
     return None
 
 
@@ -176,10 +168,10 @@ def _group_norm(layer: Any, groups: int) -> nn.Module:
     return nn.Sequential(OrderedDict(norm=norm, **inside)) if inside else norm
 
 
-def _without_statistics(layer: Any) -> nn.Module:
-    layer.track_running_stats = False
-    layer.running_mean = layer.running_var = layer.num_batches_tracked = None
-    return cast(nn.Module, layer)
+def _changed(layer: nn.Module, **attributes: Any) -> nn.Module:
+    for name, value in attributes.items():
+        setattr(layer, name, value)
+    return layer
 
 
 def _recurrent(layer: Any) -> nn.Module:
@@ -229,8 +221,3 @@ def _with_inner_names(layer: Any, state: dict[str, Any], prefix: str, *_others: 
     for inner, own in layer.old_to_new.items():
         if prefix + own in state:
             state.setdefault(prefix + inner, state[prefix + own])
-
-
-def _out_of_place(layer: Any) -> nn.Module:
-    layer.inplace = False
-    return cast(nn.Module, layer)

@@ -121,21 +121,19 @@ class ModelSource(Message):
         if self.hub is not None:
             hub = self.hub
             return lambda: _as_trained(*hub.build(base))
-        own = self.function
-        function: Callable[[], Any] = resolve(self.name, base) if own is None else self._unpickled(own)
-        return lambda: _as_trained(self._called(function, base), ())
-
-    def _unpickled(self, function: FunctionSource) -> Callable[[], Any]:
-        find_in(function.folders)
+        if self.function is None:
+            named = resolve(self.name, base)
+            return lambda: _as_trained(self._called(named, base), ())
+        find_in(self.function.folders)
         try:
             # It runs code, but our own driver pickled it, and runs this user's code in any case.
-            found: Callable[[], Any] = cloudpickle.loads(function.pickled)
+            function = cloudpickle.loads(self.function.pickled)
         except ModuleNotFoundError as error:
             # A name that is in what the driver sent is none of an example.
-            if error.name is None or error.name.encode() not in function.pickled:
+            if error.name is None or error.name.encode() not in self.function.pickled:
                 raise
             raise not_importable(self.name, error.name) from told(error)
-        return found
+        return lambda: _as_trained(self._called(function, base), ())
 
     def _called(self, function: Callable[[], Any], base: Path | str) -> nn.Module:
         _require_function(function, self.name)
@@ -240,7 +238,20 @@ def check_layers(module: nn.Module) -> None:
             ``unsupported_layer`` (recurrent layers, running statistics in training mode), ``compiled_model``,
             ``liger_kernels``, ``no_trainable_parameters`` or ``parameter_dtype``; the layer is named.
     """
-    _check_dtypes(module)
+    trainable = _trainable(module)
+    if not trainable:
+        raise ModelError(
+            "no_trainable_parameters",
+            "no parameter of the model has requires_grad.",
+            "Set requires_grad on some of them.",
+        )
+    for name, tensor in trainable:
+        if tensor.dtype != torch.float32:
+            raise ModelError(
+                "parameter_dtype",
+                f"parameter '{name}' is {tensor.dtype}; trained parameters must be float32.",
+                "Convert the module with .float(), or freeze the parameter.",
+            )
     for name, layer in module.named_modules():
         problem = layer_problem(name, layer)
         if problem is not None:
@@ -250,9 +261,20 @@ def check_layers(module: nn.Module) -> None:
 def layer_problem(name: str, layer: nn.Module) -> ModelError | None:
     """Return what :func:`check_layers` has against one layer, apart from its dtypes."""
     shown = f"layer '{name or 'model'}' ({type(layer).__name__})"
-    hidden = _hidden_kernels(layer, shown)
-    if hidden is not None:
-        return hidden
+    # Of a compiler that was never loaded, nobody has a layer.
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    compiled = compiler is not None and isinstance(layer, compiler.OptimizedModule)
+    if compiled or layer._compiled_call_impl is not None:
+        return compiled_model(shown)
+    # Liger puts its forward into classes and objects of others, too.
+    owners = {each.__module__ for each in type(layer).__mro__} | {getattr(layer.forward, "__module__", None) or ""}
+    if any(owner.partition(".")[0] == "liger_kernel" for owner in owners):
+        return ModelError(
+            "liger_kernels",
+            f"{shown} computes in Liger's kernels, which show no operation that a parameter enters, and whose "
+            "repeatability torch cannot promise.",
+            "Leave Liger out of the model.",
+        )
     if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training:
         return ModelError(
             "mixing_layer",
@@ -380,25 +402,6 @@ def _trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, tensor) for name, tensor in module.named_parameters() if tensor.requires_grad]
 
 
-def _hidden_kernels(layer: nn.Module, shown: str) -> ModelError | None:
-    """Return the refusal of a layer whose operations torch does not run one by one."""
-    # Of a compiler that was never loaded, nobody has a layer.
-    compiler = sys.modules.get("torch._dynamo.eval_frame")
-    compiled = compiler is not None and isinstance(layer, compiler.OptimizedModule)
-    if compiled or layer._compiled_call_impl is not None:
-        return compiled_model(shown)
-    # Liger puts its forward into classes and objects of others, too.
-    owners = {each.__module__ for each in type(layer).__mro__} | {getattr(layer.forward, "__module__", None) or ""}
-    if any(owner.partition(".")[0] == "liger_kernel" for owner in owners):
-        return ModelError(
-            "liger_kernels",
-            f"{shown} computes in Liger's kernels, which show no operation that a parameter enters, and whose "
-            "repeatability torch cannot promise.",
-            "Leave Liger out of the model.",
-        )
-    return None
-
-
 def compiled_model(what: str) -> ModelError:
     """Return the refusal of a model or loss that a compiler has rewritten."""
     return ModelError(
@@ -421,20 +424,3 @@ def _unsupported(layer: nn.Module, shown: str) -> ModelError | None:
     else:
         return None
     return ModelError("unsupported_layer", f"{shown} cannot be trained per example: {reason}.", remedy)
-
-
-def _check_dtypes(module: nn.Module) -> None:
-    trainable = _trainable(module)
-    if not trainable:
-        raise ModelError(
-            "no_trainable_parameters",
-            "no parameter of the model has requires_grad.",
-            "Set requires_grad on some of them.",
-        )
-    for name, tensor in trainable:
-        if tensor.dtype != torch.float32:
-            raise ModelError(
-                "parameter_dtype",
-                f"parameter '{name}' is {tensor.dtype}; trained parameters must be float32.",
-                "Convert the module with .float(), or freeze the parameter.",
-            )

@@ -162,10 +162,8 @@ class TextModel(nn.Module):
             "use_cache": False,
             "return_dict": True,
         }
-        return {name: value for name, value in given.items() if value is not None and self._takes(name)}
-
-    def _takes(self, name: str) -> bool:
-        return name in self._accepted or name in ("input_ids", "attention_mask", "return_dict")
+        taken = self._accepted | {"input_ids", "attention_mask", "return_dict"}
+        return {name: value for name, value in given.items() if value is not None and name in taken}
 
     def check_fits(
         self, form: DatasetForm, loss: str, vocabulary: int | None = None, classes: int | None = None
@@ -188,7 +186,13 @@ class TextModel(nn.Module):
                 f"{list(form.feature_shape)}.",
                 "Give integers, with -1 for padding; kind text makes them of text.",
             )
-        self._check_length(form.feature_shape[0])
+        length = form.feature_shape[0]
+        if self._positions is not None and length > self._positions:
+            raise ModelError(
+                "sequence_too_long",
+                f"examples have {length} tokens, and the model {self._positions} positions.",
+                f"Set max_length to at most {self._positions}.",
+            )
         if vocabulary is not None and vocabulary > self.vocabulary:
             raise _beyond_vocabulary(f"the data has {vocabulary} token ids", self.vocabulary)
         if classes is not None and self.classes is not None and classes > self.classes:
@@ -216,14 +220,6 @@ class TextModel(nn.Module):
             if most is not None and ((labels < 0) | (labels >= most)).any():
                 wrong = labels[(labels < 0) | (labels >= most)][0]
                 raise _beyond_head(f"the evaluation split has the label {wrong}", most)
-
-    def _check_length(self, length: int) -> None:
-        if self._positions is not None and length > self._positions:
-            raise ModelError(
-                "sequence_too_long",
-                f"examples have {length} tokens, and the model {self._positions} positions.",
-                f"Set max_length to at most {self._positions}.",
-            )
 
     def _check_inputs(self) -> int:
         """Require that these inputs give what the model's own call does; return the number of the logits' dimensions.

@@ -25,8 +25,7 @@ from raycloak.coordinator.record.folder import RunFolder
 from raycloak.coordinator.training.reporting import StepReport
 from raycloak.metrics.errors import BudgetError, ConfigError, ModelError, RunFailedError
 from raycloak.workers.gradients.gradient_parts import PerExampleGradients
-from raycloak.workers.inputs.canaries import CanaryDataset
-from raycloak.workers.inputs.datasets import ArrayDataset
+from raycloak.workers.inputs.datasets import ArrayDataset, CanaryDataset
 from raycloak.workers.inputs.fingerprint import data_marks
 from raycloak.workers.models.models import ModelSource, build_model, read_flat
 from raycloak.workers.run_member import RunMember

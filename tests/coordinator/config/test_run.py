@@ -8,8 +8,11 @@ from pydantic import ValidationError
 
 from raycloak.coordinator.config.losses import LOSSES
 from raycloak.coordinator.config.run import RunConfig, load_config, parse_config
+from raycloak.coordinator.config.sections import DatasetConfig
 from raycloak.metrics.errors import ConfigError
+from raycloak.workers.inputs.descriptor import CONFIGURED, KINDS, OF_SOME_KINDS
 from raycloak.workers.models.losses import BUILT_IN_LOSSES
+from tests.layout import ROOT
 
 GOOD: dict[str, Any] = {
     "expected_batch_size": 100,
@@ -82,10 +85,16 @@ def test_the_good_configuration_is_accepted():
         ("dataset.function", "data:load", "function belongs to kind module"),
         ("dataset", {"kind": "npz"}, "path belongs to all kinds but digits, module and sent"),
         ("dataset", {"kind": "imagefolder", "path": "x"}, "size belongs to kind imagefolder"),
+        ("dataset.kind", "cvs", "there is no kind of dataset 'cvs': did you mean csv?"),
+        ("dataset.kind", "canaries", "there is no kind of dataset 'canaries'"),
         ("dataset", {"kind": "csv", "path": "x", "size": 4}, "size belongs to kind imagefolder"),
         ("dataset", {"kind": "imagefolder", "path": "x", "size": 4, "features": "a"}, "images have no features"),
         ("dataset", {"kind": "imagefolder", "path": "x", "size": [4, 0]}, "dataset.size"),
-        ("dataset", {"kind": "hf", "path": "x", "vocabulary": 9}, "max_length belongs to kind text"),
+        (
+            "dataset",
+            {"kind": "hf", "path": "x", "vocabulary": 9},
+            "max_length belongs to kind hf, text and text_blocks",
+        ),
         ("dataset", {"kind": "hf", "path": "x", "max_length": 4}, "kind hf needs the tokenizer"),
         ("dataset", {"kind": "npz", "path": "x", "classes": ["a", "b"]}, "a list of classes belongs to kind csv"),
         ("dataset", {"kind": "csv", "path": "x", "classes": ["a", "a"]}, "a class is listed twice"),
@@ -246,3 +255,16 @@ def test_guarantee_no_configuration_holds_a_secret_of_a_url(field: str, url: str
 def _with(raw: dict[str, Any], names: list[str], value: str) -> dict[str, Any]:
     first, *rest = names
     return raw | {first: _with(raw.get(first, {}), rest, value) if rest else value}
+
+
+def test_the_guide_names_every_kind_of_dataset():
+    lines = (ROOT / "docs" / "configuration.md").read_text().splitlines()
+    (row,) = (line for line in lines if line.startswith("| `dataset` |"))
+    assert [name for name in CONFIGURED if f"`{name}`" not in row] == []
+
+
+def test_the_catalogue_of_kinds_names_fields_that_there_are():
+    fields = {*DatasetConfig.model_fields, "a list of labels", "a list of classes"}
+    named = {*OF_SOME_KINDS, *(name for kind in KINDS.values() for name in kind.refuses)}
+    assert named <= fields
+    assert fields - named <= {"kind", "classes"}

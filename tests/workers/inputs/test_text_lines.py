@@ -48,6 +48,21 @@ def test_a_line_that_is_no_example_is_named_to_the_owner_alone(base):
         assert "not text in UTF-8 (byte 13)" in refusal(base, "train.tsv").message
 
 
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_the_texts_of_a_folder_are_those_of_its_files_in_order(base, scheme):
+    parts = [b"a text\t1\r\nanother\t0\n", b"a last one\t2\n"]
+    (base / "parts").mkdir()
+    for name, part in zip("ab", parts, strict=True):
+        (base / "parts" / f"{name}.tsv").write_bytes(part)
+    (base / "parts" / "notes.txt").write_text("none")
+    (base / "all.tsv").write_bytes(b"".join(parts))
+    path = f"{scheme}{base}/parts" if scheme else "parts"
+    opened = described(path).open_slices(base)
+    ours, theirs = (each.batch(np.arange(3)) for each in (opened.examples, described("all.tsv").open(base)))
+    assert all(np.array_equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    assert opened.left_out == (f"{scheme}{base}/parts: 1 file is left out: 1 .txt",)
+
+
 def test_text_that_gzip_has_packed_is_read(base):
     (base / "train.tsv").write_text("a text\t1\nanother\t0\n")
     (base / "train.tsv.gz").write_bytes(gzip.compress((base / "train.tsv").read_bytes()))
