@@ -1,6 +1,8 @@
 """Errors of files that cannot be used: the fact, and the remedy that fits the system's reason."""
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from raycloak.metrics.errors import ConfigError
@@ -35,6 +37,15 @@ def file_error(
     if error.errno == errno.ENOENT and verb != "read":
         remedy = "Make its folder first, or check the path."
     return kind(code, f"cannot {verb} {path}: {error.strerror or error}.", remedy)
+
+
+@contextmanager
+def file_errors(code: str, verb: str, path: Path | str, kind: type[ConfigError] = ConfigError) -> Iterator[None]:
+    """Turn what the system says of ``path`` into the error of :func:`file_error`."""
+    try:
+        yield
+    except OSError as error:
+        raise file_error(code, verb, path, error, kind) from None
 
 
 def require_absent(path: Path) -> None:

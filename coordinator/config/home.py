@@ -14,7 +14,7 @@ from pathlib import Path
 from raycloak.attestation.files.private import publish
 from raycloak.attestation.orchestrator.state import state_file
 from raycloak.metrics.errors import ConfigError
-from raycloak.metrics.file_errors import file_error
+from raycloak.metrics.file_errors import file_errors
 
 HOME_VARIABLE = "RAYCLOAK_HOME"
 
@@ -82,10 +82,8 @@ def random_key(path: Path) -> Path:
     Raises:
         ConfigError: ``home_unusable``.
     """
-    try:
+    with file_errors("home_unusable", "write", path):
         publish(path, secrets.token_hex(32).encode() + b"\n")
-    except OSError as error:
-        raise file_error("home_unusable", "write", path, error) from None
     return path
 
 
@@ -138,8 +136,6 @@ def create_run_folder(name: str, run_id: str) -> Path:
 
 def private_folder(path: Path) -> Path:
     """Return a folder below the state folder, made with mode 0700 if missing; ConfigError ``home_unusable``."""
-    try:
+    with file_errors("home_unusable", "create the state folder", path):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise file_error("home_unusable", "create the state folder", path, error) from None
     return path

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Collection
 from difflib import get_close_matches
+from functools import partial
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
@@ -45,6 +46,17 @@ def require_known(name: str, built_in: Collection[str], what: str, own: str = ""
     near = "".join(f": did you mean {each}?" for each in get_close_matches(name, built_in, n=1)) or "."
     known = ", ".join([*built_in, *([f"and {own}"] if own else [])])
     raise ValueError(f"there is no {what} '{name}'{near} Known are {known}")
+
+
+def known(built_in: Collection[str], what: str, own: str = "") -> AfterValidator:
+    """Return :func:`require_known` as the check of a field."""
+    return AfterValidator(partial(require_known, built_in=built_in, what=what, own=own))
+
+
+MetricName = Annotated[str, known(METRICS, "metric", "module:function")]
+RuleName = Annotated[str, known(RULES, "update rule", "module:Class")]
+ScheduleName = Annotated[str, known(SCHEDULES, "schedule", "module:function")]
+KindName = Annotated[str, known(CONFIGURED, "kind of dataset")]
 
 
 def metric_name(metric: str) -> str:
@@ -187,7 +199,7 @@ class DatasetConfig(Section):
             included.
     """
 
-    kind: str
+    kind: KindName
     path: Place | None = None
     function: str | None = None
     split: Literal["train", "public"] = "train"
@@ -229,11 +241,6 @@ class DatasetConfig(Section):
         if isinstance(value, list) and len(value) != 2:
             raise ValueError("give one number, or height and width")
         return value
-
-    @field_validator("kind")
-    @classmethod
-    def _known_kind(cls, kind: str) -> str:
-        return require_known(kind, CONFIGURED, "kind of dataset")
 
     @model_validator(mode="before")
     @classmethod
@@ -363,12 +370,7 @@ class EvaluationConfig(Section):
 
     dataset: DatasetConfig
     every: int = Field(default=10, gt=0)
-    metrics: list[str] = Field(default_factory=list)
-
-    @field_validator("metrics")
-    @classmethod
-    def _known_metrics(cls, metrics: list[str]) -> list[str]:
-        return [require_known(metric, METRICS, "metric", "module:function") for metric in metrics]
+    metrics: list[MetricName] = Field(default_factory=list)
 
     @property
     def kept(self) -> Kept:
@@ -488,7 +490,7 @@ class OptimizerConfig(Section):
         groups: settings that differ for some tensors, by their names.
     """
 
-    name: str = "sgd"
+    name: RuleName = "sgd"
     settings: dict[str, Setting | list[Setting]] = Field(default_factory=dict)
     learning_rate: float = Field(default=0.5, gt=0, le=3e38)
     momentum: float = Field(default=0.0, ge=0, lt=1)
@@ -496,19 +498,9 @@ class OptimizerConfig(Section):
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.999, ge=0, lt=1)
     eps: float = Field(default=1e-8, gt=0)
-    schedule: str = "constant"
+    schedule: ScheduleName = "constant"
     warmup_steps: int = Field(default=0, ge=0)
     groups: list[ParameterGroupConfig] = Field(default_factory=list)
-
-    @field_validator("name")
-    @classmethod
-    def _known_rule(cls, name: str) -> str:
-        return require_known(name, RULES, "update rule", "module:Class")
-
-    @field_validator("schedule")
-    @classmethod
-    def _known_schedule(cls, schedule: str) -> str:
-        return require_known(schedule, SCHEDULES, "schedule", "module:function")
 
     @model_validator(mode="after")
     def _settings_of_the_rule(self) -> Self:

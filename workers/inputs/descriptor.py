@@ -20,7 +20,7 @@ from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.attestation.core.messages import Message, parse
 from raycloak.attestation.sealed.sealed_data import HEADER_FILE
 from raycloak.metrics.errors import DatasetError, ModelError, RaycloakError
-from raycloak.metrics.file_errors import file_error
+from raycloak.metrics.file_errors import file_errors
 from raycloak.metrics.listing import all_listed, listed
 from raycloak.workers.inputs.built_rows import PipelineIndex, built_files
 from raycloak.workers.inputs.datasets import (
@@ -384,10 +384,8 @@ def _files(descriptor: DatasetDescriptor, base: Path, suffixes: tuple[str, ...])
 
 def _open_canaries(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
     path = _path(descriptor, base)
-    try:
+    with file_errors("dataset_unreadable", "read", path, DatasetError):
         audited = parse(AuditedExamples, path.read_bytes())
-    except OSError as error:
-        raise file_error("dataset_unreadable", "read", path, error, DatasetError) from None
     opened = audited.dataset.open_slices(audited.base)
     # What the data is known by stays. This process itself adds the canaries, which differ from audit to audit.
     with_canaries = CanaryDataset(opened.examples, np.array(audited.included))

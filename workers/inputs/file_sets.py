@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, cast
 from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.attestation.core.secret_urls import secret_in
 from raycloak.metrics.errors import DatasetError
-from raycloak.metrics.file_errors import file_error
+from raycloak.metrics.file_errors import file_errors
 from raycloak.workers.inputs.places import Places, file_places, remote_places
 
 # A seek costs one block; 32 bytes of memory keep one.
@@ -211,12 +211,10 @@ class CommittedFile(io.RawIOBase):
         self._blocks: list[bytes] = []
         self._size = self._position = 0
         self._held: tuple[int, bytes] = (-1, b"")
-        try:
+        with file_errors("dataset_unreadable", "read", name, DatasetError):
             while block := _exactly(file, _BLOCK):
                 self._blocks.append(hashlib.sha256(block).digest())
                 self._size += len(block)
-        except OSError as error:
-            raise file_error("dataset_unreadable", "read", name, error, DatasetError) from None
         self.digest = digest(length_prefixed("raycloak/file-blocks/v1", *self._blocks))
 
     def readable(self) -> bool:
@@ -306,7 +304,7 @@ class _Disk(_Place):
         self._folder = self._path
 
     def find(self, suffixes: tuple[str, ...]) -> None:
-        try:
+        with file_errors("dataset_unreadable", "read", self._path, DatasetError):
             if self._path.is_dir():
                 names = [each.relative_to(self._path).as_posix() for each in self._path.rglob("*") if each.is_file()]
                 self.take(names, suffixes)
@@ -320,8 +318,6 @@ class _Disk(_Place):
                 self._path.stat()
                 self._folder = self._path.parent
                 self.names = (self._path.name,)
-        except OSError as error:
-            raise file_error("dataset_unreadable", "read", self._path, error, DatasetError) from None
 
     def where(self, name: str) -> str:
         return str(self._folder / name)
@@ -330,10 +326,8 @@ class _Disk(_Place):
         return file_places(self._folder / name for name in names)
 
     def open(self, name: str) -> BinaryIO:
-        try:
+        with file_errors("dataset_unreadable", "read", self._folder / name, DatasetError):
             return (self._folder / name).open("rb")
-        except OSError as error:
-            raise file_error("dataset_unreadable", "read", self._folder / name, error, DatasetError) from None
 
 
 class _ObjectStore(_Place):

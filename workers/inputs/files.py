@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raycloak.metrics.errors import DatasetError
-from raycloak.metrics.file_errors import file_error
+from raycloak.metrics.file_errors import file_error, file_errors
 from raycloak.workers.inputs.datasets import Arrays, Taken, check_arrays
 from raycloak.workers.inputs.file_sets import require_unpacked
 from raycloak.workers.inputs.named_inputs import outlined, packed
@@ -32,10 +32,8 @@ def read_digits() -> Arrays:
     assert package is not None, "it is a dependency"
     assert package.origin is not None, "it is a package of files"
     path = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
-    try:
+    with file_errors("dataset_unreadable", "read", path, DatasetError):
         rows = np.loadtxt(path, delimiter=",", dtype=np.int64)
-    except OSError as error:
-        raise file_error("dataset_unreadable", "read", path, error, DatasetError) from None
     return rows[:, :-1], rows[:, -1]
 
 

@@ -21,7 +21,7 @@ from raycloak.attestation.core.data_marks import PLACE_BYTES, DataMarks, joined
 from raycloak.attestation.core.keys import Purpose, Secret, derive
 from raycloak.attestation.files.private import read_private
 from raycloak.metrics.errors import ConfigError
-from raycloak.metrics.file_errors import file_error
+from raycloak.metrics.file_errors import file_errors
 from raycloak.workers.inputs.descriptor import DatasetDescriptor, OpenedDataset
 from raycloak.workers.inputs.example_codes import example_marks
 from raycloak.workers.inputs.sealed import SealedDataset
@@ -71,10 +71,8 @@ def _keyed(key: Secret, what: str, content: bytes) -> bytes:
 
 def load_key(path: Path) -> Secret:
     """Read the key of a fingerprint; ConfigError ``fingerprint_key``."""
-    try:
+    with file_errors("fingerprint_key", "read", path):
         text = read_private(path, "fingerprint_key").strip()
-    except OSError as error:
-        raise file_error("fingerprint_key", "read", path, error) from None
     if not _HEX.fullmatch(text):
         raise ConfigError(
             "fingerprint_key",

@@ -16,8 +16,9 @@ import itertools
 import os
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 from cryptography.exceptions import InvalidTag
@@ -25,7 +26,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from numpy.typing import NDArray
 
 from raycloak.metrics.errors import DatasetError
-from raycloak.metrics.file_errors import file_error
+from raycloak.metrics.file_errors import file_error, file_errors
 from raycloak.workers.inputs.datasets import (
     Accept,
     ArrayDataset,
@@ -72,9 +73,7 @@ def gathered(
         DatasetError: ``dataset_empty``, ``dataset_array``, ``dataset_dtype`` or ``dataset_lengths``;
             ``dataset_scratch`` if the scratch file cannot be written; or what ``accept`` raises.
     """
-    waiting = _alike(chunks, name)
-    if accept is not None:
-        waiting = _accepted(waiting, scale, numbers, accept)
+    waiting = _alike(chunks, name, partial(Conversion, scale=scale, numbers=numbers), accept)
     held: list[Arrays] = []
     size = 0
     for features, labels in waiting:
@@ -92,17 +91,14 @@ def gathered(
     return ArrayDataset(features, labels, scale, name, numbers=numbers, named_inputs=inputs)
 
 
-def _accepted(chunks: Iterable[Arrays], scale: float, numbers: bool, accept: Accept) -> Iterator[Arrays]:
-    for features, labels in chunks:
-        conversion = Conversion(features.dtype, labels.dtype, scale, numbers=numbers)
-        for start in range(0, len(features), _LOOKED_AT):
-            looked_at = slice(start, start + _LOOKED_AT)
-            accept(*conversion.of(features[looked_at], labels[looked_at]))
-        yield features, labels
+def _alike(
+    chunks: Iterable[Arrays], name: str, conversion: Callable[..., Conversion], accept: Accept | None
+) -> Iterator[Arrays]:
+    """Yield the chunks that have rows; refuse what is no examples, rows of another shape than the first, and void ones.
 
-
-def _alike(chunks: Iterable[Arrays], name: str) -> Iterator[Arrays]:
-    """Yield the chunks that have rows; refuse what is no examples, and rows of another shape than the first."""
+    Args:
+        conversion: of the dtypes of features and labels.
+    """
     outline = None
     for features, labels in chunks:
         if features.shape[:1] == labels.shape[:1] == (0,):
@@ -114,6 +110,11 @@ def _alike(chunks: Iterable[Arrays], name: str) -> Iterator[Arrays]:
             raise DatasetError(
                 "dataset_array", f"{name} has examples of different shapes.", "Pad or crop them to one public shape."
             )
+        if accept is not None:
+            converted = conversion(features.dtype, labels.dtype)
+            for start in range(0, len(features), _LOOKED_AT):
+                seen = slice(start, start + _LOOKED_AT)
+                accept(*converted.of(features[seen], labels[seen]))
         yield features, labels
 
 
@@ -159,12 +160,10 @@ class ScratchDataset:
         # A key of this process alone, for blocks that are written once: so a block's number is its nonce.
         self._cipher = AESGCM(AESGCM.generate_key(256))
         self._count = 0
-        try:
+        with file_errors("dataset_scratch", "write", tempfile.gettempdir(), DatasetError):
             self._file = tempfile.TemporaryFile(prefix="raycloak-")  # noqa: SIM115 - it lives as long as the dataset
             weakref.finalize(self, self._file.close)
             self._write(itertools.chain([(features, labels)], rest))
-        except OSError as error:
-            raise file_error("dataset_scratch", "write", tempfile.gettempdir(), error, DatasetError) from None
 
     def __len__(self) -> int:
         return self._count

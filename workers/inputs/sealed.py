@@ -5,8 +5,7 @@ Guarantee: an example is in memory only in a process that was given the key of i
 
 import secrets
 import shutil
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,6 @@ from raycloak.attestation.core.keys import Secret
 from raycloak.attestation.keys.release import key_commitment
 from raycloak.attestation.sealed.chunk_stream import read_payload, write_payload
 from raycloak.attestation.sealed.demand import SealedDemand
-from raycloak.attestation.sealed.package_manifest import Payload
 from raycloak.attestation.sealed.sealed_data import (
     HEADER_FILE,
     PAYLOAD,
@@ -28,7 +26,7 @@ from raycloak.attestation.sealed.sealed_data import (
     slice_key,
 )
 from raycloak.metrics.errors import DatasetError, EvidenceError
-from raycloak.metrics.file_errors import file_error
+from raycloak.metrics.file_errors import file_errors
 from raycloak.workers.inputs.datasets import Batch, Dataset, DatasetForm, dataset_form, slice_ids
 from raycloak.workers.inputs.example_codes import example_marks
 
@@ -70,39 +68,26 @@ def seal_dataset(
         key_commitments=(),
     )
     keys = [slice_key(dataset_key, header, v) for v in range(virtual_workers)]
-    try:
+    with file_errors("dataset_unreadable", "write", folder, DatasetError):
         folder.mkdir(parents=True)
-        with _whole(folder):
-            payloads = tuple(
-                _seal_slice(dataset, header, v, keys[v], slices[v], folder) for v in range(virtual_workers)
-            )
+        try:
+            payloads = []
+            for v, ids in enumerate(slices):
+                chunks = [ids[start : start + _CHUNK] for start in range(0, len(ids), _CHUNK)]
+                pieces = (
+                    np.ascontiguousarray(dataset.batch(chunk)[part]).tobytes() for part in (0, 1) for chunk in chunks
+                )
+                # Exclusive: two seals must not write into one file.
+                with slice_file(folder, v).open("xb") as file:
+                    payloads.append(write_payload(file, keys[v], header.context(v), PAYLOAD, pieces))
             commitments = tuple(key_commitment(key) for key in keys)
-            sealed = header.model_copy(update={"key_commitments": commitments, "slices": payloads})
+            sealed = header.model_copy(update={"key_commitments": commitments, "slices": tuple(payloads)})
             # Last: a folder without a header is not a sealed dataset, however far the slices came.
             (folder / HEADER_FILE).write_bytes(sealed.encode())
-    except OSError as error:
-        raise file_error("dataset_unreadable", "write", folder, error, DatasetError) from None
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
     return sealed
-
-
-@contextmanager
-def _whole(folder: Path) -> Iterator[None]:
-    """Remove a new folder again if filling it fails."""
-    try:
-        yield
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-
-
-def _seal_slice(
-    dataset: Dataset, header: SealedHeader, v: int, key: Secret, ids: NDArray[np.int64], folder: Path
-) -> Payload:
-    chunks = [ids[start : start + _CHUNK] for start in range(0, len(ids), _CHUNK)]
-    pieces = (np.ascontiguousarray(dataset.batch(chunk)[part]).tobytes() for part in (0, 1) for chunk in chunks)
-    # Exclusive: two seals must not write into one file.
-    with slice_file(folder, v).open("xb") as file:
-        return write_payload(file, key, header.context(v), PAYLOAD, pieces)
 
 
 class Slices:
@@ -182,11 +167,10 @@ class SealedDataset(Slices):
 
     def _read(self, v: int, key: Secret) -> Batch:
         features, labels = self._form.zeros(len(slice_ids(v, self.header.virtual_workers, len(self))))
+        unreadable = file_errors("dataset_unreadable", "read", f"slice {v}", DatasetError)
         try:
-            with slice_file(self._folder, v).open("rb") as file:
+            with unreadable, slice_file(self._folder, v).open("rb") as file:
                 content = b"".join(read_payload(file, key, self.header.context(v), self.header.slices[v]))
-        except OSError as error:
-            raise file_error("dataset_unreadable", "read", f"slice {v}", error, DatasetError) from None
         except EvidenceError:
             raise DatasetError(
                 "sealed_changed", f"slice {v} of the dataset is not what was sealed.", _RESTORE

@@ -43,6 +43,7 @@ _SHOWN = 20  # columns of one error
 # What programs write for a value that is not there.
 _MISSING = ("", "NA", "N/A", "n/a", "null", "NULL", "None")
 
+_UNLABELLED = "Leave rows without a label out."
 _LEFT_OUT = "name the columns without it in dataset.features"
 
 _Read = TypeVar("_Read")
@@ -71,7 +72,7 @@ def parquet_rows(files: FileSet, asked: "DatasetDescriptor", taken: Taken) -> It
             found.require(schema.names, where)
             outline = _Outline.of(schema, found, asked, where)
             first = outline if first is None else first.require(outline, where)
-            _take(found, taken)
+            taken.features, taken.left_out = found.features, found.left_out
             # Chunks and not whole row groups: a group may be larger than memory.
             for batch in parquet.iter_batches(first.chunk_rows, columns=found.wanted, use_threads=False):
                 yield first.arrays(batch, where, row, taken)
@@ -114,7 +115,7 @@ def csv_rows(files: FileSet, asked: "DatasetDescriptor", taken: Taken) -> Iterat
         present = _header(file, where)
         if columns is None:
             columns = layout(asked, present, where)
-            _take(columns, taken)
+            taken.features, taken.left_out = columns.features, columns.left_out
             if not classes:
                 # All labels are looked at before the first row is read.
                 labels: Iterable[Any] = _text_batches(file, where, list(columns.labels))
@@ -135,11 +136,6 @@ def csv_rows(files: FileSet, asked: "DatasetDescriptor", taken: Taken) -> Iterat
                 reads.append(classed if classes else partial(_parsed, label, place, integers, row))
             yield _joined(_all_of(reads, where), columns, where, taken)
             row += len(batch)
-
-
-def _take(layout: ColumnLayout, taken: Taken) -> None:
-    taken.features = layout.features
-    taken.left_out = layout.left_out
 
 
 def _indexes(schema: Any) -> tuple[str, ...]:
@@ -344,7 +340,8 @@ def number_column(array: Any, place: str, row: int = 0, *, allow_void: bool = Fa
     lengths = np.asarray(pc.list_value_length(array))
     values = array.flatten()
     if values.null_count and not allow_void:
-        raise _missing(place, (row + 1 + int(each) for each in _of_lists(lengths, np.asarray(values.is_null()))))
+        lists = np.repeat(np.arange(len(lengths)), lengths)[np.asarray(values.is_null())]
+        raise _missing(place, (row + 1 + int(each) for each in np.unique(lists)))
     if len(lengths) and (lengths != lengths[0]).any():
         raise DatasetError(
             "dataset_array",
@@ -370,20 +367,15 @@ def label_columns(columns: Sequence[tuple[Any, str]], classes: tuple[str, ...]) 
     return _side_by_side([read(array, place=place) for array, place in columns])
 
 
-def _missing(place: str, rows: Iterable[int]) -> DatasetError:
-    return DatasetError(
-        "dataset_array", f"{place} has missing values{which(rows)}.", f"Fill them with public constants, {ALLOW}."
-    )
+def _missing(
+    place: str, rows: Iterable[int], remedy: str = f"Fill them with public constants, {ALLOW}."
+) -> DatasetError:
+    return DatasetError("dataset_array", f"{place} has missing values{which(rows)}.", remedy)
 
 
 def _rows(mask: Any, row: int) -> Iterator[int]:
     """Yield the numbers of the rows of a mask, from 1; they are counted for nobody but the owner."""
     return (row + 1 + int(place) for place in np.flatnonzero(np.asarray(mask)))
-
-
-def _of_lists(lengths: NDArray[Any], mask: NDArray[np.bool_]) -> NDArray[Any]:
-    """Return the places of the lists that hold a marked value."""
-    return np.unique(np.repeat(np.arange(len(lengths)), lengths)[mask])
 
 
 def class_numbers(array: Any, classes: tuple[str, ...], place: str, row: int = 0) -> NDArray[np.int64]:
@@ -404,14 +396,14 @@ def class_numbers(array: Any, classes: tuple[str, ...], place: str, row: int = 0
             "dataset_dtype", f"{place} is {array.type}, and dataset.classes lists names.", "Give their number instead."
         )
     if array.null_count:
-        raise _unlabelled(place, _rows(array.is_null(), row))
+        raise _missing(place, _rows(array.is_null(), row), _UNLABELLED)
     labels = array.cast(pa.string())
     names = pa.array([unicodedata.normalize("NFC", name) for name in classes], pa.string())
     numbers = pc.index_in(pc.utf8_normalize(labels, form="NFC"), value_set=names)
     if numbers.null_count:
         missing = pc.and_(numbers.is_null(), pc.is_in(labels, value_set=pa.array(_MISSING)))
         if pc.any(missing).as_py():
-            raise _unlabelled(place, _rows(missing, row))
+            raise _missing(place, _rows(missing, row), _UNLABELLED)
         # Which one it is stays here: it is an example's.
         raise DatasetError(
             "dataset_label",
@@ -419,10 +411,6 @@ def class_numbers(array: Any, classes: tuple[str, ...], place: str, row: int = 0
             "Complete the list.",
         )
     return np.asarray(numbers).astype(np.int64)
-
-
-def _unlabelled(place: str, rows: Iterable[int]) -> DatasetError:
-    return DatasetError("dataset_array", f"{place} has missing values{which(rows)}.", "Leave rows without a label out.")
 
 
 def _header(file: BinaryIO, where: str) -> list[str]:
@@ -542,7 +530,8 @@ def _parsed(array: Any, place: str, integers: bool, row: int, allow_void: bool =
         with np.errstate(all="ignore"):
             return np.asarray(numbers) if integers else np.asarray(numbers).astype(np.float32)
     whole = "whole numbers" if integers else "numbers"
-    wrong = which(_wrong_rows(text, kind, row))
+    # Each row is looked at for nobody but the owner.
+    wrong = which(row + 1 + at for at in range(len(text)) if _cast(text.slice(at, 1), kind) is None)
     if pc.any(missing).as_py():
         rest, fill = "", f"Fill them with public constants, {ALLOW}."
         if _cast(text.filter(pc.invert(missing)), kind) is None:
@@ -563,8 +552,3 @@ def _parsed(array: Any, place: str, integers: bool, row: int, allow_void: bool =
         f"{place} is text.",
         f"Store it as numbers, or {_LEFT_OUT}; for a label, list its classes: dataset.classes: [one, two].",
     )
-
-
-def _wrong_rows(text: Any, kind: str, row: int) -> Iterator[int]:
-    """Yield the numbers of the rows that cannot be read as numbers; they are looked for for nobody but the owner."""
-    return (row + 1 + place for place in range(len(text)) if _cast(text.slice(place, 1), kind) is None)

@@ -161,9 +161,10 @@ def _reached(start: Path, base: Path) -> set[Path]:
     """Return ``start`` and all files of ``base`` that it leads to by imports."""
     found, waiting = {start}, [start]
     while waiting:
-        for path in _local_imports(waiting.pop(), base) - found:
-            found.add(path)
-            waiting.append(path)
+        named = (_local_file(name, base) for name in _imports(waiting.pop(), base))
+        new = {path for path in named if path is not None} - found
+        found |= new
+        waiting += new
     return found
 
 
@@ -190,7 +191,9 @@ def _installed_digest(module: str) -> bytes | None:
     path, is_package = found
     if is_package or "." in module:
         return _named_digest(path.parent, _files_below(path.parent))
-    if _is_library(path.parent):
+    # Of installed modules or Python's own, whatever distribution they are of.
+    libraries = {os.path.realpath(folder) for folder in sysconfig.get_paths().values()}
+    if path.parent.name in ("site-packages", "dist-packages") or os.path.realpath(path.parent) in libraries:
         return _named_digest(path.parent, _distribution_of(path))
     return _files_digest(path, path.parent)
 
@@ -241,12 +244,6 @@ def _files_below(folder: Path) -> list[Path]:
     return files
 
 
-def _is_library(folder: Path) -> bool:
-    """Return whether a folder holds installed modules or Python's own, whatever distribution they are of."""
-    known = {os.path.realpath(path) for path in sysconfig.get_paths().values()}
-    return folder.name in ("site-packages", "dist-packages") or os.path.realpath(folder) in known
-
-
 def _distribution_of(path: Path) -> list[Path]:
     """Return the files of the distribution that installed a module, those about the distribution left out."""
     for each in metadata.distributions():
@@ -272,29 +269,20 @@ def _named_digest(root: Path, files: list[Path]) -> bytes:
     return digest(length_prefixed("raycloak/package-source/v1", *fields))
 
 
-def _local_imports(path: Path, base: Path) -> set[Path]:
-    """Return the files of ``base`` that the import statements in ``path`` name, with the packages they lie in."""
-    return {file for name in _imports(path, base) if (file := _local_file(name, base)) is not None}
-
-
 def _imports(path: Path, base: Path) -> set[str]:
     """Return the modules that the import statements in ``path`` may mean, with the packages they lie in."""
     names: set[str] = set()
+    inside = list(path.relative_to(base).parts[:-1]) if path.is_relative_to(base) else []
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            package = _package_of(path, base, node.level) if node.level else []
+            # Each dot but the first leads to the package around.
+            package = inside[: len(inside) - (node.level - 1)] if node.level else []
             stem = ".".join([*package, *([node.module] if node.module else [])])
             names |= {stem, *(f"{stem}.{alias.name}".lstrip(".") for alias in node.names)}
     parts = [name.split(".") for name in names if name]
     return {".".join(part[: length + 1]) for part in parts for length in range(len(part))}
-
-
-def _package_of(path: Path, base: Path, level: int) -> list[str]:
-    """Return the names of the package that ``level`` leading dots mean in ``path``."""
-    inside = list(path.relative_to(base).parts[:-1]) if path.is_relative_to(base) else []
-    return inside[: len(inside) - (level - 1)]
 
 
 def _split(target: str) -> tuple[str, str]:
@@ -395,13 +383,19 @@ def _load_file(path: Path, base: Path | str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     # Registered before it runs, as import does: dataclasses and pickle look a module up by its name.
     sys.modules[name] = module
+    entry, kept = str(Path(base).resolve()), sys.dont_write_bytecode
+    sys.path.insert(0, entry)
+    # For the neighbours of a file: nothing is left in the user's folder, and no cache that a later edit could miss.
+    sys.dont_write_bytecode = True
     try:
-        with _importable(base):
-            spec.loader.exec_module(module)
+        spec.loader.exec_module(module)
     # A module that failed half-way must not be found by the next import.
     except BaseException:
         del sys.modules[name]
         raise
+    finally:
+        sys.dont_write_bytecode = kept
+        sys.path.remove(entry)
     return module
 
 
@@ -418,16 +412,3 @@ class _FromContent(SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:
         """Return the code of the bytes."""
         return self.source_to_code(self._content, self.path)
-
-
-@contextmanager
-def _importable(base: Path | str) -> Iterator[None]:
-    entry, kept = str(Path(base).resolve()), sys.dont_write_bytecode
-    sys.path.insert(0, entry)
-    # For the neighbours of a file: nothing is left in the user's folder, and no cache that a later edit could miss.
-    sys.dont_write_bytecode = True
-    try:
-        yield
-    finally:
-        sys.dont_write_bytecode = kept
-        sys.path.remove(entry)

@@ -73,7 +73,7 @@ def _linear(experts: Any, name: str, expert: int, tokens: Tensor) -> Tensor:
     down = wrapper.lora_A[adapter].weight[expert * rank : (expert + 1) * rank]
     up = wrapper.lora_B[adapter].weight
     up = up.reshape(len(up), rank, -1)[:, :, expert]
-    added = functional.linear(functional.linear(tokens.to(down.dtype), down), up) * wrapper.scaling[adapter]
+    added: Tensor = functional.linear(functional.linear(tokens.to(down.dtype), down), up) * wrapper.scaling[adapter]
     return output + added.to(tokens.dtype)
 
 
