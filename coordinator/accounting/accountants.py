@@ -1,4 +1,4 @@
-"""The accountants that an account may be held with: they compute composed epsilon, behind one interface.
+"""The accountants that an account may be held with: they compute composed epsilon, by methods of the same names.
 
 ``rdp`` is a Renyi filter: it adds up, and holds for runs that are chosen after others were seen. It is held at one
 order, which the account's first private run fixes. ``pld`` is tight, and holds for one plan that was fixed before its
@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,24 +84,22 @@ class Spend:
     quote: Quote
 
 
-class Accountant(Protocol):
-    """An accountant: computes epsilon of an account, and the quote that a registration records.
+class RenyiAccountant:
+    """The sum of Opacus' RDP at one fixed order: a Renyi filter (Feldman and Zrnic, arXiv 2008.11193).
 
     Attributes:
-        name: in configuration, mechanism and account.
         shareable: whether several runs may spend from one account.
     """
 
-    name: ClassVar[AccountantName]
-    shareable: ClassVar[bool]
+    shareable: ClassVar[bool] = True
 
     def version(self) -> str:
         """Return names and versions of the libraries that compute."""
-        ...
+        return renyi.accountant_version()
 
     def load(self) -> None:
         """Import those libraries, which takes seconds; optional."""
-        ...
+        renyi.step_rdp(0.5, 1.0, (2.0,))
 
     def curve(
         self, points: Sequence[Releases], delta: float, orders: tuple[float, ...] | None = None
@@ -109,61 +107,18 @@ class Accountant(Protocol):
         """Return epsilon of each of several growing compositions at ``delta``, the accountant's share.
 
         Args:
-            orders: those in use by the account that pays. None for one plan that is fixed in advance and alone.
+            orders: those in use by the account that pays. None for one plan that is fixed in advance and alone, which
+                may take the best of all.
         """
-        ...
-
-    def fixed_orders(self, plan: Sequence[Release], limits: AccountLimits) -> tuple[float, ...]:
-        """Return those of an account's orders that its first private run puts to use, given what that run plans."""
-        ...
-
-    def needs_whole_plan(self, plan: Sequence[Release]) -> bool:
-        """Return whether a cap must hold all of a plan: under a smaller one, somebody could choose what to leave out.
-
-        See docs/proofs/005-what-a-run-may-claim.md, theorem 3.
-        """
-        ...
-
-    def quote(self, plan: Sequence[Release], limits: AccountLimits) -> Quote:
-        """Return what a registration records of a run that plans these releases, one element per mechanism."""
-        ...
-
-    def spent(self, spends: Sequence[Spend], limits: AccountLimits) -> float:
-        """Return epsilon of all charges to an account; infinite for releases that no run of it planned."""
-        ...
-
-    def ratio(self, spends: Sequence[Spend], limits: AccountLimits) -> float:
-        """Return the spent share of the account, linear in the steps of a run; infinite if it admits nothing."""
-        ...
-
-
-class RenyiAccountant:
-    """The sum of Opacus' RDP at one fixed order: a Renyi filter (Feldman and Zrnic, arXiv 2008.11193).
-
-    An account that was charged before orders were fixed has several, which share its delta.
-    """
-
-    name: ClassVar[AccountantName] = "rdp"
-    shareable: ClassVar[bool] = True
-
-    def version(self) -> str:
-        """Return the version of Opacus."""
-        return renyi.accountant_version()
-
-    def load(self) -> None:
-        """Import Opacus."""
-        renyi.step_rdp(0.5, 1.0, (2.0,))
-
-    def curve(
-        self, points: Sequence[Releases], delta: float, orders: tuple[float, ...] | None = None
-    ) -> tuple[float, ...]:
-        """Convert the summed RDP of each composition, at the best of all orders or at an account's."""
         if orders is None:
             return tuple(renyi.epsilon(renyi.composed_rdp(point), delta) for point in points)
         return tuple(renyi.filter_epsilon(renyi.composed_rdp(point, orders), delta, orders) for point in points)
 
     def fixed_orders(self, plan: Sequence[Release], limits: AccountLimits) -> tuple[float, ...]:
-        """Return the one order at which the whole plan takes the least share of the cap."""
+        """Return those of an account's orders that its first private run puts to use, given what that run plans.
+
+        It is the one order at which the whole plan takes the least share of the cap.
+        """
         rdp = renyi.composed_rdp(plan, limits.orders)
         return (renyi.least_share_order(rdp, limits.epsilon_cap, limits.delta, limits.orders),)
 
@@ -172,15 +127,18 @@ class RenyiAccountant:
         return False
 
     def quote(self, plan: Sequence[Release], limits: AccountLimits) -> Quote:
-        """Return an empty quote: a filter needs no plan."""
+        """Return what a registration records of a run that plans these releases: nothing, a filter needs no plan."""
         return Quote()
 
     def spent(self, spends: Sequence[Spend], limits: AccountLimits) -> float:
-        """Convert the summed RDP of all runs."""
+        """Return epsilon of all charges to an account, from the summed RDP of its runs."""
         return renyi.filter_epsilon(_total(spends, limits), limits.delta, limits.orders)
 
     def ratio(self, spends: Sequence[Spend], limits: AccountLimits) -> float:
-        """Return the spent share at the order in use; of several, at the one that admits most."""
+        """Return the spent share of the account, linear in the steps of a run; infinite if it admits nothing.
+
+        It is the share at the order in use; of several, at the one that admits most.
+        """
         # Here, because an auditor's machine has no libraries of metrics.
         from raycloak.metrics.collectors import spent_ratio
 
@@ -191,7 +149,6 @@ class RenyiAccountant:
 class PrivacyLossAccountant:
     """Privacy loss distributions, for the one plan that an account was opened for."""
 
-    name: ClassVar[AccountantName] = "pld"
     shareable: ClassVar[bool] = False
 
     def version(self) -> str:
@@ -214,11 +171,18 @@ class PrivacyLossAccountant:
         return limits.orders
 
     def needs_whole_plan(self, plan: Sequence[Release]) -> bool:
-        """Return whether the plan has mechanisms to choose from; Gaussians alone cost the same in any order."""
+        """Return whether the plan has mechanisms to choose from; Gaussians alone cost the same in any order.
+
+        A cap must then hold all of it: under a smaller one, somebody could choose what to leave out. See
+        docs/proofs/005-what-a-run-may-claim.md, theorem 3.
+        """
         return len(merged(plan)) > 1
 
     def quote(self, plan: Sequence[Release], limits: AccountLimits) -> Quote:
-        """Quote sixteen parts of the plan within the cap, and sixteen of the rest, in case the cap is raised."""
+        """Quote sixteen parts of the plan within the cap, and sixteen of the rest, in case the cap is raised.
+
+        A plan has one element per mechanism.
+        """
         allowed, whole = largest_part(self, plan, limits.epsilon_cap, limits.delta), most_frequent(plan)
         within = [part_of(plan, share) for share in _sixteenths(0, allowed)]
         beyond = [part_of(plan, share) for share in _sixteenths(allowed, whole)]
@@ -235,28 +199,26 @@ class PrivacyLossAccountant:
         made = [spend for spend in spends if spend.releases]
         if len(made) != 1:
             return math.inf if made else 0.0
-        by_renyi = smallest_epsilon(made, limits)
+        # One plan, fixed before its first release, may take the best of all orders.
+        by_renyi = renyi.epsilon(_total(made, limits), limits.delta, limits.orders)
         looked_up = min(by_renyi, made[0].quote.at(made[0].counts))
         if looked_up <= limits.epsilon_cap:
             return looked_up
         return min(looked_up, pld.epsilon(made[0].releases, limits.delta))
 
     def ratio(self, spends: Sequence[Spend], limits: AccountLimits) -> float:
-        """Return the largest share of its quote that any run has used."""
-        return max((_share(spend, limits.epsilon_cap) for spend in spends), default=0.0)
+        """Return the largest share that any run has used of any of the counts that the cap allows it."""
+        shares = [0.0]
+        for spend in spends:
+            admitted = spend.quote.within(limits.epsilon_cap) or (0,) * len(spend.counts)
+            used = zip(spend.counts, admitted, strict=True)
+            shares += [had / most if most else math.inf for had, most in used if had]
+        return max(shares)
 
 
 RENYI = RenyiAccountant()
+Accountant = RenyiAccountant | PrivacyLossAccountant
 _ACCOUNTANTS: dict[AccountantName, Accountant] = {"rdp": RENYI, "pld": PrivacyLossAccountant()}
-
-
-def smallest_epsilon(spends: Sequence[Spend], limits: AccountLimits) -> float:
-    """Return the smallest epsilon over all orders, each at the whole delta.
-
-    Precondition: one plan, fixed before its first release. Earlier versions also admitted adaptive charges by it, so
-    the audit of their entries needs it.
-    """
-    return renyi.epsilon(_total(spends, limits), limits.delta, limits.orders)
 
 
 def accountant_of(name: AccountantName) -> Accountant:
@@ -302,10 +264,3 @@ def _sixteenths(start: int, end: int) -> list[int]:
     """Return the ends of sixteen parts of the whole numbers above ``start`` up to ``end``; fewer if there are fewer."""
     points = range(1, QUOTE_POINTS + 1)
     return sorted({start - -(end - start) * point // QUOTE_POINTS for point in points} - {start})
-
-
-def _share(spend: Spend, cap: float) -> float:
-    """Return the largest share that a run has used of any of the counts that ``cap`` allows it."""
-    admitted = spend.quote.within(cap) or (0,) * len(spend.counts)
-    shares = (had / most if most else math.inf for had, most in zip(spend.counts, admitted, strict=True) if had)
-    return max(shares, default=0.0)

@@ -27,9 +27,11 @@ _RUNNING: set[str] = set()
 
 def opacus_module(name: str) -> Any:
     """Return the module of that name, such as ``opacus.grad_sample``; what is imported already stays as it is."""
-    for package in DEFERRED:
-        if package not in sys.modules:
-            _defer(package)
+    for each in DEFERRED:
+        if each not in sys.modules:
+            package = _unloaded(each)
+            package.__class__ = _DeferredPackage
+            _enter(package)
     if BASE not in sys.modules:
         _load_base()
     return import_module(name)
@@ -57,12 +59,6 @@ class _DeferredPackage(ModuleType):
             self.__class__ = ModuleType  # type: ignore[assignment]  # as importlib.util.LazyLoader does
         finally:
             _RUNNING.discard(self.__name__)
-
-
-def _defer(name: str) -> None:
-    package = _unloaded(name)
-    package.__class__ = _DeferredPackage
-    _enter(package)
 
 
 def _load_base() -> None:

@@ -3,15 +3,22 @@
 Adjacency is zero-out throughout (one example contributes nothing, ids and keys stay; `REPLACE_SPECIAL` in
 dp-accounting). For this mechanism its privacy loss, in both directions, is that of adding or removing one example:
 without the example the output is N(0, z^2), with it the mixture (1 - q) N(0, z^2) + q N(1, z^2).
+
+Also the fixed physical shape of a step, which cuts draws: how many rows hold a Poisson draw, and how surely. It is
+public and the same in every step, so that timing shows nothing of the draw.
 """
 
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from raycloak.coordinator.accounting.outward import lowered, sum_up
 from raycloak.metrics.proof_bounds import require_bound
 from raycloak.workers.terms.mechanism import Mechanism
+
+ROW_MULTIPLE = 4
+"""Micro-batches shrink to a multiple of this. Kernels take other paths for fewer rows, and give other bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,19 +119,58 @@ def merged(releases: Iterable[Release]) -> Releases:
     Equal mechanisms add up their counts. All plain Gaussians together are one Gaussian, of noise multiplier
     ``(sum of count / z^2)^(-1/2)``, rounded down: the reason that full batches cost no numerical composition.
     """
-    counts: dict[Release, int] = {}
+    counts: Counter[Release] = Counter()
     precisions = []
     for release in releases:
         if release.sample_rate == 1:
             precisions.append(release.count / release.noise_multiplier**2)
         else:
-            one = replace(release, count=1)
-            counts[one] = counts.get(one, 0) + release.count
-    sampled = tuple(replace(one, count=counts[one]) for one in sorted(counts, key=_order))
+            counts[replace(release, count=1)] += release.count
+
+    def order(release: Release) -> tuple[float, float, tuple[int, ...]]:
+        cut = release.cut
+        return release.sample_rate, release.noise_multiplier, (*cut.slice_sizes, cut.capacity) if cut else ()
+
+    sampled = tuple(replace(one, count=counts[one]) for one in sorted(counts, key=order))
     # Less noise than there is, by some last bits.
     return (*sampled, Release(1.0, lowered(sum_up(precisions) ** -0.5), 1)) if precisions else sampled
 
 
-def _order(release: Release) -> tuple[float, float, tuple[int, ...]]:
-    cut = release.cut
-    return release.sample_rate, release.noise_multiplier, (*cut.slice_sizes, cut.capacity) if cut else ()
+def overflow_bound(slice_size: int, sample_rate: float, draws: int, capacity: int) -> float:
+    """Return an upper bound on the chance that any of ``draws`` Binomial(slice_size, q) draws exceeds ``capacity``.
+
+    Guarantee: the Chernoff bound ``draws * exp(-n KL((capacity + 1) / n || q))``, and 0 where none can exceed it.
+    """
+    if capacity >= slice_size:
+        return 0.0
+    share, exponent = (capacity + 1) / slice_size, 0.0
+    if share > sample_rate:
+        rest = (1 - share) * math.log((1 - share) / (1 - sample_rate)) if share < 1 else 0.0
+        exponent = slice_size * (share * math.log(share / sample_rate) + rest)
+    return min(1.0, draws * math.exp(-exponent) * (1 + 1e-9))
+
+
+def least_within(budget: float, slice_size: int, sample_rate: float, draws: int) -> int:
+    """Return the least capacity, at least 1, at which :func:`overflow_bound` is at most ``budget``."""
+    return least(lambda capacity: overflow_bound(slice_size, sample_rate, draws, capacity) <= budget, 1, slice_size)
+
+
+def least(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """Return the least whole number from ``low`` to ``high`` that ``fits``; assumes that ``high`` and all above do."""
+    while low < high:
+        middle = (low + high) // 2
+        if fits(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def physical_shape(capacity: int, largest: int) -> tuple[int, int]:
+    """Return rows m and count M of the micro-batches: the fewest of at most ``largest`` rows that hold ``capacity``.
+
+    Guarantee: ``m * M >= capacity`` and ``m <= largest``.
+    """
+    batches = -(-capacity // largest)
+    rows = -(-capacity // (batches * ROW_MULTIPLE)) * ROW_MULTIPLE
+    return min(rows, largest), batches

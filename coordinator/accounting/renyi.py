@@ -15,7 +15,7 @@ is spent, so a second run on an account never raises the first one's epsilon by 
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import lru_cache
 from importlib.metadata import version
 
@@ -206,16 +206,16 @@ class DeltaSlack:
             on the data, so delta pays for it once, without the factor.
     """
 
-    sampler: float
-    batch_overflow: float
-    rounding: float
-    ring_wrap: float
-    mask_split: float
+    sampler: float = 0.0
+    batch_overflow: float = 0.0
+    rounding: float = 0.0
+    ring_wrap: float = 0.0
+    mask_split: float = 0.0
 
     @property
     def total(self) -> float:
         """The sum of all parts, rounded up."""
-        return sum_up((self.sampler, self.batch_overflow, self.rounding, self.ring_wrap, self.mask_split))
+        return sum_up(astuple(self))
 
 
 def delta_slack(mechanism: Mechanism, epsilon: float) -> DeltaSlack:
@@ -224,7 +224,7 @@ def delta_slack(mechanism: Mechanism, epsilon: float) -> DeltaSlack:
     Call it at the account's cap: the terms grow with epsilon, so what holds there holds at every smaller spend.
     """
     if not mechanism.private:
-        return DeltaSlack(0.0, 0.0, 0.0, 0.0, 0.0)
+        return DeltaSlack()
     factor = 1 + math.exp(epsilon) if epsilon < 700 else math.inf
     coordinates = float(mechanism.dimension) * mechanism.steps
     draws = coordinates * mechanism.virtual_workers
@@ -239,14 +239,8 @@ def delta_slack(mechanism: Mechanism, epsilon: float) -> DeltaSlack:
 
 def total_slack(mechanisms: Iterable[Mechanism], epsilon: float) -> DeltaSlack:
     """Return the slack of all mechanisms of a run together; see :func:`delta_slack`."""
-    terms = [delta_slack(mechanism, epsilon) for mechanism in mechanisms]
-    return DeltaSlack(
-        sampler=sum_up(each.sampler for each in terms),
-        batch_overflow=sum_up(each.batch_overflow for each in terms),
-        rounding=sum_up(each.rounding for each in terms),
-        ring_wrap=sum_up(each.ring_wrap for each in terms),
-        mask_split=sum_up(each.mask_split for each in terms),
-    )
+    terms = [astuple(delta_slack(mechanism, epsilon)) for mechanism in mechanisms]
+    return DeltaSlack(*(sum_up(part) for part in zip(*terms, strict=True)))
 
 
 def effective_noise_multiplier(mechanism: Mechanism, missing_virtual_workers: float) -> float:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from raycloak.attestation.core.data_marks import NO_MARKS, DataMarks
 from raycloak.attestation.core.messages import Envelope, seal
@@ -58,6 +59,7 @@ from raycloak.coordinator.quick_imports import quickly
 from raycloak.metrics.errors import BudgetError
 from raycloak.metrics.proof_bounds import require_assertions
 from raycloak.workers.terms.binding import Binding
+from raycloak.workers.terms.ledger_statement import LedgerStatement
 from raycloak.workers.terms.mechanism import AccountantName, Mechanism
 from raycloak.workers.terms.receipt import Receipt
 
@@ -435,7 +437,16 @@ class PrivacyLedger:
                     fencing=self.fencing,
                 )
                 entry = self._book.append(rows, event)
-            binding = self._binding(entry, vectors_digest)
+            bound = entry.event
+            assert isinstance(bound, VectorsBound)
+            if bound.vectors_digest != vectors_digest:
+                raise BudgetError(
+                    "not_reproducible",
+                    f"{query} step {step} now gives vectors {vectors_digest.hex()}, but {bound.vectors_digest.hex()} "
+                    "were computed before.",
+                    "Use the kind of machine and the library versions of the first time, or start a new run.",
+                )
+            binding = self._sealed(Binding, entry)
             self._take(rows, row)
         return binding
 
@@ -566,34 +577,14 @@ class PrivacyLedger:
                 f"step {event.step} of run {event.run_id} was charged for other parameters or batches.",
                 "A rerun that does not reproduce needs a new run id: fresh noise, and a full charge.",
             )
-        receipt = Receipt(
-            **event.model_dump(exclude={"recorded_at", "fencing"}),
-            account=run.account,
-            fencing=self.fencing,
-            sequence=entry.sequence,
-            head=entry.hash,
-            dataset_fingerprint=run.data.fingerprint,
-            data_root=data_root,
-        )
-        return seal(receipt, self._store.key)
+        fingerprint = run.data.fingerprint
+        return self._sealed(Receipt, entry, account=run.account, dataset_fingerprint=fingerprint, data_root=data_root)
 
-    def _binding(self, entry: LedgerEntry, vectors_digest: bytes) -> Envelope:
-        event = entry.event
-        assert isinstance(event, VectorsBound)
-        if event.vectors_digest != vectors_digest:
-            raise BudgetError(
-                "not_reproducible",
-                f"{event.query} step {event.step} now gives vectors {vectors_digest.hex()}, but "
-                f"{event.vectors_digest.hex()} were computed before.",
-                "Use the kind of machine and the library versions of the first time, or start a new run.",
-            )
-        binding = Binding(
-            **event.model_dump(exclude={"recorded_at", "fencing"}),
-            fencing=self.fencing,
-            sequence=entry.sequence,
-            head=entry.hash,
-        )
-        return seal(binding, self._store.key)
+    def _sealed(self, kind: type[LedgerStatement], entry: LedgerEntry, **more: Any) -> Envelope:
+        """Return this instance's signed statement about a step, which repeats what the step's entry says."""
+        stated = entry.event.model_dump(exclude={"recorded_at", "fencing"})
+        place: dict[str, Any] = {"fencing": self.fencing, "sequence": entry.sequence, "head": entry.hash}
+        return seal(kind(**stated, **place, **more), self._store.key)
 
     @contextmanager
     def _write(self) -> Iterator[Rows]:

@@ -12,9 +12,8 @@ from raycloak.attestation.core.data_marks import NO_MARKS, DataMarks
 from raycloak.attestation.core.messages import checked
 from raycloak.attestation.core.roster import Query
 from raycloak.coordinator.accounting.accountants import AccountLimits, Quote, Spend, accountant_of
-from raycloak.coordinator.accounting.batch_shape import overflow_bound
 from raycloak.coordinator.accounting.outward import sum_up, weighted_sum_up
-from raycloak.coordinator.accounting.releases import Releases, release_of
+from raycloak.coordinator.accounting.releases import Releases, overflow_bound, release_of
 from raycloak.coordinator.accounting.renyi import (
     SLACK_SHARE,
     SMALLEST_NOISE_MULTIPLIER,

@@ -159,6 +159,10 @@ class LedgerStore:
         url: ``sqlite:////absolute/file`` or ``postgresql://...``.
         create: whether a ledger may be created, and this instance may write. Otherwise it only reads.
 
+    Attributes:
+        fencing: this instance's number, above that of every earlier instance; 0 if it was opened to read.
+        key: signs entries and receipts.
+
     Raises:
         ConfigError: ``ledger_url``, ``url_secret``, ``ledger_driver``, ``ledger_missing`` or ``network_file_system``.
         BudgetError: ``ledger_foreign``, ``ledger_exposed``, ``ledger_not_durable`` or ``ledger_unavailable``.
@@ -170,7 +174,7 @@ class LedgerStore:
         self._reader = reading(self._engine)
         self._writer = WriteTransactions(self._engine)
         self._writes = create
-        self._fencing = 0
+        self.fencing = 0
         try:
             # One transaction: of processes that open a new store at once, one creates it and the others find it whole.
             with self.write() if create else self.read() as rows:
@@ -178,16 +182,11 @@ class LedgerStore:
                     rows.create_if_empty()
                 rows.check_ours()
                 if create:
-                    self._fencing = rows.open_lease()
+                    self.fencing = rows.open_lease()
                 self.key = IdentityKey.from_seed(Secret(bytes.fromhex(rows.meta("signing_key"))))
         except BaseException:
             self.close()
             raise
-
-    @property
-    def fencing(self) -> int:
-        """This instance's fencing number, above the number of every earlier instance; 0 if it was opened to read."""
-        return self._fencing
 
     def place(self) -> StoragePlace:
         """Return the file of an embedded ledger, or the server that this instance is connected to."""

@@ -8,9 +8,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from raycloak.coordinator.accounting.batch_shape import least, least_within, overflow_bound, physical_shape
 from raycloak.coordinator.accounting.pld import cut_excess
-from raycloak.coordinator.accounting.releases import Releases, cut_at
+from raycloak.coordinator.accounting.releases import (
+    Releases,
+    cut_at,
+    least,
+    least_within,
+    overflow_bound,
+    physical_shape,
+)
 from raycloak.coordinator.accounting.renyi import accountant_delta
 from raycloak.coordinator.config.run import MOST_VIRTUAL_WORKERS, RunConfig
 from raycloak.workers.terms.mechanism import AccountantName

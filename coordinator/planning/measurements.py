@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 
 from raycloak.attestation.core.roster import Query
-from raycloak.coordinator.accounting.batch_shape import physical_shape
 from raycloak.coordinator.accounting.calibration import affordable_rounding, composed_epsilon
-from raycloak.coordinator.accounting.releases import Release, Releases, releases_of
+from raycloak.coordinator.accounting.releases import Release, Releases, physical_shape, releases_of
 from raycloak.coordinator.accounting.renyi import SMALLEST_NOISE_MULTIPLIER
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.config.sections import ClassCountsConfig, PrivateEvaluationConfig

@@ -204,7 +204,7 @@ def make_plan(
     Raises:
         ConfigError, DatasetError, ModelError, RefusedError: as :func:`plan_mechanism`; also ``assertions_off``,
             ``delta_slack`` and ``cap_too_small``. The last also if not all of a plan fits the cap that must: a prepaid
-            one, or one that `raycloak.coordinator.accounting.accountants.Accountant.needs_whole_plan` names.
+            one, or one that `raycloak.coordinator.accounting.accountants.PrivacyLossAccountant.needs_whole_plan` names.
     """
     require_assertions()
     require_config(config)

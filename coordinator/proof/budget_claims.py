@@ -2,16 +2,15 @@
 
 import math
 
-from raycloak.coordinator.accounting.accountants import accountant_of
 from raycloak.coordinator.accounting.pld import STATED_ERROR
 from raycloak.coordinator.accounting.releases import merged
 from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.ledger.export import check_extract
 from raycloak.coordinator.ledger.rules import account_limits, epsilon_at
 from raycloak.coordinator.planning.cross_check import dp_accounting_rdp, without_prv
+from raycloak.coordinator.proof.bundle import LEDGER
 from raycloak.coordinator.proof.case import ProofCase
 from raycloak.coordinator.proof.claims import Broken, NotThere
-from raycloak.coordinator.proof.parts import LEDGER
 
 TOLERANCE = 1e-6
 """Relative; between versions of the libraries that compute the same number."""
@@ -50,8 +49,21 @@ def epsilon(case: ProofCase) -> str:
     tight = others.epsilon.get("raycloak_pld", 0.0)
     if spent < tight * (1 - STATED_ERROR):
         raise Broken("ledger", f"it states epsilon {spent:.6g}; PLD gives {tight:.6g}")
-    first, second = epsilon_text(spent), _second(case, spent)
-    return f"{first} at delta {terms.delta:g} by raycloak; dp-accounting gives {second}{_on_whose_word(case)}"
+    pld = others.epsilon.get("dp_accounting_pld")
+    shown = [] if pld is None else [f"{epsilon_text(pld)} by PLD"]
+    # The same rule on the other library's numbers: one order, fixed before the first release.
+    if terms.accountant == "rdp" and len(limits.orders) == 1:
+        same = dp_accounting_rdp(releases, limits.delta, limits.orders)
+        # Between two integer orders dp-accounting takes a bound from above, and Opacus the value.
+        whole = limits.orders[0].is_integer()
+        if spent > same * (1 + _LIBRARIES) or (whole and spent < same * (1 - _LIBRARIES)):
+            raise Broken("ledger", f"it states epsilon {spent:.6g}; dp-accounting gives {same:.6g} at the same order")
+        # For larger sampling rates its series does not converge at such an order, and says so by infinity.
+        if math.isfinite(same):
+            shown.insert(0, f"{'' if whole else 'at most '}{epsilon_text(same)} at the same order")
+    second = " and ".join(shown) or f"{epsilon_text(others.epsilon['dp_accounting_rdp'])} by RDP"
+    stated = f"{epsilon_text(spent)} at delta {terms.delta:g} by raycloak"
+    return f"{stated}; dp-accounting gives {second}{_on_whose_word(case)}"
 
 
 def _on_whose_word(case: ProofCase) -> str:
@@ -70,26 +82,3 @@ def _on_whose_word(case: ProofCase) -> str:
         f"; no amplification is claimed for examples that a client sends, and that one takes part in at most "
         f"{', '.join(sorted(set(bounds)))} is the service's word"
     )
-
-
-def _second(case: ProofCase, spent: float) -> str:
-    """Return dp-accounting's own numbers for the account."""
-    account = case.manifest.account
-    standing = case.extract.audited.standing(account)
-    terms, releases = standing.account.terms, merged([one for each in standing.spent for one in each.releases])
-    limits = account_limits(terms)
-    found = without_prv(releases, limits.delta).epsilon
-    shown = [f"{epsilon_text(found['dp_accounting_pld'])} by PLD"] if "dp_accounting_pld" in found else []
-    # The same rule on the other library's numbers: one order, fixed before the first release.
-    if accountant_of(terms.accountant).name == "rdp" and len(limits.orders) == 1:
-        same = dp_accounting_rdp(releases, limits.delta, limits.orders)
-        # Between two integer orders dp-accounting takes a bound from above, and Opacus the value.
-        whole = limits.orders[0].is_integer()
-        if spent > same * (1 + _LIBRARIES) or (whole and spent < same * (1 - _LIBRARIES)):
-            raise Broken("ledger", f"it states epsilon {spent:.6g}; dp-accounting gives {same:.6g} at the same order")
-        # For larger sampling rates its series does not converge at such an order, and says so by infinity.
-        if math.isfinite(same):
-            shown.insert(0, f"{'' if whole else 'at most '}{epsilon_text(same)} at the same order")
-    if not shown:
-        shown.append(f"{epsilon_text(found['dp_accounting_rdp'])} by RDP")
-    return " and ".join(shown)

@@ -1,28 +1,50 @@
-"""The bundle: everything an auditor of one run needs, in one file, and nothing private.
+"""The parts of a run's record, and the bundle: everything an auditor of one run needs, in one file, nothing private.
 
-It is a tar archive in one fixed form: an index, the site's signature over it, then the parts in order of their names.
+Parts are read from a bundle or from the places where the site keeps them. A part is never trusted: its reader bounds
+it, and checks it against something signed.
+
+A bundle is a tar archive in one fixed form: an index, the signature over it, then the parts in order of their names.
 Any tar program opens it. The reader here accepts that form alone, so each byte of the file is either fixed or signed.
 
 Guarantee: two bundles of the same parts, signed once, have the same bytes. A reader holds no more than a part's bound.
 """
 
+import hashlib
 import io
 import re
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Final, Literal
+from typing import Any, BinaryIO, ClassVar, Final, Literal, Self
 
 from raycloak.attestation.core.canonical import length_prefixed
 from raycloak.attestation.core.hybrid_signature import HybridSignature, HybridSigner
 from raycloak.attestation.core.messages import Message, parse
 from raycloak.attestation.files.whole import whole_file
 from raycloak.attestation.sealed.package_keys import TrustStore
-from raycloak.coordinator.proof.claims import Broken
-from raycloak.coordinator.proof.parts import OPTIONAL, PACKAGE_FILES, REQUIRED, RecordPart, RecordParts
+from raycloak.coordinator.proof.claims import Broken, require
 from raycloak.metrics.errors import ConfigError
 from raycloak.metrics.file_errors import file_error
+
+MANIFEST: Final = "manifest.json"
+LOG: Final = "evidence.jsonl"
+DOCUMENTS: Final = "documents.jsonl"
+LEDGER: Final = "ledger.jsonl"
+PARAMETERS: Final = "parameters.safetensors"
+MEASUREMENTS: Final = "measurements.json"
+METRICS: Final = "metrics.jsonl"
+VERDICT: Final = "verdict.json"
+BATCHES: Final = "batches.jsonl"
+PACKAGE: Final = "packages/"
+PACKAGE_FILES: Final = ("manifest.json", "manifest.sig")
+
+REQUIRED: Final = (MANIFEST, LOG, DOCUMENTS, LEDGER)
+OPTIONAL: Final = (PARAMETERS, MEASUREMENTS, METRICS, VERDICT, BATCHES)
+
+LARGEST_TEXT: Final = 2**30
+"""Bytes of a part that is read as a whole; 10,000 steps of a run take a hundredth of it."""
 
 INDEX: Final = "index.json"
 SIGNATURE: Final = "index.sig"
@@ -32,6 +54,67 @@ _PIECE = 2**20
 _MOST_PARTS = 2**16
 _LARGEST_INDEX = 2**24
 _PACKAGE = re.compile(r"packages/step-[0-9]{6,12}(-[0-9]{1,6})?\.tssp/(.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class RecordPart:
+    """One part: its size in bytes, and how to open it."""
+
+    size: int
+    open: Callable[[], BinaryIO]
+
+    @classmethod
+    def of(cls, content: bytes) -> Self:
+        """Return a part that is in memory."""
+        return cls(len(content), lambda: io.BytesIO(content))
+
+    @classmethod
+    def at(cls, path: Path) -> Self:
+        """Return a part that is a file; OSError if there is none."""
+        return cls(path.stat().st_size, lambda: path.open("rb"))
+
+    def sha256(self) -> bytes:
+        """Return the digest of the content, read in pieces."""
+        found = hashlib.sha256()
+        with self.open() as source:
+            while piece := source.read(_PIECE):
+                found.update(piece)
+        return found.digest()
+
+
+@dataclass(frozen=True, slots=True)
+class RecordParts:
+    """All parts of one run's record."""
+
+    by_name: Mapping[str, RecordPart]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.by_name
+
+    def read(self, name: str, most: int = LARGEST_TEXT) -> bytes:
+        """Return a part's content; Broken if it is missing, or has more than ``most`` bytes."""
+        part = self.by_name.get(name)
+        if part is None:
+            raise Broken(name, "it is missing")
+        require(part.size <= most, name, f"it has {part.size} bytes, where {most} are the most")
+        with part.open() as source:
+            return source.read(part.size)
+
+    def lines(self, name: str) -> list[bytes]:
+        """Return the lines of a part, each of which must end in a line feed."""
+        content = self.read(name)
+        require(content.endswith(b"\n"), name, "its last line is cut off")
+        return content[:-1].split(b"\n")
+
+    def line(self, name: str) -> bytes:
+        """Return the one line of a part."""
+        lines = self.lines(name)
+        require(len(lines) == 1, name, f"it has {len(lines)} lines, not one")
+        return lines[0]
+
+    def packages(self) -> list[str]:
+        """Return the names of the sealed packages, in order."""
+        return sorted({name.split("/")[1] for name in self.by_name if name.startswith(PACKAGE)})
 
 
 class IndexedPart(Message):
@@ -122,15 +205,9 @@ def check_index(parts: RecordParts, trust: TrustStore) -> tuple[BundleIndex, str
         raise Broken(name, "it is missing" if name in stated else "the signed index does not name it")
     for name, each in stated.items():
         part = parts.by_name[name]
-        if (part.size, part.sha256()) != (each.size, each.sha256):
-            raise Broken(name, "it has other bytes than the site signed")
+        same = (part.size, part.sha256()) == (each.size, each.sha256)
+        require(same, name, "it has other bytes than the site signed")
     return index, signer
-
-
-def is_part(name: str) -> bool:
-    """Return whether a bundle may have a part of that name."""
-    package = _PACKAGE.fullmatch(name)
-    return name in (*REQUIRED, *OPTIONAL) or (package is not None and package[2] in PACKAGE_FILES)
 
 
 def _put(sink: BinaryIO, name: str, part: RecordPart) -> None:
@@ -141,8 +218,7 @@ def _put(sink: BinaryIO, name: str, part: RecordPart) -> None:
         while piece := source.read(min(_PIECE, part.size - written)):
             sink.write(piece)
             written += len(piece)
-    if written != part.size:
-        raise Broken(name, "it became shorter while it was read")
+    require(written == part.size, name, "it became shorter while it was read")
     sink.write(bytes(-written % _BLOCK))
 
 
@@ -159,33 +235,31 @@ def _places(path: Path) -> Mapping[str, RecordPart]:
         while (header := file.read(_BLOCK)) != bytes(_BLOCK):
             name, size = _named(header, len(found))
             start = file.tell()
-            if name in found or size > total - start:
-                raise Broken(name, "it is there twice, or longer than the file")
+            fits = name not in found and size <= total - start
+            require(fits, name, "it is there twice, or longer than the file")
             found[name] = RecordPart(size, partial(_slice, path, start, size))
             file.seek(start + size)
             padding = -size % _BLOCK
-            if file.read(padding) != bytes(padding):
-                raise Broken(name, "it is cut off, or does not end in zeros")
-        if file.read(_BLOCK + 1) != bytes(_BLOCK):
-            raise Broken(path.name, "it does not end as a bundle does")
-    if list(found) != [INDEX, SIGNATURE, *sorted(found.keys() - {INDEX, SIGNATURE})]:
-        raise Broken(path.name, "its parts are not in their order")
+            require(file.read(padding) == bytes(padding), name, "it is cut off, or does not end in zeros")
+        require(file.read(_BLOCK + 1) == bytes(_BLOCK), path.name, "it does not end as a bundle does")
+    in_order = [INDEX, SIGNATURE, *sorted(found.keys() - {INDEX, SIGNATURE})]
+    require(list(found) == in_order, path.name, "its parts are not in their order")
     return found
 
 
 def _named(header: bytes, number: int) -> tuple[str, int]:
     """Return name and size of a part; Broken unless its header is the one that :func:`_header` makes."""
     where = f"part {number + 1}"
-    if number >= _MOST_PARTS:
-        raise Broken(where, "a bundle has fewer parts")
+    require(number < _MOST_PARTS, where, "a bundle has fewer parts")
     try:
         info = tarfile.TarInfo.frombuf(header, "ascii", "strict")
     except (tarfile.HeaderError, UnicodeDecodeError, ValueError):
         raise Broken(where, "it has no header of a bundle's part") from None
-    if info.name not in (INDEX, SIGNATURE) and not is_part(info.name):
-        raise Broken(where, f"{info.name[:100]!r} is no part of a bundle")
-    if info.size < 0 or _header(info.name, info.size) != header:
-        raise Broken(info.name, "its header is not in the form of a bundle")
+    package = _PACKAGE.fullmatch(info.name)
+    is_part = info.name in (INDEX, SIGNATURE, *REQUIRED, *OPTIONAL) or (package and package[2] in PACKAGE_FILES)
+    require(bool(is_part), where, f"{info.name[:100]!r} is no part of a bundle")
+    is_ours = info.size >= 0 and _header(info.name, info.size) == header
+    require(is_ours, info.name, "its header is not in the form of a bundle")
     return info.name, info.size
 
 

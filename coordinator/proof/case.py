@@ -11,12 +11,12 @@ from raycloak.attestation.orchestrator.documents import Document
 from raycloak.attestation.sealed.package_manifest import PackageManifest
 from raycloak.coordinator.accounting.calibration import epsilon_against
 from raycloak.coordinator.ledger.audit import AuditedRun
-from raycloak.coordinator.ledger.entries import LedgerEntry, StepCharged
+from raycloak.coordinator.ledger.entries import StepCharged
 from raycloak.coordinator.ledger.export import CheckedExtract
 from raycloak.coordinator.planning.measurements import Schedule
+from raycloak.coordinator.proof.bundle import BATCHES, MANIFEST, RecordParts
 from raycloak.coordinator.proof.claims import Broken
 from raycloak.coordinator.proof.history import History
-from raycloak.coordinator.proof.parts import BATCHES, MANIFEST, RecordParts
 from raycloak.coordinator.proof.trust import Trust
 from raycloak.coordinator.record.batch_files import Digests, sent_sets
 from raycloak.metrics.errors import ConfigError, ProtocolError
@@ -100,13 +100,9 @@ class ProofCase:
         assert isinstance(event, StepCharged), "the audit filed it as a charge"
         return event
 
-    def entry(self, sequence: int) -> LedgerEntry | None:
-        """Return the ledger's entry ``sequence``; None if the extract does not have it."""
-        return self.extract.entries.get(sequence)
-
     def parameters_after(self, steps: int) -> bytes | None:
         """Return the digest of the parameters that the next step starts from; None if the steps were not committed."""
-        if (load := self.history.load_after(steps)) is not None:
+        if (load := self.history.loaded_after.get(steps)) is not None:
             return load.model_digest
         if steps == 0:
             return self.manifest.computation.initial_parameters

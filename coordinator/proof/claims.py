@@ -1,13 +1,8 @@
 """Claims: what a verification says of a run, one row each: proved, not covered, or FAILED with the first bad record."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Generic, TypeVar
-
-from raycloak.metrics.errors import RaycloakError
-
-C = TypeVar("C")
+from typing import Any
 
 
 class ClaimOutcome(StrEnum):
@@ -31,6 +26,12 @@ class NotThere(Exception):
     """The reason why a claim is not covered: the run has nothing of that kind, or nobody signed it."""
 
 
+def require(condition: bool, record: str, why: str) -> None:
+    """Raise Broken about ``record`` unless ``condition`` holds."""
+    if not condition:
+        raise Broken(record, why)
+
+
 @dataclass(frozen=True, slots=True)
 class Claim:
     """One row.
@@ -44,20 +45,6 @@ class Claim:
     outcome: ClaimOutcome
     says: str
     record: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ClaimCheck(Generic[C]):
-    """How one claim is derived.
-
-    Attributes:
-        rests_on: claims that must hold before this one means anything.
-        derive: returns the sentence of a proved claim; raises Broken, NotThere or a refusal.
-    """
-
-    name: str
-    rests_on: tuple[str, ...]
-    derive: Callable[[C], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,26 +72,3 @@ class Report:
             "claims": rows,
             "not_covered": list(self.limits),
         }
-
-
-def examine(checks: Sequence[ClaimCheck[C]], case: C) -> tuple[Claim, ...]:
-    """Derive every claim in order. One that rests on a failed claim fails with it."""
-    found: dict[str, Claim] = {}
-    for check in checks:
-        found[check.name] = _examine(check, case, found)
-    return tuple(found.values())
-
-
-def _examine(check: ClaimCheck[C], case: C, before: dict[str, Claim]) -> Claim:
-    lost = [name for name in check.rests_on if before[name].outcome is ClaimOutcome.FAILED]
-    if lost:
-        return Claim(check.name, ClaimOutcome.FAILED, f"it rests on '{lost[0]}', which failed")
-    try:
-        return Claim(check.name, ClaimOutcome.PROVED, check.derive(case))
-    except NotThere as reason:
-        return Claim(check.name, ClaimOutcome.NOT_COVERED, str(reason))
-    except Broken as broken:
-        return Claim(check.name, ClaimOutcome.FAILED, broken.why, broken.record)
-    # Refusals of the functions that read each kind of record; their messages name it.
-    except RaycloakError as refusal:
-        return Claim(check.name, ClaimOutcome.FAILED, refusal.message, refusal.code)

@@ -14,7 +14,7 @@ from raycloak.attestation.sealed.package_keys import PackageSigner, TrustStore
 from raycloak.coordinator.checkpoints.storage import STORAGE_ERRORS, PackageStorage, one_line, storage_of
 from raycloak.coordinator.config import home
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
-from raycloak.coordinator.proof.parts import (
+from raycloak.coordinator.proof.bundle import (
     DOCUMENTS,
     LEDGER,
     MANIFEST,

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
@@ -34,8 +34,6 @@ from raycloak.attestation.trust.floors import SeenFacts
 from raycloak.coordinator.proof.claims import Broken
 from raycloak.metrics.errors import EvidenceError, ProtocolError
 from raycloak.workers.terms.manifest import Manifest
-
-B = TypeVar("B", bound="_Body")
 
 CONTRACT: Final = "contract"
 EVIDENCE: Final = "evidence"
@@ -167,6 +165,7 @@ class History:
         machines: by machine and epoch, the virtual workers whose keys went there.
         sealed: the packages that the log has as sealed. published: those that it has as published, in order.
         loads: states of earlier packages that the run went on from, in order.
+        loaded_after: by number of steps, the load that the next step started from; of several in one place, the last.
         used: names of the documents that entries name.
         finished: whether the log was ended for good.
     """
@@ -190,9 +189,9 @@ class History:
     sealed: set[LoggedPackage] = field(default_factory=set)
     published: dict[bytes, LoggedPackage] = field(default_factory=dict)
     loads: list[LoggedLoad] = field(default_factory=list)
+    loaded_after: dict[int, LoggedLoad] = field(default_factory=dict)
     used: set[bytes] = field(default_factory=set)
     finished: bool = False
-    _loaded_after: dict[int, LoggedLoad] = field(default_factory=dict)
     _members: dict[str, Appraisal] = field(default_factory=dict)
     _expiring: list[tuple[int, str]] = field(default_factory=list)
     _epochs: dict[bytes, int] = field(default_factory=dict)
@@ -211,10 +210,6 @@ class History:
         if kind in self.problems:
             raise self.problems[kind]
 
-    def load_after(self, steps: int) -> LoggedLoad | None:
-        """Return the load that the step after so many started from; of several in one place, the last."""
-        return self._loaded_after.get(steps)
-
     def follow(self, entry: Entry) -> None:
         """Take the next entry."""
         about = _HANDLERS.get(entry.kind)
@@ -226,7 +221,12 @@ class History:
         try:
             if self.sessions == 0 and entry.kind not in ("session", "finished", "revoked"):
                 raise _broken(entry, "no session had begun")
-            handle(self, entry, _parse(body, entry))
+            handle(self, entry, body.model_validate_json(entry.body))
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            name = ".".join(map(str, first["loc"])) or "body"
+            why = f"its field '{name}' is missing, extra or not what a {entry.kind} entry has"
+            self.problems.setdefault(kind, _broken(entry, why))
         except Broken as broken:
             self.problems.setdefault(kind, broken)
         except (EvidenceError, ProtocolError) as refusal:
@@ -300,24 +300,19 @@ class History:
             raise _broken(entry, f"the manifest commits to no keys of epoch {body.epoch}")
         if self._epochs.setdefault(body.evidence_digest, body.epoch) != body.epoch:
             raise _broken(entry, f"the evidence of {body.member_id} served another epoch before")
-        if body.kind is KeyKind.CHECKPOINT:
-            raise _broken(entry, "keys of packages are never released to members")
+        _require(body.kind is not KeyKind.CHECKPOINT, entry, "keys of packages are never released to members")
         if body.kind is KeyKind.VIRTUAL_WORKER:
-            self._give(entry, member, body)
+            self._grants[body.member_id, body.epoch] |= set(wanted)
+            most = self.manifest.keys_per_machine
+            if most is not None and not member.names_machine:
+                raise _broken(entry, f"the evidence of {body.member_id} names no machine to count its keys by")
+            for machine in machines_of(member):
+                held = self.machines[machine, body.epoch]
+                held |= set(wanted)
+                if most is not None and len(held) > most:
+                    many = f"{len(held)} virtual workers, where {most} are the most"
+                    raise _broken(entry, f"{machine} then had keys of {many}")
         self.releases += 1
-
-    def _give(self, entry: Entry, member: Appraisal, body: _Released) -> None:
-        self._grants[body.member_id, body.epoch] |= set(body.virtual_workers)
-        most = self.manifest.keys_per_machine
-        if most is not None and not member.names_machine:
-            raise _broken(entry, f"the evidence of {body.member_id} names no machine to count its keys by")
-        for machine in machines_of(member):
-            held = self.machines[machine, body.epoch]
-            held |= set(body.virtual_workers)
-            if most is not None and len(held) > most:
-                raise _broken(
-                    entry, f"{machine} then had keys of {len(held)} virtual workers, where {most} are the most"
-                )
 
     def _expelled(self, entry: Entry, body: _Expelled) -> None:
         self._members.pop(body.member_id, None)
@@ -355,8 +350,7 @@ class History:
             members=listed.members,
             circle=body.circle,
         )
-        if roster.digest() != body.roster_digest:
-            raise _broken(entry, "the roster that its parts give has another digest")
+        _require(roster.digest() == body.roster_digest, entry, "the roster that its parts give has another digest")
         self.fewest_workers = min(self.fewest_workers or len(roster.workers), len(roster.workers))
         epoch = self.manifest.computation.epoch_of(body.query, body.step)
         # The same members mostly stay for many steps; what was checked of them stays true until one comes or goes.
@@ -408,13 +402,11 @@ class History:
 
     def _committed(self, entry: Entry, body: Commit) -> None:
         place, known = (body.query, body.step), self.commits.get((body.query, body.step))
-        if known is not None:
-            raise _broken(entry, f"{body.query} step {body.step} is committed a second time")
+        _require(known is None, entry, f"{body.query} step {body.step} is committed a second time")
         # Made before it is judged, so that one wrong commit does not make all later ones wrong.
         made, self.made[body.query] = self.made[body.query], self.made[body.query] + 1
         self.commits[place] = body
-        if made != body.step:
-            raise _broken(entry, f"{body.query} step {body.step} is committed where step {made} is the next")
+        _require(made == body.step, entry, f"{body.query} step {body.step} is committed where step {made} is the next")
         if not 0 < body.attempts <= len(self.rosters[place]):
             raise _broken(
                 entry, f"{body.query} step {body.step} states {body.attempts} attempts, which have no rosters"
@@ -423,12 +415,11 @@ class History:
     def _reproduced(self, entry: Entry, body: Commit) -> None:
         known = self.commits.get((body.query, body.step))
         same = known is not None and known == body.model_copy(update={"attempts": known.attempts})
-        if not same:
-            raise _broken(entry, f"{body.query} step {body.step} was not committed so before")
+        _require(same, entry, f"{body.query} step {body.step} was not committed so before")
 
     def _ordered(self, entry: Entry, body: _Ordered) -> None:
         known = self.commits.get(("gradient", body.finished_steps - 1))
-        load = self.load_after(body.finished_steps)
+        load = self.loaded_after.get(body.finished_steps)
         if known is None or body.model_digest not in (known.released_digest, load and load.model_digest):
             raise _broken(entry, "it orders an evaluation of parameters that were not committed")
         order = EvaluationOrder(
@@ -438,8 +429,7 @@ class History:
             model_digest=body.model_digest,
             members=self._listed(entry, body.members).members,
         )
-        if order.digest() != body.order_digest:
-            raise _broken(entry, "the order that its parts give has another digest")
+        _require(order.digest() == body.order_digest, entry, "the order that its parts give has another digest")
         check_cover(order, self.manifest.key_owners)
         self._check_members(entry, order.members, None)
 
@@ -447,15 +437,14 @@ class History:
         self.sealed.add(body)
 
     def _published(self, entry: Entry, body: LoggedPackage) -> None:
-        if body not in self.sealed:
-            raise _broken(entry, f"a package of step {body.step} was published that was not sealed before")
+        _require(body in self.sealed, entry, f"a package of step {body.step} was published that was not sealed before")
         # Put last, should it be there already.
         self.published.pop(body.package_digest, None)
         self.published[body.package_digest] = body
 
     def _loaded(self, entry: Entry, body: LoggedLoad) -> None:
         self.loads.append(body)
-        self._loaded_after[body.after_step] = body
+        self.loaded_after[body.after_step] = body
         if body.after_step != self.made["gradient"]:
             raise _broken(entry, f"it loads a state after step {body.after_step}, which is not the last by then")
         known = self.commits.get(("gradient", body.step - 1))
@@ -480,7 +469,7 @@ class History:
             raise _broken(entry, f"{member.member_id} or its machine was revoked before")
 
 
-_HANDLERS: Final[Mapping[str, tuple[str, type[Any], Callable[[History, Entry, Any], None]]]] = {
+_HANDLERS: Final[Mapping[str, tuple[str, type[_Body], Callable[[History, Entry, Any], None]]]] = {
     "session": (CONTRACT, _Session, History._session),
     "admitted": (EVIDENCE, _Admitted, History._admitted),
     "expelled": (EVIDENCE, _Expelled, History._expelled),
@@ -506,13 +495,9 @@ def replay(log: ExportedLog, manifest: Manifest, policy: Policy, documents: Mapp
     return history
 
 
-def _parse(body: type[B], entry: Entry) -> B:
-    try:
-        return body.model_validate_json(entry.body)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        name = ".".join(map(str, first["loc"])) or "body"
-        raise _broken(entry, f"its field '{name}' is missing, extra or not what a {entry.kind} entry has") from None
+def _require(condition: bool, entry: Entry, why: str) -> None:
+    if not condition:
+        raise _broken(entry, why)
 
 
 def _broken(entry: Entry, why: str) -> Broken:

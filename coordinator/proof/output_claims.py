@@ -13,10 +13,10 @@ from raycloak.attestation.sealed.package_keys import open_manifest
 from raycloak.attestation.sealed.package_manifest import PackageManifest
 from raycloak.coordinator.ledger.rules import epsilon_at
 from raycloak.coordinator.proof.budget_claims import TOLERANCE
+from raycloak.coordinator.proof.bundle import MEASUREMENTS, METRICS, PACKAGE, PARAMETERS, VERDICT
 from raycloak.coordinator.proof.case import ProofCase
-from raycloak.coordinator.proof.claims import Broken, NotThere
+from raycloak.coordinator.proof.claims import Broken, NotThere, require
 from raycloak.coordinator.proof.history import LoggedLoad, LoggedPackage
-from raycloak.coordinator.proof.parts import MEASUREMENTS, METRICS, PACKAGE, PARAMETERS, VERDICT
 from raycloak.workers.terms.measurement import ReleasedValues, average_of, released, values_digest
 from raycloak.workers.terms.model_digest import model_digest, tensor_digests
 
@@ -68,8 +68,7 @@ def _package(case: ProofCase, name: str) -> PackageManifest:
         "epsilon": _may_claim(case, found.epsilon, found.step),
     }
     for what, is_so in agrees.items():
-        if not is_so:
-            raise Broken(where, f"its {what} is not what log, ledger and manifest have")
+        require(is_so, where, f"its {what} is not what log, ledger and manifest have")
     return found
 
 
@@ -151,8 +150,7 @@ def measurements(case: ProofCase) -> str:
     if lacking := made.keys() - seen:
         query, number = min(lacking)
         raise Broken(f"{MEASUREMENTS}, {query} {number}", "it was committed, and its values are missing")
-    if not seen:
-        raise Broken(MEASUREMENTS, "the run committed no measurement")
+    require(bool(seen), MEASUREMENTS, "the run committed no measurement")
     ahead = len(seen - made.keys())
     waits = f"{ahead} that a resume has to repeat, since a kill came before the commit, may have been edited"
     if not made:
@@ -235,8 +233,7 @@ def verdict(case: ProofCase) -> NoReturn:
     """Hold `verdict.json` to the signed records that it repeats, and its epsilon to the charges; as :func:`metrics`."""
     if VERDICT not in case.parts:
         raise NotThere("there is no verdict.json")
-    if case.steps == 0:
-        raise Broken(VERDICT, "the run committed no step, and has no verdict")
+    require(case.steps > 0, VERDICT, "the run committed no step, and has no verdict")
     found = _object(case.parts.line(VERDICT), VERDICT)
     account = case.extract.audited.accounts[case.manifest.account].terms
     mechanism = case.manifest.computation.mechanism
@@ -289,8 +286,7 @@ def _check_charged(case: ProofCase, found: dict[str, Any]) -> None:
     """Require the account's epsilon in a verdict to be one that it had after the run's last charge."""
     stated = found.get("privacy_epsilon_charged")
     if not case.manifest.computation.mechanism.private:
-        if stated is not None:
-            raise Broken(VERDICT, "it states a charge of a run that is not private")
+        require(stated is None, VERDICT, "it states a charge of a run that is not private")
         return
     account = case.extract.audited.standing(case.manifest.account)
     own = max(sequence for charges in case.run.charges.values() for sequence in charges.values())

@@ -5,11 +5,10 @@ from raycloak.attestation.log.evidence_log import check_exported_log
 from raycloak.attestation.orchestrator.documents import read_documents
 from raycloak.coordinator.ledger.entries import DataBound
 from raycloak.coordinator.proof import history as of
-from raycloak.coordinator.proof.bundle import check_index
+from raycloak.coordinator.proof.bundle import DOCUMENTS, LOG, MANIFEST, check_index
 from raycloak.coordinator.proof.case import ProofCase
-from raycloak.coordinator.proof.claims import Broken, NotThere
-from raycloak.coordinator.proof.history import Commit, replay
-from raycloak.coordinator.proof.parts import DOCUMENTS, LOG, MANIFEST
+from raycloak.coordinator.proof.claims import Broken, NotThere, require
+from raycloak.coordinator.proof.history import replay
 from raycloak.workers.terms.receipt import data_root
 
 
@@ -38,8 +37,7 @@ def manifest(case: ProofCase) -> str:
 def log(case: ProofCase) -> str:
     """Every entry of the evidence log is in its place, under both signatures of its owner."""
     case.log = check_exported_log(case.parts.lines(LOG), case.manifest.log_owner)
-    if case.log.head.run_id != case.manifest.run_id:
-        raise Broken(LOG, f"it is the log of run {case.log.head.run_id}")
+    require(case.log.head.run_id == case.manifest.run_id, LOG, f"it is the log of run {case.log.head.run_id}")
     case.documents = read_documents(case.parts.lines(DOCUMENTS))
     case.history = replay(case.log, case.manifest, case.trust.policy, case.documents)
     ended = "ended for good" if case.history.finished else "not ended: the run may be resumed"
@@ -50,8 +48,7 @@ def contract(case: ProofCase) -> str:
     """Every session, and the ledger's registration, are of this manifest."""
     case.history.claim(of.CONTRACT)
     registered, stated = case.run.registered, case.manifest
-    if case.history.sessions == 0:
-        raise Broken(LOG, "no session of the run has begun")
+    require(case.history.sessions > 0, LOG, "no session of the run has begun")
     differing = {
         "manifest": registered.manifest_digest != stated.digest(),
         "account": not registered.account == stated.account == case.extract.stated.account,
@@ -59,8 +56,7 @@ def contract(case: ProofCase) -> str:
         "data": registered.data.fingerprint != stated.dataset_fingerprint,
     }
     for what, differs in differing.items():
-        if differs:
-            raise Broken(f"ledger, entry {case.run.sequence}", f"it registers the run with another {what}")
+        require(not differs, f"ledger, entry {case.run.sequence}", f"it registers the run with another {what}")
     return f"{case.history.sessions} sessions and the ledger's registration name this manifest"
 
 
@@ -68,8 +64,7 @@ def evidence(case: ProofCase) -> str:
     """Each member's evidence passes the trusted policy at the time that its entry states."""
     case.history.claim(of.EVIDENCE)
     found = case.history
-    if not found.admissions:
-        raise Broken(LOG, "no member was admitted")
+    require(found.admissions > 0, LOG, "no member was admitted")
     simulated = "; SIMULATED evidence proves nothing about a machine" if "simulated" in found.classes else ""
     left = f"; {found.observers} observers, who got no keys, are left out" if found.observers else ""
     return f"{found.admissions} admissions appraised again, of {', '.join(sorted(found.classes))}{left}{simulated}"
@@ -138,30 +133,26 @@ def _releases(case: ProofCase, query: Query) -> int:
     if sorted(charges) != list(range(len(charges))):
         missing = next(step for step in range(len(charges) + 1) if step not in charges)
         raise Broken(f"{query} step {missing}", "it was not charged, and a later one was")
-    before = 0
+    computation, before = case.manifest.computation, 0
     for step, commit in commits:
-        before = _release(case, commit, charges.get(step), bound.get(step), before)
+        where, charge, binding = f"{query} step {step}", charges.get(step), bound.get(step)
+        if charge is None or binding is None:
+            raise Broken(where, f"it was committed, but not {'charged' if charge is None else 'bound to its vectors'}")
+        if not before < charge < binding:
+            raise Broken(where, f"its charge, entry {charge}, and its binding, entry {binding}, are out of order")
+        entry = case.extract.entries.get(binding)
+        if commit.ledger_sequence != binding or entry is None or entry.hash != commit.ledger_hash:
+            named = f"the ledger's entry {commit.ledger_sequence}"
+            raise Broken(where, f"its commit names {named}, which is not its binding")
+        finished = step
+        if query != "gradient":
+            finished = computation.measurement(query).after(step, computation.mechanism.steps)
+        if not case.started_from(case.charge(charge).input_digest, finished, query):
+            of_batches = ", or for batches that are not named" if computation.mechanism.max_participations else ""
+            raise Broken(where, f"it was charged for other parameters than those after {finished} steps{of_batches}")
+        before = binding
     ahead = len(charges) - len(commits)
     # A step that fails after its charge stays charged; nothing is charged after it in a run that has ended.
     if case.history.finished and ahead > 1:
         raise Broken(f"{query} step {len(commits) + 1}", "it was charged, and the log of the ended run has no commit")
     return ahead
-
-
-def _release(case: ProofCase, commit: Commit, charge: int | None, binding: int | None, before: int) -> int:
-    where = f"{commit.query} step {commit.step}"
-    if charge is None or binding is None:
-        raise Broken(where, f"it was committed, but not {'charged' if charge is None else 'bound to its vectors'}")
-    if not before < charge < binding:
-        raise Broken(where, f"its charge, entry {charge}, and its binding, entry {binding}, are out of order")
-    entry = case.entry(commit.ledger_sequence)
-    if commit.ledger_sequence != binding or entry is None or entry.hash != commit.ledger_hash:
-        raise Broken(where, f"its commit names the ledger's entry {commit.ledger_sequence}, which is not its binding")
-    computation = case.manifest.computation
-    finished = commit.step
-    if commit.query != "gradient":
-        finished = computation.measurement(commit.query).after(commit.step, computation.mechanism.steps)
-    if not case.started_from(case.charge(charge).input_digest, finished, commit.query):
-        of_batches = ", or for batches that are not named" if computation.mechanism.max_participations else ""
-        raise Broken(where, f"it was charged for other parameters than those after {finished} steps{of_batches}")
-    return binding

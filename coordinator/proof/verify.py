@@ -7,15 +7,47 @@ run itself used. A claim whose record was changed, dropped, added, moved or take
 that nobody signs is never `proved`, only held to the signed records that it repeats.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from raycloak.coordinator.proof import budget_claims, output_claims, run_claims
-from raycloak.coordinator.proof.bundle import read_bundle
+from raycloak.coordinator.proof.bundle import RecordParts, read_bundle
 from raycloak.coordinator.proof.case import ProofCase
-from raycloak.coordinator.proof.claims import Broken, Claim, ClaimCheck, ClaimOutcome, Report, examine
-from raycloak.coordinator.proof.parts import RecordParts
+from raycloak.coordinator.proof.claims import Broken, Claim, ClaimOutcome, NotThere, Report
 from raycloak.coordinator.proof.trust import Trust
+from raycloak.metrics.errors import RaycloakError
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimCheck:
+    """How one claim is derived.
+
+    Attributes:
+        rests_on: claims that must hold before this one means anything.
+        derive: returns the sentence of a proved claim; raises Broken, NotThere or a refusal.
+    """
+
+    name: str
+    rests_on: tuple[str, ...]
+    derive: Callable[[ProofCase], str]
+
+    def examine(self, case: ProofCase, before: dict[str, Claim]) -> Claim:
+        """Derive the claim. One that rests on a claim that failed before fails with it."""
+        lost = [name for name in self.rests_on if before[name].outcome is ClaimOutcome.FAILED]
+        if lost:
+            return Claim(self.name, ClaimOutcome.FAILED, f"it rests on '{lost[0]}', which failed")
+        try:
+            return Claim(self.name, ClaimOutcome.PROVED, self.derive(case))
+        except NotThere as reason:
+            return Claim(self.name, ClaimOutcome.NOT_COVERED, str(reason))
+        except Broken as broken:
+            return Claim(self.name, ClaimOutcome.FAILED, broken.why, broken.record)
+        # Refusals of the functions that read each kind of record; their messages name it.
+        except RaycloakError as refusal:
+            return Claim(self.name, ClaimOutcome.FAILED, refusal.message, refusal.code)
+
 
 CHECKS: Final = (
     ClaimCheck("manifest", (), run_claims.manifest),
@@ -73,6 +105,8 @@ def verify_bundle(path: Path, trust: Trust) -> Report:
 def verify_parts(parts: RecordParts, trust: Trust, bundle: str | None = None) -> Report:
     """Verify the parts of a run's record; ``bundle`` is the name of the file they come from, if they come from one."""
     case = ProofCase(parts, trust, bundle)
-    claims = examine(CHECKS, case)
-    run_id = "" if claims[0].outcome is ClaimOutcome.FAILED else case.manifest.run_id
-    return Report(run_id, claims, LIMITS)
+    found: dict[str, Claim] = {}
+    for check in CHECKS:
+        found[check.name] = check.examine(case, found)
+    run_id = "" if found["manifest"].outcome is ClaimOutcome.FAILED else case.manifest.run_id
+    return Report(run_id, tuple(found.values()), LIMITS)

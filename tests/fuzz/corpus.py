@@ -14,8 +14,7 @@ from raycloak.attestation.policy.policy import simulated_policy
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
 from raycloak.attestation.vectors.check import answers_of, references_of
 from raycloak.attestation.vectors.index import VectorCase, read_index
-from raycloak.coordinator.proof.bundle import put_bundle
-from raycloak.coordinator.proof.parts import RecordPart, RecordParts
+from raycloak.coordinator.proof.bundle import RecordPart, RecordParts, put_bundle
 from raycloak.metrics.errors import RaycloakError
 from tests.simulators.gpu import SimulatedGpuVendor
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from raycloak.attestation.core.messages import Envelope
-from raycloak.coordinator.accounting.batch_shape import overflow_bound
+from raycloak.coordinator.accounting.releases import overflow_bound
 from raycloak.coordinator.accounting.renyi import step_rdp
 from raycloak.coordinator.ledger.accounts import Account, opening
 from raycloak.coordinator.ledger.entries import Head, RunRegistered

@@ -7,7 +7,7 @@ import pytest
 
 from raycloak.attestation.core.data_marks import DataMarks
 from raycloak.attestation.core.keys import IdentityKey
-from raycloak.coordinator.accounting.accountants import smallest_epsilon
+from raycloak.coordinator.accounting import renyi
 from raycloak.coordinator.accounting.renyi import ORDERS, accountant_delta, composed_rdp, least_share_order
 from raycloak.coordinator.ledger import ledger as ledger_module
 from raycloak.coordinator.ledger.audit import AuditedChain, audit
@@ -224,9 +224,9 @@ def test_the_audit_refuses_a_charge_beyond_the_cap_at_the_fixed_order(ledger: Pr
     beyond = last.model_copy(update={"step": step, "charged_epsilon": spent})
     with pytest.raises(BudgetError, match="it crosses the cap of its account"):
         resigned([*events, beyond])
-    every = account_limits(terms.model_copy(update={"orders": ORDERS}))
+    limits = account_limits(terms)
     spend = PricedRun.of(at_orders(run.registered, ORDERS)).spend({"gradient": step + 1})
-    assert smallest_epsilon([spend], every) <= CAP
+    assert renyi.epsilon(spend.rdp, limits.delta, ORDERS) <= CAP
 
 
 def charge_every_step(ledger: PrivacyLedger) -> None:

@@ -11,10 +11,9 @@ import pytest
 from scipy.stats import binom
 
 from raycloak.attestation.core.mask_graph import SPLIT_PROBABILITY
-from raycloak.coordinator.accounting.batch_shape import least_within, overflow_bound, physical_shape
 from raycloak.coordinator.accounting.calibration import GENEROUS, composed_epsilon, epsilon_of
 from raycloak.coordinator.accounting.pld import cut_excess
-from raycloak.coordinator.accounting.releases import Cut, Release
+from raycloak.coordinator.accounting.releases import Cut, Release, least_within, overflow_bound, physical_shape
 from raycloak.coordinator.accounting.renyi import SLACK_SHARE, accountant_delta, effective_noise_multiplier
 from raycloak.coordinator.cli.views.plan import plan_rows
 from raycloak.coordinator.config.run import RunConfig, parse_config

@@ -36,9 +36,9 @@ from raycloak.coordinator.ledger.entries import (
 from raycloak.coordinator.ledger.export import check_extract, extract_lines
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.rules import PricedRun, epsilon_at
+from raycloak.coordinator.proof.bundle import RecordPart, RecordParts
 from raycloak.coordinator.proof.case import ProofCase
 from raycloak.coordinator.proof.gather import gather, site_signer, trust_of
-from raycloak.coordinator.proof.parts import RecordPart, RecordParts
 from raycloak.coordinator.proof.trust import Trust
 from raycloak.coordinator.proof.verify import CHECKS
 from raycloak.coordinator.record.folder import RunFolder

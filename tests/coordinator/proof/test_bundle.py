@@ -10,11 +10,19 @@ from pathlib import Path
 import pytest
 
 from raycloak.attestation.core.canonical import canonical_json
-from raycloak.coordinator.proof.bundle import INDEX, SIGNATURE, check_index, put_bundle, read_bundle, write_bundle
+from raycloak.coordinator.proof.bundle import (
+    INDEX,
+    SIGNATURE,
+    RecordPart,
+    RecordParts,
+    check_index,
+    put_bundle,
+    read_bundle,
+    write_bundle,
+)
 from raycloak.coordinator.proof.case import ProofCase
 from raycloak.coordinator.proof.claims import Broken, ClaimOutcome, Report
 from raycloak.coordinator.proof.history import History
-from raycloak.coordinator.proof.parts import RecordPart, RecordParts
 from raycloak.coordinator.proof.verify import CHECKS, verify_bundle, verify_parts
 from raycloak.metrics.errors import ConfigError, RaycloakError
 from raycloak.workers.terms.manifest import Manifest

@@ -9,9 +9,9 @@ import pytest
 
 from raycloak.attestation.log.entries import Entry
 from raycloak.coordinator.proof import output_claims
+from raycloak.coordinator.proof.bundle import PACKAGE, PACKAGE_FILES
 from raycloak.coordinator.proof.case import ProofCase
 from raycloak.coordinator.proof.history import History, LoggedPackage
-from raycloak.coordinator.proof.parts import PACKAGE, PACKAGE_FILES
 from tests.coordinator.proof.proof_cases import Proved, established_case, parts_of
 
 FEW, MANY = 50, 400
@@ -77,7 +77,7 @@ def test_a_log_with_more_packages_and_loads_costs_in_proportion(record: Proved) 
             for entry in entries:
                 history.follow(entry)
             assert history.problems == {}
-            assert all(history.load_after(step) for step in range(1, n + 1))
+            assert all(history.loaded_after.get(step) for step in range(1, n + 1))
 
         return follow
 
