@@ -59,9 +59,8 @@ from raycloak.coordinator.quick_imports import quickly
 from raycloak.metrics.errors import BudgetError
 from raycloak.metrics.proof_bounds import require_assertions
 from raycloak.workers.terms.binding import Binding
-from raycloak.workers.terms.ledger_statement import LedgerStatement
 from raycloak.workers.terms.mechanism import AccountantName, Mechanism
-from raycloak.workers.terms.receipt import Receipt
+from raycloak.workers.terms.receipt import LedgerStatement, Receipt
 
 
 @dataclass(frozen=True, slots=True)
