@@ -1,7 +1,7 @@
 """The results of operations, as a caller sees them: frozen, with the names that the wire has."""
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from raycloak.coordinator.client import service_pb2 as wire
 
@@ -121,13 +121,13 @@ class Completion:
 
     Attributes:
         prompt: number of its prompt, from 0.
-        finish_reason: ``stop`` or ``length``.
-        tokens: how many were written.
+        finish_reason: ``stop`` for a stop text or the model's own end, ``length`` for ``max_tokens``.
+        tokens: how many were written, the end's own included.
     """
 
     prompt: int
     text: str
-    finish_reason: str
+    finish_reason: Literal["stop", "length"]
     tokens: int
 
 

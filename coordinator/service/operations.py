@@ -9,7 +9,7 @@ from typing import Any, Final
 from raycloak.attestation.core.messages import parse
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.service.pipe import Ready
-from raycloak.coordinator.service.sampling.requests import request_of, wrong_field
+from raycloak.coordinator.service.sampling.requests import wrong_field
 from raycloak.coordinator.service.store import (
     ArtifactRow,
     ClientRow,
@@ -76,7 +76,7 @@ def check_sample(sample: wire.Sample, run_config: str) -> None:
     model = json.loads(run_config)["model"]
     if not isinstance(model, dict) or model["task"] != "causal_lm":
         raise invalid("model", "this client's model predicts no text; sample needs a causal_lm of Hugging Face")
-    wrong = wrong_field(request_of(sample))
+    wrong = wrong_field(sample)
     if wrong is not None:
         raise invalid(*wrong)
 

@@ -23,8 +23,7 @@ from raycloak.coordinator.service.operation_queues import MOST_SAMPLES
 from raycloak.coordinator.service.packages import SavedPackage
 from raycloak.coordinator.service.pipe import Begin, Command, ReleasedStep, Report
 from raycloak.coordinator.service.ports import Drivers
-from raycloak.coordinator.service.sampling.sampler import Sampler, SamplerLimits
-from raycloak.coordinator.service.sampling.samples import PackageSampler, service_recipient
+from raycloak.coordinator.service.sampling.sampler import Sampler, SamplerLimits, service_recipient
 from raycloak.coordinator.service.server import ServiceParts, TrainingServer
 from raycloak.coordinator.service.settings import ServiceSettings
 from raycloak.coordinator.service.store import ArtifactRow, Store
@@ -177,16 +176,14 @@ class TrainingService:
             batches.mkdir(mode=0o700, exist_ok=True)
             # Made here if this is the site's first use of it, as the sampler looks for its public file.
             PackageSigner.load_or_create(home.home() / "signer")
-            self._sampler = Sampler(SamplerLimits(waiting=MOST_SAMPLES * len(settings.tenants)), folder / "logs")
-            samples = PackageSampler(
-                self._sampler,
+            self._sampler = Sampler(
+                SamplerLimits(waiting=MOST_SAMPLES * len(settings.tenants)),
                 folder,
                 home.home() / "signer" / SIGNER_PUBLIC_FILE,
                 self._tokens,
                 self._rate,
                 self._sampled,
             )
-            self._samples = samples
             self._processes: Drivers = drivers or DriverProcesses(folder / "logs")
             self._metrics = ServiceMetrics(self._snapshot)
 
@@ -196,7 +193,7 @@ class TrainingService:
                     base,
                     store,
                     self._processes,
-                    samples,
+                    self._sampler,
                     batches,
                     watches.publish,
                     self._metrics,
@@ -248,7 +245,7 @@ class TrainingService:
                 self._drivers_end(_KILLED_S)
         # Before the sampler: the samples that it drops are generated again when the service is back.
         self._turns.close()
-        self._samples.close()
+        self._sampler.close()
         self._stack.close()
 
     def _drivers_end(self, seconds: float) -> bool:

@@ -5,14 +5,15 @@ It is `generate` of `transformers`, over all rows of a request at once. A row is
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
 
+from raycloak.coordinator.client import service_pb2 as wire
+from raycloak.coordinator.client.results import Completion
 from raycloak.coordinator.runs.released_model import ReleasedModel
-from raycloak.coordinator.service.sampling.messages import FinishReason, SampledCompletion
-from raycloak.coordinator.service.sampling.requests import MOST_RESULT_BYTES, SampleRequest
+from raycloak.coordinator.service.sampling.requests import MOST_RESULT_BYTES
 from raycloak.metrics.errors import ConfigError
 from raycloak.metrics.service_errors import FutureFailedError, ServiceValidationError
 from raycloak.workers.inputs.hub_files import library, quiet
@@ -55,17 +56,20 @@ class Generator:
         # Off while it trained; a model that writes text is slow without it.
         inner.config.use_cache = True
         # A checkpoint's own habits, such as a penalty of repetitions, would change what a request says.
-        inner.generation_config = library("transformers").GenerationConfig(
-            eos_token_id=list(self._ends) or None, pad_token_id=self._padding, bos_token_id=self._begin
-        )
+        self._special = {
+            "eos_token_id": list(self._ends) or None,
+            "pad_token_id": self._padding,
+            "bos_token_id": self._begin,
+        }
+        inner.generation_config = library("transformers").GenerationConfig(**self._special)
 
     def complete(
         self,
-        request: SampleRequest,
+        request: wire.Sample,
         on_text: Callable[[int, str], None],
         on_rate: Callable[[float], None],
         cancelled: Callable[[], bool],
-    ) -> tuple[SampledCompletion, ...] | None:
+    ) -> tuple[Completion, ...] | None:
         """Return the completions of a request, a prompt's side by side; None if it was cancelled.
 
         Guarantee: the pieces that ``on_text`` gets for a completion are its text. The same request on the same weights
@@ -93,17 +97,15 @@ class Generator:
         padded = [[self._padding] * (longest - len(row.prompt)) + row.prompt for row in rows]
         seen = [[0] * (longest - len(row.prompt)) + [1] * len(row.prompt) for row in rows]
         watch = _Watch(rows, on_rate, self._clock, cancelled)
+        names = ("temperature", "top_p", "top_k") if request.temperature else ()  # a top_k of 0 is no limit there too
+        drawn = {name: getattr(request, name) for name in names}
         with quiet(), torch.no_grad():
             torch.manual_seed(request.seed)
             self._module.generate(
                 input_ids=torch.tensor(padded),
                 attention_mask=torch.tensor(seen),
                 generation_config=library("transformers").GenerationConfig(
-                    max_new_tokens=request.max_tokens,
-                    eos_token_id=list(self._ends) or None,
-                    pad_token_id=self._padding,
-                    bos_token_id=self._begin,
-                    **_drawing(request),
+                    max_new_tokens=request.max_tokens, do_sample=request.temperature > 0, **drawn, **self._special
                 ),
                 logits_processor=library("transformers").LogitsProcessorList([_finite]),
                 stopping_criteria=library("transformers").StoppingCriteriaList([watch]),
@@ -159,7 +161,7 @@ class _Row:
         self._number, self._on_text, self._place = number, on_text, place
         self.tokens = self.size = 0
         self._text, self._held = "", ""
-        self._reason: FinishReason = "length"
+        self._reason: Literal["stop", "length"] = "length"
         self._window, self._read = self.prompt[-_BEFORE:], len(self.prompt[-_BEFORE:])
 
     def take(self, token: int) -> None:
@@ -177,13 +179,13 @@ class _Row:
             self._window, self._read = self._window[self._read :], len(self._window) - self._read
             self._say(now[len(known) :])
 
-    def completion(self) -> SampledCompletion:
+    def completion(self) -> Completion:
         """Return the completion; a row that is not finished ends here."""
         if not self.finished:
             self._finish("length")
-        return SampledCompletion(self._number, self._text, self._reason, self.tokens)
+        return Completion(self._number, self._text, self._reason, self.tokens)
 
-    def _finish(self, reason: FinishReason) -> None:
+    def _finish(self, reason: Literal["stop", "length"]) -> None:
         self._reason = reason
         rest = self._decoded(self._window)[len(self._decoded(self._window[: self._read])) :]
         self._say(rest)
@@ -261,18 +263,6 @@ def _finite(_ids: Tensor, scores: Tensor) -> Tensor:
             "The weights have diverged: load an earlier artifact, or lower the learning rate.",
         )
     return scores
-
-
-def _drawing(request: SampleRequest) -> dict[str, Any]:
-    """Return how a token is chosen, as `transformers` takes it."""
-    if request.temperature == 0:
-        return {"do_sample": False}
-    return {
-        "do_sample": True,
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-        "top_k": request.top_k,  # 0 is no limit there too
-    }
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -1,51 +1,36 @@
 """The messages between the sampler and its processes."""
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
-
-from pydantic import ConfigDict
+from typing import ClassVar
 
 from raycloak.attestation.core.messages import Message
-from raycloak.coordinator.service.sampling.requests import SampleRequest
-
-FinishReason = Literal["stop", "length"]
-
-
-@dataclass(frozen=True, slots=True)
-class SampledCompletion:
-    """A completion of a prompt.
-
-    Attributes:
-        prompt: number of the prompt in its request, from 0.
-        finish_reason: ``stop`` for a stop text or the model's own end, ``length`` for ``max_tokens``.
-        tokens: that were generated, the end's own included.
-    """
-
-    prompt: int
-    text: str
-    finish_reason: FinishReason
-    tokens: int
+from raycloak.coordinator.client.results import Completion
 
 
 class Sample(Message):
-    """A request to a process; see `raycloak.coordinator.service.sampling.sampler.SampleSource`."""
+    """A request for text from released weights.
 
-    # A request is no message: a whole number that stands for another has one text only after a look at it.
-    model_config = ConfigDict(revalidate_instances="always")
-    DOMAIN: ClassVar[str] = "raycloak/sampler/sample/v1"
-    id: int
+    Attributes:
+        id: the operation's.
+        run: the run directory, which says which model the weights are of.
+        parameters: safetensors file of the trained tensors, as a run directory has it and a package opens to.
+        model_digest: of the released weights, in hexadecimal digits; the file must have it.
+        request: a `raycloak.coordinator.client.service_pb2.Sample`, serialised.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/sampler/sample/v2"
+    id: str
     run: Path
     parameters: Path
     model_digest: str
-    request: SampleRequest
+    request: bytes
 
 
 class Cancel(Message):
-    """A request to end the sample of that number before its next token."""
+    """A request to end a sample before its next token."""
 
-    DOMAIN: ClassVar[str] = "raycloak/sampler/cancel/v1"
-    id: int
+    DOMAIN: ClassVar[str] = "raycloak/sampler/cancel/v2"
+    id: str
 
 
 class Piece(Message):
@@ -67,7 +52,7 @@ class SampleDone(Message):
     """The end of a sample with its completions."""
 
     DOMAIN: ClassVar[str] = "raycloak/sampler/done/v1"
-    completions: tuple[SampledCompletion, ...]
+    completions: tuple[Completion, ...]
 
 
 class Cancelled(Message):

@@ -3,7 +3,6 @@
 Beside the bounds is the ending by which the desk and the sampler know a copy of weights.
 """
 
-from dataclasses import dataclass
 from typing import Final
 
 from raycloak.coordinator.client import service_pb2 as wire
@@ -28,42 +27,7 @@ LONGEST_STOP: Final = 256
 """Characters, since the text after each token is searched for every stop text."""
 
 
-@dataclass(frozen=True, slots=True)
-class SampleRequest:
-    """A request for text.
-
-    Attributes:
-        temperature: 0 takes the most likely token each time.
-        top_p: tokens of this much probability are drawn from, in (0, 1]. top_k: so many tokens at most; 0: no limit.
-        stop: texts that end a completion and are not part of it.
-        completions: per prompt.
-    """
-
-    prompts: tuple[str, ...]
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    stop: tuple[str, ...] = ()
-    seed: int = 0
-    completions: int = 1
-
-
-def request_of(sample: wire.Sample) -> SampleRequest:
-    """Return the request that a message carries."""
-    return SampleRequest(
-        prompts=tuple(sample.prompts),
-        max_tokens=sample.max_tokens,
-        temperature=sample.temperature,
-        top_p=sample.top_p,
-        top_k=sample.top_k,
-        stop=tuple(sample.stop),
-        seed=sample.seed,
-        completions=sample.completions,
-    )
-
-
-def wrong_field(request: SampleRequest) -> tuple[str, str] | None:
+def wrong_field(request: wire.Sample) -> tuple[str, str] | None:
     """Return the first field that is out of bounds, and what it must be; None if all are within."""
     size = sum(len(each.encode()) for each in (*request.prompts, *request.stop))
     bounds = {

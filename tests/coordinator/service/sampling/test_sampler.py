@@ -1,32 +1,28 @@
 """Text is generated from released weights, in a process of its own, and from no others."""
 
 import os
-import queue
 import shutil
 import signal
 import threading
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
+from raycloak.coordinator.client import service_pb2 as wire
+from raycloak.coordinator.client.results import Completion, from_wire
 from raycloak.coordinator.record.folder import RunFolder
 from raycloak.coordinator.runs.released_model import model_at
 from raycloak.coordinator.service.sampling import generation
 from raycloak.coordinator.service.sampling import sampler as sampler_module
 from raycloak.coordinator.service.sampling.generation import Generator
-from raycloak.coordinator.service.sampling.messages import SampledCompletion
-from raycloak.coordinator.service.sampling.requests import SampleRequest
-from raycloak.coordinator.service.sampling.sampler import (
-    Sampler,
-    SamplerLimits,
-    SampleSource,
-)
+from raycloak.coordinator.service.sampling.sampler import Sampler, SamplerLimits
 from raycloak.metrics.errors import ModelError, RefusedError
 from raycloak.metrics.service_errors import (
     FutureCancelledError,
@@ -40,8 +36,8 @@ from tests.protocol import RENYI, trained
 from tests.tiny_text import write_bert, write_gpt2, write_reviews
 
 PROMPTS = ("the film is", "a", "good plot was very fine")
-GREEDY = SampleRequest(PROMPTS, max_tokens=6, temperature=0)
-DRAWN = SampleRequest(PROMPTS, max_tokens=8, temperature=0.9, top_p=0.95, top_k=8, seed=5, completions=2)
+GREEDY = wire.Sample(prompts=PROMPTS, max_tokens=6, top_p=1.0, completions=1)
+DRAWN = wire.Sample(prompts=PROMPTS, max_tokens=8, temperature=0.9, top_p=0.95, top_k=8, seed=5, completions=2)
 DEADLINE_S = 300
 
 
@@ -84,8 +80,30 @@ def runs(tmp_path_factory):
     return run
 
 
+@dataclass(frozen=True)
+class Source:
+    """The weights of a run, in a copy whose name is their digest; see `Sampler.submit`."""
+
+    run: Path
+    model_digest: str
+    folder: Path | None = None
+
+    @property
+    def parameters(self):
+        return (self.folder or self.run) / f"{self.model_digest}.safetensors"
+
+
 def source_of(run, model_digest):
-    return SampleSource(run, run / "parameters.safetensors", model_digest)
+    source = Source(run, model_digest)
+    if (weights := run / "parameters.safetensors").exists():
+        shutil.copy2(weights, source.parameters)
+    return source
+
+
+def asked(request, **fields):
+    """Return a request with other fields."""
+    same = {field.name: getattr(request, field.name) for field, _ in request.ListFields()}
+    return wire.Sample(**{**same, **fields})
 
 
 def model_of(source):
@@ -131,7 +149,7 @@ def test_completions_of_a_batch_are_those_that_transformers_writes_for_each_prom
             input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=6, pad_token_id=0
         )[0, ids.shape[1] :].tolist()
         ended = 3 in written
-        assert found[number] == SampledCompletion(
+        assert found[number] == Completion(
             number,
             "".join(f" {word}" for word in tokenizer.decode(written, skip_special_tokens=True).split()),
             "stop" if ended else "length",
@@ -144,7 +162,7 @@ def test_guarantee_the_pieces_are_the_text_and_a_seed_gives_it_again(whole):
     assert [each.prompt for each in first] == [0, 0, 1, 1, 2, 2]
     assert [pieces.get(place, "") for place in range(6)] == [each.text for each in first]
     assert complete(whole, DRAWN)[0] == first
-    assert complete(whole, replace(DRAWN, seed=6))[0] != first
+    assert complete(whole, asked(DRAWN, seed=6))[0] != first
 
 
 def test_guarantee_a_rate_is_the_tokens_so_far_over_the_time_that_they_took(runs):
@@ -155,7 +173,7 @@ def test_guarantee_a_rate_is_the_tokens_so_far_over_the_time_that_they_took(runs
         now[0] += 0.125  # after each token of every row
         return False
 
-    found, _ = complete(generator, replace(DRAWN, max_tokens=12), cancelled, rates.append)
+    found, _ = complete(generator, asked(DRAWN, max_tokens=12), cancelled, rates.append)
     counts = [each.tokens for each in found]
     assert len(set(counts)) > 1, "a completion that has ended generates no tokens"
     longest, told = max(counts), range(3, max(counts) + 1, 2)
@@ -171,16 +189,16 @@ def test_a_cancelled_request_tells_no_rate_of_its_end(whole):
 
 def test_one_token_of_top_k_or_of_a_small_top_p_is_the_greedy_one(whole):
     greedy = complete(whole, GREEDY)[0]
-    assert complete(whole, replace(GREEDY, temperature=1.0, top_k=1))[0] == greedy
-    assert complete(whole, replace(GREEDY, temperature=1.0, top_p=1e-6))[0] == greedy
+    assert complete(whole, asked(GREEDY, temperature=1.0, top_k=1))[0] == greedy
+    assert complete(whole, asked(GREEDY, temperature=1.0, top_p=1e-6))[0] == greedy
 
 
 def test_a_stop_text_ends_a_completion_and_is_no_part_of_it(whole):
-    (before,), _ = complete(whole, replace(GREEDY, prompts=("the film is",), max_tokens=12))
+    (before,), _ = complete(whole, asked(GREEDY, prompts=("the film is",), max_tokens=12))
     words = before.text.split()
     assert len(words) > 3
     stop = f"{words[1][-1]} {words[2][:2]}"
-    (found,), pieces = complete(whole, replace(GREEDY, prompts=("the film is",), max_tokens=12, stop=("zz", stop)))
+    (found,), pieces = complete(whole, asked(GREEDY, prompts=("the film is",), max_tokens=12, stop=("zz", stop)))
     assert found.finish_reason == "stop"
     assert found.text == before.text[: before.text.index(stop)]
     assert pieces[0] == found.text
@@ -188,8 +206,8 @@ def test_a_stop_text_ends_a_completion_and_is_no_part_of_it(whole):
 
 
 def test_a_cancelled_request_ends_before_its_next_token(whole):
-    asked = iter([False, False, True])
-    found, pieces = complete(whole, replace(GREEDY, prompts=("the film is",)), lambda: next(asked))
+    answers = iter([False, False, True])
+    found, pieces = complete(whole, asked(GREEDY, prompts=("the film is",)), lambda: next(answers))
     assert found is None
     assert len(pieces.get(0, "").split()) <= 3
 
@@ -197,12 +215,12 @@ def test_a_cancelled_request_ends_before_its_next_token(whole):
 @pytest.mark.parametrize(("prompt", "code"), [("film " * 20, "prompt_too_long"), ("film " * 40, "prompt_too_long")])
 def test_a_prompt_beyond_the_context_is_refused(whole, prompt, code):
     with pytest.raises(ServiceValidationError) as refusal:
-        complete(whole, replace(GREEDY, prompts=("a", prompt)))
+        complete(whole, asked(GREEDY, prompts=("a", prompt)))
     assert (refusal.value.code, refusal.value.field) == (code, "prompts.1")
 
 
 def test_an_empty_prompt_begins_with_the_token_that_begins_a_text(whole):
-    assert complete(whole, replace(GREEDY, prompts=("",)))[0][0].tokens > 0
+    assert complete(whole, asked(GREEDY, prompts=("",)))[0][0].tokens > 0
 
 
 def test_weights_that_have_diverged_say_so(runs):
@@ -249,13 +267,14 @@ def test_a_file_of_other_weights_is_refused(runs, tmp_path):
 
 def test_a_request_that_the_desk_would_refuse_is_a_defect_of_the_caller(tmp_path, sampler):
     with pytest.raises(AssertionError, match="the desk has checked it"):
-        submit(sampler(), source_of(tmp_path, "00" * 32), replace(DRAWN, completions=22))
+        submit(sampler(), source_of(tmp_path, "00" * 32), asked(DRAWN, completions=22))
 
 
 class Listener:
-    """What the sampler tells of one request."""
+    """What the sampler tells of one request; ``cancel`` cancels it."""
 
-    def __init__(self) -> None:
+    def __init__(self, cancel) -> None:
+        self.cancel = cancel
         self.pieces: dict[int, str] = {}
         self.rates: list[float] = []
         self.begun = threading.Event()
@@ -266,9 +285,9 @@ class Listener:
         self.pieces[place] = self.pieces.get(place, "") + text
         self.begun.set()
 
-    def on_done(self, outcome):
+    def on_done(self, completions, cause):
         assert not self._ended.is_set(), "a request ends once"
-        self._outcome = outcome
+        self._outcome = cause or tuple(map(from_wire, completions))
         self._ended.set()
 
     def outcome(self):
@@ -276,12 +295,28 @@ class Listener:
         return self._outcome
 
 
+class Listening(Sampler):
+    """A sampler, and the listeners of its requests."""
+
+    def __init__(self, folder, limits=None, clock=time.monotonic):
+        self.listeners, self.names = {}, count()
+        super().__init__(
+            limits or SamplerLimits(),
+            folder,
+            folder / "signer.pub.json",
+            lambda name, place, text: self.listeners[name].on_tokens(place, text),
+            lambda name, rate: self.listeners[name].rates.append(rate),
+            lambda name, *outcome: self.listeners[name].on_done(*outcome),
+            clock,
+        )
+
+
 @pytest.fixture
 def sampler(tmp_path):
     made = []
 
     def make(**limits):
-        made.append(Sampler(SamplerLimits(**limits), tmp_path / "logs"))
+        made.append(Listening(tmp_path, SamplerLimits(**limits)))
         return made[-1]
 
     yield make
@@ -289,10 +324,13 @@ def sampler(tmp_path):
         each.close()
 
 
-def submit(sampler, source, request, tenant="north"):
-    listener = Listener()
-    told = listener.on_tokens, listener.rates.append, listener.on_done
-    return listener, sampler.submit(tenant, source, request, *told)
+def submit(sampler, source, request, tenant="north", on_done=None):
+    name = f"c.{next(sampler.names)}"
+    listener = sampler.listeners[name] = Listener(lambda: sampler.cancel(name))
+    if on_done is not None:
+        listener.on_done = on_done
+    sampler.submit(name, tenant, str(source.parameters), str(source.run), request)
+    return listener
 
 
 def children():
@@ -308,33 +346,33 @@ def children():
 def test_text_comes_from_a_process_of_its_own_that_is_kept_for_the_next_weights_of_the_run(runs, sampler):
     source, service, begun = runs("whole"), sampler(), time.monotonic()
     here = Generator(model_of(source))
-    first, _ = submit(service, source, DRAWN)
-    second, _ = submit(service, source, GREEDY)
+    first = submit(service, source, DRAWN)
+    second = submit(service, source, GREEDY)
     assert first.outcome() == complete(here, DRAWN)[0]
     assert 0 < sum(each.tokens for each in first.outcome()) / first.rates[-1] <= time.monotonic() - begun
     assert [first.pieces.get(place, "") for place in range(6)] == [each.text for each in first.outcome()]
     assert second.outcome() == complete(here, GREEDY)[0]
     (process,) = children()
 
-    refused, _ = submit(service, replace(source, model_digest="00" * 32), GREEDY)
+    refused = submit(service, source_of(source.run, "00" * 32), GREEDY)
     assert isinstance(refused.outcome(), FutureFailedError)
     assert refused.outcome().code == "weights_changed"
 
     arrays = {name: -array for name, array in load_file(source.parameters).items()}
     other = changed(runs("whole"), arrays)
-    third, _ = submit(service, other, GREEDY)
+    third = submit(service, other, GREEDY)
     assert third.outcome() == complete(Generator(model_of(other)), GREEDY)[0]
-    long, _ = submit(service, source, replace(GREEDY, prompts=("film " * 30,)))
+    long = submit(service, source, asked(GREEDY, prompts=("film " * 30,)))
     assert isinstance(long.outcome(), ServiceValidationError)
     assert (long.outcome().code, long.outcome().field) == ("prompt_too_long", "prompts.0")
     assert children() == [process], "it was kept all the time"
 
     os.kill(process, signal.SIGKILL)
-    again, _ = submit(service, source, GREEDY)
+    again = submit(service, source, GREEDY)
     assert isinstance(again.outcome(), tuple | FutureFailedError)
     if isinstance(again.outcome(), FutureFailedError):
         assert again.outcome().code == "sampler_failed"
-    last, _ = submit(service, source, GREEDY)
+    last = submit(service, source, GREEDY)
     assert last.outcome() == second.outcome()
 
 
@@ -342,42 +380,40 @@ def changed(source, arrays):
     """Return a source of other weights of the same run, as a later release has them."""
     from raycloak.coordinator.runs.released_model import _digest
 
-    path = source.run / "later.safetensors"
-    save_file(arrays, path)
-    manifest = RunFolder.open(source.run).manifest()
-    return SampleSource(source.run, path, _digest(manifest, arrays).hex())
+    later = Source(source.run, _digest(RunFolder.open(source.run).manifest(), arrays).hex())
+    save_file(arrays, later.parameters)
+    return later
 
 
 def test_guarantee_requests_end_once_and_no_process_outlives_the_sampler(runs, sampler):
     service, whole, lora = sampler(processes=1), runs("whole"), runs("lora")
-    first, loading = submit(service, whole, GREEDY)
-    other, waiting = submit(service, lora, GREEDY)
-    second, _ = submit(service, whole, GREEDY)
-    waiting.cancel()
+    first = submit(service, whole, GREEDY)
+    other = submit(service, lora, GREEDY)
+    second = submit(service, whole, GREEDY)
+    other.cancel()
     assert isinstance(other.outcome(), FutureCancelledError)
-    loading.cancel()
-    loading.cancel()
+    first.cancel()
+    first.cancel()
     assert isinstance(first.outcome(), FutureCancelledError)
     assert len(second.outcome()) == len(PROMPTS)
     (process,) = children()
     # Another run gets the one place at once, long before the first process has been idle for long.
-    third, _ = submit(service, lora, GREEDY)
+    third = submit(service, lora, GREEDY)
     assert len(third.outcome()) == len(PROMPTS)
     assert process not in children()
-    running, _ = submit(service, whole, GREEDY)
-    queued, _ = submit(service, lora, GREEDY)
+    running = submit(service, whole, GREEDY)
+    queued = submit(service, lora, GREEDY)
     service.close()
     assert isinstance(running.outcome(), FutureCancelledError)
     assert isinstance(queued.outcome(), FutureCancelledError)
     assert children() == []
-    with pytest.raises(ServiceStateError):
-        submit(service, whole, GREEDY)
+    assert isinstance(submit(service, whole, GREEDY).outcome(), ServiceStateError)
 
 
 def test_what_takes_too_long_or_too_much_memory_fails_by_name(runs, sampler):
-    slow, _ = submit(sampler(request_s=0.2), runs("whole"), GREEDY)
+    slow = submit(sampler(request_s=0.2), runs("whole"), GREEDY)
     assert slow.outcome().code == "sample_timeout"
-    large, _ = submit(sampler(memory_bytes=2**27), runs("whole"), GREEDY)
+    large = submit(sampler(memory_bytes=2**27), runs("whole"), GREEDY)
     assert large.outcome().code in ("sample_memory", "sampler_failed")
 
 
@@ -397,11 +433,11 @@ class Clocked:
     def __call__(self, run, limits, logs):
         return self
 
-    def outcome(self, job):
+    def outcome(self, sample, on_text, on_rate):
         self.begun.set()
         assert self.goes_on.wait(DEADLINE_S)
-        self.now += job.request.max_tokens
-        self.order.append(job.tenant)
+        self.now += wire.Sample.FromString(sample.request).max_tokens
+        self.order.append(sample.parameters.parent.name)
         return ()
 
     def close(self):
@@ -413,13 +449,12 @@ def test_guarantee_a_tenant_gets_no_more_of_the_time_whatever_it_asks_for(monkey
     """North asks for ten seconds each time and south for one."""
     clocked, ended = Clocked(), threading.Semaphore(0)
     monkeypatch.setattr(sampler_module, "_Process", clocked)
-    sampler = Sampler(SamplerLimits(), tmp_path / "logs", lambda: clocked.now)
+    sampler = Listening(tmp_path, clock=lambda: clocked.now)
     again = [] if at_once else ["north"] * 3
 
     def ask(tenant):
-        request = replace(GREEDY, max_tokens=10 if tenant == "north" else 1)
-        source = source_of(tmp_path / tenant, "00" * 32)
-        sampler.submit(tenant, source, request, lambda *_: None, lambda _: None, lambda _: end(tenant))
+        request = asked(GREEDY, max_tokens=10 if tenant == "north" else 1)
+        submit(sampler, source_of(tmp_path / tenant, "00" * 32), request, tenant, lambda *_: end(tenant))
 
     def end(tenant):
         # It asks again in the moment it has its answer.
@@ -446,12 +481,12 @@ def test_guarantee_a_tenant_gets_no_more_of_the_time_whatever_it_asks_for(monkey
 def test_a_tenant_that_asked_for_nothing_has_saved_no_time_up(monkeypatch, tmp_path):
     clocked, ended = Clocked(), threading.Semaphore(0)
     monkeypatch.setattr(sampler_module, "_Process", clocked)
-    sampler = Sampler(SamplerLimits(), tmp_path / "logs", lambda: clocked.now)
+    sampler = Listening(tmp_path, clock=lambda: clocked.now)
 
     def ask(tenant, count):
         for _ in range(count):
-            source = source_of(tmp_path / "run", "00" * 32)
-            sampler.submit(tenant, source, GREEDY, lambda *_: None, lambda _: None, lambda _: ended.release())
+            source = Source(tmp_path / "run", "00" * 32, tmp_path / tenant)
+            submit(sampler, source, GREEDY, tenant, lambda *_: ended.release())
 
     try:
         clocked.goes_on.set()
@@ -471,27 +506,22 @@ def test_a_tenant_that_asked_for_nothing_has_saved_no_time_up(monkeypatch, tmp_p
 
 
 def test_no_more_requests_wait_than_may(runs, sampler):
-    with pytest.raises(ServiceQueueFullError) as refusal:
-        submit(sampler(waiting=0), runs("whole"), GREEDY)
-    assert refusal.value.retry_after_s > 0
+    refusal = submit(sampler(waiting=0), runs("whole"), GREEDY).outcome()
+    assert isinstance(refusal, ServiceQueueFullError)
+    assert refusal.retry_after_s > 0
 
 
-def test_a_request_ends_where_no_process_can_be_started(tmp_path):
+def test_a_request_ends_where_no_process_can_be_started(tmp_path, sampler):
     """And the next one is tried again."""
     (tmp_path / "logs").write_text("no folder")
-    sampler, told = Sampler(SamplerLimits(), tmp_path / "logs"), queue.SimpleQueue()
-    try:
-        for _ in range(2):
-            source = SampleSource(tmp_path, tmp_path / "parameters", "00" * 32)
-            sampler.submit("north", source, GREEDY, lambda place, text: None, lambda rate: None, told.put)
-            outcome = told.get(timeout=DEADLINE_S)
-            assert (type(outcome), outcome.code) == (FutureFailedError, "sampler_failed")
-    finally:
-        sampler.close()
+    service = sampler()
+    for _ in range(2):
+        outcome = submit(service, source_of(tmp_path, "00" * 32), GREEDY).outcome()
+        assert (type(outcome), outcome.code) == (FutureFailedError, "sampler_failed")
 
 
 def test_an_idle_process_ends(sampler, tmp_path):
-    found, _ = submit(sampler(idle_s=0.1), source_of(tmp_path, "00" * 32), GREEDY)
+    found = submit(sampler(idle_s=0.1), source_of(tmp_path, "00" * 32), GREEDY)
     assert found.outcome().code == "not_a_run"
     for thread in threading.enumerate():
         if thread.name == "sampler":
@@ -505,12 +535,12 @@ def test_a_process_ends_with_a_service_that_is_killed(run_python_in, tmp_path):
 import os, signal, threading
 from contextlib import suppress
 from pathlib import Path
+from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.service.sampling.sampler import *
-from raycloak.coordinator.service.sampling.requests import SampleRequest
-sampler = Sampler(SamplerLimits(), Path({str(tmp_path)!r}))
-source = SampleSource(Path({str(tmp_path)!r}), Path("parameters"), "00" * 32)
-told = threading.Event()
-sampler.submit("north", source, SampleRequest(("a",), 3), lambda *_: None, lambda _: None, lambda _: told.set())
+told, folder = threading.Event(), Path({str(tmp_path)!r})
+sampler = Sampler(SamplerLimits(), folder, folder, lambda *_: None, lambda *_: None, lambda *_: told.set())
+request = wire.Sample(prompts=["a"], max_tokens=3, top_p=1.0, completions=1)
+sampler.submit("c.0", "north", "weights.safetensors", str(folder), request)
 told.wait()
 children = []
 for each in Path("/proc/self/task").glob("*/children"):

@@ -11,8 +11,7 @@ from raycloak.coordinator.checkpoints.archive import Archive
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.config.sections import CheckpointConfig
 from raycloak.coordinator.record.folder import RunFolder
-from raycloak.coordinator.service.sampling.sampler import Sampler, SamplerLimits
-from raycloak.coordinator.service.sampling.samples import PackageSampler, service_recipient
+from raycloak.coordinator.service.sampling.sampler import Sampler, SamplerLimits, service_recipient
 from raycloak.coordinator.training.assignment import NewRun
 from tests.protocol import RENYI, trained
 from tests.tiny_text import write_gpt2
@@ -72,8 +71,7 @@ def samples(site, tmp_path):
     shutil.copytree(site[0] / "service", folder)
 
     def make(signer=site[0] / "signer" / "signer.pub.json"):
-        sampler = Sampler(SamplerLimits(), tmp_path / "logs")
-        made.append(PackageSampler(sampler, folder, signer, told.on_tokens, told.on_rate, told.on_done))
+        made.append(Sampler(SamplerLimits(), folder, signer, told.on_tokens, told.on_rate, told.on_done))
         return made[-1]
 
     yield make, told, folder
