@@ -8,6 +8,7 @@ import queue
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from raycloak.attestation.processes.child import Child
@@ -27,27 +28,16 @@ class Driver:
     def __init__(self, log: Path, told: Callable[[Report | Exited], None]) -> None:
         self._log = log
         self._told = told
-        self._child: Child | None = None
+        self.child: Child
         # Sent by a thread: a channel that is full would hold the caller up. None ends it.
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
 
-    @property
-    def pid(self) -> int | None:
-        """The process id; None before the start."""
-        return self._child.pid if self._child is not None else None
-
-    @property
-    def alive(self) -> bool:
-        """Return whether the process was started and has not ended."""
-        return self._child is not None and self._child.alive
-
     def start(self, begin: Begin) -> None:
         """Start the process; OSError if none can be started."""
-        assert self._child is None, "a driver is started once"
         # Without a grace: it ends after a step that may be long, and by itself.
-        self._child = Child("raycloak.coordinator.service.driver:main", grace_s=None, log=self._log)
+        self.child = Child("raycloak.coordinator.service.driver:main", grace_s=None, log=self._log)
         self.send(begin)
-        threading.Thread(target=self._listen, args=(self._child,), name=f"driver {self.pid}", daemon=True).start()
+        threading.Thread(target=self._listen, args=(self.child,), name="driver", daemon=True).start()
 
     def send(self, command: Command) -> None:
         """Send a command; it arrives behind those that were sent before."""
@@ -57,11 +47,6 @@ class Driver:
         """End the execution after the step that computes; a step that waits for its release is left. Resumable."""
         self._commands.put(None)
 
-    def kill(self) -> None:
-        """End the process at once; a resume repeats what was not sealed."""
-        if self._child is not None:
-            self._child.kill()
-
     def _write(self, child: Child) -> None:
         # An end that comes first is told by `Exited`, and what could not be written is for nobody.
         with suppress(ConnectionError):
@@ -70,7 +55,7 @@ class Driver:
         child.finish()
 
     def _listen(self, child: Child) -> None:
-        threading.Thread(target=self._write, args=(child,), name=f"to driver {child.pid}", daemon=True).start()
+        threading.Thread(target=self._write, args=(child,), name="to driver", daemon=True).start()
         try:
             while (report := child.channel.receive(*REPORTS)) is not None:
                 self._told(report)
@@ -82,3 +67,47 @@ class Driver:
             self.stop()
             child.channel.close()
             self._told(exited)
+
+
+class DriverProcesses:
+    """The driver processes by client; see `raycloak.coordinator.service.ports.DriverPort`. For the desk's thread.
+
+    Args:
+        logs: folder, made here, with a log for each client.
+    """
+
+    def __init__(self, logs: Path) -> None:
+        logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._logs = logs
+        self._drivers: dict[str, Driver] = {}
+        self.tell: Callable[[str, Report | Exited], None] = lambda client_id, said: None
+
+    def start(self, client_id: str, begin: Begin) -> None:
+        """See `DriverPort`."""
+        driver = Driver(self._logs / f"{client_id}.log", partial(self._told, client_id))
+        self._drivers[client_id] = driver
+        try:
+            driver.start(begin)
+        except OSError as error:
+            self._told(client_id, Exited(code=-1, last_words=f"no process can be started: {error.strerror}"))
+
+    def send(self, client_id: str, command: Command) -> None:
+        """See `DriverPort`."""
+        if driver := self._drivers.get(client_id):
+            driver.send(command)
+
+    def stop(self, client_id: str) -> None:
+        """See `DriverPort`."""
+        if driver := self._drivers.get(client_id):
+            driver.stop()
+
+    def kill(self, client_id: str) -> None:
+        """See `DriverPort`."""
+        if driver := self._drivers.get(client_id):
+            driver.child.kill()
+
+    def _told(self, client_id: str, said: Report | Exited) -> None:
+        if isinstance(said, Exited):
+            # Before it is told: the client's next driver is started after that.
+            del self._drivers[client_id]
+        self.tell(client_id, said)

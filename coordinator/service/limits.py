@@ -4,6 +4,9 @@ Guarantee: queues, messages, streams and batches that a tenant can fill have a s
 has an end. The ledger, the evidence log and the directories of runs keep what they have.
 """
 
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Final
 
 from pydantic import Field
@@ -11,6 +14,7 @@ from pydantic import Field
 from raycloak.attestation.service.connections import WINDOW_BYTES, ConnectionBounds
 from raycloak.coordinator.config.section import Section
 from raycloak.coordinator.service.sampling.requests import MOST_RESULT_BYTES
+from raycloak.metrics.service_errors import ServiceError
 
 CALLS_OF_CONNECTION: Final = 32
 """At once, beside a stream of changes for each client that a tenant may have, which may all be in one program."""
@@ -124,20 +128,23 @@ class LimitsConfig(Section):
 
 
 class Slots:
-    """The number of streams that each tenant has open. For one thread."""
+    """The number of calls or streams that each tenant has open. For one event loop.
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._taken: dict[str, int] = {}
+    Args:
+        full: makes the refusal of one more than ``most``.
+    """
 
-    def take(self, tenant: str) -> bool:
-        """Take a slot; False if the tenant has them all."""
-        taken = self._taken.get(tenant, 0)
-        if taken >= self._most:
-            return False
-        self._taken[tenant] = taken + 1
-        return True
+    def __init__(self, most: int, full: Callable[[], ServiceError]) -> None:
+        self._most, self._full = most, full
+        self._taken: Counter[str] = Counter()
 
-    def leave(self, tenant: str) -> None:
-        """Give a slot back."""
-        self._taken[tenant] -= 1
+    @asynccontextmanager
+    async def taken(self, tenant: str) -> AsyncIterator[None]:
+        """Have a slot in the block; the refusal if the tenant has them all."""
+        if self._taken[tenant] >= self._most:
+            raise self._full()
+        self._taken[tenant] += 1
+        try:
+            yield
+        finally:
+            self._taken[tenant] -= 1

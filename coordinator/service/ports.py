@@ -32,7 +32,12 @@ class DriverPort(Protocol):
 
     What a driver reports comes to `DriverReports.report`, in order. `raycloak.attestation.processes.program.Exited`
     comes last. No method waits for a process.
+
+    Attributes:
+        tell: the function that reports go to, from any thread: client and report.
     """
+
+    tell: Callable[[str, Report | Exited], None]
 
     def start(self, client_id: str, begin: Begin) -> None:
         """Start the driver of a client that has none, and give it its first line."""
@@ -47,17 +52,7 @@ class DriverPort(Protocol):
         ...
 
     def kill(self, client_id: str) -> None:
-        """End the driver at once; a resume repeats what was not sealed."""
-        ...
-
-
-class Drivers(DriverPort, Protocol):
-    """A `DriverPort` with the function that its reports go to, from any thread: client and report."""
-
-    tell: Callable[[str, Report | Exited], None]
-
-    def kill_all(self) -> list[str]:
-        """End all drivers at once, and return their clients. From any thread."""
+        """End the driver at once; a resume repeats what was not sealed. From any thread."""
         ...
 
 

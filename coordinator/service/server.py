@@ -14,11 +14,11 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Self, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import grpc
 
@@ -90,6 +90,24 @@ Pieces: TypeAlias = Callable[[ArtifactRow], Iterator[bytes]]
 """From an artifact to the pieces of the one file that a client pulls."""
 
 
+@dataclass(frozen=True, slots=True)
+class ServiceParts:
+    """The objects that answer the calls.
+
+    Attributes:
+        folder: of the files that clients send.
+        refused: told of the kind of error with which a call was refused.
+        evidence: class that the policy of all runs asks for; see `raycloak.coordinator.client.results.Capabilities`.
+    """
+
+    desk: Desk
+    turns: Turns
+    folder: Path
+    pieces: Pieces
+    refused: Callable[[str], None]
+    evidence: str
+
+
 class _PeerLeft(Exception):
     """The other end of a stream is gone."""
 
@@ -98,31 +116,62 @@ class _TrainingServicer:
     """Turns calls into turns of the desk, under the limits."""
 
     def __init__(
-        self, parts: "ServiceParts", settings: ServiceSettings, watches: Watches, guard: ConnectionGuard
+        self, parts: ServiceParts, settings: ServiceSettings, watches: Watches, guard: ConnectionGuard
     ) -> None:
-        self._desk = parts.desk
-        self._turns = parts.turns
-        self._folder = parts.folder
-        self._pieces = parts.pieces
-        self._refused = parts.refused
-        self._evidence = parts.evidence
+        self._parts, self._desk, self._turns = parts, parts.desk, parts.turns
         self._settings = settings
         self._limits = limits = settings.limits
         self._tenants = Tenants(settings)
         self._watches = watches
         self._guard = guard
         self._rates = RateLimit(limits.calls_per_second, limits.burst, time.monotonic)
-        self._calls = Slots(limits.calls_per_tenant)
-        self._streams = Slots(limits.watches_per_tenant)
-        self._sends, self._pulls = Slots(limits.sends_per_tenant), Slots(limits.pulls_per_tenant)
+        many = "this tenant has too many calls open."
+        self._calls = Slots(
+            limits.calls_per_tenant,
+            lambda: ServiceRateLimitedError("calls_full", many, "Wait for one.", retry_after_s=_CALLS_RETRY_S),
+        )
+        self._streams = _streams(limits.watches_per_tenant, "streams of changes")
+        self._sends = _streams(limits.sends_per_tenant, "uploads")
+        self._pulls = _streams(limits.pulls_per_tenant, "downloads")
         self._rooms = Rooms(limits.tenant_bytes)
         self._reflection = reflection_of(SERVICE)
-        self._ending = asyncio.Event()
+        self._health, self._ending = Health(), asyncio.Event()
+        desk, by_desk = parts.desk, self._answered_by
+        self.CreateClient = by_desk(desk.create_client)
+        self.GetClient = by_desk(lambda tenant, asked: desk.client(tenant, asked.client_id))
+        self.CloseClient = by_desk(lambda tenant, asked: desk.close_client(tenant, asked.client_id))
+        self.ListClients = by_desk(lambda tenant, _: wire.ListClientsReply(clients=desk.clients(tenant)), LIST_BYTES)
+        self.Submit = by_desk(desk.submit)
+        self.GetOperation = by_desk(lambda tenant, asked: desk.operation(tenant, asked.client_id, asked.operation_id))
+        self.CancelOperation = by_desk(lambda tenant, asked: desk.cancel(tenant, asked.client_id, asked.operation_id))
+        self.ListArtifacts = by_desk(
+            lambda tenant, asked: wire.ListArtifactsReply(artifacts=desk.artifacts(tenant, asked.client_id)), LIST_BYTES
+        )
 
-    def end_streams(self) -> None:
-        """End all streams of changes; their clients come back with what they have seen."""
+    async def serve(self, credentials: Any | None) -> int:
+        """Begin to answer calls; return the port."""
+        self._server = grpc.aio.server(options=self._limits.bounds().options())
+        for service, answers in ((SERVICE, self), (REFLECTION, self), (HEALTH, self._health)):
+            self._server.add_generic_rpc_handlers((handlers(service, answers),))
+        port = listen(self._server, self._settings.bind, credentials)
+        self._turns.when_failed(self._fail)
+        await self._server.start()
+        # Last, so that nobody is sent here before calls are answered.
+        self._health.is_serving = True
+        return port
+
+    async def stop(self, grace_s: float) -> None:
+        """End all streams of changes, whose clients come back with what they have seen, and then all calls."""
+        self._fail()
         self._ending.set()
         self._watches.wake()
+        await self._server.stop(grace_s)
+        # Calls that were cut have to end before their loop does.
+        if left := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(left, timeout=_CUT_S)
+
+    def _fail(self) -> None:
+        self._health.is_serving = False
 
     async def GetCapabilities(  # noqa: N802
         self, requests: AsyncIterator[wire.CapabilitiesRequest], context: Context
@@ -134,59 +183,11 @@ class _TrainingServicer:
                 tenant=caller.tenant,
                 datasets=rights.datasets,
                 models=rights.models,
-                evidence_class=self._evidence,
+                evidence_class=self._parts.evidence,
                 largest_batch_bytes=self._limits.batch_bytes,
                 most_queued=self._limits.queued_operations,
                 expires_unix_s=caller.expires,
             )
-
-    async def CreateClient(  # noqa: N802
-        self, requests: AsyncIterator[wire.CreateClientRequest], context: Context
-    ) -> wire.Client:
-        return await self._ask(requests, context, self._desk.create_client)
-
-    async def GetClient(self, requests: AsyncIterator[wire.ClientRequest], context: Context) -> wire.Client:  # noqa: N802
-        return await self._ask(requests, context, lambda tenant, asked: self._desk.client(tenant, asked.client_id))
-
-    async def ListClients(  # noqa: N802
-        self, requests: AsyncIterator[wire.ListClientsRequest], context: Context
-    ) -> wire.ListClientsReply:
-        def answer(tenant: str, _: wire.ListClientsRequest) -> wire.ListClientsReply:
-            return wire.ListClientsReply(clients=self._desk.clients(tenant))
-
-        return await self._ask(requests, context, answer, LIST_BYTES)
-
-    async def CloseClient(self, requests: AsyncIterator[wire.ClientRequest], context: Context) -> wire.Client:  # noqa: N802
-        return await self._ask(
-            requests, context, lambda tenant, asked: self._desk.close_client(tenant, asked.client_id)
-        )
-
-    async def Submit(self, requests: AsyncIterator[wire.SubmitRequest], context: Context) -> wire.Operation:  # noqa: N802
-        return await self._ask(requests, context, self._desk.submit)
-
-    async def GetOperation(  # noqa: N802
-        self, requests: AsyncIterator[wire.OperationRequest], context: Context
-    ) -> wire.Operation:
-        def answer(tenant: str, asked: wire.OperationRequest) -> wire.Operation:
-            return self._desk.operation(tenant, asked.client_id, asked.operation_id)
-
-        return await self._ask(requests, context, answer)
-
-    async def CancelOperation(  # noqa: N802
-        self, requests: AsyncIterator[wire.OperationRequest], context: Context
-    ) -> wire.Operation:
-        def answer(tenant: str, asked: wire.OperationRequest) -> wire.Operation:
-            return self._desk.cancel(tenant, asked.client_id, asked.operation_id)
-
-        return await self._ask(requests, context, answer)
-
-    async def ListArtifacts(  # noqa: N802
-        self, requests: AsyncIterator[wire.ClientRequest], context: Context
-    ) -> wire.ListArtifactsReply:
-        def answer(tenant: str, asked: wire.ClientRequest) -> wire.ListArtifactsReply:
-            return wire.ListArtifactsReply(artifacts=self._desk.artifacts(tenant, asked.client_id))
-
-        return await self._ask(requests, context, answer, LIST_BYTES)
 
     async def ServerReflectionInfo(  # noqa: N802
         self, requests: AsyncIterator[Any], context: Context
@@ -201,7 +202,7 @@ class _TrainingServicer:
     async def SendBatch(  # noqa: N802
         self, requests: AsyncIterator[wire.BatchPiece], context: Context
     ) -> wire.Operation:
-        async with self._call(context) as caller, self._slot(self._sends, caller, "uploads"):
+        async with self._call(context) as caller, self._sends.taken(caller.tenant):
             pieces = _patient(requests, self._limits.stall_seconds)
             first = await anext(pieces, None)
             if first is None or first.WhichOneof("piece") != "head":
@@ -210,7 +211,7 @@ class _TrainingServicer:
             known = await self._turns.ask(lambda: self._desk.announce_batch(tenant, head))
             if known is not None:
                 return known
-            upload = Upload(self._folder, head)
+            upload = Upload(self._parts.folder, head)
             sealed = await upload.take(_while_current(caller, pieces))
             return await self._accepted(tenant, head, upload, sealed)
 
@@ -236,7 +237,7 @@ class _TrainingServicer:
         return operation
 
     async def Watch(self, requests: AsyncIterator[wire.WatchRequest], context: Context) -> None:  # noqa: N802
-        async with self._call(context) as caller, self._slot(self._streams, caller, "streams of changes"):
+        async with self._call(context) as caller, self._streams.taken(caller.tenant):
             request = await self._request(caller, requests)
             client_id, since = request.client_id, request.since
             await self._turns.ask(lambda: self._desk.client(caller.tenant, client_id))
@@ -277,13 +278,13 @@ class _TrainingServicer:
                 return since
 
     async def PullArtifact(self, requests: AsyncIterator[wire.ArtifactRequest], context: Context) -> None:  # noqa: N802
-        async with self._call(context) as caller, self._slot(self._pulls, caller, "downloads"):
+        async with self._call(context) as caller, self._pulls.taken(caller.tenant):
             request = await self._request(caller, requests)
             # The name of an artifact begins with its client's.
             client_id = request.client_id or request.artifact_id.rpartition(".")[0]
             row = await self._turns.ask(lambda: self._desk.artifact(caller.tenant, client_id, request.artifact_id))
             try:
-                pieces = await asyncio.to_thread(self._pieces, row)
+                pieces = await asyncio.to_thread(self._parts.pieces, row)
                 while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
                     _require_current(caller)
                     await self._write(context, wire.ArtifactPiece(data=piece))
@@ -303,22 +304,25 @@ class _TrainingServicer:
         except Exception:  # noqa: BLE001 - gRPC's error for a peer that is gone is in none of its public modules
             raise _PeerLeft from None
 
-    async def _ask(
-        self,
-        requests: AsyncIterator[Q],
-        context: Context,
-        call: Callable[[str, Q], T],
-        answer_bytes: int = ANSWER_BYTES,
-    ) -> T:
-        """Make a call of the desk. Its request and its answer have room of its tenant's until the caller has read."""
-        async with self._call(context) as caller:
-            held = await self._rooms.take(caller.tenant, self._limits.request_bytes + answer_bytes)
-            # It is called once the answer has left, or the caller.
-            context.add_done_callback(lambda _: held.leave())
-            request = await self._next(requests)
-            answer = await self._turns.ask(lambda: call(caller.tenant, request))
-            held.shrink(answer.ByteSize())  # type: ignore[attr-defined]
-            return answer
+    def _answered_by(
+        self, call: Callable[[str, Any], Any], answer_bytes: int = ANSWER_BYTES
+    ) -> Callable[[AsyncIterator[Any], Context], Coroutine[Any, Any, Any]]:
+        """Return the handler of calls that the desk answers, from a tenant and its request.
+
+        Request and answer have room of the tenant's until the caller has read.
+        """
+
+        async def handle(requests: AsyncIterator[Any], context: Context) -> Any:
+            async with self._call(context) as caller:
+                held = await self._rooms.take(caller.tenant, self._limits.request_bytes + answer_bytes)
+                # It is called once the answer has left, or the caller.
+                context.add_done_callback(lambda _: held.leave())
+                request = await self._next(requests)
+                answer = await self._turns.ask(lambda: call(caller.tenant, request))
+                held.shrink(answer.ByteSize())
+                return answer
+
+        return handle
 
     async def _request(self, caller: CallingTenant, requests: AsyncIterator[Q]) -> Q:
         """Read the one request of a stream."""
@@ -340,17 +344,6 @@ class _TrainingServicer:
             held.leave()
 
     @asynccontextmanager
-    async def _slot(self, slots: Slots, caller: CallingTenant, what: str) -> AsyncIterator[None]:
-        if not slots.take(caller.tenant):
-            raise ServiceQueueFullError(
-                "streams_full", f"this tenant has too many {what} open.", "Close one.", retry_after_s=1.0
-            )
-        try:
-            yield
-        finally:
-            slots.leave(caller.tenant)
-
-    @asynccontextmanager
     async def _call(self, context: Context) -> AsyncIterator[CallingTenant]:
         """Admit a call; an error in the block becomes a status with a ServiceErrorInfo in its trailing metadata."""
         metadata = dict(context.invocation_metadata() or ())
@@ -360,7 +353,7 @@ class _TrainingServicer:
         try:
             with self._guard.call(context.peer()) as guarded:
                 caller = self._admitted(context, metadata, guarded)
-                with self._counted(caller):
+                async with self._calls.taken(caller.tenant):
                     yield caller
             return
         except ServiceError as refusal:
@@ -375,22 +368,11 @@ class _TrainingServicer:
             error = ServiceServerError(
                 "internal", "the service failed at this call.", "Tell the operator the request id."
             )
-        self._refused(error.kind)
+        self._parts.refused(error.kind)
         info = error_to_wire(error)
         info.request_id = request_id
         status = _STATUS.get(error.kind, grpc.StatusCode.INTERNAL)
         await context.abort(status, error.code, ((TRAILER, info.SerializeToString()),))
-
-    @contextmanager
-    def _counted(self, caller: CallingTenant) -> Iterator[None]:
-        if not self._calls.take(caller.tenant):
-            raise ServiceRateLimitedError(
-                "calls_full", "this tenant has too many calls open.", "Wait for one.", retry_after_s=_CALLS_RETRY_S
-            )
-        try:
-            yield
-        finally:
-            self._calls.leave(caller.tenant)
 
     def _admitted(self, context: Context, metadata: dict[str, Any], guarded: GuardedCall) -> CallingTenant:
         """Return who calls, if it may now."""
@@ -401,8 +383,14 @@ class _TrainingServicer:
             guarded.refuse()
             raise
         guarded.admit()
-        # After the credentials: who has none learns no version.
-        _require_version(metadata.get("raycloak-version", ""))
+        # After the credentials: who has none learns no version. Messages of another minor version may differ.
+        version = metadata.get("raycloak-version", "")
+        if version.split(".")[:2] != VERSION.split(".")[:2]:
+            raise ServiceConnectionError(
+                "other_version",
+                f"the service has version {VERSION}, and the client '{version[:32]}'.",
+                "Install the version of the service.",
+            )
         wait = self._rates.wait(caller.tenant)
         if wait > 0:
             raise ServiceRateLimitedError(
@@ -417,6 +405,11 @@ def _require_current(caller: CallingTenant) -> None:
         raise expired()
 
 
+def _streams(most: int, what: str) -> Slots:
+    message = f"this tenant has too many {what} open."
+    return Slots(most, lambda: ServiceQueueFullError("streams_full", message, "Close one.", retry_after_s=1.0))
+
+
 async def _while_current(
     caller: CallingTenant, pieces: AsyncIterator[wire.BatchPiece]
 ) -> AsyncIterator[wire.BatchPiece]:
@@ -425,16 +418,6 @@ async def _while_current(
         _require_current(caller)
         yield piece
     _require_current(caller)
-
-
-def _require_version(version: str) -> None:
-    """Refuse a client of another minor version, whose messages may mean something else."""
-    if version.split(".")[:2] != VERSION.split(".")[:2]:
-        raise ServiceConnectionError(
-            "other_version",
-            f"the service has version {VERSION}, and the client '{version[:32]}'.",
-            "Install the version of the service.",
-        )
 
 
 async def _patient(requests: AsyncIterator[Q], stall_s: float) -> AsyncIterator[Q]:
@@ -449,70 +432,40 @@ async def _patient(requests: AsyncIterator[Q], stall_s: float) -> AsyncIterator[
         yield request
 
 
-@dataclass(frozen=True, slots=True)
-class ServiceParts:
-    """The objects that answer the calls.
-
-    Attributes:
-        folder: of the files that clients send.
-        refused: told of the kind of error with which a call was refused.
-        evidence: class that the policy of all runs asks for; see `raycloak.coordinator.client.results.Capabilities`.
-    """
-
-    desk: Desk
-    turns: Turns
-    folder: Path
-    pieces: Pieces
-    refused: Callable[[str], None]
-    evidence: str
-
-
-@dataclass(slots=True)
 class TrainingServer:
-    """A running server.
+    """A running server, until :meth:`stop`.
+
+    Args:
+        make: makes the desk and what belongs to it, given the watchers that it tells.
+        base: folder that the paths in the settings start from.
 
     Attributes:
         port: TCP port that it listens on.
         memory: that its calls take at most, for a reader.
+
+    Raises:
+        ConfigError: ``bind`` if the address cannot be listened on, ``tls`` for files that cannot be used, ``memory`` if
+            the limits allow more than there is.
     """
 
-    port: int
-    memory: str
-    _loop: asyncio.AbstractEventLoop
-    _thread: threading.Thread
-    _stop: Callable[[float], Coroutine[Any, Any, None]]
-    _watches: Watches
-    _guard: ConnectionGuard
-
-    @classmethod
-    def start(cls, make: "Callable[[Watches], ServiceParts]", settings: ServiceSettings, base: Path) -> Self:
-        """Serve until :meth:`stop`.
-
-        Args:
-            make: makes the desk and what belongs to it, given the watchers that it tells.
-            base: folder that the paths in the settings start from.
-
-        Raises:
-            ConfigError: ``bind`` if the address cannot be listened on, ``tls`` for files that cannot be used,
-                ``memory`` if the limits allow more than there is.
-        """
+    def __init__(self, make: Callable[[Watches], ServiceParts], settings: ServiceSettings, base: Path) -> None:
         limits = settings.limits
-        memory = require_memory(limits.most_bytes(len(settings.tenants)), limits.memory_bytes)
-        guard = ConnectionGuard(limits.bounds())
+        self.memory = require_memory(limits.most_bytes(len(settings.tenants)), limits.memory_bytes)
+        self._guard = ConnectionGuard(limits.bounds())
         credentials = _credentials(settings.tls, base) if settings.tls is not None else None
-        loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=loop.run_forever, name="training-service", daemon=True)
-        thread.start()
-        watches = Watches(loop)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="training-service", daemon=True)
+        self._thread.start()
+        self._watches = Watches(self._loop)
         try:
-            parts = make(watches)
-            serving = asyncio.run_coroutine_threadsafe(_serve(parts, settings, watches, credentials, guard), loop)
-            port, stop = serving.result(START_DEADLINE_S)
+            parts = make(self._watches)
+            self._servicer = _TrainingServicer(parts, settings, self._watches, self._guard)
+            serving = asyncio.run_coroutine_threadsafe(self._servicer.serve(credentials), self._loop)
+            self.port = serving.result(START_DEADLINE_S)
         except BaseException:
-            loop.call_soon_threadsafe(loop.stop)
+            self._loop.call_soon_threadsafe(self._loop.stop)
             raise
-        guard.start(port)
-        return cls(port, memory, loop, thread, stop, watches, guard)
+        self._guard.start(self.port)
 
     @property
     def watches(self) -> int:
@@ -524,37 +477,11 @@ class TrainingServer:
         self._guard.stop()
         # A loop that hangs must not keep the process from ending.
         with suppress(TimeoutError):
-            asyncio.run_coroutine_threadsafe(self._stop(grace_s), self._loop).result(grace_s + START_DEADLINE_S)
+            ended = asyncio.run_coroutine_threadsafe(self._servicer.stop(grace_s), self._loop)
+            ended.result(grace_s + START_DEADLINE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(START_DEADLINE_S)
         self._loop.close()
-
-
-async def _serve(
-    parts: "ServiceParts", settings: ServiceSettings, watches: Watches, credentials: Any | None, guard: ConnectionGuard
-) -> tuple[int, Callable[[float], Coroutine[Any, Any, None]]]:
-    server = grpc.aio.server(options=settings.limits.bounds().options())
-    servicer, health = _TrainingServicer(parts, settings, watches, guard), Health()
-    for service, answers in ((SERVICE, servicer), (REFLECTION, servicer), (HEALTH, health)):
-        server.add_generic_rpc_handlers((handlers(service, answers),))
-    port = listen(server, settings.bind, credentials)
-
-    def fail() -> None:
-        health.is_serving = False
-
-    async def stop(grace_s: float) -> None:
-        health.is_serving = False
-        servicer.end_streams()
-        await server.stop(grace_s)
-        # Calls that were cut have to end before their loop does.
-        if left := asyncio.all_tasks() - {asyncio.current_task()}:
-            await asyncio.wait(left, timeout=_CUT_S)
-
-    parts.turns.when_failed(fail)
-    await server.start()
-    # Last, so that nobody is sent here before calls are answered.
-    health.is_serving = True
-    return port, stop
 
 
 def _credentials(tls: TlsConfig, base: Path) -> Any:

@@ -2,10 +2,9 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Final, Self
 
@@ -18,15 +17,15 @@ from raycloak.coordinator.record.batch_files import FOLDER
 from raycloak.coordinator.record.run_reader import EventTail
 from raycloak.coordinator.service.databases import OwnedFolder, open_database
 from raycloak.coordinator.service.desk import Desk
-from raycloak.coordinator.service.drivers import Driver
+from raycloak.coordinator.service.drivers import DriverProcesses
 from raycloak.coordinator.service.operation_queues import MOST_SAMPLES
 from raycloak.coordinator.service.packages import SavedPackage
-from raycloak.coordinator.service.pipe import Begin, Command, ReleasedStep, Report
-from raycloak.coordinator.service.ports import Drivers
+from raycloak.coordinator.service.pipe import ReleasedStep, Report
+from raycloak.coordinator.service.ports import DriverPort
 from raycloak.coordinator.service.sampling.sampler import Sampler, SamplerLimits, service_recipient
 from raycloak.coordinator.service.server import ServiceParts, TrainingServer
 from raycloak.coordinator.service.settings import ServiceSettings
-from raycloak.coordinator.service.store import ArtifactRow, Store
+from raycloak.coordinator.service.store import Store
 from raycloak.coordinator.service.turns import Turns
 from raycloak.coordinator.service.watches import Watches
 from raycloak.metrics.collectors import ServiceMetrics, ServiceSnapshot
@@ -45,75 +44,14 @@ _LOG = logging.getLogger(__name__)
 _SNAPSHOT_S: Final = 5.0  # a scrape waits no longer for the desk
 
 
-class DriverProcesses:
-    """The driver processes by client; see `raycloak.coordinator.service.ports.DriverPort`. For the desk's thread.
-
-    Args:
-        logs: folder, made here, with a log for each client.
-    """
-
-    def __init__(self, logs: Path) -> None:
-        logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._logs = logs
-        self._drivers: dict[str, Driver] = {}
-        self.tell: Callable[[str, Report | Exited], None] = lambda client_id, said: None
-
-    def start(self, client_id: str, begin: Begin) -> None:
-        """See `DriverPort`."""
-        driver = Driver(self._logs / f"{client_id}.log", partial(self._told, client_id))
-        self._drivers[client_id] = driver
-        try:
-            driver.start(begin)
-        except OSError as error:
-            self._told(client_id, Exited(code=-1, last_words=f"no process can be started: {error.strerror}"))
-
-    def send(self, client_id: str, command: Command) -> None:
-        """See `DriverPort`."""
-        driver = self._drivers.get(client_id)
-        if driver is not None:
-            driver.send(command)
-
-    def stop(self, client_id: str) -> None:
-        """See `DriverPort`."""
-        driver = self._drivers.get(client_id)
-        if driver is not None:
-            driver.stop()
-
-    def kill(self, client_id: str) -> None:
-        """See `DriverPort`."""
-        driver = self._drivers.get(client_id)
-        if driver is not None:
-            driver.kill()
-
-    def kill_all(self) -> list[str]:
-        """See `Drivers`."""
-        left = dict(self._drivers)
-        for driver in left.values():
-            driver.kill()
-        return list(left)
-
-    def _told(self, client_id: str, said: Report | Exited) -> None:
-        if isinstance(said, Exited):
-            # Before it is told: the client's next driver is started after that.
-            del self._drivers[client_id]
-        self.tell(client_id, said)
-
-
 class RunRecords:
     """The records that runs have written; see `raycloak.coordinator.service.ports.Records`."""
 
     def steps(self, run_dir: str) -> Mapping[int, ReleasedStep]:
         """See `Records`."""
+        names = ("step", "model_digest", "epsilon", "seconds", "evaluation_accuracy", "evaluation_loss")
         return {
-            event["step"]: ReleasedStep(
-                step=event["step"],
-                model_digest=event["model_digest"],
-                epsilon=event.get("epsilon"),
-                seconds=event["seconds"],
-                evaluation_accuracy=event.get("evaluation_accuracy"),
-                evaluation_loss=event.get("evaluation_loss"),
-                loss=None,
-            )
+            event["step"]: ReleasedStep(loss=None, **{name: event.get(name) for name in names})
             for event in EventTail(Path(run_dir)).read()
             if event["event"] == "step"
         }
@@ -125,10 +63,6 @@ class RunRecords:
     def package_bytes(self, location: str, package_digest: bytes) -> int:
         """See `Records`."""
         return SavedPackage(location, package_digest).bytes
-
-
-def _pieces(row: ArtifactRow) -> Iterator[bytes]:
-    return SavedPackage(row.package, bytes.fromhex(row.package_digest)).pieces()
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +94,7 @@ class TrainingService:
         ConfigError: what the settings name cannot be used, or another service owns the store.
     """
 
-    def __init__(self, settings: ServiceSettings, base: Path, drivers: Drivers | None = None) -> None:
+    def __init__(self, settings: ServiceSettings, base: Path, drivers: DriverPort | None = None) -> None:
         policy = configured_policy(settings.run.get("policy"), settings.run.get("collateral"), base)
         # Of the policy and not of a run: a run's own evidence is its tenant's business.
         evidence = "simulated" if policy is None or policy.accepts_simulated else "hardware"
@@ -184,7 +118,7 @@ class TrainingService:
                 self._rate,
                 self._sampled,
             )
-            self._processes: Drivers = drivers or DriverProcesses(folder / "logs")
+            self._processes: DriverPort = drivers or DriverProcesses(folder / "logs")
             self._metrics = ServiceMetrics(self._snapshot)
 
             def make(watches: Watches) -> ServiceParts:
@@ -202,13 +136,20 @@ class TrainingService:
                 )
                 self._turns = Turns(self._desk, settings.limits.waiting_calls)
                 self._processes.tell = self._reported
-                return ServiceParts(self._desk, self._turns, batches, _pieces, self._metrics.call_refused, evidence)
+                return ServiceParts(
+                    self._desk,
+                    self._turns,
+                    batches,
+                    lambda row: SavedPackage(row.package, bytes.fromhex(row.package_digest)).pieces(),
+                    self._metrics.call_refused,
+                    evidence,
+                )
 
             exporter = Exporter()
             exporter.add(self._metrics)
             self._page = MetricsServer(exporter.registry, settings.metrics.bind)
             stack.callback(self._page.close)
-            self._server = TrainingServer.start(make, settings, base)
+            self._server = TrainingServer(make, settings, base)
             # Last, as it starts drivers: what fails before leaves everything as it was.
             self._turns.start()
             self._stack = stack.pop_all()
@@ -240,7 +181,8 @@ class TrainingService:
         with suppress(ServiceServerError):
             self._turns.put(self._desk.drivers.stop).result()
             if not self._drivers_end(DRIVERS_GRACE_S):
-                for client_id in self._processes.kill_all():
+                for client_id in self._turns.put(lambda: list(self._desk.drivers.of)).result():
+                    self._processes.kill(client_id)
                     _LOG.warning("client %s: its driver did not end its step in time and was killed", client_id)
                 self._drivers_end(_KILLED_S)
         # Before the sampler: the samples that it drops are generated again when the service is back.

@@ -81,8 +81,7 @@ def started(tmp_path, ray_cluster, monkeypatch):
 
     yield start
     for driver in drivers:
-        if driver._child is not None:
-            driver._child.destroy()
+        driver.child.destroy()
 
 
 def test_a_driver_that_is_killed_and_resumed_gives_the_bytes_of_a_run_without_one(

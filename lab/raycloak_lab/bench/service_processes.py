@@ -93,10 +93,6 @@ class _NoOpDrivers:
     def kill(self, client_id: str) -> None:
         """See `DriverPort`: it has ended when it was stopped."""
 
-    def kill_all(self) -> list[str]:
-        """See `Drivers`: each has ended when it was stopped."""
-        return []
-
     def hold(self) -> None:
         """Report nothing any more."""
         with self._lock:

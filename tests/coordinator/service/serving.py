@@ -77,7 +77,7 @@ class Served:
                 desk, self.turns, self.folder, lambda row: self.pieces(row), self.refused.append, "simulated"
             )
 
-        self.server = TrainingServer.start(make, self.settings, folder)
+        self.server = TrainingServer(make, self.settings, folder)
         self.address = f"localhost:{self.server.port}"
 
     def stop(self):

@@ -21,7 +21,7 @@ from raycloak.attestation.processes.failure import Failed
 from raycloak.attestation.processes.program import Exited
 from raycloak.coordinator.service import pipe
 from raycloak.coordinator.service.driver import PacedRun
-from raycloak.coordinator.service.drivers import Driver
+from raycloak.coordinator.service.drivers import Driver, DriverProcesses
 from raycloak.coordinator.service.pipe import (
     Allow,
     Batches,
@@ -34,7 +34,6 @@ from raycloak.coordinator.service.pipe import (
     PhaseBegun,
     Save,
 )
-from raycloak.coordinator.service.service import DriverProcesses
 from raycloak.coordinator.training.pace import GatedPace
 from raycloak.coordinator.training.reporting import StepReport
 from raycloak.coordinator.training.stop_signals import StopRequest
@@ -55,9 +54,7 @@ def heard() -> queue.SimpleQueue:
 def driver(tmp_path, heard):
     found = Driver(tmp_path / "driver.log", heard.put)
     yield found
-    found.kill()
-    if found._child is not None:
-        found._child.destroy()
+    found.child.destroy()
 
 
 def last(heard: queue.SimpleQueue):
@@ -69,7 +66,6 @@ def last(heard: queue.SimpleQueue):
 
 
 def test_a_refusal_is_the_last_report_before_the_exit(driver, heard, tmp_path):
-    assert not driver.alive
     driver.start(REFUSED)
     failed, exited = last(heard)
     assert isinstance(failed, Failed)
@@ -77,14 +73,14 @@ def test_a_refusal_is_the_last_report_before_the_exit(driver, heard, tmp_path):
     assert "stepz: there is no such field" in failed.message
     assert exited == Exited(code=2, last_words=(tmp_path / "driver.log").read_text().splitlines()[-1])
     assert exited.last_words.startswith("error: config: ")
-    assert not driver.alive
-    for late in (lambda: driver.send(Close()), driver.stop, driver.kill):
+    assert not driver.child.alive
+    for late in (lambda: driver.send(Close()), driver.stop, driver.child.kill):
         late()
 
 
 def test_a_driver_that_is_killed_has_the_number_of_the_signal(driver, heard):
     driver.start(REFUSED)
-    driver.kill()
+    driver.child.kill()
     _, exited = last(heard)
     assert exited.code == -signal.SIGKILL
 
@@ -95,7 +91,7 @@ def test_drivers_that_have_ended_are_forgotten_and_those_that_live_can_be_killed
     drivers.start("a", REFUSED)
     drivers.start("b", REFUSED)
     # One that hangs.
-    os.kill(drivers._drivers["b"].pid, signal.SIGSTOP)
+    os.kill(drivers._drivers["b"].child.pid, signal.SIGSTOP)
     try:
         said = heard.get(timeout=DEADLINE_S)
         while not isinstance(said[1], Exited):
@@ -108,7 +104,7 @@ def test_drivers_that_have_ended_are_forgotten_and_those_that_live_can_be_killed
         drivers.kill("b")
     client_id, exited, left = heard.get(timeout=DEADLINE_S)
     assert (client_id, exited.code, left) == ("b", -signal.SIGKILL, [])
-    assert drivers.kill_all() == []
+    drivers.kill("b")
 
 
 COMMANDS = [
@@ -169,7 +165,7 @@ def test_guarantee_a_driver_that_reads_nothing_holds_nobody_up(tmp_path, heard, 
     desk.start()
     desk.join(30)
     waits = desk.is_alive()
-    assert drivers.kill_all() == ["a"]
+    drivers.kill("a")
     assert heard.get(timeout=DEADLINE_S).code == -signal.SIGKILL
     assert not waits
 
@@ -189,7 +185,7 @@ def test_what_cannot_be_told_ends_the_process(tmp_path, monkeypatch):
     driver = Driver(tmp_path / "driver.log", told)
     driver.start(REFUSED)
     assert exits.get(timeout=DEADLINE_S).code in (2, -signal.SIGKILL)
-    assert not driver.alive
+    assert not driver.child.alive
     # The thread raises after its last word, while this hook is still there.
     assert raised.get(timeout=DEADLINE_S) == "the store is gone"
 

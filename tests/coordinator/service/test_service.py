@@ -42,11 +42,9 @@ class Drivers:
         if self.obey:
             self.end(client_id, 0)
 
-    def kill_all(self):
-        self.killed = list(self.of)
-        for client_id in self.killed:
-            self.end(client_id, -9)
-        return self.killed
+    def kill(self, client_id):
+        self.killed.append(client_id)
+        self.end(client_id, -9)
 
     def end(self, client_id, code):
         del self.of[client_id]

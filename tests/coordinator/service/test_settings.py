@@ -1,5 +1,7 @@
 """The settings of a service: what is refused before it starts. How a client's configuration is completed: test_desk."""
 
+import asyncio
+
 import pytest
 from pydantic import ValidationError
 
@@ -7,6 +9,7 @@ from raycloak.coordinator.config.section import validated
 from raycloak.coordinator.service.limits import Slots
 from raycloak.coordinator.service.settings import ServiceSettings, load_settings
 from raycloak.metrics.errors import ConfigError
+from raycloak.metrics.service_errors import ServiceStateError
 from tests.coordinator.service.scripted import SENT, settings
 
 HASH = "0" * 64
@@ -70,9 +73,14 @@ def test_guarantee_settings_hold_no_password(field: str):
 
 
 def test_slots_are_counted_for_each_tenant():
-    slots = Slots(1)
-    assert slots.take("a")
-    assert not slots.take("a")
-    assert slots.take("b")
-    slots.leave("a")
-    assert slots.take("a")
+    slots = Slots(1, lambda: ServiceStateError("full", "there is none."))
+
+    async def take():
+        async with slots.taken("a"), slots.taken("b"):
+            with pytest.raises(ServiceStateError):
+                async with slots.taken("a"):
+                    pass
+        async with slots.taken("a"):
+            pass
+
+    asyncio.run(take())
