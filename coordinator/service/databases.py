@@ -1,15 +1,16 @@
 """The databases of the training service: SQLite with WAL and full sync, or PostgreSQL. One owner at a time.
 
-Statements are the same for both: ``?`` for values, and types of SQLite, which are translated.
+Statements are the same for both: ``?`` for values, and names of types that each database fills in.
 """
 
 import fcntl
 import os
 import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, TypeAlias
 from urllib.parse import urlsplit
 
 from raycloak.attestation.files.sqlite import BUSY_DEADLINE_S, enter_wal
@@ -27,32 +28,9 @@ _OWN: Final = "SELECT pg_try_advisory_lock(hashtextextended('raycloak training s
 _SETTINGS: Final = (
     "SELECT current_setting('fsync'), current_setting('full_page_writes'), current_setting('synchronous_commit')"
 )
-_TYPES: Final = {" BLOB": " BYTEA", " REAL": " DOUBLE PRECISION", " INTEGER": " BIGINT"}
 
 
-class Database(Protocol):
-    """A connection to a database that this process owns."""
-
-    begin: str
-
-    def run(self, statement: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        """Run one statement and return the rows that it found; RunFailedError ``store_failed`` if the storage fails."""
-        ...
-
-    def tables(self) -> set[str]:
-        """Return the names of all tables."""
-        ...
-
-    def schema(self, statement: str) -> str:
-        """Return a statement that creates a table, in the types of this database."""
-        ...
-
-    def close(self) -> None:
-        """Close the connection and give the ownership up."""
-        ...
-
-
-def open_database(url: str) -> Database:
+def open_database(url: str) -> "Database":
     """Open the database at ``url`` and become its owner.
 
     Guarantee: two services never own one database, and an ownership ends with its process.
@@ -88,11 +66,10 @@ class OwnedFolder:
             raise _taken(f"{folder}")
 
     def _lock(self) -> bool:
-        try:
+        with suppress(BlockingIOError):
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
+            return True
+        return False
 
     def close(self) -> None:
         """Give the ownership up."""
@@ -101,6 +78,8 @@ class OwnedFolder:
 
 class _Sqlite:
     begin = "BEGIN IMMEDIATE"
+    tables = "SELECT name FROM sqlite_master WHERE type = 'table'"
+    types: Mapping[str, str] = {"BLOB": "BLOB", "REAL": "REAL", "INTEGER": "INTEGER"}
 
     def __init__(self, path: Path) -> None:
         self._owned = OwnedFolder(path.parent)
@@ -117,24 +96,17 @@ class _Sqlite:
             # Read back, because only then is it known that the setting took effect.
             if mode != "wal" or self._connection.execute("PRAGMA synchronous").fetchone()[0] < _FULL:
                 raise ConfigError("store_not_durable", f"{path} cannot be synchronised fully.", "Use a local disk.")
-        except (OSError, sqlite3.Error) as error:
+        except BaseException as error:
             self._owned.close()
+            if not isinstance(error, OSError | sqlite3.Error):
+                raise
             raise ConfigError("store_url", f"{path} cannot be opened: {error}.", _URL_REMEDY) from None
-        except BaseException:
-            self._owned.close()
-            raise
 
     def run(self, statement: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         try:
             return self._connection.execute(statement, values).fetchall()
         except sqlite3.Error as error:
             raise _failed(error) from error
-
-    def tables(self) -> set[str]:
-        return {name for (name,) in self.run("SELECT name FROM sqlite_master WHERE type = 'table'")}
-
-    def schema(self, statement: str) -> str:
-        return statement
 
     def close(self) -> None:
         self._connection.close()
@@ -143,6 +115,8 @@ class _Sqlite:
 
 class _Postgres:
     begin = "BEGIN"
+    tables = "SELECT tablename FROM pg_tables WHERE schemaname = current_schema()"
+    types: Mapping[str, str] = {"BLOB": "BYTEA", "REAL": "DOUBLE PRECISION", "INTEGER": "BIGINT"}
 
     def __init__(self, url: str) -> None:
         try:
@@ -163,22 +137,15 @@ class _Postgres:
                 "store_url", f"the store's server cannot be reached ({type(error).__name__}).", "Check the URL."
             ) from None
         try:
-            self._check()
+            self.run("SET synchronous_commit = on")
+            if any(value != "on" for value in self.run(_SETTINGS)[0]):
+                why = "the PostgreSQL server runs without fsync, full_page_writes or synchronous_commit."
+                raise ConfigError("store_not_durable", why, "Turn them on, or keep the store on another server.")
+            if not _becomes(lambda: self.run(_OWN)[0][0]):
+                raise _taken("the database")
         except BaseException:
             self._connection.close()
             raise
-
-    def _check(self) -> None:
-        self.run("SET synchronous_commit = on")
-        lost = [value for value in self.run(_SETTINGS)[0] if value != "on"]
-        if lost:
-            raise ConfigError(
-                "store_not_durable",
-                "the PostgreSQL server runs without fsync, full_page_writes or synchronous_commit.",
-                "Turn them on, or keep the store on another server.",
-            )
-        if not _becomes(lambda: bool(self.run(_OWN)[0][0])):
-            raise _taken("the database")
 
     def run(self, statement: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         try:
@@ -188,16 +155,17 @@ class _Postgres:
         except self._error as error:
             raise _failed(error) from error
 
-    def tables(self) -> set[str]:
-        return {name for (name,) in self.run("SELECT tablename FROM pg_tables WHERE schemaname = current_schema()")}
-
-    def schema(self, statement: str) -> str:
-        for sqlite, postgres in _TYPES.items():
-            statement = statement.replace(sqlite, postgres)
-        return statement
-
     def close(self) -> None:
         self._connection.close()
+
+
+Database: TypeAlias = "_Sqlite | _Postgres"
+"""A connection to a database that this process owns.
+
+Its ``begin`` opens a transaction, and its ``tables`` finds the names of all tables. ``types`` has its name of a type of
+SQLite. ``run`` runs a statement and returns the rows that it found; RunFailedError ``store_failed`` if the storage
+fails.
+"""
 
 
 def _becomes(take: Any) -> bool:

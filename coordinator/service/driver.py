@@ -23,32 +23,7 @@ from raycloak.coordinator.planning.first_look import first_look
 from raycloak.coordinator.quick_imports import quickly
 from raycloak.coordinator.record.folder import RunFolder, is_executing, run_of
 from raycloak.coordinator.record.run_reader import read_verdict
-from raycloak.coordinator.service.pipe import (
-    COMMANDS,
-    Allow,
-    Batches,
-    Begin,
-    Close,
-    Command,
-    Computed,
-    Copied,
-    Copy,
-    Ended,
-    HeldStep,
-    Load,
-    Loaded,
-    Notice,
-    Opened,
-    Over,
-    PhaseBegun,
-    Ready,
-    Refused,
-    ReleasedStep,
-    Report,
-    Save,
-    Saved,
-    Spent,
-)
+from raycloak.coordinator.service import pipe
 from raycloak.coordinator.training.pace import GatedPace
 from raycloak.coordinator.training.stop_signals import StopRequest
 from raycloak.metrics.errors import ConfigError, ProtocolError, RefusedError, RunFailedError
@@ -74,11 +49,11 @@ class PacedRun:
         parent: brings the commands behind ``begin``.
     """
 
-    def __init__(self, begin: Begin, parent: Channel, stop: StopRequest) -> None:
+    def __init__(self, begin: pipe.Begin, parent: Channel, stop: StopRequest) -> None:
         self._begin = begin
         self._parent = parent
         self._stop = stop
-        self._pace = GatedPace(stop, self._computed, self._held, lambda ending: self._tell(Over(ending=ending)))
+        self._pace = GatedPace(stop, self._computed, self._held, lambda ending: self._tell(pipe.Over(ending=ending)))
         self._losses: dict[int, float] = {}
         # A daemon: the service may keep its end open for longer than this process lives.
         threading.Thread(target=self._listen, name="commands", daemon=True).start()
@@ -149,7 +124,7 @@ class PacedRun:
 
         def notice(line: str) -> None:
             output.announce(line)
-            self._tell(Notice(line=line))
+            self._tell(pipe.Notice(line=line))
 
         return Execution(
             config,
@@ -182,11 +157,11 @@ class PacedRun:
         except RunFailedError as error:
             if error.code != "stopped":
                 raise
-            self._tell(Ended(ending="stopped", metrics=None))
+            self._tell(pipe.Ended(ending="stopped", metrics=None))
         else:
-            self._tell(Ended(ending=outcome.ending, metrics=outcome.result()["metrics"]))
+            self._tell(pipe.Ended(ending=outcome.ending, metrics=outcome.result()["metrics"]))
 
-    def _tell(self, report: Report) -> None:
+    def _tell(self, report: pipe.Report) -> None:
         """Send a report, from any thread; if the service is gone, have the run stopped."""
         try:
             self._parent.send(report)
@@ -195,65 +170,65 @@ class PacedRun:
 
     def _listen(self) -> None:
         try:
-            while (command := self._parent.receive(*COMMANDS)) is not None:
+            while (command := self._parent.receive(*pipe.COMMANDS)) is not None:
                 self._take(command)
         except ProtocolError:
             # From a service of another version: what it means by it is not known, so nothing goes on.
-            self._tell(Notice(line="a command of the service cannot be read; the run stops"))
+            self._tell(pipe.Notice(line="a command of the service cannot be read; the run stops"))
         finally:
             # Also where a command could not be done, such as a cancellation that Ray refused: who waits for the next
             # command would wait for ever.
             self._stop.make()
 
-    def _take(self, command: Command) -> None:
+    def _take(self, command: pipe.Command) -> None:
         match command:
-            case Allow():
+            case pipe.Allow():
                 self._pace.allow(command.computed, command.released, command.held)
-            case Batches():
+            case pipe.Batches():
                 self._pace.send(command.step, command.files)
-            case Save() | Copy() | Load():
+            case pipe.Save() | pipe.Copy() | pipe.Load():
                 self._pace.ask(command.after, partial(self._between, command))
-            case Close():
+            case pipe.Close():
                 self._pace.close()
-            case Begin():
-                self._tell(Notice(line="a driver begins one run; the run stops"))
+            case pipe.Begin():
+                self._tell(pipe.Notice(line="a driver begins one run; the run stops"))
                 self._stop.make()
 
-    def _between(self, command: Save | Copy | Load, training: "Training") -> None:
+    def _between(self, command: pipe.Save | pipe.Copy | pipe.Load, training: "Training") -> None:
         from raycloak.coordinator.training import state_requests
 
         try:
-            if isinstance(command, Save):
+            if isinstance(command, pipe.Save):
                 saved = state_requests.save(training, command.id, command.after)
-                report: Report = Saved(
+                report: pipe.Report = pipe.Saved(
                     id=command.id,
                     package=saved.package,
                     package_digest=saved.package_digest.hex(),
                     model_digest=saved.model_digest.hex(),
                     step=saved.step,
                 )
-            elif isinstance(command, Copy):
+            elif isinstance(command, pipe.Copy):
                 digest = state_requests.copy(training, command.after, command.path)
-                report = Copied(id=command.id, model_digest=digest.hex())
+                report = pipe.Copied(id=command.id, model_digest=digest.hex())
             else:
                 loaded = state_requests.load(training, command.after, command.package)
-                report = Loaded(id=command.id, model_digest=loaded.model_digest.hex(), step=loaded.step)
+                report = pipe.Loaded(id=command.id, model_digest=loaded.model_digest.hex(), step=loaded.step)
         except RefusedError as refusal:
-            report = Refused(id=command.id, code=refusal.code, message=refusal.message, remedy=refusal.remedy)
+            report = pipe.Refused(id=command.id, code=refusal.code, message=refusal.message, remedy=refusal.remedy)
         self._tell(report)
 
     def _phase(self, words: str) -> None:
-        self._tell(PhaseBegun(words=words))
+        self._tell(pipe.PhaseBegun(words=words))
 
     def _opened(self, folder: RunFolder) -> None:
-        self._tell(Opened(run_id=folder.record.run_id, run_dir=folder.path))
+        self._tell(pipe.Opened(run_id=folder.record.run_id, run_dir=folder.path))
 
     def _ready(self, outset: "Outset") -> None:
         manifest, plan = outset.manifest, outset.plan
         mechanism = manifest.computation.mechanism
         private = mechanism.private
         self._tell(
-            Ready(
+            pipe.Ready(
                 finished_steps=outset.finished_steps,
                 steps=mechanism.steps,
                 charged_steps=outset.charged_steps,
@@ -274,7 +249,7 @@ class PacedRun:
         )
 
     def _measured(self, measured: "Measured", epsilon: float) -> None:
-        self._tell(Spent(epsilon=epsilon))
+        self._tell(pipe.Spent(epsilon=epsilon))
         if "loss" in measured.values:
             self._losses[measured.after] = measured.values["loss"]
 
@@ -282,15 +257,15 @@ class PacedRun:
         if counted is not None and counted.mean_loss is not None:
             self._losses[step] = counted.mean_loss
         tokens = None if counted is None else counted.tokens
-        self._tell(Computed(step=step, epsilon=epsilon, loss=self._losses.get(step), tokens=tokens))
+        self._tell(pipe.Computed(step=step, epsilon=epsilon, loss=self._losses.get(step), tokens=tokens))
 
     def _held(self, step: int, epsilon: float | None) -> None:
-        self._tell(HeldStep(step=step, epsilon=epsilon))
+        self._tell(pipe.HeldStep(step=step, epsilon=epsilon))
 
     def _stepped(self, report: "StepReport") -> None:
         step = report.step - 1
         self._tell(
-            ReleasedStep(
+            pipe.ReleasedStep(
                 step=step,
                 model_digest=report.model_digest,
                 epsilon=report.epsilon,
@@ -303,14 +278,14 @@ class PacedRun:
         )
 
 
-def _ended_before(folder: RunFolder) -> Ended:
+def _ended_before(folder: RunFolder) -> pipe.Ended:
     """Return the ending of a run that an earlier driver has brought to its end."""
     verdict = read_verdict(folder.path)
     metrics = None if verdict is None else {name: value for name, value in verdict.items() if name != "run_dir"}
     over = ("complete", "cap_exceeded", "early_stopped")
     # An older verdict is of an execution before; a process that was killed may have written none.
     ending = metrics["ending"] if metrics is not None and metrics["ending"] in over else "complete"
-    return Ended(ending=ending, metrics=metrics)
+    return pipe.Ended(ending=ending, metrics=metrics)
 
 
 def main(parent: Channel) -> None:
@@ -320,10 +295,10 @@ def main(parent: Channel) -> None:
         RaycloakError: what ended it; ``driver_protocol`` if the first command is no `Begin`.
     """
     keep_memory_private()
-    begin = parent.receive(*COMMANDS)
+    begin = parent.receive(*pipe.COMMANDS)
     if begin is None:
         return
-    if not isinstance(begin, Begin):
+    if not isinstance(begin, pipe.Begin):
         raise ProtocolError("driver_protocol", "the first command is not the beginning of a run.")
     with command_output(as_json=False, debug=False) as output:
         try:

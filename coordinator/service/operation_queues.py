@@ -17,24 +17,11 @@ from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.client.error_wire import error_to_wire
 from raycloak.coordinator.service.client_book import ClientBook
 from raycloak.coordinator.service.driver_desk import DriverDesk
-from raycloak.coordinator.service.operations import (
-    cancelled,
-    failed,
-    operation_id,
-    plan_of,
-    run_ended,
-    steps_done,
-)
+from raycloak.coordinator.service.operations import cancelled, failed, operation_id, plan_of, run_ended, steps_done
 from raycloak.coordinator.service.pipe import Batches, Copy, Load, Save
 from raycloak.coordinator.service.ports import SamplerPort
 from raycloak.coordinator.service.sampling.requests import COPY_SUFFIX
-from raycloak.coordinator.service.store import (
-    ClientRow,
-    ClientState,
-    OperationKind,
-    OperationRow,
-    OperationState,
-)
+from raycloak.coordinator.service.store import ClientRow, ClientState, OperationKind, OperationRow, OperationState
 from raycloak.metrics.service_errors import FutureCancelledError, FutureFailedError, ServiceError, ServiceStateError
 
 AT_ONCE: Final = 16  # operations that are looked at for one decision; more never run at once

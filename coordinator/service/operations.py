@@ -10,14 +10,7 @@ from raycloak.attestation.core.messages import parse
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.service.pipe import Ready
 from raycloak.coordinator.service.sampling.requests import wrong_field
-from raycloak.coordinator.service.store import (
-    ArtifactRow,
-    ClientRow,
-    ClientState,
-    OperationRow,
-    OperationState,
-    Store,
-)
+from raycloak.coordinator.service.store import ArtifactRow, ClientRow, ClientState, OperationRow, OperationState, Store
 from raycloak.metrics.service_errors import (
     BudgetExceededError,
     FutureCancelledError,

@@ -9,13 +9,7 @@ from collections.abc import Iterator
 from raycloak.attestation.core.messages import parse
 from raycloak.attestation.sealed.package_manifest import PackageManifest
 from raycloak.coordinator.checkpoints.package_file import file_bytes, file_pieces
-from raycloak.coordinator.checkpoints.storage import (
-    MANIFEST,
-    STORAGE_ERRORS,
-    PackageStorage,
-    one_line,
-    split_location,
-)
+from raycloak.coordinator.checkpoints.storage import MANIFEST, STORAGE_ERRORS, PackageStorage, one_line, split_location
 from raycloak.metrics.errors import ConfigError, EvidenceError, ProtocolError
 
 

@@ -191,11 +191,11 @@ _INSERT: Final = {
     table: f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
     for table, names in _COLUMNS.items()
 }
-_KINDS: Final[dict[type, str]] = {str: "TEXT", bytes: "BLOB", int: "INTEGER", float: "REAL", bool: "INTEGER"}
+_KINDS: Final[dict[type, str]] = {bytes: "{BLOB}", int: "{INTEGER}", float: "{REAL}", bool: "{INTEGER}"}
 _OTHERS: Final = (
     "CREATE TABLE meta (name TEXT NOT NULL PRIMARY KEY, value TEXT NOT NULL)",
     # One row for each example that a client ever sent: nobody but the data's owner knows which example it is.
-    "CREATE TABLE used_ids (client_id TEXT NOT NULL, id BLOB NOT NULL, count INTEGER NOT NULL, last_step INTEGER"
+    "CREATE TABLE used_ids (client_id TEXT NOT NULL, id {BLOB} NOT NULL, count {INTEGER} NOT NULL, last_step {INTEGER}"
     " NOT NULL, PRIMARY KEY (client_id, id))",
     "CREATE INDEX operations_by_revision ON operations (client_id, revision)",
     "CREATE INDEX open_operations ON operations (client_id, number) WHERE state IN ('queued', 'running')",
@@ -241,25 +241,21 @@ class Store:
     def __init__(self, database: Database) -> None:
         self._database = database
         with self.transaction():
-            tables = database.tables()
+            tables = {name for (name,) in database.run(database.tables)}
             if not tables:
                 self._create()
             found = database.run("SELECT value FROM meta WHERE name = 'application'") if "meta" in tables else []
             if tables and found != [(APPLICATION,)]:
-                raise ConfigError(
-                    "store_foreign",
-                    f"the database is not the store of a '{APPLICATION}'.",
-                    "Give a path where there is no file yet, or an empty database.",
-                )
+                why = f"the database is not the store of a '{APPLICATION}'."
+                raise ConfigError("store_foreign", why, "Give a path where there is no file yet, or an empty database.")
 
     def _create(self) -> None:
+        made = []
         for table, (_, keys) in _TABLES.items():
-            columns = ", ".join(
-                f"{name} {_KINDS.get(kind, 'TEXT')} NOT NULL" for name, (_, kind) in _COLUMNS[table].items()
-            )
-            self._database.run(self._database.schema(f"CREATE TABLE {table} ({columns}, {keys})"))
-        for statement in _OTHERS:
-            self._database.run(self._database.schema(statement))
+            columns = [f"{name} {_KINDS.get(kind, 'TEXT')} NOT NULL" for name, (_, kind) in _COLUMNS[table].items()]
+            made.append(f"CREATE TABLE {table} ({', '.join(columns)}, {keys})")
+        for statement in (*made, *_OTHERS):
+            self._database.run(statement.format(**self._database.types))
         self._database.run("INSERT INTO meta (name, value) VALUES ('application', ?)", (APPLICATION,))
 
     def close(self) -> None:
