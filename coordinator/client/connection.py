@@ -212,34 +212,18 @@ class Connection:
         if self.is_closed:
             return self._closed_error(request_id)
         if status in _NO_ANSWER:
-            return ServiceConnectionError(
-                "unreachable",
-                f"the service at {self.address} does not answer ({status.name}).",
-                "Check the address, the certificate authority and that the service runs.",
-                request_id,
-            )
+            message = f"the service at {self.address} does not answer ({status.name})."
+            remedy = "Check the address, the certificate authority and that the service runs."
+            return ServiceConnectionError("unreachable", message, remedy, request_id)
         # What the service refuses by itself has a reason, so it is gRPC that refused the size.
         if status is grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return ServiceValidationError(
-                "too_large",
-                "the request is larger than the service takes in one message.",
-                "Ask for less at once.",
-                request_id,
-                field="request",
-            )
+            message = "the request is larger than the service takes in one message."
+            return ServiceValidationError("too_large", message, "Ask for less at once.", request_id, field="request")
         if status is grpc.StatusCode.UNIMPLEMENTED:
-            return ServiceConnectionError(
-                "other_service",
-                f"{self.address} is no training service of this version.",
-                "Check the address and the version.",
-                request_id,
-            )
-        return ServiceServerError(
-            "no_reason",
-            f"the service at {self.address} ended the call without a reason of its own ({status.name}).",
-            "Look for the request id in the service's log.",
-            request_id,
-        )
+            message = f"{self.address} is no training service of this version."
+            return ServiceConnectionError("other_service", message, "Check the address and the version.", request_id)
+        message = f"the service at {self.address} ended the call without a reason of its own ({status.name})."
+        return ServiceServerError("no_reason", message, "Look for the request id in the service's log.", request_id)
 
     def _closed_error(self, request_id: str) -> ServiceConnectionError:
         return ServiceConnectionError(

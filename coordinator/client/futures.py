@@ -142,11 +142,8 @@ class ServiceFuture(Generic[T]):
 
     def _wait(self, timeout: float | None) -> None:
         if self._resolver.is_this_thread():
-            raise ServiceStateError(
-                "would_deadlock",
-                "a callback waits for a future, in the thread that resolves futures.",
-                "Wait in another thread.",
-            )
+            message = "a callback waits for a future, in the thread that resolves futures."
+            raise ServiceStateError("would_deadlock", message, "Wait in another thread.")
         event = threading.Event()
 
         def wake(_: "ServiceFuture[T]") -> None:
@@ -157,11 +154,8 @@ class ServiceFuture(Generic[T]):
             self._forget(wake)
             # It may have ended between the two.
             if not self._ended:
-                raise FutureTimeoutError(
-                    "timeout",
-                    f"{self.kind} did not end within {timeout:g} s; it goes on.",
-                    "Wait again, or cancel it.",
-                )
+                message = f"{self.kind} did not end within {timeout:g} s; it goes on."
+                raise FutureTimeoutError("timeout", message, "Wait again, or cancel it.")
 
     def _forget(self, callback: Callable[["ServiceFuture[T]"], object]) -> None:
         with self._lock:

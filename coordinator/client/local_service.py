@@ -82,11 +82,9 @@ class LocalService:
             self.stop()
             if not isinstance(error, RaycloakError):
                 raise
-            raise ServiceConnectionError(
-                "not_started",
-                f"the service did not start: {said.strip(' .')}.",
-                "Its settings are what ServiceClient.local was given.",
-            ) from None
+            message = f"the service did not start: {said.strip(' .')}."
+            remedy = "Its settings are what ServiceClient.local was given."
+            raise ServiceConnectionError("not_started", message, remedy) from None
 
     def stop(self) -> None:
         """End the service after the step that it does."""

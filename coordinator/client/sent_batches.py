@@ -63,11 +63,9 @@ class DataTerms:
         if not (self.least_noise_multiplier > 0 and math.isfinite(self.least_noise_multiplier)):
             raise ConfigError("data_terms", "least_noise_multiplier must be above 0.", "Data is sent for noised steps.")
         if self.most_participations < 1 or not self.account or len(self.ledger_key) != 32:
-            raise ConfigError(
-                "data_terms",
-                "data terms need an account, a ledger key of 32 bytes, and at least one participation.",
-                "raycloak budget show lists the accounts of a ledger, raycloak budget key its key.",
-            )
+            message = "data terms need an account, a ledger key of 32 bytes, and at least one participation."
+            remedy = "raycloak budget show lists the accounts of a ledger, raycloak budget key its key."
+            raise ConfigError("data_terms", message, remedy)
 
 
 class DataKeys:
@@ -91,18 +89,14 @@ class DataKeys:
         self.terms = terms
         accepted = policy if isinstance(policy, Policy) else load_policy(Path(policy))
         if self.contract.policy_digest != accepted.digest():
-            raise EvidenceError(
-                "owner_policy",
-                "the key service of the contract gives its keys to workers by another policy than yours.",
-                "Serve it by your policy: raycloak attest serve, with policy in its file.",
-            )
+            message = "the key service of the contract gives its keys to workers by another policy than yours."
+            remedy = "Serve it by your policy: raycloak attest serve, with policy in its file."
+            raise EvidenceError("owner_policy", message, remedy)
         # The first epoch shows it: the keys of every epoch come from one secret.
         if not self._committed(0):
-            raise EvidenceError(
-                "owner_contract",
-                "the contract was made from another secret.",
-                "Name the run_secret of the key service's file, and the contract that it wrote.",
-            )
+            message = "the contract was made from another secret."
+            remedy = "Name the run_secret of the key service's file, and the contract that it wrote."
+            raise EvidenceError("owner_contract", message, remedy)
 
     def key_service(self, address: str) -> dict[str, str]:
         """Return the field ``key_service`` of a configuration that trains on what this owner sends.
@@ -137,11 +131,9 @@ class DataKeys:
                 "run_manifest", "the service gave no manifest of a run.", "Wait until the client is READY."
             ) from None
         if stated.key_service != self.contract:
-            raise EvidenceError(
-                "key_service_mismatch",
-                "the run's manifest names another key service than yours.",
-                "Create the client with the contract of your own key service.",
-            )
+            message = "the run's manifest names another key service than yours."
+            remedy = "Create the client with the contract of your own key service."
+            raise EvidenceError("key_service_mismatch", message, remedy)
         check_contract(
             self.contract,
             run_id=stated.run_id,

@@ -172,12 +172,9 @@ class TrainingClient:
         if not isinstance(dataset, DatasetConfig):
             raise ServiceValidationError("batch", "the service has this dataset; give no batch.", field="batch")
         if keys is None:
-            raise ServiceValidationError(
-                "no_data_keys",
-                "without keys nothing can be encrypted.",
-                "Give data_keys to create_training_client or get_client.",
-                field="batch",
-            )
+            message = "without keys nothing can be encrypted."
+            remedy = "Give data_keys to create_training_client or get_client."
+            raise ServiceValidationError("no_data_keys", message, remedy, field="batch")
         # As it is now: the caller may fill the same arrays again before they are sent.
         key, rows = uuid4().hex, copy.deepcopy(batch)
         return self._put("forward_backward", key, lambda: self._sealed(keys, dataset, key, rows), is_batch=True)

@@ -266,11 +266,9 @@ class Desk:
             case OperationKind.SAVE_STATE | OperationKind.LOAD_STATE | OperationKind.SAMPLE:
                 # The driver would be inside a step, where no state is between two steps.
                 if in_step and (not client.sent or client.steps.held):
-                    raise ServiceStateError(
-                        "step_pending",
-                        "a step has begun that was not released, so the run is not between two steps.",
-                        "Submit optim_step first; if the step was cancelled, submit it again.",
-                    )
+                    message = "a step has begun that was not released, so the run is not between two steps."
+                    remedy = "Submit optim_step first; if the step was cancelled, submit it again."
+                    raise ServiceStateError("step_pending", message, remedy)
                 if kind == OperationKind.SAVE_STATE:
                     check_metadata(payload.metadata)
                 elif kind == OperationKind.SAMPLE:
@@ -365,11 +363,9 @@ class Desk:
         self._require_steps(client)
         # Its charge names its batches. One more would be counted, and be computed by no worker.
         if client.steps.allowed_charges > client.steps.submitted_steps:
-            raise ServiceStateError(
-                "step_charged",
-                "the step that comes next has begun with the batches that it has.",
-                "Submit optim_step first; this batch is for the step after it.",
-            )
+            message = "the step that comes next has begun with the batches that it has."
+            remedy = "Submit optim_step first; this batch is for the step after it."
+            raise ServiceStateError("step_charged", message, remedy)
         if client.steps.sent_examples + len(ids) > client.most_sent:
             raise invalid("batch", f"the step would have more than {client.most_sent} examples")
         if self._store.batch_bytes(client.tenant) + head.bytes > self._limits.stored_batch_bytes:

@@ -98,11 +98,8 @@ class PacedRun:
         # The driver of a service that was killed ends after its step.
         while is_executing(found.path, found.record.run_id):
             if self._stop.made or time.monotonic() > end:
-                raise RefusedError(
-                    "run_in_progress",
-                    f"another process is executing run {found.record.run_id}.",
-                    "Wait for it, or stop it first.",
-                )
+                message = f"another process is executing run {found.record.run_id}."
+                raise RefusedError("run_in_progress", message, "Wait for it, or stop it first.")
             time.sleep(LOOK_EVERY_S)
         # Again: it may have marked the run as done, or as void, by now.
         return run_of(self._begin.run_id)

@@ -237,11 +237,8 @@ def out_of_budget(row: ClientRow, message: str, remedy: str) -> BudgetExceededEr
 def cancelled(charged: bool) -> ServiceError:
     """Return what a cancelled operation tells of its charge."""
     if charged:
-        return FutureCancelledError(
-            "cancelled",
-            "the operation was cancelled while it ran; its step stays charged.",
-            "Submit the step again: it is not charged a second time.",
-        )
+        message = "the operation was cancelled while it ran; its step stays charged."
+        return FutureCancelledError("cancelled", message, "Submit the step again: it is not charged a second time.")
     return FutureCancelledError("cancelled", "the operation was cancelled; no step was charged for it.")
 
 

@@ -381,11 +381,8 @@ class _TrainingServicer:
         # After the credentials: who has none learns no version. Messages of another minor version may differ.
         version = metadata.get("raycloak-version", "")
         if version.split(".")[:2] != VERSION.split(".")[:2]:
-            raise ServiceConnectionError(
-                "other_version",
-                f"the service has version {VERSION}, and the client '{version[:32]}'.",
-                "Install the version of the service.",
-            )
+            message = f"the service has version {VERSION}, and the client '{version[:32]}'."
+            raise ServiceConnectionError("other_version", message, "Install the version of the service.")
         wait = self._rates.wait(caller.tenant)
         if wait > 0:
             raise ServiceRateLimitedError(

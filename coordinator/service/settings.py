@@ -1,6 +1,7 @@
 """The settings of `raycloak serve`: what the operator decides, and how a client's configuration becomes a run's."""
 
-from datetime import UTC, date, datetime, time
+from datetime import UTC, datetime
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Final, Self
 
@@ -84,11 +85,6 @@ class TokenConfig(Section):
     sha256: Hash
     expires: datetime | None = None
 
-    @field_validator("expires", mode="before")
-    @classmethod
-    def _day(cls, value: Any) -> Any:
-        return datetime.combine(value, time(), UTC) if type(value) is date else value
-
     @field_validator("expires")
     @classmethod
     def _in_utc(cls, value: datetime | None) -> datetime | None:
@@ -143,21 +139,16 @@ class ServiceSettings(Section):
     metrics: MetricsConfig = MetricsConfig()
 
     @model_validator(mode="after")
-    def _encrypted(self) -> Self:
+    def _safe_elsewhere(self) -> Self:
         if self.tls is None and not is_loopback(self.bind):
             raise ValueError("tls is required, since bind is not a loopback address: tokens and results leave here")
         if any(tenant.certificates for tenant in self.tenants.values()) and (
             self.tls is None or self.tls.client_ca is None
         ):
             raise ValueError("certificates of tenants need tls.client_ca, which says who may sign them")
-        return self
-
-    @model_validator(mode="after")
-    def _clients_set_no_caps(self) -> Self:
-        if not is_loopback(self.bind):
-            for name, each in self.datasets.items():
-                if each.account is None and not each.dataset.public:
-                    raise ValueError(f"datasets.{name}.account: name an open account, or clients choose its cap")
+        for name, each in self.datasets.items():
+            if each.account is None and not each.dataset.public and not is_loopback(self.bind):
+                raise ValueError(f"datasets.{name}.account: name an open account, or clients choose its cap")
         return self
 
     @model_validator(mode="after")
@@ -172,19 +163,16 @@ class ServiceSettings(Section):
             RunConfig.model_validate({**self.run, **sample, **budget})
         except ValidationError as error:
             first = error.errors()[0]
-            place = ".".join(str(part) for part in ("run", *first["loc"]))
-            raise ValueError(f"{place}: {problem_of(RunConfig, place.removeprefix('run.'), first)}") from None
+            place = ".".join(map(str, first["loc"]))
+            raise ValueError(f"run.{place}: {problem_of(RunConfig, place, first)}") from None
         return self
 
     @model_validator(mode="after")
     def _names_are_registered(self) -> Self:
         seen: dict[str, str] = {}
         for name, tenant in self.tenants.items():
-            for what, wanted, known in (
-                ("datasets", tenant.datasets, self.datasets),
-                ("models", tenant.models, self.models),
-            ):
-                if missing := sorted(set(wanted) - set(known)):
+            for what in ("datasets", "models"):
+                if missing := sorted(set(getattr(tenant, what)) - set(getattr(self, what))):
                     raise ValueError(f"tenants.{name}.{what}: there is no {missing[0]} in {what}")
             for each in (*(token.sha256 for token in tenant.token_sha256), *tenant.certificates):
                 if each in seen:
@@ -226,21 +214,27 @@ def completed(settings: ServiceSettings, tenant: str, config_json: str) -> tuple
         ServicePermissionError: code that the tenant may not run.
     """
     training = parse_training_config(config_json)
-    raw = training.model_dump(mode="json", exclude_unset=True)
-    raw.pop("metadata", None)
+    raw = training.model_dump(mode="json", exclude_unset=True, exclude={"metadata"})
     rights = settings.tenants[tenant]
-    _check_code(training, rights)
+    functions = {
+        "model": training.model,
+        "loss": training.loss,
+        "optimizer.name": training.optimizer.name,
+        "optimizer.schedule": training.optimizer.schedule,
+    }
+    for field, name in functions.items():
+        if isinstance(name, str) and ":" in name and name not in rights.code:
+            raise ServicePermissionError(
+                "code", f"{field}: this tenant may not run '{name}'.", "Ask the operator to list it in code."
+            )
     raw["model"] = _model(settings, rights, training, raw)
     raw.pop("lora", None)
     if raw.get("loss") is None:
         raw.pop("loss", None)
     account = rights.account or tenant
     if training.key_service is not None and training.key_service.address not in rights.key_services:
-        raise ServicePermissionError(
-            "key_service",
-            f"key_service.address: runs of this tenant may not ask '{training.key_service.address}'.",
-            "Ask the operator to list it in key_services.",
-        )
+        message = f"key_service.address: runs of this tenant may not ask '{training.key_service.address}'."
+        raise ServicePermissionError("key_service", message, "Ask the operator to list it in key_services.")
     if isinstance(training.dataset, str):
         if training.dataset not in rights.datasets:
             raise _not_found("dataset", training.dataset)
@@ -249,15 +243,19 @@ def completed(settings: ServiceSettings, tenant: str, config_json: str) -> tuple
         if registered.evaluation is not None:
             raw["evaluation"] = registered.evaluation.model_dump(mode="json", exclude_unset=True)
         account = registered.account or ""
-    service = {**settings.run}
     if account:
-        service["ledger"] = {**service.get("ledger", {}), "account": account}
+        raw["ledger"] = {**settings.run.get("ledger", {}), "account": account}
     try:
-        return training, RunConfig.model_validate({**service, **raw})
+        return training, RunConfig.model_validate({**settings.run, **raw})
     except ValidationError as error:
-        found = [(".".join(str(part) for part in each["loc"]), _problem(each["msg"])) for each in error.errors()]
+        found = [
+            (".".join(map(str, each["loc"])), each["msg"].removeprefix("Value error, ")) for each in error.errors()
+        ]
         said = "; ".join(f"{field}: {problem}" if field else problem for field, problem in found)
-        field = found[0][0] or _named(found[0][1])
+        # A refusal of the whole begins with its field.
+        first = found[0][1].partition(":")[0].partition(" ")[0]
+        named = first if first.partition(".")[0] in RunConfig.model_fields else ""
+        field = found[0][0] or named
         raise ServiceValidationError("config", f"{said}.", "See docs/service.md.", field=field) from None
 
 
@@ -272,36 +270,22 @@ def withdrawn(settings: ServiceSettings, tenant: str, config_json: str) -> Servi
     return None
 
 
-def _check_code(training: TrainingConfig, rights: TenantConfig) -> None:
-    """Refuse functions of its own that the tenant may not run in workers."""
-    named = {
-        "model": training.model,
-        "loss": training.loss,
-        "optimizer.name": training.optimizer.name,
-        "optimizer.schedule": training.optimizer.schedule,
-    }
-    for field, name in named.items():
-        if isinstance(name, str) and ":" in name and name not in rights.code:
-            raise ServicePermissionError(
-                "code", f"{field}: this tenant may not run '{name}'.", "Ask the operator to list it in code."
-            )
-
-
 def _model(settings: ServiceSettings, rights: TenantConfig, training: TrainingConfig, raw: dict[str, Any]) -> Any:
     """Return the model of a run: a registered one, with the client's adapter, or a function of the tenant's code."""
     given = training.model
     if isinstance(given, str) and ":" in given:
         return given
     if isinstance(given, str):
-        found = settings.models[given] if given in rights.models else None
-        if found is None:
+        if given not in rights.models:
             raise _not_found("model", given)
+        found = settings.models[given]
         model = found if isinstance(found, str) else found.model_dump(mode="json", exclude_unset=True)
     else:
         assert given is not None, "a TrainingConfig has a model"
         # A folder of the service's machines, or code that comes with a model, is the operator's to name.
+        source = attrgetter("hf", "revision", "allow_remote_code")
         permitted = [settings.models[name] for name in rights.models]
-        if not any(isinstance(each, ModelConfig) and _same_source(each, given) for each in permitted):
+        if not any(isinstance(each, ModelConfig) and source(each) == source(given) for each in permitted):
             raise _not_found("model", given.hf)
         model = dict(raw["model"])
     if raw.get("lora") is not None:
@@ -313,24 +297,7 @@ def _model(settings: ServiceSettings, rights: TenantConfig, training: TrainingCo
     return model
 
 
-def _same_source(registered: ModelConfig, given: ModelConfig) -> bool:
-    return all(getattr(registered, name) == getattr(given, name) for name in ("hf", "revision", "allow_remote_code"))
-
-
 def _not_found(resource: str, name: str) -> ServiceNotFoundError:
-    return ServiceNotFoundError(
-        "not_found",
-        f"this tenant has no {resource} '{name}'.",
-        f"ServiceClient.capabilities().{resource}s has their names.",
-        resource=resource,
-    )
-
-
-def _problem(message: str) -> str:
-    return message.removeprefix("Value error, ")
-
-
-def _named(problem: str) -> str:
-    """Return the field that a refusal of the whole begins with, if it does."""
-    first = problem.partition(":")[0].partition(" ")[0]
-    return first if first.partition(".")[0] in RunConfig.model_fields else ""
+    message = f"this tenant has no {resource} '{name}'."
+    remedy = f"ServiceClient.capabilities().{resource}s has their names."
+    return ServiceNotFoundError("not_found", message, remedy, resource=resource)

@@ -66,11 +66,9 @@ class Tenants:
         """
         found = [*self._by_certificate(certificate), *self._by_token(metadata.get("authorization"))]
         if not found or len({each.tenant for each in found}) > 1 or not found[0].tenant:
-            raise ServiceAuthenticationError(
-                "unauthenticated",
-                "the credentials are missing or unknown.",
-                "Give the token, or the certificate, that the operator registered.",
-            )
+            message = "the credentials are missing or unknown."
+            remedy = "Give the token, or the certificate, that the operator registered."
+            raise ServiceAuthenticationError("unauthenticated", message, remedy)
         ends = [each.expires for each in found if each.expires]
         if ends and min(ends) <= self._clock():
             raise expired()

@@ -237,11 +237,8 @@ class _Watch:
         for row, token in zip(self._rows, input_ids[:, -1].tolist(), strict=True):
             row.take(token)
         if sum(row.size for row in self._rows) > MOST_RESULT_BYTES:
-            raise FutureFailedError(
-                "text_too_long",
-                f"the texts have more than {MOST_RESULT_BYTES} bytes together.",
-                "Ask for fewer tokens or completions.",
-            )
+            message = f"the texts have more than {MOST_RESULT_BYTES} bytes together."
+            raise FutureFailedError("text_too_long", message, "Ask for fewer tokens or completions.")
         if self._clock() - self._told >= _RATE_EVERY_S:
             self.tell_rate()
         self.was_cancelled = self._cancelled()
@@ -257,11 +254,9 @@ def _finite(_ids: Tensor, scores: Tensor) -> Tensor:
     """Return the logits as they are; a choice among values that are no numbers would be made up."""
     # The largest alone: a model may rule a token out with minus infinity.
     if not torch.isfinite(scores.max(dim=-1).values).all():
-        raise FutureFailedError(
-            "not_finite",
-            "the model's logits are not finite numbers.",
-            "The weights have diverged: load an earlier artifact, or lower the learning rate.",
-        )
+        message = "the model's logits are not finite numbers."
+        remedy = "The weights have diverged: load an earlier artifact, or lower the learning rate."
+        raise FutureFailedError("not_finite", message, remedy)
     return scores
 
 
