@@ -10,7 +10,7 @@ from raycloak.attestation.processes.program import Exited
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.service.operation_queues import MOST_SAMPLES
 from raycloak.coordinator.service.pipe import Computed, Ended, HeldStep, Opened, Over, ReleasedStep, Spent
-from raycloak.coordinator.service.sampling.requests import request_of, wrong_field
+from raycloak.coordinator.service.sampling.requests import wrong_field
 from raycloak.metrics.service_errors import (
     BudgetExceededError,
     FutureFailedError,
@@ -146,7 +146,7 @@ def test_a_sample_at_all_its_bounds_is_taken_by_desk_and_sampler(site):
         {**TEXTS, "prompts": ["a" * 2**20], "temperature": 0.01, "top_p": 1e-9, "completions": 64},
     ):
         site.submit(client, SAMPLE, **fields)
-        assert wrong_field(request_of(wire.Sample(**fields))) is None
+        assert wrong_field(wire.Sample(**fields)) is None
 
 
 def test_public_data_may_go_without_noise(site):

@@ -26,7 +26,7 @@ class Fatal:
 
     def __init__(self, url, at):
         self._database, self._at = open_database(url), at
-        self.begin, self.schema, self.tables = self._database.begin, self._database.schema, self._database.tables
+        self.begin, self.types, self.tables = self._database.begin, self._database.types, self._database.tables
         self.close = self._database.close
         self.count = 0
         if url.startswith("sqlite"):
