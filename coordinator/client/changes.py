@@ -28,7 +28,7 @@ class Changes:
     """The changes of a client, from a revision on.
 
     Args:
-        since: changes above this revision are asked for.
+        client: as it was when its changes began to be missed.
         receive: is given each change.
         interrupted: is called when changes that are not durable may have been missed.
         lost: is given the error after which nothing is followed any more, until the next `start`.
@@ -38,16 +38,15 @@ class Changes:
         self,
         connection: Connection,
         resolver: Resolver,
-        client_id: str,
-        since: int,
+        client: wire.Client,
         receive: Callable[[wire.Change], None],
         interrupted: Callable[[], None],
         lost: Callable[[ServiceError], None],
     ) -> None:
         self._connection = connection
         self._resolver = resolver
-        self._client_id = client_id
-        self._seen = since
+        self._client_id = client.client_id
+        self._seen = client.revision
         self._receive = receive
         self._interrupted = interrupted
         self._lost = lost

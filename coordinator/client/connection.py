@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -90,9 +91,8 @@ class ServiceCredentials:
         Raises:
             ServiceAuthenticationError: ``no_token`` if the file cannot be read or is no token.
         """
-        if self.token_file is None:
-            token = self.token
-        else:
+        token = self.token
+        if self.token_file is not None:
             token = _read(self.token_file, "no_token").decode("ascii", "replace").strip()
         if token is not None and not (token.isascii() and token.isprintable() and token and " " not in token):
             raise ServiceAuthenticationError("no_token", "the token is empty, or holds characters that no token has.")
@@ -204,11 +204,14 @@ class Connection:
 
     def _error(self, failure: Any, request_id: str) -> ServiceError:
         status = failure.code() if hasattr(failure, "code") else grpc.StatusCode.UNKNOWN
-        sent = _sent_error(failure)
-        if sent is not None:
-            self._answered = True
-            sent.request_id = sent.request_id or request_id
-            return sent
+        trailing = failure.trailing_metadata() if hasattr(failure, "trailing_metadata") else None
+        carried = next((value for key, value in trailing or () if key == TRAILER), None)
+        with suppress(DecodeError):
+            if carried is not None:
+                sent = error_from_wire(ServiceErrorInfo.FromString(carried))
+                self._answered = True
+                sent.request_id = sent.request_id or request_id
+                return sent
         if self.is_closed:
             return self._closed_error(request_id)
         if status in _NO_ANSWER:
@@ -244,25 +247,12 @@ def growing_pauses() -> Iterator[float]:
         pause = min(2 * pause, longest)
 
 
-def _sent_error(failure: Any) -> ServiceError | None:
-    """Return the error that the service put into the trailing metadata, if any."""
-    trailing = failure.trailing_metadata() if hasattr(failure, "trailing_metadata") else None
-    for key, value in trailing or ():
-        if key == TRAILER:
-            try:
-                return error_from_wire(ServiceErrorInfo.FromString(value))
-            except DecodeError:
-                return None
-    return None
-
-
 def _read(path: str | Path, code: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise ServiceAuthenticationError(
-            code, f"{path} cannot be read ({error.strerror}).", "Check the path."
-        ) from None
+        message = f"{path} cannot be read ({error.strerror})."
+        raise ServiceAuthenticationError(code, message, "Check the path.") from None
 
 
 def is_loopback(address: str) -> bool:

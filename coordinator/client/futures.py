@@ -8,19 +8,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Generator
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from raycloak.metrics.service_errors import FutureCancelledError, FutureTimeoutError, ServiceError, ServiceStateError
 
 T = TypeVar("T")
 _LOGGER: Final = logging.getLogger(__name__)
-
-
-class Canceller(Protocol):
-    """The future's way to its service."""
-
-    def cancel(self, future: "ServiceFuture[Any]") -> bool:
-        """Ask for the cancellation of the operation; return whether it had not ended yet."""
 
 
 class ServiceFuture(Generic[T]):
@@ -37,7 +30,7 @@ class ServiceFuture(Generic[T]):
     __slots__ = (
         "__weakref__",
         "_callbacks",
-        "_canceller",
+        "_cancel",
         "_ended",
         "_error",
         "_lock",
@@ -49,11 +42,11 @@ class ServiceFuture(Generic[T]):
         "operation_id",
     )
 
-    def __init__(self, kind: str, key: str, canceller: Canceller, lock: threading.Lock, resolver: "Resolver") -> None:
+    def __init__(self, kind: str, key: str, cancel: "Cancel", lock: threading.Lock, resolver: "Resolver") -> None:
         self.kind = kind
         self.operation_id = ""
         self.idempotency_key = key
-        self._canceller = canceller
+        self._cancel = cancel
         self._lock = lock  # one for all futures of a client
         self._resolver = resolver
         self._ended = self._seen = False
@@ -84,7 +77,7 @@ class ServiceFuture(Generic[T]):
         Raises:
             ServiceConnectionError: the service does not answer; it may have cancelled the operation.
         """
-        return not self._ended and self._canceller.cancel(self)
+        return not self._ended and self._cancel(self)
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for the outcome and return the result.
@@ -175,6 +168,10 @@ class ServiceFuture(Generic[T]):
             call_safely(callback, self)
 
 
+Cancel = Callable[[ServiceFuture[Any]], bool]
+"""Asks for the cancellation of an operation; returns whether it had not ended yet."""
+
+
 def call_safely(callback: Callable[..., object], *arguments: Any) -> None:
     """Call a user's function; what it raises is logged, since it must not end the thread that serves the futures."""
     try:
@@ -205,8 +202,8 @@ class Resolver:
     first.
     """
 
-    def __init__(self, canceller: Canceller) -> None:
-        self._canceller = canceller
+    def __init__(self, cancel: Cancel) -> None:
+        self._cancel = cancel
         self._lock = threading.Lock()  # of the dictionary
         self._outcome_lock = threading.Lock()  # of the futures
         self._by_key: dict[str, ServiceFuture[Any]] = {}
@@ -218,7 +215,7 @@ class Resolver:
         with self._lock:
             known = self._by_key.get(key)
             if known is None:
-                known = ServiceFuture(kind, key, self._canceller, self._outcome_lock, self)
+                known = ServiceFuture(kind, key, self._cancel, self._outcome_lock, self)
                 self._by_key[key] = known
             return known
 

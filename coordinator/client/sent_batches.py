@@ -85,7 +85,13 @@ class DataKeys:
 
     def __init__(self, secret: str | Path, contract: str | Path, policy: str | Path | Policy, terms: DataTerms) -> None:
         self._secret = load_secret(Path(secret))
-        self.contract = _load_contract(Path(contract))
+        try:
+            self.contract = parse(ServiceContract, Path(contract).read_bytes().strip())
+        except OSError as error:
+            raise file_error("key_service", "read", Path(contract), error) from None
+        except ProtocolError:
+            message = f"{contract} is not the contract of a key service."
+            raise ConfigError("key_service", message, "raycloak attest serve writes it.") from None
         self.terms = terms
         accepted = policy if isinstance(policy, Policy) else load_policy(Path(policy))
         if self.contract.policy_digest != accepted.digest():
@@ -275,6 +281,7 @@ class SentExamples:
         self._dataset = dataset
         self._shape = tuple(dataset.shape)
         self._of_ids = dataset.vocabulary is not None
+        self._of_numbers = dataset.label_kind == "number"
         self._label_shape = self._shape if dataset.label_kind == "token" else ()
 
     @property
@@ -282,10 +289,6 @@ class SentExamples:
         """The size of an encoded example."""
         sizes = (self._shape, 8 if self._of_ids else 4), (self._label_shape, 4 if self._of_numbers else 8)
         return sum(math.prod(shape) * size for shape, size in sizes)
-
-    @property
-    def _of_numbers(self) -> bool:
-        return self._dataset.label_kind == "number"
 
     def encode(self, batch: Mapping[str, Any]) -> tuple[Sequence[str | int], list[bytes]]:
         """Return the ids of a batch, and its encoded rows.
@@ -385,14 +388,3 @@ def _terms_refused(what: str) -> EvidenceError:
     return EvidenceError(
         "data_terms", f"the run {what}.", "Nothing was encrypted. Agree on the terms with who runs it."
     )
-
-
-def _load_contract(path: Path) -> ServiceContract:
-    try:
-        return parse(ServiceContract, path.read_bytes().strip())
-    except OSError as error:
-        raise file_error("key_service", "read", path, error) from None
-    except ProtocolError:
-        raise ConfigError(
-            "key_service", f"{path} is not the contract of a key service.", "raycloak attest serve writes it."
-        ) from None

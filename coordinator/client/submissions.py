@@ -102,8 +102,10 @@ class Submissions:
         """
         with self._changed:
             if self._ends:
-                self._resolver.end(future.idempotency_key, error=_closed())
-                raise _closed()
+                remedy = "Attach again with ServiceClient.get_client."
+                closed = ServiceStateError("closed", "this training client is closed.", remedy)
+                self._resolver.end(future.idempotency_key, error=closed)
+                raise closed
             for fault in self._faults:
                 if fault.known_from is None and any(map(is_seen, fault.futures)):
                     fault.known_from = self._made
@@ -187,7 +189,8 @@ class Submissions:
             with self._changed:
                 self._sending = None
                 to_cancel = self._to_cancel and error is None
-                if error is not None and _leaves_open(error):
+                # It may have been taken; those behind it might arrive without it.
+                if error is not None and (is_no_answer(error) or isinstance(error, ServiceServerError)):
                     lost += self._waiting
                     self._waiting.clear()
                 # Before the caller hears of it. One that the caller cancelled is meant to be left out.
@@ -196,7 +199,10 @@ class Submissions:
             if error is not None:
                 self._refused(lost, error)
             if to_cancel:
-                self._cancel_quietly(future)
+                try:
+                    self._cancel(future)
+                except ServiceError as failure:
+                    _LOGGER.warning("%s was taken and could not be cancelled: %s", future.operation_id, failure)
 
     def _note_lost(self, lost: Sequence[_Submission], error: ServiceError) -> None:
         """Note a fault if a batch is among submissions that end with ``error``; the lock is held."""
@@ -252,25 +258,11 @@ class Submissions:
         """End the first of ``lost`` with ``error``, after those that were not sent for it."""
         first, *others = lost
         for each in others:
-            not_known = ServiceConnectionError(
-                "not_sent",
-                "the operation was not sent: whether an earlier one was taken is not known.",
-                "Look at TrainingClient.futures() for what the service took, and submit the rest again.",
-                error.request_id,
-            )
+            message = "the operation was not sent: whether an earlier one was taken is not known."
+            remedy = "Look at TrainingClient.futures() for what the service took, and submit the rest again."
+            not_known = ServiceConnectionError("not_sent", message, remedy, error.request_id)
             self._resolver.end(each.future.idempotency_key, error=not_known)
         self._resolver.end(first.future.idempotency_key, error=error)
-
-    def _cancel_quietly(self, future: ServiceFuture[Any]) -> None:
-        try:
-            self._cancel(future)
-        except ServiceError as error:
-            _LOGGER.warning("%s was taken and could not be cancelled: %s", future.operation_id, error)
-
-
-def _leaves_open(error: ServiceError) -> bool:
-    """Return whether an operation that ended so may have been taken; those behind it might arrive without it."""
-    return is_no_answer(error) or isinstance(error, ServiceServerError)
 
 
 def not_sent(kind: str) -> FutureCancelledError:
@@ -279,15 +271,8 @@ def not_sent(kind: str) -> FutureCancelledError:
 
 
 def _behind(kind: str, cause: ServiceError) -> FutureFailedError:
-    error = FutureFailedError(
-        cause.code,
-        f"{kind} was not sent, as a batch before it was not taken: {cause.message}",
-        "Nothing was charged for it. Send the batch again, then optim_step.",
-        cause.request_id,
-    )
+    message = f"{kind} was not sent, as a batch before it was not taken: {cause.message}"
+    remedy = "Nothing was charged for it. Send the batch again, then optim_step."
+    error = FutureFailedError(cause.code, message, remedy, cause.request_id)
     error.__cause__ = cause
     return error
-
-
-def _closed() -> ServiceStateError:
-    return ServiceStateError("closed", "this training client is closed.", "Attach again with ServiceClient.get_client.")

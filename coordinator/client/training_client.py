@@ -90,17 +90,10 @@ class TrainingClient:
         self._on_progress: list[OnProgress] = []
         self._said = ""
         self._tokens = TokenStreams()
-        self._resolver = Resolver(self)
+        self._resolver = Resolver(self.cancel)
         self._submissions = Submissions(connection, self._resolver, self._absorb, self.cancel)
-        self._changes = Changes(
-            connection,
-            self._resolver,
-            client.client_id,
-            client.revision,
-            self._receive,
-            self._tokens.interrupted,
-            self._lost,
-        )
+        told = self._receive, self._tokens.interrupted, self._lost
+        self._changes = Changes(connection, self._resolver, client, *told)
         self._learn(client)
 
     def __enter__(self) -> Self:
@@ -241,21 +234,14 @@ class TrainingClient:
             raise ServiceValidationError(
                 "request", "prompts is a list of texts; put the text in a list.", field="prompts"
             )
-        with _fields("sample"):
-            request = wire.Sample()
-            for name, value in {"prompts": prompts, "stop": stop}.items():
-                with _fields(name):
-                    getattr(request, name).extend(value)
-            for name, number in {
-                "max_tokens": max_tokens,
-                "temperature": temperature,
-                "top_p": top_p,
-                "top_k": top_k,
-                "seed": seed,
-                "completions": num_completions,
-            }.items():
-                with _fields("num_completions" if name == "completions" else name):
-                    setattr(request, name, number)
+        request = wire.Sample()
+        for name, texts in {"prompts": prompts, "stop": stop}.items():
+            with _fields(name):
+                getattr(request, name).extend(texts)
+        numbers = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+        for name, number in {**numbers, "num_completions": num_completions}.items():
+            with _fields(name):
+                setattr(request, name.removeprefix("num_"), number)
         return self._submit("sample", on_token=on_token, sample=request)
 
     def add_progress_callback(self, callback: OnProgress) -> None:

@@ -33,13 +33,10 @@ Note = Annotated[
 Metadata = Annotated[dict[Name, Note], Field(max_length=MOST_METADATA)]
 
 
-def _kind_of_dataset(dataset: Any) -> str:
-    return "sent" if isinstance(dataset, dict | DatasetConfig) else "registered"
-
-
 # By the kind that was given, an error is of one alternative and names its field.
 DatasetField = Annotated[
-    Annotated[Name, Tag("registered")] | Annotated[DatasetConfig, Tag("sent")], Discriminator(_kind_of_dataset)
+    Annotated[Name, Tag("registered")] | Annotated[DatasetConfig, Tag("sent")],
+    Discriminator(lambda dataset: "sent" if isinstance(dataset, dict | DatasetConfig) else "registered"),
 ]
 
 
@@ -116,16 +113,12 @@ class TrainingConfig(Section):
         return dataset
 
     @model_validator(mode="after")
-    def _keys_of_sent_data(self) -> Self:
+    def _consistent(self) -> Self:
         if isinstance(self.dataset, DatasetConfig) != (self.key_service is not None):
             raise ValueError("key_service belongs to a dataset of kind sent, and is needed there")
         # A path of the service's machines is not a client's to name.
         if self.key_service is not None and self.key_service.text is None:
             raise ValueError("key_service.contract: give the content of the contract's file, a JSON object")
-        return self
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
         if self.steps is not None and self.epochs is not None:
             raise ValueError("steps: epochs are given too; leave one of the two out")
         if self.lora is not None and isinstance(self.model, ModelConfig) and self.model.lora is not None:
@@ -141,7 +134,9 @@ class TrainingConfig(Section):
         wrong = [(field, problem_of(cls, field, each)) for field, each in fields]
         said = "; ".join(f"{field}: {problem}" if field else problem for field, problem in wrong)
         # A refusal of the whole names its field first.
-        field = wrong[0][0] or _first_field(wrong[0][1])
+        first = wrong[0][1].partition(":")[0].partition(" ")[0]
+        named = first if first in RunConfig.model_fields or first in cls.model_fields else ""
+        field = wrong[0][0] or named
         return ServiceValidationError(
             "config", said if said.endswith("?") else f"{said}.", "See docs/service.md.", field=field
         )
@@ -158,11 +153,9 @@ def parse_training_config(raw: Any) -> TrainingConfig:
         ServiceValidationError: ``config``, with the first wrong field in ``field``, and all of them in the message.
     """
     try:
-        return (
-            TrainingConfig.model_validate_json(raw)
-            if isinstance(raw, str | bytes)
-            else TrainingConfig.model_validate(raw)
-        )
+        if isinstance(raw, str | bytes):
+            return TrainingConfig.model_validate_json(raw)
+        return TrainingConfig.model_validate(raw)
     except ValidationError as error:
         raise TrainingConfig.refusal(error) from None
 
@@ -170,8 +163,3 @@ def parse_training_config(raw: Any) -> TrainingConfig:
 def _field_of(place: tuple[int | str, ...]) -> str:
     tried = ALTERNATIVES | {("dataset", "sent"), ("dataset", "registered")}
     return ".".join(str(part) for part in place if (place[0], part) not in tried)
-
-
-def _first_field(problem: str) -> str:
-    first = problem.partition(":")[0].partition(" ")[0]
-    return first if first in RunConfig.model_fields or first in TrainingConfig.model_fields else ""

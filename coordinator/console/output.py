@@ -201,10 +201,16 @@ class Output:
             print(harmless(trace), end="", file=self._stderr, flush=True)
 
     def _say(self, error: RaycloakError) -> None:
-        self.note(f"error: {error.code}: {error.message} {_spent(error)}{error.remedy}")
+        step, epsilon = error.step, error.spent_epsilon
+        spent = "" if epsilon is None else f", with ε {epsilon_text(epsilon)} charged to the account"
+        ended = "" if step is None else f"It ended in step {step}{spent}. "
+        self.note(f"error: {error.code}: {error.message} {ended}{error.remedy}")
         if self._as_json:
             so_far = {"run_dir": error.result["run_dir"], **error.result["metrics"]} if error.result else {}
-            print(json_text({**so_far, "error": _describe(error)}), file=self._stdout, flush=True)
+            described = {name: getattr(error, name) for name in ("code", "message", "remedy", "exit_code")}
+            if isinstance(error, RunFailedError) or step is not None:
+                described |= {"step": step, "spent_epsilon": epsilon}
+            print(json_text({**so_far, "error": described}), file=self._stdout, flush=True)
 
 
 def json_text(data: Mapping[str, Any]) -> str:
@@ -273,27 +279,6 @@ def log_console(stream: TextIO) -> Console:
     """Return a console that writes plain lines, also to a terminal or a notebook."""
     outlet = cast(TextIO, Outlet(stream))
     return _HarmlessConsole(file=outlet, width=PLAIN_WIDTH, highlight=False, force_terminal=False, force_jupyter=False)
-
-
-def _describe(error: RaycloakError) -> dict[str, Any]:
-    described: dict[str, Any] = {
-        "code": error.code,
-        "message": error.message,
-        "remedy": error.remedy,
-        "exit_code": error.exit_code,
-    }
-    if isinstance(error, RunFailedError) or error.step is not None:
-        described |= {"step": error.step, "spent_epsilon": error.spent_epsilon}
-    return described
-
-
-def _spent(error: RaycloakError) -> str:
-    if error.step is None:
-        return ""
-    spent = (
-        "" if error.spent_epsilon is None else f", with ε {epsilon_text(error.spent_epsilon)} charged to the account"
-    )
-    return f"It ended in step {error.step}{spent}. "
 
 
 def _plain(value: Any) -> Any:

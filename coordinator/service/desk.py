@@ -417,10 +417,6 @@ class Desk:
         """Return an artifact; ServiceNotFoundError if the tenant's client has no such one."""
         return self._artifact(self._find(tenant, client_id), name)
 
-    def clients_by_status(self) -> Mapping[str, int]:
-        """Return how many clients have each status, of all tenants together."""
-        return self._store.clients_by_status()
-
     def queued_by_kind(self) -> tuple[Mapping[str, int], float]:
         """Return how many operations wait, by kind; and when the oldest open one was submitted, now if none is."""
         oldest = self._store.oldest_open()

@@ -81,7 +81,23 @@ class PacedRun:
             self._phase("loading libraries")
             with quickly():
                 execution = self._execution(config, output)
-            self._execute(execution, former)
+            secret = str(begin.run_secret) if begin.run_secret is not None else None
+            try:
+                outcome = execution.recovered(
+                    (lambda: execution.go_on(former)) if former is not None else lambda: execution.begin(secret)
+                )
+            except ConfigError as error:
+                # The former driver was killed after the last act of a run that is complete, before it could mark it.
+                if error.code != "nothing_to_resume" or former is None:
+                    raise
+                self._opened(former)
+                self._tell(_ended_before(former))
+            except RunFailedError as error:
+                if error.code != "stopped":
+                    raise
+                self._tell(pipe.Ended(ending="stopped", metrics=None))
+            else:
+                self._tell(pipe.Ended(ending=outcome.ending, metrics=outcome.result()["metrics"]))
 
     def _former(self, config: RunConfig) -> RunFolder | None:
         """Return the run to resume, once no other process executes it; None if there is none, or it was void.
@@ -138,25 +154,6 @@ class PacedRun:
             callbacks=(*own_callbacks(config.callbacks, (), base), *configured_loggers(config.loggers, base)),
             pace=self._pace,
         )
-
-    def _execute(self, execution: "Execution", former: RunFolder | None) -> None:
-        secret = str(self._begin.run_secret) if self._begin.run_secret is not None else None
-        try:
-            outcome = execution.recovered(
-                (lambda: execution.go_on(former)) if former is not None else lambda: execution.begin(secret)
-            )
-        except ConfigError as error:
-            # The former driver was killed after the last act of a run that is complete, and before it could mark it.
-            if error.code != "nothing_to_resume" or former is None:
-                raise
-            self._opened(former)
-            self._tell(_ended_before(former))
-        except RunFailedError as error:
-            if error.code != "stopped":
-                raise
-            self._tell(pipe.Ended(ending="stopped", metrics=None))
-        else:
-            self._tell(pipe.Ended(ending=outcome.ending, metrics=outcome.result()["metrics"]))
 
     def _tell(self, report: pipe.Report) -> None:
         """Send a report, from any thread; if the service is gone, have the run stopped."""

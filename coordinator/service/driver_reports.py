@@ -309,7 +309,11 @@ class DriverReports:
         _spend(client, said.epsilon)
         if said.code == _RUN_LOCKED and self._drivers.waits_for_lock(client.client_id):
             return
-        message, remedy = (_without_others(text, client.run_id) for text in (said.message, said.remedy))
+        # Names of other runs may be another tenant's on a shared account.
+        message, remedy = (
+            _RUN.sub(lambda found: found[0] if found[1] == client.run_id else "another run", text)
+            for text in (said.message, said.remedy)
+        )
         # A client's configuration has no ledger: who pays is the service's to say.
         remedy = remedy.replace("ledger.account", "the service's settings, as the account of the data")
         if said.code in _OF_OTHERS:
@@ -322,8 +326,3 @@ class DriverReports:
 def _spend(client: ClientRow, epsilon: float | None) -> None:
     """Take note of an account's epsilon; a report of an earlier one comes late."""
     client.epsilon = max(client.epsilon, epsilon or 0.0)
-
-
-def _without_others(text: str, run_id: str) -> str:
-    """Return an error's text without names of other runs, which may be another tenant's on a shared account."""
-    return _RUN.sub(lambda found: found[0] if found[1] == run_id else "another run", text)

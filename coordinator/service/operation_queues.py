@@ -103,8 +103,13 @@ class OperationQueues:
     def _hand(self, client: ClientRow, operation: OperationRow) -> bool:
         """Let an operation run, or end it at once; False if it has to wait for the driver."""
         operation.step = client.steps.finished
-        if operation.kind == OperationKind.SAMPLE and self._sampled_at_once(client, operation):
-            return True
+        if operation.kind == OperationKind.SAMPLE and client.digest:
+            # From the newest released weights, if an artifact has them or a copy that an earlier sample needed.
+            found = self._store.artifact_of(client.client_id, client.digest)
+            if found is not None or self._copy(client.client_id, client.digest).exists():
+                self._book.run(client, operation)
+                self.sample(client, operation, client.digest, found.package if found is not None else "")
+                return True
         if client.ending and operation.kind in STEP:
             self._fail_by_ending(client, operation)
             return True
@@ -132,17 +137,6 @@ class OperationQueues:
         elif operation.kind == OperationKind.SAMPLE and not operation.package:
             copy = self._copy(client.client_id, client.digest)
             self._drivers.tell(client.client_id, Copy(id=name, after=after, path=copy))
-
-    def _sampled_at_once(self, client: ClientRow, operation: OperationRow) -> bool:
-        """Sample from the newest released weights, if an artifact has them or a copy that an earlier sample needed."""
-        if not client.digest:
-            return False
-        found = self._store.artifact_of(client.client_id, client.digest)
-        if found is None and not self._copy(client.client_id, client.digest).exists():
-            return False
-        self._book.run(client, operation)
-        self.sample(client, operation, client.digest, found.package if found is not None else "")
-        return True
 
     def sample(self, client: ClientRow, operation: OperationRow, digest: str, package: str = "") -> None:
         """Have text generated from the weights with this digest, in a package or in the client's copy of them."""

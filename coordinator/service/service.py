@@ -51,7 +51,7 @@ class RunRecords:
         """See `Records`."""
         names = ("step", "model_digest", "epsilon", "seconds", "evaluation_accuracy", "evaluation_loss")
         return {
-            event["step"]: ReleasedStep(loss=None, **{name: event.get(name) for name in names})
+            event["step"]: ReleasedStep.model_validate({"loss": None} | {name: event.get(name) for name in names})
             for event in EventTail(Path(run_dir)).read()
             if event["event"] == "step"
         }
@@ -221,7 +221,7 @@ class TrainingService:
         def figures() -> ServiceSnapshot:
             queued, oldest = self._desk.queued_by_kind()
             return ServiceSnapshot(
-                clients=self._desk.clients_by_status(),
+                clients=self._desk.book.store.clients_by_status(),
                 drivers=len(self._desk.drivers.of),
                 samplers=self._sampler.processes,
                 watch_streams=self._server.watches,

@@ -16,7 +16,6 @@ from raycloak.metrics.service_errors import ServiceAuthenticationError
 
 _PREFIX: Final = "rct_"
 """Begins every token, so that scanners of leaked secrets know one."""
-_TOKEN_BYTES: Final = 32  # so random that its plain hash tells nothing of it
 _LONGEST_TOKEN: Final = 512
 
 
@@ -35,7 +34,8 @@ def expired() -> ServiceAuthenticationError:
 
 def new_token() -> tuple[str, str]:
     """Return a new token and its SHA-256 in hexadecimal."""
-    token = f"{_PREFIX}{secrets.token_urlsafe(_TOKEN_BYTES)}"
+    # So random that its plain hash tells nothing of it.
+    token = f"{_PREFIX}{secrets.token_urlsafe(32)}"
     return token, hashlib.sha256(token.encode()).hexdigest()
 
 
@@ -64,7 +64,17 @@ class Tenants:
         Raises:
             ServiceAuthenticationError: ``unauthenticated``, or ``expired``. Both tell nothing of what is known here.
         """
-        found = [*self._by_certificate(certificate), *self._by_token(metadata.get("authorization"))]
+        found: list[CallingTenant] = []
+        if certificate is not None:
+            name, ends_at = _subject(certificate)
+            if name in self._names:
+                found.append(CallingTenant(self._names[name], ends_at))
+        header = metadata.get("authorization")
+        if isinstance(header, str) and header.startswith("Bearer ") and len(header) <= _LONGEST_TOKEN:
+            # A lookup by hash: its time tells of the hash alone, from which no token follows.
+            known = self._tokens.get(hashlib.sha256(header.removeprefix("Bearer ").encode()).hexdigest())
+            # A token that is given and wrong is refused, whatever the certificate says.
+            found.append(known or CallingTenant("", 0.0))
         if not found or len({each.tenant for each in found}) > 1 or not found[0].tenant:
             message = "the credentials are missing or unknown."
             remedy = "Give the token, or the certificate, that the operator registered."
@@ -73,21 +83,6 @@ class Tenants:
         if ends and min(ends) <= self._clock():
             raise expired()
         return CallingTenant(found[0].tenant, min(ends, default=0.0))
-
-    def _by_token(self, header: str | bytes | None) -> list[CallingTenant]:
-        if not isinstance(header, str) or not header.startswith("Bearer ") or len(header) > _LONGEST_TOKEN:
-            return []
-        # A lookup by hash: its time tells of the hash alone, from which no token follows.
-        known = self._tokens.get(hashlib.sha256(header.removeprefix("Bearer ").encode()).hexdigest())
-        # A token that is given and wrong is refused, whatever the certificate says.
-        return [known if known is not None else CallingTenant("", 0.0)]
-
-    def _by_certificate(self, certificate: bytes | None) -> list[CallingTenant]:
-        if certificate is None:
-            return []
-        name, ends = _subject(certificate)
-        tenant = self._names.get(name)
-        return [CallingTenant(tenant, ends)] if tenant is not None else []
 
 
 @lru_cache(maxsize=1024)  # each call of a channel asks it again

@@ -141,32 +141,25 @@ class Turns:
             try:
                 with self._desk.book.turn():
                     for each in batch:
-                        self._make_one(each)
+                        try:
+                            # A tick decides nothing that could be refused.
+                            with nullcontext() if each.call == self._desk.tick else self._desk.book.part():
+                                each.result = each.call()
+                        except Exception as error:
+                            each.error = error
+                            if isinstance(error, RaycloakError) and error.code == "store_failed":
+                                raise
             # Whatever it is, drivers may not know what the store says, and a thread that died would answer nobody.
             except Exception as error:  # noqa: BLE001
-                self._fail(error)
+                _LOG.exception("a turn could not be ended: the service ends")
+                self.failure = error
+                # Its loop is closed where the server has ended before. A thread that died here would answer nobody.
+                with suppress(RuntimeError):
+                    self._on_failure()
         if self.failure is not None:
+            message, remedy = "the service cannot write its record.", "The operator has to start it again."
             for each in batch:
-                each.error = ServiceServerError(
-                    "store_failed", "the service cannot write its record.", "The operator has to start it again."
-                )
-
-    def _make_one(self, each: _Turn) -> None:
-        try:
-            # A tick decides nothing that could be refused.
-            with nullcontext() if each.call == self._desk.tick else self._desk.book.part():
-                each.result = each.call()
-        except Exception as error:
-            each.error = error
-            if isinstance(error, RaycloakError) and error.code == "store_failed":
-                raise
-
-    def _fail(self, error: BaseException) -> None:
-        _LOG.error("a turn could not be ended: the service ends", exc_info=error)
-        self.failure = error
-        # Its loop is closed where the server has ended before. A thread that died here would answer nobody.
-        with suppress(RuntimeError):
-            self._on_failure()
+                each.error = ServiceServerError("store_failed", message, remedy)
 
 
 def _settle(batch: list[_Turn]) -> None:

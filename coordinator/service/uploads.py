@@ -68,13 +68,8 @@ class Upload:
                 await asyncio.to_thread(file.write, piece.data)
             if taken != self._head.bytes or digest.digest() != self._head.sha256:
                 raise invalid("sha256", "the ciphertext is not what the head says")
-            await asyncio.to_thread(_sync, file.fileno(), file.flush)
+            await asyncio.to_thread(file.flush)
+            await asyncio.to_thread(os.fsync, file.fileno())
         # The names of the file and of a new folder.
         for folder in (self._path.parent, self._folder):
             await asyncio.to_thread(sync, folder)
-
-
-def _sync(descriptor: int, flush: object) -> None:
-    assert callable(flush)
-    flush()
-    os.fsync(descriptor)

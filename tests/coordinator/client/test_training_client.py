@@ -198,7 +198,9 @@ def test_a_rewind_while_a_stream_is_opened_is_not_lost():
         def call(self, method, request):
             return wire.Client()
 
-    changes = Changes(Connection(), Resolver(None), "c0", 7, lambda change: None, lambda: None, print)
+    changes = Changes(
+        Connection(), Resolver(None), wire.Client(client_id="c0", revision=7), lambda change: None, lambda: None, print
+    )
     changes.start()
     until(lambda: len(asked) > 1)
     assert asked == [7, 3]
@@ -230,7 +232,14 @@ def test_a_stream_that_breaks_after_hours_is_opened_again(monkeypatch, breaks):
                 raise raycloak.ServiceServerError("store_failed", "the service is being started again.")
             return wire.Client()
 
-    changes = Changes(Connection(), Resolver(None), "c0", 7, lambda change: None, lambda: None, lost.append)
+    changes = Changes(
+        Connection(),
+        Resolver(None),
+        wire.Client(client_id="c0", revision=7),
+        lambda change: None,
+        lambda: None,
+        lost.append,
+    )
     changes.start()
     until(lambda: len(asked) == 3 or lost)
     assert lost == []
@@ -259,7 +268,14 @@ def test_a_stream_that_ends_with_its_token_goes_on_with_the_one_that_took_its_pl
                 raise expired
             return wire.Client()
 
-    changes = Changes(Connection(), Resolver(None), "c0", 7, lambda change: None, lambda: None, lost.append)
+    changes = Changes(
+        Connection(),
+        Resolver(None),
+        wire.Client(client_id="c0", revision=7),
+        lambda change: None,
+        lambda: None,
+        lost.append,
+    )
     changes.start()
     until(lambda: len(asked) == 2 or lost)
     assert (asked, lost) == (([7, 9], []) if replaced else ([7], [expired]))

@@ -46,10 +46,10 @@ def test_a_client_is_busy_while_an_operation_has_not_ended(site):
     assert site.client(client).status == "READY"
     site.submit(client, "forward_backward")
     assert site.client(client).status == "BUSY"
-    assert site.ask(site.desk.clients_by_status) == {"BUSY": 1}
+    assert site.ask(site.store.clients_by_status) == {"BUSY": 1}
     site.run()
     assert site.client(client).status == "READY"
-    assert site.ask(site.desk.clients_by_status) == {"READY": 1}
+    assert site.ask(site.store.clients_by_status) == {"READY": 1}
 
 
 def test_a_client_with_work_gives_its_place_up_after_its_turn_and_not_before(make_site):

@@ -1493,9 +1493,9 @@ def test_the_figures_name_what_waits(site):
     client = site.create()
     site.submit(client, FB)
     assert site.ask(site.desk.queued_by_kind) == ({FB: 1}, 1000.0)
-    assert site.ask(site.desk.clients_by_status) == {"INITIALIZING": 1}
+    assert site.ask(site.store.clients_by_status) == {"INITIALIZING": 1}
     site.run()
-    assert site.ask(site.desk.clients_by_status) == {"READY": 1}
+    assert site.ask(site.store.clients_by_status) == {"READY": 1}
     assert GIVEN["dataset"] == "digits"
 
 

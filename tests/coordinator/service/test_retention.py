@@ -85,7 +85,7 @@ def test_a_forgotten_client_is_not_made_again_by_its_request_while_a_row_of_it_i
     site.create()
     with pytest.raises(ServiceNotFoundError):
         site.create(key="once")
-    assert site.ask(site.desk.clients_by_status) == {"INITIALIZING": 1}
+    assert site.ask(site.store.clients_by_status) == {"INITIALIZING": 1}
 
 
 def test_a_client_whose_driver_has_not_ended_is_not_forgotten(clocked):
