@@ -1,15 +1,20 @@
-"""The stream of one client's changes, which one thread follows across restarts of the service."""
+"""The stream of one client's changes, which one thread follows across restarts of the service.
+
+Pieces of text of running samples are among them: each caller gets its whole text once, in order, though pieces may be
+lost.
+"""
 
 import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
 from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.client.connection import Connection, growing_pauses, is_no_answer
-from raycloak.coordinator.client.futures import Resolver
+from raycloak.coordinator.client.futures import Resolver, call_safely
 from raycloak.metrics.service_errors import (
     FutureFailedError,
     ServiceAuthenticationError,
@@ -24,6 +29,7 @@ _STEADY_S: Final = 5.0
 """A stream that lasted so long was no failure to open one."""
 
 
+@dataclass(eq=False)
 class Changes:
     """The changes of a client, from a revision on.
 
@@ -34,27 +40,20 @@ class Changes:
         lost: is given the error after which nothing is followed any more, until the next `start`.
     """
 
-    def __init__(
-        self,
-        connection: Connection,
-        resolver: Resolver,
-        client: wire.Client,
-        receive: Callable[[wire.Change], None],
-        interrupted: Callable[[], None],
-        lost: Callable[[ServiceError], None],
-    ) -> None:
-        self._connection = connection
-        self._resolver = resolver
-        self._client_id = client.client_id
-        self._seen = client.revision
-        self._receive = receive
-        self._interrupted = interrupted
-        self._lost = lost
-        self._lock = threading.Lock()
-        self._call: Any = None
-        self._generation = 0
-        self._ended = False
-        self._thread: threading.Thread | None = None
+    _connection: Connection
+    _resolver: Resolver
+    _client: wire.Client
+    _receive: Callable[[wire.Change], None]
+    _interrupted: Callable[[], None]
+    _lost: Callable[[ServiceError], None]
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _call: Any = field(default=None, init=False)
+    _generation: int = field(default=0, init=False)
+    _ended: bool = field(default=False, init=False)
+    _thread: threading.Thread | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._seen = self._client.revision
 
     def start(self) -> None:
         """Follow the changes, if that is not done already."""
@@ -85,7 +84,7 @@ class Changes:
             error = self._follow()
         except Exception as defect:
             # Futures that nobody follows would never end.
-            _LOGGER.exception("the changes of %s can no longer be followed", self._client_id)
+            _LOGGER.exception("the changes of %s can no longer be followed", self._client.client_id)
             error = FutureFailedError("not_followed", f"its changes could not be read ({type(defect).__name__}).")
         with self._lock:
             self._thread = None
@@ -101,7 +100,7 @@ class Changes:
             with self._lock:
                 generation, since = self._generation, self._seen
             try:
-                request = wire.WatchRequest(client_id=self._client_id, since=since)
+                request = wire.WatchRequest(client_id=self._client.client_id, since=since)
                 for change in self._connection.stream("Watch", request, partial(self._opened, generation)):
                     heard = True
                     self._take(change, generation)
@@ -127,7 +126,7 @@ class Changes:
                 return None
             # A call with an answer tells a quiet stream of a service that runs from one of a service that is gone.
             try:
-                client = self._connection.call("GetClient", wire.ClientRequest(client_id=self._client_id))
+                client = self._connection.call("GetClient", wire.ClientRequest(client_id=self._client.client_id))
             except ServiceError as error:
                 fails_since = fails_since or time.monotonic()
                 # The connection has waited for an answer already.
@@ -165,3 +164,72 @@ def _mends(error: ServiceError) -> bool:
     """Return whether another stream may go on where one ended with ``error``."""
     passing = (ServiceQueueFullError, ServiceRateLimitedError, ServiceServerError)
     return is_no_answer(error) or isinstance(error, passing)
+
+
+OnToken = Callable[[int, str], object]
+"""Is called with the number of a completion and a piece of its text."""
+
+
+@dataclass
+class _Stream:
+    on_token: OnToken
+    operation_id: str = ""
+    has_gap: bool = False
+    delivered: dict[int, str] = field(default_factory=dict)
+
+
+class TokenStreams:
+    """The samples of one client that are being written.
+
+    The service keeps no pieces, so a broken connection loses its pieces. From then on pieces are left out, and the
+    rest of the text follows at the end, from the result.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._streams: dict[str, _Stream] = {}
+
+    def expect(self, key: str, on_token: OnToken) -> None:
+        """Deliver the pieces of the sample that is submitted under ``key``."""
+        with self._lock:
+            self._streams[key] = _Stream(on_token)
+
+    def named(self, key: str, operation_id: str) -> None:
+        """Learn the operation id of ``key``."""
+        with self._lock:
+            if key in self._streams:
+                self._streams[key].operation_id = operation_id
+
+    def interrupted(self) -> None:
+        """Count pieces as lost from here on."""
+        with self._lock:
+            for stream in self._streams.values():
+                stream.has_gap = True
+
+    def piece(self, tokens: wire.Tokens) -> None:
+        """Deliver a piece."""
+        with self._lock:
+            stream = next((each for each in self._streams.values() if each.operation_id == tokens.operation_id), None)
+            if stream is None:
+                # It may be of a sample whose id is not known yet.
+                for each in self._streams.values():
+                    each.has_gap = each.has_gap or not each.operation_id
+                return
+        if not stream.has_gap:
+            _deliver(stream, tokens.completion, tokens.text)
+
+    def end(self, key: str, texts: list[str]) -> None:
+        """Deliver what is left of the completions' whole ``texts``, and forget the sample."""
+        with self._lock:
+            stream = self._streams.pop(key, None)
+        if stream is None:
+            return
+        for number, text in enumerate(texts):
+            before = stream.delivered.get(number, "")
+            if text.startswith(before) and text != before:
+                _deliver(stream, number, text[len(before) :])
+
+
+def _deliver(stream: _Stream, number: int, text: str) -> None:
+    stream.delivered[number] = stream.delivered.get(number, "") + text
+    call_safely(stream.on_token, number, text)

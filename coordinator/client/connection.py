@@ -17,11 +17,11 @@ from uuid import uuid4
 import grpc
 from google.protobuf.message import DecodeError
 
-from raycloak.coordinator.client.error_wire import TRAILER, error_from_wire
 from raycloak.coordinator.client.service_pb2 import ServiceErrorInfo
 from raycloak.coordinator.client.service_pb2_grpc import TrainingStub
 from raycloak.coordinator.config.sections import host_and_port
 from raycloak.metrics.service_errors import (
+    KINDS,
     ServiceAuthenticationError,
     ServiceConnectionError,
     ServiceError,
@@ -57,6 +57,10 @@ _OPTIONS: Final = (
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
 )
+TRAILER: Final = "raycloak-error-bin"
+"""The key of the trailing metadata that carries an error."""
+_MOST_TEXT: Final = 1024
+"""Characters: peers refuse trailing metadata of more than some kilobytes, and with it the whole answer."""
 _NO_ANSWER: Final = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
 """What a call says that may have reached the service or not. The last is how gRPC drops calls when too many come."""
 
@@ -262,3 +266,25 @@ def is_loopback(address: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def error_to_wire(error: ServiceError) -> ServiceErrorInfo:
+    """Return the message that carries ``error``; a text of more than 1,024 characters is cut."""
+    known = {name: value for name, value in error.details.items() if value is not None}
+    return ServiceErrorInfo(
+        code=error.code,
+        message=error.message[:_MOST_TEXT],
+        remedy=error.remedy[:_MOST_TEXT],
+        request_id=error.request_id,
+        kind=error.kind,
+        **known,
+    )
+
+
+def error_from_wire(info: ServiceErrorInfo) -> ServiceError:
+    """Return the exception that ``info`` carries; one of an unknown kind becomes a `ServiceServerError`."""
+    kind = KINDS.get(info.kind, ServiceServerError)
+    # An optional number that is absent reads as 0, so presence is asked for.
+    optional = {"retry_after_s", "current_epsilon", "max_epsilon"}
+    details = {name: getattr(info, name) for name in kind.fields if name not in optional or info.HasField(name)}
+    return kind(info.code, info.message, info.remedy, info.request_id, **details)

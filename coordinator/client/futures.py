@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
 from raycloak.metrics.service_errors import FutureCancelledError, FutureTimeoutError, ServiceError, ServiceStateError
@@ -16,6 +17,7 @@ T = TypeVar("T")
 _LOGGER: Final = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class ServiceFuture(Generic[T]):
     """The outcome of an operation, which may not be there yet. Only a `TrainingClient` makes one.
 
@@ -27,32 +29,17 @@ class ServiceFuture(Generic[T]):
         idempotency_key: of the caller; the operation is done once, however often it is sent.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_callbacks",
-        "_cancel",
-        "_ended",
-        "_error",
-        "_lock",
-        "_resolver",
-        "_result",
-        "_seen",
-        "idempotency_key",
-        "kind",
-        "operation_id",
-    )
-
-    def __init__(self, kind: str, key: str, cancel: "Cancel", lock: threading.Lock, resolver: "Resolver") -> None:
-        self.kind = kind
-        self.operation_id = ""
-        self.idempotency_key = key
-        self._cancel = cancel
-        self._lock = lock  # one for all futures of a client
-        self._resolver = resolver
-        self._ended = self._seen = False
-        self._result: T | None = None
-        self._error: ServiceError | None = None
-        self._callbacks: list[Callable[[ServiceFuture[T]], object]] | None = None
+    kind: str
+    idempotency_key: str
+    _cancel: "Cancel"
+    _lock: threading.Lock  # one for all futures of a client
+    _resolver: "Resolver"
+    operation_id: str = field(default="", init=False)
+    _ended: bool = field(default=False, init=False)
+    _seen: bool = field(default=False, init=False)
+    _result: T | None = field(default=None, init=False)
+    _error: ServiceError | None = field(default=None, init=False)
+    _callbacks: "list[Callable[[ServiceFuture[T]], object]] | None" = field(default=None, init=False)
 
     def __repr__(self) -> str:
         state = "pending" if not self._ended else "done" if self._error is None else self._error.code

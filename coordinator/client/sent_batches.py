@@ -1,4 +1,4 @@
-"""Examples that a data owner's client sends: checked here, then encrypted for attested workers.
+"""Examples that a data owner's client sends: checked here, then encrypted for attested workers, in their steps' order.
 
 The keys are the owner's own: they derive from the secret of the owner's key service, which gives its half only to
 workers that the owner's policy accepts. They derive from the run's manifest too. So the owner reads the terms in the
@@ -8,7 +8,8 @@ manifest first, and a run under other terms opens nothing.
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -26,6 +27,7 @@ from raycloak.attestation.keys.release import RunKeys, commitments_digest
 from raycloak.attestation.keys.run_secret import load_secret, run_id_of
 from raycloak.attestation.policy.policy import Policy, load_policy
 from raycloak.attestation.sealed.sent_batch import HASH_BYTES, SentHead, fresh_salt, seal_sent
+from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.config.sections import DatasetConfig
 from raycloak.metrics.errors import ConfigError, EvidenceError, ProtocolError
 from raycloak.metrics.file_errors import file_error
@@ -39,6 +41,11 @@ PADDING: Final = -1
 """The id of a token whose attention mask is 0, as Hugging Face models are given it here; others do not know it."""
 
 _FIELDS: Final = ("example_ids", "features", "input_ids", "attention_mask", "labels")
+
+_PIECE_BYTES = 15 * 2**16
+"""Of ciphertext in one message; a service takes messages of a megabyte. It asks for a piece when it has the last, so
+that each costs a round trip: longer ones travel faster."""
+_VOID = ("failed", "cancelled")
 
 Array = NDArray[Any]
 
@@ -388,3 +395,44 @@ def _terms_refused(what: str) -> EvidenceError:
     return EvidenceError(
         "data_terms", f"the run {what}.", "Nothing was encrypted. Agree on the terms with who runs it."
     )
+
+
+class SentSteps:
+    """The operations that a client's service has taken, as far as they make steps."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._steps: dict[int, bool] = {}  # of optim_step, by number: whether it counts
+        self._batches: dict[int, int] = {}  # of forward_backward, by number: its examples
+
+    def learn(self, operation: wire.Operation) -> None:
+        """Take an operation in, or its newest state."""
+        with self._lock:
+            if operation.kind == "optim_step":
+                self._steps[operation.number] = operation.state not in _VOID
+            elif operation.kind == "forward_backward" and operation.state == "done":
+                self._batches[operation.number] = operation.forward_backward.examples_sent
+
+    def next(self) -> tuple[int, int, int]:
+        """Return the step of the next batch, and how many batches and examples that step has already."""
+        with self._lock:
+            counted = [number for number, counts in self._steps.items() if counts]
+            last = max(counted, default=-1)
+            of_step = [examples for number, examples in self._batches.items() if number > last]
+            return len(counted), len(of_step), sum(of_step)
+
+
+def pieces(client_id: str, key: str, sealed: SealedBatch) -> Iterator[wire.BatchPiece]:
+    """Yield the messages in which a sealed batch travels."""
+    yield wire.BatchPiece(
+        head=wire.BatchHead(
+            client_id=client_id,
+            idempotency_key=key,
+            examples=sealed.examples,
+            example_hashes=sealed.example_hashes,
+            bytes=len(sealed.content),
+            sha256=sealed.sha256,
+        )
+    )
+    for start in range(0, len(sealed.content), _PIECE_BYTES):
+        yield wire.BatchPiece(data=sealed.content[start : start + _PIECE_BYTES])

@@ -62,6 +62,7 @@ class _Fault:
     known_from: int | None = None
 
 
+@dataclass(eq=False)
 class Submissions:
     """The submissions of one client.
 
@@ -71,24 +72,18 @@ class Submissions:
         cancel: asks the service to cancel an operation, by its future.
     """
 
-    def __init__(
-        self,
-        connection: Connection,
-        resolver: Resolver,
-        absorb: Callable[[wire.Operation], None],
-        cancel: Callable[[ServiceFuture[Any]], object],
-    ) -> None:
-        self._connection = connection
-        self._resolver = resolver
-        self._absorb = absorb
-        self._cancel = cancel
+    _connection: Connection
+    _resolver: Resolver
+    _absorb: Callable[[wire.Operation], None]
+    _cancel: Callable[[ServiceFuture[Any]], object]
+
+    def __post_init__(self) -> None:
         self._changed = threading.Condition()
         self._waiting: deque[_Submission] = deque()
         self._made = 0
         self._faults: list[_Fault] = []
         self._sending: ServiceFuture[Any] | None = None
-        self._to_cancel = False
-        self._ends = self._drops = False
+        self._to_cancel = self._ends = self._drops = False
         self._thread: threading.Thread | None = None
 
     def put(self, future: ServiceFuture[Any], call: MakeCall, *, is_batch: bool = False) -> None:

@@ -16,9 +16,8 @@ from uuid import uuid4
 from pydantic import TypeAdapter, ValidationError
 
 from raycloak.coordinator.client import service_pb2 as wire
-from raycloak.coordinator.client.changes import Changes, revision_of
-from raycloak.coordinator.client.connection import Connection, growing_pauses, is_no_answer
-from raycloak.coordinator.client.error_wire import error_from_wire
+from raycloak.coordinator.client.changes import Changes, OnToken, TokenStreams, revision_of
+from raycloak.coordinator.client.connection import Connection, error_from_wire, growing_pauses, is_no_answer
 from raycloak.coordinator.client.futures import Resolver, ServiceFuture, call_safely
 from raycloak.coordinator.client.results import (
     Artifact,
@@ -32,10 +31,8 @@ from raycloak.coordinator.client.results import (
     from_wire,
     result_of,
 )
-from raycloak.coordinator.client.sent_batches import DataKeys, SentRun
-from raycloak.coordinator.client.sent_steps import SentSteps, pieces
+from raycloak.coordinator.client.sent_batches import DataKeys, SentRun, SentSteps, pieces
 from raycloak.coordinator.client.submissions import MakeCall, Submissions
-from raycloak.coordinator.client.token_streams import OnToken, TokenStreams
 from raycloak.coordinator.client.training_config import Metadata, TrainingConfig, parse_training_config
 from raycloak.coordinator.config.sections import DatasetConfig
 from raycloak.coordinator.console.output import harmless

@@ -12,7 +12,7 @@ from typing import Final
 from google.protobuf.message import Message as ProtoMessage
 
 from raycloak.coordinator.client import service_pb2 as wire
-from raycloak.coordinator.client.error_wire import error_to_wire
+from raycloak.coordinator.client.connection import error_to_wire
 from raycloak.coordinator.service.operations import client_status
 from raycloak.coordinator.service.ports import Measured, News, Stored
 from raycloak.coordinator.service.store import (

@@ -6,6 +6,7 @@ A report changes the store as the driver's ledger and run directory say it is: w
 import json
 import logging
 import re
+from dataclasses import dataclass
 from typing import Final
 
 from raycloak.attestation.processes.failure import Failed
@@ -44,6 +45,7 @@ _RESUMABLE: Final = ("stopped", "void")
 _LOG = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class DriverReports:
     """The reports of all drivers and samples. For one thread at a time.
 
@@ -51,19 +53,14 @@ class DriverReports:
         most_sampled: bytes of the texts that samples of one client may write.
     """
 
-    def __init__(
-        self,
-        book: ClientBook,
-        drivers: DriverDesk,
-        queues: OperationQueues,
-        records: Records,
-        most_sampled: int,
-    ) -> None:
-        self._book, self._store = book, book.store
-        self._drivers = drivers
-        self._queues = queues
-        self._records = records
-        self._most_sampled = most_sampled
+    _book: ClientBook
+    _drivers: DriverDesk
+    _queues: OperationQueues
+    _records: Records
+    _most_sampled: int
+
+    def __post_init__(self) -> None:
+        self._store = self._book.store
 
     def report(self, client_id: str, said: pipe.Report | Exited) -> None:
         """Take a report of a client's driver; `Exited` is its last."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from raycloak.coordinator.client import service_pb2 as wire
-from raycloak.coordinator.client.error_wire import error_to_wire
+from raycloak.coordinator.client.connection import error_to_wire
 from raycloak.coordinator.service.client_book import ClientBook
 from raycloak.coordinator.service.driver_desk import DriverDesk
 from raycloak.coordinator.service.operations import cancelled, failed, operation_id, plan_of, run_ended, steps_done

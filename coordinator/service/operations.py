@@ -166,18 +166,13 @@ def dp_metrics(row: ClientRow) -> wire.DpMetrics | None:
     if not row.facts:
         return None
     facts = plan_of(row.facts)
+    same = ("epsilon_cap", "epsilon_planned", "delta", "noise_multiplier", "sample_rate", "max_grad_norm", "accountant")
     return wire.DpMetrics(
         epsilon_spent=row.epsilon,
-        epsilon_cap=facts.epsilon_cap or 0.0,
-        epsilon_planned=facts.epsilon_planned or 0.0,
-        delta=facts.delta or 0.0,
         steps_charged=row.steps.charged if row.private else 0,
         steps_planned=facts.steps,
-        noise_multiplier=facts.noise_multiplier or 0.0,
-        sample_rate=facts.sample_rate,
-        max_grad_norm=facts.max_grad_norm,
-        accountant=facts.accountant,
         private=row.private,
+        **{name: getattr(facts, name) for name in same},
     )
 
 

@@ -39,7 +39,7 @@ from raycloak.attestation.service.calls import (
 from raycloak.attestation.service.connections import ConnectionGuard, GuardedCall
 from raycloak.attestation.service.memory import require_memory
 from raycloak.coordinator.client import service_pb2 as wire
-from raycloak.coordinator.client.error_wire import TRAILER, error_to_wire
+from raycloak.coordinator.client.connection import TRAILER, error_to_wire
 from raycloak.coordinator.service.desk import Desk
 from raycloak.coordinator.service.limits import ANSWER_BYTES, LIST_BYTES, PAGE_BYTES, Slots
 from raycloak.coordinator.service.operations import invalid

@@ -169,6 +169,7 @@ _TABLES: Final = {
     "artifacts": (ArtifactRow, "PRIMARY KEY (client_id, number)"),
     "batches": (BatchRow, "PRIMARY KEY (client_id, number)"),
 }
+_NAMES: Final[dict[type, str]] = {row: table for table, (row, _) in _TABLES.items()}
 
 
 def _columns(row: type) -> dict[str, tuple[str, Any]]:
@@ -292,18 +293,18 @@ class Store:
 
     def add(self, row: ClientRow | OperationRow | BatchRow | ArtifactRow) -> None:
         """Record a new row."""
-        table = next(table for table, (kind, _) in _TABLES.items() if kind is type(row))
+        table = _NAMES[type(row)]
         self._database.run(_INSERT[table], _VALUES[table](row))
 
     # Clients
 
     def client(self, client_id: str) -> ClientRow | None:
         """Return a client."""
-        return self._one(_client, "clients", "client_id = ?", client_id)
+        return self._one(ClientRow, "client_id = ?", client_id)
 
     def client_of_key(self, tenant: str, key: str) -> ClientRow | None:
         """Return the client that a tenant made with an idempotency key."""
-        return self._one(_client, "clients", "tenant = ? AND idempotency_key = ?", tenant, key)
+        return self._one(ClientRow, "tenant = ? AND idempotency_key = ?", tenant, key)
 
     def clients_of(self, tenant: str, limit: int) -> list[str]:
         """Return the ids of the newest clients of a tenant, oldest first. A row may have megabytes."""
@@ -349,7 +350,7 @@ class Store:
 
     def left_open(self) -> list[ClientRow]:
         """Return closed clients that have open operations, which no driver will ever do."""
-        return self._all(_client, "clients", "open > 0 AND status = 'TERMINATED'")
+        return self._all(ClientRow, "open > 0 AND status = 'TERMINATED'")
 
     def to_be_tidied(self) -> list[str]:
         """Return forgotten clients, and closed ones that have sent batches."""
@@ -379,26 +380,24 @@ class Store:
 
     def operation(self, client_id: str, number: int) -> OperationRow | None:
         """Return an operation."""
-        return self._one(OperationRow, "operations", "client_id = ? AND number = ?", client_id, number)
+        return self._one(OperationRow, "client_id = ? AND number = ?", client_id, number)
 
     def operation_of_key(self, client_id: str, key: str) -> OperationRow | None:
         """Return the operation that was submitted with an idempotency key."""
-        return self._one(OperationRow, "operations", "client_id = ? AND idempotency_key = ?", client_id, key)
+        return self._one(OperationRow, "client_id = ? AND idempotency_key = ?", client_id, key)
 
     def open_operations(self, client_id: str, limit: int = -1) -> list[OperationRow]:
         """Return the first operations that are queued or running, in order; all of them by default."""
         end = f" LIMIT {limit}" if limit >= 0 else ""
-        return self._all(OperationRow, "operations", f"{_OPEN} ORDER BY number{end}", client_id)
+        return self._all(OperationRow, f"{_OPEN} ORDER BY number{end}", client_id)
 
     def open_samples(self, client_id: str) -> list[OperationRow]:
         """Return the samples that are queued or running, in order."""
-        return self._all(OperationRow, "operations", f"{_OPEN} AND kind = 'sample' ORDER BY number", client_id)
+        return self._all(OperationRow, f"{_OPEN} AND kind = 'sample' ORDER BY number", client_id)
 
     def of_step(self, client_id: str, kind: str, step: int) -> list[OperationRow]:
         """Return the operations of one kind that belong to a step, in order."""
-        return self._all(
-            OperationRow, "operations", "client_id = ? AND step = ? AND kind = ? ORDER BY number", client_id, step, kind
-        )
+        return self._all(OperationRow, "client_id = ? AND step = ? AND kind = ? ORDER BY number", client_id, step, kind)
 
     def newest_forward(self, client_id: str, before: int) -> int:
         """Return the number of the last ``forward_backward`` before an operation that was not undone; -1 if none."""
@@ -431,7 +430,7 @@ class Store:
     def running_samples(self) -> list[OperationRow]:
         """Return the samples of all clients that have their package and no result."""
         where = "state IN ('queued', 'running') AND kind = 'sample' AND state = 'running' AND package <> ''"
-        return self._all(OperationRow, "operations", where)
+        return self._all(OperationRow, where)
 
     def changes(self, client_id: str, since: int, limit: int, most_bytes: int) -> tuple[list[OperationRow], bool]:
         """Return operations whose newest change has a revision above ``since``, in the order of the changes.
@@ -442,7 +441,7 @@ class Store:
         sizes = f"SELECT LENGTH(payload) + LENGTH(result) + LENGTH(error) FROM operations WHERE {where}"
         totals = list(accumulate(int(size) for (size,) in self._rows(sizes, client_id, since, limit + 1)))
         some = max(1, min(limit, bisect_right(totals, most_bytes)))
-        return self._all(OperationRow, "operations", where, client_id, since, some), some >= len(totals)
+        return self._all(OperationRow, where, client_id, since, some), some >= len(totals)
 
     def change_operation(self, row: OperationRow, **values: Any) -> None:
         """Change columns of an operation, in the store and in ``row``."""
@@ -488,7 +487,7 @@ class Store:
 
     def batches_from(self, client_id: str, step: int) -> list[BatchRow]:
         """Return the batches of a step and of all later steps, in the order they were sent."""
-        return self._all(BatchRow, "batches", "client_id = ? AND step >= ? ORDER BY number", client_id, step)
+        return self._all(BatchRow, "client_id = ? AND step >= ? ORDER BY number", client_id, step)
 
     def number_of_batches(self, client_id: str, step: int) -> int:
         """Return how many batches were sent for a step."""
@@ -508,7 +507,7 @@ class Store:
 
     def artifact(self, client_id: str, number: int) -> ArtifactRow | None:
         """Return an artifact."""
-        return self._one(ArtifactRow, "artifacts", "client_id = ? AND number = ?", client_id, number)
+        return self._one(ArtifactRow, "client_id = ? AND number = ?", client_id, number)
 
     def number_of_artifacts(self, client_id: str) -> int:
         """Return how many artifacts a client has, or will have once its open saves are done."""
@@ -518,12 +517,12 @@ class Store:
     def artifact_of(self, client_id: str, model_digest: str) -> ArtifactRow | None:
         """Return the newest artifact of a client that has these parameters."""
         where = "client_id = ? AND model_digest = ? ORDER BY number DESC LIMIT 1"
-        return self._one(ArtifactRow, "artifacts", where, client_id, model_digest)
+        return self._one(ArtifactRow, where, client_id, model_digest)
 
     def artifacts(self, client_id: str, limit: int) -> list[ArtifactRow]:
         """Return the newest artifacts of a client, in the order they were made."""
         where = "client_id = ? ORDER BY number DESC LIMIT ?"
-        return self._all(ArtifactRow, "artifacts", where, client_id, limit)[::-1]
+        return self._all(ArtifactRow, where, client_id, limit)[::-1]
 
     # Statements
 
@@ -531,15 +530,17 @@ class Store:
         changes, place = ", ".join(f"{name} = ?" for name in values), " AND ".join(f"{name} = ?" for name in where)
         self._database.run(f"UPDATE {table} SET {changes} WHERE {place}", [*values.values(), *where.values()])
 
-    def _all(self, make: Callable[..., R], table: str, where: str, *values: Any) -> list[R]:
+    def _all(self, kind: type[R], where: str, *values: Any) -> list[R]:
+        table = _NAMES[kind]
+        make: Any = _client if kind is ClientRow else kind
         rows = [list(found) for found in self._database.run(f"{_SELECT[table]} {where}", values)]
         for row in rows:
             for at, kind in _TYPED[table]:
                 row[at] = kind(row[at])
         return [make(*row) for row in rows]
 
-    def _one(self, make: Callable[..., R], table: str, where: str, *values: Any) -> R | None:
-        found = self._all(make, table, where, *values)
+    def _one(self, kind: type[R], where: str, *values: Any) -> R | None:
+        found = self._all(kind, where, *values)
         return found[0] if found else None
 
     def _rows(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:

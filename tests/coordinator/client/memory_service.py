@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 
 from raycloak.coordinator.client import service_pb2 as wire
-from raycloak.coordinator.client.error_wire import TRAILER, error_to_wire
+from raycloak.coordinator.client.connection import TRAILER, error_to_wire
 from raycloak.coordinator.client.service_pb2_grpc import TrainingServicer, add_TrainingServicer_to_server
 from raycloak.metrics.service_errors import (
     FutureCancelledError,

@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from raycloak.attestation.core.keys import Secret
 from raycloak.attestation.sealed.sent_batch import seal_sent
 from raycloak.coordinator.client import service_pb2 as wire
-from raycloak.coordinator.client.error_wire import TRAILER, error_from_wire
+from raycloak.coordinator.client.connection import TRAILER, error_from_wire
 from raycloak.coordinator.client.results import Progress
 from raycloak.coordinator.client.service_client import ServiceClient, ServiceCredentials
 from raycloak.coordinator.service import watches as watches_module

@@ -2,7 +2,7 @@
 
 import pytest
 
-from raycloak.coordinator.service.places import ClientPlace, late, leaving, next_client
+from raycloak.coordinator.service.driver_desk import ClientPlace, late, leaving, next_client
 
 
 def test_a_place_goes_to_the_tenant_with_the_fewest_that_got_none_for_longest_and_there_to_the_longest_wait():
