@@ -8,7 +8,6 @@ native library or the user's model prints. The command keeps file descriptor 1 f
 import io
 import json
 import logging
-import math
 import os
 import re
 import sys
@@ -215,7 +214,11 @@ class Output:
 
 def json_text(data: Mapping[str, Any]) -> str:
     """Return ``data`` as one JSON object: null for infinity and NaN, hexadecimal text for bytes."""
-    return json.dumps(_plain(data), allow_nan=False)
+    # Help has no JSON, and is shown without it.
+    from pydantic_core import to_jsonable_python
+
+    plain = to_jsonable_python(data, inf_nan_mode="null", bytes_mode="hex", fallback=dict)
+    return json.dumps(plain, allow_nan=False)
 
 
 @contextmanager
@@ -279,18 +282,3 @@ def log_console(stream: TextIO) -> Console:
     """Return a console that writes plain lines, also to a terminal or a notebook."""
     outlet = cast(TextIO, Outlet(stream))
     return _HarmlessConsole(file=outlet, width=PLAIN_WIDTH, highlight=False, force_terminal=False, force_jupyter=False)
-
-
-def _plain(value: Any) -> Any:
-    match value:
-        case float() if not math.isfinite(value):
-            return None
-        case bytes():
-            return value.hex()
-        case Path():
-            return str(value)
-        case Mapping():
-            return {str(key): _plain(item) for key, item in value.items()}
-        case list() | tuple():
-            return [_plain(item) for item in value]
-    return value

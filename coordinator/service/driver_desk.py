@@ -19,11 +19,10 @@ from typing import Final
 from raycloak.attestation.processes.program import Exited
 from raycloak.coordinator.service.client_book import ClientBook
 from raycloak.coordinator.service.limits import LimitsConfig
-from raycloak.coordinator.service.operations import failed
 from raycloak.coordinator.service.pipe import Allow, Begin, Close, Command
 from raycloak.coordinator.service.ports import DriverPort
 from raycloak.coordinator.service.store import ClientRow, ClientState
-from raycloak.metrics.service_errors import ServiceError
+from raycloak.metrics.service_errors import FutureFailedError, ServiceError
 
 _MOST_RESTARTS: Final = 3
 """Drivers of one client that may be lost without having finished a step between them."""
@@ -162,7 +161,7 @@ class DriverDesk:
         if driver.place.is_late and not driver.has_ended:
             self._late[client_id] += 1
             if self._late[client_id] > _MOST_LATE:
-                return failed(
+                return FutureFailedError(
                     "step_too_long",
                     f"turn after turn of {self._limits.turn_seconds + self._limits.leave_seconds:g} s ended before a "
                     "step had, while other clients waited.",
@@ -173,7 +172,7 @@ class DriverDesk:
             _LOG.warning("client %s: its driver ended (%d): %s", client_id, said.code, said.last_words)
             self._lost[client_id] += 1
             if self._lost[client_id] > _MOST_RESTARTS:
-                return failed("driver_lost", "the client's driver process was lost again and again.")
+                return FutureFailedError("driver_lost", "the client's driver process was lost again and again.")
         return None
 
     def note_work(self, client: ClientRow) -> None:

@@ -20,7 +20,6 @@ from raycloak.coordinator.service.operations import (
     CAP,
     artifact_to_wire,
     dp_metrics,
-    failed,
     operation_of,
     out_of_budget,
     texts_full,
@@ -122,7 +121,7 @@ class DriverReports:
         if client is not None:
             with self._queues.changing(client):
                 message = "the service could not take what the client's driver reported."
-                self._queues.fail(client, failed("report_lost", message, "The service's log has the error."))
+                self._queues.fail(client, FutureFailedError("report_lost", message, "The service's log has the error."))
 
     def sampled(self, name: str, completions: list[wire.Completion], cause: ServiceError | None = None) -> None:
         """Take the outcome of a sample: its completions, or the ``cause`` for which there are none."""
@@ -165,7 +164,7 @@ class DriverReports:
         is_another = client.run_id not in ("", said.run_id)
         if is_another and (client.steps.charged or self._store.batches_from(client.client_id, 0)):
             message = f"run {client.run_id} is gone, which steps or batches of this client belong to."
-            self._queues.fail(client, failed("run_lost", message))
+            self._queues.fail(client, FutureFailedError("run_lost", message))
             return
         client.run_id, client.run_dir = said.run_id, str(said.run_dir)
 
@@ -227,13 +226,13 @@ class DriverReports:
         asked = next((each for each in found if each.state in (OperationState.RUNNING, OperationState.DONE)), None)
         if asked is None:
             message = f"step {said.step} was released and nobody had asked."
-            self._queues.fail(client, failed("released_unasked", message))
+            self._queues.fail(client, FutureFailedError("released_unasked", message))
             return
         if asked.state == OperationState.DONE:
             # Repeated by a driver that resumed from an earlier package.
             if wire.OptimStepResult.FromString(asked.result).model_digest != said.model_digest:
                 message = f"step {said.step} was repeated with another result."
-                self._queues.fail(client, failed("not_exact", message))
+                self._queues.fail(client, FutureFailedError("not_exact", message))
             return
         client.steps = client.steps.released(said.step)
         client.digest = said.model_digest
@@ -266,13 +265,13 @@ class DriverReports:
                 result = wire.LoadStateResult(artifact_id=name, step=said.step, model_digest=client.digest)
                 self._book.finish(client, operation, OperationState.DONE, result)
             case pipe.Refused():
-                self._queues.retire(client, operation, failed(said.code, said.message, said.remedy))
+                self._queues.retire(client, operation, FutureFailedError(said.code, said.message, said.remedy))
 
     def _saved(self, client: ClientRow, operation: OperationRow, said: pipe.Saved) -> None:
         try:
             size = self._records.package_bytes(said.package, bytes.fromhex(said.package_digest))
         except RaycloakError as error:
-            self._queues.retire(client, operation, failed(error.code, error.message, error.remedy))
+            self._queues.retire(client, operation, FutureFailedError(error.code, error.message, error.remedy))
             return
         request = wire.SaveState.FromString(operation.payload)
         row = ArtifactRow(
@@ -316,7 +315,7 @@ class DriverReports:
         if said.code in _OF_OTHERS:
             message, remedy = "the service's ledger knows this data as another account's.", "Ask the operator."
         is_cap = said.code == CAP
-        cause = out_of_budget(client, message, remedy) if is_cap else failed(said.code, message, remedy)
+        cause = out_of_budget(client, message, remedy) if is_cap else FutureFailedError(said.code, message, remedy)
         self._queues.fail(client, cause)
 
 

@@ -17,7 +17,7 @@ from raycloak.coordinator.client import service_pb2 as wire
 from raycloak.coordinator.client.connection import error_to_wire
 from raycloak.coordinator.service.client_book import ClientBook
 from raycloak.coordinator.service.driver_desk import DriverDesk
-from raycloak.coordinator.service.operations import cancelled, failed, operation_id, plan_of, run_ended, steps_done
+from raycloak.coordinator.service.operations import cancelled, operation_id, plan_of, run_ended, steps_done
 from raycloak.coordinator.service.pipe import Batches, Copy, Load, Save
 from raycloak.coordinator.service.ports import SamplerPort
 from raycloak.coordinator.service.sampling.requests import COPY_SUFFIX
@@ -173,7 +173,9 @@ class OperationQueues:
 
     def end(self, client: ClientRow) -> None:
         """End what is open of a closed client. Its batches are removed; its run has kept what was to be charged."""
-        self._fail_open(client, failed("client_closed", "the client was closed; what was charged stays charged."))
+        self._fail_open(
+            client, FutureFailedError("client_closed", "the client was closed; what was charged stays charged.")
+        )
         folder = self._folder / client.client_id
         if client.sent:
             self._book.later(lambda: shutil.rmtree(folder, ignore_errors=True))

@@ -14,7 +14,6 @@ from raycloak.coordinator.service.store import ArtifactRow, ClientRow, ClientSta
 from raycloak.metrics.service_errors import (
     BudgetExceededError,
     FutureCancelledError,
-    FutureFailedError,
     ServiceError,
     ServiceNotFoundError,
     ServiceValidationError,
@@ -216,11 +215,6 @@ def listed_client(row: ClientRow, phase: str) -> wire.Client:
     if row.error:
         message.error.MergeFromString(row.error)
     return message
-
-
-def failed(code: str, message: str, remedy: str = "") -> ServiceError:
-    """Return the cause for which an operation or a client ended."""
-    return (BudgetExceededError if code == CAP else FutureFailedError)(code, message, remedy)
 
 
 def out_of_budget(row: ClientRow, message: str, remedy: str) -> BudgetExceededError:

@@ -41,19 +41,15 @@ class DriverPort(Protocol):
 
     def start(self, client_id: str, begin: Begin) -> None:
         """Start the driver of a client that has none, and give it its first line."""
-        ...
 
     def send(self, client_id: str, command: Command) -> None:
         """Send a command; one to a driver that has ended is dropped."""
-        ...
 
     def stop(self, client_id: str) -> None:
         """End the driver after its step, so that another can resume its run."""
-        ...
 
     def kill(self, client_id: str) -> None:
         """End the driver at once; a resume repeats what was not sealed. From any thread."""
-        ...
 
 
 class SamplerPort(Protocol):
@@ -66,11 +62,9 @@ class SamplerPort(Protocol):
             tenant: whose share of the sampler it takes.
             package: a package of the run, or a copy of weights, whose name ends with `COPY_SUFFIX`.
         """
-        ...
 
     def cancel(self, operation_id: str) -> None:
         """End a sample early; what comes of it is of no interest any more."""
-        ...
 
 
 class Records(Protocol):
@@ -78,15 +72,12 @@ class Records(Protocol):
 
     def steps(self, run_dir: str) -> Mapping[int, ReleasedStep]:
         """Return the finished steps of a run, by their numbers from 0."""
-        ...
 
     def keeps_batches(self, run_dir: str) -> bool:
         """Return whether a run's directory still has the batches that a client has sent."""
-        ...
 
     def package_bytes(self, location: str, package_digest: bytes) -> int:
         """Return the size of a saved package as the one file that a client pulls; EvidenceError, ConfigError."""
-        ...
 
 
 class Measured(Protocol):
@@ -94,4 +85,3 @@ class Measured(Protocol):
 
     def operation_ended(self, kind: str, outcome: str, queued_s: float, running_s: float | None) -> None:
         """Count an operation that ended."""
-        ...

@@ -114,7 +114,8 @@ class TrainingService:
                 SamplerLimits(waiting=MOST_SAMPLES * len(settings.tenants)),
                 folder,
                 home.home() / "signer" / SIGNER_PUBLIC_FILE,
-                self._tokens,
+                # Not through the desk's thread: text is not durable, and it decides nothing.
+                lambda *piece: self._desk.reports.tokens(*piece),
                 self._rate,
                 self._sampled,
             )
@@ -202,10 +203,6 @@ class TrainingService:
     def _reported(self, client_id: str, said: Report | Exited) -> None:
         reports = self._desk.reports
         self._turns.tell(lambda: reports.report(client_id, said), lambda: reports.give_up(client_id))
-
-    def _tokens(self, operation_id: str, completion: int, text: str) -> None:
-        # Not through the desk's thread: text is not durable, and it decides nothing.
-        self._desk.reports.tokens(operation_id, completion, text)
 
     def _rate(self, operation_id: str, tokens_per_second: float) -> None:
         # Through the desk's thread, which knows the sample's step. A rate that is lost is followed by the next.

@@ -530,17 +530,17 @@ class Store:
         changes, place = ", ".join(f"{name} = ?" for name in values), " AND ".join(f"{name} = ?" for name in where)
         self._database.run(f"UPDATE {table} SET {changes} WHERE {place}", [*values.values(), *where.values()])
 
-    def _all(self, kind: type[R], where: str, *values: Any) -> list[R]:
-        table = _NAMES[kind]
-        make: Any = _client if kind is ClientRow else kind
+    def _all(self, row_type: type[R], where: str, *values: Any) -> list[R]:
+        table = _NAMES[row_type]
+        make: Any = _client if row_type is ClientRow else row_type
         rows = [list(found) for found in self._database.run(f"{_SELECT[table]} {where}", values)]
         for row in rows:
             for at, kind in _TYPED[table]:
                 row[at] = kind(row[at])
         return [make(*row) for row in rows]
 
-    def _one(self, kind: type[R], where: str, *values: Any) -> R | None:
-        found = self._all(kind, where, *values)
+    def _one(self, row_type: type[R], where: str, *values: Any) -> R | None:
+        found = self._all(row_type, where, *values)
         return found[0] if found else None
 
     def _rows(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:

@@ -42,14 +42,13 @@ class _Turn:
             if self.error is not None:
                 _LOG.error("a report could not be taken", exc_info=self.error)
             return
-        if isinstance(self.done, asyncio.Future):
-            waits = not self.done.done()
-        else:
-            waits = self.done.set_running_or_notify_cancel()
-        if waits and self.error is None:
-            self.done.set_result(self.result)
-        elif waits and self.error is not None:
+        is_left = (
+            self.done.done() if isinstance(self.done, asyncio.Future) else not self.done.set_running_or_notify_cancel()
+        )
+        if self.error is not None and not is_left:
             self.done.set_exception(self.error)
+        elif not is_left:
+            self.done.set_result(self.result)
 
 
 class Turns:

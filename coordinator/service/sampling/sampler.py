@@ -258,7 +258,11 @@ class Sampler:
                     _LOG.exception("a request for text failed")
                     if process is not None:
                         process.kill()
-                    outcome = _defect(error, weights is not None)
+                    cause = type(error).__name__
+                    why = f"the process that generates text cannot be started or heard ({cause})."
+                    outcome = FutureFailedError("sampler_failed", why, _SEE_LOG)
+                    if weights is None:
+                        outcome = FutureFailedError("sample_failed", f"the package cannot be opened ({cause}).")
                 finally:
                     with self._changed:
                         del self._jobs[job.name]
@@ -435,13 +439,6 @@ class _Process:
     def _failure(self, why: str) -> FutureFailedError:
         self._child.destroy()
         return FutureFailedError("sampler_failed", f"the process that generates text failed: {why}", _SEE_LOG)
-
-
-def _defect(error: Exception, is_open: bool) -> FutureFailedError:
-    if not is_open:
-        return FutureFailedError("sample_failed", f"the package cannot be opened ({type(error).__name__}).")
-    why = f"the process that generates text cannot be started or heard ({type(error).__name__})."
-    return FutureFailedError("sampler_failed", why, _SEE_LOG)
 
 
 def _cancelled() -> FutureCancelledError:
