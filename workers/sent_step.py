@@ -10,7 +10,7 @@ from raycloak.attestation.core.canonical import digest
 from raycloak.attestation.keys.release import VirtualWorkerKeys
 from raycloak.attestation.sealed.sent_batch import SentBatch, require_step
 from raycloak.metrics.errors import EvidenceError, ProtocolError
-from raycloak.workers.inputs.sent_rows import SentForm, SentRows
+from raycloak.workers.inputs.sent_rows import SentForm, SentRows, row_bytes
 from raycloak.workers.terms.manifest import Manifest
 
 
@@ -49,7 +49,7 @@ class SentStep:
             step=step,
             epoch=computation.epoch_of("gradient", step),
             virtual_workers=computation.mechanism.virtual_workers,
-            row_bytes=form.row_bytes,
+            row_bytes=row_bytes(form.form),
             places=computation.mechanism.num_examples,
         )
         return cls(batches, form)

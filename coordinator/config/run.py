@@ -45,13 +45,12 @@ MOST_VIRTUAL_WORKERS = 8
 """Virtual workers of a run that does not say how many, unless fewer save rows or there are more workers."""
 
 
-def _kind_of_model(model: Any) -> str:
-    return "hub" if isinstance(model, dict | ModelConfig) else "function"
-
-
 # By the kind that was given, an error is of one alternative and names its field.
 ModelField = (
-    Annotated[Annotated[str, Tag("function")] | Annotated[ModelConfig, Tag("hub")], Discriminator(_kind_of_model)]
+    Annotated[
+        Annotated[str, Tag("function")] | Annotated[ModelConfig, Tag("hub")],
+        Discriminator(lambda model: "hub" if isinstance(model, dict | ModelConfig) else "function"),
+    ]
     | None
 )
 

@@ -30,12 +30,12 @@ from raycloak.workers.inputs.places import Places, file_places, remote_places
 # A seek costs one block; 32 bytes of memory keep one.
 _BLOCK = 2**20
 _PATTERN = re.compile(r"[*?\[]")
-_GZIP = "packed by gzip"
-_ZIP = "a zip archive, as workbooks of Excel and .npz files are"
+PACKED_BY_GZIP = "packed by gzip"
+ZIP = "a zip archive, as workbooks of Excel and .npz files are"
 # The first bytes of a file that no reader takes as it is.
 _MARKS = {
-    b"\x1f\x8b": _GZIP,
-    b"PK\x03\x04": _ZIP,
+    b"\x1f\x8b": PACKED_BY_GZIP,
+    b"PK\x03\x04": ZIP,
     b"\xd0\xcf\x11\xe0": "an Excel workbook",
     # Its number follows the level, so that no text begins so.
     **{b"BZh%d1AY&SY" % level: "packed by bzip2" for level in range(1, 10)},
@@ -43,7 +43,6 @@ _MARKS = {
     b"\x28\xb5\x2f\xfd": "packed by zstd",
     b"7z\xbc\xaf\x27\x1c": "packed by 7-Zip",
 }
-_UNPACK = "Unpack it, save a workbook as CSV, or read .npz files with dataset.kind npz."
 
 
 class FileSet:
@@ -166,30 +165,28 @@ def unzipped(file: BinaryIO, where: str) -> BinaryIO:
     Raises:
         DatasetError: ``dataset_unreadable`` for a file that something else has packed, or an Excel workbook.
     """
-    packed = _packed(file)
-    if packed == _GZIP:
-        return cast(BinaryIO, gzip.GzipFile(fileobj=file))
-    if packed:
-        raise DatasetError("dataset_unreadable", f"{where} is {packed}.", _UNPACK)
-    return file
+    return cast(BinaryIO, gzip.GzipFile(fileobj=file)) if require_unpacked(file, where, PACKED_BY_GZIP) else file
 
 
-def require_unpacked(file: BinaryIO, where: str, *, may_be_zip: bool = False) -> None:
-    """Refuse a file that something has packed, where its kind is read in pieces; DatasetError ``dataset_unreadable``.
+def require_unpacked(file: BinaryIO, where: str, but: str = "") -> bool:
+    """Refuse a file that something has packed, and go back to its start; DatasetError ``dataset_unreadable``.
 
     Args:
-        may_be_zip: whether the kind's own files are zip archives, as those of numpy are.
+        but: the one way in which it may be packed, `PACKED_BY_GZIP` or `ZIP`.
+
+    Returns:
+        whether it is packed so.
     """
-    packed = _packed(file)
-    if packed and not (may_be_zip and packed == _ZIP):
-        raise DatasetError("dataset_unreadable", f"{where} is {packed}.", _UNPACK)
-
-
-def _packed(file: BinaryIO) -> str:
-    """Return how a file is packed, in words, and go back to its start; nothing for one that is not."""
     start = file.read(max(map(len, _MARKS)))
     file.seek(0)
-    return next((words for mark, words in _MARKS.items() if start.startswith(mark)), "")
+    packed = next((words for mark, words in _MARKS.items() if start.startswith(mark)), "")
+    if packed not in ("", but):
+        raise DatasetError(
+            "dataset_unreadable",
+            f"{where} is {packed}.",
+            "Unpack it, save a workbook as CSV, or read .npz files with dataset.kind npz.",
+        )
+    return packed != ""
 
 
 class CommittedFile(io.RawIOBase):

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from raycloak.metrics.errors import DatasetError
 from raycloak.metrics.file_errors import file_error, file_errors
 from raycloak.workers.inputs.datasets import Arrays, Taken, check_arrays
-from raycloak.workers.inputs.file_sets import require_unpacked
+from raycloak.workers.inputs.file_sets import ZIP, require_unpacked
 from raycloak.workers.inputs.named_inputs import outlined, packed
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def read_npz(file: BinaryIO, where: str, asked: "DatasetDescriptor", taken: Take
             holds objects; ``dataset_lengths``.
         ConfigError: ``vocabulary``, as `raycloak.workers.inputs.named_inputs.outlined`.
     """
-    require_unpacked(file, where, may_be_zip=True)
+    require_unpacked(file, where, ZIP)
     inputs = asked.inputs
     names = [each.features for each in inputs] if inputs else [asked.features]
     if any(len(each) != 1 for each in names):

@@ -29,14 +29,9 @@ class SentForm:
     classes: int | None
     padded: bool = False
 
-    @property
-    def row_bytes(self) -> int:
-        """The size of an encoded example."""
-        return row_bytes(self.form)
-
     def decode(self, row: bytes) -> Batch:
         """Return features and label of one example, each without the first extent."""
-        assert len(row) == self.row_bytes, "rows were checked to have one size"
+        assert len(row) == row_bytes(self.form), "rows were checked to have one size"
         form = self.form
         cut = _bytes(form.feature_shape, form.feature_dtype)
         features = np.frombuffer(row[:cut], np.dtype(form.feature_dtype).newbyteorder("<"))

@@ -10,9 +10,8 @@ never a value; for the owner of the data it names rows and lines.
 
 import unicodedata
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
@@ -62,20 +61,40 @@ def parquet_rows(files: FileSet, asked: "DatasetDescriptor", taken: Taken) -> It
     """
     import pyarrow.parquet as pq
 
-    first: _Outline | None = None
+    columns: ColumnLayout | None = None
+    types: dict[str, Any] = {}
+    stored: dict[str, np.dtype[Any]] = {}
+
+    def read(array: Any, place: str, group: Group | None, row: int) -> NDArray[Any]:
+        if group is None:
+            return number_column(array, place, row)
+        kept = stored[group.name]
+        numbers = number_column(array, place, row, allow_void=asked.allow_void and kept.kind == "f")
+        with np.errstate(all="ignore"):
+            return numbers.astype(kept, copy=False)
+
     row = 0
     for where, file in files.opened():
         with unbroken(file, where, "not a parquet file"):
             parquet = pq.ParquetFile(file, pre_buffer=False)
             schema = parquet.schema_arrow
-            found = layout(asked, schema.names, where, _indexes(schema)) if first is None else first.layout
-            found.require(schema.names, where)
-            outline = _Outline.of(schema, found, asked, where)
-            first = outline if first is None else first.require(outline, where)
-            taken.features, taken.left_out = found.features, found.left_out
+            columns = layout(asked, schema.names, where, _indexes(schema)) if columns is None else columns
+            columns.require(schema.names, where)
+            found = {name: schema.field(name).type for name in (*columns.features, *columns.labels)}
+            types = types or found
+            stored = stored or _stored(types, columns, asked, where)
+            other = next((name for name in found if found[name] != types[name]), None)
+            if other is not None:
+                raise DatasetError(
+                    "dataset_dtype",
+                    f"{column_place(where, other)} is {found[other]}, and {types[other]} in the file before.",
+                    "Give all files of a table the same types.",
+                )
             # Chunks and not whole row groups: a group may be larger than memory.
-            for batch in parquet.iter_batches(first.chunk_rows, columns=found.wanted, use_threads=False):
-                yield first.arrays(batch, where, row, taken)
+            rows = _LISTS if any(map(is_list, types.values())) else max(1, _VALUES // len(types))
+            for batch in parquet.iter_batches(rows, columns=columns.wanted, use_threads=False):
+                held = dict(zip(batch.schema.names, batch.columns, strict=True))
+                yield _chunk(held, columns, asked, where, row, taken, read)
                 row += len(batch)
 
 
@@ -108,15 +127,20 @@ def csv_rows(files: FileSet, asked: "DatasetDescriptor", taken: Taken) -> Iterat
         DatasetError: as :func:`parquet_rows`.
     """
     columns: ColumnLayout | None = None
-    integers, allow, classes = False, asked.allow_void, asked.class_names
+    integers = False
+
+    def read(array: Any, place: str, group: Group | None, row: int) -> NDArray[Any]:
+        if group is None:
+            return _parsed(array, place, integers, row)
+        return _parsed(array, place, group.vocabulary is not None, row, asked.allow_void)
+
     row = 0
     for where, opened in files.opened():
         file = unzipped(opened, where)
         present = _header(file, where)
         if columns is None:
             columns = layout(asked, present, where)
-            taken.features, taken.left_out = columns.features, columns.left_out
-            if not classes:
+            if not asked.class_names:
                 # All labels are looked at before the first row is read.
                 labels: Iterable[Any] = _text_batches(file, where, list(columns.labels))
                 integers = all(_cast(_trimmed(each), "int64") is not None for part in labels for each in part.columns)
@@ -124,17 +148,8 @@ def csv_rows(files: FileSet, asked: "DatasetDescriptor", taken: Taken) -> Iterat
         # A later file may have its columns in another order.
         columns.require(present, where)
         for batch in _text_batches(file, where, columns.wanted):
-            found = dict(zip(columns.wanted, batch.columns, strict=True))
-            reads = [
-                partial(_parsed, found[name], column_place(where, name), group.vocabulary is not None, row, allow)
-                for group in columns.groups
-                for name in group.columns
-            ]
-            for name in columns.labels:
-                label, place = _trimmed(found[name]), column_place(where, name)
-                classed = partial(class_numbers, label, classes, place, row)
-                reads.append(classed if classes else partial(_parsed, label, place, integers, row))
-            yield _joined(_all_of(reads, where), columns, where, taken)
+            held = {name: _trimmed(each) for name, each in zip(columns.wanted, batch.columns, strict=True)}
+            yield _chunk(held, columns, asked, where, row, taken, read)
             row += len(batch)
 
 
@@ -148,16 +163,39 @@ def _indexes(schema: Any) -> tuple[str, ...]:
     return tuple(each for each in named if isinstance(each, str))
 
 
-def _joined(parts: list[NDArray[Any]], layout: ColumnLayout, where: str, taken: Taken) -> Arrays:
-    """Return features and labels of the columns of a chunk: those of every group, then the labels."""
-    columns = iter(parts)
-    features = {group.name: _side_by_side([next(columns) for _ in group.columns]) for group in layout.groups}
-    labels = _side_by_side(list(columns))
+def _chunk(
+    held: Mapping[str, Any],
+    columns: ColumnLayout,
+    asked: "DatasetDescriptor",
+    where: str,
+    row: int,
+    taken: Taken,
+    read: Callable[[Any, str, Group | None, int], NDArray[Any]],
+) -> Arrays:
+    """Return features and labels of a chunk: those of every group, then the labels.
+
+    Args:
+        held: its columns, as Arrow has them.
+        row: rows of the table before it.
+        read: gets a column, what an error calls it, its group, or None for a label of numbers, and ``row``.
+    """
+    taken.features, taken.left_out = columns.features, columns.left_out
+    reads = [
+        partial(read, held[name], column_place(where, name), group, row)
+        for group in columns.groups
+        for name in group.columns
+    ]
+    for name in columns.labels:
+        label, place = held[name], column_place(where, name)
+        classed = partial(class_numbers, label, asked.class_names, place, row)
+        reads.append(classed if asked.class_names else partial(read, label, place, None, row))
+    parts = iter(_all_of(reads, where))
+    features = {group.name: _side_by_side([next(parts) for _ in group.columns]) for group in columns.groups}
+    labels = _side_by_side(list(parts))
     if "" in features:
         return features[""], labels
     if not taken.inputs:
-        vocabularies = {group.name: group.vocabulary for group in layout.groups}
-        taken.inputs = outlined(features, vocabularies, where)
+        taken.inputs = outlined(features, {group.name: group.vocabulary for group in columns.groups}, where)
     return packed(features, taken.inputs), labels
 
 
@@ -165,88 +203,31 @@ def _side_by_side(parts: list[NDArray[Any]]) -> NDArray[Any]:
     return parts[0] if len(parts) == 1 else np.stack(parts, axis=1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Outline:
-    """The columns of a Parquet file and their types.
+def _stored(
+    types: Mapping[str, Any], columns: ColumnLayout, asked: "DatasetDescriptor", where: str
+) -> dict[str, np.dtype[Any]]:
+    """Return the dtype in which the columns of each group are kept: what they have in common.
 
-    Attributes:
+    Args:
         types: of features and labels, as Arrow has them.
-        stored: for each group, the dtype of its columns as they are kept; what they have in common.
     """
-
-    layout: ColumnLayout
-    types: tuple[Any, ...]
-    stored: tuple[np.dtype[Any], ...]
-    asked: "DatasetDescriptor"
-
-    @classmethod
-    def of(cls, schema: Any, layout: ColumnLayout, asked: "DatasetDescriptor", where: str) -> "_Outline":
-        types = tuple(schema.field(name).type for name in (*layout.features, *layout.labels))
-        places = [column_place(where, name) for name in (*layout.features, *layout.labels)]
-        count = len(layout.features)
-        reads = [partial(_number_type, kind, place) for kind, place in zip(types[:count], places, strict=False)]
-        if not asked.class_names:
-            rest = zip(types[count:], places[count:], strict=True)
-            reads += [partial(_number_type, kind, place, is_label=True) for kind, place in rest]
-        found = iter(zip(_all_of(reads, where), types, strict=False))
-        stored = []
-        for group in layout.groups:
-            dtypes, kinds = zip(*(next(found) for _ in group.columns), strict=True)
-            if len(kinds) > 1 and any(map(is_list, kinds)):
-                raise DatasetError(
-                    "dataset_array", f"{where}: of several feature columns one holds lists.", "Name that one alone."
-                )
-            stored.append(_stored(group, dtypes))
-        return cls(layout, types, tuple(stored), asked)
-
-    def require(self, other: "_Outline", where: str) -> "_Outline":
-        """Return this outline, which ``other`` must equal; DatasetError ``dataset_dtype`` names the first column."""
-        names = (*self.layout.features, *self.layout.labels)
-        for name, one, two in zip(names, self.types, other.types, strict=True):
-            if one != two:
-                raise DatasetError(
-                    "dataset_dtype",
-                    f"{where}, column '{name}' is {two}, and {one} in the file before.",
-                    "Give all files of a table the same types.",
-                )
-        return self
-
-    @property
-    def chunk_rows(self) -> int:
-        """The rows of a chunk."""
-        return _LISTS if any(is_list(kind) for kind in self.types) else max(1, _VALUES // len(self.types))
-
-    def arrays(self, batch: Any, where: str, row: int, taken: Taken) -> Arrays:
-        """Return features and labels of a batch; ``row`` is how many rows of the table come before it."""
-        found = {name: batch.column(index) for index, name in enumerate(batch.schema.names)}
-        allow, classes = self.asked.allow_void, self.asked.class_names
-        reads: list[Callable[[], NDArray[Any]]] = [
-            partial(number_column, found[name], column_place(where, name), row, allow_void=allow and stored.kind == "f")
-            for group, stored in zip(self.layout.groups, self.stored, strict=True)
-            for name in group.columns
-        ]
-        for name in self.layout.labels:
-            label, place = found[name], column_place(where, name)
-            classed = partial(class_numbers, label, classes, place, row)
-            reads.append(classed if classes else partial(number_column, label, place, row))
-        parts = iter(_all_of(reads, where))
-        with np.errstate(all="ignore"):
-            kept = [
-                next(parts).astype(stored, copy=False)
-                for group, stored in zip(self.layout.groups, self.stored, strict=True)
-                for _ in group.columns
-            ]
-        return _joined([*kept, *parts], self.layout, where, taken)
-
-
-def _stored(group: Group, dtypes: Iterable[np.dtype[Any]]) -> np.dtype[Any]:
-    """Return the dtype in which the columns of a group are kept."""
-    common = np.result_type(*dtypes)
-    # An input by name, or a table of several columns, holds quantities unless there is a vocabulary.
-    quantities = group.vocabulary is None and (group.name != "" or len(group.columns) > 1)
-    if common.kind == "f" or quantities:
-        return np.dtype(np.float32)
-    return np.dtype(np.int64) if group.name else common
+    reads = [partial(_number_type, types[name], column_place(where, name)) for name in columns.features]
+    labels = () if asked.class_names else columns.labels
+    reads += [partial(_number_type, types[name], column_place(where, name), is_label=True) for name in labels]
+    dtypes = iter(_all_of(reads, where))
+    stored = {}
+    for group in columns.groups:
+        common = np.result_type(*(next(dtypes) for _ in group.columns))
+        several = len(group.columns) > 1
+        if several and any(is_list(types[name]) for name in group.columns):
+            raise DatasetError(
+                "dataset_array", f"{where}: of several feature columns one holds lists.", "Name that one alone."
+            )
+        # An input by name, or a table of several columns, holds quantities unless there is a vocabulary.
+        quantities = group.vocabulary is None and (group.name != "" or several)
+        whole = np.dtype(np.int64) if group.name else common
+        stored[group.name] = np.dtype(np.float32) if common.kind == "f" or quantities else whole
+    return stored
 
 
 def _all_of(reads: Iterable[Callable[[], _Read]], where: str) -> list[_Read]:
@@ -506,8 +487,8 @@ def _cast(array: Any, kind: str) -> Any:
         return None
 
 
-def _parsed(array: Any, place: str, integers: bool, row: int, allow_void: bool = False) -> NDArray[Any]:
-    """Return text as int64, or as float32.
+def _parsed(text: Any, place: str, integers: bool, row: int, allow_void: bool = False) -> NDArray[Any]:
+    """Return text without space around it as int64, or as float32.
 
     Args:
         row: rows of the table before it, for what its owner is told.
@@ -519,7 +500,6 @@ def _parsed(array: Any, place: str, integers: bool, row: int, allow_void: bool =
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    text = _trimmed(array)
     # By way of float64, as the values of other files come: one text has one float32.
     kind = "int64" if integers else "float64"
     numbers = _cast(text, kind)
@@ -538,8 +518,7 @@ def _parsed(array: Any, place: str, integers: bool, row: int, allow_void: bool =
             # Both at once: one round mends a column.
             rest, fill = f", and others that are no {whole}", f"{fill} Store {whole} alone."
         raise DatasetError("dataset_array", f"{place} has missing values{rest}{wrong}.", fill)
-    some_are = any(_is_number(value) for value in text.to_pylist())
-    if some_are:
+    if any(_is_number(value) for value in text.to_pylist()):
         raise DatasetError(
             "dataset_dtype", f"{place} holds {whole} and something else{wrong}.", f"Store {whole} alone."
         )

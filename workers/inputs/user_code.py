@@ -218,16 +218,14 @@ def _installed(module: str) -> tuple[Path, bool] | None:
     # Some of Python's own modules are frozen into it, and know their file all the same.
     origin = spec.origin if spec.has_location else getattr(spec.loader_state, "filename", None)
     is_package = spec.submodule_search_locations is not None
-    if origin is None or (rest and not (is_package and _has_submodule(Path(origin).parent, rest))):
+    if origin is None or (rest and not is_package):
         return None
+    if rest:
+        # A submodule is a package, a file of source, or a compiled one.
+        inner = Path(origin).parent.joinpath(*rest)
+        if not inner.is_dir() and not any(Path(f"{inner}{suffix}").is_file() for suffix in all_suffixes()):
+            return None
     return Path(origin), is_package
-
-
-def _has_submodule(package: Path, names: list[str]) -> bool:
-    """Return whether a package's folder has a submodule: a file of source, a compiled one, or a package."""
-    *parents, last = names
-    folder = package.joinpath(*parents)
-    return (folder / last).is_dir() or any((folder / f"{last}{suffix}").is_file() for suffix in all_suffixes())
 
 
 def _files_below(folder: Path) -> list[Path]:

@@ -48,18 +48,13 @@ def for_owner() -> Iterator[None]:
         _FOR_OWNER.reset(token)
 
 
-def is_for_owner() -> bool:
-    """Return whether errors may say which row is meant."""
-    return _FOR_OWNER.get()
-
-
 def which(numbers: Iterable[int], what: str = "row") -> str:
     """Return `` (rows 3, 17)`` for the owner, to follow what is wrong there, and nothing in a run.
 
     Args:
         numbers: from 1; no more are asked for than are shown.
     """
-    if not is_for_owner():
+    if not _FOR_OWNER.get():
         return ""
     found = list(islice(numbers, SHOWN + 1))
     more = " and more" if len(found) > SHOWN else ""
@@ -68,7 +63,7 @@ def which(numbers: Iterable[int], what: str = "row") -> str:
 
 def named_by_check() -> str:
     """Return what shows the owner where the fault lies; nothing for the owner, who is shown it."""
-    return "" if is_for_owner() else " 'raycloak data check' names them, on the owner's machine."
+    return "" if _FOR_OWNER.get() else " 'raycloak data check' names them, on the owner's machine."
 
 
 @dataclass(frozen=True, slots=True)
