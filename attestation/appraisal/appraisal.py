@@ -5,18 +5,10 @@ then appraises. Workers appraise every peer in the same way, without the nonces.
 state.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-from raycloak.attestation.appraisal.composite import (
-    GuestClaims,
-    classes_of,
-    measurements_of,
-    verify_guest,
-    verify_own_gpus,
-)
 from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.attestation.core.evidence import (
     MLKEM_BYTES,
@@ -30,37 +22,32 @@ from raycloak.attestation.core.evidence import (
 from raycloak.attestation.core.keys import mlkem_public, signature_is_valid
 from raycloak.attestation.core.messages import Envelope, parse
 from raycloak.attestation.core.report_data import expected_report_data
+from raycloak.attestation.gpu.gpu_set import gpu_nonce, verify_gpus
 from raycloak.attestation.gpu.verify import GpuClaims
 from raycloak.attestation.policy.policy import Policy
-from raycloak.attestation.snp.verify import check_host_data
+from raycloak.attestation.snp.verify import verify_snp
 from raycloak.attestation.tdx.quote import MAX_QUOTE_BYTES
-from raycloak.attestation.tdx.verify import TdxClaims, check_registers
+from raycloak.attestation.tdx.verify import verify_tdx
 from raycloak.attestation.trust.floors import NO_FLOORS, Fact, Floors
+from raycloak.attestation.trust.guest import GuestClaims, check_measurement, check_registers
 from raycloak.metrics.errors import ProtocolError
 
 # A quote, and sixteen GPUs of which each takes some forty thousand characters.
 MAX_PRESENTATION_BYTES: Final = 16 * MAX_QUOTE_BYTES
 
-# The y coordinates of the Ed25519 points of order 1, 2, 4 and 8, in every encoding.
 _P = 2**255 - 19
-_ORDER_8 = (
-    "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05",
-    "c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac037a",
-)
-_LOW_ORDER_Y: Final = frozenset(
-    {0, 1, _P - 1, _P, _P + 1} | {int.from_bytes(bytes.fromhex(y), "little") for y in _ORDER_8}
-)
-# The u coordinates of the points of low order on curve25519 and its twist, the same way (RFC 7748 ignores the top bit).
-_LOW_ORDER_U: Final = frozenset(
-    {0, 1, _P - 1, _P, _P + 1}
-    | {
-        int.from_bytes(bytes.fromhex(u), "little")
-        for u in (
-            "e0eb7a7c3b41b8ae1656e3faf19fc46ada098deb9c32b1fd866205165f49b800",
-            "5f9c95bca3508c24b1d0b1559c83ef5b04445cc4581c8e86d8224eddd09f1157",
-        )
-    }
-)
+# In every encoding, on curve25519 and its twist.
+_OF_BOTH = frozenset({0, 1, _P - 1, _P, _P + 1})
+# The y coordinates of the Ed25519 points of order 1, 2, 4 and 8, as they are encoded.
+_LOW_ORDER_Y: Final = _OF_BOTH | {
+    int.from_bytes(bytes.fromhex("26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05"), "little"),
+    int.from_bytes(bytes.fromhex("c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac037a"), "little"),
+}
+# The u coordinates of the X25519 points of low order (RFC 7748 ignores the top bit).
+_LOW_ORDER_U: Final = _OF_BOTH | {
+    int.from_bytes(bytes.fromhex("e0eb7a7c3b41b8ae1656e3faf19fc46ada098deb9c32b1fd866205165f49b800"), "little"),
+    int.from_bytes(bytes.fromhex("5f9c95bca3508c24b1d0b1559c83ef5b04445cc4581c8e86d8224eddd09f1157"), "little"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,15 +145,27 @@ def appraise(
     presentation = open_presentation(envelope)
     # Each stage sets one code, and the first that fails decides: the order is that of docs/attestation.md.
     claims = verify_guest(presentation, policy, collateral, now, floors)
-    _check_measurement(claims, presentation, policy)
+    rules = policy.tdx if presentation.quote_family == "tdx" else policy.sev_snp
+    check_measurement(claims, rules.measurements or ())
+    check_registers(claims, rules.registers)
     _check_session(presentation, run_id, member_id, role, manifest_digest)
     _check_keys(presentation)
     if claims.report_data != expected_report_data(presentation):
         refuse(Refusal.KEY_NOT_BOUND, f"the quote of '{member_id}' does not vouch for this session and these keys")
-    gpus = verify_own_gpus(presentation, policy, collateral, now)
-    names_machine = isinstance(claims, TdxClaims) or claims.names_chip
+    # Exactly as many as the policy asks for. An aggregator has none.
+    gpus = verify_gpus(
+        presentation.gpu_evidence,
+        count=policy.gpus_per_worker if presentation.role == "worker" else 0,
+        nonce=gpu_nonce(presentation.nonce, presentation.hpke_key),
+        anchors=policy.anchors,
+        accepted=policy.accepted_classes,
+        rules=policy.nvidia_gpu,
+        rims=collateral.gpu_rims,
+        ocsp=collateral.gpu_ocsp,
+        now=now,
+    )
     # Another guest of the same machine would have another name, so neither limit nor revocation would reach it.
-    if not names_machine and policy.workers_per_platform is not None:
+    if not claims.names_machine and policy.workers_per_platform is not None:
         refuse(
             Refusal.PEER_NOT_BOUND,
             f"the provider masks the chip's id of '{member_id}', and workers_per_platform counts members by machine",
@@ -174,21 +173,42 @@ def appraise(
     # A masked chip id names only the guest, so a list of machines refuses such a report.
     if policy.platforms is not None and claims.platform_id not in policy.platforms:
         refuse(Refusal.PEER_NOT_BOUND, f"the platform {claims.platform_id.hex()} is not on the policy's list")
-    return _result(envelope, presentation, claims, names_machine, gpus, policy, now)
+    return _result(envelope, presentation, claims, gpus, policy, now)
+
+
+def verify_guest(
+    presentation: Presentation, policy: Policy, collateral: CollateralBundle, now: int, floors: Floors
+) -> GuestClaims:
+    """Verify the quote as the policy demands for its format, and return its claims about the guest.
+
+    Raises:
+        EvidenceError: as `verify_tdx` and `verify_snp`; ``collateral_rollback`` if collateral is older than ``floors``.
+    """
+    if presentation.quote_family == "tdx":
+        return verify_tdx(
+            presentation.quote,
+            collateral.tdx,
+            anchors=policy.anchors,
+            accepted=policy.accepted_classes,
+            rules=policy.tdx,
+            now=now,
+            floors=floors,
+        )
+    return verify_snp(
+        presentation.quote,
+        presentation.certificates,
+        anchors=policy.anchors,
+        accepted=policy.accepted_classes,
+        rules=policy.sev_snp,
+        crls={"VCEK": collateral.snp_vcek_crls, "VLEK": collateral.snp_vlek_crls},
+        now=now,
+        floors=floors,
+    )
 
 
 @lru_cache(maxsize=16)
 def _digest_of(policy: Policy) -> bytes:
     return policy.digest()
-
-
-def _check_measurement(claims: GuestClaims, presentation: Presentation, policy: Policy) -> None:
-    if claims.measurement not in measurements_of(policy, presentation.quote_family):
-        refuse(Refusal.MEASUREMENT_UNKNOWN, f"{claims.measurement.hex()} is not a measurement that the policy accepts")
-    if isinstance(claims, TdxClaims):
-        check_registers(claims, policy.tdx)
-    else:
-        check_host_data(claims, policy.sev_snp)
 
 
 def _check_session(found: Presentation, run_id: str, member_id: str, role: Role, manifest_digest: bytes) -> None:
@@ -204,14 +224,13 @@ def _check_session(found: Presentation, run_id: str, member_id: str, role: Role,
 
 
 def _check_keys(presentation: Presentation) -> None:
-    checks: dict[str, Callable[[], bool]] = {
-        "mask_key": lambda: _is_strong_x25519(presentation.mask_key),
-        "hpke_key": lambda: (
-            _is_strong_x25519(presentation.hpke_key[MLKEM_BYTES:]) and _is_mlkem(presentation.hpke_key[:MLKEM_BYTES])
-        ),
+    mlkem, x25519 = presentation.hpke_key[:MLKEM_BYTES], presentation.hpke_key[MLKEM_BYTES:]
+    usable = {
+        "mask_key": _is_strong_x25519(presentation.mask_key),
+        "hpke_key": _is_strong_x25519(x25519) and _is_mlkem(mlkem),
     }
-    for name, is_strong in checks.items():
-        if not is_strong():
+    for name, is_usable in usable.items():
+        if not is_usable:
             refuse(Refusal.KEY_NOT_BOUND, f"the {name} of '{presentation.member_id}' is not a usable public key")
 
 
@@ -239,7 +258,6 @@ def _result(
     envelope: Envelope,
     presentation: Presentation,
     claims: GuestClaims,
-    names_machine: bool,
     gpus: tuple[GpuClaims, ...],
     policy: Policy,
     now: int,
@@ -253,12 +271,12 @@ def _result(
         known_answer=presentation.known_answer,
         nonce=presentation.nonce,
         evidence_class=claims.evidence_class,
-        evidence_classes=classes_of(claims, gpus),
+        evidence_classes=tuple(dict.fromkeys([claims.evidence_class, *(gpu.evidence_class for gpu in gpus)])),
         evidence_digest=digest(envelope.body),
         measurement=claims.measurement,
-        tcb_status=claims.tcb_status if isinstance(claims, TdxClaims) else claims.firmware,
+        tcb_status=claims.tcb_status,
         platform_id=claims.platform_id,
-        names_machine=names_machine,
+        names_machine=claims.names_machine,
         gpus=gpus,
         facts=claims.facts,
         hwmodel=claims.hwmodel,
@@ -279,7 +297,7 @@ def _steps(
         ("possession", "signed by the presented identity key"),
         *claims.steps,
         ("measurement", claims.measurement.hex()),
-        *([("registers", compared or "not compared")] if isinstance(claims, TdxClaims) else []),
+        *([("registers", compared or "not compared")] if presentation.quote_family == "tdx" else []),
         ("session", f"{presentation.run_id} {presentation.member_id} {presentation.role}"),
         ("binding", f"three keys, known answer and {len(gpus)} GPUs"),
         *of_gpus,

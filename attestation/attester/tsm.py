@@ -223,4 +223,4 @@ class TsmReports:
 
 
 def _report_data_of(family: QuoteFamily, quote: bytes) -> bytes:
-    return parse_quote(quote).report_data if family == "tdx" else parse_report(quote).report_data
+    return (parse_quote(quote).report if family == "tdx" else parse_report(quote)).report_data

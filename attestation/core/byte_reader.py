@@ -42,6 +42,10 @@ class ByteReader:
         if found != value:
             refuse(Refusal.EVIDENCE_MALFORMED, f"the {self._what}'s {name} is {found} instead of {value}")
 
+    def expect_rest(self, name: str) -> None:
+        """Take a 4-byte number that must be the number of bytes behind it."""
+        self.expect(4, len(self._data) - self.position - 4, name)
+
     def rest(self) -> bytes:
         """Return the bytes that are not taken yet, without taking them."""
         return self._data[self.position :]

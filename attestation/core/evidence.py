@@ -5,10 +5,9 @@ identity key it presents. The verifier appraises it with collateral that it obta
 """
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from enum import StrEnum
-from types import MappingProxyType
-from typing import Annotated, ClassVar, Final, Literal, NoReturn, Self
+from typing import Annotated, ClassVar, Literal, NoReturn, Self
 
 from pydantic import Field, model_validator
 
@@ -38,83 +37,60 @@ class EvidenceClass(StrEnum):
 
 
 class Refusal(StrEnum):
-    """A code of refused evidence. The first stage that fails sets exactly one."""
+    """A code of refused evidence, in the order in which stages are judged. The first that fails sets exactly one.
 
-    EVIDENCE_TAMPERED = "evidence_tampered"
-    EVIDENCE_MALFORMED = "evidence_malformed"
-    ROOT_UNKNOWN = "root_unknown"
-    SIMULATOR_NOT_ALLOWED = "simulator_not_allowed"
-    CHAIN_BROKEN = "chain_broken"
-    SIGNER_ROLE = "signer_role"
-    ATTESTATION_KEY_UNCERTIFIED = "attestation_key_uncertified"
-    REVOKED = "revoked"
-    COLLATERAL_STALE = "collateral_stale"
-    COLLATERAL_ROLLBACK = "collateral_rollback"
-    PLATFORM_MISMATCH = "platform_mismatch"
-    TCB_STATUS = "tcb_status"
-    TCB_UNACCEPTABLE = "tcb_unacceptable"
-    FIRMWARE_FLOOR = "firmware_floor"
-    DEBUG = "debug"
-    ATTRIBUTES = "attributes"
-    PRIVILEGE_LEVEL = "privilege_level"
-    MEASUREMENT_UNKNOWN = "measurement_unknown"
-    NONCE_REPLAYED = "nonce_replayed"
-    NONCE_FOREIGN = "nonce_foreign"
-    KEY_NOT_BOUND = "key_not_bound"
-    PEER_NOT_BOUND = "peer_not_bound"
-    GPU_NOT_BOUND = "gpu_not_bound"
-    GPU_STATE = "gpu_state"
-    RELEASE_DENIED = "release_denied"
+    Attributes:
+        stage: the name of its stage.
+        remedy: what a person can do about it; empty if nothing is to be said.
+    """
 
+    stage: str
+    remedy: str
 
-STAGES: Final[Mapping[Refusal, str]] = MappingProxyType(
-    {
-        Refusal.EVIDENCE_MALFORMED: "format",
-        Refusal.ROOT_UNKNOWN: "root",
-        Refusal.SIMULATOR_NOT_ALLOWED: "root",
-        Refusal.CHAIN_BROKEN: "chain",
-        Refusal.PLATFORM_MISMATCH: "platform",
-        Refusal.ATTESTATION_KEY_UNCERTIFIED: "attestation key",
-        Refusal.EVIDENCE_TAMPERED: "signatures",
-        Refusal.SIGNER_ROLE: "signer roles",
-        Refusal.REVOKED: "revocation",
-        Refusal.COLLATERAL_STALE: "validity",
-        Refusal.COLLATERAL_ROLLBACK: "rollback",
-        Refusal.TCB_UNACCEPTABLE: "TCB level",
-        Refusal.TCB_STATUS: "TCB status",
-        Refusal.FIRMWARE_FLOOR: "firmware",
-        Refusal.DEBUG: "debug",
-        Refusal.ATTRIBUTES: "attributes",
-        Refusal.PRIVILEGE_LEVEL: "privilege level",
-        Refusal.MEASUREMENT_UNKNOWN: "measurement",
-        Refusal.NONCE_REPLAYED: "nonce",
-        Refusal.NONCE_FOREIGN: "nonce",
-        Refusal.KEY_NOT_BOUND: "binding",
-        Refusal.PEER_NOT_BOUND: "peer",
-        Refusal.GPU_NOT_BOUND: "GPU binding",
-        Refusal.GPU_STATE: "GPU state",
-        Refusal.RELEASE_DENIED: "release",
-    }
-)
-"""Maps each code to its stage, in the order in which stages are judged."""
+    def __new__(cls, code: str, stage: str, remedy: str = "") -> Self:
+        member = str.__new__(cls, code)
+        member._value_, member.stage, member.remedy = code, stage, remedy
+        return member
 
-_REMEDIES = {
-    Refusal.ROOT_UNKNOWN: "Compare the anchors of the policy with the hardware that is used.",
-    Refusal.SIMULATOR_NOT_ALLOWED: "Run on hardware of an accepted class, or accept simulated evidence on purpose.",
-    Refusal.COLLATERAL_STALE: "Fetch current collateral and check the verifier's clock.",
-    Refusal.COLLATERAL_ROLLBACK: "Fetch current collateral from the vendor.",
-    Refusal.TCB_STATUS: "Update the platform's firmware, or list the status in the policy on purpose.",
-    Refusal.TCB_UNACCEPTABLE: "Update the platform's firmware.",
-    Refusal.DEBUG: "Launch the guest without the debug attribute.",
-    Refusal.MEASUREMENT_UNKNOWN: "Deploy the measured code, or add its measurement to the policy after review.",
-    Refusal.NONCE_REPLAYED: "Ask for a new challenge.",
-    Refusal.NONCE_FOREIGN: "Ask for a new challenge.",
-}
+    EVIDENCE_MALFORMED = "evidence_malformed", "format"
+    ROOT_UNKNOWN = "root_unknown", "root", "Compare the anchors of the policy with the hardware that is used."
+    SIMULATOR_NOT_ALLOWED = (
+        *("simulator_not_allowed", "root"),
+        "Run on hardware of an accepted class, or accept simulated evidence on purpose.",
+    )
+    CHAIN_BROKEN = "chain_broken", "chain"
+    PLATFORM_MISMATCH = "platform_mismatch", "platform"
+    ATTESTATION_KEY_UNCERTIFIED = "attestation_key_uncertified", "attestation key"
+    EVIDENCE_TAMPERED = "evidence_tampered", "signatures"
+    SIGNER_ROLE = "signer_role", "signer roles"
+    REVOKED = "revoked", "revocation"
+    COLLATERAL_STALE = "collateral_stale", "validity", "Fetch current collateral and check the verifier's clock."
+    COLLATERAL_ROLLBACK = "collateral_rollback", "rollback", "Fetch current collateral from the vendor."
+    TCB_UNACCEPTABLE = "tcb_unacceptable", "TCB level", "Update the platform's firmware."
+    TCB_STATUS = (
+        *("tcb_status", "TCB status"),
+        "Update the platform's firmware, or list the status in the policy on purpose.",
+    )
+    FIRMWARE_FLOOR = "firmware_floor", "firmware"
+    DEBUG = "debug", "debug", "Launch the guest without the debug attribute."
+    ATTRIBUTES = "attributes", "attributes"
+    PRIVILEGE_LEVEL = "privilege_level", "privilege level"
+    MEASUREMENT_UNKNOWN = (
+        *("measurement_unknown", "measurement"),
+        "Deploy the measured code, or add its measurement to the policy after review.",
+    )
+    NONCE_REPLAYED = "nonce_replayed", "nonce", "Ask for a new challenge."
+    NONCE_FOREIGN = "nonce_foreign", "nonce", "Ask for a new challenge."
+    KEY_NOT_BOUND = "key_not_bound", "binding"
+    PEER_NOT_BOUND = "peer_not_bound", "peer"
+    GPU_NOT_BOUND = "gpu_not_bound", "GPU binding"
+    GPU_STATE = "gpu_state", "GPU state"
+    RELEASE_DENIED = "release_denied", "release"
 
 
 def refuse(code: Refusal, message: str) -> NoReturn:
     """Raise EvidenceError with ``code``, ``message`` and the code's remedy."""
-    raise EvidenceError(code.value, message, _REMEDIES.get(code, "")) from None
+    raise EvidenceError(code.value, message, code.remedy) from None
 
 
 def require_class(evidence_class: EvidenceClass, accepted: Collection[EvidenceClass]) -> None:
@@ -126,10 +102,7 @@ def require_class(evidence_class: EvidenceClass, accepted: Collection[EvidenceCl
     if evidence_class in accepted:
         return
     if evidence_class is EvidenceClass.SIMULATED:
-        refuse(
-            Refusal.SIMULATOR_NOT_ALLOWED,
-            "the evidence comes from a simulator and the policy accepts hardware only",
-        )
+        refuse(Refusal.SIMULATOR_NOT_ALLOWED, "the evidence comes from a simulator, and the policy takes hardware only")
     refuse(Refusal.ROOT_UNKNOWN, f"the policy does not accept evidence of class {evidence_class}")
 
 

@@ -80,6 +80,11 @@ class SnpRules(Message):
         }
         return {part: by_generation[generation] for part, by_generation in given.items() if generation in by_generation}
 
+    @property
+    def registers(self) -> dict[str, tuple[bytes, ...] | None]:
+        """The accepted values of what is compared beside the measurement, by name; None where any value is accepted."""
+        return {"host_data": self.host_data}
+
     def __hash__(self) -> int:
         """Hash the encoded message, because one of its fields is a mapping."""
         return hash(self.encode())

@@ -33,7 +33,8 @@ from raycloak.attestation.trust.certificates import (
     read_presented,
     signed_by,
 )
-from raycloak.attestation.trust.floors import NO_FLOORS, Fact, Floors, check_not_older, crl_fact, highest
+from raycloak.attestation.trust.floors import NO_FLOORS, Fact, Floors, check_not_older, crl_fact
+from raycloak.attestation.trust.guest import GuestClaims
 from raycloak.attestation.trust.roots import Anchor, amd_intermediates, amd_roots, anchor_of
 
 # A chain has three. The bound limits the search among hints.
@@ -47,60 +48,16 @@ _ALIAS_CHECK_COMPLETE = 1 << 5
 
 
 @dataclass(frozen=True, slots=True)
-class SnpClaims:
-    """The claims of a verified report.
-
-    Attributes:
-        evidence_class: class of the anchor whose root verified the report.
-        measurement: launch measurement of the guest, 48 bytes.
-        report_data: 64 bytes that the guest chose.
-        platform_id: the chip's id, 64 bytes, of which a Turin chip uses 8. If a provider masks it, which only a VLEK
-            admits, the 32-byte report id: it names the guest and says nothing about the machine.
-        names_chip: whether ``platform_id`` is the chip's.
-        generation, key_kind: of the machine and of the endorsement key.
-        reported_tcb: 8 bytes; ``firmware`` has them in words.
-        policy: 64-bit guest policy. host_data: 32 bytes that the host chose at launch.
-        facts: numbers of the root's revocation lists, if any. They may only rise.
-        expires_at: unix seconds at which a certificate or a revocation list stops being valid.
-        hwmodel, dbgstat: the claims of RFC 9711 of these names.
-    """
-
-    evidence_class: EvidenceClass
-    measurement: bytes
-    report_data: bytes
-    platform_id: bytes
-    names_chip: bool
-    generation: Generation
-    key_kind: KeyKind
-    reported_tcb: bytes
-    firmware: str
-    policy: int
-    vmpl: int
-    host_data: bytes
-    root_key_id: bytes
-    facts: tuple[Fact, ...]
-    expires_at: int
-    hwmodel: str
-    dbgstat: str
-    steps: tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True, slots=True)
 class _Endorsement:
     """A chain from an endorsement key to an anchor: the key's certificate, its CA (ASK) and the root (ARK)."""
 
     anchor: Anchor
     chain: tuple[x509.Certificate, ...]
     generation: Generation
-    layout: TcbLayout
 
-
-@dataclass(frozen=True, slots=True)
-class _List:
-    """A revocation list of a chain's issuer, and the kind of key that it is for."""
-
-    kind: KeyKind
-    crl: x509.CertificateRevocationList
+    @property
+    def layout(self) -> TcbLayout:
+        return LAYOUTS[self.generation]
 
 
 def verify_snp(
@@ -113,7 +70,7 @@ def verify_snp(
     crls: Mapping[KeyKind, Sequence[bytes]],
     now: int,
     floors: Floors = NO_FLOORS,
-) -> SnpClaims:
+) -> GuestClaims:
     """Verify ``report`` at unix second ``now``.
 
     Guarantee: returns only for a canonical report that ``rules`` accept. AMD's CA of the machine's generation certified
@@ -135,15 +92,7 @@ def verify_snp(
     _check_machine(parsed, endorsement)
     if not signed_by(endorsement.chain[0], parsed.signature, parsed.signed):
         refuse(Refusal.EVIDENCE_TAMPERED, "the signature over the report does not hold")
-    lists, unreadable = _own_crls(crls, endorsement.chain)
-    # Every edition of every kind counts for revocation. Only the newest edition of each list must be current.
-    for each in lists:
-        check_not_revoked(each.crl, endorsement.chain)
-    if unreadable:
-        refuse(Refusal.COLLATERAL_STALE, "a revocation list cannot be read")
-    lists = _newest_editions(lists)
-    expires_at = _check_windows(parsed.key_kind, endorsement, lists, rules, now)
-    facts = _crl_facts(endorsement, lists)
+    expires_at, facts = _judge_lists(parsed.key_kind, endorsement.chain, crls, rules, now)
     check_not_older(facts, floors)
     # A rollback of lists is judged before the firmware, as the order of stages demands.
     _check_firmware(parsed, endorsement, rules)
@@ -178,7 +127,7 @@ def _endorsement(
     key = vek.public_key()
     if not isinstance(key, EllipticCurvePublicKey) or not isinstance(key.curve, SECP384R1):
         refuse(Refusal.CHAIN_BROKEN, "the endorsement key is not a P-384 key")
-    return _Endorsement(anchor, chain, generation, LAYOUTS[generation])
+    return _Endorsement(anchor, chain, generation)
 
 
 def _presented(certificates: Sequence[bytes]) -> tuple[x509.Certificate, ...]:
@@ -221,16 +170,41 @@ def _check_machine(report: SnpReport, endorsement: _Endorsement) -> None:
         refuse(Refusal.PLATFORM_MISMATCH, f"the endorsement key is of TCB version {versions}")
 
 
-def _own_crls(crls: Mapping[KeyKind, Sequence[bytes]], chain: Sequence[x509.Certificate]) -> tuple[list[_List], bool]:
-    """Return the lists of the chain's issuers, and whether one of ``crls`` could not be read.
+def _judge_lists(
+    kind: KeyKind,
+    chain: Sequence[x509.Certificate],
+    crls: Mapping[KeyKind, Sequence[bytes]],
+    rules: SnpRules,
+    now: int,
+) -> tuple[int, tuple[Fact, ...]]:
+    """Judge revocation and validity of ``chain`` by its issuers' lists.
+
+    Returns: the unix second at which a part of this stops being valid, and the numbers of the root's lists.
 
     Raises:
-        EvidenceError: ``evidence_tampered`` for a list in an issuer's name that it did not sign.
+        EvidenceError: ``evidence_tampered`` for a list in an issuer's name that it did not sign, ``revoked`` or
+            ``collateral_stale``.
     """
-    named = [(kind, der, crl_issuer(der)) for kind, ders in crls.items() for der in ders]
+    named = [(given, der, crl_issuer(der)) for given, ders in crls.items() for der in ders]
     issuers = {issuer.subject: issuer for issuer in chain[1:]}
-    own = [(kind, load_crl(der, issuers[name], "AMD")) for kind, der, name in named if name in issuers]
-    return [_List(_stated_kind(crl) or kind, crl) for kind, crl in own], any(name is None for _, _, name in named)
+    own = [(given, load_crl(der, issuers[name], "AMD")) for given, der, name in named if name in issuers]
+    # Every edition of every kind counts for revocation. Only the newest edition of each list must be current.
+    for _, crl in own:
+        check_not_revoked(crl, chain)
+    if any(name is None for _, _, name in named):
+        refuse(Refusal.COLLATERAL_STALE, "a revocation list cannot be read")
+    # Ascending, so that the newest edition is stored last.
+    ascending = sorted(own, key=lambda each: crl_number(each[1]) or 0)
+    newest = {(crl.issuer, _stated_kind(crl) or given): crl for given, crl in ascending}
+    root, instant = chain[-1], datetime.fromtimestamp(now, UTC)
+    # AMD's root publishes one list for each kind of key, and neither has what is on the other.
+    if rules.require_crl and (root.subject, kind) not in newest:
+        refuse(Refusal.COLLATERAL_STALE, f"there is no {kind} revocation list of '{common_name(root)}'")
+    ends = [check_certificate_windows(chain, instant, "endorsement")]
+    ends += [check_crl_window(crl, instant, "AMD") for crl in newest.values()]
+    numbers = [(of, crl_number(crl)) for (issuer, of), crl in newest.items() if issuer == root.subject]
+    facts = [crl_fact(key_id(root), of, number) for of, number in numbers if number is not None]
+    return int(min(ends).timestamp()), tuple(facts)
 
 
 def _stated_kind(crl: x509.CertificateRevocationList) -> KeyKind | None:
@@ -240,31 +214,6 @@ def _stated_kind(crl: x509.CertificateRevocationList) -> KeyKind | None:
     """
     parts = crl_scope(crl).split("/")
     return next((kind for kind in KEY_KINDS.values() if kind.lower() in parts), None)
-
-
-def _newest_editions(lists: Sequence[_List]) -> list[_List]:
-    """Keep the newest of one issuer's lists for one kind of key."""
-    # Ascending, so that the newest edition is stored last.
-    ascending = sorted(lists, key=lambda each: crl_number(each.crl) or 0)
-    return list({(each.crl.issuer, each.kind): each for each in ascending}.values())
-
-
-def _check_windows(kind: KeyKind, endorsement: _Endorsement, lists: Sequence[_List], rules: SnpRules, now: int) -> int:
-    instant = datetime.fromtimestamp(now, UTC)
-    root = endorsement.chain[-1]
-    # AMD's root publishes one list for each kind of key, and neither has what is on the other.
-    if rules.require_crl and not any((each.kind, each.crl.issuer) == (kind, root.subject) for each in lists):
-        refuse(Refusal.COLLATERAL_STALE, f"there is no {kind} revocation list of '{common_name(root)}'")
-    ends = [check_certificate_windows(endorsement.chain, instant, "endorsement")]
-    ends += [check_crl_window(each.crl, instant, "AMD") for each in lists]
-    return int(min(ends).timestamp())
-
-
-def _crl_facts(endorsement: _Endorsement, lists: Sequence[_List]) -> tuple[Fact, ...]:
-    """Return the number of each list of the root, which publishes one for each kind of key."""
-    root = endorsement.chain[-1]
-    own = [(each.kind, crl_number(each.crl)) for each in lists if each.crl.issuer == root.subject]
-    return highest([crl_fact(key_id(root), kind, number) for kind, number in own if number is not None])
 
 
 def _check_firmware(report: SnpReport, endorsement: _Endorsement, rules: SnpRules) -> None:
@@ -295,37 +244,23 @@ def _check_guest(report: SnpReport, rules: SnpRules) -> None:
         refuse(Refusal.ATTRIBUTES, "the guest's policy lets it run beside another hardware thread (SMT)")
     if report.vmpl not in rules.allowed_vmpl:
         levels = ", ".join(map(str, rules.allowed_vmpl))
-        refuse(
-            Refusal.PRIVILEGE_LEVEL,
-            f"the report is of privilege level {report.vmpl}, accepted: {levels or 'none'}",
-        )
+        accepted = f"{report.vmpl}, accepted: {levels or 'none'}"
+        refuse(Refusal.PRIVILEGE_LEVEL, f"the report is of privilege level {accepted}")
 
 
-def check_host_data(claims: SnpClaims, rules: SnpRules) -> None:
-    """Require that what the host set at launch is accepted; EvidenceError ``measurement_unknown`` otherwise."""
-    if rules.host_data is not None and claims.host_data not in rules.host_data:
-        refuse(Refusal.MEASUREMENT_UNKNOWN, f"the host data {claims.host_data.hex()} is not an accepted value")
-
-
-def _claims(report: SnpReport, endorsement: _Endorsement, facts: tuple[Fact, ...], expires_at: int) -> SnpClaims:
+def _claims(report: SnpReport, endorsement: _Endorsement, facts: tuple[Fact, ...], expires_at: int) -> GuestClaims:
     root, firmware = key_id(endorsement.chain[-1]), endorsement.layout.describe(report.reported_tcb)
     names_chip = any(report.chip_id)
     hwmodel = f"AMD EPYC {endorsement.generation}"
     debug = bool(report.policy & _DEBUG)
-    return SnpClaims(
+    return GuestClaims(
         evidence_class=endorsement.anchor.evidence_class,
         measurement=report.measurement,
+        registers={"host_data": report.host_data},
         report_data=report.report_data,
+        tcb_status=firmware,
         platform_id=report.chip_id if names_chip else report.report_id,
-        names_chip=names_chip,
-        generation=endorsement.generation,
-        key_kind=report.key_kind,
-        reported_tcb=report.reported_tcb,
-        firmware=firmware,
-        policy=report.policy,
-        vmpl=report.vmpl,
-        host_data=report.host_data,
-        root_key_id=root,
+        names_machine=names_chip,
         facts=facts,
         expires_at=expires_at,
         hwmodel=hwmodel,

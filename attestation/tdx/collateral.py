@@ -1,13 +1,13 @@
 """Reads and checks Intel's collateral: TCB info, QE identity, revocation lists and the chains of their signers.
 
-Each stage has one check, so that the verifier can call them in its order. Nothing is judged here about a quote.
+Nothing is judged here about a quote.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any
 
 from cryptography import x509
 
@@ -31,16 +31,12 @@ from raycloak.attestation.trust.certificates import (
 from raycloak.attestation.trust.floors import Fact, crl_fact, evaluation_fact
 from raycloak.metrics.errors import EvidenceError
 
-TCB_SIGNER: Final = "Intel SGX TCB Signing"
-PCK_LEAF: Final = "Intel SGX PCK Certificate"
-PCK_ISSUERS: Final = ("Intel SGX PCK Platform CA", "Intel SGX PCK Processor CA")
-
 Chain = tuple[x509.Certificate, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # each is read once, so identity stands for equal bytes
 class TdxDocuments:
-    """The two signed documents, parsed. Their signatures are checked by :func:`check_documents`.
+    """The two signed documents, parsed. Their signatures are checked by :func:`settle`.
 
     An unreadable document is empty here. Its signature is judged first, and shows whether it was tampered with. A
     document without a validity is stale.
@@ -65,19 +61,10 @@ class TdxChains:
     tcb_info: Chain
     qe_identity: Chain
 
-    def named(self) -> tuple[tuple[str, Chain], ...]:
-        """Return each chain with its name in a refusal."""
+    def named(self) -> Iterator[tuple[str, Chain]]:
+        """Yield each chain with its name in a refusal."""
         names = ("PCK", "PCK CRL issuer", "TCB info issuer", "QE identity issuer")
-        return tuple(zip(names, (self.pck, self.pck_crl, self.tcb_info, self.qe_identity), strict=True))
-
-
-@dataclass(frozen=True, slots=True)
-class TdxCrls:
-    """The revocation lists whose signatures hold. ``missing`` says why one of them is absent."""
-
-    root: x509.CertificateRevocationList | None
-    pck: x509.CertificateRevocationList | None
-    missing: str
+        yield from zip(names, (self.pck, self.pck_crl, self.tcb_info, self.qe_identity), strict=True)
 
 
 def documents_for(platform: TdxPlatform | None, collateral: Sequence[Collateral]) -> TdxDocuments | None:
@@ -173,93 +160,56 @@ def settle(documents: TdxDocuments, chains: TdxChains, now: int) -> tuple[int, t
     Raises:
         EvidenceError: ``evidence_tampered``, ``signer_role``, ``revoked`` or ``collateral_stale``.
     """
-    check_documents(documents, chains)
-    crls = load_crls(documents.raw, chains)
-    check_roles(chains)
-    check_revocation(crls, chains)
-    return check_windows(documents, chains, crls, now), crl_facts(crls, chains)
-
-
-def check_documents(documents: TdxDocuments, chains: TdxChains) -> None:
-    """Require that the exact bytes of both documents are signed; EvidenceError ``evidence_tampered`` otherwise."""
     raw = documents.raw
-    signatures = {
-        "TCB info": signed_by(chains.tcb_info[0], raw.tcb_info_signature, raw.tcb_info.encode()),
-        "QE identity": signed_by(chains.qe_identity[0], raw.qe_identity_signature, raw.qe_identity.encode()),
+    signed = {
+        "TCB info": (chains.tcb_info[0], raw.tcb_info_signature, raw.tcb_info),
+        "QE identity": (chains.qe_identity[0], raw.qe_identity_signature, raw.qe_identity),
     }
-    for what, holds in signatures.items():
-        if not holds:
+    # The exact bytes are signed.
+    for what, (signer, signature, text) in signed.items():
+        if not signed_by(signer, signature, text.encode()):
             refuse(Refusal.EVIDENCE_TAMPERED, f"the signature over the {what} does not hold")
-
-
-def load_crls(collateral: Collateral, chains: TdxChains) -> TdxCrls:
-    """Load the revocation lists. An unreadable one is noted, and refused by :func:`check_windows` in its turn.
-
-    Raises:
-        EvidenceError: ``evidence_tampered`` if a list is not signed by its issuer.
-    """
-    found: list[x509.CertificateRevocationList | None] = []
-    missing = ""
-    sources = ((collateral.root_ca_crl, chains.pck[-1], "root"), (collateral.pck_crl, chains.pck_crl[0], "PCK"))
-    for der, issuer, what in sources:
+    crls, missing = dict[str, x509.CertificateRevocationList](), ""
+    issuers = {"root": (raw.root_ca_crl, chains.pck[-1]), "PCK": (raw.pck_crl, chains.pck_crl[0])}
+    for what, (der, issuer) in issuers.items():
         try:
-            found.append(load_crl(der, issuer, what))
+            crls[what] = load_crl(der, issuer, what)
         except EvidenceError as error:
             # A bad signature is refused now. A missing list is refused later, by the stage of validity.
             if error.code != Refusal.COLLATERAL_STALE:
                 raise
-            found.append(None)
             missing = error.message
-    return TdxCrls(found[0], found[1], missing)
+    _check_roles(chains)
+    listed = {"PCK": chains.pck[:1], "root": (*chains.pck[1:], chains.tcb_info[0], chains.qe_identity[0])}
+    for what, crl in crls.items():
+        check_not_revoked(crl, listed[what])
+    if missing:
+        refuse(Refusal.COLLATERAL_STALE, missing)
+    instant = datetime.fromtimestamp(now, UTC)
+    ends = [check_certificate_windows(chain, instant, what) for what, chain in chains.named()]
+    ends += [check_crl_window(crl, instant, what) for what, crl in crls.items()]
+    ends += [_document_window(document, instant) for document in (documents.tcb_info, documents.qe_identity)]
+    numbers = [(issuers[what][1], crl, crl_number(crl)) for what, crl in crls.items()]
+    facts = [crl_fact(key_id(issuer), crl_scope(crl), number) for issuer, crl, number in numbers if number is not None]
+    return int(min(ends).timestamp()), tuple(facts)
 
 
-def crl_facts(crls: TdxCrls, chains: TdxChains) -> tuple[Fact, ...]:
-    """Return the numbers of the present lists that have one."""
-    lists = ((crls.root, chains.pck[-1]), (crls.pck, chains.pck_crl[0]))
-    numbered = [(crl, crl_number(crl), issuer) for crl, issuer in lists if crl is not None]
-    return tuple(
-        crl_fact(key_id(issuer), crl_scope(crl), number) for crl, number, issuer in numbered if number is not None
-    )
-
-
-def check_roles(chains: TdxChains) -> None:
+def _check_roles(chains: TdxChains) -> None:
     """Require that each signer has the role in its name. dcap-qvl accepts TCB info of any certificate under the root.
 
     Raises:
         EvidenceError: ``signer_role``.
     """
+    signer, authorities = ("Intel SGX TCB Signing",), ("Intel SGX PCK Platform CA", "Intel SGX PCK Processor CA")
     roles = {
-        "TCB info signer": (chains.tcb_info[0], (TCB_SIGNER,)),
-        "QE identity signer": (chains.qe_identity[0], (TCB_SIGNER,)),
-        "PCK certificate": (chains.pck[0], (PCK_LEAF,)),
-        "PCK issuer": (chains.pck[1], PCK_ISSUERS),
+        "TCB info signer": (chains.tcb_info[0], signer),
+        "QE identity signer": (chains.qe_identity[0], signer),
+        "PCK certificate": (chains.pck[0], ("Intel SGX PCK Certificate",)),
+        "PCK issuer": (chains.pck[1], authorities),
     }
     for role, (certificate, names) in roles.items():
         if common_name(certificate) not in names:
             refuse(Refusal.SIGNER_ROLE, f"'{common_name(certificate)}' may not act as {role}")
-
-
-def check_revocation(crls: TdxCrls, chains: TdxChains) -> None:
-    """Require that no certificate is on a list; EvidenceError ``revoked`` otherwise."""
-    if crls.pck is not None:
-        check_not_revoked(crls.pck, chains.pck[:1])
-    if crls.root is not None:
-        check_not_revoked(crls.root, (*chains.pck[1:], chains.tcb_info[0], chains.qe_identity[0]))
-
-
-def check_windows(documents: TdxDocuments, chains: TdxChains, crls: TdxCrls, now: int) -> int:
-    """Return the unix second at which a part of this stops being valid.
-
-    Raises:
-        EvidenceError: ``collateral_stale`` if a part is not valid at ``now``, or a list is missing.
-    """
-    if crls.root is None or crls.pck is None:
-        refuse(Refusal.COLLATERAL_STALE, crls.missing)
-    instant = datetime.fromtimestamp(now, UTC)
-    ends = [check_certificate_windows(chain, instant, what) for what, chain in chains.named()]
-    ends += [check_crl_window(crls.root, instant, "root"), check_crl_window(crls.pck, instant, "PCK")]
-    ends += [_document_window(document, instant) for document in (documents.tcb_info, documents.qe_identity)]
-    return int(min(ends).timestamp())
 
 
 def evaluation_facts(documents: TdxDocuments, root_key_id: bytes, floor: int) -> tuple[Fact, Fact]:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from raycloak.attestation.core.evidence import Refusal, refuse
 from raycloak.attestation.tdx.platform import TdxPlatform
-from raycloak.attestation.tdx.quote import TdxQuote
+from raycloak.attestation.tdx.quote import TdReport, TdxQuote
 from raycloak.attestation.tdx.rules import TdxRules
 
 # Intel publishes a version for each; with fewer, a comparison would pass by itself.
@@ -58,8 +58,12 @@ def rate(
             applies that the rules reject. ``tcb_status`` for a status that the rules do not list.
     """
     try:
-        launch = _levels_at(quote.tee_tcb_svn, quote, platform, tcb_info)
-        current = _levels_at(quote.tee_tcb_svn2, quote, platform, tcb_info) if quote.tee_tcb_svn2 else []
+        launch, *later = (
+            (_platform_level(svn, platform, tcb_info), _module_level(svn, quote.report, tcb_info))
+            for svn in (quote.report.tee_tcb_svn, quote.report.tee_tcb_svn2)
+            if svn
+        )
+        current = later[0] if later else ()
         enclave = _first_reached(qe_identity["tcbLevels"], quote.qe_svn, "quoting enclave")
         levels = (*launch, *current, enclave)
         advisories = sorted({str(name) for level in levels for name in level.get("advisoryIDs") or ()})
@@ -82,32 +86,28 @@ def rate(
     return rating
 
 
-def _levels_at(svn: bytes, quote: TdxQuote, platform: TdxPlatform, tcb_info: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the levels of platform and module for the 16 versions ``svn``: the module's minor and major first."""
-    return [_platform_level(svn, platform, tcb_info), _module_level(svn, quote, tcb_info)]
-
-
 def _platform_level(svn: bytes, platform: TdxPlatform, tcb_info: dict[str, Any]) -> dict[str, Any]:
+    """Return the platform's level with the 16 versions ``svn``, of which the module's minor and major come first."""
     # The module's own versions are rated with its identity, from major version 1 on.
     first = 2 if svn[1] else 0
     for level in tcb_info["tcbLevels"]:
         tcb = level["tcb"]
-        needed = [_svns(tcb["sgxtcbcomponents"]), _svns(tcb["tdxtcbcomponents"])[first:]]
-        found = [platform.component_svns, svn[first:]]
-        if platform.pce_svn >= tcb["pcesvn"] and all(map(_reaches, found, needed)):
+        needed = (*_svns(tcb["sgxtcbcomponents"]), *_svns(tcb["tdxtcbcomponents"])[first:])
+        found = (*platform.component_svns, *svn[first:])
+        if platform.pce_svn >= tcb["pcesvn"] and all(map(int.__ge__, found, needed)):
             return _level(level)
     refuse(Refusal.TCB_UNACCEPTABLE, "the platform is below every TCB level")
 
 
-def _module_level(svn: bytes, quote: TdxQuote, tcb_info: dict[str, Any]) -> dict[str, Any]:
+def _module_level(svn: bytes, report: TdReport, tcb_info: dict[str, Any]) -> dict[str, Any]:
     if not svn[1]:
-        _check_module(quote, tcb_info["tdxModule"])
+        _check_module(report, tcb_info["tdxModule"])
         return {}
     name = f"TDX_{svn[1]:02X}"
     identity = next((each for each in tcb_info["tdxModuleIdentities"] if str(each["id"]).upper() == name), None)
     if identity is None:
         refuse(Refusal.TCB_UNACCEPTABLE, f"the TDX module {name} is not known")
-    _check_module(quote, identity)
+    _check_module(report, identity)
     return _first_reached(identity["tcbLevels"], svn[0], "TDX module")
 
 
@@ -129,11 +129,11 @@ def _relaunch(launch: str, current: str) -> str:
     return "TDRelaunchAdvisedConfigurationNeeded" if configuration else "TDRelaunchAdvised"
 
 
-def _check_module(quote: TdxQuote, identity: dict[str, Any]) -> None:
+def _check_module(report: TdReport, identity: dict[str, Any]) -> None:
     mask = bytes.fromhex(identity["attributesMask"])
-    attributes = bytes(a & b for a, b in zip(quote.module_attributes, mask, strict=True))
+    attributes = bytes(a & b for a, b in zip(report.module_attributes, mask, strict=True))
     expected = bytes.fromhex(identity["mrsigner"]), bytes.fromhex(identity["attributes"])
-    if (quote.module_signer, attributes) != expected:
+    if (report.module_signer, attributes) != expected:
         refuse(Refusal.TCB_UNACCEPTABLE, "the TDX module is not the one that its identity describes")
 
 
@@ -155,7 +155,3 @@ def _svns(components: list[dict[str, Any]]) -> list[int]:
     if len(svns) != _COMPONENTS or not all(type(svn) is int for svn in svns):
         raise ValueError("a TCB level without 16 component versions")
     return svns
-
-
-def _reaches(found: bytes, needed: list[int]) -> bool:
-    return all(map(int.__ge__, found, needed))

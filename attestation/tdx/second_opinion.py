@@ -7,7 +7,7 @@ except the platform's status. So for a guest that the rules tolerate, only that 
 
 import re
 from collections.abc import Iterator
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 import dcap_qvl
 from pydantic_core import from_json
@@ -28,10 +28,7 @@ _TEXT_CODES: Final = (
     (r"^TCB status \w+ is not acceptable|TCB too old", Refusal.TCB_STATUS),
     (r"^TCB eval data number", Refusal.COLLATERAL_ROLLBACK),
     (r"^Debug mode", Refusal.DEBUG),
-    (
-        r"^SEPT_VE_DISABLE|^TD (profiling|migration)|^SERVTD|TD attributes|not allowed by policy",
-        Refusal.ATTRIBUTES,
-    ),
+    (r"^SEPT_VE_DISABLE|^TD (profiling|migration)|^SERVTD|TD attributes|not allowed by policy", Refusal.ATTRIBUTES),
     (r"expired|in the future", Refusal.COLLATERAL_STALE),
     (r"^Fmspc mismatch", Refusal.PLATFORM_MISMATCH),
     (r"^Unknown QE vendor", Refusal.ATTESTATION_KEY_UNCERTIFIED),
@@ -48,7 +45,12 @@ def check_again(
     """
     try:
         verifier = dcap_qvl.QuoteVerifier(anchor.root_der)
-        policy = _library_policy(rules, number, now)
+        # Every setter returns a new object. Dropping a result would silently drop that limit.
+        policy = dcap_qvl.QuotePolicy.strict(now).allow_dynamic_platform(True).allow_cached_keys(True).allow_smt(True)
+        policy = policy.min_tcb_eval_data_number(number).reject_advisories(list(rules.rejected_advisories))
+        policy = policy.platform_grace_period(_FOREVER_S).qe_grace_period(_FOREVER_S)
+        for allowed in rules.tcb_statuses:
+            policy = policy.allow_status(allowed)
         claims = verifier.verify_with_policy(quote.raw, _library_collateral(collateral), now, policy)
     except ValueError as error:
         text = str(error).removeprefix(_PREFIX)
@@ -58,34 +60,20 @@ def check_again(
     rating = from_json(claims.to_json())
     if bytes(rating["platform"]["root_key_id"]) != anchor.root_key_id:
         refuse(Refusal.CHAIN_BROKEN, "the quote was verified under another root than the anchor")
-    found = _statuses(rating)
+    status = str(rating["tcb"]["status"])
+    # An advised relaunch replaces the status at launch, which the library adds.
+    parts = ("qe",) if status in RELAUNCH_STATUSES else ("qe", "platform")
+    found = {status, *(str(rating[part]["tcb_level"]["tcbStatus"]) for part in parts)}
     if not found <= set(rules.tcb_statuses):
         refuse(Refusal.TCB_STATUS, f"the quote verifier finds the TCB status {sorted(found)}")
 
 
-def _statuses(rating: dict[str, Any]) -> set[str]:
-    """Return the statuses to compare. An advised relaunch replaces the status at launch, which the library adds."""
-    status = str(rating["tcb"]["status"])
-    parts = ("qe",) if status in RELAUNCH_STATUSES else ("qe", "platform")
-    return {status, *(str(rating[part]["tcb_level"]["tcbStatus"]) for part in parts)}
-
-
 def _tolerated(quote: TdxQuote, rules: TdxRules) -> Iterator[str]:
     """Yield the complaints that the library may have about this guest, because the rules allow it."""
-    if rules.allow_debug and quote.td_attributes & DEBUG_ATTRIBUTES:
+    if rules.allow_debug and quote.report.td_attributes & DEBUG_ATTRIBUTES:
         yield from ("Debug mode is enabled", "TD profiling is enabled", "Reserved bits in TD attributes are set")
-    if not rules.require_sept_ve_disable and not quote.td_attributes & SEPT_VE_DISABLE:
+    if not rules.require_sept_ve_disable and not quote.report.td_attributes & SEPT_VE_DISABLE:
         yield "SEPT_VE_DISABLE is not enabled"
-
-
-def _library_policy(rules: TdxRules, number: int, now: int) -> dcap_qvl.QuotePolicy:
-    # Every setter returns a new object. Dropping a result would silently drop that limit.
-    policy = dcap_qvl.QuotePolicy.strict(now).allow_dynamic_platform(True).allow_cached_keys(True).allow_smt(True)
-    policy = policy.min_tcb_eval_data_number(number).reject_advisories(list(rules.rejected_advisories))
-    policy = policy.platform_grace_period(_FOREVER_S).qe_grace_period(_FOREVER_S)
-    for status in rules.tcb_statuses:
-        policy = policy.allow_status(status)
-    return policy
 
 
 @remembered

@@ -1,7 +1,7 @@
 """Verifies an Intel TDX quote against collateral and trust anchors.
 
 Hardware and simulated evidence take the same path. The class of the result is the class of the anchor. Each stage sets
-one refusal code, in the order of `raycloak.attestation.core.evidence.STAGES`, so that a refusal has a reason of ours.
+one refusal code, in the order of `raycloak.attestation.core.evidence.Refusal`, so that a refusal has a reason of ours.
 Then dcap-qvl verifies the whole quote again (`raycloak.attestation.tdx.second_opinion`). Only quotes that both accept
 pass. Not checked here: measurement, registers, freshness and report data, which
 `raycloak.attestation.appraisal.appraisal` compares.
@@ -9,7 +9,6 @@ pass. Not checked here: measurement, registers, freshness and report data, which
 
 import hashlib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from raycloak.attestation.core.evidence import Collateral, EvidenceClass, Refusal, refuse, require_class
@@ -22,12 +21,13 @@ from raycloak.attestation.tdx.collateral import (
     with_newest_lists,
 )
 from raycloak.attestation.tdx.platform import TdxPlatform, read_platform
-from raycloak.attestation.tdx.quote import DEBUG_ATTRIBUTES, SEPT_VE_DISABLE, TdxQuote, parse_quote
+from raycloak.attestation.tdx.quote import DEBUG_ATTRIBUTES, SEPT_VE_DISABLE, TdReport, TdxQuote, parse_quote
 from raycloak.attestation.tdx.rating import TdxRating, rate
 from raycloak.attestation.tdx.rules import REGISTERS, TdxRules
 from raycloak.attestation.tdx.second_opinion import check_again
 from raycloak.attestation.trust.certificates import check_links, common_name, ecdsa_is_valid, point, signed_by
 from raycloak.attestation.trust.floors import NO_FLOORS, Fact, Floors, check_not_older
+from raycloak.attestation.trust.guest import GuestClaims
 from raycloak.attestation.trust.roots import Anchor, anchor_of
 from raycloak.metrics.errors import EvidenceError
 
@@ -35,42 +35,6 @@ QE_VENDOR: Final = bytes.fromhex("939a7233f79c4ca9940a0db3957f0607")
 
 # SEPT_VE_DISABLE, PKS, key locker and PERFMON. Any other bit is reserved or lets the guest migrate.
 _TOLERATED_BITS = SEPT_VE_DISABLE | 1 << 30 | 1 << 31 | 1 << 63
-
-
-@dataclass(frozen=True, slots=True)
-class TdxClaims:
-    """The claims of a verified quote.
-
-    Attributes:
-        evidence_class: class of the anchor whose root verified the quote.
-        measurement, rtmrs: ``mr_td`` and the run-time registers of the guest, 48 bytes each.
-        mr_config_id: 48 bytes that the host chose at launch.
-        report_data: 64 bytes that the guest chose.
-        platform_id: platform instance id, 16 bytes; the PPID if the certificate has none.
-        tcb_status: the first status of platform, TDX module and quoting enclave that is not ``UpToDate``.
-        evaluation_number: the lower ``tcbEvaluationDataNumber`` of the two documents.
-        facts: numbers of the collateral that may only rise.
-        expires_at: unix seconds at which collateral or a certificate stops being valid.
-        hwmodel, dbgstat: the claims of RFC 9711 of these names.
-        steps: (step, verdict) in the order in which they were taken.
-    """
-
-    evidence_class: EvidenceClass
-    measurement: bytes
-    rtmrs: tuple[bytes, ...]
-    mr_config_id: bytes
-    report_data: bytes
-    tcb_status: str
-    advisory_ids: tuple[str, ...]
-    evaluation_number: int
-    facts: tuple[Fact, ...]
-    fmspc: bytes
-    platform_id: bytes
-    root_key_id: bytes
-    expires_at: int
-    hwmodel: str
-    dbgstat: str
-    steps: tuple[tuple[str, str], ...]
 
 
 def verify_tdx(
@@ -82,7 +46,7 @@ def verify_tdx(
     rules: TdxRules,
     now: int,
     floors: Floors = NO_FLOORS,
-) -> TdxClaims:
+) -> GuestClaims:
     """Verify ``quote`` at unix second ``now``.
 
     Guarantee: returns only for a canonical quote of a TD that ``rules`` accept. Its signature chain ends in one of
@@ -97,7 +61,11 @@ def verify_tdx(
     """
     parsed = parse_quote(quote)
     anchor = _select_anchor(parsed, anchors, accepted)
-    platform, nameless = _platform_of(parsed)
+    platform: TdxPlatform | None = None
+    try:
+        platform = read_platform(parsed.chain_pem)
+    except EvidenceError as error:
+        nameless = error
     documents = documents_for(platform, collateral)
     if documents is None:
         # Missing collateral must not hide a bad signature.
@@ -116,19 +84,10 @@ def verify_tdx(
     check_not_older(facts, floors)
     number = min(found for _, found in numbers)
     rating = rate(parsed, platform, documents.tcb_info, documents.qe_identity, rules)
-    _check_guest(parsed, rules)
-    _check_configuration(platform, rules)
+    _check_guest(parsed.report, platform, rules)
     # After every stage of ours, so that the first failing stage decides the code.
     check_again(parsed, documents.raw, anchor, now, rules, number)
-    return _claims(parsed, platform, rating, anchor, (expires_at, number), facts)
-
-
-def check_registers(claims: TdxClaims, rules: TdxRules) -> None:
-    """Require a listed value in every register that the rules list; EvidenceError ``measurement_unknown`` if not."""
-    found = dict(zip(REGISTERS, (*claims.rtmrs, claims.mr_config_id), strict=True))
-    for name, accepted in rules.registers.items():
-        if accepted is not None and found[name] not in accepted:
-            refuse(Refusal.MEASUREMENT_UNKNOWN, f"{name} {found[name].hex()} is not a value that the policy accepts")
+    return _claims(parsed, platform, rating, anchor, expires_at, facts, number)
 
 
 def _select_anchor(quote: TdxQuote, anchors: Sequence[Anchor], accepted: Collection[EvidenceClass]) -> Anchor:
@@ -147,14 +106,6 @@ def _select_anchor(quote: TdxQuote, anchors: Sequence[Anchor], accepted: Collect
     if len(quote.chain) < 3:
         refuse(Refusal.CHAIN_BROKEN, "the PCK chain has no certificate authority between leaf and root")
     return anchor
-
-
-def _platform_of(quote: TdxQuote) -> tuple[TdxPlatform | None, EvidenceError]:
-    """Return the platform, or the refusal to raise once the chains are known to hold."""
-    try:
-        return read_platform(quote.chain_pem), EvidenceError("", "")
-    except EvidenceError as error:
-        return None, error
 
 
 def _check_quote(quote: TdxQuote, qe_identity: dict[str, Any]) -> None:
@@ -200,18 +151,15 @@ def _masked(value: bytes, mask: str) -> bytes:
     return bytes(a & b for a, b in zip(value, bytes.fromhex(mask), strict=True))
 
 
-def _check_guest(quote: TdxQuote, rules: TdxRules) -> None:
-    attributes = quote.td_attributes
+def _check_guest(report: TdReport, platform: TdxPlatform, rules: TdxRules) -> None:
+    attributes = report.td_attributes
     if attributes & DEBUG_ATTRIBUTES and not rules.allow_debug:
         refuse(Refusal.DEBUG, "the guest was launched with a debug attribute, so the host can read its memory")
     unprotected = rules.require_sept_ve_disable and not attributes & SEPT_VE_DISABLE
     if unprotected or attributes & ~(_TOLERATED_BITS | DEBUG_ATTRIBUTES):
         refuse(Refusal.ATTRIBUTES, f"the guest's attributes {attributes:#x} are not acceptable")
-    if any(quote.mr_service_td):
+    if any(report.mr_service_td):
         refuse(Refusal.ATTRIBUTES, "a service TD is bound to the guest")
-
-
-def _check_configuration(platform: TdxPlatform, rules: TdxRules) -> None:
     properties = (
         (rules.allow_dynamic_platform, platform.dynamic, "to which packages may be added"),
         (rules.allow_cached_keys, platform.cached_keys, "that caches its root keys"),
@@ -227,33 +175,30 @@ def _claims(
     platform: TdxPlatform,
     rating: TdxRating,
     anchor: Anchor,
-    collateral: tuple[int, int],
+    expires_at: int,
     facts: tuple[Fact, ...],
-) -> TdxClaims:
-    expires_at, number = collateral
-    debug = bool(quote.td_attributes & DEBUG_ATTRIBUTES)
+    number: int,
+) -> GuestClaims:
+    report, family = quote.report, platform.fmspc.hex()
+    debug = bool(report.td_attributes & DEBUG_ATTRIBUTES)
     advisories = f", {' '.join(rating.advisory_ids)}" if rating.advisory_ids else ""
-    return TdxClaims(
+    return GuestClaims(
         evidence_class=anchor.evidence_class,
-        measurement=quote.mr_td,
-        rtmrs=quote.rtmrs,
-        mr_config_id=quote.mr_config_id,
-        report_data=quote.report_data,
+        measurement=report.mr_td,
+        registers={name: getattr(report, name) for name in REGISTERS},
+        report_data=report.report_data,
         tcb_status=rating.worst,
-        advisory_ids=rating.advisory_ids,
-        evaluation_number=number,
-        facts=facts,
-        fmspc=platform.fmspc,
         platform_id=platform.platform_id,
-        root_key_id=anchor.root_key_id,
+        names_machine=True,
+        facts=facts,
         expires_at=expires_at,
-        hwmodel=f"Intel TDX {platform.fmspc.hex()}",
+        hwmodel=f"Intel TDX {family}",
         dbgstat="enabled" if debug else "disabled-since-boot",
         steps=(
-            ("format", f"TDX quote of version {quote.version}, {len(quote.raw)} bytes"),
+            ("format", f"TDX quote of version {quote.raw[0]}, {len(quote.raw)} bytes"),
             ("root", f"{anchor.evidence_class} {anchor.root_key_id.hex()[:16]}"),
             ("chain", f"{len(quote.chain)} certificates"),
-            ("platform", f"family {platform.fmspc.hex()}"),
+            ("platform", f"family {family}"),
             ("attestation key", "certified by the quoting enclave"),
             ("signatures", "hold"),
             ("signer roles", "hold"),
@@ -262,6 +207,6 @@ def _claims(
             ("rollback", f"evaluation number {number}"),
             ("TCB status", rating.worst + advisories),
             ("debug", "on, which the policy allows" if debug else "off"),
-            ("attributes", f"{quote.td_attributes:#x}"),
+            ("attributes", f"{report.td_attributes:#x}"),
         ),
     )

@@ -33,14 +33,6 @@ def crl_fact(issuer_key_id: bytes, scope: str, number: int) -> Fact:
     return f"revocation list of {issuer_key_id.hex()[:16]}{of}", number
 
 
-def highest(facts: Sequence[Fact]) -> tuple[Fact, ...]:
-    """Keep the highest fact of each name: of two editions of one list, the newer one counts."""
-    found: dict[str, int] = {}
-    for name, number in facts:
-        found[name] = max(number, found.get(name, number))
-    return tuple(found.items())
-
-
 class SeenFacts:
     """The floors of a verifier without storage: the highest numbers since it was started."""
 
@@ -49,7 +41,10 @@ class SeenFacts:
 
     def keep(self, facts: Sequence[Fact]) -> None:
         """Raise the floors to the numbers of verified collateral. A lower number changes nothing."""
-        self.floors = dict(highest((*self.floors.items(), *facts)))
+        floors = dict(self.floors)
+        for name, number in facts:
+            floors[name] = max(number, floors.get(name, number))
+        self.floors = floors
 
 
 def check_not_older(facts: Sequence[Fact], floors: Floors) -> None:

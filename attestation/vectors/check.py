@@ -4,45 +4,37 @@ Guarantee: a case's verdict depends on that case and its files alone, not on the
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import Final, Protocol
+from typing import Final
 
-from raycloak.attestation.core.evidence import STAGES, Collateral, EvidenceClass, Refusal, refuse
+from raycloak.attestation.core.evidence import Collateral, EvidenceClass, Refusal, refuse
 from raycloak.attestation.gpu.rules import GpuRules
 from raycloak.attestation.gpu.verify import GpuClaims, GpuReferences, verify_gpu
 from raycloak.attestation.snp.rules import SnpRules
-from raycloak.attestation.snp.verify import SnpClaims, check_host_data, verify_snp
+from raycloak.attestation.snp.verify import verify_snp
 from raycloak.attestation.tdx.rules import TdxRules
-from raycloak.attestation.tdx.verify import TdxClaims, check_registers, verify_tdx
+from raycloak.attestation.tdx.verify import verify_tdx
 from raycloak.attestation.trust.certificates import crl_der
+from raycloak.attestation.trust.guest import GuestClaims, check_measurement, check_registers
 from raycloak.attestation.vectors.index import VectorCase
 from raycloak.metrics.errors import ConfigError, EvidenceError
 
 
-class GuestClaims(Protocol):
-    """The result of every guest verifier: 48 bytes of measurement and 64 of report data."""
-
-    @property
-    def measurement(self) -> bytes: ...
-    @property
-    def report_data(self) -> bytes: ...
-
-
-def compare(case: VectorCase, claims: GuestClaims, measurements: Sequence[bytes] | None) -> None:
-    """Refuse a measurement that is not one of ``measurements``, and unexpected report data.
+def compare(case: VectorCase, claims: GuestClaims, rules: TdxRules | SnpRules) -> None:
+    """Refuse a measurement or register that the case's rules do not know, and unexpected report data.
 
     Raises:
         EvidenceError: ``measurement_unknown`` or ``key_not_bound``.
     """
-    if measurements is not None and claims.measurement not in [value for value in measurements if any(value)]:
-        refuse(Refusal.MEASUREMENT_UNKNOWN, f"measurement {claims.measurement.hex()} is not a reference value")
+    if rules.measurements is not None:
+        check_measurement(claims, rules.measurements)
+    check_registers(claims, rules.registers)
     if case.report_data is not None and claims.report_data != case.report_data:
         refuse(Refusal.KEY_NOT_BOUND, "the report data is not the expected one")
 
 
-def appraise_tdx(case: VectorCase) -> TdxClaims:
+def appraise_tdx(case: VectorCase) -> GuestClaims:
     """Verify the case's quote and return its claims; EvidenceError if it is refused."""
     rules = case.without("tcb_statuses", "Revoked").rules(TdxRules)
     claims = verify_tdx(
@@ -53,8 +45,7 @@ def appraise_tdx(case: VectorCase) -> TdxClaims:
         rules=rules,
         now=case.now,
     )
-    check_registers(claims, rules)
-    compare(case, claims, rules.measurements)
+    compare(case, claims, rules)
     return claims
 
 
@@ -69,7 +60,7 @@ def _collateral(case: VectorCase) -> tuple[Collateral, ...]:
         return ()
 
 
-def appraise_snp(case: VectorCase) -> SnpClaims:
+def appraise_snp(case: VectorCase) -> GuestClaims:
     """Verify the case's report and return its claims; EvidenceError if it is refused."""
     # An index that says nothing of key kinds was recorded for both.
     rules = case.given("key_kinds", ["VCEK", "VLEK"]).rules(SnpRules)
@@ -84,8 +75,7 @@ def appraise_snp(case: VectorCase) -> SnpClaims:
         crls={"VCEK": crls, "VLEK": crls},
         now=case.now,
     )
-    compare(case, claims, rules.measurements)
-    check_host_data(claims, rules)
+    compare(case, claims, rules)
     return claims
 
 
@@ -119,16 +109,14 @@ def answers_of(case: VectorCase) -> tuple[bytes, ...]:
     return tuple(case.base64_file(name) for name in case.fields.ocsp or ())
 
 
-Claims = TdxClaims | SnpClaims | GpuClaims
+Claims = GuestClaims | GpuClaims
 
 # One line per family: a function that returns the evidence's claims, or raises EvidenceError.
-FAMILIES: Final[Mapping[str, Callable[[VectorCase], Claims]]] = MappingProxyType(
-    {
-        "sev_snp": appraise_snp,
-        "nvidia_gpu": appraise_gpu,
-        "tdx": appraise_tdx,
-    }
-)
+FAMILIES: Final[Mapping[str, Callable[[VectorCase], Claims]]] = {
+    "sev_snp": appraise_snp,
+    "nvidia_gpu": appraise_gpu,
+    "tdx": appraise_tdx,
+}
 LAST_STEP: Final = "result"
 
 
@@ -167,20 +155,16 @@ class CaseVerdict:
 def check(case: VectorCase) -> CaseVerdict:
     """Appraise one case."""
     started = time.perf_counter()
-    verdict = _judge(case)
-    return replace(verdict, milliseconds=(time.perf_counter() - started) * 1000)
-
-
-def _judge(case: VectorCase) -> CaseVerdict:
     appraise = FAMILIES.get(case.fields.family)
     if appraise is None:
         unknown = f"there is no verifier for evidence of family '{case.fields.family}'"
         return CaseVerdict(case, None, None, None, "", case.flaw or unknown)
     try:
         claims = appraise(case)
+        uncovered = claims.uncovered if isinstance(claims, GpuClaims) else ()
+        verdict = CaseVerdict(case, True, claims.evidence_class, None, LAST_STEP, "", uncovered)
     except EvidenceError as error:
-        return CaseVerdict(case, False, None, error.code, STAGES[Refusal(error.code)], error.message)
+        verdict = CaseVerdict(case, False, None, error.code, Refusal[error.code.upper()].stage, error.message)
     except ConfigError as error:
         return CaseVerdict(case, None, None, None, "", error.message)
-    uncovered = claims.uncovered if isinstance(claims, GpuClaims) else ()
-    return CaseVerdict(case, True, claims.evidence_class, None, LAST_STEP, "", uncovered)
+    return replace(verdict, milliseconds=(time.perf_counter() - started) * 1000)

@@ -147,7 +147,7 @@ def snp(machine: SimulatedMachine) -> Kernel:
 def test_a_tdx_guest_collects_a_quote_over_the_report_data(root: Path, tdx: Kernel, clock: Clock) -> None:
     found = source(root, tdx, clock).collect(REPORT_DATA)
     assert (found.quote_family, found.certificates) == ("tdx", ())
-    assert parse_quote(found.quote).report_data == REPORT_DATA
+    assert parse_quote(found.quote).report.report_data == REPORT_DATA
     assert tdx.written == [("inblob", REPORT_DATA)]
 
 

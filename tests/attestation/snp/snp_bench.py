@@ -5,7 +5,8 @@ from typing import Any
 
 from raycloak.attestation.core.evidence import EvidenceClass
 from raycloak.attestation.snp.rules import Generation, SnpRules
-from raycloak.attestation.snp.verify import SnpClaims, verify_snp
+from raycloak.attestation.snp.verify import verify_snp
+from raycloak.attestation.trust.guest import GuestClaims
 from raycloak.attestation.trust.roots import Anchor
 from raycloak.metrics.errors import EvidenceError
 from tests.attestation.conftest import MEASUREMENT, NOW
@@ -34,7 +35,7 @@ class SnpBench:
     machine: SimulatedMachine
     crl: bytes
 
-    def verify(self, report: bytes, **changes: Any) -> SnpClaims:
+    def verify(self, report: bytes, **changes: Any) -> GuestClaims:
         arguments = {
             "certificates": self.machine.certificates,
             "anchors": (anchor(self.amd),),

@@ -11,8 +11,9 @@ from cryptography.utils import CryptographyDeprecationWarning
 
 from raycloak.attestation.core.evidence import EvidenceClass
 from raycloak.attestation.snp.rules import SnpRules
-from raycloak.attestation.snp.verify import SnpClaims, verify_snp
+from raycloak.attestation.snp.verify import verify_snp
 from raycloak.attestation.trust.certificates import read_presented, serial_number
+from raycloak.attestation.trust.guest import GuestClaims
 from raycloak.attestation.trust.roots import pinned_anchors
 from raycloak.attestation.vectors.index import VectorCase, read_index
 from raycloak.metrics.errors import EvidenceError
@@ -21,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[3]
 VECTORS = ROOT.parent / "shared" / "vectors"
 
 
-def verify(case: VectorCase, report: bytes, **changes: Any) -> SnpClaims:
+def verify(case: VectorCase, report: bytes, **changes: Any) -> GuestClaims:
     arguments = {
         "certificates": case.chain(),
         "anchors": pinned_anchors(EvidenceClass.AMD_SEV_SNP),

@@ -15,8 +15,9 @@ from raycloak.attestation.simulators.tdx_pki import new_root
 from raycloak.attestation.simulators.tdx_vendor import COLLATERAL_LIFETIME_S
 from raycloak.attestation.snp.report import SIGNED_BYTES
 from raycloak.attestation.snp.rules import SnpRules
-from raycloak.attestation.snp.verify import MAX_CERTIFICATES, check_host_data
+from raycloak.attestation.snp.verify import MAX_CERTIFICATES
 from raycloak.attestation.trust.certificates import serial_number
+from raycloak.attestation.trust.guest import check_registers
 from raycloak.attestation.trust.roots import Anchor, pinned_anchors
 from raycloak.metrics.errors import EvidenceError
 from tests.attestation.conftest import MEASUREMENT, NOW
@@ -51,24 +52,25 @@ def test_a_simulated_report_passes_with_the_class_of_its_root(each: SnpBench) ->
     claims = each.verify(each.report())
     assert claims.evidence_class is EvidenceClass.SIMULATED
     assert (claims.measurement, claims.report_data) == (MEASUREMENT, REPORT_DATA)
-    assert (claims.generation, claims.key_kind) == (each.amd.generation, "VCEK")
+    assert claims.hwmodel == f"AMD EPYC {each.amd.generation}"
+    assert "VCEK" in dict(claims.steps)["chain"]
     assert claims.platform_id == each.machine.chip_id
     assert claims.expires_at == NOW + COLLATERAL_LIFETIME_S
     assert [number for _, number in claims.facts] == [CRL_NUMBER]
     assert claims.dbgstat == "disabled-since-boot"
-    assert f"snp {SNP_SVN}" in claims.firmware
+    assert f"snp {SNP_SVN}" in claims.tcb_status
 
 
 def test_a_vlek_names_the_guest_where_the_provider_masks_the_chip(each: SnpBench) -> None:
     vlek = each.with_machine("VLEK")
     first, second = (vlek.verify(vlek.report()) for _ in range(2))
-    assert first.key_kind == "VLEK"
+    assert "VLEK" in dict(first.steps)["chain"]
     assert len(first.platform_id) == 32
-    assert not first.names_chip
+    assert not first.names_machine
     assert first.platform_id != second.platform_id
     chip = bytes(range(64))
     named = vlek.verify(vlek.report(chip_id=chip))
-    assert (named.platform_id, named.names_chip) == (chip, True)
+    assert (named.platform_id, named.names_machine) == (chip, True)
 
 
 @pytest.mark.parametrize("version", [2, 3, 4, 5])
@@ -231,13 +233,18 @@ def test_a_vlek_is_refused_unless_the_rules_name_it(bench: SnpBench) -> None:
 
 def test_host_data_is_compared_where_the_rules_list_values(bench: SnpBench) -> None:
     claims = bench.verify(bench.report())
-    for listed, accepted in ((None, True), ((claims.host_data,), True), ((b"x" * 32,), False), ((), False)):
+    for listed, accepted in (
+        (None, True),
+        ((claims.registers["host_data"],), True),
+        ((b"x" * 32,), False),
+        ((), False),
+    ):
         rules = ADMIT_ALL.model_copy(update={"host_data": listed})
         if accepted:
-            check_host_data(claims, rules)
+            check_registers(claims, rules.registers)
         else:
             with pytest.raises(EvidenceError) as refusal:
-                check_host_data(claims, rules)
+                check_registers(claims, rules.registers)
             assert refusal.value.code == "measurement_unknown"
 
 

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raycloak.attestation.simulators.tdx_platform import QuoteVariant
 from raycloak.attestation.tdx.quote import MAX_QUOTE_BYTES, parse_quote
 from raycloak.metrics.errors import EvidenceError
 from tests.attestation.conftest import MEASUREMENT, Session
@@ -25,12 +26,31 @@ def refusal_of(data: bytes) -> str:
 
 def test_fields_stand_where_the_format_puts_them(quote: bytes) -> None:
     parsed = parse_quote(quote)
-    assert parsed.mr_td == MEASUREMENT
-    assert parsed.report_data == bytes(range(64))
-    assert parsed.td_attributes == 1 << 28
+    report = parsed.report
+    assert report.mr_td == MEASUREMENT
+    assert report.report_data == bytes(range(64))
+    assert report.td_attributes == 1 << 28
     assert parsed.signed == quote[:632]
-    assert parsed.rtmrs == (bytes(48),) * 4
-    assert parsed.mr_service_td == b""
+    assert [report.rtmr0, report.rtmr1, report.rtmr2, report.rtmr3] == [bytes(48)] * 4
+    assert (report.tee_tcb_svn2, report.mr_service_td) == (b"", b"")
+
+
+def test_every_field_is_read_from_its_own_place(session: Session) -> None:
+    """Of a TD 1.5 report, by the offsets of Intel's format."""
+    places = {
+        "tee_tcb_svn": (0, 16), "module_signer": (64, 48), "module_attributes": (112, 8), "td_attributes": (120, 8),
+        "mr_td": (136, 48), "mr_config_id": (184, 48), "rtmr0": (328, 48), "rtmr1": (376, 48), "rtmr2": (424, 48),
+        "rtmr3": (472, 48), "report_data": (520, 64), "tee_tcb_svn2": (584, 16), "mr_service_td": (600, 48),
+    }  # fmt: skip
+    quote = session.platform.quote(bytes(64), MEASUREMENT, QuoteVariant(version=5))
+    for name, (at, size) in places.items():
+        value = bytes(range(1, size + 1))
+        found = getattr(parse_quote(quote[: 54 + at] + value + quote[54 + at + size :]).report, name)
+        assert found == (int.from_bytes(value, "little") if name == "td_attributes" else value), name
+
+
+def test_the_whole_quote_is_kept(quote: bytes) -> None:
+    parsed = parse_quote(quote)
     assert len(parsed.chain) == 3
     assert parsed.raw == quote
 

@@ -19,7 +19,8 @@ from raycloak.attestation.simulators.tdx_vendor import (
     SimulatedVendor,
 )
 from raycloak.attestation.tdx.rules import RTMRS, TdxRules
-from raycloak.attestation.tdx.verify import TdxClaims, verify_tdx
+from raycloak.attestation.tdx.verify import verify_tdx
+from raycloak.attestation.trust.guest import GuestClaims
 from raycloak.metrics.errors import EvidenceError
 from tests.anchors import INTEL_TDX_ANCHOR
 from tests.attestation.conftest import MEASUREMENT, NOW, Session, with_tdx
@@ -29,7 +30,7 @@ REPORT_DATA = bytes(range(64))
 SIGNED_BYTES = 632
 
 
-def verify(session: Session, quote: bytes, **changes: Any) -> TdxClaims:
+def verify(session: Session, quote: bytes, **changes: Any) -> GuestClaims:
     policy = changes.get("policy", session.policy)
     collateral = changes.get("collateral", session.collateral.tdx[0])
     return verify_tdx(
@@ -70,7 +71,7 @@ def test_a_simulated_quote_passes_with_the_class_of_its_root(session: Session, q
     assert (claims.measurement, claims.report_data) == (MEASUREMENT, REPORT_DATA)
     assert claims.platform_id == session.platform.instance_id
     assert claims.expires_at == NOW + COLLATERAL_LIFETIME_S
-    assert claims.evaluation_number == 18
+    assert dict(claims.steps)["rollback"] == "evaluation number 18"
     assert claims.tcb_status == "UpToDate"
 
 
@@ -319,12 +320,13 @@ def test_the_collateral_of_the_platforms_own_family_is_used(session: Session, qu
         rules=session.policy.tdx,
         now=NOW,
     )
-    assert claims.fmspc == FMSPC
+    assert dict(claims.steps)["platform"] == f"family {FMSPC.hex()}"
 
 
 def test_an_advisory_that_the_rules_reject_is_refused(session: Session, quote: bytes) -> None:
     collateral = session.vendor.tdx_collateral(NOW, CollateralVariant(advisory_ids=("INTEL-SA-1", "INTEL-SA-2")))
-    assert verify(session, quote, collateral=collateral).advisory_ids == ("INTEL-SA-1", "INTEL-SA-2")
+    rated = dict(verify(session, quote, collateral=collateral).steps)["TCB status"]
+    assert rated == "UpToDate, INTEL-SA-1 INTEL-SA-2"
     policy = with_tdx(session.policy, rejected_advisories=("INTEL-SA-2",))
     assert refusal(session, quote, collateral=collateral, policy=policy) == "tcb_unacceptable"
     assert refusal(session, quote, policy=policy) is None

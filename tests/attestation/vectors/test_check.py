@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from raycloak.attestation.core.evidence import STAGES, Refusal
+from raycloak.attestation.core.evidence import Refusal
 from raycloak.attestation.simulators.tdx_vendor import CollateralVariant
 from raycloak.attestation.snp.report import parse_report
 from raycloak.attestation.tdx.quote import parse_quote
-from raycloak.attestation.tdx.rules import RTMRS
+from raycloak.attestation.tdx.rules import REGISTERS
 from raycloak.attestation.trust.roots import INTEL_SGX_ROOT_DER
 from raycloak.attestation.vectors.check import FAMILIES, LAST_STEP, CaseVerdict, check
 from raycloak.attestation.vectors.index import VectorCase, read_index
@@ -79,7 +79,7 @@ def test_accepted_evidence_says_so(folder: Path) -> None:
 )
 def test_refused_evidence_names_the_stage(folder: Path, changes: dict[str, Any], code: str) -> None:
     found = verdict(folder, **changes)
-    assert (found.accepted, found.refusal, found.step) == (False, code, STAGES[Refusal(code)])
+    assert (found.accepted, found.refusal, found.step) == (False, code, Refusal[code.upper()].stage)
     assert found.detail
 
 
@@ -126,7 +126,7 @@ def test_a_policy_of_null_is_an_empty_one(folder: Path) -> None:
 def test_registers_of_real_hardware_are_compared_where_a_case_lists_them(vectors: Path) -> None:
     (known,) = (each for each in recorded() if each.fields.id == "tdx-cos-uptodate")
     quote = parse_quote(known.evidence())
-    values = dict(zip(RTMRS, quote.rtmrs, strict=True)) | {"mr_config_id": quote.mr_config_id}
+    values = {name: getattr(quote.report, name) for name in REGISTERS}
     right = {name: [value.hex()] for name, value in values.items()}
     assert len(set(values.values())) > 3
     assert check(replace(known, policy={**known.policy, **right})).accepted
