@@ -31,9 +31,8 @@ from raycloak.attestation.log.entries import (
     entry_hash,
     parse_line,
 )
-from raycloak.attestation.log.tail_cache import RecentLog
 
-_KEPT_SUBTREES = 4096  # of those on disk; all are dropped at once when so many are in memory
+_KEPT_SUBTREES = 4096  # all are dropped at once when so many are in memory
 _SCHEMA = (
     """
     CREATE TABLE IF NOT EXISTS log_entries (
@@ -90,9 +89,14 @@ class EvidenceLog:
         self._connection = connection
         self._run_id = run_id
         self._signer = signer
+        self._transactions = transactions
         self._newest: tuple[LogHead, SignedHead] | None = None
-        self._committed: dict[tuple[int, int], bytes] = {}
-        self._recent = RecentLog(transactions)
+        # What was read and appended, for as long as it holds. A length and a head hold until the next transaction,
+        # before which another process may have appended. A subtree holds for ever, unless its append is undone.
+        self._mark: tuple[int, int] | None = None
+        self._length: int | None = None
+        self._head: LogHead | None = None
+        self._subtrees: dict[tuple[int, int], bytes] = {}
         for statement in _SCHEMA:
             connection.execute(statement)
         # At opening, so that nothing is appended to a log that was changed.
@@ -110,17 +114,18 @@ class EvidenceLog:
         rows = [(self._run_id, level, length >> level, subtree) for level, subtree in enumerate(subtrees) if level]
         if rows:
             self._connection.executemany("INSERT INTO log_subtrees VALUES (?, ?, ?, ?)", rows)
-        self._recent.appended(length, subtrees)
+        if self._transactions is not None:
+            self._length, self._head = length + 1, None
+            self._remember({(level, length >> level): subtree for level, subtree in enumerate(subtrees)})
         return entry
 
     def __len__(self) -> int:
         """Return the number of entries. It is read again after a rollback."""
-        if (known := self._recent.length) is not None:
-            return known
-        last = self._one("SELECT max(sequence) FROM log_entries WHERE run_id = ?", self._run_id)
-        length = 0 if last is None else int(last) + 1
-        self._recent.found(length)
-        return length
+        self._forget()
+        if self._length is None:
+            last = self._one("SELECT max(sequence) FROM log_entries WHERE run_id = ?", self._run_id)
+            self._length = 0 if last is None else int(last) + 1
+        return self._length
 
     def head(self) -> SignedHead:
         """Return the signed :class:`LogHead` over all entries so far. It is signed once until the next append."""
@@ -136,10 +141,6 @@ class EvidenceLog:
         found = self._entries("AND sequence >= ? ORDER BY sequence LIMIT ?", min(start, 2**62), limit)
         return tuple(ExportedLogEntry.of(entry).encode() for entry in found)
 
-    def head_line(self) -> bytes:
-        """Return the signed head, as the last line of an exported log."""
-        return self.head().encode()
-
     def newest(self, kind: str) -> Iterator[Entry]:
         """Yield the entries of one kind, newest first."""
         return self._entries("AND kind = ? ORDER BY sequence DESC", kind)
@@ -147,11 +148,9 @@ class EvidenceLog:
     def position(self) -> LogHead:
         """Return the head, unsigned."""
         length = len(self)
-        if (known := self._recent.head) is not None:
-            return known
-        head = LogHead(run_id=self._run_id, length=length, root=merkle.root(length, self._subtree))
-        self._recent.note(head)
-        return head
+        if self._head is None:
+            self._head = LogHead(run_id=self._run_id, length=length, root=merkle.root(length, self._subtree))
+        return self._head
 
     def root_at(self, length: int) -> bytes | None:
         """Return the root over the first ``length`` entries; None if there are fewer, or ``length`` is not positive."""
@@ -179,7 +178,7 @@ class EvidenceLog:
 
     def export(self, path: Path) -> None:
         """Write the log to ``path`` as JSON lines, the signed head last. The file appears as a whole."""
-        head = self.head_line()
+        head = self.head().encode()
         with whole_file(path) as file:
             for entry in self.entries():
                 file.write(ExportedLogEntry.of(entry).encode() + b"\n")
@@ -198,8 +197,8 @@ class EvidenceLog:
                 yield Entry(*row)
 
     def _subtree(self, level: int, index: int) -> bytes:
-        known = self._committed.get((level, index)) or self._recent.subtree(level, index)
-        if known is not None:
+        self._forget()
+        if (known := self._subtrees.get((level, index))) is not None:
             return known
         if level == 0:
             subtree = self._one("SELECT hash FROM log_entries WHERE run_id = ? AND sequence = ?", self._run_id, index)
@@ -208,12 +207,23 @@ class EvidenceLog:
             subtree = self._one(query, self._run_id, level, index)
         if subtree is None:
             broken(f"its tree has no subtree {index} of level {level}")
-        # Outside a transaction the row is on disk, where a complete subtree never changes.
-        if not self._connection.in_transaction:
-            if len(self._committed) >= _KEPT_SUBTREES:
-                self._committed.clear()
-            self._committed[level, index] = bytes(subtree)
+        # Outside a transaction the row is on disk. Inside, somebody has to tell if it is undone.
+        if self._transactions is not None or not self._connection.in_transaction:
+            self._remember({(level, index): bytes(subtree)})
         return bytes(subtree)
+
+    def _remember(self, subtrees: Mapping[tuple[int, int], bytes]) -> None:
+        if len(self._subtrees) >= _KEPT_SUBTREES:
+            self._subtrees.clear()
+        self._subtrees.update(subtrees)
+
+    def _forget(self) -> None:
+        """Forget what another process may have changed since it was read, and what was undone."""
+        now = None if self._transactions is None else (self._transactions.begun, self._transactions.undone)
+        if now is None or now != self._mark:
+            if now and self._mark and now[1] != self._mark[1]:
+                self._subtrees.clear()
+            self._mark, self._length, self._head = now, None, None
 
     def _check(self) -> None:
         """Require that the stored tree matches the entries."""

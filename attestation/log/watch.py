@@ -33,15 +33,12 @@ class LogWatch:
         """
         old = self._head
         if old is not None:
-            self._require_extends(old, head, extends)
+            try:
+                check_extends(old, head, extends)
+            except EvidenceError:
+                raise forked(f"its head over {head.length} entries does not extend the one over {old.length}") from None
         # Only now: a refused head must not replace the known one.
         self._head = head
-
-    def _require_extends(self, old: LogHead, head: LogHead, extends: Sequence[bytes]) -> None:
-        try:
-            check_extends(old, head, extends)
-        except EvidenceError:
-            raise forked(f"its head over {head.length} entries does not extend the one over {old.length}") from None
 
 
 def forked(message: str) -> EvidenceError:

@@ -4,6 +4,7 @@ The nonce, decision and log entry of an admission share one transaction. A membe
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -202,16 +203,11 @@ class Admissions:
     def find(self, member_id: str) -> AdmittedMember | None:
         """Return the member if it is admitted and not revoked since; its evidence may have expired."""
         admitted = self._members.get(member_id)
-        return None if admitted is None or self._revoked(admitted) else admitted
+        return None if admitted is None or self._revocations.find(admitted.appraisal) else admitted
 
     def workers(self) -> list[Appraisal]:
         """Return the appraisals of the admitted workers."""
         return [each.appraisal for _, each in self._participants() if each.appraisal.role == "worker"]
-
-    def evidence_of(self, member_id: str) -> bytes | None:
-        """Return the digest of the member's evidence; None where :meth:`find` has no member."""
-        admitted = self.find(member_id)
-        return None if admitted is None else admitted.appraisal.evidence_digest
 
     def entry(self, member_id: str, virtual_workers: tuple[int, ...]) -> Member:
         """Return the member's place in a roster or order; EvidenceError ``evidence_expired`` without valid evidence."""
@@ -249,7 +245,7 @@ class Admissions:
         """
         with self._transaction():
             self._revocations.record()
-            refusals = {i: self._revoked(each) for i, each in self._participants()}
+            refusals = {i: self._revocations.find(each.appraisal) for i, each in self._participants()}
             ages = [
                 each.since + RENEWED_AFTER * (each.appraisal.expires_at - each.since)
                 for i, each in self._participants()
@@ -336,36 +332,23 @@ class Admissions:
             self._state.drop_member(row.member_id)
         return True
 
-    def _displace(self, newcomer: Appraisal) -> None:
-        """Forget the members that ``newcomer`` displaces under the terms, in a transaction of the caller's."""
-        if self._terms.displaces:
-            for member_id in self._enrolment.in_the_way(newcomer, self._terms.policy):
-                self._forget(member_id)
-                cause = f"{newcomer.member_id} attested on its machine"
-                self._log.append("expelled", {"member_id": member_id, "cause": cause})
-
     def _forget(self, member_id: str) -> None:
         self._state.drop_member(member_id)
         del self._members[member_id]
         self._enrolment.drop(member_id)
 
-    def _revoked(self, admitted: AdmittedMember) -> EvidenceError | None:
-        return self._revocations.find(admitted.appraisal)
-
     def _admitted_by(self, envelope: Envelope) -> AdmittedMember | None:
         """Return the member that this very presentation admitted; None once a newer challenge asks for another."""
-        try:
+        with suppress(EvidenceError):  # _decide finds the same error, and logs it
             member = self._members.get(open_presentation(envelope).member_id)
-        except EvidenceError:
-            return None  # _decide finds the same error, and logs it.
-        if member is None or member.row.presentation != envelope or member.row.superseded:
-            return None
-        return member
+            if member is not None and member.row.presentation == envelope and not member.row.superseded:
+                return member
+        return None
 
     def _still(self, member: AdmittedMember) -> AdmittedMember | EvidenceError:
         """Return the member if its stored appraisal holds at this moment; otherwise log and return the refusal."""
         name = member.appraisal.member_id
-        refusal = self._revoked(member)
+        refusal = self._revocations.find(member.appraisal)
         if refusal is None and member.appraisal.expires_at <= self._clock():
             refusal = EvidenceError("evidence_expired", f"the evidence of {name} expired", "Present fresh evidence.")
         if refusal is None:
@@ -393,12 +376,20 @@ class Admissions:
             if (revoked := self._revocations.find(appraisal)) is not None:
                 raise revoked
             # Before the check, which would refuse the newcomer because of the members that it displaces.
-            self._displace(appraisal)
+            if self._terms.displaces:
+                for member_id in self._enrolment.in_the_way(appraisal, self._terms.policy):
+                    self._forget(member_id)
+                    cause = f"{appraisal.member_id} attested on its machine"
+                    self._log.append("expelled", {"member_id": member_id, "cause": cause})
             self._enrolment.check(appraisal, self._terms.policy)
         except EvidenceError as refusal:
             self._refusals.append("refused", claimed, refusal.code)
             return refusal
-        self._keep_evidence(envelope, appraisal)
+        # So that an auditor can appraise again a member that may get keys. A standalone service admits anybody with
+        # accepted evidence, and would keep it all for ever.
+        if self._terms.lasting is None and appraisal.role != OBSERVER:
+            self._state.keep_document(Document.presentation(envelope))
+            self._state.keep_document(self._collateral)
         self._log.append("admitted", admitted_body(appraisal, appraised_at, self._collateral.name))
         known = self._members.get(claimed)
         # A member that presents anew keeps its place in the ratchet.
@@ -406,13 +397,6 @@ class Admissions:
         row = MemberRow(claimed, envelope, appraisal.expires_at, joined)
         self._state.keep_member(row)
         return AdmittedMember(appraisal, presentation, row, self._clock())
-
-    def _keep_evidence(self, envelope: Envelope, appraisal: Appraisal) -> None:
-        """Keep the evidence of a member that may get keys, so that an auditor can appraise it again."""
-        # A standalone service admits anybody with accepted evidence, and would keep it all for ever.
-        if self._terms.lasting is None and appraisal.role != OBSERVER:
-            self._state.keep_document(Document.presentation(envelope))
-            self._state.keep_document(self._collateral)
 
     def _appraise(self, envelope: Envelope, presentation: Presentation, now: int) -> Appraisal:
         appraisal = appraise(

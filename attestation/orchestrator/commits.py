@@ -3,14 +3,14 @@
 The book lives in the state of its orchestrator, and logs every commit in the evidence log.
 """
 
-from typing import ClassVar
-
-from pydantic import JsonValue
+import sqlite3
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 from raycloak.attestation.core.messages import Message
 from raycloak.attestation.core.roster import Query
 from raycloak.attestation.log.evidence_log import EvidenceLog
-from raycloak.attestation.orchestrator.state import CommitRow, OrchestratorState, SessionId
+from raycloak.attestation.orchestrator.state import SessionId
 from raycloak.metrics.errors import ProtocolError
 
 
@@ -33,33 +33,20 @@ class StepCommit(Message):
     query: Query = "gradient"
 
 
-def _commit(row: CommitRow) -> StepCommit:
-    step, released_digest, attempts, ledger_sequence, ledger_hash, query = row
-    return StepCommit(
-        step=step,
-        released_digest=released_digest,
-        attempts=attempts,
-        ledger_sequence=ledger_sequence,
-        ledger_hash=ledger_hash,
-        query=query,
-    )
-
-
 class CommitBook:
     """The committed steps of one run."""
 
-    def __init__(self, state: OrchestratorState, log: EvidenceLog) -> None:
-        self._state = state
+    def __init__(self, db: sqlite3.Connection, log: EvidenceLog) -> None:
+        self._db = db
         self._log = log
 
     def steps(self) -> tuple[StepCommit, ...]:
         """Return every step that any session of the run has committed, in order."""
-        return tuple(_commit(row) for row in self._state.commits())
+        return tuple(_commit(row[:-1]) for row in self._db.execute("SELECT * FROM commits ORDER BY query, step"))
 
     def of(self, step: int) -> StepCommit | None:
         """Return the commit of training step ``step`` in any session; None if it was not committed."""
-        known = self._state.commit_of("gradient", step)
-        return _commit(known[0]) if known else None
+        return self._known("gradient", step)[0]
 
     def record(self, commits: tuple[StepCommit, ...], session: SessionId) -> None:
         """Log steps that ``session`` finished, in a transaction of the caller's; skip those that it has logged.
@@ -70,34 +57,26 @@ class CommitBook:
             ProtocolError: ``not_reproducible`` if a step was committed with other parameters; nothing is logged then.
         """
         for commit in commits:
-            known = self._state.commit_of(commit.query, commit.step)
-            if known is not None and _commit(known[0]).released_digest != commit.released_digest:
-                raise _not_reproducible(commit, _commit(known[0]))
-            if known is None or known[1] != session.name:
-                self._state.keep_commit(_row_of(commit), session)
-                self._log.append("reproduced" if known else "committed", _body_of(commit))
+            known, newest = self._known(commit.query, commit.step)
+            if known is not None and known.released_digest != commit.released_digest:
+                raise ProtocolError(
+                    "not_reproducible",
+                    f"{commit.query} step {commit.step} now gives {commit.released_digest.hex()}, but "
+                    f"{known.released_digest.hex()} were committed.",
+                    "Use the kind of machine and the library versions of the first execution, or start a new run.",
+                )
+            if newest != session.name:
+                row = (*commit.model_dump().values(), session.name)
+                self._db.execute("INSERT OR REPLACE INTO commits VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+                self._db.execute("UPDATE session SET ratchet = ratchet + 1")
+                self._log.append("reproduced" if known else "committed", commit.model_dump(mode="json"))
+
+    def _known(self, query: Query, step: int) -> tuple[StepCommit | None, str | None]:
+        """Return a commit, and the newest session that made it; two None if there is none."""
+        of = "SELECT * FROM commits WHERE query = ? AND step = ?"
+        row = self._db.execute(of, (query, step)).fetchone()
+        return (_commit(row[:-1]), row[-1]) if row else (None, None)
 
 
-def _row_of(commit: StepCommit) -> CommitRow:
-    paid = commit.ledger_sequence, commit.ledger_hash
-    return commit.step, commit.released_digest, commit.attempts, *paid, commit.query
-
-
-def _body_of(commit: StepCommit) -> dict[str, JsonValue]:
-    return {
-        "query": commit.query,
-        "step": commit.step,
-        "released_digest": commit.released_digest.hex(),
-        "attempts": commit.attempts,
-        "ledger_sequence": commit.ledger_sequence,
-        "ledger_hash": commit.ledger_hash.hex(),
-    }
-
-
-def _not_reproducible(commit: StepCommit, known: StepCommit) -> ProtocolError:
-    return ProtocolError(
-        "not_reproducible",
-        f"{commit.query} step {commit.step} now gives {commit.released_digest.hex()}, but "
-        f"{known.released_digest.hex()} were committed.",
-        "Use the kind of machine and the library versions of the first execution, or start a new run.",
-    )
+def _commit(row: Sequence[Any]) -> StepCommit:
+    return StepCommit(**dict(zip(StepCommit.model_fields, row, strict=True)))

@@ -4,13 +4,13 @@ It refuses changed examples early, and names the virtual worker. The guarantee t
 examples rests on the ledger, which holds the root of all commitments, and on the workers' own checks.
 """
 
+import sqlite3
 from collections.abc import Mapping
 from typing import ClassVar
 
 from raycloak.attestation.core.evidence import Bytes32
 from raycloak.attestation.core.messages import Message
 from raycloak.attestation.log.evidence_log import EvidenceLog
-from raycloak.attestation.orchestrator.state import OrchestratorState
 from raycloak.metrics.errors import EvidenceError, ProtocolError
 
 
@@ -28,8 +28,8 @@ class DataCommitments(Message):
 class SliceBook:
     """The slices of one run. Methods that write expect a transaction of the caller's."""
 
-    def __init__(self, state: OrchestratorState, log: EvidenceLog) -> None:
-        self._state = state
+    def __init__(self, db: sqlite3.Connection, log: EvidenceLog) -> None:
+        self._db = db
         self._log = log
 
     def record(self, body: DataCommitments, virtual_workers: int) -> None:
@@ -47,8 +47,18 @@ class SliceBook:
         if not all(0 <= v < virtual_workers for v in body.virtual_workers):
             raise ProtocolError("malformed", f"{body.member_id} commits to slices that the run does not have")
         for v, commitment in zip(body.virtual_workers, body.commitments, strict=True):
-            self._bind(v, commitment)
-            self._state.note_opened(body.member_id, v)
+            known = self._db.execute("SELECT commitment FROM data WHERE v = ?", (v,)).fetchone()
+            if known is None:
+                self._db.execute("INSERT INTO data VALUES (?, ?)", (v, commitment))
+                self._log.append("data", {"virtual_worker": v, "commitment": commitment.hex()})
+            elif known[0] != commitment:
+                raise EvidenceError(
+                    "data_changed",
+                    f"the examples of virtual worker {v} are not the ones that this run began with: "
+                    f"the commitment to them was {known[0].hex()}, now {commitment.hex()}",
+                    "Start a new run: it draws fresh noise and is charged in full.",
+                )
+            self._db.execute("INSERT OR IGNORE INTO opened VALUES (?, ?)", (body.member_id, v))
 
     def require_opened(self, hosting: Mapping[str, tuple[int, ...]]) -> None:
         """Require that every host has committed to the slices it is to compute on.
@@ -58,20 +68,7 @@ class SliceBook:
         Raises:
             EvidenceError: ``data_unknown``.
         """
-        opened = self._state.opened()
+        opened = set(self._db.execute("SELECT member_id, v FROM opened"))
         for member_id, virtual_workers in hosting.items():
             if missing := [v for v in virtual_workers if (member_id, v) not in opened]:
                 raise EvidenceError("data_unknown", f"{member_id} has not said what the examples of {missing} are")
-
-    def _bind(self, v: int, commitment: bytes) -> None:
-        bound = self._state.bound_data(v)
-        if bound is None:
-            self._state.bind_data(v, commitment)
-            self._log.append("data", {"virtual_worker": v, "commitment": commitment.hex()})
-        elif bound != commitment:
-            raise EvidenceError(
-                "data_changed",
-                f"the examples of virtual worker {v} are not the ones that this run began with: "
-                f"the commitment to them was {bound.hex()}, now {commitment.hex()}",
-                "Start a new run: it draws fresh noise and is charged in full.",
-            )

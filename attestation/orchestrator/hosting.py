@@ -3,11 +3,15 @@
 A run's coordinator decides it from step to step. A standalone evidence service follows a table that its operator fixes.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from raycloak.attestation.core.messages import Envelope
 from raycloak.metrics.errors import ConfigError, EvidenceError, ProtocolError
+
+if TYPE_CHECKING:
+    from raycloak.attestation.orchestrator.orchestrator import RunSession
 
 
 class RunHosting:
@@ -67,33 +71,46 @@ class StaticHosting:
             )
         return cls(workers, aggregators)
 
-    def hosted(self, member_id: str) -> tuple[int, ...]:
-        """Return the virtual workers of a member; none if the table does not have it."""
-        return self.workers.get(member_id, ())
+
+class Hosting(Protocol):
+    """The part of a hosting that a service answers from."""
+
+    def hosted(self, member_id: str) -> Sequence[int]:
+        """Return the virtual workers whose keys a member may have."""
+
+    def newest_roster(self) -> Envelope | None:
+        """Return the roster to show; None before the first."""
 
 
-class TableRosters:
-    """The rosters of a table, opened as its members present fresh evidence.
+@dataclass(frozen=True, slots=True)
+class AnyHosting:
+    """The hosting of a service that does not decide it: any member may have any keys, and there are no rosters."""
+
+    virtual_workers: int
+
+    def hosted(self, member_id: str) -> range:
+        return range(self.virtual_workers)
+
+    def newest_roster(self) -> None:
+        return None
+
+
+class TableHosting:
+    """The hosting of a table, whose rosters are opened as its members present fresh evidence.
 
     The rosters are of step 0. A service that runs for long uses up the attempts of a step, because each fresh piece of
     evidence takes one. Its rosters are then for the next step.
-
-    Args:
-        open_step: opens the next roster of a step of this table.
-        evidence_of: the evidence digest of an admitted member; None if the member is not admitted.
     """
 
-    def __init__(
-        self,
-        table: StaticHosting,
-        open_step: Callable[[int], Envelope],
-        evidence_of: Callable[[str], bytes | None],
-    ) -> None:
-        self._members = (*table.workers, *table.aggregators)
-        self._open_step = open_step
-        self._evidence_of = evidence_of
+    def __init__(self, table: StaticHosting, session: "RunSession") -> None:
+        self._table = table
+        self._session = session
         self._step = 0
         self._newest: tuple[frozenset[bytes], Envelope] | None = None
+
+    def hosted(self, member_id: str) -> tuple[int, ...]:
+        """Return the virtual workers of a member; none if the table does not have it."""
+        return self._table.workers.get(member_id, ())
 
     def newest_roster(self) -> Envelope | None:
         """Return the newest roster, reopened after fresh evidence of a member; None until all members are admitted.
@@ -101,9 +118,9 @@ class TableRosters:
         Raises:
             ProtocolError: ``no_roster`` if a roster cannot be opened now.
         """
-        found = [self._evidence_of(name) for name in self._members]
-        evidence = frozenset(each for each in found if each is not None)
-        if len(evidence) < len(found):
+        found = [self._session.admission.find(name) for name in (*self._table.workers, *self._table.aggregators)]
+        evidence = frozenset(each.appraisal.evidence_digest for each in found if each is not None)
+        if None in found:
             return None
         if self._newest is None or self._newest[0] != evidence:
             try:
@@ -115,7 +132,7 @@ class TableRosters:
     def _opened(self) -> Envelope:
         while True:
             try:
-                return self._open_step(self._step)
+                return self._session.open_step(self._step, self._table.workers, self._table.aggregators, ())
             except ProtocolError as refusal:
                 if refusal.code != "attempts_exhausted":
                     raise

@@ -11,7 +11,7 @@ log, before the member hears of the refusal: see `raycloak.attestation.orchestra
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from raycloak.attestation.core.canonical import digest
@@ -28,7 +28,6 @@ from raycloak.attestation.orchestrator.refusal_log import RefusalLog
 from raycloak.attestation.orchestrator.run_terms import RunTerms
 from raycloak.attestation.orchestrator.state import SessionId
 from raycloak.attestation.policy.key_policy import KeyKind, KeyPolicy
-from raycloak.attestation.policy.policy import Policy
 from raycloak.attestation.sealed.sealed_data import SliceKeys
 from raycloak.metrics.errors import EvidenceError
 
@@ -93,29 +92,13 @@ class Grant:
         return KeyRelease(package=self.package, proof=log.prove(self.entry).encode(), extends=extends)
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class _Logged:
+class _Logged(NamedTuple):
     """A release that is in the log, and is to be sealed to its receiver."""
 
     package: KeyPackage
     plaintext: bytes
     receiver: AdmittedMember
     entry: Entry
-
-    def sealed(self, signer: IdentityKey) -> Grant:
-        return Grant(
-            seal_package(self.package, self.plaintext, self.receiver.presentation.hpke_key, signer), self.entry
-        )
-
-
-class _DigestedPolicy(NamedTuple):
-    policy: KeyPolicy
-    digest: bytes
-
-
-def _digested_policy(policy: Policy, keys_per_machine: int | None, kind: KeyKind) -> _DigestedPolicy:
-    terms = KeyPolicy.of(kind, policy, keys_per_machine)
-    return _DigestedPolicy(terms, terms.digest())
 
 
 class KeyDesk:
@@ -164,7 +147,7 @@ class KeyDesk:
         self._key_context = contract.key_context
         # All members of an epoch are told the same, and hardly any two epochs are under way at once.
         self._commitments = lru_cache(maxsize=4)(partial(keys.commitments, self._key_context, contract.key_owners))
-        self._key_policy = cache(partial(_digested_policy, terms.policy, contract.keys_per_machine))
+        self._key_policies = {kind: KeyPolicy.of(kind, terms.policy, contract.keys_per_machine) for kind in KeyKind}
         # From the log, not from the terms: a restarted driver may bring another policy to the same session.
         begun = next(self._log.newest("session")).content
         self._policy_of_session = bytes.fromhex(begun["policy_digest"])
@@ -192,10 +175,11 @@ class KeyDesk:
 
         Guarantee: the log has all releases of one grant or none. A refused one uses up no quota of a key.
         """
-        self._require_seen(member_id, seen)
         logged: dict[KeyKind, _Logged] = {}
         log_refusal = refusals_logged(self._refusals, self._transaction, member_id, KeyKind.VIRTUAL_WORKER)
         with log_refusal as asked, self._transaction():
+            if seen > len(self._log):
+                raise forked(f"{member_id} has seen {seen} entries, and there are {len(self._log)}")
             # Keys of examples first, as the member opens them first.
             for kind in (KeyKind.DATASET, KeyKind.EVALUATION, KeyKind.VIRTUAL_WORKER):
                 asked.kind = kind
@@ -207,7 +191,10 @@ class KeyDesk:
         # Only now: a refused release leaves the hosting as it was.
         self._hosting.released(member_id, virtual_workers)
         # Sealed after the transaction: that takes time, and nobody else can write meanwhile.
-        grants = {kind: each.sealed(self._signer) for kind, each in logged.items()}
+        grants = {
+            kind: Grant(seal_package(package, plaintext, receiver.presentation.hpke_key, self._signer), entry)
+            for kind, (package, plaintext, receiver, entry) in logged.items()
+        }
         slices, evaluation = grants.get(KeyKind.DATASET), grants.get(KeyKind.EVALUATION)
         return replace(grants[KeyKind.VIRTUAL_WORKER], slices=slices, evaluation=evaluation, seen=seen)
 
@@ -224,25 +211,19 @@ class KeyDesk:
         Raises:
             EvidenceError: ``release_denied`` if the key was drawn as often as its quota says.
         """
-        name = digest(info).hex()
-        terms, terms_digest = self._key_policy(KeyKind.CHECKPOINT)
+        name, terms = digest(info).hex(), self._key_policies[KeyKind.CHECKPOINT]
         with refusals_logged(self._refusals, self._transaction, "", terms.kind), self._transaction():
             self._draws.draw(terms, 0, (name,), self._session, "")
-            self._log.append("opened", {"kind": terms.kind.value, "package": name, "policy": terms_digest.hex()})
-
-    def _require_seen(self, member_id: str, seen: int) -> None:
-        with refusals_logged(self._refusals, self._transaction, member_id, KeyKind.VIRTUAL_WORKER):
-            if seen > len(self._log):
-                raise forked(f"{member_id} has seen {seen} entries, and there are {len(self._log)}")
+            self._log.append("opened", {"kind": terms.kind.value, "package": name, "policy": terms.digest().hex()})
 
     def _log_release(self, kind: KeyKind, member_id: str, epoch: int, virtual_workers: tuple[int, ...]) -> _Logged:
         """Count and log the release of keys of ``kind`` to an entitled member, in the caller's transaction."""
-        key_terms = self._key_policy(kind)
+        key_terms = self._key_policies[kind]
         slices = self._slices.get(kind)
         if slices is not None:
-            slices.require_policy(key_terms.policy.evidence_policy)
+            slices.require_policy(key_terms.evidence_policy)
             slices.require_demand(self._terms.contract.encode(), self._terms.manifest_digest)
-        admitted = self._entitled(member_id, epoch, key_terms.policy)
+        admitted = self._entitled(member_id, epoch, key_terms)
         if slices is not None:
             keys, commitments = [slices.of(v) for v in virtual_workers], slices.header.key_commitments
         else:
@@ -254,7 +235,7 @@ class KeyDesk:
             session=self._session,
             member_id=member_id,
             manifest_digest=self._terms.manifest_digest,
-            policy_digest=key_terms.digest,
+            policy_digest=key_terms.digest(),
             nonce=admitted.presentation.nonce,
             evidence_digest=admitted.appraisal.evidence_digest,
             epoch=epoch,
@@ -262,9 +243,9 @@ class KeyDesk:
             commitments=commitments,
             ciphertext=b"",
         )
-        self._draws.draw(key_terms.policy, epoch, map(str, virtual_workers), self._session, member_id)
+        self._draws.draw(key_terms, epoch, map(str, virtual_workers), self._session, member_id)
         if kind is KeyKind.VIRTUAL_WORKER:
-            self._machines.give(admitted.appraisal, epoch, virtual_workers, key_terms.policy.keys_per_machine)
+            self._machines.give(admitted.appraisal, epoch, virtual_workers, key_terms.keys_per_machine)
         entry = self._log.append("released", released_body(package))
         return _Logged(package, b"".join(key.reveal() for key in keys), admitted, entry)
 

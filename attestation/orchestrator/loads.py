@@ -3,10 +3,8 @@
 The evidence log is the book, so a load and its record are one entry. A run without loads has no entry of this kind.
 """
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Final, NoReturn
-
-from pydantic import JsonValue
+from collections.abc import Iterator
+from typing import ClassVar, Final, NoReturn
 
 from raycloak.attestation.core.messages import Message
 from raycloak.attestation.log.evidence_log import EvidenceLog
@@ -43,8 +41,7 @@ class LoadBook:
 
     def all(self) -> tuple[StateLoad, ...]:
         """Return every load of the run, in order."""
-        found = [_load(entry.content) for entry in self._log.newest(LOADED)]
-        return tuple(reversed(found))
+        return tuple(self._newest())[::-1]
 
     def record(self, load: StateLoad) -> None:
         """Log a load, in a transaction of the caller's; a repeat of the newest one does nothing.
@@ -55,8 +52,7 @@ class LoadBook:
         Raises:
             ProtocolError: ``load_refused``.
         """
-        newest = next((_load(entry.content) for entry in self._log.newest(LOADED)), None)
-        if newest == load:
+        if next(self._newest(), None) == load:
             return
         if self._commits.of(load.after_step - 1) is None or self._commits.of(load.after_step) is not None:
             _refuse(f"a state was to be loaded after step {load.after_step}, which is not the newest committed one")
@@ -66,7 +62,7 @@ class LoadBook:
         package = {"step": load.step, "package_digest": load.package_digest.hex()}
         if all(entry.content != package for entry in self._log.newest("published")):
             _refuse(f"this run published no such package of step {load.step}")
-        self._log.append(LOADED, _body_of(load))
+        self._log.append(LOADED, load.model_dump(mode="json"))
 
     def made(self, finished_steps: int, model_digest: bytes) -> bool:
         """Return whether the parameters after ``finished_steps`` were these, by commit or by load."""
@@ -74,23 +70,11 @@ class LoadBook:
         if committed is None:
             return False
         return committed.released_digest == model_digest or any(
-            (load.after_step, load.model_digest) == (finished_steps, model_digest) for load in self.all()
+            (load.after_step, load.model_digest) == (finished_steps, model_digest) for load in self._newest()
         )
 
-
-def _load(content: Mapping[str, Any]) -> StateLoad:
-    digests = (bytes.fromhex(content[name]) for name in ("package_digest", "model_digest"))
-    package, model = digests
-    return StateLoad(after_step=content["after_step"], step=content["step"], package_digest=package, model_digest=model)
-
-
-def _body_of(load: StateLoad) -> dict[str, JsonValue]:
-    return {
-        "after_step": load.after_step,
-        "step": load.step,
-        "package_digest": load.package_digest.hex(),
-        "model_digest": load.model_digest.hex(),
-    }
+    def _newest(self) -> Iterator[StateLoad]:
+        return (StateLoad.model_validate_json(entry.body) for entry in self._log.newest(LOADED))
 
 
 def _refuse(message: str) -> NoReturn:

@@ -6,8 +6,6 @@ The book lives in a SQLite database that its owner opens, beside the owner's oth
 import secrets
 import sqlite3
 from collections.abc import Callable
-from contextlib import closing
-from typing import Any
 
 from raycloak.attestation.core.evidence import NONCE_BYTES, Challenge, Presentation, Refusal, Role, refuse
 
@@ -36,8 +34,8 @@ class NonceBook:
     """A book that issues nonces and accepts each of them once.
 
     Args:
-        connection: open database. A write inside the owner's transaction is durable when that commits; outside of
-            one, at once.
+        connection: open database that commits by itself. A write inside the owner's transaction is durable when that
+            commits; outside of one, at once.
         random_bytes: source of nonces.
     """
 
@@ -73,8 +71,8 @@ class NonceBook:
         """
         # Anybody may ask for challenges, at 2,000 per second, so unanswered ones cannot wait for a restart.
         if now >= self._sweep_at:
-            self._write("DELETE FROM nonces WHERE expires_at <= ? AND NOT consumed", (now,))
-            self._write(_DROP_OLD, (now, MAX_USED))
+            self._connection.execute("DELETE FROM nonces WHERE expires_at <= ? AND NOT consumed", (now,))
+            self._connection.execute(_DROP_OLD, (now, MAX_USED))
             self._sweep_at = now + DEFAULT_LIFETIME_S
         challenge = Challenge(
             nonce=self._random_bytes(NONCE_BYTES),
@@ -85,11 +83,12 @@ class NonceBook:
             expires_at=now + lifetime_s,
         )
         session = (challenge.nonce, run_id, member_id, role, manifest_digest, identity_key, challenge.expires_at)
-        self._write("INSERT INTO nonces VALUES (?, ?, ?, ?, ?, ?, ?, 0)", session)
+        self._connection.execute("INSERT INTO nonces VALUES (?, ?, ?, ?, ?, ?, ?, 0)", session)
         return challenge
 
     def consume(self, presentation: Presentation, now: int) -> None:
-        """Use up the nonce of a presentation whose signature was verified (`open_presentation`).
+        """Use up the nonce of a presentation whose signature was verified (`open_presentation`), in a transaction of
+        the caller's that writes.
 
         Guarantee: of all presentations with one nonce at most one passes and is committed, in any number of processes
         and across restarts. The owner commits whatever the appraisal says, so the nonce stays used. A rollback undoes
@@ -100,36 +99,9 @@ class NonceBook:
                 role or manifest. ``nonce_replayed`` if it was used before. ``peer_not_bound`` if it was issued to
                 another key, in which case it stays unused.
         """
-        if self._connection.in_transaction:
-            self._take(presentation, now)
-            return
-        self._connection.execute("BEGIN IMMEDIATE")
-        try:
-            self._take(presentation, now)
-        finally:
-            # Also after a refusal, so that the nonce stays used.
-            self._connection.commit()
-
-    def forget_expired(self, now: int) -> None:
-        """Drop expired nonces, which are refused anyway."""
-        self._write("DELETE FROM nonces WHERE expires_at <= ?", (now,))
-
-    def forget_unused(self) -> None:
-        """Drop unanswered nonces. A later answer to one is refused as ``nonce_foreign``."""
-        self._write("DELETE FROM nonces WHERE NOT consumed", ())
-
-    def _write(self, statement: str, values: tuple[Any, ...]) -> None:
-        """Execute, and commit unless the caller has a transaction open."""
-        nested = self._connection.in_transaction
-        self._connection.execute(statement, values)
-        if not nested:
-            self._connection.commit()
-
-    def _take(self, presentation: Presentation, now: int) -> None:
         columns = "run_id, member_id, role, manifest_digest, identity_key, expires_at, consumed"
         query = f"SELECT {columns} FROM nonces WHERE nonce = ?"
-        with closing(self._connection.execute(query, (presentation.nonce,))) as cursor:
-            row = cursor.fetchone()
+        row = self._connection.execute(query, (presentation.nonce,)).fetchone()
         if row is None:
             refuse(Refusal.NONCE_FOREIGN, f"the nonce of '{presentation.member_id}' was never issued")
         *issued, identity_key, expires_at, consumed = row
@@ -145,3 +117,11 @@ class NonceBook:
             refuse(Refusal.NONCE_FOREIGN, f"the nonce of '{presentation.member_id}' was issued to another session")
         if now >= expires_at:
             refuse(Refusal.NONCE_FOREIGN, f"the nonce of '{presentation.member_id}' expired at {expires_at}")
+
+    def forget_expired(self, now: int) -> None:
+        """Drop expired nonces, which are refused anyway."""
+        self._connection.execute("DELETE FROM nonces WHERE expires_at <= ?", (now,))
+
+    def forget_unused(self) -> None:
+        """Drop unanswered nonces. A later answer to one is refused as ``nonce_foreign``."""
+        self._connection.execute("DELETE FROM nonces WHERE NOT consumed")

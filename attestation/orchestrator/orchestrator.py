@@ -17,7 +17,6 @@ every question may be asked again. `attestation/orchestrator/books.py` holds eve
 import re
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -36,15 +35,13 @@ from raycloak.attestation.orchestrator.commits import StepCommit
 from raycloak.attestation.orchestrator.data_commitments import DataCommitments
 from raycloak.attestation.orchestrator.documents import DOCUMENTS_FILE, Document
 from raycloak.attestation.orchestrator.evaluation_order import EvaluationOrder, place_order
-from raycloak.attestation.orchestrator.hosting import RunHosting, StaticHosting, TableRosters
+from raycloak.attestation.orchestrator.hosting import RunHosting
 from raycloak.attestation.orchestrator.key_desk import KeyDesk
 from raycloak.attestation.orchestrator.loads import StateLoad
 from raycloak.attestation.orchestrator.package_desk import PackageDesk
-from raycloak.attestation.orchestrator.peer_desk import Decisions, PeerDesk
 from raycloak.attestation.orchestrator.run_terms import RunTerms
 from raycloak.attestation.orchestrator.state import SessionId, state_file
 from raycloak.attestation.sealed.package_keys import run_recipient_key
-from raycloak.attestation.trust.channel import server_end
 from raycloak.metrics.errors import ConfigError, EvidenceError, ProtocolError
 from raycloak.metrics.proof_bounds import require_assertions
 
@@ -225,6 +222,7 @@ class RunSession:
 
     Attributes:
         run: the open run that it is a session of.
+        hosting: which virtual workers each member hosts.
         admission: challenges, appraisals and members.
         keys: releases to admitted workers.
         packages: sealed packages.
@@ -235,11 +233,11 @@ class RunSession:
         self._books = run.books
         self._id = session
         self._terms = terms
-        self._hosting = RunHosting()
+        self.hosting = RunHosting()
         self._members: tuple[tuple[Member, ...], Document] | None = None
         self._circle: tuple[object, MaskCircle | None] | None = None
         self.admission = Admissions(
-            run.books, run_id=run.run_id, session=session, terms=terms, hosting=self._hosting, clock=run.now
+            run.books, run_id=run.run_id, session=session, terms=terms, hosting=self.hosting, clock=run.now
         )
         self.keys = KeyDesk(
             run.books,
@@ -248,16 +246,14 @@ class RunSession:
             session=session,
             terms=terms,
             admissions=self.admission,
-            hosting=self._hosting,
+            hosting=self.hosting,
             clock=run.now,
         )
         self.packages = PackageDesk(
+            run.books,
             run_id=run.run_id,
             manifest_digest=terms.manifest_digest,
             recipient_key=run.recipient_key,
-            log=run.books.log,
-            commits=run.books.commits,
-            transaction=run.books.state.transaction,
             draw_key=self.keys.draw_checkpoint_key,
             signer_folder=run.signer_folder,
         )
@@ -343,7 +339,7 @@ class RunSession:
         self._circle = circle
         # Signed after the transaction: the masks of an attempt that is not on disk could be used twice.
         signed = seal(roster, self.run.identity)
-        self._hosting.rostered(hosting, signed)
+        self.hosting.rostered(hosting, signed)
         return signed
 
     def _circle_of(
@@ -414,36 +410,3 @@ class RunSession:
         """
         with self._books.transaction_of(self._id):
             self._books.loads.record(load)
-
-    def peer_desk(self, table: StaticHosting | None = None) -> PeerDesk:
-        """Return the desk that the gRPC service of this session answers from.
-
-        Args:
-            table: the hosting where no coordinator decides. None in a run: a member gets over the service only the
-                keys that the run gave it, and the newest roster that was opened.
-        """
-        desk = PeerDesk(
-            run_id=self.run.run_id,
-            end=server_end(self.run.identity),
-            decisions=Decisions(
-                challenge=self.admission.challenge,
-                admit=self.admission.admit,
-                grant=self.keys.grant,
-                record_data=self.record_data,
-            ),
-            admissions=self.admission,
-            log=self._books.log,
-            refusals=self._books.refusals,
-            transaction=self._books.state.transaction,
-            hosted=self._hosting.hosted,
-            newest_roster=self._hosting.newest_roster,
-            now=self.run.now,
-        )
-        if table is None:
-            return desk
-        rosters = TableRosters(
-            table,
-            open_step=lambda step: self.open_step(step, table.workers, table.aggregators, ()),
-            evidence_of=self.admission.evidence_of,
-        )
-        return replace(desk, hosted=table.hosted, newest_roster=rosters.newest_roster)

@@ -7,7 +7,6 @@ Not guaranteed: the rest of what a package states (epsilon, evidence class, metr
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,8 +15,7 @@ from raycloak.attestation.core.hpke import HpkeKey
 from raycloak.attestation.core.hybrid_signature import SignerPublic
 from raycloak.attestation.core.messages import parse
 from raycloak.attestation.log.entries import Entry
-from raycloak.attestation.log.evidence_log import EvidenceLog
-from raycloak.attestation.orchestrator.commits import CommitBook
+from raycloak.attestation.orchestrator.books import RunBooks
 from raycloak.attestation.sealed.package_keys import RUN_RECIPIENT, PackageSigner, RecipientPublic
 from raycloak.attestation.sealed.package_manifest import PackageManifest
 from raycloak.metrics.errors import EvidenceError
@@ -37,29 +35,26 @@ class PackageDesk:
     Args:
         manifest_digest: of the manifest that the session began with.
         recipient_key: opens the packages that are sealed to the run.
-        transaction: opens a transaction of the log's database.
         draw_key: counts and logs that the key of a package leaves; EvidenceError ``release_denied`` beyond its quota.
         signer_folder: holds the site's signer; created when the signer is first needed.
     """
 
     def __init__(
         self,
+        books: RunBooks,
         *,
         run_id: str,
         manifest_digest: bytes,
         recipient_key: HpkeKey,
-        log: EvidenceLog,
-        commits: CommitBook,
-        transaction: Callable[[], AbstractContextManager[None]],
         draw_key: Callable[[bytes], None],
         signer_folder: Path,
     ) -> None:
+        self._log = books.log
+        self._commits = books.commits
+        self._transaction = books.state.transaction
         self._run_id = run_id
         self._manifest_digest = manifest_digest
         self._recipient_key = recipient_key
-        self._log = log
-        self._commits = commits
-        self._transaction = transaction
         self._draw_key = draw_key
         self._signer_folder = signer_folder
 
@@ -90,14 +85,6 @@ class PackageDesk:
             raise EvidenceError("seal_refused", f"the package is of run {manifest.run_id}, not {self._run_id}")
         if manifest.manifest_digest != self._manifest_digest:
             raise EvidenceError("seal_refused", "the package is of another manifest than the run's")
-        self._check_committed(manifest)
-        if self._log.root_at(manifest.log_length) != manifest.log_hash:
-            raise EvidenceError("seal_refused", "the package states an evidence log head that is not in the log")
-        # Logged first: no signature exists that the log does not name.
-        self._record("sealed", PublishedPackage(step=manifest.step, digest=manifest.digest()))
-        return self._signer.sign(manifest_bytes).encode()
-
-    def _check_committed(self, manifest: PackageManifest) -> None:
         step = manifest.step - 1
         committed = self._commits.of(step)
         if committed is None:
@@ -106,6 +93,11 @@ class PackageDesk:
             raise EvidenceError("seal_refused", f"step {step} was committed with other parameters than the package's")
         if (committed.ledger_sequence, committed.ledger_hash) != (manifest.ledger_sequence, manifest.ledger_hash):
             raise EvidenceError("seal_refused", f"step {step} was charged by another entry of the ledger")
+        if self._log.root_at(manifest.log_length) != manifest.log_hash:
+            raise EvidenceError("seal_refused", "the package states an evidence log head that is not in the log")
+        # Logged first: no signature exists that the log does not name.
+        self._record("sealed", PublishedPackage(step=manifest.step, digest=manifest.digest()))
+        return self._signer.sign(manifest_bytes).encode()
 
     def record_published(self, step: int, package_digest: bytes) -> None:
         """Log that a sealed package reached its storage; a repeat does nothing.

@@ -4,8 +4,7 @@ The desk adds the one decision that only a service can take: that the peer of th
 (`attestation/trust/channel.py`). It knows nothing of gRPC.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, NoReturn
@@ -16,27 +15,19 @@ from pydantic import JsonValue
 from raycloak.attestation.appraisal.appraisal import Appraisal, open_presentation
 from raycloak.attestation.appraisal.eat import claims_set
 from raycloak.attestation.core.canonical import digest
-from raycloak.attestation.core.evidence import (
-    Bytes32,
-    Challenge,
-    EvidenceClass,
-    Presentation,
-    Refusal,
-    Role,
-    refuse,
-)
+from raycloak.attestation.core.evidence import Bytes32, Challenge, EvidenceClass, Presentation, Refusal, Role, refuse
 from raycloak.attestation.core.keys import signature_is_valid
 from raycloak.attestation.core.messages import Envelope, Message, parse
 from raycloak.attestation.core.roster import Roster
 from raycloak.attestation.keys.release import KeyRelease
-from raycloak.attestation.log.evidence_log import EvidenceLog
-from raycloak.attestation.orchestrator.admissions import Admissions, AdmittedMember
+from raycloak.attestation.orchestrator.admissions import AdmittedMember
 from raycloak.attestation.orchestrator.data_commitments import DataCommitments
+from raycloak.attestation.orchestrator.hosting import Hosting, StaticHosting, TableHosting
 from raycloak.attestation.orchestrator.key_desk import Grant, refusals_logged
-from raycloak.attestation.orchestrator.refusal_log import RefusalLog
+from raycloak.attestation.orchestrator.orchestrator import RunSession
 from raycloak.attestation.orchestrator.run_terms import OBSERVER, OBSERVER_PREFIX
 from raycloak.attestation.policy.key_policy import KeyKind
-from raycloak.attestation.trust.channel import ChannelBinding, ChannelEnd, certificate_digest, is_channel_of, read_leaf
+from raycloak.attestation.trust.channel import ChannelBinding, certificate_digest, is_channel_of, read_leaf, server_end
 from raycloak.metrics.errors import EvidenceError, ProtocolError
 
 # The orchestrator answers one call at a time, so one reader must not hold it for a whole log.
@@ -100,60 +91,46 @@ class Peer:
         return cls(address, read_leaf(leaf_pem))
 
 
-@dataclass(frozen=True, slots=True)
-class Decisions:
-    """The decisions of an orchestrator that its service passes on.
-
-    Attributes:
-        challenge: as `Admissions.challenge`.
-        admit: as `Admissions.admit`.
-        grant: as `KeyDesk.grant`.
-        record_data: as `raycloak.attestation.orchestrator.orchestrator.RunSession.record_data`.
-    """
-
-    challenge: Callable[[str, Role, bytes], Challenge]
-    admit: Callable[[Envelope], Appraisal]
-    grant: Callable[[str, int, tuple[int, ...], int], Grant]
-    record_data: Callable[[Envelope], None]
-
-
-@dataclass(frozen=True, slots=True)
-class TreePath:
-    """The hashes of a proof after RFC 9162, for the tree of ``size`` leaves."""
-
-    size: int
-    hashes: tuple[bytes, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class PeerDesk:
-    """The calls of the evidence service.
+    """The calls of the evidence service of one session.
 
-    Attributes:
-        end: the service's end of its channels.
-        refusals: counts what strangers ask, and what members ask over channels of their own.
-        transaction: makes everything inside it durable together when it ends.
-        hosted: returns the virtual workers whose keys a member may have.
-        newest_roster: returns the roster to show; None before the first.
-        now: unix seconds.
+    Args:
+        hosting: by default that of the session. A member gets over the service only the keys that the run gave it,
+            and the newest roster that was opened.
         attests: roles that are attested over the service.
         again_only: whether a member gets only keys again, of the epoch that its evidence has served before.
         open_log: whether everybody who knows the manifest may read the log, and not only members.
+        keys_alone: whether keys are all that is given, as by a key service. It takes no data commitments, and forgets a
+            member once it has its keys. So each release rests on evidence that was made for it, and evidence that
+            still lasts holds up nobody who takes the member's place, on its machine or under its name.
+
+    Attributes:
+        end: the service's end of its channels.
+        transaction: makes everything inside it durable together when it ends.
     """
 
-    run_id: str
-    end: ChannelEnd
-    decisions: Decisions
-    admissions: Admissions
-    log: EvidenceLog
-    refusals: RefusalLog
-    transaction: Callable[[], AbstractContextManager[None]]
-    hosted: Callable[[str], Sequence[int]]
-    newest_roster: Callable[[], Envelope | None]
-    now: Callable[[], int]
-    attests: tuple[Role, ...] = ("worker", "aggregator", OBSERVER)
-    again_only: bool = False
-    open_log: bool = True
+    def __init__(
+        self,
+        session: RunSession,
+        hosting: Hosting | StaticHosting | None = None,
+        *,
+        attests: tuple[Role, ...] = ("worker", "aggregator", OBSERVER),
+        again_only: bool = False,
+        open_log: bool = True,
+        keys_alone: bool = False,
+    ) -> None:
+        self.end = server_end(session.run.identity)
+        table = TableHosting(hosting, session) if isinstance(hosting, StaticHosting) else hosting
+        self.hosting: Hosting = table or session.hosting
+        self.transaction = session.run.books.state.transaction
+        self._session = session
+        self._admissions = session.admission
+        self._log = session.run.books.log
+        self._refusals = session.run.books.refusals
+        self._attests = attests
+        self._again_only = again_only
+        self._open_log = open_log
+        self._keys_alone = keys_alone
 
     def challenge(self, peer: Peer, member_id: str, role: str, identity_key: bytes) -> Challenge:
         """Issue a nonce that only ``identity_key`` can use, if it certified the peer's end of the channel.
@@ -168,14 +145,14 @@ class PeerDesk:
         is_name = 1 <= len(member_id) <= 200 and member_id.startswith(OBSERVER_PREFIX) == (role == OBSERVER)
         if role not in _ROLES or not is_name:
             raise ProtocolError("malformed", "a challenge is for a role of the protocol and a name that fits it")
-        known = next((each for each in self.attests if each == role), None)
+        known = next((each for each in self._attests if each == role), None)
         if known is None:
-            raise EvidenceError("release_denied", f"this service attests no {role}: the run admits its own")
+            raise EvidenceError("release_denied", f"this service attests no {role}")
         if not is_channel_of(peer.certificate, identity_key):
             refuse(Refusal.PEER_NOT_BOUND, "the announced identity key did not certify this channel")
         if self._is_taken(member_id, identity_key):
             refuse(Refusal.PEER_NOT_BOUND, f"'{member_id}' is a member with another identity key")
-        return self.decisions.challenge(member_id, known, identity_key)
+        return self._admissions.challenge(member_id, known, identity_key)
 
     def attest(self, peer: Peer, envelope: Envelope, channel_signature: bytes) -> AttestationResult:
         """Appraise and admit, as `Admissions.admit`, over the peer's own channel.
@@ -198,10 +175,10 @@ class PeerDesk:
             self._refuse(presentation, "came over a channel that its identity key does not vouch for")
         if self._is_taken(presentation.member_id, presentation.identity_key):
             self._refuse(presentation, "does not belong to the member of this name")
-        known = self.admissions.find(presentation.member_id)
+        known = self._admissions.find(presentation.member_id)
         is_member = known is not None and known.presentation.identity_key == presentation.identity_key
-        with self.refusals.asked_by("member" if is_member else "stranger"):
-            return AttestationResult.of(self.run_id, self.decisions.admit(envelope))
+        with self._refusals.asked_by("member" if is_member else "stranger"):
+            return AttestationResult.of(self._session.run.run_id, self._admissions.admit(envelope))
 
     def grant_keys(
         self, peer: Peer, member_id: str, epoch: int, virtual_workers: tuple[int, ...], seen: int = 0
@@ -217,19 +194,22 @@ class PeerDesk:
             EvidenceError: ``peer_not_bound``, or ``release_denied`` if it names one that it does not host, or as
                 `KeyDesk.release`.
         """
-        logged = partial(refusals_logged, self.refusals, self.transaction, member_id, KeyKind.VIRTUAL_WORKER)
-        with self.refusals.asked_by("stranger"), logged():
+        logged = partial(refusals_logged, self._refusals, self.transaction, member_id, KeyKind.VIRTUAL_WORKER)
+        with self._refusals.asked_by("stranger"), logged():
             member = self._member(peer, member_id)
-        with self.refusals.asked_by("member"):
+        with self._refusals.asked_by("member"):
             with logged():
-                if self.again_only and member.row.epoch != epoch:
+                if self._again_only and member.row.epoch != epoch:
                     refuse(Refusal.RELEASE_DENIED, f"the run has not given '{member_id}' keys of epoch {epoch}")
                 wanted = self._wanted(member_id, virtual_workers)
-            return self.decisions.grant(member_id, epoch, wanted, seen)
+            grant = self._session.keys.grant(member_id, epoch, wanted, seen)
+        if self._keys_alone:
+            self._admissions.expel(member_id, "has its keys")
+        return grant
 
     def proved(self, grant: Grant) -> KeyRelease:
         """Return the release of a grant; grants that are proved with nothing logged in between share one head."""
-        return grant.proved(self.log)
+        return grant.proved(self._log)
 
     def roster(self, peer: Peer, member_id: str, data: Envelope | None) -> tuple[Envelope, tuple[Envelope, ...]]:
         """Record ``data``, and return the newest roster and the presentations of its members.
@@ -243,14 +223,16 @@ class PeerDesk:
             committed = parse(DataCommitments, data.body)
             if committed.member_id != member_id:
                 refuse(Refusal.PEER_NOT_BOUND, f"'{member_id}' sent data commitments of another member")
-            if not set(committed.virtual_workers) <= set(self.hosted(member_id)):
+            if not set(committed.virtual_workers) <= set(self.hosting.hosted(member_id)):
                 refuse(Refusal.RELEASE_DENIED, f"'{member_id}' sent data commitments of slices that it does not host")
-            self.decisions.record_data(data)
-        envelope = self.newest_roster()
+            if self._keys_alone:
+                refuse(Refusal.RELEASE_DENIED, "a key service takes no data commitments")
+            self._session.record_data(data)
+        envelope = self.hosting.newest_roster()
         members = parse(Roster, envelope.body).members if envelope else ()
         if envelope is None or (role != OBSERVER and member_id not in {member.member_id for member in members}):
             raise ProtocolError("no_roster", f"there is no roster with '{member_id}' in it yet.", "Ask again later.")
-        admitted = (self.admissions.find(member.member_id) for member in members)
+        admitted = (self._admissions.find(member.member_id) for member in members)
         return envelope, tuple(each.row.presentation for each in admitted if each is not None)
 
     def log_lines(self, peer: Peer, member_id: str, start: int, limit: int) -> tuple[tuple[bytes, ...], bytes]:
@@ -259,33 +241,44 @@ class PeerDesk:
         Raises:
             EvidenceError: ``peer_not_bound`` or ``release_denied`` if the log is for members and the peer is none.
         """
-        if not self.open_log:
+        if not self._open_log:
             self._member(peer, member_id)
-        return self.log.lines(start, min(limit, MAX_LOG_ENTRIES)), self.log.head_line()
+        return self._log.lines(start, min(limit, MAX_LOG_ENTRIES)), self._log.head().encode()
 
-    def inclusion(self, sequence: int, size: int) -> TreePath:
-        """Prove that entry ``sequence`` is among the first ``size`` (0: all); ProtocolError ``log_range`` if not."""
-        size = size or len(self.log)
-        return _path(size, lambda: self.log.inclusion(sequence, size))
+    def inclusion(self, sequence: int, size: int) -> tuple[int, tuple[bytes, ...]]:
+        """Prove that entry ``sequence`` is among the first ``size`` (0: all); return that size, and the hashes.
 
-    def consistency(self, old_size: int, size: int) -> TreePath:
-        """Prove that the first ``size`` entries (0: all) begin with the first ``old_size``; errors as `inclusion`."""
-        size = size or len(self.log)
-        return _path(size, lambda: self.log.prove_extends(old_size, size))
+        Raises:
+            ProtocolError: ``log_range`` if it is not.
+        """
+        return self._proved(self._log.inclusion, sequence, size)
+
+    def consistency(self, old_size: int, size: int) -> tuple[int, tuple[bytes, ...]]:
+        """Prove that the first ``size`` entries (0: all) begin with the first ``old_size``, as `inclusion`."""
+        return self._proved(self._log.prove_extends, old_size, size)
+
+    def _proved(
+        self, prove: Callable[[int, int], tuple[bytes, ...]], of: int, size: int
+    ) -> tuple[int, tuple[bytes, ...]]:
+        size = size or len(self._log)
+        try:
+            return size, prove(of, size)
+        except ValueError as error:
+            raise ProtocolError("log_range", f"{error}") from None
 
     def _member(self, peer: Peer, member_id: str) -> AdmittedMember:
-        admitted = self.admissions.find(member_id)
+        admitted = self._admissions.find(member_id)
         if admitted is None:
             raise EvidenceError("release_denied", f"'{member_id}' is not an admitted member")
         if not is_channel_of(peer.certificate, admitted.presentation.identity_key):
             refuse(Refusal.PEER_NOT_BOUND, f"this channel is not one of '{member_id}'")
-        if admitted.appraisal.expires_at <= self.now():
+        if admitted.appraisal.expires_at <= self._session.run.now():
             raise EvidenceError("release_denied", f"the evidence of '{member_id}' expired", "Present fresh evidence.")
         return admitted
 
     def _wanted(self, member_id: str, virtual_workers: tuple[int, ...]) -> tuple[int, ...]:
         """Return the virtual workers it names, or all it hosts; EvidenceError ``release_denied`` if it hosts others."""
-        hosted = tuple(sorted(self.hosted(member_id)))
+        hosted = tuple(sorted(self.hosting.hosted(member_id)))
         wanted = tuple(sorted(set(virtual_workers))) or hosted
         if not wanted or not set(wanted) <= set(hosted):
             refuse(Refusal.RELEASE_DENIED, f"'{member_id}' hosts {list(hosted)} and asked for {list(wanted)}")
@@ -293,10 +286,10 @@ class PeerDesk:
 
     def _is_taken(self, member_id: str, identity_key: bytes) -> bool:
         """Return whether a member with valid evidence and another identity key has this name."""
-        admitted = self.admissions.find(member_id)
+        admitted = self._admissions.find(member_id)
         if admitted is None or admitted.presentation.identity_key == identity_key:
             return False
-        return admitted.appraisal.expires_at > self.now()
+        return admitted.appraisal.expires_at > self._session.run.now()
 
     def _opened(self, envelope: Envelope) -> Presentation:
         """Open a presentation; one that cannot be opened is refused in nobody's name."""
@@ -312,12 +305,5 @@ class PeerDesk:
         refuse(code, f"the evidence of '{name}' {why}")
 
     def _log_refusal(self, name: str, code: str) -> None:
-        with self.transaction(), self.refusals.asked_by("stranger"):
-            self.refusals.append("refused", name, code)
-
-
-def _path(size: int, prove: Callable[[], tuple[bytes, ...]]) -> TreePath:
-    try:
-        return TreePath(size, prove())
-    except ValueError as error:
-        raise ProtocolError("log_range", f"{error}") from None
+        with self.transaction(), self._refusals.asked_by("stranger"):
+            self._refusals.append("refused", name, code)

@@ -44,10 +44,6 @@ CREATE TABLE IF NOT EXISTS commits (
 """
 
 
-CommitRow = tuple[int, bytes, int, int, bytes, Query]
-"""Step, released digest, attempts, ledger sequence, ledger hash and query of a committed step."""
-
-
 @dataclass(frozen=True, slots=True)
 class SessionId:
     """One execution of a run: the text that its driver chose, and its manifest's digest. Empty before one begins."""
@@ -111,15 +107,10 @@ class OrchestratorState:
 
     # --- the session
 
-    def forget_session(self) -> None:
-        """Forget the session and its members; the next session is another one."""
-        self.db.execute("DELETE FROM session")
-        self.db.execute("DELETE FROM members")
-        self.db.execute("DELETE FROM opened")
-
     def start_session(self, session: SessionId) -> None:
         """Begin a session without members, which replaces the one before."""
-        self.forget_session()
+        for table in ("session", "members", "opened"):
+            self.db.execute(f"DELETE FROM {table}")
         self.db.execute("INSERT INTO session VALUES (0, ?, ?, 0, NULL)", (session.name, session.manifest))
 
     def is_current(self, session: SessionId) -> bool:
@@ -145,35 +136,22 @@ class OrchestratorState:
         self.db.execute("UPDATE session SET destroys = ?", (destroys,))
 
     def _column(self, session: SessionId, name: str) -> int | None:
-        row = self.db.execute(
-            f"SELECT {name} FROM session WHERE name = ? AND manifest = ?", (session.name, session.manifest)
-        ).fetchone()
+        query = f"SELECT {name} FROM session WHERE name = ? AND manifest = ?"
+        row = self.db.execute(query, (session.name, session.manifest)).fetchone()
         return row[0] if row else None
 
     # --- members
 
     def members(self) -> list[MemberRow]:
         """Return all members of the session, in no order."""
-        query = "SELECT member_id, body, signature, expires_at, joined, epoch, superseded FROM members"
-        rows = self.db.execute(query).fetchall()
-        return [
-            MemberRow(name, Envelope(body=body, signature=signature), *rest) for name, body, signature, *rest in rows
-        ]
+        rows = self.db.execute("SELECT * FROM members").fetchall()
+        return [MemberRow(name, Envelope(body=body, signature=signed), *rest) for name, body, signed, *rest in rows]
 
     def keep_member(self, row: MemberRow) -> None:
         """Add a member, or replace its row."""
-        self.db.execute(
-            "INSERT OR REPLACE INTO members VALUES (?, ?, ?, ?, ?, ?, ?)",
-            (
-                row.member_id,
-                row.presentation.body,
-                row.presentation.signature,
-                row.expires_at,
-                row.joined,
-                row.epoch,
-                row.superseded,
-            ),
-        )
+        shown = (row.member_id, row.presentation.body, row.presentation.signature)
+        values = (*shown, row.expires_at, row.joined, row.epoch, row.superseded)
+        self.db.execute("INSERT OR REPLACE INTO members VALUES (?, ?, ?, ?, ?, ?, ?)", values)
 
     def mark_member(self, row: MemberRow) -> None:
         """Change ``epoch`` and ``superseded`` of a member."""
@@ -190,26 +168,8 @@ class OrchestratorState:
     def next_attempt(self, query: Query, step: int) -> int:
         """Issue the next attempt of a step of ``query``: the first that was never issued."""
         # Kept over all sessions, because the masks of an attempt must not be used twice.
-        issue = (
-            "INSERT INTO attempts VALUES (?, ?, 0) ON CONFLICT DO UPDATE SET attempt = attempt + 1 RETURNING attempt"
-        )
-        (row,) = self.db.execute(issue, (query, step))
-        return int(row[0])
-
-    def commits(self) -> list[CommitRow]:
-        """Return every step ever committed, in order for each query."""
-        columns = "step, released_digest, attempts, ledger_sequence, ledger_hash, query"
-        return self.db.execute(f"SELECT {columns} FROM commits ORDER BY query, step").fetchall()
-
-    def commit_of(self, query: Query, step: int) -> tuple[CommitRow, str] | None:
-        """Return a row of :meth:`commits`, and the newest session that committed the step."""
-        row = self.db.execute("SELECT * FROM commits WHERE query = ? AND step = ?", (query, step)).fetchone()
-        return (row[:6], row[6]) if row else None
-
-    def keep_commit(self, row: CommitRow, session: SessionId) -> None:
-        """Record that ``session``, the newest, committed a step; ``row`` as in :meth:`commits`."""
-        self.db.execute("INSERT OR REPLACE INTO commits VALUES (?, ?, ?, ?, ?, ?, ?)", (*row, session.name))
-        self.db.execute("UPDATE session SET ratchet = ratchet + 1")
+        issue = "INSERT INTO attempts VALUES (?, ?, 0) ON CONFLICT DO UPDATE SET attempt = attempt + 1"
+        return int(self.db.execute(f"{issue} RETURNING attempt", (query, step)).fetchall()[0][0])
 
     # --- documents
 
@@ -223,22 +183,3 @@ class OrchestratorState:
         with whole_file(path) as file:
             for (line,) in self.db.execute("SELECT line FROM documents ORDER BY place"):
                 file.write(line + b"\n")
-
-    # --- data
-
-    def bound_data(self, v: int) -> bytes | None:
-        """Return the first commitment to the slice of a virtual worker; None if the slice was never opened."""
-        row = self.db.execute("SELECT commitment FROM data WHERE v = ?", (v,)).fetchone()
-        return bytes(row[0]) if row else None
-
-    def bind_data(self, v: int, commitment: bytes) -> None:
-        """Bind the run to a slice."""
-        self.db.execute("INSERT INTO data VALUES (?, ?)", (v, commitment))
-
-    def note_opened(self, member_id: str, v: int) -> None:
-        """Record that a member has committed to the slice of a virtual worker."""
-        self.db.execute("INSERT OR IGNORE INTO opened VALUES (?, ?)", (member_id, v))
-
-    def opened(self) -> set[tuple[str, int]]:
-        """Return each member with each virtual worker whose slice it has committed to."""
-        return set(self.db.execute("SELECT member_id, v FROM opened"))

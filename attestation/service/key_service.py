@@ -1,4 +1,4 @@
-"""The data owner's key service, and a worker's way to it: second halves of keys, over a separate channel.
+"""A worker's way to the data owner's key service: second halves of keys, over a separate channel.
 
 The service is an orchestrator with its own secret, storage, signing key and evidence log. It decides on nothing but
 keys. The run's orchestrator decides who hosts what. A second half gives no noise, sampling or tags without the
@@ -7,60 +7,14 @@ accepts may have any half, as often as the quotas say.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 
 from raycloak.attestation.attester.attester import Attester
-from raycloak.attestation.core.evidence import Challenge, Role
-from raycloak.attestation.core.messages import Envelope
 from raycloak.attestation.keys.halves import ServiceContract
 from raycloak.attestation.keys.release import ExpectedRelease, VirtualWorkerKeys, open_keys
 from raycloak.attestation.log.watch import LogWatch
-from raycloak.attestation.orchestrator.key_desk import Grant
-from raycloak.attestation.orchestrator.orchestrator import RunSession
-from raycloak.attestation.orchestrator.peer_desk import PeerDesk
 from raycloak.attestation.policy.policy import Policy
 from raycloak.attestation.service.client import EvidenceClient
 from raycloak.metrics.errors import EvidenceError
-
-
-@dataclass(frozen=True, slots=True)
-class KeyService:
-    """The decisions of an orchestrator that only gives keys.
-
-    Guarantee: each release rests on evidence that was made for it. A member is forgotten once it has its keys. So
-    evidence that still lasts holds up nobody who takes the member's place, on its machine or under its name.
-    """
-
-    session: RunSession
-
-    def challenge(self, member_id: str, role: Role, identity_key: bytes = b"") -> Challenge:
-        """Challenge as `Admissions.challenge`; EvidenceError ``release_denied`` for any role but a worker's."""
-        if role != "worker":
-            raise EvidenceError("release_denied", f"a key service attests workers, and '{member_id}' is none")
-        return self.session.admission.challenge(member_id, role, identity_key)
-
-    def grant(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...], seen: int = 0) -> Grant:
-        """Grant as `KeyDesk.grant`, once per attestation."""
-        grant = self.session.keys.grant(member_id, epoch, virtual_workers, seen)
-        self.session.admission.expel(member_id, "has its keys")
-        return grant
-
-    def record_data(self, envelope: Envelope) -> None:
-        """Refuse: EvidenceError ``release_denied``. Data commitments concern the run, not a key service."""
-        raise EvidenceError("release_denied", "a key service takes no data commitments")
-
-
-def key_service_desk(session: RunSession, virtual_workers: int) -> PeerDesk:
-    """Return the desk of a key service of ``virtual_workers``; it has no rosters."""
-    desk, service = session.peer_desk(), KeyService(session)
-    return replace(
-        desk,
-        decisions=replace(
-            desk.decisions, challenge=service.challenge, grant=service.grant, record_data=service.record_data
-        ),
-        hosted=lambda member_id: range(virtual_workers),
-        newest_roster=lambda: None,
-    )
 
 
 def fetch_halves(

@@ -145,7 +145,7 @@ class _EvidenceServicer:
                 paths["inclusion"] = self._desk.inclusion(request.entry.sequence, request.entry.size)
             if request.HasField("growth"):
                 paths["consistency"] = self._desk.consistency(request.growth.old_size, request.growth.size)
-            proofs = {name: wire.TreePath(size=path.size, hashes=path.hashes) for name, path in paths.items()}
+            proofs = {name: wire.TreePath(size=size, hashes=hashes) for name, (size, hashes) in paths.items()}
             return wire.LogReply(entries=entries, head=head, **proofs)
 
         return await self._answer("Log", requests, context, answer)

@@ -18,7 +18,6 @@ orchestrator collects its own evidence without a turn.
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import wraps
 from inspect import isfunction
 from pathlib import Path
@@ -36,6 +35,7 @@ from raycloak.attestation.orchestrator.key_desk import KeyDesk
 from raycloak.attestation.orchestrator.loads import LoadBook
 from raycloak.attestation.orchestrator.orchestrator import OpenRun, RunSession, open_run
 from raycloak.attestation.orchestrator.package_desk import PackageDesk
+from raycloak.attestation.orchestrator.peer_desk import PeerDesk
 from raycloak.attestation.orchestrator.run_terms import OBSERVER, RunTerms
 from raycloak.attestation.service.fair_lock import Turn
 from raycloak.attestation.service.limits import ServiceLimits
@@ -262,7 +262,7 @@ class EvidenceOrchestrator:
         """Start the service, and note its port for later incarnations of the session."""
         from raycloak.attestation.service.server import EvidenceServer  # it takes a while to load; few runs need it
 
-        desk = replace(begun.peer_desk(), attests=(OBSERVER,), again_only=True, open_log=False)
+        desk = PeerDesk(begun, attests=(OBSERVER,), again_only=True, open_log=False)
         host, _, port = bind.rpartition(":")
         port_file = Path(self._directory) / f"{begun.run.run_id}.port"
         former = _former_port(port_file, session) if int(port) == 0 else None

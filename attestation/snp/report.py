@@ -30,9 +30,10 @@ _LAYOUT: Final = Struct("<I4xQ32xII8xQI4x64s48s32s96x32s32x8s24x64s8s8x8s")
 
 
 class SnpReport(NamedTuple):
-    """The fields of a report in canonical form that are used here, in the order of the format.
+    """A report in canonical form, and those of its fields that are used here, in the order of the format.
 
     Attributes:
+        raw: the whole report, 1,184 bytes.
         policy: the 64-bit policy that the guest was launched with.
         vmpl: the privilege level that asked for the report: 0 is the highest, 2^32 - 1 stands for the host.
         platform_info: the 64-bit word about the machine.
@@ -42,9 +43,9 @@ class SnpReport(NamedTuple):
         chip_id: the chip's id, 64 bytes; all zero if the host masks it.
         committed_tcb: the lowest TCB version that the machine can still be rolled back to.
         launch_tcb: the TCB version at the guest's launch or import.
-        raw: the whole report, 1,184 bytes.
     """
 
+    raw: bytes
     version: int
     policy: int
     vmpl: int
@@ -59,7 +60,6 @@ class SnpReport(NamedTuple):
     chip_id: bytes
     committed_tcb: bytes
     launch_tcb: bytes
-    raw: bytes
 
     @property
     def key_kind(self) -> KeyKind:
@@ -89,7 +89,7 @@ def parse_report(data: bytes) -> SnpReport:
     """
     if len(data) != REPORT_BYTES:
         refuse(Refusal.EVIDENCE_MALFORMED, f"an SEV-SNP report has {REPORT_BYTES} bytes, not {len(data)}")
-    report = SnpReport(*_LAYOUT.unpack_from(data), bytes(data))
+    report = SnpReport(bytes(data), *_LAYOUT.unpack_from(data))
     if report.version not in VERSIONS:
         refuse(Refusal.EVIDENCE_MALFORMED, f"SEV-SNP report version {report.version} is not one of {VERSIONS}")
     if report.algorithm != ECDSA_P384_SHA384:

@@ -17,13 +17,13 @@ from raycloak.attestation.files.yaml_reader import read_yaml
 from raycloak.attestation.keys.halves import ServiceContract
 from raycloak.attestation.keys.release import KeyContract
 from raycloak.attestation.keys.run_secret import load_secret, run_id_of
-from raycloak.attestation.orchestrator.hosting import StaticHosting
+from raycloak.attestation.orchestrator.hosting import AnyHosting, StaticHosting
 from raycloak.attestation.orchestrator.orchestrator import OpenRun, RunSession, open_run
+from raycloak.attestation.orchestrator.peer_desk import PeerDesk
 from raycloak.attestation.orchestrator.run_terms import RunTerms
 from raycloak.attestation.policy.policy import Policy, load_policy, simulated_policy
 from raycloak.attestation.sealed.sealed_data import SealedSource, Use
 from raycloak.attestation.service.fair_lock import Turn
-from raycloak.attestation.service.key_service import key_service_desk
 from raycloak.attestation.service.limits import ServiceLimits
 from raycloak.attestation.service.server import EvidenceServer
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
@@ -181,7 +181,10 @@ def start_service(config: ServiceConfig, base: Path) -> tuple[EvidenceServer, Ru
         # Members that the table names are kept. Others are forgotten when their evidence expires.
         lasting = () if hosting is None else (*hosting.workers, *hosting.aggregators)
         session = run.begin(replace(served.run, lasting=lasting), SESSION)
-        desk = key_service_desk(session, count) if hosting is None else session.peer_desk(hosting)
+        if hosting is None:
+            desk = PeerDesk(session, AnyHosting(count), attests=("worker",), keys_alone=True)
+        else:
+            desk = PeerDesk(session, hosting)
         # The server's calls and the refresh of collateral take turns at the orchestrator.
         turn = Turn()
         server = EvidenceServer.start(desk, served.run.manifest_digest, config.bind, config.limits, turn)

@@ -13,6 +13,7 @@ from raycloak.attestation.core.keys import IdentityKey
 from raycloak.attestation.core.messages import Envelope
 from raycloak.attestation.orchestrator.hosting import StaticHosting
 from raycloak.attestation.orchestrator.orchestrator import open_run
+from raycloak.attestation.orchestrator.peer_desk import PeerDesk
 from raycloak.attestation.orchestrator.run_terms import RunTerms
 from raycloak.attestation.policy.policy import simulated_policy
 from raycloak.attestation.service.client import EvidenceClient
@@ -46,7 +47,7 @@ class Site:
     def begin(self, session: str) -> None:
         """Begin a session, which the next server answers for."""
         self.begun = self.run.begin(self.terms, session)
-        self.desk = self.begun.peer_desk(StaticHosting.of(HOSTING, (), 4))
+        self.desk = PeerDesk(self.begun, StaticHosting.of(HOSTING, (), 4))
 
     @contextmanager
     def served(self) -> Iterator["Site"]:

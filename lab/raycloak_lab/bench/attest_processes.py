@@ -18,8 +18,9 @@ from raycloak.attestation.core.canonical import digest
 from raycloak.attestation.core.keys import IdentityKey
 from raycloak.attestation.core.messages import Message
 from raycloak.attestation.keys.release import KeyContract
-from raycloak.attestation.orchestrator.hosting import StaticHosting
+from raycloak.attestation.orchestrator.hosting import AnyHosting
 from raycloak.attestation.orchestrator.orchestrator import open_run
+from raycloak.attestation.orchestrator.peer_desk import PeerDesk
 from raycloak.attestation.orchestrator.run_terms import RunTerms
 from raycloak.attestation.policy.policy import KeyQuotas, simulated_policy
 from raycloak.attestation.processes.channel import Channel
@@ -146,18 +147,11 @@ def serve(parent: Channel, folder: str, held: str) -> None:
         request_address_bytes=_ROOM,
         memory_bytes=2 * _ROOM,
     )
-    server = EvidenceServer.start(session.peer_desk(_Everybody({})), MANIFEST, "127.0.0.1:0", limits)
+    server = EvidenceServer.start(PeerDesk(session, AnyHosting(2)), MANIFEST, "127.0.0.1:0", limits)
     parent.send(BenchServing(address=f"127.0.0.1:{server.port}", credential=run.public.ed25519.hex()))
     _answer(parent, dict)
     server.stop()
     run.close()
-
-
-class _Everybody(StaticHosting):
-    """A hosting in which each worker hosts the same two virtual workers."""
-
-    def hosted(self, member_id: str) -> tuple[int, ...]:
-        return (0, 1)
 
 
 def _answer(parent: Channel, own: Callable[[], dict[str, float]]) -> None:

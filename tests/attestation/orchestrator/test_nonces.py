@@ -15,9 +15,9 @@ from tests.attestation.conftest import MANIFEST, NOW, RUN, Member, Session
 SESSION: dict[str, Any] = {"run_id": RUN, "member_id": "worker-0", "role": "worker", "manifest_digest": MANIFEST}
 
 
-@pytest.fixture(params=[None, "DEFERRED"], ids=["autocommit", "implicit"])
-def connection(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[sqlite3.Connection]:
-    with closing(sqlite3.connect(tmp_path / "state.sqlite", isolation_level=request.param)) as opened:
+@pytest.fixture
+def connection(tmp_path: Path) -> Iterator[sqlite3.Connection]:
+    with closing(sqlite3.connect(tmp_path / "state.sqlite", isolation_level=None)) as opened:
         yield opened
 
 
@@ -27,10 +27,17 @@ def member(session: Session) -> Member:
 
 
 def refusal(book: NonceBook, presentation: Presentation, now: int = NOW) -> str | None:
+    """Consume a nonce as an orchestrator does, which commits whatever comes of it; return the code of the refusal."""
+    db = book._connection
+    if is_outermost := not db.in_transaction:
+        db.execute("BEGIN IMMEDIATE")
     try:
         book.consume(presentation, now)
     except EvidenceError as error:
         return error.code
+    finally:
+        if is_outermost:
+            db.commit()
     return None
 
 
@@ -57,7 +64,7 @@ def test_consumption_survives_a_restart_and_a_failed_appraisal(
     assert refusal(book, presentation) is None
     connection.rollback()
     connection.close()
-    with closing(sqlite3.connect(tmp_path / "state.sqlite")) as reopened:
+    with closing(sqlite3.connect(tmp_path / "state.sqlite", isolation_level=None)) as reopened:
         assert refusal(NonceBook(reopened), presentation) == "nonce_replayed"
 
 
@@ -172,7 +179,7 @@ def test_of_concurrent_presentations_one_wins(connection: sqlite3.Connection, me
     barrier, codes = threading.Barrier(6), []
 
     def present() -> None:
-        with closing(sqlite3.connect(tmp_path / "state.sqlite", timeout=120)) as own:
+        with closing(sqlite3.connect(tmp_path / "state.sqlite", timeout=120, isolation_level=None)) as own:
             book = NonceBook(own)
             barrier.wait(120)
             codes.append(refusal(book, presentation))

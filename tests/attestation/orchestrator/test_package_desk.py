@@ -6,10 +6,10 @@ from raycloak.attestation.core.hpke import hpke_seal
 from raycloak.attestation.core.hybrid_signature import HybridSignature, HybridSigner
 from raycloak.attestation.core.keys import Secret
 from raycloak.attestation.log.entries import LogHead
-from raycloak.attestation.log.evidence_log import EvidenceLog
-from raycloak.attestation.orchestrator.commits import CommitBook, StepCommit
+from raycloak.attestation.orchestrator.books import RunBooks
+from raycloak.attestation.orchestrator.commits import StepCommit
 from raycloak.attestation.orchestrator.package_desk import PackageDesk, PublishedPackage
-from raycloak.attestation.orchestrator.state import OrchestratorState, SessionId
+from raycloak.attestation.orchestrator.state import SessionId
 from raycloak.attestation.sealed.package_keys import TrustStore, run_recipient_key
 from raycloak.attestation.sealed.package_manifest import PackageManifest
 from raycloak.metrics.errors import EvidenceError, ProtocolError
@@ -21,18 +21,15 @@ class Desk:
     """A desk whose log has committed step 2."""
 
     def __init__(self, home):
-        self.state = OrchestratorState(home / "state" / "run.sqlite")
-        self.log = EvidenceLog(self.state.db, RUN, HybridSigner.generate())
-        self.commits = CommitBook(self.state, self.log)
+        books = RunBooks(home / "state" / "run.sqlite", RUN, HybridSigner.generate())
+        self.state, self.log, self.commits = books.state, books.log, books.commits
         self.signer_folder = home / "signer"
         self.drawn = []
         self.desk = PackageDesk(
+            books,
             run_id=RUN,
             manifest_digest=b"m" * 32,
             recipient_key=run_recipient_key(SECRET),
-            log=self.log,
-            commits=self.commits,
-            transaction=self.state.transaction,
             draw_key=self.drawn.append,
             signer_folder=self.signer_folder,
         )

@@ -17,6 +17,7 @@ from raycloak.attestation.keys.release import KeyPackage, released_body
 from raycloak.attestation.log.entries import EntryProof, ExportedLogEntry, SignedHead
 from raycloak.attestation.orchestrator.data_commitments import DataCommitments
 from raycloak.attestation.orchestrator.hosting import StaticHosting
+from raycloak.attestation.orchestrator.peer_desk import PeerDesk
 from raycloak.attestation.service import evidence_pb2 as wire
 from raycloak.attestation.service.grpc_status import refusal_in
 from raycloak.attestation.service.limits import ServiceLimits
@@ -255,10 +256,10 @@ def test_a_service_that_runs_for_long_never_has_rosters_enough(session, tmp_path
             site.begun.admission.admit(attester.present(challenge, MANIFEST, ANSWER))
             if round_ == 0:
                 site.begun.record_data(commitments(site, name, attester))
-        roster = open_envelope(Roster, desk.newest_roster(), site.key)
+        roster = open_envelope(Roster, desk.hosting.newest_roster(), site.key)
         places.append((roster.step, roster.attempt))
         if round_ == 3:  # as after a restart
-            desk = site.begun.peer_desk(StaticHosting.of(HOSTING, (), 4))
+            desk = PeerDesk(site.begun, StaticHosting.of(HOSTING, (), 4))
     assert places == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
     site.run.close()
 
