@@ -5,7 +5,9 @@ claim. The ledger charges by it, and a dataset is unsealed by it.
 """
 
 import math
-from typing import Final, Protocol
+from typing import Final
+
+from pydantic import BaseModel, ConfigDict
 
 ROUNDING_VARIANCE: Final = 4.0
 """The part of the noise that a proof takes, in squared ring units: a discrete Gaussian of variance s² + 4 is a
@@ -16,48 +18,28 @@ _LARGEST: Final = 2.0**64
 _LARGEST_EXPONENT: Final = 500
 
 
-class NoiseTerms(Protocol):
-    """The numbers of a mechanism that its noise follows from; see `raycloak.workers.terms.mechanism.Mechanism`."""
+class NoiseTerms(BaseModel):
+    """The numbers of a mechanism that its noise follows from, whatever else it states.
 
-    @property
-    def private(self) -> bool:
-        """True if there is noise at all."""
-        ...
+    Attributes:
+        private: True if there is noise at all.
+        noise_multiplier: the noise that is claimed, over the sensitivity.
+        virtual_workers: V. honest_share: the share of them whose noise is counted on.
+        sigma: standard deviation of the noise of each, in ring units.
+        gamma_log2: the exponent of the grid step.
+        max_grad_norm: C. dimension: d.
+    """
 
-    @property
-    def noise_multiplier(self) -> float:
-        """The noise that is claimed, over the sensitivity."""
-        ...
+    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
 
-    @property
-    def virtual_workers(self) -> int:
-        """V."""
-        ...
-
-    @property
-    def honest_share(self) -> float:
-        """The share of them whose noise is counted on."""
-        ...
-
-    @property
-    def sigma(self) -> float:
-        """Standard deviation of the noise of each, in ring units."""
-        ...
-
-    @property
-    def gamma_log2(self) -> int:
-        """The exponent of the grid step."""
-        ...
-
-    @property
-    def max_grad_norm(self) -> float:
-        """C."""
-        ...
-
-    @property
-    def dimension(self) -> int:
-        """d."""
-        ...
+    private: bool
+    noise_multiplier: float
+    virtual_workers: int
+    honest_share: float
+    sigma: float
+    gamma_log2: int
+    max_grad_norm: float
+    dimension: int
 
 
 def counted_noise(terms: NoiseTerms, shares: float) -> float:

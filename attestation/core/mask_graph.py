@@ -5,14 +5,12 @@ sparse graph instead. Its workers stand on a circle in random order, and each ma
 side. `docs/proofs/008-sparse-mask-graph.md` has the proof.
 """
 
+import hmac
 from fractions import Fraction
 from functools import lru_cache
 from itertools import count
 from math import comb, prod
 from typing import Final, get_args
-
-from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.hmac import HMAC
 
 from raycloak.attestation.core.canonical import DIGEST_BYTES
 from raycloak.attestation.core.keys import Purpose, Secret, derive
@@ -110,13 +108,7 @@ def _order(seed: bytes, run_id: str, manifest_digest: bytes, ids: tuple[str, ...
     """Return the ids in their order on the circle of ``seed``."""
     key = derive(Secret(seed), Purpose.MASK_CIRCLE, run_id, manifest_digest).reveal()
     # A keyed place for each id. Two equal ones are less likely than 2^-200, and then the ids decide.
-    return tuple(sorted(ids, key=lambda each: (_place(key, each), each)))
-
-
-def _place(key: bytes, member_id: str) -> bytes:
-    keyed = HMAC(key, hashes.SHA256())
-    keyed.update(member_id.encode())
-    return keyed.finalize()
+    return tuple(sorted(ids, key=lambda each: (hmac.digest(key, each.encode(), "sha256"), each)))
 
 
 class MaskGraph:

@@ -5,17 +5,10 @@ A peer that was forgotten to make room starts with a full bucket again.
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
 
 # Bounds the memory of the rate limits: a stranger has as many addresses and identities as it likes.
 _MAX_BUCKETS: Final = 65_536
-
-
-@dataclass(slots=True)
-class _Bucket:
-    tokens: float
-    at: float
 
 
 class RateLimit:
@@ -31,7 +24,8 @@ class RateLimit:
         self._rate = rate
         self._size = float(burst)
         self._clock = clock
-        self._buckets: OrderedDict[bytes | str, _Bucket] = OrderedDict()
+        # Of each peer: its tokens, and when it had so many.
+        self._buckets: OrderedDict[bytes | str, tuple[float, float]] = OrderedDict()
 
     def allows(self, peer: bytes | str) -> bool:
         """Take a token of ``peer``; False if it has none left."""
@@ -43,15 +37,10 @@ class RateLimit:
         The peer seen longest ago is forgotten first.
         """
         now = self._clock()
-        bucket = self._buckets.get(peer)
-        if bucket is None:
-            bucket = self._buckets[peer] = _Bucket(self._size, now)
-            if len(self._buckets) > _MAX_BUCKETS:
-                self._buckets.popitem(last=False)
+        tokens, at = self._buckets.get(peer, (self._size, now))
+        tokens = min(self._size, tokens + (now - at) * self._rate)
+        self._buckets[peer] = tokens - (tokens >= 1.0), now
         self._buckets.move_to_end(peer)
-        bucket.tokens = min(self._size, bucket.tokens + (now - bucket.at) * self._rate)
-        bucket.at = now
-        if bucket.tokens < 1.0:
-            return (1.0 - bucket.tokens) / self._rate
-        bucket.tokens -= 1.0
-        return 0.0
+        if len(self._buckets) > _MAX_BUCKETS:
+            self._buckets.popitem(last=False)
+        return 0.0 if tokens >= 1.0 else (1.0 - tokens) / self._rate

@@ -5,7 +5,8 @@ collected first.
 """
 
 import hashlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from itertools import product
 from typing import Final
 
@@ -15,8 +16,7 @@ from raycloak.attestation.core.messages import parse
 from raycloak.attestation.gpu.report import parse_gpu_report
 from raycloak.attestation.gpu.rim import read_rim
 from raycloak.attestation.gpu.rules import GpuRules
-from raycloak.attestation.gpu.state import chip_family
-from raycloak.attestation.gpu.verify import GpuClaims, GpuReferences, verify_gpu
+from raycloak.attestation.gpu.verify import GpuClaims, GpuReferences, chip_family, verify_gpu
 from raycloak.attestation.trust.certificates import common_name, read_presented
 from raycloak.attestation.trust.roots import Anchor
 from raycloak.metrics.errors import EvidenceError, ProtocolError
@@ -59,60 +59,25 @@ def verify_gpus(
     """
     if len(evidence) > MAX_GPUS:
         refuse(Refusal.EVIDENCE_MALFORMED, f"{len(evidence)} GPUs are more than the {MAX_GPUS} that a worker may have")
-    presented = [_decode(each) for each in evidence]
+    try:
+        presented = [parse(GpuEvidence, each) for each in evidence]
+    except ProtocolError as error:
+        refuse(Refusal.EVIDENCE_MALFORMED, f"{error.message}.")
     if len(presented) != count:
         refuse(Refusal.GPU_NOT_BOUND, f"evidence of {len(presented)} GPUs where {count} are declared")
-    claims = tuple(
-        _verify(
-            each,
-            tuple(_references(each, rims)),
-            anchors=anchors,
-            accepted=accepted,
-            rules=rules,
-            nonce=nonce,
-            ocsp=ocsp,
-            now=now,
-        )
-        for each in presented
-    )
+    verify = partial(verify_gpu, anchors=anchors, accepted=accepted, rules=rules, nonce=nonce, ocsp=ocsp, now=now)
+    claims = tuple(_verified(each, tuple(_references(each, rims)), verify) for each in presented)
     # A genuine GPU that is presented twice passes every check before this one.
     if len({each.platform_id for each in claims}) != count:
         refuse(Refusal.GPU_NOT_BOUND, "one GPU is presented twice")
     return claims
 
 
-def _decode(body: bytes) -> GpuEvidence:
-    try:
-        return parse(GpuEvidence, body)
-    except ProtocolError as error:
-        refuse(Refusal.EVIDENCE_MALFORMED, f"{error.message}.")
-
-
-def _verify(
-    gpu: GpuEvidence,
-    references: Sequence[GpuReferences],
-    *,
-    anchors: Sequence[Anchor],
-    accepted: Collection[EvidenceClass],
-    rules: GpuRules,
-    nonce: bytes,
-    ocsp: Sequence[bytes],
-    now: int,
-) -> GpuClaims:
+def _verified(gpu: GpuEvidence, references: Sequence[GpuReferences], verify: Callable[..., GpuClaims]) -> GpuClaims:
     """Verify one GPU against each fitting pair of references, as boards of several kinds share a version number."""
     for position, rims in enumerate(references, 1):
         try:
-            return verify_gpu(
-                gpu.report,
-                gpu.chain,
-                anchors=anchors,
-                accepted=accepted,
-                rules=rules,
-                nonce=nonce,
-                rims=rims,
-                ocsp=ocsp,
-                now=now,
-            )
+            return verify(gpu.report, gpu.chain, rims=rims)
         except EvidenceError as error:
             if error.code == Refusal.NONCE_FOREIGN:
                 refuse(Refusal.GPU_NOT_BOUND, "a GPU's report is not over the nonce of this worker and its key")
@@ -124,22 +89,18 @@ def _verify(
 
 def _references(gpu: GpuEvidence, rims: Sequence[bytes]) -> Iterator[GpuReferences]:
     """Yield every pair of driver and VBIOS manifest that claims to fit this GPU, or a pair of None."""
-    report, family = parse_gpu_report(gpu.report), _family(gpu)
+    report = parse_gpu_report(gpu.report)
+    try:
+        family = chip_family(common_name(read_presented(gpu.chain[0])[0]))
+    except (IndexError, ValueError):
+        refuse(Refusal.CHAIN_BROKEN, "the certificate of a GPU's firmware is missing or cannot be read")
     stated = [(data, read_rim(data, "reference")) for data in rims]
     fitting = [
         (data, rim.stated_version.casefold()) for data, rim in stated if chip_family(rim.stated_product) == family
     ]
-    drivers, vbioses = (_for_version(each, fitting) for each in (report.driver_version, report.vbios_version))
+    drivers, vbioses = (
+        [data for data, of in fitting if of == version.casefold()] or [None]
+        for version in (report.driver_version, report.vbios_version)
+    )
     for driver, vbios in product(drivers, vbioses):
         yield GpuReferences(driver, vbios)
-
-
-def _for_version(version: str, fitting: Sequence[tuple[bytes, str]]) -> Sequence[bytes | None]:
-    return [data for data, stated in fitting if stated == version.casefold()] or [None]
-
-
-def _family(gpu: GpuEvidence) -> str:
-    try:
-        return chip_family(common_name(read_presented(gpu.chain[0])[0]))
-    except (IndexError, ValueError):
-        refuse(Refusal.CHAIN_BROKEN, "the certificate of a GPU's firmware is missing or cannot be read")

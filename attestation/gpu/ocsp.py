@@ -4,7 +4,6 @@ Device certificates expire in the year 9999, so these answers are the only revoc
 function, because the order of refusals interleaves the stages with other checks.
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -15,7 +14,7 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ec import ECDSA, EllipticCurvePublicKey
 from cryptography.hazmat.primitives.hashes import SHA384
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509 import ocsp
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
@@ -57,6 +56,11 @@ class OcspAnswer:
         """Return whether no later answer can lift this one: of all revocations, only a hold ends (RFC 5280, 5.3.1)."""
         return self.status is ocsp.OCSPCertStatus.REVOKED and self.reason is not x509.ReasonFlags.certificate_hold
 
+    @property
+    def is_authorised(self) -> bool:
+        """Return whether it is signed by its issuer, or by a certificate that the issuer authorised to answer."""
+        return self.responder is not None and _may_answer(self.responder, self.issuer)
+
 
 def find_answers(ders: Sequence[bytes], chain: Sequence[x509.Certificate]) -> tuple[OcspAnswer, ...]:
     """Find the answer that counts for each certificate of ``chain`` except the first and the last. Judge nothing.
@@ -72,26 +76,19 @@ def find_answers(ders: Sequence[bytes], chain: Sequence[x509.Certificate]) -> tu
     return tuple(counts[position] for position in sorted(counts))
 
 
-def check_signatures(answers: Sequence[OcspAnswer]) -> None:
-    """Require that each answer is signed by one of its responders; EvidenceError ``evidence_tampered`` otherwise."""
+def check_answers(answers: Sequence[OcspAnswer]) -> None:
+    """Require that each answer is signed, by its issuer or whom that authorised to answer, and says "good".
+
+    Raises:
+        EvidenceError: ``evidence_tampered``, ``signer_role``, or ``revoked`` for revoked, held and unknown
+            certificates: the first of these that any answer deserves.
+    """
     for answer in answers:
         if answer.responder is None:
             _refuse(Refusal.EVIDENCE_TAMPERED, answer, "is not signed by its responder")
-
-
-def check_responders(answers: Sequence[OcspAnswer]) -> None:
-    """Require that each responder is the issuer, or authorised by the issuer to answer.
-
-    Raises:
-        EvidenceError: ``signer_role``.
-    """
     for answer in answers:
-        if answer.responder is None or not _may_answer(answer.responder, answer.issuer):
+        if not answer.is_authorised:
             _refuse(Refusal.SIGNER_ROLE, answer, "is signed by a responder that may not answer for its issuer")
-
-
-def check_good(answers: Sequence[OcspAnswer]) -> None:
-    """Require that every answer is "good"; EvidenceError ``revoked`` for revoked, held and unknown certificates."""
     for answer in answers:
         if answer.status is not ocsp.OCSPCertStatus.GOOD:
             _refuse(Refusal.REVOKED, answer, f"says {answer.status.name.lower()}")
@@ -99,7 +96,13 @@ def check_good(answers: Sequence[OcspAnswer]) -> None:
 
 def check_current(answers: Sequence[OcspAnswer], now: datetime) -> datetime:
     """Return when the first answer ends, of at least one; EvidenceError ``collateral_stale`` if one is not current."""
-    return min(_window(answer, now) for answer in answers)
+    ends = []
+    for answer in answers:
+        if answer.next_update is None or not answer.this_update <= now < answer.next_update:
+            _refuse(Refusal.COLLATERAL_STALE, answer, "is not current")
+        signer = answer.responder or answer.issuer
+        ends += [answer.next_update, check_certificate_windows((signer,), now, "OCSP responder")]
+    return min(ends)
 
 
 def check_coverage(answers: Sequence[OcspAnswer], chain: Sequence[x509.Certificate], now: datetime) -> datetime:
@@ -116,18 +119,13 @@ def check_coverage(answers: Sequence[OcspAnswer], chain: Sequence[x509.Certifica
 
 
 # Of several answers of one time the worst counts.
-_SEVERITY: Final = {
-    ocsp.OCSPCertStatus.GOOD: 0,
-    ocsp.OCSPCertStatus.UNKNOWN: 1,
-    ocsp.OCSPCertStatus.REVOKED: 2,
-}
+_SEVERITY: Final = (ocsp.OCSPCertStatus.GOOD, ocsp.OCSPCertStatus.UNKNOWN, ocsp.OCSPCertStatus.REVOKED)
 
 
 def _precedence(answer: OcspAnswer) -> tuple[bool, datetime, int, bool, float]:
     """Return a sort key: the answer with the highest counts. Its last two parts fix the order of equal answers."""
-    unsound = answer.responder is None or not _may_answer(answer.responder, answer.issuer)
     ends = answer.next_update.timestamp() if answer.next_update else 0.0
-    return answer.is_final, answer.this_update, _SEVERITY[answer.status], unsound, -ends
+    return answer.is_final, answer.this_update, _SEVERITY.index(answer.status), not answer.is_authorised, -ends
 
 
 def _read(der: bytes, chain: Sequence[x509.Certificate]) -> list[OcspAnswer]:
@@ -138,44 +136,27 @@ def _read(der: bytes, chain: Sequence[x509.Certificate]) -> list[OcspAnswer]:
         if response.response_status is not ocsp.OCSPResponseStatus.SUCCESSFUL:
             raise ValueError("not an answer")
         certificates = tuple(read_root(each.public_bytes(Encoding.DER)) for each in response.certificates)
-        return [answer for single in response.responses for answer in _about(response, single, certificates, chain)]
+        return [
+            OcspAnswer(
+                certificate=certificate,
+                issuer=issuer,
+                responder=next((each for each in (*certificates, issuer) if _signed(each, response)), None),
+                status=single.certificate_status,
+                this_update=single.this_update_utc,
+                next_update=single.next_update_utc,
+                reason=single.revocation_reason,
+            )
+            for single in response.responses
+            for certificate, issuer in pairwise(chain[1:])
+            if single.serial_number == certificate.serial_number and _names_issuer(single, certificate, issuer)
+        ]
     except (ValueError, TypeError, UnsupportedAlgorithm, x509.DuplicateExtension):
         return []
 
 
-def _about(
-    response: ocsp.OCSPResponse,
-    single: ocsp.OCSPSingleResponse,
-    certificates: tuple[x509.Certificate, ...],
-    chain: Sequence[x509.Certificate],
-) -> list[OcspAnswer]:
-    return [
-        OcspAnswer(
-            certificate=certificate,
-            issuer=issuer,
-            responder=next((each for each in (*certificates, issuer) if _signed(each, response)), None),
-            status=single.certificate_status,
-            this_update=single.this_update_utc,
-            next_update=single.next_update_utc,
-            reason=single.revocation_reason,
-        )
-        for certificate, issuer in pairwise(chain[1:])
-        if single.serial_number == certificate.serial_number and _names_issuer(single, issuer)
-    ]
-
-
-def _names_issuer(single: ocsp.OCSPSingleResponse, issuer: x509.Certificate) -> bool:
-    name = hashlib.new(single.hash_algorithm.name, issuer.subject.public_bytes()).digest()
-    key = hashlib.new(single.hash_algorithm.name, _key_bits(issuer)).digest()
-    return (single.issuer_name_hash, single.issuer_key_hash) == (name, key)
-
-
-def _key_bits(certificate: x509.Certificate) -> bytes:
-    """Return the content of the public key's BIT STRING, which RFC 6960 hashes."""
-    key = public_key(certificate)
-    if isinstance(key, EllipticCurvePublicKey):
-        return key.public_bytes(Encoding.X962, PublicFormat.UncompressedPoint)
-    return key.public_bytes(Encoding.DER, PublicFormat.PKCS1)
+def _names_issuer(single: ocsp.OCSPSingleResponse, certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
+    asked = ocsp.OCSPRequestBuilder().add_certificate(certificate, issuer, single.hash_algorithm).build()
+    return (single.issuer_name_hash, single.issuer_key_hash) == (asked.issuer_name_hash, asked.issuer_key_hash)
 
 
 def _signed(responder: x509.Certificate, response: ocsp.OCSPResponse) -> bool:
@@ -197,14 +178,6 @@ def _may_answer(responder: x509.Certificate, issuer: x509.Certificate) -> bool:
     except x509.ExtensionNotFound:
         return False
     return ExtendedKeyUsageOID.OCSP_SIGNING in usage and is_issued_by(responder, issuer)
-
-
-def _window(answer: OcspAnswer, now: datetime) -> datetime:
-    if answer.next_update is None or not answer.this_update <= now < answer.next_update:
-        _refuse(Refusal.COLLATERAL_STALE, answer, "is not current")
-    return min(
-        answer.next_update, check_certificate_windows((answer.responder or answer.issuer,), now, "OCSP responder")
-    )
 
 
 def _refuse(code: Refusal, answer: OcspAnswer, what: str) -> NoReturn:

@@ -81,16 +81,6 @@ def parse_gpu_report(data: bytes) -> GpuReport:
     if len(data) > MAX_REPORT_BYTES:
         refuse(Refusal.EVIDENCE_MALFORMED, f"a GPU report of {len(data)} bytes is larger than {MAX_REPORT_BYTES}")
     reader = ByteReader(data, "GPU report")
-    version, nonce = _read_request(reader)
-    measurements, opaque = _read_response(reader, version)
-    signed = data[: reader.position]
-    signature = reader.take(SIGNATURE_BYTES)
-    if any(reader.rest()):
-        refuse(Refusal.EVIDENCE_MALFORMED, "bytes other than zero follow the GPU report")
-    return GpuReport(signed, nonce, measurements, opaque, signature)
-
-
-def _read_request(reader: ByteReader) -> tuple[int, bytes]:
     version, code, attributes, operation = reader.take(4)
     if version not in _VERSIONS or code != _GET_MEASUREMENTS:
         refuse(Refusal.EVIDENCE_MALFORMED, f"message {code:#x} of SPDM {version:#x} is not a measurement request")
@@ -98,17 +88,18 @@ def _read_request(reader: ByteReader) -> tuple[int, bytes]:
         refuse(Refusal.EVIDENCE_MALFORMED, "the request does not ask for all measurements and a signature")
     nonce = reader.take(NONCE_BYTES)
     reader.take(1)  # the slot of the certificate chain, which the report's signature covers
-    return version, nonce
-
-
-def _read_response(reader: ByteReader, version: int) -> tuple[dict[int, bytes], dict[int, bytes]]:
     found, code, *_ = reader.take(4)
     if found != version or code != _MEASUREMENTS:
         refuse(Refusal.EVIDENCE_MALFORMED, f"message {code:#x} of SPDM {found:#x} is not the answer to the request")
     count = reader.integer(1)
     measurements = _read_measurements(reader.take(reader.integer(3)), count)
     reader.take(NONCE_BYTES)  # the device's own
-    return measurements, _read_opaque(reader.take(reader.integer(2)))
+    opaque = _read_opaque(reader.take(reader.integer(2)))
+    signed = data[: reader.position]
+    signature = reader.take(SIGNATURE_BYTES)
+    if any(reader.rest()):
+        refuse(Refusal.EVIDENCE_MALFORMED, "bytes other than zero follow the GPU report")
+    return GpuReport(signed, nonce, measurements, opaque, signature)
 
 
 def _read_measurements(record: bytes, count: int) -> dict[int, bytes]:

@@ -21,7 +21,7 @@ from signxml.exceptions import SignXMLException
 from signxml.verifier import SignatureConfiguration, XMLVerifier
 
 from raycloak.attestation.core.evidence import Refusal, refuse
-from raycloak.attestation.trust.certificates import check_certificate_windows, check_links, key_id, read_root
+from raycloak.attestation.trust.certificates import check_links, key_id, read_root
 from raycloak.metrics.errors import EvidenceError
 
 # Bounds the work of the XML parser, which runs before any signature is verified.
@@ -117,15 +117,6 @@ def _read_certificates(root: Any) -> tuple[x509.Certificate, ...]:
         return ()
 
 
-def check_rim_windows(rim: Rim, now: datetime, what: str) -> datetime | None:
-    """Return when the first of the manifest's certificates ends; None if no certificate can be read.
-
-    Raises:
-        EvidenceError: ``collateral_stale`` if ``now`` is outside the validity of one of them.
-    """
-    return check_certificate_windows(rim.certificates, now, what) if rim.certificates else None
-
-
 def verify_rim(rim: Rim, roots: Collection[bytes], now: datetime, what: str) -> GoldenValues:
     """Return the values that a certificate under one of ``roots`` signed.
 
@@ -135,7 +126,14 @@ def verify_rim(rim: Rim, roots: Collection[bytes], now: datetime, what: str) -> 
     Raises:
         EvidenceError: ``gpu_state``.
     """
-    _check_chain(rim, roots, what)
+    if not rim.certificates:
+        refuse(Refusal.GPU_STATE, f"the {what} manifest names no readable signer")
+    try:
+        check_links(rim.certificates, what)
+    except EvidenceError as error:
+        refuse(Refusal.GPU_STATE, error.message)
+    if key_id(rim.certificates[-1]) not in roots:
+        refuse(Refusal.GPU_STATE, f"the {what} manifest is not signed under the vendor's RIM root")
     signatures = list(rim.root.iter(_SIGNATURE))
     # A signature deeper in the tree would cover only a part of the manifest.
     if len(signatures) != 1 or signatures[0].getparent() is not rim.root:
@@ -158,17 +156,6 @@ def verify_rim(rim: Rim, roots: Collection[bytes], now: datetime, what: str) -> 
     return _golden_values(signed, what)
 
 
-def _check_chain(rim: Rim, roots: Collection[bytes], what: str) -> None:
-    if not rim.certificates:
-        refuse(Refusal.GPU_STATE, f"the {what} manifest names no readable signer")
-    try:
-        check_links(rim.certificates, what)
-    except EvidenceError as error:
-        refuse(Refusal.GPU_STATE, error.message)
-    if key_id(rim.certificates[-1]) not in roots:
-        refuse(Refusal.GPU_STATE, f"the {what} manifest is not signed under the vendor's RIM root")
-
-
 def _version_and_product(identity: Any) -> tuple[str, str]:
     meta = identity.find(SWID + "Meta")
     return ("", "") if meta is None else (meta.get("colloquialVersion", ""), meta.get("product", ""))
@@ -180,7 +167,16 @@ def _golden_values(identity: Any, what: str) -> GoldenValues:
     for resource in identity.findall(f"{SWID}Payload/{SWID}Resource"):
         if resource.get("type") != "Measurement":
             continue
-        index, active, alternatives = _read_resource(resource, what)
+        try:
+            index, count, size = (int(resource.get(name, "")) for name in ("index", "alternatives", "size"))
+            active = {"true": True, "false": False}[resource.get("active", "").lower()]
+            if not (0 <= index <= _MAX_INDEX and 1 <= count <= _MAX_INDEX):
+                raise ValueError("index or number of alternatives out of range")
+            alternatives = tuple(bytes.fromhex(resource.get(f"{HASH}Hash{i}", "?")) for i in range(count))
+            if any(len(value) != size or not value for value in alternatives):
+                raise ValueError("a value of another size than stated")
+        except (LookupError, ValueError):
+            refuse(Refusal.GPU_STATE, f"the {what} manifest has a measurement that cannot be read")
         if index in seen:
             refuse(Refusal.GPU_STATE, f"the {what} manifest has index {index} twice")
         seen.add(index)
@@ -190,17 +186,3 @@ def _golden_values(identity: Any, what: str) -> GoldenValues:
         refuse(Refusal.GPU_STATE, f"the {what} manifest has no active measurement")
     version, product = _version_and_product(identity)
     return GoldenValues(version, product, values)
-
-
-def _read_resource(resource: Any, what: str) -> tuple[int, bool, tuple[bytes, ...]]:
-    try:
-        index, count, size = (int(resource.get(name, "")) for name in ("index", "alternatives", "size"))
-        active = {"true": True, "false": False}[resource.get("active", "").lower()]
-        if not (0 <= index <= _MAX_INDEX and 1 <= count <= _MAX_INDEX):
-            raise ValueError("index or number of alternatives out of range")
-        alternatives = tuple(bytes.fromhex(resource.get(f"{HASH}Hash{i}", "?")) for i in range(count))
-        if any(len(value) != size or not value for value in alternatives):
-            raise ValueError("a value of another size than stated")
-    except (LookupError, ValueError):
-        refuse(Refusal.GPU_STATE, f"the {what} manifest has a measurement that cannot be read")
-    return index, active, alternatives

@@ -6,27 +6,20 @@ one refusal code, in the order of the design. Not checked here: whether the GPU 
 """
 
 import hashlib
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
 
 from cryptography import x509
+from cryptography.x509.oid import ObjectIdentifier
 
 from raycloak.attestation.core.evidence import EvidenceClass, Refusal, refuse, require_class
-from raycloak.attestation.gpu.ocsp import (
-    OcspAnswer,
-    check_coverage,
-    check_current,
-    check_good,
-    check_responders,
-    check_signatures,
-    find_answers,
-)
-from raycloak.attestation.gpu.report import GpuReport, parse_gpu_report
-from raycloak.attestation.gpu.rim import Rim, check_rim_windows, read_rim, verify_rim
+from raycloak.attestation.gpu.ocsp import check_answers, check_coverage, check_current, find_answers
+from raycloak.attestation.gpu.report import GpuReport, Opaque, parse_gpu_report
+from raycloak.attestation.gpu.rim import GoldenValues, Rim, read_rim, verify_rim
 from raycloak.attestation.gpu.rules import GpuRules
-from raycloak.attestation.gpu.state import check_device, check_firmware_identity, check_mode, check_references
 from raycloak.attestation.trust.certificates import (
     check_certificate_windows,
     check_links,
@@ -41,6 +34,15 @@ from raycloak.attestation.trust.roots import Anchor, anchor_of
 
 CHAIN_LENGTH: Final = 5  # firmware, boot ROM, provisioner, family, device root
 _FIRMWARE_LEAF: Final = "FMC LF"
+# A firmware id is a SHA-384.
+_FWID_BYTES: Final = 48
+_FWID_OIDS: Final = (ObjectIdentifier("2.23.133.5.4.1"), ObjectIdentifier("2.23.133.5.4.1.1"))  # Hopper, Blackwell
+_SHA384_DIGEST: Final = bytes.fromhex("06096086480165030402020430")
+"""DER of SHA-384's object identifier, then tag and length of the 48-byte digest that follows it."""
+
+_CHIP: Final = re.compile(r"(G[A-Z])[0-9]\w*( |$)")
+_MODES: Final[Mapping[int, str]] = {0: "single GPU", 1: "multi GPU", 2: "protected PCIe"}
+_PPCIE_MODE, _PPCIE_ON = 2, 0xAA
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,30 +76,10 @@ class GpuClaims:
     report_data: bytes
     hwmodel: str
     dbgstat: str
-    driver_version: str
-    vbios_version: str
     mode: str
     uncovered: tuple[int, ...]
     expires_at: int
     steps: tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Rims:
-    driver: Rim | None
-    vbios: Rim | None
-
-    def windows(self, now: datetime) -> list[datetime]:
-        """Return when the certificates of each manifest end, as far as they can be read."""
-        named = ((self.driver, "driver manifest"), (self.vbios, "VBIOS manifest"))
-        ends = [check_rim_windows(rim, now, what) for rim, what in named if rim is not None]
-        return [end for end in ends if end is not None]
-
-    def signer_answers(self, ocsp: Sequence[bytes]) -> tuple[OcspAnswer, ...]:
-        """Return the OCSP answers about the manifests' signers, roots excepted. Most signers have none."""
-        chains = [rim.certificates for rim in (self.driver, self.vbios) if rim is not None and rim.certificates]
-        # `find_answers` skips the first of a chain: for a device it is firmware, about which no answers exist.
-        return tuple(answer for chain in chains for answer in find_answers(ocsp, (chain[0], *chain)))
 
 
 def verify_gpu(
@@ -129,18 +111,24 @@ def verify_gpu(
     """
     instant = datetime.fromtimestamp(now, UTC)
     parsed = parse_gpu_report(report)
-    manifests = _Rims(*(read_rim(each, what) if each is not None else None for each, what in _named(rims)))
+    given = {"driver": rims.driver, "VBIOS": rims.vbios}
+    manifests = {what: read_rim(data, what) for what, data in given.items() if data is not None}
     certificates = _read_chain(chain)
-    anchor = _select_anchor(certificates, anchors)
-    require_class(anchor.evidence_class, accepted)
-    _check_chain(certificates)
+    anchor = _select_anchor(certificates, anchors, accepted)
     answers = find_answers(ocsp, certificates)
-    of_signers = manifests.signer_answers(ocsp)
-    # The order of these checks decides the code of a refusal.
-    _check_signatures(parsed, certificates[0], (*answers, *of_signers))
-    check_responders((*answers, *of_signers))
-    check_good((*answers, *of_signers))
-    ends = [check_certificate_windows(certificates, instant, "device"), *manifests.windows(instant)]
+    # The manifests' signers, roots excepted. Most have no answer. `find_answers` skips the first of a chain: a device's
+    # is its firmware, about which no answers exist.
+    signers = [rim.certificates for rim in manifests.values() if rim.certificates]
+    of_signers = tuple(answer for signer in signers for answer in find_answers(ocsp, (signer[0], *signer)))
+    if not signed_by(certificates[0], parsed.signature, parsed.signed):
+        refuse(Refusal.EVIDENCE_TAMPERED, "the signature over the GPU's report does not hold")
+    check_answers((*answers, *of_signers))
+    ends = [check_certificate_windows(certificates, instant, "device")]
+    ends += [
+        check_certificate_windows(rim.certificates, instant, f"{what} manifest")
+        for what, rim in manifests.items()
+        if rim.certificates
+    ]
     # Present answers are always judged, even where the rules require none.
     if ocsp or rules.require_ocsp:
         ends.append(check_coverage(answers, certificates, instant))
@@ -158,10 +146,6 @@ def verify_gpu(
     return _claims(parsed, certificates, anchor, mode, compared, len(answers), int(min(ends).timestamp()))
 
 
-def _named(rims: GpuReferences) -> tuple[tuple[bytes | None, str], ...]:
-    return (rims.driver, "driver"), (rims.vbios, "VBIOS")
-
-
 def _read_chain(chain: Sequence[bytes]) -> tuple[x509.Certificate, ...]:
     # Nothing signs text around the blocks, so it would give one chain several encodings.
     if any(is_pem(data) and not has_only_blocks(data.rstrip(b"\0")) for data in chain):
@@ -176,50 +160,111 @@ def _read_chain(chain: Sequence[bytes]) -> tuple[x509.Certificate, ...]:
     return certificates
 
 
-def _select_anchor(chain: Sequence[x509.Certificate], anchors: Sequence[Anchor]) -> Anchor:
-    """Find the anchor of a chain. A consistent chain to a foreign root is unknown, any other chain is broken."""
+def _select_anchor(
+    chain: Sequence[x509.Certificate], anchors: Sequence[Anchor], accepted: Collection[EvidenceClass]
+) -> Anchor:
+    """Return the anchor of a whole chain, of an accepted class.
+
+    A consistent chain to a foreign root is unknown, any other chain is broken.
+    """
     anchor = anchor_of(anchors, "nvidia_gpu", chain[-1])
     if anchor is None:
         check_links(chain, "device")
         refuse(Refusal.ROOT_UNKNOWN, f"'{common_name(chain[-1])}' is not a root that the policy trusts for GPUs")
-    return anchor
-
-
-def _check_chain(chain: Sequence[x509.Certificate]) -> None:
+    require_class(anchor.evidence_class, accepted)
     if len(chain) != CHAIN_LENGTH:
         refuse(Refusal.CHAIN_BROKEN, f"a GPU presents {CHAIN_LENGTH} certificates, not {len(chain)}")
     check_links(chain, "device")
     if not common_name(chain[0]).endswith(_FIRMWARE_LEAF):
         refuse(Refusal.CHAIN_BROKEN, f"'{common_name(chain[0])}' is not the certificate of a device's firmware")
+    return anchor
 
 
-def _check_signatures(report: GpuReport, leaf: x509.Certificate, answers: Sequence[OcspAnswer]) -> None:
-    if not signed_by(leaf, report.signature, report.signed):
-        refuse(Refusal.EVIDENCE_TAMPERED, "the signature over the GPU's report does not hold")
-    check_signatures(answers)
+def chip_family(name: str) -> str:
+    """Return the family of a chip's name, such as ``GH`` for ``GH100``; empty for names of other devices."""
+    found = _CHIP.match(name)
+    return found[1] if found else ""
 
 
 def _check_state(
     report: GpuReport,
     chain: Sequence[x509.Certificate],
-    rims: _Rims,
+    rims: Mapping[str, Rim],
     rim_roots: Collection[bytes],
     rules: GpuRules,
     now: datetime,
 ) -> tuple[str, tuple[int, ...]]:
-    """Judge the GPU's state; return its mode in words, and the measurements that were compared."""
-    leaf, boot_rom, *_ = chain
-    family = check_device(leaf, boot_rom, rules)
-    check_firmware_identity(leaf, report)
-    mode = check_mode(report, rules)
-    for rim, what in ((rims.driver, "driver"), (rims.vbios, "VBIOS")):
-        if rim is None and rules.require_rim:
+    """Judge the GPU's state; return its mode in words, and the measurements that were compared.
+
+    Raises:
+        EvidenceError: ``gpu_state``: for another kind of device, such as a switch, a model that is not accepted, other
+            firmware, a mode that the rules do not allow, or other measurements than its manifests have.
+    """
+    name, family = common_name(chain[0]), chip_family(common_name(chain[0]))
+    if not family:
+        refuse(Refusal.GPU_STATE, f"'{name}' is not the firmware certificate of a GPU")
+    # The device itself issues the leaf. NVIDIA issues the certificate of its boot ROM, and so vouches for that name.
+    model = common_name(chain[1]).partition(" ")[0]
+    if rules.models is not None and model not in rules.models:
+        refuse(Refusal.GPU_STATE, f"the policy does not accept a GPU whose boot ROM is of '{model}'")
+    certified, reported = _certified_fwid(chain[0]), report.opaque.get(Opaque.FWID)
+    if certified is not None and reported is None:
+        refuse(Refusal.GPU_STATE, "the GPU's certificate names its firmware, and the report does not")
+    if certified is not None and certified != reported:
+        refuse(Refusal.GPU_STATE, "the GPU's certificate is for other firmware than the report")
+    mode = _mode_of(report, rules)
+    for what in ("driver", "VBIOS"):
+        if what not in rims and rules.require_rim:
             refuse(Refusal.GPU_STATE, f"there are no reference values for the GPU's {what}")
-    driver, vbios = (
-        verify_rim(rim, rim_roots, now, what) if rim is not None else None
-        for rim, what in ((rims.driver, "driver"), (rims.vbios, "VBIOS"))
-    )
-    return mode, check_references(report, family, driver, vbios)
+    golden = {what: verify_rim(rim, rim_roots, now, what) for what, rim in rims.items()}
+    return mode, _compared(report, family, golden)
+
+
+def _certified_fwid(leaf: x509.Certificate) -> bytes | None:
+    """Find the firmware id. Hopper's extension ends with it; Blackwell's lists several, its own first, and more."""
+    for extension in leaf.extensions:
+        if extension.oid in _FWID_OIDS and isinstance(extension.value, x509.UnrecognizedExtension):
+            _, found, rest = extension.value.value.partition(_SHA384_DIGEST)
+            return rest[:_FWID_BYTES] if found else extension.value.value[-_FWID_BYTES:]
+    return None
+
+
+def _mode_of(report: GpuReport, rules: GpuRules) -> str:
+    """Return the mode in words. Refuse an unknown mode, and protected PCIe or no mode unless the rules allow it."""
+    flag = report.opaque.get(Opaque.FEATURE_FLAG)
+    # A field without bytes states nothing, although it would read as zero, the mode of a single GPU.
+    mode = int.from_bytes(flag, "little") if flag else None
+    protected = mode == _PPCIE_MODE or report.opaque.get(Opaque.PROTECTED_PCIE_STATUS) == bytes((_PPCIE_ON,))
+    if mode is not None and mode not in _MODES:
+        refuse(Refusal.GPU_STATE, f"the GPU runs in a mode that is not known ({mode})")
+    if protected and not rules.allow_ppcie:
+        refuse(Refusal.GPU_STATE, "the GPU runs in protected-PCIe mode, not in confidential-computing mode")
+    if protected:
+        return _MODES[_PPCIE_MODE]
+    if mode is None and not rules.allow_unstated_mode:
+        refuse(Refusal.GPU_STATE, "the GPU does not state its mode, so nothing says that it is confidential computing")
+    return "not stated" if mode is None else _MODES[mode]
+
+
+def _compared(report: GpuReport, family: str, golden: Mapping[str, GoldenValues]) -> tuple[int, ...]:
+    """Compare the report with the given reference values; return the measurements, from 1, that were compared."""
+    versions = {"driver": report.driver_version, "VBIOS": report.vbios_version}
+    values: dict[int, tuple[bytes, ...]] = {}
+    for what, described in golden.items():
+        version = versions[what]
+        if not version or described.version.casefold() != version.casefold():
+            told = f"{described.version!r}, the GPU runs {version!r}"
+            refuse(Refusal.GPU_STATE, f"the {what} manifest is for version {told}")
+        if chip_family(described.product) not in ("", family):
+            refuse(Refusal.GPU_STATE, f"the {what} manifest is for {described.product!r}, which the GPU is not")
+        if both := values.keys() & described.values.keys():
+            refuse(Refusal.GPU_STATE, f"driver and VBIOS manifest both claim measurement {min(both)}")
+        values.update(described.values)
+    # Reference values count from 0, and a report from 1.
+    differing = [index for index, accepted in values.items() if report.measurements.get(index + 1) not in accepted]
+    if differing:
+        refuse(Refusal.GPU_STATE, f"measurements {differing} of the GPU differ from its manifests")
+    return tuple(sorted(index + 1 for index in values))
 
 
 def _claims(
@@ -233,6 +278,9 @@ def _claims(
 ) -> GpuClaims:
     uncovered = tuple(sorted(report.measurements.keys() - set(compared)))
     values = b"".join(report.measurements[index] for index in sorted(report.measurements))
+    covered = f"{len(compared)} equal their reference values" if compared else "not compared"
+    if compared and uncovered:
+        covered += f"; in no reference manifest: {', '.join(map(str, uncovered))}"
     steps = (
         ("parse", f"{len(report.measurements)} measurements"),
         ("root", anchor.evidence_class.value),
@@ -241,7 +289,7 @@ def _claims(
         ("collateral", f"until {expires_at}"),
         ("nonce", report.nonce.hex()),
         ("mode", mode),
-        ("measurements", _covered(compared, uncovered)),
+        ("measurements", covered),
     )
     return GpuClaims(
         evidence_class=anchor.evidence_class,
@@ -251,16 +299,7 @@ def _claims(
         hwmodel=common_name(chain[1]),
         dbgstat="disabled" if compared else "",
         uncovered=uncovered,
-        driver_version=report.driver_version,
-        vbios_version=report.vbios_version,
         mode=mode,
         expires_at=expires_at,
         steps=steps,
     )
-
-
-def _covered(compared: tuple[int, ...], uncovered: tuple[int, ...]) -> str:
-    if not compared:
-        return "not compared"
-    rest = f"; in no reference manifest: {', '.join(map(str, uncovered))}" if uncovered else ""
-    return f"{len(compared)} equal their reference values{rest}"

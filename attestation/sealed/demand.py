@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.attestation.core.counted_noise import NoiseTerms, counted_noise
@@ -100,36 +100,17 @@ class SealedDemand(Message):
             )
 
 
-class _StatedMechanism(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
-
-    private: bool
-    noise_multiplier: float
-    virtual_workers: int
-    honest_share: float
-    sigma: float
-    gamma_log2: int
-    max_grad_norm: float
-    dimension: int
+class _StatedMeasurement(BaseModel, frozen=True, strict=True):
+    mechanism: NoiseTerms
 
 
-class _StatedMeasurement(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True)
-
-    mechanism: _StatedMechanism
-
-
-class _StatedComputation(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True)
-
-    mechanism: _StatedMechanism
+class _StatedComputation(BaseModel, frozen=True, strict=True):
+    mechanism: NoiseTerms
     measurements: tuple[_StatedMeasurement, ...]
 
 
-class _StatedManifest(BaseModel):
+class _StatedManifest(BaseModel, frozen=True, strict=True, val_json_bytes="hex"):
     # Fields of the manifest that no demand is made of are left unread.
-    model_config = ConfigDict(frozen=True, strict=True, val_json_bytes="hex")
-
     ledger_key: bytes
     account: str
     computation: _StatedComputation

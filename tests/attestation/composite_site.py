@@ -6,7 +6,7 @@ from typing import Any
 from raycloak.attestation.appraisal.appraisal import Appraisal
 from raycloak.attestation.core.evidence import CollateralBundle, EvidenceClass, Presentation
 from raycloak.attestation.core.messages import seal
-from raycloak.attestation.core.report_data import report_data
+from raycloak.attestation.core.report_data import expected_report_data
 from raycloak.attestation.gpu.gpu_set import gpu_nonce
 from raycloak.attestation.gpu.rules import GpuRules
 from raycloak.attestation.policy.policy import Policy
@@ -41,8 +41,9 @@ class Site:
 
     def presentation(self, variant: ReportVariant = GENUINE_REPORT, **changes: Any) -> Presentation:
         fields = self.member.fields(**({"gpu_evidence": self.gpu_evidence()} | changes))
-        quote = self.machine.report(report_data(**fields), MEASUREMENT, variant)
-        return Presentation(**fields, quote=quote, quote_family="sev_snp", certificates=self.machine.certificates)
+        presented = Presentation(**fields, quote=b"", quote_family="sev_snp", certificates=self.machine.certificates)
+        quote = self.machine.report(expected_report_data(presented), MEASUREMENT, variant)
+        return presented.model_copy(update={"quote": quote})
 
     def appraise(self, presentation: Presentation, **changes: Any) -> Appraisal:
         envelope = seal(presentation, self.member.identity)

@@ -13,7 +13,7 @@ from raycloak.attestation.core.evidence import CollateralBundle, Presentation, R
 from raycloak.attestation.core.hpke import HpkeKey
 from raycloak.attestation.core.keys import AgreementKey, IdentityKey
 from raycloak.attestation.core.messages import Envelope, seal
-from raycloak.attestation.core.report_data import report_data
+from raycloak.attestation.core.report_data import expected_report_data
 from raycloak.attestation.keys.release import KeyContract
 from raycloak.attestation.policy.policy import Policy, simulated_policy
 from raycloak.attestation.simulators.tdx_platform import GENUINE, QuoteVariant, SimulatedPlatform
@@ -84,9 +84,9 @@ class Member:
 
     def presentation(self, variant: QuoteVariant = GENUINE, **changes: Any) -> Presentation:
         """Return honest evidence for :meth:`fields` with ``changes``."""
-        fields = self.fields(**changes)
-        quote = self.platform.quote(report_data(**fields), MEASUREMENT, variant)
-        return Presentation(**fields, quote=quote)
+        presented = Presentation(**self.fields(**changes), quote=b"")
+        quote = self.platform.quote(expected_report_data(presented), MEASUREMENT, variant)
+        return presented.model_copy(update={"quote": quote})
 
     def envelope(self, variant: QuoteVariant = GENUINE, **changes: Any) -> Envelope:
         return seal(self.presentation(variant, **changes), self.identity)

@@ -14,6 +14,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from raycloak.attestation.core.counted_noise import NoiseTerms
 from raycloak.attestation.core.messages import Message
 from raycloak.attestation.core.roster import Query
 from raycloak.metrics.errors import ProtocolError
@@ -34,7 +35,7 @@ AccountantName = Literal["rdp", "pld"]
 _SHARED = ("num_examples", "virtual_workers", "honest_share", "accountant", "max_participations")
 
 
-class Mechanism(Message):
+class Mechanism(NoiseTerms, Message):
     """A Gaussian sum query over sampled or sent examples, repeated ``steps`` times, in an integer ring.
 
     Guarantee: every number is within the bounds that its proof needs, and a private mechanism has the noise that it
@@ -70,22 +71,14 @@ class Mechanism(Message):
     DOMAIN: ClassVar[str] = "raycloak/mechanism/v1"
 
     query: Query = "gradient"
-    private: bool
     unit: Literal["example"] = "example"
     adjacency: Literal["zero_out"] = "zero_out"
     num_examples: int
-    virtual_workers: int
     sample_rate: float
     steps: int
-    max_grad_norm: float
-    noise_multiplier: float
-    honest_share: float
     expected_batch_size: float
-    dimension: int
     ring_bits: Literal[32, 64]
-    gamma_log2: int
     clamp: float
-    sigma: float
     micro_batch_size: int
     micro_batches: int
     overflow_probability: float

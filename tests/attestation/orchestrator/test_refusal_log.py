@@ -136,17 +136,17 @@ def test_a_stranger_cannot_grow_the_log_for_ever_by_any_call(site, tmp_path):
     ends = {"server_certificate": site.desk.end.certificate, "client_certificate": certificate_digest(own.certificate)}
     binding = ChannelBinding(presentation=digest(relayed.body), **ends)
     signature = attester.identity.sign(binding.signed_bytes())
-    before = len(site.desk.log)
+    before = len(site.run.books.log)
     for _ in range(3 * BURST):
         assert code_of(site.desk.grant_keys, stranger, "worker-0", 0, ()) == "release_denied"
         assert code_of(site.desk.attest, stranger, relayed, bytes(64)) == "peer_not_bound"
         assert code_of(site.desk.attest, own, relayed, signature) == "nonce_replayed"
-    assert len(site.desk.log) == before + BURST
+    assert len(site.run.books.log) == before + BURST
 
     file = tmp_path / "log.jsonl"
     site.run.export_log(str(file))
     assert len(read_exported_log(file, site.log_owner).entries) == before + BURST + 1
-    *_, newest = site.desk.log.entries()
+    *_, newest = site.run.books.log.entries()
     assert newest.kind == "refusals_omitted"
     assert newest.content == {"count": 32, "codes": {"release_denied": 10, "peer_not_bound": 11, "nonce_replayed": 11}}
 
@@ -157,7 +157,7 @@ def test_evidence_that_cannot_be_opened_is_refused_in_the_log_too(site):
     genuine = attester.present(site.begun.admission.challenge("worker-0", "worker"), MANIFEST, ANSWER)
     for envelope in (Envelope(body=b"{}", signature=bytes(64)), Envelope(body=genuine.body, signature=bytes(64))):
         code = code_of(site.desk.attest, stranger, envelope, bytes(64))
-        *_, newest = site.desk.log.entries()
+        *_, newest = site.run.books.log.entries()
         assert (newest.kind, newest.content) == ("refused", {"member_id": "", "code": code})
 
 
@@ -171,5 +171,5 @@ def test_after_a_flood_members_are_admitted_served_and_their_refusals_logged(sit
     site.desk.grant_keys(member, "worker-0", 0, ())
     assert code_of(site.desk.grant_keys, member, "worker-0", 0, (1,)) == "release_denied"
     assert code_of(site.desk.grant_keys, member, "worker-0", 1, ()) == "release_denied"
-    kinds = [entry.kind for entry in site.desk.log.entries()][1 + BURST :]
+    kinds = [entry.kind for entry in site.run.books.log.entries()][1 + BURST :]
     assert kinds == ["admitted", "released", "refusals_omitted", "release_refused", "release_refused"]
