@@ -23,7 +23,7 @@ from raycloak.attestation.core.evidence import CollateralBundle
 from raycloak.attestation.core.keys import IdentityKey, Purpose, Secret, derive
 from raycloak.attestation.core.messages import Envelope, parse, seal
 from raycloak.attestation.core.roster import Member, Roster
-from raycloak.attestation.keys.release import VirtualWorkerKeys, virtual_worker_keys
+from raycloak.attestation.keys.release import RunKeys, VirtualWorkerKeys
 from raycloak.attestation.keys.run_secret import run_id_of
 from raycloak.attestation.log.evidence_log import read_exported_log
 from raycloak.attestation.orchestrator.commits import StepCommit
@@ -143,7 +143,7 @@ def orchestrator_key(secret: str = SECRET) -> IdentityKey:
 def keys_of(key_context: bytes, v: int, epoch: int = 0, secret: str = SECRET) -> VirtualWorkerKeys:
     """Derive a virtual worker's keys from the run secret."""
     own = Secret(bytes.fromhex(secret))
-    return virtual_worker_keys(own, run_id_of(own), key_context, v, epoch)
+    return RunKeys(own, run_id_of(own)).of(key_context, v, epoch)
 
 
 def computer(

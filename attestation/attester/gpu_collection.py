@@ -70,20 +70,14 @@ class GpuCollector:
                 "gpu_unavailable", f"there is no NVIDIA driver to ask for GPU evidence: {error}.", _DRIVER_REMEDY
             ) from None
         try:
-            return self._collect(nonce)
+            state = confidential_state(self._nvml)
+            if state not in ("on", "ppcie"):
+                found = {None: "cannot be asked for its mode", "off": "is not in confidential-computing mode"}
+                what = found.get(state, f"is in mode '{state}', which protects nothing")
+                raise EvidenceError("gpu_unavailable", f"the machine's NVIDIA driver {what}.", _MODE_REMEDY)
+            return tuple(self._evidence(index, nonce) for index in self._indices())
         finally:
             self._nvml.nvmlShutdown()
-
-    def _collect(self, nonce: bytes) -> tuple[bytes, ...]:
-        self._check_mode()
-        return tuple(self._evidence(index, nonce) for index in self._indices())
-
-    def _check_mode(self) -> None:
-        state = confidential_state(self._nvml)
-        if state not in ("on", "ppcie"):
-            found = {None: "cannot be asked for its mode", "off": "is not in confidential-computing mode"}
-            what = found.get(state, f"is in mode '{state}', which protects nothing")
-            raise EvidenceError("gpu_unavailable", f"the machine's NVIDIA driver {what}.", _MODE_REMEDY)
 
     def _indices(self) -> Sequence[int]:
         try:
@@ -107,20 +101,16 @@ class GpuCollector:
         except pynvml.NVMLError as error:
             raise EvidenceError("gpu_unavailable", f"GPU {index} gives no evidence: {error}.", _MODE_REMEDY) from None
         pem = bytes(certificate.attestationCertChain[: certificate.attestationCertChainSize])
-        chain = _leaf_first(pem.rstrip(b"\0"), index)
+        try:
+            certificates = list(read_certificates(pem.rstrip(b"\0")))
+        except ValueError:
+            certificates = []
+        if len(certificates) != CHAIN_LENGTH:
+            raise EvidenceError(
+                "gpu_unavailable", f"GPU {index} has no chain of {CHAIN_LENGTH} certificates.", _DRIVER_REMEDY
+            )
+        # The verifier expects the leaf first.
+        if certificates[0].subject == certificates[0].issuer:
+            certificates.reverse()
+        chain = tuple(each.public_bytes(Encoding.DER) for each in certificates)
         return GpuEvidence(report=bytes(report.attestationReport[: report.attestationReportSize]), chain=chain).encode()
-
-
-def _leaf_first(pem: bytes, index: int) -> tuple[bytes, ...]:
-    try:
-        certificates = list(read_certificates(pem))
-    except ValueError:
-        certificates = []
-    if len(certificates) != CHAIN_LENGTH:
-        raise EvidenceError(
-            "gpu_unavailable", f"GPU {index} has no chain of {CHAIN_LENGTH} certificates.", _DRIVER_REMEDY
-        )
-    # The verifier expects the leaf first.
-    if certificates[0].subject == certificates[0].issuer:
-        certificates.reverse()
-    return tuple(each.public_bytes(Encoding.DER) for each in certificates)

@@ -41,8 +41,6 @@ PAUSE_S: Final = 0.05
 _FAMILIES: Final[dict[str, QuoteFamily]] = {"tdx_guest": "tdx", "sev_guest": "sev_snp"}
 # A busy or interrupted platform may answer later. No other error goes away.
 _RETRIED = (errno.EBUSY, errno.EWOULDBLOCK, errno.EINTR, errno.ETIMEDOUT)
-# As large as the largest quote that is accepted, so one read is usually enough.
-_CHUNK = 1 << 16
 
 
 class _Raced(Exception):
@@ -67,22 +65,13 @@ class ReportTree:
 
     def read(self, attribute: Path) -> bytes:
         """Read all of an attribute. Its size is not known before, and any part may bring an error."""
-        descriptor = os.open(attribute, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            parts = []
-            while part := os.read(descriptor, _CHUNK):
-                parts.append(part)
-        finally:
-            os.close(descriptor)
-        return b"".join(parts)
+        with attribute.open("rb", buffering=0) as file:
+            return file.readall()
 
     def write(self, attribute: Path, data: bytes) -> None:
         """Write an attribute in one call, which the kernel requires."""
-        descriptor = os.open(attribute, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            os.write(descriptor, data)
-        finally:
-            os.close(descriptor)
+        with os.fdopen(os.open(attribute, os.O_WRONLY | os.O_CLOEXEC), "wb", buffering=0) as file:
+            file.write(data)
 
 
 class TsmReports:
@@ -136,7 +125,8 @@ class TsmReports:
             # A leftover entry costs only its name. The evidence, or its error, counts for more.
             with suppress(OSError):
                 self._tree.remove(entry)
-        if _report_data_of(family, quote) != report_data:
+        answered = parse_quote(quote).report.report_data if family == "tdx" else parse_report(quote).report_data
+        if answered != report_data:
             raise EvidenceError("tee_report", "the platform's answer is over other report data than it was asked for")
         return CpuEvidence(quote, family, self._certificates(family, quote, auxiliary))
 
@@ -190,7 +180,11 @@ class TsmReports:
         self._tree.write(entry / "inblob", report_data)
         expected += 1
         quote = self._tree.read(entry / "outblob")
-        auxiliary = self._optional(entry / "auxblob")
+        try:
+            auxiliary = self._tree.read(entry / "auxblob")
+        # The kernel shows this attribute only for providers that fill it.
+        except FileNotFoundError:
+            auxiliary = b""
         if self._generation(entry) != expected:
             raise _Raced
         return family, quote, auxiliary
@@ -204,13 +198,6 @@ class TsmReports:
             raise EvidenceError("tee_report", f"{entry / 'generation'} is '{text}' and no number.")
         return int(text)
 
-    def _optional(self, attribute: Path) -> bytes:
-        try:
-            return self._tree.read(attribute)
-        # The kernel shows this attribute only for providers that fill it.
-        except FileNotFoundError:
-            return b""
-
     def _certificates(self, family: QuoteFamily, quote: bytes, auxiliary: bytes) -> tuple[bytes, ...]:
         if family == "tdx":
             return ()
@@ -220,7 +207,3 @@ class TsmReports:
             return certificates_in(self._endorsement.read_bytes())
         except OSError as error:
             raise EvidenceError("tee_report", f"cannot read {self._endorsement}: {error.strerror}.") from None
-
-
-def _report_data_of(family: QuoteFamily, quote: bytes) -> bytes:
-    return (parse_quote(quote).report if family == "tdx" else parse_report(quote)).report_data

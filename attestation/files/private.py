@@ -1,10 +1,10 @@
 """Writes and reads files with private keys. They appear whole, and only their owner can read them."""
 
 import os
+import re
 import secrets
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 from raycloak.attestation.core.private_memory import keep_memory_private
@@ -31,26 +31,18 @@ def publish_pair(path: Path, private: bytes, public: bytes, code: str) -> Path:
     public_path = path.with_name(f"{path.name}.pub")
     try:
         if not public_path.exists() and publish(path, private):
-            # A disk that fills up now must not leave a private key alone, under a name that is then taken.
-            with _undone(path):
+            with ExitStack() as undone:
+                # A disk that fills up now, or an interrupt, must not leave a private key alone, under a name that is
+                # then taken.
+                undone.callback(path.unlink)
                 if publish(public_path, public, mode=0o644):
+                    undone.pop_all()
                     return public_path
-                raise FileExistsError
     except FileExistsError:
         pass
     except OSError as error:
         raise file_error(code, "write", path, error) from None
     raise ConfigError(f"{code}_exists", f"{path} or {public_path} already exists.", "Choose another name.")
-
-
-@contextmanager
-def _undone(path: Path) -> Iterator[None]:
-    try:
-        yield
-    # Also on an interrupt: a private key without its public half blocks the name.
-    except BaseException:
-        path.unlink()
-        raise
 
 
 def publish(path: Path, data: bytes, mode: int = 0o600) -> bool:
@@ -91,3 +83,22 @@ def read_private(path: Path, code: str) -> bytes:
         raise ConfigError(code, f"{path} holds keys and has mode {mode:04o}.", f"Run chmod 600 {path}, or remove it.")
     keep_memory_private()
     return path.read_bytes()
+
+
+def read_hex_key(path: Path, code: str, remedy: str, *, owner_alone: bool) -> bytes:
+    """Read a key of 64 hexadecimal digits, as :func:`read_private`; the mode counts only if ``owner_alone``.
+
+    Raises:
+        ConfigError: ``code`` if it cannot be read, or does not hold them. ``memory_exposed``.
+    """
+    try:
+        if owner_alone:
+            text = read_private(path, code)
+        else:
+            keep_memory_private()
+            text = path.read_bytes()
+    except OSError as error:
+        raise file_error(code, "read", path, error) from None
+    if not re.fullmatch(rb"[0-9a-fA-F]{64}", text.strip()):
+        raise ConfigError(code, f"{path} must hold 64 hexadecimal digits.", remedy)
+    return bytes.fromhex(text.decode())

@@ -95,7 +95,7 @@ def _references(gpu: GpuEvidence, rims: Sequence[bytes]) -> Iterator[GpuReferenc
     except (IndexError, ValueError):
         refuse(Refusal.CHAIN_BROKEN, "the certificate of a GPU's firmware is missing or cannot be read")
     stated = [(data, read_rim(data, "reference")) for data in rims]
-    fitting = [
+    fitting: list[tuple[bytes | None, str]] = [
         (data, rim.stated_version.casefold()) for data, rim in stated if chip_family(rim.stated_product) == family
     ]
     drivers, vbioses = (

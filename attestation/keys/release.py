@@ -157,15 +157,6 @@ class VirtualWorkerKeys:
     sent: Secret | None = None
 
 
-def virtual_worker_keys(run_secret: Secret, run_id: str, key_context: bytes, v: int, epoch: int) -> VirtualWorkerKeys:
-    """Derive the keys of virtual worker ``v`` in ``epoch``."""
-    return VirtualWorkerKeys(
-        stream=derive(run_secret, Purpose.VIRTUAL_WORKER, run_id, key_context, v, epoch),
-        # Without context and epoch, because the key must be the same in every epoch.
-        data=derive(run_secret, Purpose.DATA_COMMITMENT, run_id, v),
-    )
-
-
 @dataclass(frozen=True, slots=True, repr=False)
 class RunKeys:
     """The keys of a run. Only the holder of its secret can derive them."""
@@ -175,7 +166,11 @@ class RunKeys:
 
     def of(self, key_context: bytes, v: int, epoch: int) -> VirtualWorkerKeys:
         """Derive the keys of virtual worker ``v`` in ``epoch``."""
-        return virtual_worker_keys(self.secret, self.run_id, key_context, v, epoch)
+        return VirtualWorkerKeys(
+            stream=derive(self.secret, Purpose.VIRTUAL_WORKER, self.run_id, key_context, v, epoch),
+            # Without context and epoch, because the key must be the same in every epoch.
+            data=derive(self.secret, Purpose.DATA_COMMITMENT, self.run_id, v),
+        )
 
     def commitments(self, key_context: bytes, virtual_workers: int, epoch: int) -> tuple[bytes, ...]:
         """Return the commitments of one epoch, by virtual worker."""

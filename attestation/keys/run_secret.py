@@ -1,18 +1,15 @@
 """The run secret at rest: a file of 64 hexadecimal digits, mode 0600, that only the orchestrator opens."""
 
 import os
-import re
 import secrets
 import stat
 from pathlib import Path
 
 from raycloak.attestation.core.keys import Purpose, Secret, derive
-from raycloak.attestation.core.private_memory import keep_memory_private
+from raycloak.attestation.files.private import read_hex_key
 from raycloak.attestation.files.whole import sync
 from raycloak.metrics.errors import ConfigError
-from raycloak.metrics.file_errors import file_error
 
-_HEX = re.compile(rb"[0-9a-fA-F]{64}")
 _RECIPE = "Make one: (umask 077; openssl rand -hex 32 > FILE)."
 
 
@@ -22,14 +19,7 @@ def load_secret(path: Path) -> Secret:
     Raises:
         ConfigError: ``run_secret`` if it cannot be read or does not hold 64 hexadecimal digits.
     """
-    keep_memory_private()
-    try:
-        text = path.read_bytes().strip()
-    except OSError as error:
-        raise file_error("run_secret", "read", path, error) from None
-    if not _HEX.fullmatch(text):
-        raise ConfigError("run_secret", f"{path} must hold 64 hexadecimal digits.", _RECIPE)
-    return Secret(bytes.fromhex(text.decode()))
+    return Secret(read_hex_key(path, "run_secret", _RECIPE, owner_alone=False))
 
 
 def exposure(path: Path) -> str | None:

@@ -1,17 +1,18 @@
 """Says in words what a policy accepts, and where it is laxer than a hardware run's defaults or admits nothing.
 
-Guarantee: every field that is laxer than its default is named. ``LAXER`` has a test for each field of every rule.
+Guarantee: every field that is laxer than its default is named.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 from typing import Final
 
 from raycloak.attestation.core.evidence import EvidenceClass
-from raycloak.attestation.policy.policy import DEFAULT_LIFETIME_S, KeyQuotas, Policy
+from raycloak.attestation.policy.policy import Policy
 from raycloak.attestation.snp.rules import Generation, SnpRules
 from raycloak.attestation.tdx.rules import RTMRS, TdxRules
-from raycloak.attestation.trust.roots import Anchor
 
 _CLASS_WORDS: Final = {
     EvidenceClass.SIMULATED: "simulated",
@@ -20,64 +21,37 @@ _CLASS_WORDS: Final = {
     EvidenceClass.NVIDIA_GPU: "NVIDIA GPU",
 }
 # A rule that is laxer than these defaults gets a warning.
-_TDX, _SNP, _QUOTAS = TdxRules(), SnpRules(), KeyQuotas()
-
-
-def _never(policy: Policy) -> bool:
-    """Return False: nothing is laxer than this field's default, or it has none."""
-    return False
+_DEFAULTS: Final = Policy.model_construct()
 
 
 def _low_floors(rules: SnpRules) -> set[Generation]:
     """Return the generations whose floor is below the default; where there is no default, a floor of 0 is none."""
-    return {name for name, floor in rules.min_snp_svn.items() if floor < _SNP.min_snp_svn.get(name, 1)}
+    default = _DEFAULTS.sev_snp.min_snp_svn
+    return {name for name, floor in rules.min_snp_svn.items() if floor < default.get(name, 1)}
 
 
+def _exceeds(name: str, policy: Policy) -> bool:
+    """Return whether a field is laxer than its default: a switch is turned, a set has more, or a number is larger."""
+    found, default = attrgetter(name)(policy), attrgetter(name)(_DEFAULTS)
+    if isinstance(default, tuple):
+        return not set(found) <= set(default)
+    return bool(found != default if isinstance(default, bool) else found > default)
+
+
+_COMPARED: Final = (
+    *("evidence_lifetime_s", "key_quotas.per_member", "key_quotas.per_run"),
+    *("tdx.tcb_statuses", "tdx.allow_debug", "tdx.require_sept_ve_disable"),
+    *("sev_snp.allowed_generations", "sev_snp.allowed_vmpl", "sev_snp.key_kinds", "sev_snp.require_crl"),
+    *("sev_snp.require_alias_check", "sev_snp.allow_debug", "sev_snp.allow_migrate_ma"),
+    *("nvidia_gpu.allow_ppcie", "nvidia_gpu.allow_unstated_mode", "nvidia_gpu.require_rim", "nvidia_gpu.require_ocsp"),
+)
 LAXER: Final[Mapping[str, Callable[[Policy], bool]]] = {
     "accepted_classes": lambda p: p.accepts_simulated,
-    "anchors": _never,
-    "evidence_lifetime_s": lambda p: p.evidence_lifetime_s > DEFAULT_LIFETIME_S,
-    "platforms": _never,
     "workers_per_platform": lambda p: p.workers_per_platform is None or p.workers_per_platform > 1,
-    "gpus_per_worker": _never,
-    "key_quotas.per_member": lambda p: p.key_quotas.per_member > _QUOTAS.per_member,
-    "key_quotas.per_run": lambda p: p.key_quotas.per_run > _QUOTAS.per_run,
-    "collateral_service": _never,
-    "tdx.measurements": _never,
-    "tdx.rtmr0": _never,
-    "tdx.rtmr1": _never,
-    "tdx.rtmr2": _never,
-    "tdx.rtmr3": _never,
-    "tdx.mr_config_id": _never,
-    "tdx.tcb_statuses": lambda p: not set(p.tdx.tcb_statuses) <= set(_TDX.tcb_statuses),
-    "tdx.rejected_advisories": _never,
-    "tdx.min_tcb_evaluation_data_number": _never,
-    "tdx.allow_dynamic_platform": _never,
-    "tdx.allow_cached_keys": _never,
-    "tdx.allow_smt": _never,
-    "tdx.allow_debug": lambda p: p.tdx.allow_debug,
-    "tdx.require_sept_ve_disable": lambda p: not p.tdx.require_sept_ve_disable,
-    "sev_snp.allowed_generations": lambda p: not set(p.sev_snp.allowed_generations) <= set(_SNP.allowed_generations),
     "sev_snp.min_snp_svn": lambda p: bool(_low_floors(p.sev_snp)),
-    "sev_snp.min_boot_loader_svn": _never,
-    "sev_snp.min_tee_svn": _never,
-    "sev_snp.min_microcode_svn": _never,
-    "sev_snp.require_alias_check": lambda p: not p.sev_snp.require_alias_check,
-    "sev_snp.allow_debug": lambda p: p.sev_snp.allow_debug,
-    "sev_snp.allow_migrate_ma": lambda p: p.sev_snp.allow_migrate_ma,
-    "sev_snp.allow_smt": _never,
-    "sev_snp.allowed_vmpl": lambda p: not set(p.sev_snp.allowed_vmpl) <= set(_SNP.allowed_vmpl),
-    "sev_snp.key_kinds": lambda p: not set(p.sev_snp.key_kinds) <= set(_SNP.key_kinds),
-    "sev_snp.require_crl": lambda p: not p.sev_snp.require_crl,
-    "sev_snp.measurements": _never,
-    "sev_snp.host_data": _never,
-    "nvidia_gpu.models": _never,
-    "nvidia_gpu.allow_ppcie": lambda p: p.nvidia_gpu.allow_ppcie,
-    "nvidia_gpu.allow_unstated_mode": lambda p: p.nvidia_gpu.allow_unstated_mode,
-    "nvidia_gpu.require_rim": lambda p: not p.nvidia_gpu.require_rim,
-    "nvidia_gpu.require_ocsp": lambda p: not p.nvidia_gpu.require_ocsp,
+    **{name: partial(_exceeds, name) for name in _COMPARED},
 }
-"""Tells of each field of a policy whether it is laxer than its default."""
+"""Tells of each field of a policy that can be laxer than its default whether it is."""
 
 
 def laxer_than_default(policy: Policy) -> tuple[str, ...]:
@@ -101,7 +75,7 @@ class Sentence:
 def explain(policy: Policy) -> tuple[Sentence, ...]:
     """Explain every rule of ``policy`` that can make a difference, in the order in which evidence is judged."""
     families = {anchor.family for anchor in policy.anchors if anchor.evidence_class in policy.accepted_classes}
-    sentences = [*_classes(policy), *_roots(policy, policy.anchors)]
+    sentences = [*_classes(policy)]
     if "tdx" in families:
         sentences += _tdx(policy.tdx)
     if "sev_snp" in families:
@@ -112,13 +86,13 @@ def explain(policy: Policy) -> tuple[Sentence, ...]:
     hours = policy.evidence_lifetime_s / 3600
     quotas = policy.key_quotas
     drawn = f"A key is released at most {quotas.per_member} times to a member in a session, {quotas.per_run} in a run."
-    longer = policy.evidence_lifetime_s > DEFAULT_LIFETIME_S
-    more = quotas.per_member > _QUOTAS.per_member or quotas.per_run > _QUOTAS.per_run
+    names = laxer_than_default(policy)
+    longer, more = "evidence_lifetime_s" in names, any(name.startswith("key_quotas.") for name in names)
     sentences += [
         Sentence("lifetime", f"Evidence must be renewed after {hours:g} hours, or when it expires.", longer),
         Sentence("keys", drawn, more),
     ]
-    if names := laxer_than_default(policy):
+    if names:
         sentences.append(Sentence("defaults", f"Laxer than the defaults: {', '.join(names)}.", warning=True))
     return tuple(sentences)
 
@@ -129,11 +103,8 @@ def _classes(policy: Policy) -> Iterator[Sentence]:
     if policy.accepts_simulated:
         text = "SIMULATED evidence is accepted: it proves nothing about the machine, and outputs say SIMULATED."
         yield Sentence("classes", text, warning=True)
-
-
-def _roots(policy: Policy, anchors: tuple[Anchor, ...]) -> Iterator[Sentence]:
     for each in policy.accepted_classes:
-        count = sum(anchor.evidence_class is each for anchor in anchors)
+        count = sum(anchor.evidence_class is each for anchor in policy.anchors)
         if count:
             yield Sentence("roots", f"{count} root(s) vouch for {_CLASS_WORDS[each]} evidence.")
         else:
@@ -145,7 +116,7 @@ def _tdx(rules: TdxRules) -> Iterator[Sentence]:
     yield _measurements("TDX", rules.measurements)
     yield from _registers(rules)
     statuses = ", ".join(rules.tcb_statuses) or "none"
-    lax = not set(rules.tcb_statuses) <= set(_TDX.tcb_statuses)
+    lax = not set(rules.tcb_statuses) <= set(_DEFAULTS.tdx.tcb_statuses)
     text = f"Platform, TDX module and quoting enclave must each have one of these statuses: {statuses}."
     yield Sentence("TDX", text, warning=lax)
     if rules.rejected_advisories:
@@ -208,18 +179,6 @@ def _key_kinds(policy: Policy) -> Iterator[Sentence]:
         yield Sentence("SEV-SNP", text)
 
 
-def _other_floors(rules: SnpRules, admitted: list[Generation]) -> Iterator[Sentence]:
-    """Name the floors of what is beside the SNP firmware, and say where there is none."""
-    for name in admitted:
-        floors = {part: floor for part, floor in rules.floors(name).items() if part != "SNP firmware"}
-        if floors:
-            words = ", ".join(f"{part} from {floor}" for part, floor in floors.items())
-            yield Sentence("SEV-SNP", f"{name}: {words}.")
-        missing = [part for part in ("boot loader", "TEE", "microcode") if part not in floors]
-        if missing:
-            yield Sentence("SEV-SNP", f"{name}: any version of {', '.join(missing)} that AMD certified.")
-
-
 def _sev_snp(policy: Policy) -> Iterator[Sentence]:
     rules = policy.sev_snp
     yield _measurements("SEV-SNP", rules.measurements)
@@ -227,13 +186,21 @@ def _sev_snp(policy: Policy) -> Iterator[Sentence]:
     floors = ", ".join(f"{name} from SNP firmware {rules.min_snp_svn[name]}" for name in admitted)
     low = not _low_floors(rules).isdisjoint(admitted)
     yield Sentence("SEV-SNP", f"Processors: {floors or 'none'}.", warning=low or not admitted)
-    yield from _other_floors(rules, admitted)
+    # Of what is beside the SNP firmware.
+    for name in admitted:
+        others = {part: floor for part, floor in rules.floors(name).items() if part != "SNP firmware"}
+        if others:
+            words = ", ".join(f"{part} from {floor}" for part, floor in others.items())
+            yield Sentence("SEV-SNP", f"{name}: {words}.")
+        missing = [part for part in ("boot loader", "TEE", "microcode") if part not in others]
+        if missing:
+            yield Sentence("SEV-SNP", f"{name}: any version of {', '.join(missing)} that AMD certified.")
     if "Milan" in admitted:
         text = "Milan is admitted, although software can read the seed of its endorsement keys (arXiv 2605.12990)."
         yield Sentence("SEV-SNP", text, warning=True)
     yield _debug("SEV-SNP", rules.allow_debug)
     levels = ", ".join(map(str, rules.allowed_vmpl)) or "none"
-    lax = not set(rules.allowed_vmpl) <= set(_SNP.allowed_vmpl)
+    lax = not set(rules.allowed_vmpl) <= set(_DEFAULTS.sev_snp.allowed_vmpl)
     yield Sentence("SEV-SNP", f"Privilege levels (VMPL): {levels}.", warning=lax or not rules.allowed_vmpl)
     yield from _key_kinds(policy)
     if rules.host_data is None:

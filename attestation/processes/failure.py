@@ -6,19 +6,11 @@ from raycloak.attestation.core.messages import Message
 from raycloak.metrics import errors
 from raycloak.metrics.errors import RaycloakError, RunFailedError, is_out_of_memory
 
+# A sender's own error needs more than the fields below, and is told as the one that it derives from.
 _KINDS: Final[dict[str, type[RaycloakError]]] = {
-    kind.__name__: kind
-    for kind in (
-        RaycloakError,
-        errors.ConfigError,
-        errors.DatasetError,
-        errors.ModelError,
-        errors.RefusedError,
-        errors.BudgetError,
-        errors.EvidenceError,
-        errors.ProtocolError,
-        RunFailedError,
-    )
+    name: kind
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, RaycloakError) and kind is not errors.SenderError
 }
 
 
@@ -43,8 +35,13 @@ class Failed(Message):
     @classmethod
     def of(cls, error: BaseException) -> Self:
         """Describe an error. One that is none of this package's is told by its type alone: its text may be data."""
-        if not isinstance(error, RaycloakError):
-            error = _described(error)
+        if is_out_of_memory(error):
+            error = out_of_memory()
+        elif isinstance(error, KeyboardInterrupt):
+            error = RaycloakError("interrupted", "the process was stopped at once.", "Start it again.")
+        elif not isinstance(error, RaycloakError):
+            remedy = "The log of the process has the traceback."
+            error = RaycloakError("unexpected", f"{type(error).__name__}.", remedy)
         kind = next(each.__name__ for each in type(error).__mro__ if _KINDS.get(each.__name__) is each)
         return cls(
             error=kind,
@@ -65,14 +62,6 @@ class Failed(Message):
         error = _KINDS.get(self.error, RaycloakError)(self.code, self.message, self.remedy)
         error.step, error.spent_epsilon = self.step, self.epsilon
         return error
-
-
-def _described(error: BaseException) -> RaycloakError:
-    if is_out_of_memory(error):
-        return out_of_memory()
-    if isinstance(error, KeyboardInterrupt):
-        return RaycloakError("interrupted", "the process was stopped at once.", "Start it again.")
-    return RaycloakError("unexpected", f"{type(error).__name__}.", "The log of the process has the traceback.")
 
 
 def out_of_memory() -> RunFailedError:

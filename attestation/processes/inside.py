@@ -3,8 +3,8 @@
 python -m raycloak.attestation.processes.inside GRACE MODULE:FUNCTION ARGUMENTS
 """
 
-import importlib
 import os
+import pkgutil
 import select
 import signal
 import socket
@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 
 from raycloak.attestation.processes.channel import Channel
@@ -26,7 +25,7 @@ def main(grace: str, target: str, *arguments: str) -> int:
     try:
         if grace != "-":
             _end_with(parent, float(grace))
-        _function(target)(parent, *arguments)
+        pkgutil.resolve_name(target)(parent, *arguments)
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the last resort: a defect still ends in one report
         traceback.print_exc()
         if isinstance(error, RaycloakError):
@@ -63,12 +62,6 @@ def _end_with(parent: Channel, grace_s: float) -> None:
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, name="parent", daemon=True).start()
-
-
-def _function(target: str) -> Callable[..., None]:
-    module, _, name = target.partition(":")
-    found: Callable[..., None] = getattr(importlib.import_module(module), name)
-    return found
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ M = TypeVar("M", bound=Message)
 RUN_RECIPIENT = "run"
 SIGNER_FILE = "signer.json"
 SIGNER_PUBLIC_FILE = "signer.pub.json"
+_AGAIN = "Get the file from its owner again."
 
 
 class _StoredSigner(Message):
@@ -64,7 +65,8 @@ class PackageSigner(HybridSigner):
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not path.exists():
-                publish(path, _new_signer().encode())
+                ed25519, ml_dsa_65 = (seed.reveal() for seed in new_seeds())
+                publish(path, _StoredSigner(ed25519=ed25519, ml_dsa_65=ml_dsa_65).encode())
             # Read back even by the writer: of concurrent callers only one has put its seeds.
             stored = parse(_StoredSigner, read_private(path, "signer"))
             signer = cls(Secret(stored.ed25519), Secret(stored.ml_dsa_65))
@@ -74,11 +76,6 @@ class PackageSigner(HybridSigner):
         except (ProtocolError, ValueError):
             raise ConfigError("signer", f"{path} is damaged.", "Remove it to get a new signer.") from None
         return signer
-
-
-def _new_signer() -> _StoredSigner:
-    ed25519, ml_dsa_65 = new_seeds()
-    return _StoredSigner(ed25519=ed25519.reveal(), ml_dsa_65=ml_dsa_65.reveal())
 
 
 class TrustedSigner(Message):
@@ -110,16 +107,7 @@ class TrustStore(Message):
         Raises:
             ConfigError: ``trust_store`` if the file cannot be read or is not a trust store.
         """
-        try:
-            return cls.model_validate_json(path.read_bytes())
-        except OSError as error:
-            raise file_error("trust_store", "read", path, error) from None
-        except ValidationError as error:
-            raise ConfigError(
-                "trust_store",
-                f"{path} is not a trust store: {error.error_count()} errors.",
-                "Make one: raycloak package trust.",
-            ) from None
+        return _load(cls, path, "trust_store", "a trust store", "Make one: raycloak package trust.")
 
     def save(self, path: Path) -> None:
         """Write the store to ``path``. The file is replaced as a whole.
@@ -188,7 +176,7 @@ def load_signer(path: Path) -> SignerPublic:
     Raises:
         ConfigError: ``signer`` if the file cannot be read or is not such a file.
     """
-    return _load(SignerPublic, path, "signer")
+    return _load(SignerPublic, path, "signer", "the public file of a signer", _AGAIN)
 
 
 class RecipientPublic(Message):
@@ -262,19 +250,16 @@ def load_recipients(paths: Sequence[Path]) -> tuple[RecipientPublic, ...]:
     Raises:
         ConfigError: ``recipient`` if one cannot be read or is not such a file.
     """
-    return tuple(_load_recipient(path) for path in paths)
-
-
-def _load_recipient(path: Path) -> RecipientPublic:
-    public = _load(RecipientPublic, path, "recipient")
-    try:
-        # Sealing to the key shows whether it is one.
-        hpke_seal(b"", public.key, b"")
-    except ValueError:
-        raise ConfigError(
-            "recipient", f"{path} does not hold a public key.", "Get the file from its owner again."
-        ) from None
-    return public
+    found = []
+    for path in paths:
+        public = _load(RecipientPublic, path, "recipient", "the public file of a recipient", _AGAIN)
+        try:
+            # Sealing to the key shows whether it is one.
+            hpke_seal(b"", public.key, b"")
+        except ValueError:
+            raise ConfigError("recipient", f"{path} does not hold a public key.", _AGAIN) from None
+        found.append(public)
+    return tuple(found)
 
 
 def run_recipient_key(run_secret: Secret) -> HpkeKey:
@@ -288,12 +273,10 @@ def _hpke_key(stored: _StoredRecipient) -> HpkeKey:
     return HpkeKey.from_seeds(Secret(stored.mlkem), Secret(stored.x25519))
 
 
-def _load(cls: type[M], path: Path, code: str) -> M:
+def _load(cls: type[M], path: Path, code: str, what: str, remedy: str) -> M:
     try:
         return cls.model_validate_json(path.read_bytes())
     except OSError as error:
         raise file_error(code, "read", path, error) from None
     except ValidationError:
-        raise ConfigError(
-            code, f"{path} is not the public file of a {code}.", "Get the file from its owner again."
-        ) from None
+        raise ConfigError(code, f"{path} is not {what}.", remedy) from None

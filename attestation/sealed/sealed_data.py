@@ -8,7 +8,6 @@ for any other policy, use or demand.
 Not guaranteed: that the data owner's dataset key, a file that the orchestrator reads, stays where it is.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from raycloak.attestation.core.canonical import canonical_json, length_prefixed
 from raycloak.attestation.core.data_marks import DataMarks
 from raycloak.attestation.core.keys import Purpose, Secret, derive
 from raycloak.attestation.core.messages import Message, parse_stored
-from raycloak.attestation.files.private import read_private
+from raycloak.attestation.files.private import read_hex_key
 from raycloak.attestation.keys.release import key_commitment
 from raycloak.attestation.sealed.demand import SealedDemand, StatedRun
 from raycloak.attestation.sealed.package_manifest import Payload
@@ -36,7 +35,6 @@ _PURPOSES: dict[Use, Purpose] = {
     "training": Purpose.SEALED_SLICE,
     "evaluation": Purpose.SEALED_EVALUATION_SLICE,
 }
-_HEX = re.compile(rb"[0-9a-fA-F]{64}")
 
 
 class SealedHeader(Message):
@@ -134,13 +132,7 @@ def slice_key(dataset_key: Secret, header: SealedHeader, v: int) -> Secret:
 
 def load_dataset_key(path: Path) -> Secret:
     """Read the data owner's key, 64 hexadecimal digits in a file of mode 0600; ConfigError ``dataset_key``."""
-    try:
-        text = read_private(path, "dataset_key").strip()
-    except OSError as error:
-        raise file_error("dataset_key", "read", path, error) from None
-    if not _HEX.fullmatch(text):
-        raise ConfigError("dataset_key", f"{path} must hold 64 hexadecimal digits.", "Use the key it was sealed with.")
-    return Secret(bytes.fromhex(text.decode()))
+    return Secret(read_hex_key(path, "dataset_key", "Use the key it was sealed with.", owner_alone=True))
 
 
 @dataclass(frozen=True, slots=True)

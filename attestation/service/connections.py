@@ -237,15 +237,24 @@ class ConnectionGuard:
         with self._lock:
             ends = self._overdue(now)
             places = {each.place for each in found.values()}
-            for place in [each for each, calls in self._calls.items() if self._is_past(each, calls, places, now)]:
-                del self._calls[place]
+            # A connection that the listing has missed, as it was opened meanwhile, is there the next time.
+            self._calls = {
+                place: calls
+                for place, calls in self._calls.items()
+                if calls.open or place in places or now - calls.newest <= _FORGET_S
+            }
         for inode in ends:
-            _shut_down(found[inode].number, inode)
+            if (copy := _opened(found[inode].number, inode)) is not None:
+                # For both sides; gRPC notices, and closes it.
+                with copy, suppress(OSError):
+                    copy.shutdown(socket.SHUT_RDWR)
         if gone:
             self._trims_until = now + _TRIMS_S
         if now < self._trims_until and now - self._trimmed >= _TRIM_S:
             self._trimmed = now
-            _give_memory_back()
+            # The allocator keeps memory of closed connections; only glibc's does, and can return it.
+            with suppress(AttributeError):
+                ctypes.CDLL(None).malloc_trim(0)
 
     def _watch(self) -> None:
         while not self._stopped.wait(_LOOK_S):
@@ -304,10 +313,6 @@ class ConnectionGuard:
         is_decided = bool(calls.open and self._bounds.decision_s)
         end = connection.opened + self._bounds.stranger_s + (self._bounds.decision_s if is_decided else 0.0)
         return end if calls.refused is None or is_decided else min(end, calls.refused + _REFUSED_S)
-
-    def _is_past(self, place: Place, calls: _Calls, places: set[Place], now: float) -> bool:
-        # One that the listing has missed, as it was opened meanwhile, is there the next time.
-        return not calls.open and place not in places and now - calls.newest > _FORGET_S
 
 
 def peer_host(peer: str) -> str:
@@ -378,20 +383,6 @@ def _received(number: int, inode: int) -> int:
             told = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_RECEIVED + 8)
             return int.from_bytes(told[_TCP_INFO_RECEIVED:], sys.byteorder)
     return 0
-
-
-def _shut_down(number: int, inode: int) -> None:
-    """End a connection for both sides; gRPC notices, and closes it."""
-    copy = _opened(number, inode)
-    if copy is not None:
-        with copy, suppress(OSError):
-            copy.shutdown(socket.SHUT_RDWR)
-
-
-def _give_memory_back() -> None:
-    """Have the allocator return what it keeps of closed connections; only glibc's keeps it, and can."""
-    with suppress(AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _ms(seconds: float) -> int:

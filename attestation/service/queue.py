@@ -172,8 +172,8 @@ class ServiceQueue:
             self._execute(batch)
             self._count(batch)
             # Only now, because the records of the batch are on disk.
-            for loop in {item.loop for item in batch}:
-                loop.call_soon_threadsafe(_settle, [item for item in batch if item.loop is loop])
+            for item in batch:
+                item.loop.call_soon_threadsafe(item.settle)
             if ends:
                 return
 
@@ -203,11 +203,6 @@ class ServiceQueue:
                 item.error = EvidenceError(
                     "release_denied", "the orchestrator cannot write its record.", "See the log of the service."
                 )
-
-
-def _settle(items: list[_Call]) -> None:
-    for item in items:
-        item.settle()
 
 
 def _late() -> RaycloakError:

@@ -18,7 +18,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
+from types import SimpleNamespace
 from typing import Any, Final, Self, TypeVar
 
 import grpc
@@ -97,58 +98,44 @@ class _EvidenceServicer:
         self._reflection = reflection_of(_SERVICE)
         self.calls: Counter[tuple[str, str]] = Counter()
 
-    async def Challenge(  # noqa: N802
-        self, requests: AsyncIterator[wire.ChallengeRequest], context: Context
-    ) -> wire.ChallengeReply:
-        def answer(peer: Peer, request: wire.ChallengeRequest) -> wire.ChallengeReply:
-            challenge = self._desk.challenge(peer, request.member_id, request.role, request.identity_key)
-            return wire.ChallengeReply(challenge=challenge.encode(), server_certificate=self._desk.end.certificate)
+    def methods(self) -> SimpleNamespace:
+        """Return the methods of the service, by name."""
+        calls: dict[str, Callable[[Peer, Any], Any]] = {
+            "Challenge": self._challenge,
+            "Attest": self._attest,
+            "ReleaseKeys": self._release_keys,
+            "Roster": self._roster,
+            "Log": self._log,
+        }
+        return SimpleNamespace(**{name: partial(self._answer, name, call) for name, call in calls.items()})
 
-        return await self._answer("Challenge", requests, context, answer)
+    def _challenge(self, peer: Peer, request: wire.ChallengeRequest) -> wire.ChallengeReply:
+        challenge = self._desk.challenge(peer, request.member_id, request.role, request.identity_key)
+        return wire.ChallengeReply(challenge=challenge.encode(), server_certificate=self._desk.end.certificate)
 
-    async def Attest(  # noqa: N802
-        self, requests: AsyncIterator[wire.AttestRequest], context: Context
-    ) -> wire.AttestReply:
-        def answer(peer: Peer, request: wire.AttestRequest) -> wire.AttestReply:
-            result = self._desk.attest(peer, from_wire(request.presentation), request.channel_signature)
-            return wire.AttestReply(result=result.encode())
+    def _attest(self, peer: Peer, request: wire.AttestRequest) -> wire.AttestReply:
+        result = self._desk.attest(peer, from_wire(request.presentation), request.channel_signature)
+        return wire.AttestReply(result=result.encode())
 
-        return await self._answer("Attest", requests, context, answer)
+    def _release_keys(self, peer: Peer, request: wire.ReleaseKeysRequest) -> Afterwards[wire.ReleaseKeysReply]:
+        wanted = tuple(request.virtual_workers)
+        grant = self._desk.grant_keys(peer, request.member_id, request.epoch, wanted, request.seen)
+        return Afterwards(lambda: release_to_wire(self._desk.proved(grant)))
 
-    async def ReleaseKeys(  # noqa: N802
-        self, requests: AsyncIterator[wire.ReleaseKeysRequest], context: Context
-    ) -> wire.ReleaseKeysReply:
-        def answer(peer: Peer, request: wire.ReleaseKeysRequest) -> Afterwards[wire.ReleaseKeysReply]:
-            wanted = tuple(request.virtual_workers)
-            grant = self._desk.grant_keys(peer, request.member_id, request.epoch, wanted, request.seen)
-            return Afterwards(lambda: release_to_wire(self._desk.proved(grant)))
+    def _roster(self, peer: Peer, request: wire.RosterRequest) -> wire.RosterReply:
+        data = from_wire(request.data_commitments) if request.HasField("data_commitments") else None
+        roster, presentations = self._desk.roster(peer, request.member_id, data)
+        return wire.RosterReply(roster=to_wire(roster), presentations=[to_wire(each) for each in presentations])
 
-        return await self._answer("ReleaseKeys", requests, context, answer)
-
-    async def Roster(  # noqa: N802
-        self, requests: AsyncIterator[wire.RosterRequest], context: Context
-    ) -> wire.RosterReply:
-        def answer(peer: Peer, request: wire.RosterRequest) -> wire.RosterReply:
-            data = from_wire(request.data_commitments) if request.HasField("data_commitments") else None
-            roster, presentations = self._desk.roster(peer, request.member_id, data)
-            return wire.RosterReply(roster=to_wire(roster), presentations=[to_wire(each) for each in presentations])
-
-        return await self._answer("Roster", requests, context, answer)
-
-    async def Log(  # noqa: N802
-        self, requests: AsyncIterator[wire.LogRequest], context: Context
-    ) -> wire.LogReply:
-        def answer(peer: Peer, request: wire.LogRequest) -> wire.LogReply:
-            entries, head = self._desk.log_lines(peer, request.member_id, request.start, request.limit)
-            paths = {}
-            if request.HasField("entry"):
-                paths["inclusion"] = self._desk.inclusion(request.entry.sequence, request.entry.size)
-            if request.HasField("growth"):
-                paths["consistency"] = self._desk.consistency(request.growth.old_size, request.growth.size)
-            proofs = {name: wire.TreePath(size=size, hashes=hashes) for name, (size, hashes) in paths.items()}
-            return wire.LogReply(entries=entries, head=head, **proofs)
-
-        return await self._answer("Log", requests, context, answer)
+    def _log(self, peer: Peer, request: wire.LogRequest) -> wire.LogReply:
+        entries, head = self._desk.log_lines(peer, request.member_id, request.start, request.limit)
+        paths = {}
+        if request.HasField("entry"):
+            paths["inclusion"] = self._desk.inclusion(request.entry.sequence, request.entry.size)
+        if request.HasField("growth"):
+            paths["consistency"] = self._desk.consistency(request.growth.old_size, request.growth.size)
+        proofs = {name: wire.TreePath(size=size, hashes=hashes) for name, (size, hashes) in paths.items()}
+        return wire.LogReply(entries=entries, head=head, **proofs)
 
     async def ServerReflectionInfo(  # noqa: N802
         self, requests: AsyncIterator[Any], context: Context
@@ -165,7 +152,7 @@ class _EvidenceServicer:
                 yield answer
 
     async def _answer(
-        self, method: str, requests: AsyncIterator[Q], context: Context, call: Callable[[Peer, Q], R | Afterwards[R]]
+        self, method: str, call: Callable[[Peer, Q], R | Afterwards[R]], requests: AsyncIterator[Q], context: Context
     ) -> R:
         """Return the answer to ``call``; a refusal becomes a status, with its code in the trailing metadata."""
         async with self._asked(method, context) as asked:
@@ -184,8 +171,16 @@ class _EvidenceServicer:
         refusal: RaycloakError
         with self._guard.call(context.peer()) as guarded:
             try:
-                async with self._within_limits(context, guarded) as asked:
-                    yield asked
+                peer = self._peer(context)
+                left = context.time_remaining()
+                deadline_s = self._limits.deadline_s if left is None else min(left, self._limits.deadline_s)
+                asked = _PeerCall(peer, network_of(peer.address), time.monotonic() + deadline_s, guarded, [])
+                with self._counted(asked.network):
+                    try:
+                        yield asked
+                    finally:
+                        for held in asked.held:
+                            held.leave()
                 self.calls[method, ANSWERED] += 1
                 return
             except RaycloakError as error:
@@ -200,20 +195,6 @@ class _EvidenceServicer:
                 guarded.refuse()
         self.calls[method, refusal.code] += 1
         await context.abort(status_of(refusal), refusal.code, trailing(refusal))
-
-    @asynccontextmanager
-    async def _within_limits(self, context: Context, guarded: GuardedCall) -> AsyncIterator[_PeerCall]:
-        """Yield a call of a peer that may ask now; what it holds is given back at the end."""
-        peer = self._peer(context)
-        left = context.time_remaining()
-        deadline_s = self._limits.deadline_s if left is None else min(left, self._limits.deadline_s)
-        asked = _PeerCall(peer, network_of(peer.address), time.monotonic() + deadline_s, guarded, [])
-        with self._counted(asked.network):
-            try:
-                yield asked
-            finally:
-                for held in asked.held:
-                    held.leave()
 
     @contextmanager
     def _counted(self, network: str) -> Iterator[None]:
@@ -377,7 +358,7 @@ async def _serve(
 ) -> tuple[int, Callable[[float], Coroutine[Any, Any, None]]]:
     server = grpc.aio.server(options=limits.bounds().options())
     health = Health()
-    for service, answers in ((_SERVICE, servicer), (REFLECTION, servicer), (HEALTH, health)):
+    for service, answers in ((_SERVICE, servicer.methods()), (REFLECTION, servicer), (HEALTH, health)):
         server.add_generic_rpc_handlers((handlers(service, answers),))
     port = listen(server, bind, server_credentials(desk.end, manifest_digest))
 

@@ -35,7 +35,7 @@ from raycloak.attestation.trust.certificates import (
 )
 from raycloak.attestation.trust.floors import NO_FLOORS, Fact, Floors, check_not_older, crl_fact
 from raycloak.attestation.trust.guest import GuestClaims
-from raycloak.attestation.trust.roots import Anchor, amd_intermediates, amd_roots, anchor_of
+from raycloak.attestation.trust.roots import AMD_INTERMEDIATES, AMD_ROOTS, Anchor, anchor_of
 
 # A chain has three. The bound limits the search among hints.
 MAX_CERTIFICATES: Final = 8
@@ -110,7 +110,7 @@ def _endorsement(
     """
     vek, *others = _presented(certificates)
     roots = [anchor.root for anchor in anchors if anchor.family == "sev_snp"]
-    chain = order_chain(vek, (*amd_intermediates(), *amd_roots(), *roots, *others))
+    chain = order_chain(vek, (*AMD_INTERMEDIATES, *AMD_ROOTS, *roots, *others))
     check_links(chain, "endorsement")
     anchor = anchor_of(anchors, "sev_snp", chain[-1])
     if anchor is None:
@@ -118,7 +118,7 @@ def _endorsement(
     require_class(anchor.evidence_class, accepted)
     role = issuer_role(chain[1])
     # Under AMD's roots only the pinned CAs count. A simulator's are not pinned.
-    pinned = anchor.evidence_class is EvidenceClass.SIMULATED or key_id(chain[1]) in map(key_id, amd_intermediates())
+    pinned = anchor.evidence_class is EvidenceClass.SIMULATED or key_id(chain[1]) in map(key_id, AMD_INTERMEDIATES)
     if len(chain) != 3 or role is None or not pinned:
         refuse(Refusal.CHAIN_BROKEN, f"'{common_name(chain[1])}' is not a CA of endorsement keys")
     generation, kind = role

@@ -8,13 +8,11 @@ root to be hardware. Roots are compared by public key, since a vendor may issue 
 key.
 """
 
-import base64
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import ClassVar, Final, Literal, Self
+from typing import ClassVar, Final, Literal, NamedTuple, Self
 
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
@@ -24,28 +22,6 @@ from raycloak.attestation.core.evidence import EvidenceClass
 from raycloak.attestation.core.messages import Message
 from raycloak.attestation.trust.certificates import key_id, read_root
 
-_FOLDER: Final = Path(__file__).resolve().parent / "anchors"
-
-
-@cache
-def amd_intermediates() -> tuple[x509.Certificate, ...]:
-    """Return the six CAs that issue endorsement certificates: for VCEK and VLEK of Milan, Genoa and Turin."""
-    return tuple(intermediate for intermediate, _ in _pairs())
-
-
-@cache
-def amd_roots() -> tuple[x509.Certificate, ...]:
-    """Return the three roots, of Milan, Genoa and Turin."""
-    by_der = {root.public_bytes(Encoding.DER): root for _, root in _pairs()}
-    return tuple(by_der.values())
-
-
-def _pairs() -> list[tuple[x509.Certificate, x509.Certificate]]:
-    files = sorted(_FOLDER.glob("ask_ark_*.pem"))
-    chains = [x509.load_pem_x509_certificates(path.read_bytes()) for path in files]
-    return [(intermediate, root) for intermediate, root in chains]
-
-
 _ANCHORS: Final = Path(__file__).resolve().parent / "anchors"
 
 
@@ -53,27 +29,23 @@ def _read(name: str) -> bytes:
     return x509.load_pem_x509_certificate((_ANCHORS / name).read_bytes()).public_bytes(Encoding.DER)
 
 
+# Intel SGX Root CA, valid 2018-05-21 to 2049-12-31; it vouches for SGX and TDX alike.
+INTEL_SGX_ROOT_DER: Final = _read("intel_sgx_root_ca.pem")
 NVIDIA_DEVICE_ROOT_DER: Final = _read("nvidia_device_identity_ca.pem")
 NVIDIA_RIM_ROOT_DER: Final = _read("nvidia_corim_signing_root_ca.pem")
+_AMD_CHAINS: Final = [
+    x509.load_pem_x509_certificates(path.read_bytes()) for path in sorted(_ANCHORS.glob("ask_ark_*.pem"))
+]
+AMD_INTERMEDIATES: Final = tuple(intermediate for intermediate, _ in _AMD_CHAINS)
+"""The six CAs that issue endorsement certificates: for VCEK and VLEK of Milan, Genoa and Turin."""
+AMD_ROOTS: Final = tuple(dict.fromkeys(root for _, root in _AMD_CHAINS))
+"""The three roots, of Milan, Genoa and Turin."""
 
 Family = Literal["tdx", "sev_snp", "nvidia_gpu", "nvidia_rim"]
 """The format of the data that a root vouches for: evidence, and so its verifier, or signed reference values."""
 
-# Intel SGX Root CA, valid 2018-05-21 to 2049-12-31; it vouches for SGX and TDX alike.
-INTEL_SGX_ROOT_DER: Final = base64.b64decode(
-    "MIICjzCCAjSgAwIBAgIUImUM1lqdNInzg7SVUr9QGzknBqwwCgYIKoZIzj0EAwIwaDEaMBgGA1UEAwwRSW50ZWwgU0dYIFJvb3QgQ0ExGjAYBgNV"
-    "BAoMEUludGVsIENvcnBvcmF0aW9uMRQwEgYDVQQHDAtTYW50YSBDbGFyYTELMAkGA1UECAwCQ0ExCzAJBgNVBAYTAlVTMB4XDTE4MDUyMTEwNDUx"
-    "MFoXDTQ5MTIzMTIzNTk1OVowaDEaMBgGA1UEAwwRSW50ZWwgU0dYIFJvb3QgQ0ExGjAYBgNVBAoMEUludGVsIENvcnBvcmF0aW9uMRQwEgYDVQQH"
-    "DAtTYW50YSBDbGFyYTELMAkGA1UECAwCQ0ExCzAJBgNVBAYTAlVTMFkwEwYHKoZIzj0CAQYIKoZIzj0DAQcDQgAEC6nEwMDIYZOj/iPWsCzaEKi7"
-    "1OiOSLRFhWGjbnBVJfVnkY4u3IjkDYYL0MxO4mqsyYjlBalTVYxFP2sJBK5zlKOBuzCBuDAfBgNVHSMEGDAWgBQiZQzWWp00ifODtJVSv1AbOScG"
-    "rDBSBgNVHR8ESzBJMEegRaBDhkFodHRwczovL2NlcnRpZmljYXRlcy50cnVzdGVkc2VydmljZXMuaW50ZWwuY29tL0ludGVsU0dYUm9vdENBLmRl"
-    "cjAdBgNVHQ4EFgQUImUM1lqdNInzg7SVUr9QGzknBqwwDgYDVR0PAQH/BAQDAgEGMBIGA1UdEwEB/wQIMAYBAf8CAQEwCgYIKoZIzj0EAwIDSQAw"
-    "RgIhAOW/5QkR+S9CiSDcNoowLuPRLsWGf/Yi7GSX94BgwTwgAiEA4J0lrHoMs+Xo5o/sX6O9QWxHRAvZUGOdRQ7cvqRXaqI="
-)
 
-
-@dataclass(frozen=True, slots=True)
-class PinnedRoot:
+class PinnedRoot(NamedTuple):
     """A vendor's root certificate, and the one class and family that it vouches for."""
 
     evidence_class: EvidenceClass
@@ -84,7 +56,7 @@ class PinnedRoot:
 # Roots of another family: one line here that unpacks what `anchors/` holds for the family.
 _PINNED_ROOTS: Final[tuple[PinnedRoot, ...]] = (
     PinnedRoot(EvidenceClass.INTEL_TDX, "tdx", INTEL_SGX_ROOT_DER),
-    *(PinnedRoot(EvidenceClass.AMD_SEV_SNP, "sev_snp", root.public_bytes(Encoding.DER)) for root in amd_roots()),
+    *(PinnedRoot(EvidenceClass.AMD_SEV_SNP, "sev_snp", root.public_bytes(Encoding.DER)) for root in AMD_ROOTS),
     PinnedRoot(EvidenceClass.NVIDIA_GPU, "nvidia_gpu", NVIDIA_DEVICE_ROOT_DER),
     PinnedRoot(EvidenceClass.NVIDIA_GPU, "nvidia_rim", NVIDIA_RIM_ROOT_DER),
 )
@@ -140,11 +112,7 @@ class Anchor(Message):
 
 def pinned_anchors(evidence_class: EvidenceClass) -> tuple[Anchor, ...]:
     """Return the anchors of a hardware class: every pinned root of it."""
-    return tuple(
-        Anchor(evidence_class=root.evidence_class, family=root.family, root_der=root.root_der)
-        for root in PINNED.values()
-        if root.evidence_class is evidence_class
-    )
+    return tuple(Anchor(**root._asdict()) for root in PINNED.values() if root.evidence_class is evidence_class)
 
 
 def anchor_of(anchors: Sequence[Anchor], family: Family, root: x509.Certificate) -> Anchor | None:

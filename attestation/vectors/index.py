@@ -17,7 +17,7 @@ from raycloak.attestation.core.canonical import canonical_json, read_json
 from raycloak.attestation.core.evidence import EvidenceClass, Refusal, refuse
 from raycloak.attestation.core.messages import Message
 from raycloak.attestation.trust.certificates import read_presented
-from raycloak.attestation.trust.roots import PINNED, Anchor, Family, pinned_anchors
+from raycloak.attestation.trust.roots import PINNED, Anchor, Family
 from raycloak.metrics.errors import ConfigError
 from raycloak.metrics.file_errors import file_error
 
@@ -147,8 +147,7 @@ class VectorCase:
 
     def anchors(self, family: Family) -> tuple[Anchor, ...]:
         """Return the pinned roots, and the simulator's root of class ``simulated`` if the policy names one."""
-        classes = sorted({root.evidence_class for root in PINNED.values() if root.family == family})
-        pinned = [anchor for each in classes for anchor in pinned_anchors(each)]
+        pinned = [Anchor(**root._asdict()) for root in PINNED.values() if root.family == family]
         name = self.policy.get("simulator_root")
         if name is None:
             return tuple(pinned)

@@ -16,13 +16,13 @@ from raycloak.attestation.keys.release import (
     ExpectedRelease,
     KeyPackage,
     KeyRelease,
+    RunKeys,
     VirtualWorkerKeys,
     commitments_digest,
     key_commitment,
     open_keys,
     released_body,
     seal_package,
-    virtual_worker_keys,
 )
 from raycloak.attestation.log.entries import EntryProof
 from raycloak.attestation.log.evidence_log import EvidenceLog
@@ -39,7 +39,7 @@ POLICY = simulated_policy(SimulatedVendor.create(), bytes(48))
 
 
 def keys_of(v: int, epoch: int = 1) -> VirtualWorkerKeys:
-    return virtual_worker_keys(SECRET, "run", COMPUTATION, v, epoch)
+    return RunKeys(SECRET, "run").of(COMPUTATION, v, epoch)
 
 
 def commitments(epoch: int = 1) -> tuple[bytes, ...]:
@@ -232,9 +232,9 @@ def test_stream_keys_differ_by_secret_run_computation_virtual_worker_and_epoch()
         (SECRET, "run", COMPUTATION, 1, 0),
         (SECRET, "run", COMPUTATION, 0, 1),
     ]
-    streams = {virtual_worker_keys(*each).stream.reveal() for each in (base, *others)}
+    streams = {RunKeys(*each[:2]).of(*each[2:]).stream.reveal() for each in (base, *others)}
     assert len(streams) == 1 + len(others)
-    assert virtual_worker_keys(*base).stream.reveal() in streams
+    assert RunKeys(*base[:2]).of(*base[2:]).stream.reveal() in streams
 
 
 def test_the_data_key_outlives_the_epoch_so_that_a_swapped_slice_shows_at_any_of_them():
