@@ -5,12 +5,13 @@ chains are in headers. AMD's interface serves revocation lists.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NoReturn
 from urllib.parse import unquote
 
 from raycloak.attestation.collateral.https_get import FetchError, HttpsResponse
+from raycloak.attestation.core.canonical import read_json
 from raycloak.attestation.core.evidence import Collateral, CollateralBundle, Refusal, refuse
 from raycloak.attestation.policy.collateral_service import CollateralService
 from raycloak.attestation.trust.certificates import check_links, crl_der, key_id, load_chain, load_crl, signed_by
@@ -64,17 +65,24 @@ class _Client:
 
     def crl(self, url: str, what: str) -> tuple[bytes, HttpsResponse]:
         answer = self.ask(url, what)
-        return _der(answer.body), answer
+        # PCS serves DER or PEM, PCCS hexadecimal digits.
+        try:
+            return bytes.fromhex(answer.body.decode("ascii").strip()), answer
+        except ValueError:
+            return crl_der(answer.body), answer
 
     def document(self, url: str, name: str, chain: Sequence[str]) -> tuple[str, bytes, str]:
         """Return the exact text of a signed document, its signature, and the chain of its signer."""
         answer = self.ask(url, name)
         try:
-            members = _members(answer.body.decode())
-            text, signature = members[name], bytes.fromhex(json.loads(members["signature"]))
+            text = answer.body.decode()
+            signature = bytes.fromhex(read_json(text)["signature"])
+            # What is signed is the document's text exactly as written.
+            start = text.index("{", text.index(f'"{name}"'))
+            _, end = json.JSONDecoder().raw_decode(text, start)
         except (LookupError, TypeError, ValueError, RecursionError):
             _refuse(name, url, "the answer is not a signed document")
-        return text, signature, _chain(answer, chain, name, url)
+        return text[start:end], signature, _chain(answer, chain, name, url)
 
 
 def _tdx(client: _Client, service: CollateralService, fmspc: str, roots: set[bytes]) -> Collateral:
@@ -137,45 +145,6 @@ def _chain(answer: HttpsResponse, names: Sequence[str], what: str, url: str) -> 
         _refuse(what, url, "the answer has no chain of its signer")
     # Intel sends the PEM text percent-encoded.
     return unquote(found)
-
-
-def _der(body: bytes) -> bytes:
-    """Decode a revocation list: PCS serves DER or PEM, PCCS hexadecimal digits."""
-    try:
-        return bytes.fromhex(body.decode("ascii").strip())
-    except ValueError:
-        return crl_der(body)
-
-
-def _members(text: str) -> Mapping[str, str]:
-    """Return the text of each member of a JSON object exactly as written, because that text is what is signed."""
-    decoder, members = json.JSONDecoder(), dict[str, str]()
-    at = text.index("{") + 1
-    while True:
-        name, end = decoder.raw_decode(text, _skip(text, at))
-        start = _skip(text, _after(text, end, ":"))
-        _, end = decoder.raw_decode(text, start)
-        # Readers of JSON disagree about which of two equal members counts.
-        if name in members:
-            raise ValueError("a member is there twice")
-        members[name] = text[start:end]
-        at = _skip(text, end)
-        if text[at] == "}":
-            return members
-        at = _after(text, at, ",")
-
-
-def _skip(text: str, at: int) -> int:
-    while text[at] in " \t\r\n":
-        at += 1
-    return at
-
-
-def _after(text: str, at: int, mark: str) -> int:
-    at = _skip(text, at)
-    if text[at] != mark:
-        raise ValueError(f"not JSON: no '{mark}' at {at}")
-    return at + 1
 
 
 def _refuse(what: str, url: str, why: str) -> NoReturn:

@@ -114,8 +114,14 @@ class CollateralKeeper:
         try:
             bundle = fetch_collateral(self._service, self._anchors, self._get)
             # A mirror may serve older collateral, or collateral that has ended. It must not replace what is still good.
-            self._require_no_older(bundle)
-            self._require_current(bundle)
+            # Nothing is kept before the first fetch, so the lengths may differ.
+            for known, found in zip(self._kept.bundle.tdx if self._kept else (), bundle.tdx, strict=False):
+                if _number(found) < _number(known):
+                    numbers = f"{_number(found)}, where {_number(known)} was fetched before"
+                    refuse(Refusal.COLLATERAL_ROLLBACK, f"the service gives collateral of evaluation number {numbers}")
+            if (ends := ends_at(bundle)) <= self._clock():
+                said = f"that ended at {_text(ends)}" if ends else "of which a part cannot be read"
+                refuse(Refusal.COLLATERAL_STALE, f"the service gives collateral {said}")
         except EvidenceError as refusal:
             self.problem = refusal.message
             return
@@ -126,19 +132,6 @@ class CollateralKeeper:
         except OSError as error:
             # A full disk must not end the thread that renews collateral.
             self.problem = f"{self._file} cannot be written ({error.strerror}), so a restart has to fetch it again"
-
-    def _require_no_older(self, bundle: CollateralBundle) -> None:
-        # Nothing is kept before the first fetch, so the lengths may differ.
-        for known, found in zip(self._kept.bundle.tdx if self._kept else (), bundle.tdx, strict=False):
-            if _number(found) < _number(known):
-                numbers = f"{_number(found)}, where {_number(known)} was fetched before"
-                refuse(Refusal.COLLATERAL_ROLLBACK, f"the service gives collateral of evaluation number {numbers}")
-
-    def _require_current(self, bundle: CollateralBundle) -> None:
-        """Refuse collateral that has ended: a mirror may serve such, and the kept collateral may last longer."""
-        if (ends := ends_at(bundle)) <= self._clock():
-            said = f"that ended at {_text(ends)}" if ends else "of which a part cannot be read"
-            refuse(Refusal.COLLATERAL_STALE, f"the service gives collateral {said}")
 
     def _stored(self) -> FetchedCollateral | None:
         try:
