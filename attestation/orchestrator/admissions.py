@@ -3,11 +3,11 @@
 The nonce, decision and log entry of an admission share one transaction. A member is admitted once they are on disk.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from pydantic import JsonValue
 
@@ -19,12 +19,14 @@ from raycloak.attestation.core.evidence import Challenge, CollateralBundle, Pres
 from raycloak.attestation.core.messages import Envelope
 from raycloak.attestation.core.roster import Member
 from raycloak.attestation.keys.release import KeyContract
-from raycloak.attestation.orchestrator.books import RunBooks
 from raycloak.attestation.orchestrator.documents import Document
 from raycloak.attestation.orchestrator.hosting import RunHosting
 from raycloak.attestation.orchestrator.run_terms import OBSERVER, RunTerms
 from raycloak.attestation.orchestrator.state import MemberRow, SessionId
 from raycloak.metrics.errors import EvidenceError
+
+if TYPE_CHECKING:
+    from raycloak.attestation.orchestrator.orchestrator import OpenRun
 
 # Anybody with accepted evidence may observe, so their number bounds the memory that they take.
 MAX_OBSERVERS: Final = 256
@@ -113,37 +115,21 @@ class Admissions:
     Args:
         terms: of the run; they say how evidence is judged.
         hosting: told of each expelled member.
-        clock: unix seconds.
     """
 
-    def __init__(
-        self,
-        books: RunBooks,
-        *,
-        run_id: str,
-        session: SessionId,
-        terms: RunTerms[KeyContract],
-        hosting: RunHosting,
-        clock: Callable[[], int],
-    ) -> None:
-        self._transaction = partial(books.transaction_of, session)
-        self._state = books.state
-        self._facts = books.state.facts
-        self._log = books.log
-        self._refusals = books.refusals
-        self._nonces = books.nonces
-        self._revocations = books.revocations
-        self._run_id = run_id
+    def __init__(self, run: "OpenRun", session: SessionId, terms: RunTerms[KeyContract], hosting: RunHosting) -> None:
+        self._run = run
+        self._books = run.books
+        self._transaction = partial(run.books.transaction_of, session)
         self._terms = terms
         # Made once: real collateral is megabytes, and every admission names it.
         self._collateral = Document.of(terms.collateral)
         self.collateral_ends = ends_at(terms.collateral)
         self._hosting = hosting
-        self._clock = clock
         self._members: dict[str, AdmittedMember] = {}
         self._enrolment = Enrolment()
         self._swept_at = 0
-        self._nonces.forget_expired(clock())
+        self._books.nonces.forget_expired(run.now())
         self._restore()
 
     def take_collateral(self, collateral: CollateralBundle) -> None:
@@ -162,12 +148,12 @@ class Admissions:
             if member_id in self._members:
                 # A challenge asks for fresh evidence, so the old presentation admits no more.
                 self.keep(replace(self._members[member_id].row, superseded=True))
-            return self._nonces.issue(
-                run_id=self._run_id,
+            return self._books.nonces.issue(
+                run_id=self._run.run_id,
                 member_id=member_id,
                 role=role,
                 manifest_digest=self._terms.manifest_digest,
-                now=self._clock(),
+                now=self._run.now(),
                 identity_key=identity_key,
             )
 
@@ -203,7 +189,7 @@ class Admissions:
     def find(self, member_id: str) -> AdmittedMember | None:
         """Return the member if it is admitted and not revoked since; its evidence may have expired."""
         admitted = self._members.get(member_id)
-        return None if admitted is None or self._revocations.find(admitted.appraisal) else admitted
+        return None if admitted is None or self._books.revocations.find(admitted.appraisal) else admitted
 
     def workers(self) -> list[Appraisal]:
         """Return the appraisals of the admitted workers."""
@@ -212,7 +198,7 @@ class Admissions:
     def entry(self, member_id: str, virtual_workers: tuple[int, ...]) -> Member:
         """Return the member's place in a roster or order; EvidenceError ``evidence_expired`` without valid evidence."""
         admitted = self.find(member_id)
-        if admitted is None or admitted.appraisal.expires_at <= self._clock():
+        if admitted is None or admitted.appraisal.expires_at <= self._run.now():
             raise EvidenceError("evidence_expired", f"{member_id} has no valid evidence", "Present fresh evidence.")
         return Member(
             member_id=member_id,
@@ -226,7 +212,7 @@ class Admissions:
 
     def keep(self, row: MemberRow) -> None:
         """Record how a member's evidence was used, in a transaction of the caller's."""
-        self._state.mark_member(row)
+        self._books.state.mark_member(row)
         self._members[row.member_id].row = row
 
     def expel(self, member_id: str, cause: str) -> None:
@@ -234,8 +220,8 @@ class Admissions:
         if self._members.pop(member_id, None) is not None:
             self._enrolment.drop(member_id)
             with self._transaction():
-                self._state.drop_member(member_id)
-                self._log.append("expelled", {"member_id": member_id, "cause": cause})
+                self._books.state.drop_member(member_id)
+                self._books.log.append("expelled", {"member_id": member_id, "cause": cause})
         self._hosting.expelled(member_id)
 
     def review(self) -> MemberReview:
@@ -244,15 +230,15 @@ class Admissions:
         Guarantee: a revoked member gets no keys and no roster entry, whether or not this is called.
         """
         with self._transaction():
-            self._revocations.record()
-            refusals = {i: self._revocations.find(each.appraisal) for i, each in self._participants()}
+            self._books.revocations.record()
+            refusals = {i: self._books.revocations.find(each.appraisal) for i, each in self._participants()}
             ages = [
                 each.since + RENEWED_AFTER * (each.appraisal.expires_at - each.since)
                 for i, each in self._participants()
                 if refusals[i] is None
             ]
             revoked = tuple((i, refusal.message) for i, refusal in refusals.items() if refusal is not None)
-            return MemberReview(revoked, min(ages) - self._clock() if ages else None)
+            return MemberReview(revoked, min(ages) - self._run.now() if ages else None)
 
     def view(self) -> OrchestratorView:
         """Return facts for metrics: the participants' roles, evidence class, and earliest expiry per role."""
@@ -270,18 +256,18 @@ class Admissions:
 
     def _restore(self) -> None:
         """Admit again the members of this session that are on disk."""
-        with self._state.transaction():
-            known = [row for row in self._state.members() if not self._is_over(row)]
+        with self._books.state.transaction():
+            known = [row for row in self._books.state.members() if not self._is_over(row)]
         for row in known:
             try:
                 presentation = open_presentation(row.presentation)
-                self._facts.check_clock(self._clock())
-                appraisal = self._appraise(row.presentation, presentation, self._clock())
+                self._books.state.facts.check_clock(self._run.now())
+                appraisal = self._appraise(row.presentation, presentation, self._run.now())
             except EvidenceError:
                 continue
             # The evidence is no younger than it was: appraising it again must not prolong it.
             appraisal = replace(appraisal, expires_at=min(row.expires_at, appraisal.expires_at))
-            self._enter(AdmittedMember(appraisal, presentation, row, self._clock()))
+            self._enter(AdmittedMember(appraisal, presentation, row, self._run.now()))
 
     def _enter(self, admitted: AdmittedMember) -> None:
         if self._terms.lasting is not None:
@@ -300,7 +286,7 @@ class Admissions:
         if newcomer.role != OBSERVER:
             return
         known = {i: each.appraisal for i, each in self._members.items() if each.appraisal.role == OBSERVER}
-        expired = {i for i, appraisal in known.items() if appraisal.expires_at <= self._clock()}
+        expired = {i for i, appraisal in known.items() if appraisal.expires_at <= self._run.now()}
         for member_id in expired:
             self._forget(member_id)
         if len(known.keys() - expired - {newcomer.member_id}) >= MAX_OBSERVERS:
@@ -311,7 +297,7 @@ class Admissions:
 
         Guarantee: after a sweep there are at most ``MAX_PASSING`` of them, in memory and on disk.
         """
-        now = self._clock()
+        now = self._run.now()
         # One sweep a second: each costs a pass over all members, and a flood of admissions would ask for it each time.
         if self._terms.lasting is None or now == self._swept_at:
             return
@@ -322,18 +308,18 @@ class Admissions:
             self._forget(member_id)
         for member_id in valid[: max(0, len(valid) - MAX_PASSING)]:
             self._forget(member_id)
-            self._log.append("expelled", {"member_id": member_id, "cause": f"{MAX_PASSING} attested after it"})
+            self._books.log.append("expelled", {"member_id": member_id, "cause": f"{MAX_PASSING} attested after it"})
 
     def _is_over(self, row: MemberRow) -> bool:
         """Return whether a row's evidence has expired; drops a passing member, in a transaction of the caller's."""
-        if row.expires_at > self._clock():
+        if row.expires_at > self._run.now():
             return False
         if not self._terms.lasts(row.member_id):
-            self._state.drop_member(row.member_id)
+            self._books.state.drop_member(row.member_id)
         return True
 
     def _forget(self, member_id: str) -> None:
-        self._state.drop_member(member_id)
+        self._books.state.drop_member(member_id)
         del self._members[member_id]
         self._enrolment.drop(member_id)
 
@@ -348,12 +334,12 @@ class Admissions:
     def _still(self, member: AdmittedMember) -> AdmittedMember | EvidenceError:
         """Return the member if its stored appraisal holds at this moment; otherwise log and return the refusal."""
         name = member.appraisal.member_id
-        refusal = self._revocations.find(member.appraisal)
-        if refusal is None and member.appraisal.expires_at <= self._clock():
+        refusal = self._books.revocations.find(member.appraisal)
+        if refusal is None and member.appraisal.expires_at <= self._run.now():
             refusal = EvidenceError("evidence_expired", f"the evidence of {name} expired", "Present fresh evidence.")
         if refusal is None:
             return member
-        self._refusals.append("refused", name, refusal.code)
+        self._books.refusals.append("refused", name, refusal.code)
         return refusal
 
     def _decide(self, envelope: Envelope) -> AdmittedMember | EvidenceError:
@@ -364,51 +350,51 @@ class Admissions:
             presentation = open_presentation(envelope)
             claimed = presentation.member_id
             # First, so that the nonce is used up whatever the appraisal says.
-            self._nonces.consume(presentation, self._clock())
+            self._books.nonces.consume(presentation, self._run.now())
             # With a clock set back, expired collateral would pass for valid.
-            self._facts.check_clock(self._clock())
-            appraised_at = self._clock()
+            self._books.state.facts.check_clock(self._run.now())
+            appraised_at = self._run.now()
             appraisal = self._appraise(envelope, presentation, appraised_at)
             # Kept even if a later check refuses: the collateral was genuine.
-            self._facts.keep(appraisal.facts)
+            self._books.state.facts.keep(appraisal.facts)
             self._make_room(appraisal)
             self._forget_passing()
-            if (revoked := self._revocations.find(appraisal)) is not None:
+            if (revoked := self._books.revocations.find(appraisal)) is not None:
                 raise revoked
             # Before the check, which would refuse the newcomer because of the members that it displaces.
             if self._terms.displaces:
                 for member_id in self._enrolment.in_the_way(appraisal, self._terms.policy):
                     self._forget(member_id)
                     cause = f"{appraisal.member_id} attested on its machine"
-                    self._log.append("expelled", {"member_id": member_id, "cause": cause})
+                    self._books.log.append("expelled", {"member_id": member_id, "cause": cause})
             self._enrolment.check(appraisal, self._terms.policy)
         except EvidenceError as refusal:
-            self._refusals.append("refused", claimed, refusal.code)
+            self._books.refusals.append("refused", claimed, refusal.code)
             return refusal
         # So that an auditor can appraise again a member that may get keys. A standalone service admits anybody with
         # accepted evidence, and would keep it all for ever.
         if self._terms.lasting is None and appraisal.role != OBSERVER:
-            self._state.keep_document(Document.presentation(envelope))
-            self._state.keep_document(self._collateral)
-        self._log.append("admitted", admitted_body(appraisal, appraised_at, self._collateral.name))
+            self._books.state.keep_document(Document.presentation(envelope))
+            self._books.state.keep_document(self._collateral)
+        self._books.log.append("admitted", admitted_body(appraisal, appraised_at, self._collateral.name))
         known = self._members.get(claimed)
         # A member that presents anew keeps its place in the ratchet.
-        joined = known.row.joined if known else self._state.ratchet
+        joined = known.row.joined if known else self._books.state.ratchet
         row = MemberRow(claimed, envelope, appraisal.expires_at, joined)
-        self._state.keep_member(row)
-        return AdmittedMember(appraisal, presentation, row, self._clock())
+        self._books.state.keep_member(row)
+        return AdmittedMember(appraisal, presentation, row, self._run.now())
 
     def _appraise(self, envelope: Envelope, presentation: Presentation, now: int) -> Appraisal:
         appraisal = appraise(
             envelope,
-            run_id=self._run_id,
+            run_id=self._run.run_id,
             member_id=presentation.member_id,
             role=presentation.role,
             manifest_digest=self._terms.manifest_digest,
             policy=self._terms.policy,
             collateral=self._terms.collateral,
             now=now,
-            floors=self._facts.floors(),
+            floors=self._books.state.facts.floors(),
         )
         if presentation.role == "worker" and presentation.known_answer != self._terms.contract.known_answer:
             raise EvidenceError(

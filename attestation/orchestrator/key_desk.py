@@ -12,17 +12,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from raycloak.attestation.core.canonical import digest
-from raycloak.attestation.core.keys import IdentityKey
 from raycloak.attestation.core.messages import Envelope
-from raycloak.attestation.keys.release import KeyContract, KeyPackage, KeyRelease, RunKeys, released_body, seal_package
+from raycloak.attestation.keys.release import KeyContract, KeyPackage, KeyRelease, released_body, seal_package
 from raycloak.attestation.log.entries import Entry
 from raycloak.attestation.log.evidence_log import EvidenceLog
 from raycloak.attestation.log.watch import forked
 from raycloak.attestation.orchestrator.admissions import Admissions, AdmittedMember
-from raycloak.attestation.orchestrator.books import RunBooks
 from raycloak.attestation.orchestrator.hosting import RunHosting
 from raycloak.attestation.orchestrator.refusal_log import RefusalLog
 from raycloak.attestation.orchestrator.run_terms import RunTerms
@@ -30,6 +28,9 @@ from raycloak.attestation.orchestrator.state import SessionId
 from raycloak.attestation.policy.key_policy import KeyKind, KeyPolicy
 from raycloak.attestation.sealed.sealed_data import SliceKeys
 from raycloak.metrics.errors import EvidenceError
+
+if TYPE_CHECKING:
+    from raycloak.attestation.orchestrator.orchestrator import OpenRun
 
 
 @dataclass(slots=True)
@@ -105,11 +106,9 @@ class KeyDesk:
     """The keys face of a session: it releases the keys of the run to admitted workers.
 
     Args:
-        keys: of the run.
-        signer: the orchestrator's identity key, which signs each package.
+        run: its identity key signs each package.
         terms: of the session; its releases stay under the policy that it began with.
         hosting: told who has the keys of which virtual workers.
-        clock: unix seconds.
 
     Raises:
         ConfigError: if sealed data that ``terms`` name cannot be opened.
@@ -117,28 +116,19 @@ class KeyDesk:
 
     def __init__(
         self,
-        books: RunBooks,
-        *,
-        keys: RunKeys,
-        signer: IdentityKey,
+        run: "OpenRun",
         session: SessionId,
         terms: RunTerms[KeyContract],
         admissions: Admissions,
         hosting: RunHosting,
-        clock: Callable[[], int],
     ) -> None:
-        self._transaction = partial(books.transaction_of, session)
-        self._draws = books.draws
-        self._machines = books.machines
-        self._log = books.log
-        self._refusals = books.refusals
-        self._keys = keys
-        self._signer = signer
+        self._run = run
+        self._books = run.books
+        self._transaction = partial(run.books.transaction_of, session)
         self._session = session.name
         self._terms = terms
         self._admissions = admissions
         self._hosting = hosting
-        self._clock = clock
         self._slices = {
             KeyKind.DATASET: SliceKeys.open(terms.sealed, "training") if terms.sealed else None,
             KeyKind.EVALUATION: SliceKeys.open(terms.evaluation, "evaluation") if terms.evaluation else None,
@@ -146,10 +136,10 @@ class KeyDesk:
         contract = terms.contract
         self._key_context = contract.key_context
         # All members of an epoch are told the same, and hardly any two epochs are under way at once.
-        self._commitments = lru_cache(maxsize=4)(partial(keys.commitments, self._key_context, contract.key_owners))
+        self._commitments = lru_cache(maxsize=4)(partial(run.keys.commitments, self._key_context, contract.key_owners))
         self._key_policies = {kind: KeyPolicy.of(kind, terms.policy, contract.keys_per_machine) for kind in KeyKind}
         # From the log, not from the terms: a restarted driver may bring another policy to the same session.
-        begun = next(self._log.newest("session")).content
+        begun = next(self._books.log.newest("session")).content
         self._policy_of_session = bytes.fromhex(begun["policy_digest"])
 
     def release(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...], seen: int = 0) -> KeyRelease:
@@ -168,7 +158,7 @@ class KeyDesk:
                 ``sealed_demand`` if training examples are sealed for other terms than the run's manifest states.
                 ``log_forked`` if the member has seen more of the log than there is. The log has the refusal.
         """
-        return self.grant(member_id, epoch, virtual_workers, seen).proved(self._log)
+        return self.grant(member_id, epoch, virtual_workers, seen).proved(self._books.log)
 
     def grant(self, member_id: str, epoch: int, virtual_workers: tuple[int, ...], seen: int = 0) -> Grant:
         """Release keys as :meth:`release`, for a caller that proves several grants later under one signed head.
@@ -176,10 +166,10 @@ class KeyDesk:
         Guarantee: the log has all releases of one grant or none. A refused one uses up no quota of a key.
         """
         logged: dict[KeyKind, _Logged] = {}
-        log_refusal = refusals_logged(self._refusals, self._transaction, member_id, KeyKind.VIRTUAL_WORKER)
+        log_refusal = refusals_logged(self._books.refusals, self._transaction, member_id, KeyKind.VIRTUAL_WORKER)
         with log_refusal as asked, self._transaction():
-            if seen > len(self._log):
-                raise forked(f"{member_id} has seen {seen} entries, and there are {len(self._log)}")
+            if seen > len(self._books.log):
+                raise forked(f"{member_id} has seen {seen} entries, and there are {len(self._books.log)}")
             # Keys of examples first, as the member opens them first.
             for kind in (KeyKind.DATASET, KeyKind.EVALUATION, KeyKind.VIRTUAL_WORKER):
                 asked.kind = kind
@@ -192,7 +182,7 @@ class KeyDesk:
         self._hosting.released(member_id, virtual_workers)
         # Sealed after the transaction: that takes time, and nobody else can write meanwhile.
         grants = {
-            kind: Grant(seal_package(package, plaintext, receiver.presentation.hpke_key, self._signer), entry)
+            kind: Grant(seal_package(package, plaintext, receiver.presentation.hpke_key, self._run.identity), entry)
             for kind, (package, plaintext, receiver, entry) in logged.items()
         }
         slices, evaluation = grants.get(KeyKind.DATASET), grants.get(KeyKind.EVALUATION)
@@ -200,7 +190,7 @@ class KeyDesk:
 
     def held_by_machine(self, epoch: int) -> dict[str, Mapping[str, tuple[int, ...]]]:
         """Return by admitted worker, and by name of its machine, whose keys of ``epoch`` went there in any session."""
-        return self._machines.held(self._admissions.workers(), epoch)
+        return self._books.machines.held(self._admissions.workers(), epoch)
 
     def draw_checkpoint_key(self, info: bytes) -> None:
         """Count and log that the data key of a sealed package of the run leaves.
@@ -212,9 +202,11 @@ class KeyDesk:
             EvidenceError: ``release_denied`` if the key was drawn as often as its quota says.
         """
         name, terms = digest(info).hex(), self._key_policies[KeyKind.CHECKPOINT]
-        with refusals_logged(self._refusals, self._transaction, "", terms.kind), self._transaction():
-            self._draws.draw(terms, 0, (name,), self._session, "")
-            self._log.append("opened", {"kind": terms.kind.value, "package": name, "policy": terms.digest().hex()})
+        with refusals_logged(self._books.refusals, self._transaction, "", terms.kind), self._transaction():
+            self._books.draws.draw(terms, 0, (name,), self._session, "")
+            self._books.log.append(
+                "opened", {"kind": terms.kind.value, "package": name, "policy": terms.digest().hex()}
+            )
 
     def _log_release(self, kind: KeyKind, member_id: str, epoch: int, virtual_workers: tuple[int, ...]) -> _Logged:
         """Count and log the release of keys of ``kind`` to an entitled member, in the caller's transaction."""
@@ -227,11 +219,11 @@ class KeyDesk:
         if slices is not None:
             keys, commitments = [slices.of(v) for v in virtual_workers], slices.header.key_commitments
         else:
-            of_run = [self._keys.of(self._key_context, v, epoch) for v in virtual_workers]
+            of_run = [self._run.keys.of(self._key_context, v, epoch) for v in virtual_workers]
             keys, commitments = [part for key in of_run for part in (key.stream, key.data)], self._commitments(epoch)
         package = KeyPackage(
             kind=kind,
-            run_id=self._keys.run_id,
+            run_id=self._run.keys.run_id,
             session=self._session,
             member_id=member_id,
             manifest_digest=self._terms.manifest_digest,
@@ -243,10 +235,10 @@ class KeyDesk:
             commitments=commitments,
             ciphertext=b"",
         )
-        self._draws.draw(key_terms, epoch, map(str, virtual_workers), self._session, member_id)
+        self._books.draws.draw(key_terms, epoch, map(str, virtual_workers), self._session, member_id)
         if kind is KeyKind.VIRTUAL_WORKER:
-            self._machines.give(admitted.appraisal, epoch, virtual_workers, key_terms.keys_per_machine)
-        entry = self._log.append("released", released_body(package))
+            self._books.machines.give(admitted.appraisal, epoch, virtual_workers, key_terms.keys_per_machine)
+        entry = self._books.log.append("released", released_body(package))
         return _Logged(package, b"".join(key.reveal() for key in keys), admitted, entry)
 
     def _entitled(self, member_id: str, epoch: int, terms: KeyPolicy) -> AdmittedMember:
@@ -261,7 +253,7 @@ class KeyDesk:
                 f"the policy was changed since {member_id} was appraised, or since the session began",
                 "Start a new run under the new policy.",
             )
-        if admitted.appraisal.expires_at <= self._clock():
+        if admitted.appraisal.expires_at <= self._run.now():
             raise EvidenceError("release_denied", f"the evidence of {member_id} expired", "Present fresh evidence.")
         if admitted.row.epoch not in (None, epoch):
             raise EvidenceError(

@@ -236,27 +236,9 @@ class RunSession:
         self.hosting = RunHosting()
         self._members: tuple[tuple[Member, ...], Document] | None = None
         self._circle: tuple[object, MaskCircle | None] | None = None
-        self.admission = Admissions(
-            run.books, run_id=run.run_id, session=session, terms=terms, hosting=self.hosting, clock=run.now
-        )
-        self.keys = KeyDesk(
-            run.books,
-            keys=run.keys,
-            signer=run.identity,
-            session=session,
-            terms=terms,
-            admissions=self.admission,
-            hosting=self.hosting,
-            clock=run.now,
-        )
-        self.packages = PackageDesk(
-            run.books,
-            run_id=run.run_id,
-            manifest_digest=terms.manifest_digest,
-            recipient_key=run.recipient_key,
-            draw_key=self.keys.draw_checkpoint_key,
-            signer_folder=run.signer_folder,
-        )
+        self.admission = Admissions(run, session, terms, self.hosting)
+        self.keys = KeyDesk(run, session, terms, self.admission, self.hosting)
+        self.packages = PackageDesk(run, terms.manifest_digest, self.keys.draw_checkpoint_key)
 
     def present(self, source: EvidenceSource) -> Envelope:
         """Return the orchestrator's own evidence for the manifest of the session; see

@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from inspect import isfunction
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Concatenate, Final, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar
 
 from raycloak.attestation.attester.attester import EvidenceSource
 from raycloak.attestation.core.hybrid_signature import SignerPublic
@@ -53,56 +54,21 @@ _PAUSE_S: Final = 0.2
 # Calls are short, and a caller that is cut off asks again.
 _STOP_S: Final = 0.2
 
-Part = TypeVar("Part")
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def _in_turn(
-    part: "Callable[[EvidenceOrchestrator], Part]", method: Callable[Concatenate[Part, P], R]
+    part: str, method: Callable[Concatenate[Any, P], R]
 ) -> "Callable[Concatenate[EvidenceOrchestrator, P], R]":
     """Return ``method`` of a part as a method of the orchestrator that waits for its turn."""
 
     @wraps(method)
     def answer(self: "EvidenceOrchestrator", /, *arguments: P.args, **keywords: P.kwargs) -> R:
         with self._turn_of_run():
-            return method(part(self), *arguments, **keywords)
+            return method(attrgetter(part)(self), *arguments, **keywords)
 
     return answer
-
-
-def _run_of(self: "EvidenceOrchestrator") -> OpenRun:
-    assert self._run is not None, "open_run comes first"
-    return self._run
-
-
-def _session_of(self: "EvidenceOrchestrator") -> RunSession:
-    assert self._session is not None, "begin comes first"
-    return self._session
-
-
-def _log_of(self: "EvidenceOrchestrator") -> EvidenceLog:
-    return _run_of(self).books.log
-
-
-def _commits_of(self: "EvidenceOrchestrator") -> CommitBook:
-    return _run_of(self).books.commits
-
-
-def _loads_of(self: "EvidenceOrchestrator") -> LoadBook:
-    return _run_of(self).books.loads
-
-
-def _admission_of(self: "EvidenceOrchestrator") -> Admissions:
-    return _session_of(self).admission
-
-
-def _keys_of(self: "EvidenceOrchestrator") -> KeyDesk:
-    return _session_of(self).keys
-
-
-def _packages_of(self: "EvidenceOrchestrator") -> PackageDesk:
-    return _session_of(self).packages
 
 
 class EvidenceOrchestrator:
@@ -145,13 +111,13 @@ class EvidenceOrchestrator:
             self._run, self._session = run, None
         return run.run_id, run.public
 
-    key_commitments = _in_turn(_run_of, OpenRun.key_commitments)
-    most_hosted = _in_turn(_run_of, OpenRun.most_hosted)
-    export_log = _in_turn(_run_of, OpenRun.export_log)
-    committed = _in_turn(_commits_of, CommitBook.steps)
-    loads = _in_turn(_loads_of, LoadBook.all)
-    log_position = _in_turn(_log_of, EvidenceLog.position)
-    log_root_at = _in_turn(_log_of, EvidenceLog.root_at)
+    key_commitments = _in_turn("_open", OpenRun.key_commitments)
+    most_hosted = _in_turn("_open", OpenRun.most_hosted)
+    export_log = _in_turn("_open", OpenRun.export_log)
+    committed = _in_turn("_open.books.commits", CommitBook.steps)
+    loads = _in_turn("_open.books.loads", LoadBook.all)
+    log_position = _in_turn("_open.books.log", EvidenceLog.position)
+    log_root_at = _in_turn("_open.books.log", EvidenceLog.root_at)
 
     def begin(self, terms: RunTerms[KeyContract], session: str) -> None:
         """Begin or resume a session, as `raycloak.attestation.orchestrator.orchestrator.OpenRun.begin`, and serve.
@@ -161,7 +127,7 @@ class EvidenceOrchestrator:
         """
         self._stop_serving()
         with self._turn:
-            self._session = begun = _run_of(self).begin(terms, session)
+            self._session = begun = self._open.begin(terms, session)
         if self._bind is not None:
             self._server = self._serve(begun, terms.manifest_digest, session, self._bind)
 
@@ -170,19 +136,19 @@ class EvidenceOrchestrator:
         logged after it."""
         self._stop_serving()
         with self._turn:
-            _run_of(self).finish(commits, log_file, destroy)
+            self._open.finish(commits, log_file, destroy)
 
     def close(self) -> None:
         """Close the state; another instance may open the run."""
         self._stop_serving()
-        _run_of(self).close()
+        self._open.close()
 
     # --- admission
 
-    challenge = _in_turn(_admission_of, Admissions.challenge)
-    admit = _in_turn(_admission_of, Admissions.admit)
-    review = _in_turn(_admission_of, Admissions.review)
-    take_collateral = _in_turn(_admission_of, Admissions.take_collateral)
+    challenge = _in_turn("_begun.admission", Admissions.challenge)
+    admit = _in_turn("_begun.admission", Admissions.admit)
+    review = _in_turn("_begun.admission", Admissions.review)
+    take_collateral = _in_turn("_begun.admission", Admissions.take_collateral)
 
     def expel(self, member_id: str, cause: str) -> None:
         """Remove a member, as `raycloak.attestation.orchestrator.admissions.Admissions.expel`.
@@ -210,29 +176,29 @@ class EvidenceOrchestrator:
     def present(self) -> Envelope:
         """Present this orchestrator, without a turn: evidence is slow to collect, and nothing here changes it."""
         assert self._source is not None, "an orchestrator that presents itself has a platform"
-        return _session_of(self).present(self._source)
+        return self._begun.present(self._source)
 
     # --- keys
 
-    release = _in_turn(_keys_of, KeyDesk.release)
-    held_by_machine = _in_turn(_keys_of, KeyDesk.held_by_machine)
+    release = _in_turn("_begun.keys", KeyDesk.release)
+    held_by_machine = _in_turn("_begun.keys", KeyDesk.held_by_machine)
 
     # --- steps
 
-    record_data = _in_turn(_session_of, RunSession.record_data)
-    open_step = _in_turn(_session_of, RunSession.open_step)
-    order_evaluation = _in_turn(_session_of, RunSession.order_evaluation)
-    commit = _in_turn(_session_of, RunSession.commit)
-    load_state = _in_turn(_session_of, RunSession.load_state)
+    record_data = _in_turn("_begun", RunSession.record_data)
+    open_step = _in_turn("_begun", RunSession.open_step)
+    order_evaluation = _in_turn("_begun", RunSession.order_evaluation)
+    commit = _in_turn("_begun", RunSession.commit)
+    load_state = _in_turn("_begun", RunSession.load_state)
 
     # --- packages
 
-    package_signer = _in_turn(_packages_of, PackageDesk.signer)
-    package_recipient = _in_turn(_packages_of, PackageDesk.recipient)
-    sign_package = _in_turn(_packages_of, PackageDesk.sign)
-    open_package = _in_turn(_packages_of, PackageDesk.open)
-    record_published = _in_turn(_packages_of, PackageDesk.record_published)
-    newest_published = _in_turn(_packages_of, PackageDesk.newest_published)
+    package_signer = _in_turn("_begun.packages", PackageDesk.signer)
+    package_recipient = _in_turn("_begun.packages", PackageDesk.recipient)
+    sign_package = _in_turn("_begun.packages", PackageDesk.sign)
+    open_package = _in_turn("_begun.packages", PackageDesk.open)
+    record_published = _in_turn("_begun.packages", PackageDesk.record_published)
+    newest_published = _in_turn("_begun.packages", PackageDesk.newest_published)
 
     # --- the service
 
@@ -241,6 +207,16 @@ class EvidenceOrchestrator:
         if self._bind is None or self._server is None:
             return None
         return f"{self._bind.rpartition(':')[0]}:{self._server.port}"
+
+    @property
+    def _open(self) -> OpenRun:
+        assert self._run is not None, "open_run comes first"
+        return self._run
+
+    @property
+    def _begun(self) -> RunSession:
+        assert self._session is not None, "begin comes first"
+        return self._session
 
     @contextmanager
     def _turn_of_run(self) -> Iterator[None]:

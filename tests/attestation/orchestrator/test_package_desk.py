@@ -1,5 +1,7 @@
 """The orchestrator's part in packages: it signs what it committed, remembers it, and opens its own."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from raycloak.attestation.core.hpke import hpke_seal
@@ -25,14 +27,10 @@ class Desk:
         self.state, self.log, self.commits = books.state, books.log, books.commits
         self.signer_folder = home / "signer"
         self.drawn = []
-        self.desk = PackageDesk(
-            books,
-            run_id=RUN,
-            manifest_digest=b"m" * 32,
-            recipient_key=run_recipient_key(SECRET),
-            draw_key=self.drawn.append,
-            signer_folder=self.signer_folder,
+        run = SimpleNamespace(
+            books=books, run_id=RUN, recipient_key=run_recipient_key(SECRET), signer_folder=self.signer_folder
         )
+        self.desk = PackageDesk(run, b"m" * 32, self.drawn.append)
         self.commit(2)
 
     def commit(self, step, parameters=PARAMETERS):
