@@ -70,7 +70,6 @@ class Appraisal:
 
     member_id: str
     role: Role
-    hpke_key: bytes
     mask_key: bytes
     identity_key: bytes
     known_answer: bytes
@@ -79,7 +78,6 @@ class Appraisal:
     evidence_classes: tuple[EvidenceClass, ...]
     evidence_digest: bytes
     measurement: bytes
-    tcb_status: str
     platform_id: bytes
     names_machine: bool
     gpus: tuple[GpuClaims, ...]
@@ -265,7 +263,6 @@ def _result(
     return Appraisal(
         member_id=presentation.member_id,
         role=presentation.role,
-        hpke_key=presentation.hpke_key,
         mask_key=presentation.mask_key,
         identity_key=presentation.identity_key,
         known_answer=presentation.known_answer,
@@ -274,7 +271,6 @@ def _result(
         evidence_classes=tuple(dict.fromkeys([claims.evidence_class, *(gpu.evidence_class for gpu in gpus)])),
         evidence_digest=digest(envelope.body),
         measurement=claims.measurement,
-        tcb_status=claims.tcb_status,
         platform_id=claims.platform_id,
         names_machine=claims.names_machine,
         gpus=gpus,

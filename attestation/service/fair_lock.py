@@ -13,49 +13,29 @@ class Turn:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._waiting: deque[tuple[int, threading.Event]] = deque()
+        self._changed = threading.Condition()
+        self._waiting: deque[object] = deque()
         self._owner: int | None = None
         self._depth = 0
 
     def __enter__(self) -> Self:
-        own = threading.get_ident()
-        if self._owner == own:
+        own, place = threading.get_ident(), object()
+        with self._changed:
+            if self._owner != own:
+                self._waiting.append(place)
+                try:
+                    self._changed.wait_for(lambda: self._owner is None and self._waiting[0] is place)
+                    self._owner = own
+                finally:
+                    # After an interrupt, another may be the first now.
+                    self._waiting.remove(place)
+                    self._changed.notify_all()
             self._depth += 1
-            return self
-        with self._lock:
-            if self._owner is None:
-                self._owner, self._depth = own, 1
-                return self
-            given = threading.Event()
-            self._waiting.append((own, given))
-        try:
-            given.wait()
-        except BaseException:
-            self._give_up(own, given)
-            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            with self._lock:
-                self._pass_on()
-
-    def _pass_on(self) -> None:
-        if not self._waiting:
-            self._owner = None
-            return
-        # The owner is set before the event, so that no other thread can take the lock in between.
-        self._owner, given = self._waiting.popleft()
-        self._depth = 1
-        given.set()
-
-    def _give_up(self, own: int, given: threading.Event) -> None:
-        """Leave the queue after an interrupt, or pass on the lock if it was given meanwhile."""
-        with self._lock:
-            # The lock may have been given between the interrupt and this call.
-            if given.is_set():
-                self._pass_on()
-            else:
-                self._waiting.remove((own, given))
+        with self._changed:
+            self._depth -= 1
+            if self._depth == 0:
+                self._owner = None
+                self._changed.notify_all()

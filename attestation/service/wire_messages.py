@@ -1,9 +1,14 @@
 """Converts between signed envelopes and the messages of `attestation/service/evidence.proto`. Signed bytes stay
 unchanged."""
 
+from typing import Final
+
 from raycloak.attestation.core.messages import Envelope
 from raycloak.attestation.keys.release import KeyRelease
 from raycloak.attestation.service import evidence_pb2 as wire
+
+# The releases that come with one of a run's keys.
+_BESIDE: Final = ("slices", "evaluation")
 
 
 def to_wire(envelope: Envelope) -> wire.SignedMessage:
@@ -18,23 +23,12 @@ def from_wire(message: wire.SignedMessage) -> Envelope:
 
 def release_to_wire(release: KeyRelease) -> wire.ReleaseKeysReply:
     """Convert a release for the wire."""
-    return wire.ReleaseKeysReply(
-        package=to_wire(release.package),
-        proof=release.proof,
-        slices=release_to_wire(release.slices) if release.slices else None,
-        evaluation=release_to_wire(release.evaluation) if release.evaluation else None,
-        extends=release.extends,
-    )
+    beside = {name: release_to_wire(found) for name in _BESIDE if (found := getattr(release, name)) is not None}
+    package = to_wire(release.package)
+    return wire.ReleaseKeysReply(package=package, proof=release.proof, extends=release.extends, **beside)
 
 
 def release_from_wire(reply: wire.ReleaseKeysReply) -> KeyRelease:
     """Convert a release that arrived. Nothing of it is verified."""
-    beside = {
-        "slices": _alone(reply.slices) if reply.HasField("slices") else None,
-        "evaluation": _alone(reply.evaluation) if reply.HasField("evaluation") else None,
-    }
-    return _alone(reply).model_copy(update=beside)
-
-
-def _alone(reply: wire.ReleaseKeysReply) -> KeyRelease:
-    return KeyRelease(package=from_wire(reply.package), proof=reply.proof, extends=tuple(reply.extends))
+    beside = {name: release_from_wire(getattr(reply, name)) for name in _BESIDE if reply.HasField(name)}
+    return KeyRelease(package=from_wire(reply.package), proof=reply.proof, extends=tuple(reply.extends), **beside)

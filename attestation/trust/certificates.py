@@ -8,7 +8,7 @@ A root is compared by its public key, since a vendor may issue its root certific
 import hashlib
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from functools import lru_cache
@@ -111,26 +111,24 @@ def read_certificates(pem: bytes) -> tuple[x509.Certificate, ...]:
     Raises:
         ValueError: for any other content.
     """
-    try:
-        with _tolerating_serial_zero():
-            certificates = tuple(x509.load_pem_x509_certificates(pem))
-            for certificate in certificates:
-                _read_through(certificate)
-    except _UNREADABLE as error:
-        raise ValueError("not readable certificates") from error
-    return certificates
+    return _read(x509.load_pem_x509_certificates, pem)
 
 
 @remembered
 def read_root(der: bytes) -> x509.Certificate:
     """Read one certificate in DER, checked as in :func:`read_certificates`."""
+    return _read(lambda data: [x509.load_der_x509_certificate(data)], der)[0]
+
+
+def _read(load: Callable[[bytes], list[x509.Certificate]], data: bytes) -> tuple[x509.Certificate, ...]:
     try:
         with _tolerating_serial_zero():
-            certificate = x509.load_der_x509_certificate(der)
-            _read_through(certificate)
+            certificates = tuple(load(data))
+            for certificate in certificates:
+                _read_through(certificate)
     except _UNREADABLE as error:
-        raise ValueError("not a readable root certificate") from error
-    return certificate
+        raise ValueError("not readable certificates") from error
+    return certificates
 
 
 def load_chain(pem: str, what: str) -> tuple[x509.Certificate, ...]:
@@ -178,12 +176,6 @@ def check_links(chain: Sequence[x509.Certificate], what: str) -> None:
     for below, (certificate, issuer) in enumerate(pairwise((*chain, chain[-1]))):
         if not is_issued_by(certificate, issuer) or not _may_issue(issuer, min(below, len(chain) - 2)):
             refuse(Refusal.CHAIN_BROKEN, f"the {what} chain breaks at '{common_name(certificate)}'")
-
-
-def check_root(chain: Sequence[x509.Certificate], root_key_id: bytes, what: str) -> None:
-    """Require that the last certificate has the pinned key; EvidenceError ``chain_broken`` otherwise."""
-    if key_id(chain[-1]) != root_key_id:
-        refuse(Refusal.CHAIN_BROKEN, f"the {what} chain does not end in the root that vouches for the quote")
 
 
 def check_certificate_windows(chain: Sequence[x509.Certificate], now: datetime, what: str) -> datetime:
@@ -327,16 +319,11 @@ def _read_through(certificate: x509.Certificate) -> None:
 @remembered
 def _may_issue(issuer: x509.Certificate, intermediates: int) -> bool:
     """Return whether ``issuer`` is a CA that may stand above so many intermediate certificates (RFC 5280, 6.1.4)."""
-    try:
-        constraints = issuer.extensions.get_extension_for_class(x509.BasicConstraints).value
-    except x509.ExtensionNotFound:
+    found = {extension.oid: extension.value for extension in issuer.extensions}
+    constraints, usage = (found.get(kind.oid) for kind in (x509.BasicConstraints, x509.KeyUsage))
+    if not isinstance(constraints, x509.BasicConstraints) or not constraints.ca:
         return False
-    long_enough = constraints.path_length is None or constraints.path_length >= intermediates
-    return constraints.ca and long_enough and _usage_allows_issuing(issuer)
-
-
-def _usage_allows_issuing(issuer: x509.Certificate) -> bool:
-    try:
-        return issuer.extensions.get_extension_for_class(x509.KeyUsage).value.key_cert_sign
-    except x509.ExtensionNotFound:
-        return True  # RFC 5280, 6.1.4 (n), looks at the extension only where there is one.
+    # RFC 5280, 6.1.4 (n), looks at the extension only where there is one.
+    if isinstance(usage, x509.KeyUsage) and not usage.key_cert_sign:
+        return False
+    return constraints.path_length is None or constraints.path_length >= intermediates

@@ -72,14 +72,13 @@ def test_only_one_thread_at_a_time_is_inside():
 def test_a_thread_that_is_interrupted_while_it_waits_holds_up_nobody(given, monkeypatch):
     turn, own = Turn(), threading.get_ident()
 
-    class Interrupted(threading.Event().__class__):
-        def wait(self, timeout=None):
-            if given:
-                helper_may_end.set()
-                super().wait(60)
-            raise KeyboardInterrupt
+    wait, helper_may_end, taken = turn._changed.wait, threading.Event(), threading.Event()
 
-    helper_may_end, taken = threading.Event(), threading.Event()
+    def interrupted(timeout=None):
+        if given:
+            helper_may_end.set()
+            wait(60)
+        raise KeyboardInterrupt
 
     def hold():
         with turn:
@@ -90,7 +89,7 @@ def test_a_thread_that_is_interrupted_while_it_waits_holds_up_nobody(given, monk
     helper.start()
     taken.wait(60)
     with monkeypatch.context() as patch:
-        patch.setattr("raycloak.attestation.service.fair_lock.threading.Event", Interrupted)
+        patch.setattr(turn._changed, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt), turn:
             pass
     helper_may_end.set()
