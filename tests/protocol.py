@@ -71,6 +71,7 @@ from raycloak.workers.vectors.payload import Header, VectorRange
 from raycloak.workers.virtual_worker import VirtualWorkerComputer
 from tests.drawn import spare_of
 from tests.models import small_model, wide_model
+from tests.simulators.tdx import VariantVendor
 
 NOW = 1_800_000_000
 SECRET = "ab" * 32
@@ -209,7 +210,7 @@ class HandRun:
     ) -> None:
         self.config, self.data = config(num_workers=workers, aggregators=aggregators, **fields), data
         self.home, self.clock, self.ledger_key = home, Clock(), IdentityKey.generate()
-        self.vendor = SimulatedVendor.create()
+        self.vendor = VariantVendor.create()
         self.source = LocalPlatform(self.vendor.platform())
         self.policy, self.collateral = self.judged_by()
         self.orchestrator = self.start_orchestrator()

@@ -150,15 +150,12 @@ def new_key() -> EllipticCurvePrivateKey:
     return generate_private_key(SECP256R1())
 
 
-def new_crl(issuer: Credential, revoked: tuple[int, ...], start: datetime, end: datetime, number: int) -> bytes:
-    """Return the DER of a revocation list with the serial numbers ``revoked``."""
-    public = _public_key(issuer.certificate)
+def empty_crl(issuer: Credential, start: datetime, end: datetime, number: int) -> bytes:
+    """Return the DER of a revocation list that revokes nothing."""
     builder = x509.CertificateRevocationListBuilder().issuer_name(issuer.certificate.subject)
     builder = builder.last_update(start).next_update(end).add_extension(x509.CRLNumber(number), critical=False)
+    public = issuer.key.public_key()
     builder = builder.add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(public), critical=False)
-    for serial in revoked:
-        entry = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(start).build()
-        builder = builder.add_revoked_certificate(entry)
     return builder.sign(issuer.key, SHA256()).public_bytes(Encoding.DER)
 
 
@@ -216,9 +213,3 @@ def key_usage(is_ca: bool) -> x509.KeyUsage:
         encipher_only=False,
         decipher_only=False,
     )
-
-
-def _public_key(certificate: x509.Certificate) -> EllipticCurvePublicKey:
-    key = certificate.public_key()
-    assert isinstance(key, EllipticCurvePublicKey)
-    return key

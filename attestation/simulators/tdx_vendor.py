@@ -8,11 +8,10 @@ about a machine: anyone who reads the file can sign anything. Every subject says
 import hashlib
 import os
 import threading
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Final, Self
+from typing import ClassVar, Final, Self
 
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
@@ -25,7 +24,7 @@ from raycloak.attestation.files.private import publish, read_private
 from raycloak.attestation.simulators.tdx_pki import (
     Credential,
     StoredCredential,
-    new_crl,
+    empty_crl,
     new_key,
     new_platform_ca,
     new_root,
@@ -51,7 +50,39 @@ VENDOR_FILE: Final = "vendor.json"
 EVALUATION_NUMBER: Final = 18
 COLLATERAL_AGE_S: Final = 3600  # so that nodes' clocks may differ
 COLLATERAL_LIFETIME_S: Final = 30 * 24 * 3600
-_TCB_DATE = "2026-01-01T00:00:00Z"
+_TIME: Final = "%Y-%m-%dT%H:%M:%SZ"
+_UP_TO_DATE: Final = {"tcbDate": "2026-01-01T00:00:00Z", "tcbStatus": "UpToDate"}
+_MODULE: Final = {"mrsigner": "00" * 48, "attributes": "00" * 8, "attributesMask": "ff" * 8}
+_MODULE_LEVELS: Final = [{"tcb": {"isvsvn": TEE_TCB_SVN[0]}, **_UP_TO_DATE}]
+_TCB: Final = {
+    "sgxtcbcomponents": [{"svn": svn} for svn in COMPONENT_SVNS],
+    "tdxtcbcomponents": [{"svn": svn} for svn in TEE_TCB_SVN],
+    "pcesvn": PCE_SVN,
+}
+# The two documents, but for their window.
+_TCB_INFO: Final = {
+    "id": "TDX",
+    "version": 3,
+    "tcbEvaluationDataNumber": EVALUATION_NUMBER,
+    "fmspc": FMSPC.hex(),
+    "pceId": "0000",
+    "tcbType": 0,
+    "tdxModule": _MODULE,
+    "tdxModuleIdentities": [{"id": f"TDX_{TEE_TCB_SVN[1]:02X}", **_MODULE, "tcbLevels": _MODULE_LEVELS}],
+    "tcbLevels": [{"tcb": _TCB, **_UP_TO_DATE}],
+}
+_QE_IDENTITY: Final = {
+    "id": "TD_QE",
+    "version": 2,
+    "tcbEvaluationDataNumber": EVALUATION_NUMBER,
+    "miscselect": "00" * 4,
+    "miscselectMask": "ff" * 4,
+    "attributes": QE_ATTRIBUTES[:8].hex() + "00" * 8,
+    "attributesMask": "fb" + "ff" * 7 + "00" * 8,
+    "mrsigner": QE_MRSIGNER.hex(),
+    "isvprodid": QE_PRODUCT,
+    "tcbLevels": [{"tcb": {"isvsvn": QE_SVN}, **_UP_TO_DATE}],
+}
 
 
 class VendorKeys(Message):
@@ -62,32 +93,6 @@ class VendorKeys(Message):
     root: StoredCredential
     platform_ca: StoredCredential
     tcb_signer: StoredCredential
-
-
-@dataclass(frozen=True, slots=True)
-class CollateralVariant:
-    """The collateral's content. The defaults pass, any other value is for testing refusals.
-
-    Attributes:
-        old_module_status: status of the TDX module one version below the newest, which is unknown if None.
-        signer: a platform whose PCK key signs TCB info and QE identity instead of the TCB signer.
-        revoked_platforms: the platforms whose PCK certificates are on the PCK revocation list.
-        revoke_tcb_signer, revoke_platform_ca: put it on the root's revocation list.
-    """
-
-    fmspc: bytes = FMSPC
-    evaluation_number: int = EVALUATION_NUMBER
-    tcb_status: str = "UpToDate"
-    advisory_ids: tuple[str, ...] = ()
-    component_svns: bytes = COMPONENT_SVNS
-    old_module_status: str | None = None
-    signer: SimulatedPlatform | None = None
-    revoked_platforms: tuple[SimulatedPlatform, ...] = ()
-    revoke_tcb_signer: bool = False
-    revoke_platform_ca: bool = False
-
-
-CURRENT: Final = CollateralVariant()
 
 
 class SimulatedVendor:
@@ -118,7 +123,8 @@ class SimulatedVendor:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not path.exists():
                 publish(path, cls.create()._stored().encode())
-            return cls._from_stored(read_private(path, "simulator_state"))
+            keys = parse(VendorKeys, read_private(path, "simulator_state"))
+            return cls(*map(Credential.load, (keys.root, keys.platform_ca, keys.tcb_signer)))
         except OSError as error:
             raise file_error("simulator_state", "use", path, error) from None
         except (ProtocolError, ValueError, TypeError, UnsupportedAlgorithm):
@@ -143,93 +149,36 @@ class SimulatedVendor:
         """Certify the key that a platform made for itself, so that no other process has it; see :meth:`platform`."""
         return certify(self._platform_ca, self._root, key, machine)
 
-    def collateral(self, now: int, variant: CollateralVariant = CURRENT) -> CollateralBundle:
+    def collateral(self, now: int) -> CollateralBundle:
         """Return everything the vendor publishes at unix second ``now``; see :meth:`tdx_collateral`."""
-        return CollateralBundle(tdx=(self.tdx_collateral(now, variant),))
+        return CollateralBundle(tdx=(self.tdx_collateral(now),))
 
-    def tdx_collateral(self, now: int, variant: CollateralVariant = CURRENT) -> Collateral:
+    def tdx_collateral(self, now: int) -> Collateral:
         """Return what the vendor publishes about its TDX platforms at unix second ``now``.
 
         Valid from one hour before, so that nodes' clocks may differ, to 30 days after.
         """
         instant = datetime.fromtimestamp(now, UTC)
         start, end = instant - timedelta(seconds=COLLATERAL_AGE_S), instant + timedelta(seconds=COLLATERAL_LIFETIME_S)
-        signer = variant.signer.pck if variant.signer else self._tcb_signer
-        signer_chain = variant.signer.chain_pem if variant.signer else self._tcb_signer.pem + self._root.pem
-        tcb_info = canonical_json(_tcb_info(variant, start, end))
-        qe_identity = canonical_json(_qe_identity(variant, start, end))
-        number = variant.evaluation_number
-        revoked_platforms = tuple(p.pck.certificate.serial_number for p in variant.revoked_platforms)
+        window = {"issueDate": start.strftime(_TIME), "nextUpdate": end.strftime(_TIME)}
+        tcb_info, qe_identity = canonical_json(_TCB_INFO | window), canonical_json(_QE_IDENTITY | window)
+        signer_chain = self._tcb_signer.pem + self._root.pem
         return Collateral(
             pck_crl_issuer_chain=self._platform_ca.pem + self._root.pem,
-            root_ca_crl=new_crl(self._root, self._revoked_by_root(variant), start, end, number),
-            pck_crl=new_crl(self._platform_ca, revoked_platforms, start, end, number),
+            root_ca_crl=empty_crl(self._root, start, end, EVALUATION_NUMBER),
+            pck_crl=empty_crl(self._platform_ca, start, end, EVALUATION_NUMBER),
             tcb_info_issuer_chain=signer_chain,
             tcb_info=tcb_info.decode(),
-            tcb_info_signature=signer.sign(tcb_info),
+            tcb_info_signature=self._tcb_signer.sign(tcb_info),
             qe_identity_issuer_chain=signer_chain,
             qe_identity=qe_identity.decode(),
-            qe_identity_signature=signer.sign(qe_identity),
+            qe_identity_signature=self._tcb_signer.sign(qe_identity),
         )
-
-    def _revoked_by_root(self, variant: CollateralVariant) -> tuple[int, ...]:
-        choices = ((variant.revoke_tcb_signer, self._tcb_signer), (variant.revoke_platform_ca, self._platform_ca))
-        return tuple(credential.certificate.serial_number for chosen, credential in choices if chosen)
 
     def _stored(self) -> VendorKeys:
         return VendorKeys(
             root=self._root.store(), platform_ca=self._platform_ca.store(), tcb_signer=self._tcb_signer.store()
         )
-
-    @classmethod
-    def _from_stored(cls, data: bytes) -> Self:
-        keys = parse(VendorKeys, data)
-        return cls(Credential.load(keys.root), Credential.load(keys.platform_ca), Credential.load(keys.tcb_signer))
-
-
-def _tcb_info(variant: CollateralVariant, start: datetime, end: datetime) -> dict[str, Any]:
-    module = {"mrsigner": "00" * 48, "attributes": "00" * 8, "attributesMask": "ff" * 8}
-    module_levels = [{"tcb": {"isvsvn": TEE_TCB_SVN[0]}, "tcbDate": _TCB_DATE, "tcbStatus": "UpToDate"}]
-    if variant.old_module_status is not None:
-        older = {"isvsvn": TEE_TCB_SVN[0] - 1}
-        module_levels.append({"tcb": older, "tcbDate": _TCB_DATE, "tcbStatus": variant.old_module_status})
-    tcb = {
-        "sgxtcbcomponents": [{"svn": svn} for svn in variant.component_svns],
-        "tdxtcbcomponents": [{"svn": svn} for svn in TEE_TCB_SVN],
-        "pcesvn": PCE_SVN,
-    }
-    advisories = {"advisoryIDs": list(variant.advisory_ids)} if variant.advisory_ids else {}
-    return {
-        "id": "TDX",
-        "version": 3,
-        **_validity(variant, start, end),
-        "fmspc": variant.fmspc.hex(),
-        "pceId": "0000",
-        "tcbType": 0,
-        "tdxModule": module,
-        "tdxModuleIdentities": [{"id": f"TDX_{TEE_TCB_SVN[1]:02X}", **module, "tcbLevels": module_levels}],
-        "tcbLevels": [{"tcb": tcb, "tcbDate": _TCB_DATE, "tcbStatus": variant.tcb_status, **advisories}],
-    }
-
-
-def _qe_identity(variant: CollateralVariant, start: datetime, end: datetime) -> dict[str, Any]:
-    return {
-        "id": "TD_QE",
-        "version": 2,
-        **_validity(variant, start, end),
-        "miscselect": "00" * 4,
-        "miscselectMask": "ff" * 4,
-        "attributes": QE_ATTRIBUTES[:8].hex() + "00" * 8,
-        "attributesMask": "fb" + "ff" * 7 + "00" * 8,
-        "mrsigner": QE_MRSIGNER.hex(),
-        "isvprodid": QE_PRODUCT,
-        "tcbLevels": [{"tcb": {"isvsvn": QE_SVN}, "tcbDate": _TCB_DATE, "tcbStatus": "UpToDate"}],
-    }
-
-
-def _validity(variant: CollateralVariant, start: datetime, end: datetime) -> dict[str, Any]:
-    times = {"issueDate": start.strftime("%Y-%m-%dT%H:%M:%SZ"), "nextUpdate": end.strftime("%Y-%m-%dT%H:%M:%SZ")}
-    return {**times, "tcbEvaluationDataNumber": variant.evaluation_number}
 
 
 def code_measurement(root: Path | None = None) -> bytes:

@@ -16,9 +16,8 @@ from raycloak.attestation.core.messages import Envelope, seal
 from raycloak.attestation.core.report_data import expected_report_data
 from raycloak.attestation.keys.release import KeyContract
 from raycloak.attestation.policy.policy import Policy, simulated_policy
-from raycloak.attestation.simulators.tdx_platform import GENUINE, QuoteVariant, SimulatedPlatform
-from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
 from tests.simulators.snp_pki import RSA_BITS, AuthorityKeys
+from tests.simulators.tdx import GENUINE, QuoteVariant, VariantPlatform, VariantVendor
 
 NOW = 1_800_000_000
 MEASUREMENT = bytes(range(48))
@@ -60,7 +59,7 @@ class StandIn(KeyContract):
 class Member:
     """A member with keys of its own, on a simulated platform."""
 
-    platform: SimulatedPlatform
+    platform: VariantPlatform
     member_id: str = "worker-0"
     role: Role = "worker"
     identity: IdentityKey = field(default_factory=IdentityKey.generate)
@@ -96,8 +95,8 @@ class Member:
 class Session:
     """A verifier's material, and members to judge."""
 
-    vendor: SimulatedVendor
-    platform: SimulatedPlatform
+    vendor: VariantVendor
+    platform: VariantPlatform
     collateral: CollateralBundle
     policy: Policy
 
@@ -125,7 +124,7 @@ def with_tdx(policy: Policy, **changes: Any) -> Policy:
 
 @pytest.fixture(scope="session")
 def session() -> Session:
-    vendor = SimulatedVendor.create()
+    vendor = VariantVendor.create()
     return Session(vendor, vendor.platform(), vendor.collateral(NOW), simulated_policy(vendor, MEASUREMENT))
 
 

@@ -7,12 +7,12 @@ from raycloak.attestation.core.evidence import Challenge, CollateralBundle
 from raycloak.attestation.core.roster import Roster
 from raycloak.attestation.log.evidence_log import Entry
 from raycloak.attestation.policy.policy import Policy
-from raycloak.attestation.simulators.tdx_vendor import CollateralVariant
 from raycloak.coordinator.evidence.sources import LocalPlatform
 from raycloak.metrics.errors import EvidenceError
 from raycloak.workers.train_worker import TrainWorker
 from tests.protocol import NOW, HandRun
 from tests.simulators.gpu import SimulatedGpu, SimulatedGpus, SimulatedGpuVendor
+from tests.simulators.tdx import CollateralVariant
 
 SPARE = "spare"
 

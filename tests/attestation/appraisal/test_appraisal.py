@@ -11,12 +11,12 @@ from raycloak.attestation.core.hpke import HpkeKey
 from raycloak.attestation.core.keys import AgreementKey, IdentityKey
 from raycloak.attestation.core.messages import Envelope, seal
 from raycloak.attestation.policy.policy import simulated_policy
-from raycloak.attestation.simulators.tdx_platform import QuoteVariant
 from raycloak.attestation.simulators.tdx_vendor import COLLATERAL_LIFETIME_S, SimulatedVendor
 from raycloak.attestation.tdx.rules import RTMRS, TdxRules
 from raycloak.metrics.errors import EvidenceError
 from tests.anchors import INTEL_TDX_ANCHOR
 from tests.attestation.conftest import MEASUREMENT, NOW, Session, with_tdx
+from tests.simulators.tdx import QuoteVariant
 
 
 def refusal(session: Session, envelope: Envelope, **changes: Any) -> str | None:

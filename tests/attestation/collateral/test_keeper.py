@@ -20,11 +20,12 @@ from raycloak.attestation.core.messages import parse
 from raycloak.attestation.policy.collateral_service import CollateralService
 from raycloak.attestation.policy.explain import explain
 from raycloak.attestation.policy.policy import load_policy
-from raycloak.attestation.simulators.tdx_vendor import COLLATERAL_LIFETIME_S, CollateralVariant, SimulatedVendor
+from raycloak.attestation.simulators.tdx_vendor import COLLATERAL_LIFETIME_S, SimulatedVendor
 from raycloak.attestation.tdx.rules import RTMRS
 from raycloak.metrics.errors import ConfigError, EvidenceError
 from tests.attestation.collateral_site import published
 from tests.attestation.conftest import NOW
+from tests.simulators.tdx import CollateralVariant
 
 OPEN_REGISTERS = dict.fromkeys(RTMRS, "any")
 

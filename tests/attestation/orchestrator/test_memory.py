@@ -10,9 +10,9 @@ from raycloak.attestation.core.evidence import CollateralBundle
 from raycloak.attestation.orchestrator.collateral_memory import CLOCK_TOLERANCE_S
 from raycloak.attestation.orchestrator.run_terms import RunTerms
 from raycloak.attestation.policy.policy import simulated_policy
-from raycloak.attestation.simulators.tdx_vendor import CollateralVariant
 from tests.attestation.conftest import MEASUREMENT, NOW, Session, StandIn
 from tests.attestation.orchestrator.test_orchestrator import COUNT, Desk, Source, refusal
+from tests.simulators.tdx import CollateralVariant
 
 
 @dataclass

@@ -7,11 +7,11 @@ from raycloak.attestation.orchestrator.collateral_memory import CLOCK_TOLERANCE_
 from raycloak.attestation.orchestrator.orchestrator import open_run
 from raycloak.attestation.orchestrator.run_terms import RunTerms
 from raycloak.attestation.policy.policy import simulated_policy
-from raycloak.attestation.simulators.tdx_vendor import CollateralVariant
 from raycloak.metrics.errors import EvidenceError
 from tests.attestation.attester.test_attester import Source
 from tests.attestation.conftest import MANIFEST, MEASUREMENT, NOW, Session, StandIn
 from tests.attestation.orchestrator.test_orchestrator import ANSWER, COUNT
+from tests.simulators.tdx import CollateralVariant
 
 
 def admit(session: Session, home: Path, number: int, now: int = NOW) -> str | None:

@@ -4,9 +4,10 @@ import pytest
 
 from raycloak.attestation.simulators.tdx_pki import Credential, certify_platform, new_key
 from raycloak.attestation.simulators.tdx_platform import COMPONENT_SVNS, PCE_SVN, SimulatedPlatform
-from raycloak.attestation.simulators.tdx_vendor import COLLATERAL_LIFETIME_S, CollateralVariant, SimulatedVendor
+from raycloak.attestation.simulators.tdx_vendor import COLLATERAL_LIFETIME_S, SimulatedVendor
 from tests.attestation.conftest import MEASUREMENT, NOW, Session, with_tdx
 from tests.attestation.tdx.test_verify import REPORT_DATA, refusal, verify
+from tests.simulators.tdx import CollateralVariant, VariantVendor
 
 OTHER_FAMILY = bytes.fromhex("00806f050000")
 
@@ -70,7 +71,7 @@ def test_the_newest_list_of_a_common_issuer_counts_whichever_family_it_came_with
             assert refusal(session, quote, bundle=bundle) == code
     seen = verify(session, quote, bundle=(own, session.vendor.tdx_collateral(NOW, harmless))).facts
     assert sorted(number for _, number in seen) == [18, 18, 19, 19]
-    foreign = SimulatedVendor.create().tdx_collateral(NOW, harmless)
+    foreign = VariantVendor.create().tdx_collateral(NOW, harmless)
     assert refusal(session, quote, bundle=(own, foreign)) is None
 
 

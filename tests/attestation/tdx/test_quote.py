@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raycloak.attestation.simulators.tdx_platform import QuoteVariant
 from raycloak.attestation.tdx.quote import MAX_QUOTE_BYTES, parse_quote
 from raycloak.metrics.errors import EvidenceError
 from tests.attestation.conftest import MEASUREMENT, Session
+from tests.simulators.tdx import QuoteVariant
 
 # Behind the header and body (632), signature, key, QE report, its signature and 32 bytes of authentication data.
 INNER_TYPE = 632 + 4 + 64 + 64 + 6 + 384 + 64 + 2 + 32

@@ -7,14 +7,14 @@ import dcap_qvl
 import pytest
 
 from raycloak.attestation.core.evidence import Collateral
-from raycloak.attestation.simulators.tdx_platform import TEE_TCB_SVN, QuoteVariant
-from raycloak.attestation.simulators.tdx_vendor import CollateralVariant
+from raycloak.attestation.simulators.tdx_platform import TEE_TCB_SVN
 from raycloak.attestation.tdx import second_opinion
 from raycloak.attestation.tdx import verify as tdx
 from raycloak.attestation.tdx.rating import TdxRating
 from raycloak.metrics.errors import EvidenceError
 from tests.attestation.conftest import MEASUREMENT, NOW, Session, with_tdx
 from tests.attestation.tdx.test_verify import REPORT_DATA, refusal, verify
+from tests.simulators.tdx import CollateralVariant, QuoteVariant
 
 DEBUG = QuoteVariant(td_attributes=bytes.fromhex("0100001000000000"))
 OTHER_DEBUG = QuoteVariant(td_attributes=bytes.fromhex("8000001000000000"))

@@ -11,13 +11,8 @@ from hypothesis import strategies as st
 
 from raycloak.attestation.core.evidence import Collateral, EvidenceClass
 from raycloak.attestation.policy.policy import Policy, simulated_policy
-from raycloak.attestation.simulators.tdx_platform import FMSPC, GENUINE, QuoteVariant
-from raycloak.attestation.simulators.tdx_vendor import (
-    COLLATERAL_AGE_S,
-    COLLATERAL_LIFETIME_S,
-    CollateralVariant,
-    SimulatedVendor,
-)
+from raycloak.attestation.simulators.tdx_platform import FMSPC
+from raycloak.attestation.simulators.tdx_vendor import COLLATERAL_AGE_S, COLLATERAL_LIFETIME_S, SimulatedVendor
 from raycloak.attestation.tdx.rules import RTMRS, TdxRules
 from raycloak.attestation.tdx.verify import verify_tdx
 from raycloak.attestation.trust.guest import GuestClaims
@@ -25,6 +20,7 @@ from raycloak.metrics.errors import EvidenceError
 from tests.anchors import INTEL_TDX_ANCHOR
 from tests.attestation.conftest import MEASUREMENT, NOW, Session, with_tdx
 from tests.rounds import ALL
+from tests.simulators.tdx import GENUINE, CollateralVariant, QuoteVariant
 
 REPORT_DATA = bytes(range(64))
 SIGNED_BYTES = 632

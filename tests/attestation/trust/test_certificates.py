@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raycloak.attestation.simulators.tdx_pki import Credential, new_crl, new_platform_ca, new_root, new_tcb_signer
+from raycloak.attestation.simulators.tdx_pki import Credential, new_platform_ca, new_root, new_tcb_signer
 from raycloak.attestation.trust.certificates import (
     MAX_PRESENTED_BYTES,
     check_certificate_windows,
@@ -30,6 +30,7 @@ from raycloak.attestation.trust.certificates import (
 )
 from raycloak.attestation.trust.roots import INTEL_SGX_ROOT_DER
 from raycloak.metrics.errors import EvidenceError
+from tests.simulators.tdx import new_crl
 
 START = datetime(2027, 1, 1, tzinfo=UTC)
 END = START + timedelta(days=30)
@@ -209,7 +210,7 @@ def test_certificate_windows_include_both_ends(pki) -> None:
 
 def test_crl_windows_exclude_the_next_update(pki) -> None:
     root = pki[0]
-    crl = load_crl(new_crl(root, (), START, END, 1), root.certificate, "test")
+    crl = load_crl(new_crl(root, [], START, END, 1), root.certificate, "test")
     cases = ((START - SECOND, "collateral_stale"), (START, None), (END - SECOND, None), (END, "collateral_stale"))
     for now, code in cases:
         assert codes(check_crl_window, crl, now, "test") == code
@@ -217,14 +218,14 @@ def test_crl_windows_exclude_the_next_update(pki) -> None:
 
 def test_a_revoked_certificate_is_named(pki) -> None:
     root, ca, _ = pki
-    crl = load_crl(new_crl(root, (ca.certificate.serial_number,), START, END, 1), root.certificate, "test")
+    crl = load_crl(new_crl(root, [ca.certificate], START, END, 1), root.certificate, "test")
     check_not_revoked(crl, (root.certificate,))
     assert codes(check_not_revoked, crl, (root.certificate, ca.certificate)) == "revoked"
 
 
 def test_a_crl_of_another_issuer_or_none_at_all_is_refused(pki) -> None:
     root, ca, _ = pki
-    der = new_crl(ca, (), START, END, 1)
+    der = new_crl(ca, [], START, END, 1)
     assert codes(load_crl, der, root.certificate, "test") == "evidence_tampered"
     assert codes(load_crl, der, new_platform_ca(root).certificate, "test") == "evidence_tampered"
     assert codes(load_crl, b"", root.certificate, "test") == "collateral_stale"

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from raycloak.attestation.core.evidence import Refusal
-from raycloak.attestation.simulators.tdx_vendor import CollateralVariant
 from raycloak.attestation.snp.report import parse_report
 from raycloak.attestation.tdx.quote import parse_quote
 from raycloak.attestation.tdx.rules import REGISTERS
@@ -19,6 +18,7 @@ from raycloak.attestation.vectors.check import FAMILIES, LAST_STEP, CaseVerdict,
 from raycloak.attestation.vectors.index import VectorCase, read_index
 from raycloak.metrics.errors import ConfigError
 from tests.attestation.conftest import MEASUREMENT, NOW, Session
+from tests.simulators.tdx import CollateralVariant
 
 VECTORS = Path(__file__).resolve().parents[4] / "shared" / "vectors" / "INDEX.json"
 REPORT_DATA = bytes(range(64))
