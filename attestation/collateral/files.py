@@ -3,10 +3,11 @@
 One YAML file names them, by paths relative to itself. Nothing is fetched from the network.
 """
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from raycloak.attestation.collateral.encoding import decode
 from raycloak.attestation.core.evidence import Collateral, CollateralBundle
@@ -18,16 +19,11 @@ from raycloak.metrics.file_errors import file_error
 CODE: Final = "collateral"
 
 
-class _Files(BaseModel):
-    """The fields of `CollateralBundle`, each a list of files."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    tdx: list[str] = []
-    snp_vcek_crls: list[str] = []
-    snp_vlek_crls: list[str] = []
-    gpu_rims: list[str] = []
-    gpu_ocsp: list[str] = []
+_FILES: Final = TypeAdapter(
+    dict[Literal["tdx", "snp_vcek_crls", "snp_vlek_crls", "gpu_rims", "gpu_ocsp"], list[str]],
+    config=ConfigDict(strict=True),
+)
+"""The fields of `CollateralBundle`, each a list of files."""
 
 
 def load_collateral(path: Path) -> CollateralBundle:
@@ -40,19 +36,22 @@ def load_collateral(path: Path) -> CollateralBundle:
         ConfigError: ``collateral`` if a file cannot be read or is not of its form.
     """
     try:
-        files = _Files.model_validate(read_yaml(path, CODE))
+        files = _FILES.validate_python(read_yaml(path, CODE))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         field = ".".join(str(part) for part in first["loc"]) or "the document"
         raise ConfigError(CODE, f"{path}: {field}: {first['msg']}.", "See docs/attestation.md.") from None
-    folder = path.parent
-    return CollateralBundle(
-        tdx=tuple(_tdx(folder / name) for name in files.tdx),
-        snp_vcek_crls=tuple(crl_der(_content(folder / name)) for name in files.snp_vcek_crls),
-        snp_vlek_crls=tuple(crl_der(_content(folder / name)) for name in files.snp_vlek_crls),
-        gpu_rims=tuple(_content(folder / name) for name in files.gpu_rims),
-        gpu_ocsp=tuple(_bare(_content(folder / name)) for name in files.gpu_ocsp),
-    )
+    readers: dict[str, Callable[[Path], Collateral | bytes]] = {
+        "tdx": _tdx,
+        "snp_vcek_crls": lambda file: crl_der(_content(file)),
+        "snp_vlek_crls": lambda file: crl_der(_content(file)),
+        "gpu_rims": _content,
+        "gpu_ocsp": _answer,
+    }
+    named: dict[str, Any] = {
+        field: tuple(readers[field](path.parent / name) for name in names) for field, names in files.items()
+    }
+    return CollateralBundle(**named)
 
 
 def _content(path: Path) -> bytes:
@@ -73,7 +72,8 @@ def _tdx(path: Path) -> Collateral:
         ) from None
 
 
-def _bare(content: bytes) -> bytes:
+def _answer(path: Path) -> bytes:
+    content = _content(path)
     try:
         return decode(content, "base64")
     # An answer in DER cannot pass for base64: the bytes of its length are no text.

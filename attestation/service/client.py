@@ -7,7 +7,6 @@ answers trustworthy. The caller checks signatures and commitments as it would in
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any, Final, Self
 
 import grpc
@@ -169,20 +168,15 @@ class EvidenceClient:
         try:
             return method(request, timeout=self._deadline_s)
         except grpc.RpcError as error:
-            raise self._refusal(error) from None
-
-    def _refusal(self, error: grpc.RpcError) -> Exception:
-        metadata: Any = ()
-        # Some of gRPC's errors carry no status and no metadata.
-        status = getattr(error, "code", lambda: grpc.StatusCode.UNKNOWN)()
-        with suppress(AttributeError):
-            metadata = error.trailing_metadata() or ()
-        refusal = refusal_in(metadata)
-        # How gRPC drops calls when more come than a service looks at.
-        if refusal is None and status is grpc.StatusCode.CANCELLED:
-            return EvidenceError("busy", f"the evidence service at {self._address} dropped a call.", "Ask again later.")
-        return refusal or EvidenceError(
-            "release_denied",
-            f"the evidence service at {self._address} gave no answer ({status.name}).",
-            "Check address and manifest; without an answer of its orchestrator this worker gets no keys.",
-        )
+            # Some of gRPC's errors carry no status and no metadata.
+            status = getattr(error, "code", lambda: grpc.StatusCode.UNKNOWN)()
+            refusal = refusal_in(getattr(error, "trailing_metadata", tuple)() or ())
+            # How gRPC drops calls when more come than a service looks at.
+            if refusal is None and status is grpc.StatusCode.CANCELLED:
+                dropped = f"the evidence service at {self._address} dropped a call."
+                raise EvidenceError("busy", dropped, "Ask again later.") from None
+            raise refusal or EvidenceError(
+                "release_denied",
+                f"the evidence service at {self._address} gave no answer ({status.name}).",
+                "Check address and manifest; without an answer of its orchestrator this worker gets no keys.",
+            ) from None

@@ -15,12 +15,12 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import SimpleNamespace
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, TypeVar
 
 import grpc
 from google.protobuf.message import Message as ProtoMessage
@@ -255,60 +255,48 @@ def _identified(host: str, pem: bytes) -> tuple[Peer, bytes]:
     return peer, digest(host.encode() + b" " + peer.certificate.issuer.public_bytes())
 
 
-@dataclass(slots=True)
 class EvidenceServer:
-    """A running service.
+    """A running service: it serves a desk from when it is made until :meth:`stop`.
+
+    Args:
+        bind: ``host:port``; port 0 takes a free one.
+        turn: held while the orchestrator is asked; its other callers must hold it too.
 
     Attributes:
         port: TCP port that it listens on.
         memory: that its calls take at most, for a reader.
+
+    Raises:
+        ConfigError: ``bind`` if the address cannot be listened on; ``memory`` if the limits allow more than there is.
     """
 
-    port: int
-    memory: str
-    _loop: asyncio.AbstractEventLoop
-    _thread: threading.Thread
-    _stop: Callable[[float], Coroutine[Any, Any, None]]
-    _queue: ServiceQueue
-    _guard: ConnectionGuard
-    _servicer: _EvidenceServicer
-    _at_stop: list[Callable[[], None]] = field(default_factory=list)
-
-    @classmethod
-    def start(
-        cls,
+    def __init__(
+        self,
         desk: PeerDesk,
         manifest_digest: bytes,
         bind: str,
         limits: ServiceLimits | None = None,
         turn: Turn | None = None,
-    ) -> Self:
-        """Serve ``desk`` at ``bind`` (``host:port``; port 0 takes a free one) until :meth:`stop`.
-
-        Args:
-            turn: held while the orchestrator is asked; its other callers must hold it too.
-
-        Raises:
-            ConfigError: ``bind`` if the address cannot be listened on; ``memory`` if the limits allow more than there
-                is.
-        """
+    ) -> None:
         limits = limits or ServiceLimits()
-        memory = require_memory(limits.most_bytes, limits.memory_bytes)
-        guard = ConnectionGuard(limits.bounds())
-        queue = ServiceQueue(desk.transaction, turn or Turn(), limits.pending_calls)
-        loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=loop.run_forever, name="evidence-service", daemon=True)
-        thread.start()
-        servicer = _EvidenceServicer(desk, queue, limits, guard)
-        starting = asyncio.run_coroutine_threadsafe(_serve(servicer, desk, manifest_digest, bind, limits, queue), loop)
+        self.memory = require_memory(limits.most_bytes, limits.memory_bytes)
+        self._guard = ConnectionGuard(limits.bounds())
+        self._queue = ServiceQueue(desk.transaction, turn or Turn(), limits.pending_calls)
+        self._servicer = _EvidenceServicer(desk, self._queue, limits, self._guard)
+        self._health = Health()
+        self._at_stop: list[Callable[[], None]] = []
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="evidence-service", daemon=True)
+        self._thread.start()
+        credentials = server_credentials(desk.end, manifest_digest)
+        starting = asyncio.run_coroutine_threadsafe(self._serve(bind, credentials, limits), self._loop)
         try:
-            port, stop = starting.result(START_DEADLINE_S)
+            self.port = starting.result(START_DEADLINE_S)
         except BaseException:
-            loop.call_soon_threadsafe(loop.stop)
-            queue.close()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._queue.close()
             raise
-        guard.start(port)
-        return cls(port, memory, loop, thread, stop, queue, guard, servicer)
+        self._guard.start(self.port)
 
     @property
     def failure(self) -> BaseException | None:
@@ -340,37 +328,25 @@ class EvidenceServer:
         self._guard.stop()
         # A loop that hangs must not keep the process from ending.
         with suppress(TimeoutError):
-            asyncio.run_coroutine_threadsafe(self._stop(grace_s), self._loop).result(grace_s + START_DEADLINE_S)
+            asyncio.run_coroutine_threadsafe(self._end(grace_s), self._loop).result(grace_s + START_DEADLINE_S)
         # The loop ends after the queue, whose last answers need it.
         self._queue.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(START_DEADLINE_S)
         self._loop.close()
 
+    async def _serve(self, bind: str, credentials: Any, limits: ServiceLimits) -> int:
+        self._server = grpc.aio.server(options=limits.bounds().options())
+        served = ((_SERVICE, self._servicer.methods()), (REFLECTION, self._servicer), (HEALTH, self._health))
+        for service, answers in served:
+            self._server.add_generic_rpc_handlers((handlers(service, answers),))
+        port = listen(self._server, bind, credentials)
+        self._queue.when_failed(partial(setattr, self._health, "is_serving", False))
+        await self._server.start()
+        # Last, so that nobody is sent here before calls are answered.
+        self._health.is_serving = True
+        return port
 
-async def _serve(
-    servicer: _EvidenceServicer,
-    desk: PeerDesk,
-    manifest_digest: bytes,
-    bind: str,
-    limits: ServiceLimits,
-    queue: ServiceQueue,
-) -> tuple[int, Callable[[float], Coroutine[Any, Any, None]]]:
-    server = grpc.aio.server(options=limits.bounds().options())
-    health = Health()
-    for service, answers in ((_SERVICE, servicer.methods()), (REFLECTION, servicer), (HEALTH, health)):
-        server.add_generic_rpc_handlers((handlers(service, answers),))
-    port = listen(server, bind, server_credentials(desk.end, manifest_digest))
-
-    def fail() -> None:
-        health.is_serving = False
-
-    async def stop(grace_s: float) -> None:
-        health.is_serving = False
-        await server.stop(grace_s)
-
-    queue.when_failed(fail)
-    await server.start()
-    # Last, so that nobody is sent here before calls are answered.
-    health.is_serving = True
-    return port, stop
+    async def _end(self, grace_s: float) -> None:
+        self._health.is_serving = False
+        await self._server.stop(grace_s)

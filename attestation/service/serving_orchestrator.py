@@ -245,7 +245,7 @@ class EvidenceOrchestrator:
         deadline = time.monotonic() + PORT_DEADLINE_S
         while True:
             try:
-                server = EvidenceServer.start(desk, manifest_digest, f"{host}:{former or port}", RUN_LIMITS, self._turn)
+                server = EvidenceServer(desk, manifest_digest, f"{host}:{former or port}", RUN_LIMITS, self._turn)
                 break
             except ConfigError:
                 if time.monotonic() >= deadline or (int(port) == 0 and former is None):

@@ -30,7 +30,7 @@ def compare(case: VectorCase, claims: GuestClaims, rules: TdxRules | SnpRules) -
     if rules.measurements is not None:
         check_measurement(claims, rules.measurements)
     check_registers(claims, rules.registers)
-    if case.report_data is not None and claims.report_data != case.report_data:
+    if case.fields.report_data is not None and claims.report_data != case.fields.report_data:
         refuse(Refusal.KEY_NOT_BOUND, "the report data is not the expected one")
 
 
@@ -43,7 +43,7 @@ def appraise_tdx(case: VectorCase) -> GuestClaims:
         anchors=case.anchors("tdx"),
         accepted=case.accepted,
         rules=rules,
-        now=case.now,
+        now=case.fields.at,
     )
     compare(case, claims, rules)
     return claims
@@ -73,7 +73,7 @@ def appraise_snp(case: VectorCase) -> GuestClaims:
         accepted=case.accepted,
         rules=rules,
         crls={"VCEK": crls, "VLEK": crls},
-        now=case.now,
+        now=case.fields.at,
     )
     compare(case, claims, rules)
     return claims
@@ -88,10 +88,10 @@ def appraise_gpu(case: VectorCase) -> GpuClaims:
         accepted=case.accepted,
         # An index that says nothing of reports without a mode was recorded when they were accepted.
         rules=case.given("allow_unstated_mode", True).rules(GpuRules),
-        nonce=case.nonce,
+        nonce=case.fields.nonce or b"",
         rims=references_of(case),
         ocsp=answers_of(case),
-        now=case.now,
+        now=case.fields.at,
     )
 
 

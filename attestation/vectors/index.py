@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from raycloak.attestation.collateral.encoding import bytes_of, certificate_text, decode, resolve
 from raycloak.attestation.core.canonical import canonical_json, read_json
@@ -36,6 +36,20 @@ class RimFiles(BaseModel):
     vbios: str | None = None
 
 
+def _seconds(at: Any) -> int:
+    """Return the verifier's clock in unix seconds. A fraction of a second is cut off."""
+    instant = datetime.fromisoformat(str(at).upper())
+    if instant.tzinfo is None or not 0 <= instant.timestamp() < _END_OF_TIME:
+        raise ValueError("not an RFC 3339 time of 1970 to 9999")
+    return int(instant.timestamp())
+
+
+def _hexadecimal(text: Any) -> bytes | None:
+    if text is not None and not isinstance(text, str):
+        raise ValueError("not a text of hexadecimal digits")
+    return None if text is None else bytes_of(text) if text else b""
+
+
 class CaseFields(BaseModel):
     """One entry of ``cases``. Fields that only describe a case are ignored."""
 
@@ -45,14 +59,14 @@ class CaseFields(BaseModel):
     family: str
     evidence: str
     encoding: str
-    at: str
+    at: Annotated[int, BeforeValidator(_seconds)]
     collateral: str | None = None
     chain: list[str] | None = None
     rim: RimFiles | None = None
     ocsp: list[str] | None = None
     crl: list[str] | None = None
-    nonce: str | None = None
-    report_data: str | None = None
+    nonce: Annotated[bytes | None, BeforeValidator(_hexadecimal)] = None
+    report_data: Annotated[bytes | None, BeforeValidator(_hexadecimal)] = None
     expect: Literal["accept", "refuse"] | None = None
     refusal: str | None = None
     policy: dict[str, Any] | None = None
@@ -73,28 +87,6 @@ class VectorCase:
     policy: Mapping[str, Any]
     folder: Path
     flaw: str = ""
-
-    @property
-    def now(self) -> int:
-        """The verifier's clock in unix seconds. A fraction of a second is cut off."""
-        try:
-            instant = datetime.fromisoformat(self.fields.at.upper())
-        except ValueError:
-            instant = None
-        seconds = instant.timestamp() if instant is not None and instant.tzinfo is not None else None
-        if seconds is None or not 0 <= seconds < _END_OF_TIME:
-            raise self._unusable(f"its time '{self.fields.at}' is not an RFC 3339 time of 1970 to 9999")
-        return int(seconds)
-
-    @property
-    def nonce(self) -> bytes:
-        """The nonce that was issued; empty if the case names none."""
-        return self._hex("nonce", self.fields.nonce) or b""
-
-    @property
-    def report_data(self) -> bytes | None:
-        """The expected report data; None if it is not compared."""
-        return self._hex("report_data", self.fields.report_data)
 
     def without(self, rule: str, value: Any) -> "VectorCase":
         """Return the case with ``value`` taken off its policy's list ``rule``, because no policy can accept it."""
@@ -173,14 +165,6 @@ class VectorCase:
         except ValueError as error:
             refuse(Refusal.EVIDENCE_MALFORMED, f"the certificates cannot be read: {error}")
 
-    def _hex(self, name: str, text: str | None) -> bytes | None:
-        if text is None:
-            return None
-        try:
-            return bytes_of(text) if text else b""
-        except ValueError:
-            raise self._unusable(f"its {name} is not hexadecimal") from None
-
     def _unusable(self, message: str) -> ConfigError:
         return ConfigError("index", f"case '{self.fields.id}': {message}.", "See docs/attestation-index.md.")
 
@@ -228,8 +212,7 @@ def _case(name: str, entry: Any, defaults: Mapping[str, Mapping[str, Any]], fold
     try:
         fields = CaseFields.model_validate(entry)
     except ValidationError as error:
-        nothing = CaseFields(id=name, family="", evidence="", encoding="", at="")
-        return VectorCase(nothing, {}, folder, flaw=_first_line(error))
+        return VectorCase(CaseFields.model_construct(id=name, family=""), {}, folder, flaw=_first_line(error))
     return VectorCase(fields, {**defaults.get(fields.family, {}), **(fields.policy or {})}, folder)
 
 

@@ -187,7 +187,7 @@ def start_service(config: ServiceConfig, base: Path) -> tuple[EvidenceServer, Ru
             desk = PeerDesk(session, hosting)
         # The server's calls and the refresh of collateral take turns at the orchestrator.
         turn = Turn()
-        server = EvidenceServer.start(desk, served.run.manifest_digest, config.bind, config.limits, turn)
+        server = EvidenceServer(desk, served.run.manifest_digest, config.bind, config.limits, turn)
     except BaseException:
         # Otherwise its files stay open in a process that serves nothing.
         run.close()

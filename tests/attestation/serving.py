@@ -51,7 +51,7 @@ class Site:
 
     @contextmanager
     def served(self) -> Iterator["Site"]:
-        self.server = EvidenceServer.start(self.desk, MANIFEST, "127.0.0.1:0", self.limits)
+        self.server = EvidenceServer(self.desk, MANIFEST, "127.0.0.1:0", self.limits)
         try:
             yield self
         finally:

@@ -147,7 +147,7 @@ def serve(parent: Channel, folder: str, held: str) -> None:
         request_address_bytes=_ROOM,
         memory_bytes=2 * _ROOM,
     )
-    server = EvidenceServer.start(PeerDesk(session, AnyHosting(2)), MANIFEST, "127.0.0.1:0", limits)
+    server = EvidenceServer(PeerDesk(session, AnyHosting(2)), MANIFEST, "127.0.0.1:0", limits)
     parent.send(BenchServing(address=f"127.0.0.1:{server.port}", credential=run.public.ed25519.hex()))
     _answer(parent, dict)
     server.stop()

@@ -51,11 +51,11 @@ def load_gpu_cases(folder: Path) -> dict[str, GpuCase]:
         case.fields.id: GpuCase(
             report=case.evidence(),
             chain=case.chain(),
-            nonce=case.nonce,
+            nonce=case.fields.nonce or b"",
             rims=references_of(case),
             ocsp=answers_of(case),
             rules=case.given("allow_unstated_mode", True).rules(GpuRules),
-            now=case.now,
+            now=case.fields.at,
             expected=case.fields.refusal,
         )
         for case in read_index(folder / "INDEX.json")

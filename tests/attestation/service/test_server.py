@@ -204,7 +204,7 @@ def test_a_presentation_of_an_earlier_session_is_refused_in_the_next(site):
         client.attest(presentation)
     site.server.stop(0.2)
     site.begin("execution-2")
-    site.server = type(site.server).start(site.desk, MANIFEST, "127.0.0.1:0", site.limits)
+    site.server = type(site.server)(site.desk, MANIFEST, "127.0.0.1:0", site.limits)
     with site.client(attester) as client:
         assert refusal(client.release_keys, 0) == "release_denied"
         client.challenge("worker")
@@ -370,7 +370,7 @@ def test_a_service_that_is_down_gives_nothing(site):
         assert refusal(client.release_keys, 0) == "release_denied"
         with site.client(attester) as again:
             assert refusal(again.challenge) == "release_denied"
-        site.server = type(site.server).start(site.desk, MANIFEST, "127.0.0.1:0", site.limits)
+        site.server = type(site.server)(site.desk, MANIFEST, "127.0.0.1:0", site.limits)
 
 
 def test_a_service_that_cannot_write_its_record_answers_nothing_any_more(site):

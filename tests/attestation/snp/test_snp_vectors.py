@@ -29,7 +29,7 @@ def verify(case: VectorCase, report: bytes, **changes: Any) -> GuestClaims:
         "accepted": case.accepted,
         "rules": case.rules(SnpRules),
         "crls": {},
-        "now": case.now,
+        "now": case.fields.at,
     }
     return verify_snp(report, **(arguments | changes))
 
