@@ -60,17 +60,9 @@ class AttestationResult(Message):
     @classmethod
     def of(cls, run_id: str, appraisal: Appraisal) -> "AttestationResult":
         """Return the result of ``appraisal``."""
-        return cls(
-            run_id=run_id,
-            member_id=appraisal.member_id,
-            role=appraisal.role,
-            evidence_class=appraisal.evidence_class,
-            evidence_digest=appraisal.evidence_digest,
-            policy_digest=appraisal.policy_digest,
-            expires_at=appraisal.expires_at,
-            steps=appraisal.steps,
-            claims=claims_set(appraisal),
-        )
+        same = ("member_id", "role", "evidence_class", "evidence_digest", "policy_digest", "expires_at", "steps")
+        told = {name: getattr(appraisal, name) for name in same}
+        return cls(run_id=run_id, claims=claims_set(appraisal), **told)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +155,12 @@ class PeerDesk:
         Raises:
             EvidenceError: ``peer_not_bound``, or as ``admit``.
         """
-        presentation = self._opened(envelope)
+        try:
+            presentation = open_presentation(envelope)
+        except EvidenceError as refusal:
+            # In nobody's name.
+            self._log_refusal("", refusal.code)
+            raise
         binding = ChannelBinding(
             presentation=digest(envelope.body),
             server_certificate=self.end.certificate,
@@ -290,14 +287,6 @@ class PeerDesk:
         if admitted is None or admitted.presentation.identity_key == identity_key:
             return False
         return admitted.appraisal.expires_at > self._session.run.now()
-
-    def _opened(self, envelope: Envelope) -> Presentation:
-        """Open a presentation; one that cannot be opened is refused in nobody's name."""
-        try:
-            return open_presentation(envelope)
-        except EvidenceError as refusal:
-            self._log_refusal("", refusal.code)
-            raise
 
     def _refuse(self, presentation: Presentation, why: str) -> NoReturn:
         name, code = presentation.member_id, Refusal.PEER_NOT_BOUND

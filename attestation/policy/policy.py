@@ -136,7 +136,10 @@ def load_policy(path: Path) -> Policy:
         ConfigError: ``policy`` if the file cannot be read, has unknown, missing or wrong fields, or a key twice.
     """
     try:
-        return _policy_from(read_yaml(path, "policy"))
+        raw = read_yaml(path, "policy")
+        if isinstance(raw, dict) and isinstance(raw.get("anchors"), list):
+            raw["anchors"] = [anchor for given in raw["anchors"] for anchor in _named_anchors(given)]
+        return Policy.model_validate_json(canonical_json(raw))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         field = ".".join(str(part) for part in first["loc"]) or "the document"
@@ -145,12 +148,6 @@ def load_policy(path: Path) -> Policy:
         raise ConfigError(
             "policy", f"{path} holds a value that no policy field takes: {error}.", "See docs/attestation.md."
         ) from None
-
-
-def _policy_from(raw: Any) -> Policy:
-    if isinstance(raw, dict) and isinstance(raw.get("anchors"), list):
-        raw["anchors"] = [anchor for given in raw["anchors"] for anchor in _named_anchors(given)]
-    return Policy.model_validate_json(canonical_json(raw))
 
 
 def _named_anchors(anchor: Any) -> list[Any]:

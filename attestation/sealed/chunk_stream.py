@@ -8,7 +8,7 @@ The cipher is AES-256-GCM under a key of one payload of one package. Memory: a f
 import hashlib
 import secrets
 from collections.abc import Iterable, Iterator
-from typing import Protocol
+from typing import BinaryIO
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -30,20 +30,8 @@ CHUNK_BYTES = 2**20
 Piece = bytes | bytearray | memoryview
 
 
-class Sink(Protocol):
-    """A writable destination of a payload."""
-
-    def write(self, data: bytes, /) -> object: ...
-
-
-class PayloadSource(Protocol):
-    """A readable origin of a payload."""
-
-    def read(self, size: int, /) -> bytes: ...
-
-
 def write_payload(
-    sink: Sink, data_key: Secret, context: bytes, name: str, pieces: Iterable[Piece], chunk_bytes: int = CHUNK_BYTES
+    sink: BinaryIO, data_key: Secret, context: bytes, name: str, pieces: Iterable[Piece], chunk_bytes: int = CHUNK_BYTES
 ) -> Payload:
     """Encrypt ``pieces``, one after the other, into ``sink``.
 
@@ -72,7 +60,7 @@ def write_payload(
     )
 
 
-def read_payload(source: PayloadSource, data_key: Secret, context: bytes, payload: Payload) -> Iterator[bytes]:
+def read_payload(source: BinaryIO, data_key: Secret, context: bytes, payload: Payload) -> Iterator[bytes]:
     """Yield the plaintext of a payload, chunk by chunk.
 
     Guarantee: every yielded chunk is the one that was written at its place of this very payload. When the iterator
@@ -127,7 +115,7 @@ def _associated(context: bytes, name: str) -> bytes:
     return length_prefixed("raycloak/package/chunk/v1", context, name)
 
 
-def _read_exactly(source: PayloadSource, size: int) -> bytes:
+def _read_exactly(source: BinaryIO, size: int) -> bytes:
     """Read up to ``size`` bytes. Fewer come only at the end, and then the tag does not verify."""
     parts, left = [], size
     while left and (part := source.read(left)):

@@ -30,7 +30,7 @@ from cryptography.x509.oid import NameOID, ObjectIdentifier
 from pydantic import Field
 
 from raycloak.attestation.core.messages import Message
-from raycloak.attestation.simulators.der import SGX_EXTENSION_OID, sgx_extension
+from raycloak.attestation.simulators.der import SGX_EXTENSION_OID
 
 ORGANIZATION = "SIMULATOR - NOT A TEE"
 VALID_FROM = datetime(2020, 1, 1, tzinfo=UTC)
@@ -116,20 +116,10 @@ def new_tcb_signer(root: Credential) -> Credential:
     return _issue("Intel SGX TCB Signing", root)
 
 
-def certify_platform(
-    ca: Credential,
-    key: EllipticCurvePublicKey,
-    *,
-    ppid: bytes,
-    fmspc: bytes,
-    instance_id: bytes,
-    component_svns: bytes,
-    pce_svn: int,
-) -> x509.Certificate:
-    """Make the PCK certificate of one platform for its ``key``."""
-    der = sgx_extension(ppid=ppid, fmspc=fmspc, instance_id=instance_id, component_svns=component_svns, pce_svn=pce_svn)
-    extension = x509.UnrecognizedExtension(ObjectIdentifier(SGX_EXTENSION_OID), der)
-    return _certify("Intel SGX PCK Certificate", key, ca.certificate.subject, ca.key, extension=extension)
+def certify_platform(ca: Credential, key: EllipticCurvePublicKey, extension: bytes) -> x509.Certificate:
+    """Make the PCK certificate of one platform for its ``key``, with the ``extension`` that describes it."""
+    described = x509.UnrecognizedExtension(ObjectIdentifier(SGX_EXTENSION_OID), extension)
+    return _certify("Intel SGX PCK Certificate", key, ca.certificate.subject, ca.key, extension=described)
 
 
 def public_bytes(key: EllipticCurvePrivateKey) -> bytes:

@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from raycloak.attestation.core.evidence import MEASUREMENT_BYTES, REPORT_DATA_BYTES
 from raycloak.attestation.core.messages import Message
+from raycloak.attestation.simulators.der import sgx_extension
 from raycloak.attestation.simulators.tdx_pki import Credential, certify_platform, new_key, raw_point, sign_raw
 from raycloak.attestation.tdx.quote import QE_REPORT_BYTES
 from raycloak.metrics.errors import ProtocolError
@@ -114,16 +115,14 @@ class SimulatedPlatform:
 def certify(ca: Credential, root: Credential, key: EllipticCurvePublicKey, machine: str | None) -> PlatformCertificate:
     """Certify a platform's key; its identity follows from the name ``machine``, if it has one."""
     instance_id = secrets.token_bytes(16) if machine is None else hashlib.sha256(machine.encode()).digest()[:16]
-    certificate = certify_platform(
-        ca,
-        key,
+    described = sgx_extension(
         ppid=secrets.token_bytes(16),
         fmspc=FMSPC,
         instance_id=instance_id,
         component_svns=COMPONENT_SVNS,
         pce_svn=PCE_SVN,
     )
-    der = certificate.public_bytes(Encoding.DER)
+    der = certify_platform(ca, key, described).public_bytes(Encoding.DER)
     return PlatformCertificate(certificate_der=der, issuers_pem=ca.pem + root.pem, instance_id=instance_id)
 
 

@@ -33,7 +33,6 @@ def test_honest_evidence_is_accepted_and_reported_in_full(session: Session) -> N
     appraisal = session.appraise(envelope)
     assert appraisal.evidence_class is EvidenceClass.SIMULATED
     assert (appraisal.member_id, appraisal.role) == ("worker-0", "worker")
-    assert appraisal.hpke_key == member.hpke.public
     assert appraisal.mask_key == member.mask.public
     assert appraisal.identity_key == member.identity.public
     assert appraisal.known_answer == b"k" * 32

@@ -2,6 +2,7 @@
 
 import pytest
 
+from raycloak.attestation.simulators.der import sgx_extension
 from raycloak.attestation.simulators.tdx_pki import Credential, certify_platform, new_key
 from raycloak.attestation.simulators.tdx_platform import COMPONENT_SVNS, PCE_SVN, SimulatedPlatform
 from raycloak.attestation.simulators.tdx_vendor import COLLATERAL_LIFETIME_S, SimulatedVendor
@@ -44,15 +45,10 @@ def replace_family(vendor: SimulatedVendor, fmspc: bytes) -> SimulatedPlatform:
     """Return a machine of another platform family under the same vendor."""
     instance_id = bytes(range(16))
     key = new_key()
-    certificate = certify_platform(
-        vendor._platform_ca,
-        key.public_key(),
-        ppid=bytes(16),
-        fmspc=fmspc,
-        instance_id=instance_id,
-        component_svns=COMPONENT_SVNS,
-        pce_svn=PCE_SVN,
+    described = sgx_extension(
+        ppid=bytes(16), fmspc=fmspc, instance_id=instance_id, component_svns=COMPONENT_SVNS, pce_svn=PCE_SVN
     )
+    certificate = certify_platform(vendor._platform_ca, key.public_key(), described)
     issuers = vendor._platform_ca.pem + vendor._root.pem
     return SimulatedPlatform(Credential(key, certificate), new_key(), issuers, instance_id)
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from raycloak.attestation.simulators import tdx_pki
+from raycloak.attestation.simulators import tdx_platform
 from raycloak.attestation.simulators.der import sgx_extension
 from raycloak.attestation.simulators.tdx_platform import COMPONENT_SVNS
-from raycloak.attestation.tdx.platform import TdxPlatform, read_platform
+from raycloak.attestation.tdx.quote import TdxPlatform, read_platform
 from raycloak.metrics.errors import EvidenceError
 from tests.attestation.conftest import Session
 
@@ -18,7 +18,7 @@ def read(session: Session, monkeypatch: pytest.MonkeyPatch, old: bytes = b"", ne
         assert found == old or not old
         return head + new + tail
 
-    monkeypatch.setattr(tdx_pki, "sgx_extension", changed)
+    monkeypatch.setattr(tdx_platform, "sgx_extension", changed)
     platform = session.vendor.platform()
     return read_platform(platform.chain_pem.encode())
 
