@@ -5,6 +5,7 @@ then appraises. Workers appraise every peer in the same way, without the nonces.
 state.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
@@ -22,14 +23,15 @@ from raycloak.attestation.core.evidence import (
 from raycloak.attestation.core.keys import mlkem_public, signature_is_valid
 from raycloak.attestation.core.messages import Envelope, parse
 from raycloak.attestation.core.report_data import expected_report_data
-from raycloak.attestation.gpu.gpu_set import gpu_nonce, verify_gpus
-from raycloak.attestation.gpu.verify import GpuClaims
+from raycloak.attestation.gpu.verify import GpuClaims, gpu_nonce, verify_gpus
 from raycloak.attestation.policy.policy import Policy
+from raycloak.attestation.snp.rules import KeyKind
 from raycloak.attestation.snp.verify import verify_snp
 from raycloak.attestation.tdx.quote import MAX_QUOTE_BYTES
 from raycloak.attestation.tdx.verify import verify_tdx
 from raycloak.attestation.trust.floors import NO_FLOORS, Fact, Floors
 from raycloak.attestation.trust.guest import GuestClaims, check_measurement, check_registers
+from raycloak.attestation.trust.roots import VerifierTerms
 from raycloak.metrics.errors import ProtocolError
 
 # A quote, and sixteen GPUs of which each takes some forty thousand characters.
@@ -141,8 +143,9 @@ def appraise(
         EvidenceError: with one code of `raycloak.attestation.core.evidence.Refusal`.
     """
     presentation = open_presentation(envelope)
+    terms = VerifierTerms(policy.anchors, policy.accepted_classes, now, floors)
     # Each stage sets one code, and the first that fails decides: the order is that of docs/attestation.md.
-    claims = verify_guest(presentation, policy, collateral, now, floors)
+    claims = verify_guest(presentation, policy, collateral, terms)
     rules = policy.tdx if presentation.quote_family == "tdx" else policy.sev_snp
     check_measurement(claims, rules.measurements or ())
     check_registers(claims, rules.registers)
@@ -153,14 +156,12 @@ def appraise(
     # Exactly as many as the policy asks for. An aggregator has none.
     gpus = verify_gpus(
         presentation.gpu_evidence,
+        policy.nvidia_gpu,
+        terms,
         count=policy.gpus_per_worker if presentation.role == "worker" else 0,
         nonce=gpu_nonce(presentation.nonce, presentation.hpke_key),
-        anchors=policy.anchors,
-        accepted=policy.accepted_classes,
-        rules=policy.nvidia_gpu,
         rims=collateral.gpu_rims,
         ocsp=collateral.gpu_ocsp,
-        now=now,
     )
     # Another guest of the same machine would have another name, so neither limit nor revocation would reach it.
     if not claims.names_machine and policy.workers_per_platform is not None:
@@ -175,33 +176,17 @@ def appraise(
 
 
 def verify_guest(
-    presentation: Presentation, policy: Policy, collateral: CollateralBundle, now: int, floors: Floors
+    presentation: Presentation, policy: Policy, collateral: CollateralBundle, terms: VerifierTerms
 ) -> GuestClaims:
     """Verify the quote as the policy demands for its format, and return its claims about the guest.
 
     Raises:
-        EvidenceError: as `verify_tdx` and `verify_snp`; ``collateral_rollback`` if collateral is older than ``floors``.
+        EvidenceError: as `verify_tdx` and `verify_snp`.
     """
     if presentation.quote_family == "tdx":
-        return verify_tdx(
-            presentation.quote,
-            collateral.tdx,
-            anchors=policy.anchors,
-            accepted=policy.accepted_classes,
-            rules=policy.tdx,
-            now=now,
-            floors=floors,
-        )
-    return verify_snp(
-        presentation.quote,
-        presentation.certificates,
-        anchors=policy.anchors,
-        accepted=policy.accepted_classes,
-        rules=policy.sev_snp,
-        crls={"VCEK": collateral.snp_vcek_crls, "VLEK": collateral.snp_vlek_crls},
-        now=now,
-        floors=floors,
-    )
+        return verify_tdx(presentation.quote, collateral.tdx, policy.tdx, terms)
+    crls: dict[KeyKind, Sequence[bytes]] = {"VCEK": collateral.snp_vcek_crls, "VLEK": collateral.snp_vlek_crls}
+    return verify_snp(presentation.quote, presentation.certificates, crls, policy.sev_snp, terms)
 
 
 @lru_cache(maxsize=16)

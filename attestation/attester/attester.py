@@ -10,7 +10,7 @@ from raycloak.attestation.core.keys import AgreementKey, IdentityKey
 from raycloak.attestation.core.messages import Envelope, seal
 from raycloak.attestation.core.report_data import expected_report_data
 from raycloak.attestation.core.roster import Member
-from raycloak.attestation.gpu.gpu_set import gpu_nonce
+from raycloak.attestation.gpu.verify import gpu_nonce
 from raycloak.metrics.errors import ProtocolError
 
 

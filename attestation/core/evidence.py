@@ -5,7 +5,6 @@ identity key it presents. The verifier appraises it with collateral that it obta
 """
 
 import json
-from collections.abc import Collection
 from enum import StrEnum
 from typing import Annotated, ClassVar, Literal, NoReturn, Self
 
@@ -91,19 +90,6 @@ class Refusal(StrEnum):
 def refuse(code: Refusal, message: str) -> NoReturn:
     """Raise EvidenceError with ``code``, ``message`` and the code's remedy."""
     raise EvidenceError(code.value, message, code.remedy) from None
-
-
-def require_class(evidence_class: EvidenceClass, accepted: Collection[EvidenceClass]) -> None:
-    """Refuse evidence that verified under an anchor whose class is not ``accepted``.
-
-    Raises:
-        EvidenceError: ``simulator_not_allowed``, or ``root_unknown`` for a hardware class.
-    """
-    if evidence_class in accepted:
-        return
-    if evidence_class is EvidenceClass.SIMULATED:
-        refuse(Refusal.SIMULATOR_NOT_ALLOWED, "the evidence comes from a simulator, and the policy takes hardware only")
-    refuse(Refusal.ROOT_UNKNOWN, f"the policy does not accept evidence of class {evidence_class}")
 
 
 class Challenge(Message):

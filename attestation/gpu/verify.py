@@ -1,28 +1,34 @@
 """Verifies an NVIDIA GPU's attestation report against pinned or simulated roots, reference values and OCSP answers.
 
 Hardware and simulated evidence take the same path. The class of the result is the class of the anchor. Each stage sets
-one refusal code, in the order of the design. Not checked here: whether the GPU belongs to a worker.
-`raycloak.attestation.gpu.gpu_set` checks that, for all GPUs of a worker together.
+one refusal code, in the order of the design.
+
+The GPUs of one worker are judged as a set: each genuine, each listed once, and all over a nonce that only this worker
+has. The CPU's report data binds the list in its order (`raycloak.attestation.core.report_data`), so GPU reports are
+collected first.
 """
 
 import hashlib
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
+from functools import partial
+from itertools import product
 from typing import Final
 
 from cryptography import x509
 from cryptography.x509.oid import ObjectIdentifier
 
-from raycloak.attestation.core.evidence import EvidenceClass, Refusal, refuse, require_class
+from raycloak.attestation.core.canonical import length_prefixed
+from raycloak.attestation.core.evidence import EvidenceClass, GpuEvidence, Refusal, refuse
+from raycloak.attestation.core.messages import parse
 from raycloak.attestation.gpu.ocsp import check_answers, check_coverage, check_current, find_answers
 from raycloak.attestation.gpu.report import GpuReport, Opaque, parse_gpu_report
 from raycloak.attestation.gpu.rim import GoldenValues, Rim, read_rim, verify_rim
 from raycloak.attestation.gpu.rules import GpuRules
 from raycloak.attestation.trust.certificates import (
     check_certificate_windows,
-    check_links,
     common_name,
     has_only_blocks,
     is_pem,
@@ -30,8 +36,10 @@ from raycloak.attestation.trust.certificates import (
     read_presented,
     signed_by,
 )
-from raycloak.attestation.trust.roots import Anchor, anchor_of
+from raycloak.attestation.trust.roots import Anchor, VerifierTerms
+from raycloak.metrics.errors import EvidenceError, ProtocolError
 
+MAX_GPUS: Final = 16
 CHAIN_LENGTH: Final = 5  # firmware, boot ROM, provisioner, family, device root
 _FIRMWARE_LEAF: Final = "FMC LF"
 # A firmware id is a SHA-384.
@@ -85,16 +93,14 @@ class GpuClaims:
 def verify_gpu(
     report: bytes,
     chain: Sequence[bytes],
-    *,
-    anchors: Sequence[Anchor],
-    accepted: Collection[EvidenceClass],
     rules: GpuRules,
+    terms: VerifierTerms,
+    *,
     nonce: bytes,
     rims: GpuReferences,
     ocsp: Sequence[bytes],
-    now: int,
 ) -> GpuClaims:
-    """Verify a GPU's ``report`` at unix second ``now``.
+    """Verify a GPU's ``report``.
 
     Guarantee: returns only for a canonical report over ``nonce``, signed by the firmware of a GPU in an accepted mode.
     Its five certificates end in an anchor of an accepted class, and none is known to be revoked. It equals every
@@ -102,19 +108,19 @@ def verify_gpu(
 
     Args:
         chain: the device's certificates, each entry DER or PEM, leaf first.
-        anchors: roots of family ``nvidia_gpu``, and of ``nvidia_rim`` for reference values of the same class.
+        terms: with roots of family ``nvidia_gpu``, and of ``nvidia_rim`` for reference values of the same class.
         nonce: 32 bytes that the report must be over.
         ocsp: answers, DER. Only answers about this chain and the manifests' signers count.
 
     Raises:
         EvidenceError: one of the codes of `raycloak.attestation.core.evidence.Refusal`.
     """
-    instant = datetime.fromtimestamp(now, UTC)
+    instant = terms.instant
     parsed = parse_gpu_report(report)
     given = {"driver": rims.driver, "VBIOS": rims.vbios}
     manifests = {what: read_rim(data, what) for what, data in given.items() if data is not None}
     certificates = _read_chain(chain)
-    anchor = _select_anchor(certificates, anchors, accepted)
+    anchor = _anchor_of(certificates, terms)
     answers = find_answers(ocsp, certificates)
     # The manifests' signers, roots excepted. Most have no answer. `find_answers` skips the first of a chain: a device's
     # is its firmware, about which no answers exist.
@@ -139,7 +145,7 @@ def verify_gpu(
     # Devices and reference values have roots of two families, so that a device's key cannot vouch for its own values.
     rim_roots = [
         each.root_key_id
-        for each in anchors
+        for each in terms.anchors
         if each.family == "nvidia_rim" and each.evidence_class is anchor.evidence_class
     ]
     mode, compared = _check_state(parsed, certificates, manifests, rim_roots, rules, instant)
@@ -160,21 +166,11 @@ def _read_chain(chain: Sequence[bytes]) -> tuple[x509.Certificate, ...]:
     return certificates
 
 
-def _select_anchor(
-    chain: Sequence[x509.Certificate], anchors: Sequence[Anchor], accepted: Collection[EvidenceClass]
-) -> Anchor:
-    """Return the anchor of a whole chain, of an accepted class.
-
-    A consistent chain to a foreign root is unknown, any other chain is broken.
-    """
-    anchor = anchor_of(anchors, "nvidia_gpu", chain[-1])
-    if anchor is None:
-        check_links(chain, "device")
-        refuse(Refusal.ROOT_UNKNOWN, f"'{common_name(chain[-1])}' is not a root that the policy trusts for GPUs")
-    require_class(anchor.evidence_class, accepted)
+def _anchor_of(chain: Sequence[x509.Certificate], terms: VerifierTerms) -> Anchor:
+    """Return the anchor of a whole chain."""
+    anchor = terms.anchor_of("nvidia_gpu", chain, "device")
     if len(chain) != CHAIN_LENGTH:
         refuse(Refusal.CHAIN_BROKEN, f"a GPU presents {CHAIN_LENGTH} certificates, not {len(chain)}")
-    check_links(chain, "device")
     if not common_name(chain[0]).endswith(_FIRMWARE_LEAF):
         refuse(Refusal.CHAIN_BROKEN, f"'{common_name(chain[0])}' is not the certificate of a device's firmware")
     return anchor
@@ -303,3 +299,82 @@ def _claims(
         expires_at=expires_at,
         steps=steps,
     )
+
+
+def gpu_nonce(nonce: bytes, hpke_key: bytes) -> bytes:
+    """Derive the 32-byte nonce for every GPU of a worker, from the challenge's nonce and the worker's key."""
+    return hashlib.sha256(length_prefixed("raycloak/gpu/v1", nonce, hpke_key)).digest()
+
+
+def verify_gpus(
+    evidence: Sequence[bytes],
+    rules: GpuRules,
+    terms: VerifierTerms,
+    *,
+    count: int,
+    nonce: bytes,
+    rims: Sequence[bytes],
+    ocsp: Sequence[bytes],
+) -> tuple[GpuClaims, ...]:
+    """Verify the GPUs of one worker, in the order in which it presents them.
+
+    Guarantee: returns only if exactly ``count`` different GPUs vouch for ``nonce``, each as `verify_gpu` demands.
+
+    Args:
+        evidence: encoded `GpuEvidence` messages.
+        count: the number of GPUs that the worker declared.
+        nonce: the result of :func:`gpu_nonce` for this challenge and worker.
+        rims: reference values for any driver and VBIOS that may occur, XML.
+        ocsp: answers about any device, DER.
+
+    Raises:
+        EvidenceError: ``gpu_not_bound`` if a GPU is missing, extra, there twice or over another nonce. Otherwise the
+            codes of `verify_gpu`.
+    """
+    if len(evidence) > MAX_GPUS:
+        refuse(Refusal.EVIDENCE_MALFORMED, f"{len(evidence)} GPUs are more than the {MAX_GPUS} that a worker may have")
+    try:
+        presented = [parse(GpuEvidence, each) for each in evidence]
+    except ProtocolError as error:
+        refuse(Refusal.EVIDENCE_MALFORMED, f"{error.message}.")
+    if len(presented) != count:
+        refuse(Refusal.GPU_NOT_BOUND, f"evidence of {len(presented)} GPUs where {count} are declared")
+    verify = partial(verify_gpu, rules=rules, terms=terms, nonce=nonce, ocsp=ocsp)
+    claims = tuple(_verified(each, tuple(_references(each, rims)), verify) for each in presented)
+    # A genuine GPU that is presented twice passes every check before this one.
+    if len({each.platform_id for each in claims}) != count:
+        refuse(Refusal.GPU_NOT_BOUND, "one GPU is presented twice")
+    return claims
+
+
+def _verified(gpu: GpuEvidence, references: Sequence[GpuReferences], verify: Callable[..., GpuClaims]) -> GpuClaims:
+    """Verify one GPU against each fitting pair of references, as boards of several kinds share a version number."""
+    for position, rims in enumerate(references, 1):
+        try:
+            return verify(gpu.report, gpu.chain, rims=rims)
+        except EvidenceError as error:
+            if error.code == Refusal.NONCE_FOREIGN:
+                refuse(Refusal.GPU_NOT_BOUND, "a GPU's report is not over the nonce of this worker and its key")
+            # A state may differ because these references are of another board; any other refusal holds for all.
+            if error.code != Refusal.GPU_STATE or position == len(references):
+                raise
+    raise AssertionError("there is always one combination of references, if an empty one")
+
+
+def _references(gpu: GpuEvidence, rims: Sequence[bytes]) -> Iterator[GpuReferences]:
+    """Yield every pair of driver and VBIOS manifest that claims to fit this GPU, or a pair of None."""
+    report = parse_gpu_report(gpu.report)
+    try:
+        family = chip_family(common_name(read_presented(gpu.chain[0])[0]))
+    except (IndexError, ValueError):
+        refuse(Refusal.CHAIN_BROKEN, "the certificate of a GPU's firmware is missing or cannot be read")
+    stated = [(data, read_rim(data, "reference")) for data in rims]
+    fitting: list[tuple[bytes | None, str]] = [
+        (data, rim.stated_version.casefold()) for data, rim in stated if chip_family(rim.stated_product) == family
+    ]
+    drivers, vbioses = (
+        [data for data, of in fitting if of == version.casefold()] or [None]
+        for version in (report.driver_version, report.vbios_version)
+    )
+    for driver, vbios in product(drivers, vbioses):
+        yield GpuReferences(driver, vbios)

@@ -6,22 +6,20 @@ the code. Not checked here: measurement, freshness and report data, which `raycl
 compares.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Final
 
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ec import SECP384R1, EllipticCurvePublicKey
 
-from raycloak.attestation.core.evidence import EvidenceClass, Refusal, refuse, require_class
+from raycloak.attestation.core.evidence import EvidenceClass, Refusal, refuse
 from raycloak.attestation.snp.endorsement import LAYOUTS, TcbLayout, certified_hardware_id, certified_tcb, issuer_role
 from raycloak.attestation.snp.report import KEY_KINDS, SnpReport, parse_report
 from raycloak.attestation.snp.rules import Generation, KeyKind, SnpRules
 from raycloak.attestation.trust.certificates import (
     check_certificate_windows,
     check_crl_window,
-    check_links,
     check_not_revoked,
     common_name,
     crl_issuer,
@@ -33,9 +31,9 @@ from raycloak.attestation.trust.certificates import (
     read_presented,
     signed_by,
 )
-from raycloak.attestation.trust.floors import NO_FLOORS, Fact, Floors, check_not_older, crl_fact
+from raycloak.attestation.trust.floors import Fact, check_not_older, crl_fact
 from raycloak.attestation.trust.guest import GuestClaims
-from raycloak.attestation.trust.roots import AMD_INTERMEDIATES, AMD_ROOTS, Anchor, anchor_of
+from raycloak.attestation.trust.roots import AMD_INTERMEDIATES, AMD_ROOTS, Anchor, VerifierTerms
 
 # A chain has three. The bound limits the search among hints.
 MAX_CERTIFICATES: Final = 8
@@ -63,59 +61,47 @@ class _Endorsement:
 def verify_snp(
     report: bytes,
     certificates: Sequence[bytes],
-    *,
-    anchors: Sequence[Anchor],
-    accepted: Collection[EvidenceClass],
-    rules: SnpRules,
     crls: Mapping[KeyKind, Sequence[bytes]],
-    now: int,
-    floors: Floors = NO_FLOORS,
+    rules: SnpRules,
+    terms: VerifierTerms,
 ) -> GuestClaims:
-    """Verify ``report`` at unix second ``now``.
+    """Verify ``report``.
 
     Guarantee: returns only for a canonical report that ``rules`` accept. AMD's CA of the machine's generation certified
     the signing key for this chip and the reported TCB version; a VLEK is for one provider instead of a chip. The chain
-    ends in one of ``anchors`` of an accepted class, and nothing in it is revoked or out of its validity.
+    ends in one of the ``terms``' anchors of an accepted class, and nothing in it is revoked or out of its validity.
 
     Args:
         certificates: the endorsement key's first, PEM or DER, then any others presented. Its CA must be among them
             only if it is not pinned.
         crls: revocation lists in DER, obtained by the verifier, by the kind of key that they are for. A list that
             states another kind in its own address counts as that one. Lists of other issuers are ignored.
-        floors: highest numbers of revocation lists seen so far. Lists below them are refused.
 
     Raises:
         EvidenceError: the code of the first stage that fails, one of `raycloak.attestation.core.evidence.Refusal`.
     """
     parsed = parse_report(report)
-    endorsement = _endorsement(parsed, certificates, anchors, accepted)
+    endorsement = _endorsement(parsed, certificates, terms)
     _check_machine(parsed, endorsement)
     if not signed_by(endorsement.chain[0], parsed.signature, parsed.signed):
         refuse(Refusal.EVIDENCE_TAMPERED, "the signature over the report does not hold")
-    expires_at, facts = _judge_lists(parsed.key_kind, endorsement.chain, crls, rules, now)
-    check_not_older(facts, floors)
+    expires_at, facts = _judge_lists(parsed.key_kind, endorsement.chain, crls, rules, terms)
+    check_not_older(facts, terms.floors)
     # A rollback of lists is judged before the firmware, as the order of stages demands.
     _check_firmware(parsed, endorsement, rules)
     _check_guest(parsed, rules)
     return _claims(parsed, endorsement, facts, expires_at)
 
 
-def _endorsement(
-    report: SnpReport, certificates: Sequence[bytes], anchors: Sequence[Anchor], accepted: Collection[EvidenceClass]
-) -> _Endorsement:
+def _endorsement(report: SnpReport, certificates: Sequence[bytes], terms: VerifierTerms) -> _Endorsement:
     """Build the chain of the presented key up to an anchor of an accepted class.
 
-    Guarantee: a report under a simulator's root never passes where only hardware is accepted. Under AMD's roots only
-    the pinned CAs count.
+    Guarantee: under AMD's roots only the pinned CAs count.
     """
     vek, *others = _presented(certificates)
-    roots = [anchor.root for anchor in anchors if anchor.family == "sev_snp"]
+    roots = [anchor.root for anchor in terms.anchors if anchor.family == "sev_snp"]
     chain = order_chain(vek, (*AMD_INTERMEDIATES, *AMD_ROOTS, *roots, *others))
-    check_links(chain, "endorsement")
-    anchor = anchor_of(anchors, "sev_snp", chain[-1])
-    if anchor is None:
-        refuse(Refusal.ROOT_UNKNOWN, f"'{common_name(chain[-1])}' is not a root that the policy trusts")
-    require_class(anchor.evidence_class, accepted)
+    anchor = terms.anchor_of("sev_snp", chain, "endorsement")
     role = issuer_role(chain[1])
     # Under AMD's roots only the pinned CAs count. A simulator's are not pinned.
     pinned = anchor.evidence_class is EvidenceClass.SIMULATED or key_id(chain[1]) in map(key_id, AMD_INTERMEDIATES)
@@ -175,7 +161,7 @@ def _judge_lists(
     chain: Sequence[x509.Certificate],
     crls: Mapping[KeyKind, Sequence[bytes]],
     rules: SnpRules,
-    now: int,
+    terms: VerifierTerms,
 ) -> tuple[int, tuple[Fact, ...]]:
     """Judge revocation and validity of ``chain`` by its issuers' lists.
 
@@ -196,7 +182,7 @@ def _judge_lists(
     # Ascending, so that the newest edition is stored last.
     ascending = sorted(own, key=lambda each: crl_number(each[1]) or 0)
     newest = {(crl.issuer, _stated_kind(crl) or given): crl for given, crl in ascending}
-    root, instant = chain[-1], datetime.fromtimestamp(now, UTC)
+    root, instant = chain[-1], terms.instant
     # AMD's root publishes one list for each kind of key, and neither has what is on the other.
     if rules.require_crl and (root.subject, kind) not in newest:
         refuse(Refusal.COLLATERAL_STALE, f"there is no {kind} revocation list of '{common_name(root)}'")

@@ -8,10 +8,10 @@ pass. Not checked here: measurement, registers, freshness and report data, which
 """
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
-from raycloak.attestation.core.evidence import Collateral, EvidenceClass, Refusal, refuse, require_class
+from raycloak.attestation.core.evidence import Collateral, Refusal, refuse
 from raycloak.attestation.tdx.collateral import (
     check_family,
     documents_for,
@@ -32,10 +32,10 @@ from raycloak.attestation.tdx.quote import (
 from raycloak.attestation.tdx.rating import TdxRating, rate
 from raycloak.attestation.tdx.rules import REGISTERS, TdxRules
 from raycloak.attestation.tdx.second_opinion import check_again
-from raycloak.attestation.trust.certificates import check_links, common_name, ecdsa_is_valid, point, signed_by
-from raycloak.attestation.trust.floors import NO_FLOORS, Fact, Floors, check_not_older
+from raycloak.attestation.trust.certificates import ecdsa_is_valid, point, signed_by
+from raycloak.attestation.trust.floors import Fact, check_not_older
 from raycloak.attestation.trust.guest import GuestClaims
-from raycloak.attestation.trust.roots import Anchor, anchor_of
+from raycloak.attestation.trust.roots import Anchor, VerifierTerms
 from raycloak.metrics.errors import EvidenceError
 
 QE_VENDOR: Final = bytes.fromhex("939a7233f79c4ca9940a0db3957f0607")
@@ -47,27 +47,26 @@ _TOLERATED_BITS = SEPT_VE_DISABLE | 1 << 30 | 1 << 31 | 1 << 63
 def verify_tdx(
     quote: bytes,
     collateral: Sequence[Collateral],
-    *,
-    anchors: Sequence[Anchor],
-    accepted: Collection[EvidenceClass],
     rules: TdxRules,
-    now: int,
-    floors: Floors = NO_FLOORS,
+    terms: VerifierTerms,
 ) -> GuestClaims:
-    """Verify ``quote`` at unix second ``now``.
+    """Verify ``quote``.
 
     Guarantee: returns only for a canonical quote of a TD that ``rules`` accept. Its signature chain ends in one of
-    ``anchors`` of an accepted class, with signed, current, unrevoked collateral of its own platform family.
+    the ``terms``' anchors of an accepted class, with signed, current, unrevoked collateral of its own platform family.
 
     Args:
         collateral: of one or several platform families. The entry for the quote's own family is used.
-        floors: highest numbers of collateral seen so far. Collateral below them is refused.
 
     Raises:
         EvidenceError: the code of the first stage that fails, one of `raycloak.attestation.core.evidence.Refusal`.
     """
     parsed = parse_quote(quote)
-    anchor = _select_anchor(parsed, anchors, accepted)
+    if not parsed.chain:
+        refuse(Refusal.CHAIN_BROKEN, "the quote carries no certificate chain that can be read")
+    anchor = terms.anchor_of("tdx", parsed.chain, "PCK")
+    if len(parsed.chain) < 3:
+        refuse(Refusal.CHAIN_BROKEN, "the PCK chain has no certificate authority between leaf and root")
     platform: TdxPlatform | None = None
     try:
         platform = read_platform(parsed.chain_pem)
@@ -85,34 +84,16 @@ def verify_tdx(
     check_family(documents, platform)
     _check_quote(parsed, documents.qe_identity)
     documents = with_newest_lists(documents, chains, tuple(collateral))
-    expires_at, crl_facts = settle(documents, chains, now)
+    expires_at, crl_facts = settle(documents, chains, terms.now)
     numbers = evaluation_facts(documents, anchor.root_key_id, rules.min_tcb_evaluation_data_number)
     facts = (*numbers, *crl_facts)
-    check_not_older(facts, floors)
+    check_not_older(facts, terms.floors)
     number = min(found for _, found in numbers)
     rating = rate(parsed, platform, documents.tcb_info, documents.qe_identity, rules)
     _check_guest(parsed.report, platform, rules)
     # After every stage of ours, so that the first failing stage decides the code.
-    check_again(parsed, documents.raw, anchor, now, rules, number)
+    check_again(parsed, documents.raw, anchor, terms.now, rules, number)
     return _claims(parsed, platform, rating, anchor, expires_at, facts, number)
-
-
-def _select_anchor(quote: TdxQuote, anchors: Sequence[Anchor], accepted: Collection[EvidenceClass]) -> Anchor:
-    """Find the anchor under whose root the quote's chain ends, and require that its class is accepted.
-
-    Guarantee: a quote under a simulator's root never passes where only hardware is accepted.
-    """
-    if not quote.chain:
-        refuse(Refusal.CHAIN_BROKEN, "the quote carries no certificate chain that can be read")
-    anchor = anchor_of(anchors, "tdx", quote.chain[-1])
-    if anchor is None:
-        check_links(quote.chain, "PCK")
-        refuse(Refusal.ROOT_UNKNOWN, f"'{common_name(quote.chain[-1])}' is not a root that the policy trusts")
-    require_class(anchor.evidence_class, accepted)
-    check_links(quote.chain, "PCK")
-    if len(quote.chain) < 3:
-        refuse(Refusal.CHAIN_BROKEN, "the PCK chain has no certificate authority between leaf and root")
-    return anchor
 
 
 def _check_quote(quote: TdxQuote, qe_identity: dict[str, Any]) -> None:

@@ -8,7 +8,8 @@ root to be hardware. Roots are compared by public key, since a vendor may issue 
 key.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -18,9 +19,10 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 from pydantic import model_validator
 
-from raycloak.attestation.core.evidence import EvidenceClass
+from raycloak.attestation.core.evidence import EvidenceClass, Refusal, refuse
 from raycloak.attestation.core.messages import Message
-from raycloak.attestation.trust.certificates import key_id, read_root
+from raycloak.attestation.trust.certificates import check_links, common_name, key_id, read_root
+from raycloak.attestation.trust.floors import NO_FLOORS, Floors
 
 _ANCHORS: Final = Path(__file__).resolve().parent / "anchors"
 
@@ -115,7 +117,47 @@ def pinned_anchors(evidence_class: EvidenceClass) -> tuple[Anchor, ...]:
     return tuple(Anchor(**root._asdict()) for root in PINNED.values() if root.evidence_class is evidence_class)
 
 
-def anchor_of(anchors: Sequence[Anchor], family: Family, root: x509.Certificate) -> Anchor | None:
-    """Return the anchor of ``family`` with the public key of ``root``, if any."""
-    wanted = key_id(root)
-    return next((anchor for anchor in anchors if anchor.family == family and anchor.root_key_id == wanted), None)
+class VerifierTerms(NamedTuple):
+    """The terms on which a verifier judges evidence of any family.
+
+    Attributes:
+        anchors: the roots that it knows.
+        accepted: the classes that it admits.
+        now: unix seconds.
+        floors: highest numbers of collateral seen so far. Collateral below them is refused.
+    """
+
+    anchors: Sequence[Anchor]
+    accepted: Collection[EvidenceClass]
+    now: int
+    floors: Floors = NO_FLOORS
+
+    @property
+    def instant(self) -> datetime:
+        """The same moment as `now`."""
+        return datetime.fromtimestamp(self.now, UTC)
+
+    def anchor_of(self, family: Family, chain: Sequence[x509.Certificate], what: str) -> Anchor:
+        """Return the anchor of ``family`` with the public key of the root of ``chain``, whose links hold.
+
+        Guarantee: evidence under a simulator's root never passes where only hardware is accepted.
+
+        Args:
+            what: names the chain in a refusal.
+
+        Raises:
+            EvidenceError: ``chain_broken``, ``root_unknown`` for a consistent chain to a foreign root or to one of
+                another hardware class, or ``simulator_not_allowed``.
+        """
+        root = key_id(chain[-1])
+        anchor = next((each for each in self.anchors if each.family == family and each.root_key_id == root), None)
+        if anchor is None:
+            check_links(chain, what)
+            refuse(Refusal.ROOT_UNKNOWN, f"'{common_name(chain[-1])}' is not a root that the policy trusts")
+        if anchor.evidence_class not in self.accepted:
+            if anchor.evidence_class is EvidenceClass.SIMULATED:
+                only = "the evidence comes from a simulator, and the policy takes hardware only"
+                refuse(Refusal.SIMULATOR_NOT_ALLOWED, only)
+            refuse(Refusal.ROOT_UNKNOWN, f"the policy does not accept evidence of class {anchor.evidence_class}")
+        check_links(chain, what)
+        return anchor

@@ -37,14 +37,7 @@ def compare(case: VectorCase, claims: GuestClaims, rules: TdxRules | SnpRules) -
 def appraise_tdx(case: VectorCase) -> GuestClaims:
     """Verify the case's quote and return its claims; EvidenceError if it is refused."""
     rules = case.without("tcb_statuses", "Revoked").rules(TdxRules)
-    claims = verify_tdx(
-        case.evidence(),
-        _collateral(case),
-        anchors=case.anchors("tdx"),
-        accepted=case.accepted,
-        rules=rules,
-        now=case.fields.at,
-    )
+    claims = verify_tdx(case.evidence(), _collateral(case), rules, case.terms("tdx"))
     compare(case, claims, rules)
     return claims
 
@@ -66,15 +59,7 @@ def appraise_snp(case: VectorCase) -> GuestClaims:
     rules = case.given("key_kinds", ["VCEK", "VLEK"]).rules(SnpRules)
     # Nor does it say what kind of key a list is for, so each counts for both.
     crls = tuple(crl_der(case.base64_file(name)) for name in case.fields.crl or ())
-    claims = verify_snp(
-        case.evidence(),
-        case.chain(),
-        anchors=case.anchors("sev_snp"),
-        accepted=case.accepted,
-        rules=rules,
-        crls={"VCEK": crls, "VLEK": crls},
-        now=case.fields.at,
-    )
+    claims = verify_snp(case.evidence(), case.chain(), {"VCEK": crls, "VLEK": crls}, rules, case.terms("sev_snp"))
     compare(case, claims, rules)
     return claims
 
@@ -84,14 +69,12 @@ def appraise_gpu(case: VectorCase) -> GpuClaims:
     return verify_gpu(
         case.evidence(),
         case.chain(),
-        anchors=(*case.anchors("nvidia_gpu"), *case.anchors("nvidia_rim")),
-        accepted=case.accepted,
         # An index that says nothing of reports without a mode was recorded when they were accepted.
-        rules=case.given("allow_unstated_mode", True).rules(GpuRules),
+        case.given("allow_unstated_mode", True).rules(GpuRules),
+        case.terms("nvidia_gpu", "nvidia_rim"),
         nonce=case.fields.nonce or b"",
         rims=references_of(case),
         ocsp=answers_of(case),
-        now=case.fields.at,
     )
 
 

@@ -17,7 +17,7 @@ from raycloak.attestation.core.canonical import canonical_json, read_json
 from raycloak.attestation.core.evidence import EvidenceClass, Refusal, refuse
 from raycloak.attestation.core.messages import Message
 from raycloak.attestation.trust.certificates import read_presented
-from raycloak.attestation.trust.roots import PINNED, Anchor, Family
+from raycloak.attestation.trust.roots import PINNED, Anchor, Family, VerifierTerms
 from raycloak.metrics.errors import ConfigError
 from raycloak.metrics.file_errors import file_error
 
@@ -137,23 +137,21 @@ class VectorCase:
         except (ValidationError, TypeError, ValueError) as error:
             raise self._unusable(f"its policy cannot be used: {_first_line(error)}") from None
 
-    def anchors(self, family: Family) -> tuple[Anchor, ...]:
-        """Return the pinned roots, and the simulator's root of class ``simulated`` if the policy names one."""
-        pinned = [Anchor(**root._asdict()) for root in PINNED.values() if root.family == family]
-        name = self.policy.get("simulator_root")
-        if name is None:
-            return tuple(pinned)
-        try:
-            roots = read_presented(self.file(str(name)))
-            return (*pinned, *(Anchor.simulated(family, root) for root in roots))
-        except ValueError:
-            raise self._unusable(f"{name} is not a root that can be a simulator's") from None
+    def terms(self, *families: Family) -> VerifierTerms:
+        """Return the terms of the case's clock: the pinned roots of ``families``, and all hardware classes.
 
-    @property
-    def accepted(self) -> frozenset[EvidenceClass]:
-        """The admitted classes: hardware, and simulated evidence if the policy says so."""
-        every = frozenset(EvidenceClass)
-        return every if self.policy.get("allow_simulator") is True else every - {EvidenceClass.SIMULATED}
+        A simulator's root that the policy names is known, and class ``simulated`` is admitted, if the policy says so.
+        """
+        known = [Anchor(**root._asdict()) for root in PINNED.values() if root.family in families]
+        name = self.policy.get("simulator_root")
+        if name is not None:
+            try:
+                roots = read_presented(self.file(str(name)))
+                known += [Anchor.simulated(family, root) for family in families for root in roots]
+            except ValueError:
+                raise self._unusable(f"{name} is not a root that can be a simulator's") from None
+        refused = set() if self.policy.get("allow_simulator") is True else {EvidenceClass.SIMULATED}
+        return VerifierTerms(known, frozenset(EvidenceClass) - refused, self.fields.at)
 
     def _certificates(self, entry: str) -> bytes:
         name, found, pointer = entry.partition("#")

@@ -7,8 +7,8 @@ from raycloak.attestation.appraisal.appraisal import Appraisal
 from raycloak.attestation.core.evidence import CollateralBundle, EvidenceClass, Presentation
 from raycloak.attestation.core.messages import seal
 from raycloak.attestation.core.report_data import expected_report_data
-from raycloak.attestation.gpu.gpu_set import gpu_nonce
 from raycloak.attestation.gpu.rules import GpuRules
+from raycloak.attestation.gpu.verify import gpu_nonce
 from raycloak.attestation.policy.policy import Policy
 from raycloak.attestation.snp.rules import SnpRules
 from raycloak.attestation.trust.roots import Anchor

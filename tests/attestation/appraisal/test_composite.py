@@ -10,7 +10,7 @@ from raycloak.attestation.appraisal.appraisal import Appraisal, verify_guest
 from raycloak.attestation.appraisal.eat import claims_set
 from raycloak.attestation.appraisal.enrolment import Enrolment, check_enrolment
 from raycloak.attestation.core.evidence import EvidenceClass
-from raycloak.attestation.gpu.gpu_set import gpu_nonce
+from raycloak.attestation.gpu.verify import gpu_nonce
 from raycloak.attestation.policy.policy import Policy
 from raycloak.attestation.snp.report import parse_report
 from raycloak.attestation.snp.rules import SnpRules

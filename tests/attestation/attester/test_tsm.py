@@ -18,7 +18,7 @@ from raycloak.attestation.snp.report import SnpReport, parse_report
 from raycloak.attestation.snp.rules import SnpRules
 from raycloak.attestation.snp.verify import verify_snp
 from raycloak.attestation.tdx.quote import parse_quote
-from raycloak.attestation.trust.roots import Anchor
+from raycloak.attestation.trust.roots import Anchor, VerifierTerms
 from raycloak.metrics.errors import EvidenceError
 from tests.attestation.conftest import MEASUREMENT, NOW, Session
 from tests.simulators.snp import ReportVariant, SimulatedAmd, SimulatedMachine
@@ -157,15 +157,10 @@ def test_an_snp_guest_collects_a_report_that_verifies_with_the_hosts_certificate
     found = source(root, snp, clock).collect(REPORT_DATA)
     assert found.quote_family == "sev_snp"
     assert found.certificates == machine.certificates
-    claims = verify_snp(
-        found.quote,
-        found.certificates,
-        anchors=(Anchor(evidence_class=EvidenceClass.SIMULATED, family="sev_snp", root_der=amd.root_der),),
-        accepted=(EvidenceClass.SIMULATED,),
-        rules=SnpRules(measurements=(MEASUREMENT,)),
-        crls={"VCEK": (amd.crl(NOW),)},
-        now=NOW,
-    )
+    anchor = Anchor(evidence_class=EvidenceClass.SIMULATED, family="sev_snp", root_der=amd.root_der)
+    terms = VerifierTerms((anchor,), (EvidenceClass.SIMULATED,), NOW)
+    rules = SnpRules(measurements=(MEASUREMENT,))
+    claims = verify_snp(found.quote, found.certificates, {"VCEK": (amd.crl(NOW),)}, rules, terms)
     assert claims.report_data == REPORT_DATA
 
 

@@ -6,6 +6,7 @@ from typing import Any, Self
 from raycloak.attestation.core.evidence import EvidenceClass
 from raycloak.attestation.gpu.rules import GpuRules
 from raycloak.attestation.gpu.verify import GpuClaims, GpuReferences, verify_gpu
+from raycloak.attestation.trust.roots import VerifierTerms
 from raycloak.metrics.errors import EvidenceError
 from tests.simulators.gpu import GpuVariant, SimulatedGpu, SimulatedGpuVendor
 
@@ -41,7 +42,8 @@ class GpuBench:
             "ocsp": self.ocsp,
             "now": NOW,
         } | changes
-        return verify_gpu(arguments.pop("report"), arguments.pop("chain"), **arguments)
+        terms = VerifierTerms(*(arguments.pop(name) for name in ("anchors", "accepted", "now")))
+        return verify_gpu(terms=terms, **arguments)
 
     def code(self, variant: GpuVariant | None = None, **changes: Any) -> str | None:
         try:

@@ -7,7 +7,7 @@ from typing import Any
 from raycloak.attestation.core.evidence import EvidenceClass
 from raycloak.attestation.gpu.rules import GpuRules
 from raycloak.attestation.gpu.verify import GpuClaims, GpuReferences, verify_gpu
-from raycloak.attestation.trust.roots import pinned_anchors
+from raycloak.attestation.trust.roots import VerifierTerms, pinned_anchors
 from raycloak.attestation.vectors.check import answers_of, references_of
 from raycloak.attestation.vectors.index import read_index
 from raycloak.metrics.errors import EvidenceError
@@ -36,7 +36,10 @@ class GpuCase:
             "ocsp": self.ocsp,
             "now": self.now,
         } | changes
-        return verify_gpu(arguments.pop("report", self.report), arguments.pop("chain", self.chain), **arguments)
+        terms = VerifierTerms(*(arguments.pop(name) for name in ("anchors", "accepted", "now")))
+        return verify_gpu(
+            arguments.pop("report", self.report), arguments.pop("chain", self.chain), terms=terms, **arguments
+        )
 
     def refusal(self, **changes: Any) -> str | None:
         try:

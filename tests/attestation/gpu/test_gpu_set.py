@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from raycloak.attestation.core.evidence import EvidenceClass, GpuEvidence
-from raycloak.attestation.gpu.gpu_set import MAX_GPUS, gpu_nonce, verify_gpus
 from raycloak.attestation.gpu.rules import GpuRules
-from raycloak.attestation.gpu.verify import GpuClaims
+from raycloak.attestation.gpu.verify import MAX_GPUS, GpuClaims, gpu_nonce, verify_gpus
+from raycloak.attestation.trust.roots import VerifierTerms
 from raycloak.metrics.errors import EvidenceError
 from tests.simulators.gpu import VBIOS_INDICES, VBIOS_VERSION, SimulatedGpu, SimulatedGpuVendor
 from tests.simulators.gpu_rim import Manifest
@@ -40,7 +40,9 @@ class Node:
             "ocsp": self.ocsp,
             "now": NOW,
         }
-        return verify_gpus(evidence, count=count, **(arguments | changes))
+        arguments |= changes
+        terms = VerifierTerms(*(arguments.pop(name) for name in ("anchors", "accepted", "now")))
+        return verify_gpus(evidence, count=count, terms=terms, **arguments)
 
     def code(self, evidence: list[bytes], count: int = 3, **changes: Any) -> str:
         with pytest.raises(EvidenceError) as refused:

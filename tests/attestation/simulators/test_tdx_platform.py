@@ -5,12 +5,13 @@ from raycloak.attestation.simulators.tdx_pki import new_key, public_bytes, read_
 from raycloak.attestation.simulators.tdx_platform import SimulatedPlatform
 from raycloak.metrics.errors import ProtocolError
 from tests.attestation.conftest import MEASUREMENT, Member, Session
+from tests.simulators.tdx import VariantPlatform
 
 
 def test_a_platform_that_made_its_own_key_quotes_once_it_is_certified(session: Session) -> None:
     key = new_key()
     certificate = session.vendor.certify(read_public(public_bytes(key)), "node")
-    member = Member(SimulatedPlatform.certified(key, certificate))
+    member = Member(VariantPlatform.certified(key, certificate))
     appraisal = session.appraise(seal(member.presentation(), member.identity))
     assert appraisal.platform_id == certificate.instance_id == session.vendor.platform("node").instance_id
 

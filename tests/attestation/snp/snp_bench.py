@@ -7,7 +7,7 @@ from raycloak.attestation.core.evidence import EvidenceClass
 from raycloak.attestation.snp.rules import Generation, SnpRules
 from raycloak.attestation.snp.verify import verify_snp
 from raycloak.attestation.trust.guest import GuestClaims
-from raycloak.attestation.trust.roots import Anchor
+from raycloak.attestation.trust.roots import Anchor, VerifierTerms
 from raycloak.metrics.errors import EvidenceError
 from tests.attestation.conftest import MEASUREMENT, NOW
 from tests.simulators.snp import SNP_SVN, ReportVariant, SimulatedAmd, SimulatedMachine
@@ -43,12 +43,14 @@ class SnpBench:
             "rules": ADMIT_ALL,
             "crls": (self.crl,),
             "now": NOW,
+            "floors": {},
         }
         arguments |= changes
         if not isinstance(arguments["crls"], dict):
             # Lists for the kind of key that signs here.
             arguments["crls"] = {self.machine.kind: arguments["crls"]}
-        return verify_snp(report, **arguments)
+        terms = VerifierTerms(*(arguments[name] for name in ("anchors", "accepted", "now", "floors")))
+        return verify_snp(report, arguments["certificates"], arguments["crls"], arguments["rules"], terms)
 
     def refusal(self, report: bytes, **changes: Any) -> str | None:
         try:

@@ -23,15 +23,9 @@ VECTORS = ROOT.parent / "shared" / "vectors"
 
 
 def verify(case: VectorCase, report: bytes, **changes: Any) -> GuestClaims:
-    arguments = {
-        "certificates": case.chain(),
-        "anchors": pinned_anchors(EvidenceClass.AMD_SEV_SNP),
-        "accepted": case.accepted,
-        "rules": case.rules(SnpRules),
-        "crls": {},
-        "now": case.fields.at,
-    }
-    return verify_snp(report, **(arguments | changes))
+    terms = case.terms("sev_snp")._replace(now=changes.get("now", case.fields.at))
+    certificates, rules = changes.get("certificates", case.chain()), changes.get("rules", case.rules(SnpRules))
+    return verify_snp(report, certificates, changes.get("crls", {}), rules, terms)
 
 
 @cache

@@ -16,6 +16,7 @@ from raycloak.attestation.simulators.tdx_vendor import COLLATERAL_AGE_S, COLLATE
 from raycloak.attestation.tdx.rules import RTMRS, TdxRules
 from raycloak.attestation.tdx.verify import verify_tdx
 from raycloak.attestation.trust.guest import GuestClaims
+from raycloak.attestation.trust.roots import VerifierTerms
 from raycloak.metrics.errors import EvidenceError
 from tests.anchors import INTEL_TDX_ANCHOR
 from tests.attestation.conftest import MEASUREMENT, NOW, Session, with_tdx
@@ -29,15 +30,13 @@ SIGNED_BYTES = 632
 def verify(session: Session, quote: bytes, **changes: Any) -> GuestClaims:
     policy = changes.get("policy", session.policy)
     collateral = changes.get("collateral", session.collateral.tdx[0])
-    return verify_tdx(
-        quote,
-        changes.get("bundle", (collateral,)),
-        anchors=changes.get("anchors", policy.anchors),
-        accepted=policy.accepted_classes,
-        rules=policy.tdx,
-        now=changes.get("now", NOW),
-        floors=changes.get("floors", {}),
+    terms = VerifierTerms(
+        changes.get("anchors", policy.anchors),
+        policy.accepted_classes,
+        changes.get("now", NOW),
+        changes.get("floors", {}),
     )
+    return verify_tdx(quote, changes.get("bundle", (collateral,)), policy.tdx, terms)
 
 
 def refusal(session: Session, quote: bytes, **changes: Any) -> str | None:
@@ -286,14 +285,7 @@ def test_the_first_failing_stage_names_the_refusal(session: Session, first: str)
 def test_faults_of_the_quote_come_before_missing_collateral(session: Session, quote: bytes) -> None:
     def code(evidence: bytes) -> str | None:
         try:
-            verify_tdx(
-                evidence,
-                (),
-                anchors=session.policy.anchors,
-                accepted=session.policy.accepted_classes,
-                rules=session.policy.tdx,
-                now=NOW,
-            )
+            verify(session, evidence, bundle=())
         except EvidenceError as error:
             return error.code
         return None
@@ -308,14 +300,7 @@ def test_faults_of_the_quote_come_before_missing_collateral(session: Session, qu
 
 def test_the_collateral_of_the_platforms_own_family_is_used(session: Session, quote: bytes) -> None:
     other = session.vendor.tdx_collateral(NOW, CollateralVariant(fmspc=bytes(6)))
-    claims = verify_tdx(
-        quote,
-        (other, session.collateral.tdx[0]),
-        anchors=session.policy.anchors,
-        accepted=session.policy.accepted_classes,
-        rules=session.policy.tdx,
-        now=NOW,
-    )
+    claims = verify(session, quote, bundle=(other, session.collateral.tdx[0]))
     assert dict(claims.steps)["platform"] == f"family {FMSPC.hex()}"
 
 

@@ -135,7 +135,7 @@ def test_an_rsa_key_that_takes_long_to_verify_with_is_of_no_known_kind(pki) -> N
         name = x509.Name([])
         builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).serial_number(1).public_key(key)
         certificate = builder.not_valid_before(START).not_valid_after(END).sign(pki[0].key, hashes.SHA256())
-        with nullcontext() if known else pytest.raises(ValueError, match="not a readable"):
+        with nullcontext() if known else pytest.raises(ValueError, match="not readable"):
             read_root(certificate.public_bytes(Encoding.DER))
 
 
@@ -159,7 +159,7 @@ def test_certificates_without_a_known_kind_of_key_or_ca_extensions_are_refused(p
     assert codes(check_links, (plain, plain), "test") == "chain_broken"
     for other in (ec.generate_private_key(ec.SECP521R1()), rsa.generate_private_key(65537, 1024)):
         der = certificate("a", other.public_key(), "a", other).public_bytes(Encoding.DER)
-        with pytest.raises(ValueError, match="not a readable root"):
+        with pytest.raises(ValueError, match="not readable"):
             read_root(der)
 
 
@@ -191,7 +191,7 @@ def test_a_signature_has_no_unused_bits() -> None:
     even = next(root for root in roots if root.signature[-1] % 2 == 0)
     der = bytearray(even.public_bytes(Encoding.DER))
     der[-len(even.signature) - 1] = 1
-    with pytest.raises(ValueError, match="not a readable root"):
+    with pytest.raises(ValueError, match="not readable"):
         read_root(bytes(der))
 
 
@@ -243,5 +243,5 @@ def test_a_country_of_many_letters_is_unreadable(pki) -> None:
     der = pki[0].certificate.public_bytes(Encoding.DER)
     common_name_oid, country_oid = bytes.fromhex("0603550403"), bytes.fromhex("0603550406")
     assert common_name_oid in der
-    with pytest.raises(ValueError, match="not a readable"):
+    with pytest.raises(ValueError, match="not readable"):
         read_root(der.replace(common_name_oid, country_oid))
