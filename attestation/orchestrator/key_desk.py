@@ -61,36 +61,28 @@ def refusals_logged(
         raise
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(NamedTuple):
     """A release that is logged but not proved yet: one head that is signed later proves many at once.
 
     Attributes:
-        entry: the release in the log.
-        slices, evaluation: see `KeyRelease`.
+        packages: by kind of key, with its entry in the log, in the order in which the member opens them.
         seen: entries under the newest head that the member was shown.
     """
 
-    package: Envelope
-    entry: Entry
-    slices: "Grant | None" = None
-    evaluation: "Grant | None" = None
-    seen: int = 0
+    packages: Mapping[KeyKind, tuple[Envelope, Entry]]
+    seen: int
 
     def proved(self, log: EvidenceLog) -> KeyRelease:
         """Return the release, with the proof that ``log`` has it and extends what the member has seen."""
-        # The member opens slices first, then evaluation slices, then these keys. All are under one head, so only the
-        # first package that it opens has to prove that this head extends what the member has seen.
+        # All are under one head, so only the first package that the member opens has to prove that this head extends
+        # what it has seen.
         extends = log.prove_extends(self.seen, len(log))
-        slices = evaluation = None
-        if self.slices is not None:
-            slices, extends = self.slices._shown(log, extends), ()
-        if self.evaluation is not None:
-            evaluation, extends = self.evaluation._shown(log, extends), ()
-        return self._shown(log, extends).model_copy(update={"slices": slices, "evaluation": evaluation})
-
-    def _shown(self, log: EvidenceLog, extends: tuple[bytes, ...]) -> KeyRelease:
-        return KeyRelease(package=self.package, proof=log.prove(self.entry).encode(), extends=extends)
+        shown: dict[KeyKind, KeyRelease] = {}
+        for kind, (package, entry) in self.packages.items():
+            shown[kind] = KeyRelease(package=package, proof=log.prove(entry).encode(), extends=extends)
+            extends = ()
+        beside = {"slices": shown.get(KeyKind.DATASET), "evaluation": shown.get(KeyKind.EVALUATION)}
+        return shown[KeyKind.VIRTUAL_WORKER].model_copy(update=beside)
 
 
 class _Logged(NamedTuple):
@@ -181,12 +173,11 @@ class KeyDesk:
         # Only now: a refused release leaves the hosting as it was.
         self._hosting.released(member_id, virtual_workers)
         # Sealed after the transaction: that takes time, and nobody else can write meanwhile.
-        grants = {
-            kind: Grant(seal_package(package, plaintext, receiver.presentation.hpke_key, self._run.identity), entry)
+        packages = {
+            kind: (seal_package(package, plaintext, receiver.presentation.hpke_key, self._run.identity), entry)
             for kind, (package, plaintext, receiver, entry) in logged.items()
         }
-        slices, evaluation = grants.get(KeyKind.DATASET), grants.get(KeyKind.EVALUATION)
-        return replace(grants[KeyKind.VIRTUAL_WORKER], slices=slices, evaluation=evaluation, seen=seen)
+        return Grant(packages, seen)
 
     def held_by_machine(self, epoch: int) -> dict[str, Mapping[str, tuple[int, ...]]]:
         """Return by admitted worker, and by name of its machine, whose keys of ``epoch`` went there in any session."""

@@ -161,24 +161,6 @@ def _registers(rules: TdxRules) -> Iterator[Sentence]:
         yield Sentence("TDX", text, warning=True)
 
 
-def _key_kinds(policy: Policy) -> Iterator[Sentence]:
-    kinds = policy.sev_snp.key_kinds
-    yield Sentence("SEV-SNP", f"Reports are signed by: {', '.join(kinds) or 'nothing'}.", warning=not kinds)
-    if "VLEK" not in kinds:
-        return
-    text = "A VLEK is shared by a provider's machines: it proves the provider, and no particular machine."
-    yield Sentence("SEV-SNP", text, warning=True)
-    if policy.workers_per_platform is None:
-        text = (
-            "Where the provider masks the chip's id, any number of workers may be on one machine, and revoking a "
-            "platform reaches one guest alone."
-        )
-        yield Sentence("SEV-SNP", text, warning=True)
-    else:
-        text = "A report with a masked chip id is refused, because workers_per_platform counts by machine."
-        yield Sentence("SEV-SNP", text)
-
-
 def _sev_snp(policy: Policy) -> Iterator[Sentence]:
     rules = policy.sev_snp
     yield _measurements("SEV-SNP", rules.measurements)
@@ -202,7 +184,18 @@ def _sev_snp(policy: Policy) -> Iterator[Sentence]:
     levels = ", ".join(map(str, rules.allowed_vmpl)) or "none"
     lax = not set(rules.allowed_vmpl) <= set(_DEFAULTS.sev_snp.allowed_vmpl)
     yield Sentence("SEV-SNP", f"Privilege levels (VMPL): {levels}.", warning=lax or not rules.allowed_vmpl)
-    yield from _key_kinds(policy)
+    kinds = rules.key_kinds
+    yield Sentence("SEV-SNP", f"Reports are signed by: {', '.join(kinds) or 'nothing'}.", warning=not kinds)
+    if "VLEK" in kinds:
+        text = "A VLEK is shared by a provider's machines: it proves the provider, and no particular machine."
+        yield Sentence("SEV-SNP", text, warning=True)
+        masked = "A report with a masked chip id is refused, because workers_per_platform counts by machine."
+        if unlimited := policy.workers_per_platform is None:
+            masked = (
+                "Where the provider masks the chip's id, any number of workers may be on one machine, and revoking a "
+                "platform reaches one guest alone."
+            )
+        yield Sentence("SEV-SNP", masked, warning=unlimited)
     if rules.host_data is None:
         yield Sentence("SEV-SNP", "What the host sets at launch (HOST_DATA) is not compared.")
     else:

@@ -22,9 +22,16 @@ NONCE_PREFIX_BYTES = 7  # with four bytes of position and one end mark, the 12-b
 class PackageRefusal(StrEnum):
     """The reason for which a package is refused; the value is the code of the EvidenceError."""
 
+    remedy: str
+
+    def __new__(cls, code: str, remedy: str = "Do not use this package.") -> Self:
+        member = str.__new__(cls, code)
+        member._value_, member.remedy = code, remedy
+        return member
+
     MALFORMED = "package_malformed"
     """Manifest or signature cannot be read, or is not in canonical form."""
-    UNKNOWN_SIGNER = "package_unknown_signer"
+    UNKNOWN_SIGNER = "package_unknown_signer", "If you trust its signer: raycloak package trust."
     """The trust store does not have the signer's keys."""
     SIGNATURE = "package_signature"
     """Neither signature verifies."""
@@ -40,31 +47,24 @@ class PackageRefusal(StrEnum):
     """The package is of another run than the reader asked for."""
     OTHER_STEP = "package_other_step"
     """The package is of another step than its name says, or than the reader asked for."""
-    ROLLED_BACK = "package_rolled_back"
+    ROLLED_BACK = "package_rolled_back", "Bring back the newest package, or find out who removed it."
     """A newer package was published than the one presented as the newest."""
-    LEDGER_ROLLED_BACK = "ledger_rolled_back"
+    LEDGER_ROLLED_BACK = (
+        "ledger_rolled_back",
+        "Bring back the newest state of the ledger; older ones forget what was spent.",
+    )
     """The ledger does not have the entry that the package was sealed after."""
-    LOG_ROLLED_BACK = "log_rolled_back"
+    LOG_ROLLED_BACK = "log_rolled_back", "Bring back the newest state of the orchestrator."
     """The evidence log does not have the entry that the package was sealed after."""
-    NOT_A_RECIPIENT = "not_a_recipient"
+    NOT_A_RECIPIENT = "not_a_recipient", "Ask one of its recipients, or use the key file that belongs to one of them."
     """The package was not sealed to this key."""
     PARAMETERS_DIFFER = "package_parameters_differ"
     """The decrypted parameters do not have the digest that the manifest states."""
 
 
-_REMEDIES = {
-    PackageRefusal.UNKNOWN_SIGNER: "If you trust its signer: raycloak package trust.",
-    PackageRefusal.NOT_A_RECIPIENT: "Ask one of its recipients, or use the key file that belongs to one of them.",
-    PackageRefusal.ROLLED_BACK: "Bring back the newest package, or find out who removed it.",
-    PackageRefusal.LEDGER_ROLLED_BACK: "Bring back the newest state of the ledger; older ones forget what was spent.",
-    PackageRefusal.LOG_ROLLED_BACK: "Bring back the newest state of the orchestrator.",
-}
-
-
 def refuse(refusal: PackageRefusal, message: str) -> NoReturn:
     """Raise the EvidenceError of ``refusal``."""
-    remedy = _REMEDIES.get(refusal, "Do not use this package.")
-    raise EvidenceError(refusal, f"the package is refused: {message}", remedy) from None
+    raise EvidenceError(refusal, f"the package is refused: {message}", refusal.remedy) from None
 
 
 class Payload(Message):
