@@ -14,7 +14,7 @@ from raycloak.attestation.snp.rules import SnpRules
 from raycloak.attestation.snp.verify import verify_snp
 from raycloak.attestation.trust.certificates import read_presented, serial_number
 from raycloak.attestation.trust.guest import GuestClaims
-from raycloak.attestation.trust.roots import pinned_anchors
+from raycloak.attestation.trust.roots import VerifierTerms, pinned_anchors
 from raycloak.attestation.vectors.index import VectorCase, read_index
 from raycloak.metrics.errors import EvidenceError
 
@@ -23,9 +23,9 @@ VECTORS = ROOT.parent / "shared" / "vectors"
 
 
 def verify(case: VectorCase, report: bytes, **changes: Any) -> GuestClaims:
-    terms = case.terms("sev_snp")._replace(now=changes.get("now", case.fields.at))
-    certificates, rules = changes.get("certificates", case.chain()), changes.get("rules", case.rules(SnpRules))
-    return verify_snp(report, certificates, changes.get("crls", {}), rules, terms)
+    arguments = {"certificates": case.chain(), "rules": case.rules(SnpRules), "crls": {}}
+    terms = {name: changes.pop(name) for name in VerifierTerms._fields if name in changes}
+    return verify_snp(report, terms=case.terms("sev_snp")._replace(**terms), **(arguments | changes))
 
 
 @cache
