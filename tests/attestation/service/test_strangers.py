@@ -2,6 +2,7 @@
 
 import time
 from contextlib import ExitStack
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -10,6 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from raycloak.attestation.service import server as module
 from raycloak.attestation.service.calls import Room
 from raycloak.attestation.service.limits import ServiceLimits
+from raycloak.metrics.errors import EvidenceError
 from tests.attestation.serving import Site, eventually, tls_connection
 from tests.raw_http2 import is_closed, unfinished_calls
 
@@ -115,4 +117,6 @@ class Dropped(grpc.RpcError):
 
 def test_a_call_that_the_service_dropped_is_refused_as_busy(session, tmp_path):
     with Site(session, tmp_path / "orchestrator").served() as site, site.client(site.attester()) as client:
-        assert client._refusal(Dropped()).code == "busy"
+        with pytest.raises(EvidenceError) as refused:
+            client._call(Mock(side_effect=Dropped), health_pb2.HealthCheckRequest())
+        assert refused.value.code == "busy"

@@ -148,8 +148,8 @@ def test_a_half_that_was_not_committed_to_is_refused(side, owner):
 
 
 def _swap_secret(session: RunSession) -> None:
-    desk = session.keys
-    desk._keys = replace(desk._keys, secret=Secret(b"?" * 32))
+    run = session.run
+    run.keys = replace(run.keys, secret=Secret(b"?" * 32))
 
 
 @pytest.mark.parametrize(
