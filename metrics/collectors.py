@@ -140,6 +140,7 @@ class RunFacts:
         prepaid: whether the ledger charged the whole plan before the first step.
         parameters: trained parameters.
         noise_multiplier: z; None if the run is declared not private, and so marked NOT_PRIVATE.
+        refusals: codes of refused evidence.
         exact: whether every operation has a deterministic kernel; otherwise the run is marked NOT_EXACT.
         version, ray_version, torch_version: of the software.
     """
@@ -154,6 +155,7 @@ class RunFacts:
     prepaid: bool
     parameters: int
     noise_multiplier: float | None
+    refusals: tuple[str, ...]
     exact: bool
     version: str
     ray_version: str
@@ -213,6 +215,8 @@ class RunMetrics:
             if series.kind != "gauge":
                 for labels in product(*(label.values or label.usual for label in series.labels[1:])):
                     self._values.start_at_zero(series.name, self._run, *labels)
+        for code in facts.refusals:
+            self._values.start_at_zero("raycloak_workers_refused_total", self._run, code)
 
     def ended(self, ending: str) -> None:
         """Set how the execution ended: one of ``registry.RUN_STATES``, or the code of the error that ended it."""

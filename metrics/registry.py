@@ -42,33 +42,6 @@ LOSS_CAUSES = (
     "worker_error",
 )
 LEAVE_CAUSES = ("key_share", "left", "preempted", "revoked")
-EVIDENCE_CODES = (
-    "attestation_key_uncertified",
-    "attributes",
-    "chain_broken",
-    "collateral_rollback",
-    "collateral_stale",
-    "debug",
-    "evidence_malformed",
-    "evidence_tampered",
-    "firmware_floor",
-    "gpu_not_bound",
-    "gpu_state",
-    "key_not_bound",
-    "measurement_unknown",
-    "nonce_foreign",
-    "nonce_replayed",
-    "peer_not_bound",
-    "platform_mismatch",
-    "privilege_level",
-    "release_denied",
-    "revoked",
-    "root_unknown",
-    "signer_role",
-    "simulator_not_allowed",
-    "tcb_status",
-    "tcb_unacceptable",
-)
 CALLS = ("Challenge", "Attest", "ReleaseKeys", "Roster", "Log")
 ANSWERED = "ok"
 CLIENT_STATES = ("INITIALIZING", "READY", "BUSY", "ERROR", "TERMINATED")
@@ -148,23 +121,30 @@ class Series:
     """One family of time series.
 
     Args:
-        name: full name, as a query writes it; values that have a base unit have it in the name.
+        name: full name, as a query writes it. It tells the base unit that values have, and by ``_total`` a counter.
         help: one sentence.
-        kind: Prometheus type; an info series is a gauge that is always 1.
         privacy: the class of what its values may depend on.
         labels: in the order in which values are given.
+        is_histogram: whether it counts durations by their length.
     """
 
     name: str
     help: str
-    kind: Kind
     privacy: PrivacyClass = PrivacyClass.DATA_INDEPENDENT
     labels: tuple[Label, ...] = ()
+    is_histogram: bool = False
+
+    @property
+    def kind(self) -> Kind:
+        """The Prometheus type; an info series is a gauge that is always 1."""
+        if self.is_histogram:
+            return "histogram"
+        return "counter" if self.name.endswith("_total") else "gauge"
 
     @property
     def buckets(self) -> tuple[float, ...]:
         """The upper bounds of a histogram, ascending, without +Inf; none of another kind."""
-        return DURATION_BUCKETS if self.kind == "histogram" else ()
+        return DURATION_BUCKETS if self.is_histogram else ()
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -197,275 +177,229 @@ _OF_RUN = (
     Series(
         "raycloak_run_info",
         "Names the run's account and evidence class; always 1.",
-        "gauge",
         labels=(Label("account", at_most=1), Label("evidence_class", at_most=8)),
     ),
     Series(
         "raycloak_run_claims_info",
         "Marks the run private or NOT_PRIVATE, and exact or NOT_EXACT; always 1.",
-        "gauge",
         labels=(Label("privacy", PRIVACY_MARKS), Label("exactness", EXACTNESS_MARKS)),
     ),
-    Series("raycloak_run_start_timestamp_seconds", "Unix time at which the run started.", "gauge"),
+    Series("raycloak_run_start_timestamp_seconds", "Unix time at which the run started."),
     Series(
-        "raycloak_run_state",
-        "1 for the state of the run, 0 for the others.",
-        "gauge",
-        _RELEASED,
-        (Label("state", RUN_STATES),),
+        "raycloak_run_state", "1 for the state of the run, 0 for the others.", _RELEASED, (Label("state", RUN_STATES),)
     ),
-    Series("raycloak_run_prepaid", "1 if the ledger charged the whole plan before the first step, else 0.", "gauge"),
-    Series("raycloak_steps_planned", "Steps the run is planned for.", "gauge"),
-    Series("raycloak_steps_finished", "Steps finished, in earlier executions too.", "gauge"),
-    Series("raycloak_steps_committed_total", "Steps whose parameters are committed.", "counter"),
+    Series("raycloak_run_prepaid", "1 if the ledger charged the whole plan before the first step, else 0."),
+    Series("raycloak_steps_planned", "Steps the run is planned for."),
+    Series("raycloak_steps_finished", "Steps finished, in earlier executions too."),
+    Series("raycloak_steps_committed_total", "Steps whose parameters are committed."),
     Series(
         "raycloak_steps_refused_total",
         "Steps refused before anything was computed.",
-        "counter",
         labels=(Label("code", usual=BUDGET_CODES),),
     ),
-    Series("raycloak_step_attempts_total", "Attempts at a step or a measurement, retries included.", "counter"),
-    Series("raycloak_step_attempts_failed_total", "Attempts that another one had to follow.", "counter"),
-    Series("raycloak_aggregates_released_total", "Noised aggregates decoded over a full cover.", "counter"),
-    Series("raycloak_parameters", "Trained parameters of the model.", "gauge"),
-    Series("raycloak_noise_multiplier_ratio", "Noise deviation over the clipping norm.", "gauge"),
-    Series("raycloak_virtual_workers", "Virtual workers, fixed for the run.", "gauge"),
-    Series("raycloak_virtual_workers_moved_total", "Virtual workers moved to another worker.", "counter"),
-    Series("raycloak_workers_required", "Fewest workers that the run continues with.", "gauge"),
-    Series("raycloak_workers_planned", "Workers that the run is configured for.", "gauge"),
-    Series("raycloak_workers_admitted", "Workers admitted and alive.", "gauge"),
-    Series(
-        "raycloak_workers_refused_total",
-        "Workers refused at admission.",
-        "counter",
-        labels=(Label("code", usual=EVIDENCE_CODES),),
-    ),
+    Series("raycloak_step_attempts_total", "Attempts at a step or a measurement, retries included."),
+    Series("raycloak_step_attempts_failed_total", "Attempts that another one had to follow."),
+    Series("raycloak_aggregates_released_total", "Noised aggregates decoded over a full cover."),
+    Series("raycloak_parameters", "Trained parameters of the model."),
+    Series("raycloak_noise_multiplier_ratio", "Noise deviation over the clipping norm."),
+    Series("raycloak_virtual_workers", "Virtual workers, fixed for the run."),
+    Series("raycloak_virtual_workers_moved_total", "Virtual workers moved to another worker."),
+    Series("raycloak_workers_required", "Fewest workers that the run continues with."),
+    Series("raycloak_workers_planned", "Workers that the run is configured for."),
+    Series("raycloak_workers_admitted", "Workers admitted and alive."),
+    Series("raycloak_workers_refused_total", "Workers refused at admission.", labels=(Label("code"),)),
     Series(
         "raycloak_worker_failures_total",
         "Workers lost after admission, by cause.",
-        "counter",
         labels=(Label("cause", at_most=32, usual=LOSS_CAUSES),),
     ),
-    Series("raycloak_workers_joined_total", "Workers that joined after the run began.", "counter"),
+    Series("raycloak_workers_joined_total", "Workers that joined after the run began."),
     Series(
         "raycloak_workers_left_total",
         "Workers that left between two steps on request, by reason.",
-        "counter",
         labels=(Label("cause", at_most=32, usual=LEAVE_CAUSES),),
     ),
     Series(
         "raycloak_evidence_expiry_timestamp_seconds",
         "Unix time at which the earliest evidence of a role expires.",
-        "gauge",
         _PHYSICAL,
         (_ROLE,),
     ),
     Series(
         "raycloak_collateral_expiry_timestamp_seconds",
         "Unix time at which the first document of the collateral in use ends.",
-        "gauge",
     ),
     Series(
         "raycloak_evidence_class_info",
         "Evidence class that a role was admitted under; always 1.",
-        "gauge",
         labels=(_ROLE, Label("evidence_class", at_most=8)),
     ),
     Series(
         "raycloak_evaluation_accuracy_ratio",
         "Accuracy of the released parameters on the declared public split.",
-        "gauge",
         _RELEASED,
     ),
     Series(
         "raycloak_evaluation_loss",
         "Mean loss of the released parameters on the declared public split, where no accuracy is measured.",
-        "gauge",
         _RELEASED,
     ),
     Series(
         "raycloak_step_duration_seconds",
         "Wall time of a committed step, all its attempts included.",
-        "histogram",
         _PHYSICAL,
+        is_histogram=True,
     ),
     Series(
         "raycloak_step_phase_duration_seconds",
         "Wall time of one phase of a step.",
-        "histogram",
         _PHYSICAL,
         (Label("phase", PHASES),),
+        is_histogram=True,
     ),
-    Series("raycloak_masked_bytes_total", "Bytes of masked vectors received.", "counter"),
-    Series("raycloak_last_commit_timestamp_seconds", "Unix time of the last commit.", "gauge", _PHYSICAL),
-    Series("raycloak_last_checkpoint_timestamp_seconds", "Unix time of the last checkpoint.", "gauge", _PHYSICAL),
+    Series("raycloak_masked_bytes_total", "Bytes of masked vectors received."),
+    Series("raycloak_last_commit_timestamp_seconds", "Unix time of the last commit.", _PHYSICAL),
+    Series("raycloak_last_checkpoint_timestamp_seconds", "Unix time of the last checkpoint.", _PHYSICAL),
 )
 RUN_SERIES = (
     Series(
         "raycloak_build_info",
         "Versions of raycloak and of what it computes with; always 1.",
-        "gauge",
         labels=tuple(Label(name, at_most=1) for name in ("version", "python", "ray", "torch")),
     ),
     *(replace(series, labels=(_RUN, *series.labels)) for series in _OF_RUN),
 )
 
 LEDGER_SERIES = (
-    Series("raycloak_ledger_up", "1 if the ledger answered this scrape, else 0.", "gauge"),
-    Series("raycloak_ledger_entries", "Entries in the ledger's hash chain.", "gauge", _RELEASED),
-    Series("raycloak_ledger_fencing", "Fencing number of the ledger instance that answered.", "gauge"),
-    Series("raycloak_ledger_accounts", "Accounts in the ledger's answer.", "gauge"),
+    Series("raycloak_ledger_up", "1 if the ledger answered this scrape, else 0."),
+    Series("raycloak_ledger_entries", "Entries in the ledger's hash chain.", _RELEASED),
+    Series("raycloak_ledger_fencing", "Fencing number of the ledger instance that answered."),
+    Series("raycloak_ledger_accounts", "Accounts in the ledger's answer."),
     Series(
         "raycloak_ledger_witness_up",
         "1 if the witness kept or showed a head when the ledger last asked it, else 0; absent without a witness.",
-        "gauge",
     ),
     Series(
         "raycloak_ledger_witness_entries",
         "Entries of the ledger that the witness's newest head covers; absent without a witness.",
-        "gauge",
         _RELEASED,
     ),
     Series(
         "raycloak_privacy_epsilon_spent",
         "Epsilon charged so far at the account's delta; a running charge, and no claim about a run that is stopped.",
-        "gauge",
         _RELEASED,
         (ACCOUNT,),
     ),
-    Series("raycloak_privacy_epsilon_cap", "Hard cap of the account.", "gauge", labels=(ACCOUNT,)),
-    Series("raycloak_privacy_delta", "Delta of every stated epsilon of the account.", "gauge", labels=(ACCOUNT,)),
+    Series("raycloak_privacy_epsilon_cap", "Hard cap of the account.", labels=(ACCOUNT,)),
+    Series("raycloak_privacy_delta", "Delta of every stated epsilon of the account.", labels=(ACCOUNT,)),
     Series(
         "raycloak_privacy_budget_spent_ratio",
         "Share of the budget spent, in the ledger's additive (Renyi) measure at its best order; 1 is the cap.",
-        "gauge",
         _RELEASED,
         (ACCOUNT,),
     ),
-    Series("raycloak_privacy_steps_charged_total", "Steps charged to the account.", "counter", _RELEASED, (ACCOUNT,)),
+    Series("raycloak_privacy_steps_charged_total", "Steps charged to the account.", _RELEASED, (ACCOUNT,)),
 )
 
 GPU_SERIES = (
     Series(
         "raycloak_gpu_utilization_ratio",
         "Share of the last sample period in which a kernel ran.",
-        "gauge",
         _PHYSICAL,
         (_NODE, _GPU),
     ),
-    Series("raycloak_gpu_memory_used_bytes", "GPU memory in use, driver included.", "gauge", labels=(_NODE, _GPU)),
-    Series("raycloak_gpu_memory_total_bytes", "GPU memory installed.", "gauge", labels=(_NODE, _GPU)),
-    Series("raycloak_gpu_power_watts", "Power drawn by the board.", "gauge", _PHYSICAL, (_NODE, _GPU)),
-    Series("raycloak_gpu_temperature_celsius", "Temperature of the GPU die.", "gauge", _PHYSICAL, (_NODE, _GPU)),
+    Series("raycloak_gpu_memory_used_bytes", "GPU memory in use, driver included.", labels=(_NODE, _GPU)),
+    Series("raycloak_gpu_memory_total_bytes", "GPU memory installed.", labels=(_NODE, _GPU)),
+    Series("raycloak_gpu_power_watts", "Power drawn by the board.", _PHYSICAL, (_NODE, _GPU)),
+    Series("raycloak_gpu_temperature_celsius", "Temperature of the GPU die.", _PHYSICAL, (_NODE, _GPU)),
     Series(
         "raycloak_gpu_thermal_slowdown",
         "1 if the GPU holds its clocks down for heat, else 0.",
-        "gauge",
         _PHYSICAL,
         (_NODE, _GPU),
     ),
     Series(
         "raycloak_gpu_ecc_errors_total",
         "Memory errors over the life of the board.",
-        "counter",
         labels=(_NODE, _GPU, Label("kind", ("corrected", "uncorrected"))),
     ),
     Series(
         "raycloak_gpu_confidential_compute_state",
         "1 for the confidential-compute state the driver reports, 0 for the others.",
-        "gauge",
         labels=(_NODE, Label("state", GPU_STATES)),
     ),
 )
 
 SERVICE_SERIES = (
-    Series(
-        "raycloak_service_up",
-        "1 while the evidence service can write its record, 0 once it refuses everything.",
-        "gauge",
-    ),
+    Series("raycloak_service_up", "1 while the evidence service can write its record, 0 once it refuses everything."),
     Series(
         "raycloak_service_calls_total",
         "Calls that the evidence service answered: ok, or the code of the refusal.",
-        "counter",
         labels=(Label("method", CALLS), Label("code", usual=(ANSWERED,))),
     ),
     Series(
         "raycloak_service_wait_seconds",
         "Time from a call's arrival at the orchestrator's queue to its answer.",
-        "histogram",
         _PHYSICAL,
+        is_histogram=True,
     ),
-    Series("raycloak_service_waiting_calls", "Calls that wait for the orchestrator.", "gauge"),
+    Series("raycloak_service_waiting_calls", "Calls that wait for the orchestrator."),
     Series(
         "raycloak_service_oldest_call_timestamp_seconds",
         "Unix time at which the longest-waiting call arrived; the time of the scrape if none waits.",
-        "gauge",
         _PHYSICAL,
     ),
     Series(
         "raycloak_service_collateral_expiry_timestamp_seconds",
         "Unix time at which the first document of the service's collateral ends.",
-        "gauge",
     ),
 )
 
 TRAINING_SERVICE_SERIES = (
-    Series("raycloak_training_service_up", "1 if the training service's store answered this scrape, else 0.", "gauge"),
+    Series("raycloak_training_service_up", "1 if the training service's store answered this scrape, else 0."),
     Series(
         "raycloak_training_service_clients",
         "Clients by status, of all tenants together.",
-        "gauge",
         labels=(Label("status", CLIENT_STATES),),
     ),
-    Series("raycloak_training_service_drivers", "Driver processes, each with the run of one client.", "gauge"),
-    Series("raycloak_training_service_samplers", "Processes that generate text.", "gauge"),
-    Series("raycloak_training_service_watch_streams", "Streams of changes that clients hold open.", "gauge"),
+    Series("raycloak_training_service_drivers", "Driver processes, each with the run of one client."),
+    Series("raycloak_training_service_samplers", "Processes that generate text."),
+    Series("raycloak_training_service_watch_streams", "Streams of changes that clients hold open."),
     Series(
         "raycloak_training_service_queued_operations",
         "Operations that wait for their turn.",
-        "gauge",
         labels=(Label("kind", OPERATIONS),),
     ),
     Series(
         "raycloak_training_service_oldest_operation_timestamp_seconds",
         "Unix time at which the oldest unfinished operation was submitted; the time of the scrape if there is none.",
-        "gauge",
         _PHYSICAL,
     ),
     Series(
         "raycloak_training_service_operations_total",
         "Operations that ended since the service was started, by kind and outcome.",
-        "counter",
         labels=(Label("kind", OPERATIONS), Label("outcome", OUTCOMES)),
     ),
     Series(
         "raycloak_training_service_operation_phase_duration_seconds",
         "Time that an operation waited for its turn, and time from there to its end.",
-        "histogram",
         _PHYSICAL,
         (Label("kind", OPERATIONS), Label("phase", OPERATION_PHASES)),
+        is_histogram=True,
     ),
     Series(
         "raycloak_training_service_refused_calls_total",
         "Calls that the service refused, by the class of the error.",
-        "counter",
         labels=(Label("error", REFUSALS),),
     ),
 )
 
 SECRET_SERIES = (
-    Series(
-        "raycloak_step_examples", "Examples drawn in a step; secret under Poisson sampling.", "gauge", _SECRET, (_RUN,)
-    ),
-    Series("raycloak_training_loss", "Loss on private examples.", "gauge", _SECRET, (_RUN,)),
-    Series("raycloak_gradient_norm", "Norm of a gradient before clipping.", "histogram", _SECRET, (_RUN,)),
-    Series(
-        "raycloak_clipped_examples_ratio", "Share of examples whose gradient was clipped.", "gauge", _SECRET, (_RUN,)
-    ),
-    Series(
-        "raycloak_nonfinite_gradients_total", "Examples whose gradient was not finite.", "counter", _SECRET, (_RUN,)
-    ),
+    Series("raycloak_step_examples", "Examples drawn in a step; secret under Poisson sampling.", _SECRET, (_RUN,)),
+    Series("raycloak_training_loss", "Loss on private examples.", _SECRET, (_RUN,)),
+    Series("raycloak_gradient_norm", "Norm of a gradient before clipping.", _SECRET, (_RUN,), is_histogram=True),
+    Series("raycloak_clipped_examples_ratio", "Share of examples whose gradient was clipped.", _SECRET, (_RUN,)),
+    Series("raycloak_nonfinite_gradients_total", "Examples whose gradient was not finite.", _SECRET, (_RUN,)),
 )
 
 SERIES = RUN_SERIES + LEDGER_SERIES + GPU_SERIES + SERVICE_SERIES + TRAINING_SERVICE_SERIES + SECRET_SERIES

@@ -47,12 +47,13 @@ from raycloak.coordinator.planning.references import descriptor, evaluation_fold
 from raycloak.coordinator.record.folder import RunFolder, RunRecord
 from raycloak.coordinator.record.outcome import Finished
 from raycloak.coordinator.runs.local_session import local_session
+from raycloak.coordinator.runs.verdict import run_facts
 from raycloak.coordinator.training.assignment import Assignment, NewRun, Order, Session
 from raycloak.coordinator.training.pace import OPEN, Pace
 from raycloak.coordinator.training.phases import Coordinator
 from raycloak.coordinator.training.public_evaluation import public_evaluator
 from raycloak.coordinator.training.reporting import Reporting, StepReport
-from raycloak.metrics.collectors import RunFacts, RunMetrics
+from raycloak.metrics.collectors import RunMetrics
 from raycloak.metrics.errors import ProtocolError
 from raycloak.metrics.events import EventWriter
 from raycloak.metrics.traces import OFF, Traces
@@ -772,22 +773,5 @@ def trained(home: Path, **arguments: Any) -> WholeRun:
 
 
 def _metrics(run: WholeRun, manifest: Manifest, evidence_class: str) -> RunMetrics:
-    mechanism = manifest.computation.mechanism
-    facts = RunFacts(
-        run=run.session.run_id,
-        account=manifest.account,
-        evidence_class=evidence_class,
-        steps_planned=mechanism.steps,
-        virtual_workers=run.config.virtual_workers,
-        workers_required=run.config.fewest_workers,
-        workers_planned=run.config.num_workers,
-        prepaid=run.config.ledger.prepaid,
-        parameters=mechanism.dimension,
-        noise_multiplier=mechanism.noise_multiplier if mechanism.private else None,
-        exact=manifest.computation.exact,
-        version="0",
-        ray_version="0",
-        torch_version="0",
-    )
-    run.metrics.append(RunMetrics(facts))
+    run.metrics.append(RunMetrics(run_facts(manifest, evidence_class, run.config)))
     return run.metrics[0]

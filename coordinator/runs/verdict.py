@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+from raycloak.attestation.core.evidence import Refusal
 from raycloak.coordinator.accounting.releases import releases_of
 from raycloak.coordinator.accounting.renyi import accountant_delta
 from raycloak.coordinator.config.run import RunConfig
@@ -130,6 +131,7 @@ def run_facts(manifest: Manifest, evidence_class: str, config: RunConfig) -> col
         prepaid=config.ledger.prepaid,
         parameters=mechanism.dimension,
         noise_multiplier=mechanism.noise_multiplier if mechanism.private else None,
+        refusals=tuple(Refusal),
         exact=manifest.computation.exact,
         version=VERSION,
         ray_version=version("ray"),

@@ -26,7 +26,6 @@ from raycloak.metrics.registry import (
     ACCOUNT,
     BUDGET_CODES,
     BY_NAME,
-    EVIDENCE_CODES,
     REFUSALS,
     RUN_SERIES,
     SERVICE_SERIES,
@@ -46,6 +45,7 @@ FACTS = RunFacts(
     prepaid=False,
     parameters=1210,
     noise_multiplier=1.25,
+    refusals=("debug", "revoked"),
     exact=True,
     version="0.1.0",
     ray_version="2.60.0",
@@ -152,7 +152,7 @@ def test_every_counter_and_histogram_of_a_run_has_a_zero_line_before_anything_ha
     counted = {name for series in RUN_SERIES if series.kind != "gauge" for name in sample_names(series)}
     assert counted <= names(read)
     assert not any(value for (name, *_), value in read.items() if name in counted)
-    for code in (*BUDGET_CODES, *EVIDENCE_CODES):
+    for code in (*BUDGET_CODES, *FACTS.refusals):
         series = "raycloak_steps_refused_total" if code in BUDGET_CODES else "raycloak_workers_refused_total"
         assert (series, ("code", code), ("run", FACTS.run)) in read
 

@@ -41,7 +41,7 @@ def test_a_secret_metric_is_refused():
 
 def test_an_undeclared_metric_is_refused():
     with pytest.raises(RefusedError) as caught:
-        check_exportable(Series("raycloak_invented", "x.", "gauge"))
+        check_exportable(Series("raycloak_invented", "x."))
     assert caught.value.code == "metric_undeclared"
 
 
@@ -52,7 +52,7 @@ def test_a_series_that_only_borrows_a_declared_name_is_refused():
 
 
 def test_no_process_declares_anew_what_the_registry_reserves():
-    own = Series("raycloak_of_another_process", "x.", "gauge")
+    own = Series("raycloak_of_another_process", "x.")
     check_exportable(own, [own])
     (loss,) = (each for each in SERIES if each.name == "raycloak_training_loss")
     public = replace(loss, privacy=UP.privacy)

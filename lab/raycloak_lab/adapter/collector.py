@@ -15,23 +15,20 @@ ADAPTER_SERIES = (
     Series(
         "raycloak_adapter_calls_total",
         "Calls that the server of an encrypted adapter answered: ok, or the code of the refusal.",
-        "counter",
         labels=(Label("method", ADAPTER_CALLS), Label("code", usual=(ANSWERED,))),
     ),
-    Series("raycloak_adapter_tokens_total", "Tokens charged to clients, by whole blocks, once a block.", "counter"),
+    Series("raycloak_adapter_tokens_total", "Tokens charged to clients, by whole blocks, once a block."),
     Series(
         "raycloak_adapter_busy_seconds_total",
         "Time that blocks took, by phase.",
-        "counter",
         PrivacyClass.PHYSICAL,
         (Label("phase", ADAPTER_PHASES),),
     ),
     Series(
         "raycloak_adapter_tokens_left",
         "Tokens that the projection with the least left will ever answer, for all clients together.",
-        "gauge",
     ),
-    Series("raycloak_adapter_sessions", "Sessions that are open.", "gauge"),
+    Series("raycloak_adapter_sessions", "Sessions that are open."),
 )
 
 

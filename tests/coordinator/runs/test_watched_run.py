@@ -108,7 +108,7 @@ def page_of_ray(stack: ExitStack) -> str:
 
 def page_of_a_loss(stack: ExitStack) -> str:
     """Serve the series of a run that measures a loss, and is not private."""
-    facts = RunFacts("by-loss", "none", "simulated", 10, 8, 2, 2, False, 100, None, True, "0", "0", "0")
+    facts = RunFacts("by-loss", "none", "simulated", 10, 8, 2, 2, False, 100, None, (), True, "0", "0", "0")
     metrics = RunMetrics(facts)
     metrics.loss_measured(0.25)
     exporter = Exporter()

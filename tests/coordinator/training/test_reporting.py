@@ -10,13 +10,13 @@ from raycloak.coordinator.record.outcome import Ending
 from raycloak.metrics.errors import RunFailedError
 from raycloak.metrics.registry import (
     BUDGET_CODES,
-    EVIDENCE_CODES,
     FAILED,
     LEAVE_CAUSES,
     LOSS_CAUSES,
     RUN_STATES,
     TRAINING,
 )
+from tests.metrics.test_collectors import scrape
 from tests.protocol import on, trained, whole_run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -26,8 +26,10 @@ def test_the_states_of_a_run_are_the_endings_of_its_verdict():
     assert set(RUN_STATES) - {TRAINING, FAILED} == {ending.value for ending in Ending}
 
 
-def test_every_refusal_of_evidence_and_every_reason_to_leave_has_a_zero_line():
-    assert set(EVIDENCE_CODES) == set(Refusal)
+def test_every_refusal_of_evidence_and_every_reason_to_leave_has_a_zero_line(tmp_path):
+    (metrics,) = trained(tmp_path).metrics
+    refused = [key for key in scrape(metrics) if key[0] == "raycloak_workers_refused_total"]
+    assert {dict(labels)["code"] for _, *labels in refused} == set(Refusal)
     assert set(LEAVE_CAUSES) == set(ASKED)
 
 
