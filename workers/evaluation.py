@@ -109,8 +109,7 @@ class Scorer:
         total = 0.0
         # By class: how many rows are predicted rightly, and how often it is a label or a prediction.
         right, either = Counter[int](), Counter[int]()
-        with warnings.catch_warnings(), torch.no_grad(), named_operations(self._deterministic):
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"), torch.no_grad(), named_operations(self._deterministic):
             for start in range(0, len(ids), _BATCH):
                 batch = dataset.batch(ids[start : start + _BATCH])
                 features, labels = (torch.tensor(part, device=self._device) for part in batch)

@@ -77,8 +77,7 @@ def _outputs(module: nn.Module, loss: RowLoss, dataset: Dataset, vocabulary: int
     _, labels = dataset.batch(np.empty(0, np.int64))
     if np.issubdtype(labels.dtype, np.floating):
         return 2
-    with torch.no_grad(), named_operations(deterministic), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with torch.no_grad(), named_operations(deterministic), warnings.catch_warnings(action="ignore"):
         output: Tensor = module(torch.tensor(_features(dataset, 1, vocabulary or 1)))
         shape = list(output.shape[1:])
         # The first axis or the last, if the others are those of labels.

@@ -31,7 +31,7 @@ from raycloak.coordinator.config.sections import DatasetConfig
 from raycloak.coordinator.planning.model_source import loss_spec, model_source
 from raycloak.coordinator.planning.references import descriptor, require_at_hand
 from raycloak.metrics.errors import ConfigError, ModelError
-from raycloak.workers.gradients.gradient_parts import PerExampleGradients
+from raycloak.workers.gradients.gradient_parts import GradientParts
 from raycloak.workers.inputs.datasets import CanaryDataset, Dataset, dataset_form
 from raycloak.workers.inputs.descriptor import AuditedExamples, DatasetDescriptor
 from raycloak.workers.models.models import LossFn, build_model, loss_function, read_flat
@@ -167,14 +167,14 @@ class CanaryTask(Section):
         # The caller's random state stays as it is.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
-            gradients = PerExampleGradients(self.make_model(), self.loss)
+            gradients = GradientParts(self.make_model(), self.loss)
         count = len(self._examples)
         both = [self.included.index(kind) for kind in (True, False) if kind in self.included]
         features, labels = self.make_dataset().batch(np.array(both, np.int64) + count)
         with warnings.catch_warnings():
             # torch warns that no input needs a gradient, which is intended: only parameters do.
             warnings.filterwarnings("ignore", "Full backward hook is firing")
-            rows = gradients(torch.from_numpy(features), torch.from_numpy(labels))
+            rows = gradients.rows(torch.from_numpy(features), torch.from_numpy(labels))
         found = torch.cat([row.flatten(1) for row in rows], dim=1)
         expected = torch.zeros_like(found)
         for row, number in enumerate(both):

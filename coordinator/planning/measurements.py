@@ -14,7 +14,7 @@ from raycloak.metrics.errors import ConfigError
 from raycloak.workers.terms.loss import has_accuracy
 from raycloak.workers.terms.measurement import NORM, Measurement
 from raycloak.workers.terms.mechanism import Mechanism
-from raycloak.workers.vectors.ring import fit_ring
+from raycloak.workers.vectors.ring import RingDemand, fit_ring
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,15 +167,16 @@ def _measurement(config: RunConfig, section: Section, training: Mechanism, large
     slice_size = -(-training.num_examples // workers)
     # Every example contributes, so the batch holds a whole slice and none is ever cut.
     rows, batches = physical_shape(slice_size, largest_rows)
-    ring = fit_ring(
+    demand = RingDemand(
         max_grad_norm=NORM,
         clamp=rows * batches * NORM,
         dimension=dimension,
         virtual_workers=workers,
         noise_multiplier=noise,
         honest_share=training.honest_share,
-        affordable=affordable_rounding(Release(1.0, noise, _count(config, section)), config.dp_config.target_delta),
     )
+    released = Release(1.0, noise, _count(config, section))
+    ring = fit_ring(demand, affordable=affordable_rounding(released, config.dp_config.target_delta))
     own = training.model_copy(
         update={
             "query": query,

@@ -65,7 +65,7 @@ from raycloak.workers.terms.built_in_rules import RULES
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.mechanism import MAX_DIMENSION, AccountantName, Mechanism, honest_share_of
 from raycloak.workers.vectors.noise import decompose
-from raycloak.workers.vectors.ring import RingFit, fit_ring
+from raycloak.workers.vectors.ring import RingDemand, RingFit, fit_ring
 
 if TYPE_CHECKING:
     from raycloak.coordinator.planning.outlook import AccountOutlook
@@ -465,15 +465,18 @@ def _ring(
     # All examples of the batch with their whole norm in one coordinate, and with one sign.
     largest = batch.rows * batch.batches * (norm if release else PUBLIC_GRADIENT_BOUND)
     clamp = config.ring.clamp or largest
-    return fit_ring(
+    demand = RingDemand(
         max_grad_norm=norm,
         clamp=clamp,
-        least_clamp=clamp if config.ring.clamp else largest / SPARE_CLAMP,
         dimension=dimension,
         virtual_workers=batch.virtual_workers,
         noise_multiplier=release.noise_multiplier if release else 0.0,
         honest_share=honest_share,
+    )
+    return fit_ring(
+        demand,
         bits=64 if config.ring.bits == "auto" and release is None else config.ring.bits,
+        least_clamp=clamp if config.ring.clamp else largest / SPARE_CLAMP,
         affordable=affordable_rounding(release, config.dp_config.target_delta) if release else None,
     )
 

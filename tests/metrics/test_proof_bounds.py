@@ -72,8 +72,8 @@ def width():
     GramPart([Products(torch.zeros(1, 1, 1, 65537), torch.zeros(1, 1, 1, 2))], [])
 
 def share():
-    from raycloak.workers.vectors.ring import fit_ring
-    fit_ring(max_grad_norm=1.0, clamp=1.0, dimension=1, virtual_workers=1, noise_multiplier=1.0, honest_share=1.1)
+    from raycloak.workers.vectors.ring import RingDemand, fit_ring
+    fit_ring(RingDemand(1.0, 1.0, 1, 1, noise_multiplier=1.0, honest_share=1.1))
 
 for call in (worker, aggregator, ledger, auditor, planner, orchestrator, clip, size, rows, tokens, width, share):
     print(call.__name__, code(call))

@@ -7,7 +7,6 @@ not depend on the draw: always M micro-batches of m rows, so time and memory say
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -201,8 +200,7 @@ class GradientEngine:
         count, self.counted = 0, None
         moved = torch.zeros((), dtype=torch.bool, device=self._device)
         counted = None if mechanism.private else ExampleCounter()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             for features, labels, valid in batches:
                 shaped = len(features) == len(labels) == len(valid) == mechanism.micro_batch_size
                 require_bound(shaped, "every micro-batch has the one fixed shape")
@@ -262,11 +260,10 @@ def micro_batches(
     chosen = np.arange(capacity) % len(spare[0])
     batches = in_turn(dataset, list(padded.reshape(-1, rows)))
     for batch, here, other in zip(batches, valid.reshape(-1, rows), chosen.reshape(-1, rows), strict=True):
-        features, labels = (_where(here, part, held[other]) for part, held in zip(batch, spare, strict=True))
+        features, labels = (
+            # Broadcast over all extents of an example.
+            np.where(here.reshape(-1, *[1] * (part.ndim - 1)), part, held[other])
+            for part, held in zip(batch, spare, strict=True)
+        )
         require_bound(len(features) == len(labels) == rows, "a batch has one row for each id")
         yield features, labels, here
-
-
-def _where(rows: NDArray[np.bool_], left: NDArray[Any], right: NDArray[Any]) -> NDArray[Any]:
-    """Return ``left`` in these rows and ``right`` in the others, both [m, ...] of one type."""
-    return np.where(rows.reshape(-1, *[1] * (left.ndim - 1)), left, right)

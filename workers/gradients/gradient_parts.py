@@ -13,7 +13,7 @@ from raycloak.workers.gradients.parts import Part
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.row_places import SilentRows, silences
 from raycloak.workers.gradients.settings import held_settings
-from raycloak.workers.gradients.taps import Recording, Taps
+from raycloak.workers.gradients.taps import Recording
 from raycloak.workers.models.models import LossFn, content_hash
 
 # Torch's whole first sentence is matched, so no other error's text can pass for the name of an operation.
@@ -38,7 +38,7 @@ class GradientParts:
 
     def __init__(self, module: nn.Module, loss_fn: LossFn, deterministic: bool = True) -> None:
         self._module = module.train()
-        self._taps = Taps(module)
+        self._trained = [(name, tensor) for name, tensor in module.named_parameters() if tensor.requires_grad]
         self._loss = RowLoss.of(loss_fn)
         self._deterministic = deterministic
 
@@ -65,6 +65,15 @@ class GradientParts:
             with exact_sums():
                 return recording.parts()
 
+    def rows(self, features: Tensor, labels: Tensor) -> list[Tensor]:
+        """Return each example's gradient, float32 [n, *shape] per trained tensor: for checks, and for small models.
+
+        Raises:
+            ModelError: as a call.
+        """
+        parts = zip(self(features, labels), self._trained, strict=True)
+        return [part.rows().view(len(labels), *tensor.shape) for part, (_, tensor) in parts]
+
     def moved_rows(self, features: Tensor, labels: Tensor) -> str | None:
         """Return the name of a parameter where a row's loss gives a gradient to another row's place; None if nowhere.
 
@@ -83,38 +92,36 @@ class GradientParts:
         With each comes the name of a parameter that it meets. Errors as a call.
         """
         found: list[tuple[str, bytes]] = []
-        recorded = self._taps.recording(len(features), lambda name, tensor: found.append((name, content_hash(tensor))))
-        with named_operations(self._deterministic), recorded as recording, recording:
+        recorded = self._recording(len(features), lambda name, tensor: found.append((name, content_hash(tensor))))
+        with recorded as recording, recording:
             self._module(features)
         return found
 
     @contextmanager
     def _recorded(self, features: Tensor, labels: Tensor) -> Iterator[tuple[Recording, Tensor]]:
         """Lend the record of a forward pass, and the loss of each row [n]."""
-        with named_operations(self._deterministic), self._taps.recording(len(labels)) as recording:
+        with self._recording(len(labels)) as recording:
             with recording:
                 output = self._module(features)
             yield recording, self._loss(output, labels)
 
+    @contextmanager
+    def _recording(self, count: int, on_shared: Callable[[str, Tensor], None] | None = None) -> Iterator[Recording]:
+        """Lend a record of ``count`` rows; no parameter needs a gradient in this block.
 
-class PerExampleGradients:
-    """The per-example gradients of a module, each as a whole: for checks, and for models that are small.
-
-    Args: see :class:`GradientParts`.
-    """
-
-    def __init__(self, module: nn.Module, loss_fn: LossFn, deterministic: bool = True) -> None:
-        self._parts = GradientParts(module, loss_fn, deterministic)
-        self._shapes = [tensor.shape for tensor in module.parameters() if tensor.requires_grad]
-
-    def __call__(self, features: Tensor, labels: Tensor) -> list[Tensor]:
-        """Return each example's gradient, float32 [n, *shape] per trained tensor in canonical order.
-
-        Raises:
-            ModelError: see :class:`GradientParts`.
+        Args:
+            on_shared: gets what is taken as the same for all rows, and the name of the parameter that it meets.
         """
-        parts = self._parts(features, labels)
-        return [part.rows().view(len(labels), *shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        frozen = [tensor for tensor in self._module.parameters() if not tensor.requires_grad]
+        recording = Recording(self._trained, [*frozen, *self._module.buffers()], count, on_shared)
+        with named_operations(self._deterministic):
+            for _, tensor in self._trained:
+                tensor.requires_grad_(False)
+            try:
+                yield recording
+            finally:
+                for _, tensor in self._trained:
+                    tensor.requires_grad_(True)
 
 
 @contextmanager

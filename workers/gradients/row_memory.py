@@ -72,8 +72,7 @@ def _peak_bytes(
     own = copy.deepcopy(module).cpu()
     parameters = read_flat(own)
     engine = GradientEngine(own, loss_fn, _mechanism(parameters.size, rows), "cpu", deterministic)
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
         torch.default_generator.manual_seed(1)
         examples = next(Probes(form, vocabulary or 2).draws(rows)).before
         batch = examples.features.numpy(), examples.labels.numpy(), np.ones(rows, np.bool_)

@@ -116,8 +116,7 @@ class PrivateEvaluationEngine:
         load_flat(self._module, parameters)
         self._state.parameters_set()
         total = _total(self._measurement)
-        with warnings.catch_warnings(), torch.no_grad(), named_operations(self._deterministic):
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"), torch.no_grad(), named_operations(self._deterministic):
             for features, labels, valid in batches:
                 on_device = torch.tensor(features, device=self._device), torch.tensor(labels, device=self._device)
                 total.add([DensePart(self._rows(*on_device).cpu())], torch.tensor(valid))

@@ -14,14 +14,13 @@ with autograd's gradient and refuses them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -144,35 +143,6 @@ class _Tap(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         ctx.record.close(gradients[0], lambda: ctx.saved_tensors)
         return gradients[0], None, None
-
-
-class Taps:
-    """Taps on the trained parameters of one module.
-
-    Args:
-        module: the parameters that have requires_grad now are the trained ones.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._trained = [(name, tensor) for name, tensor in module.named_parameters() if tensor.requires_grad]
-
-    @contextmanager
-    def recording(self, count: int, on_shared: _OnShared | None = None) -> Iterator["Recording"]:
-        """Lend a record of ``count`` rows; no parameter needs a gradient in this block.
-
-        Args:
-            on_shared: gets what is taken as the same for all rows, and the name of the parameter that it meets.
-        """
-        frozen = [tensor for tensor in self._module.parameters() if not tensor.requires_grad]
-        recording = Recording(self._trained, [*frozen, *self._module.buffers()], count, on_shared)
-        for _, tensor in self._trained:
-            tensor.requires_grad_(False)
-        try:
-            yield recording
-        finally:
-            for _, tensor in self._trained:
-                tensor.requires_grad_(True)
 
 
 class Recording(TorchFunctionMode):

@@ -19,7 +19,7 @@ from raycloak.attestation.core.messages import Message
 from raycloak.attestation.core.roster import Query
 from raycloak.metrics.errors import ProtocolError
 from raycloak.workers.vectors.noise import MAX_SIGMA, MIN_SIGMA
-from raycloak.workers.vectors.ring import RingSpec, noise_pays
+from raycloak.workers.vectors.ring import RingDemand, RingSpec
 
 # These carry the derivation in `workers/gradients/clipping.py`: a change of one needs a new derivation.
 MAX_DIMENSION = 2**31
@@ -125,15 +125,15 @@ class Mechanism(NoiseTerms, Message):
         held = spec.holds(self.virtual_workers, self.sigma if self.private else 0.0)
         yield "clamp", "the ring does not hold the sum of so many of them on this grid", held
         if self.private:
-            pays = noise_pays(
-                self.sigma,
-                self.gamma_log2,
+            demand = RingDemand(
                 max_grad_norm=self.max_grad_norm,
+                clamp=self.clamp,
                 dimension=self.dimension,
                 virtual_workers=self.virtual_workers,
                 noise_multiplier=self.noise_multiplier,
                 honest_share=self.honest_share,
             )
+            pays = demand.is_paid_by(self.sigma, self.gamma_log2)
             yield "sigma", "it does not pay for the noise that is claimed on this grid", pays
 
     @property

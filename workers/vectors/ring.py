@@ -96,78 +96,17 @@ class RingFit(RingSpec):
     inflation: float
 
 
-def fit_ring(
-    *,
-    max_grad_norm: float,
-    clamp: float,
-    dimension: int,
-    virtual_workers: int,
-    noise_multiplier: float,
-    honest_share: float,
-    bits: Literal["auto", 32, 64] = "auto",
-    least_clamp: float | None = None,
-    affordable: Callable[[float], bool] | None = None,
-) -> RingFit:
-    """Return a grid on which ``virtual_workers`` clamped, noised vectors can be summed.
+@dataclass(frozen=True, slots=True)
+class RingDemand:
+    """The vectors that a ring has to hold, and their demands on a grid step.
 
-    It is the finest one, or the finest of those whose noise takes the fewest base draws at an affordable inflation.
-
-    Guarantee: the sum of V clamped vectors cannot overflow, and overflows with noise only beyond 16 standard
-    deviations of the whole noise: V·clamp/γ + V/2 + 16·σ·√V < 2^(bits-1). Noise pays for the rounded sensitivity:
-    V·h·σ² ≥ (z·C'/γ)² + 4 with C' = C + γ√d, in exact arithmetic, and 16 ≤ σ ≤ 2^40.
-
-    Args:
+    Attributes:
         max_grad_norm: C, l2 bound of one example's contribution; positive.
         clamp: wanted bound of each coordinate of one virtual worker's sum; positive.
         dimension: d. virtual_workers: V.
         noise_multiplier: z; 0 for a run without noise, which has no bounds on sigma or inflation.
         honest_share: h in (0, 1].
-        bits: ring width; ``auto`` takes 32 when the inflation is below 1 %, else 64.
-        least_clamp: ``auto`` may halve the clamp down to this one where that keeps 32 bits; None keeps it whole. Any
-            clamp is private; one that binds changes what is learned.
-        affordable: whether an inflation may be paid for fewer base draws; asked once for each number of draws, in
-            growing inflation. It has no say in the width. None keeps the finest grid.
-
-    Raises:
-        ConfigError: ``ring_capacity`` or ``ring_sigma``, with the numbers.
     """
-    positive = min(max_grad_norm, clamp, dimension, virtual_workers) > 0
-    require_bound(positive, "clip, clamp, dimension and virtual workers are above 0")
-    require_bound(noise_multiplier >= 0, "a noise multiplier is at least 0")
-    require_bound(0 < honest_share <= 1, "the noise that is counted on is a share in (0, 1]")
-    demand = _Demand(max_grad_norm, clamp, dimension, virtual_workers, noise_multiplier, honest_share)
-    demand, finest = _auto_fit(demand, least_clamp or clamp) if bits == "auto" else (demand, _fit(demand, bits))
-    return finest if affordable is None or finest.sigma == 0 else _fewest_draws(demand, finest, affordable)
-
-
-def noise_pays(
-    sigma: float,
-    gamma_log2: int,
-    *,
-    max_grad_norm: float,
-    dimension: int,
-    virtual_workers: int,
-    noise_multiplier: float,
-    honest_share: float,
-) -> bool:
-    """Return whether noise of ``sigma`` ring units pays for the sensitivity that the grid step leaves, exactly.
-
-    The inequality of :func:`fit_ring`, with its arguments.
-    """
-    needed = _needed_variance(gamma_log2, max_grad_norm, dimension, noise_multiplier)
-    return virtual_workers * Fraction(honest_share) * Fraction(sigma) ** 2 >= needed
-
-
-def _needed_variance(gamma_log2: int, max_grad_norm: float, dimension: int, noise_multiplier: float) -> Fraction:
-    """Return a number above (z·C'/γ)² + 4, by far less than a float rounds."""
-    root = Fraction(math.isqrt(dimension << 104) + 1, 1 << 52)
-    sensitivity = Fraction(max_grad_norm) / Fraction(2) ** gamma_log2 + root
-    return (Fraction(noise_multiplier) * sensitivity) ** 2 + Fraction(ROUNDING_VARIANCE)
-
-
-@dataclass(frozen=True, slots=True)
-class _Demand:
-    """The inputs of :func:`fit_ring`, and their demands on a grid step."""
 
     max_grad_norm: float
     clamp: float
@@ -180,24 +119,78 @@ class _Demand:
         """Return the clamp in ring units, rounded down to what a float32 holds."""
         return _cut(math.floor(Fraction(self.clamp) / Fraction(2) ** gamma_log2))
 
+    def needed_variance(self, gamma_log2: int) -> Fraction:
+        """Return a number above (z·C'/γ)² + 4, by far less than a float rounds."""
+        root = Fraction(math.isqrt(self.dimension << 104) + 1, 1 << 52)
+        sensitivity = Fraction(self.max_grad_norm) / Fraction(2) ** gamma_log2 + root
+        return (Fraction(self.noise_multiplier) * sensitivity) ** 2 + Fraction(ROUNDING_VARIANCE)
+
+    def is_paid_by(self, sigma: float, gamma_log2: int) -> bool:
+        """Return whether noise of ``sigma`` ring units pays for the sensitivity that the grid step leaves, exactly.
+
+        The inequality of :func:`fit_ring`.
+        """
+        counted = self.virtual_workers * Fraction(self.honest_share) * Fraction(sigma) ** 2
+        return counted >= self.needed_variance(gamma_log2)
+
     def sigma(self, gamma_log2: int) -> float:
         """Return the least float that satisfies the variance inequality; infinite if far above ``MAX_SIGMA``."""
         if self.noise_multiplier == 0:
             return 0.0
-        total = _needed_variance(gamma_log2, self.max_grad_norm, self.dimension, self.noise_multiplier)
-        share = self.virtual_workers * Fraction(self.honest_share)
-        if total > share * Fraction(2 * MAX_SIGMA) ** 2:
+        if not self.is_paid_by(2 * MAX_SIGMA, gamma_log2):
             return math.inf
-        sigma = math.sqrt(total / share)
-        while share * Fraction(sigma) ** 2 < total:
+        share = self.virtual_workers * Fraction(self.honest_share)
+        sigma = math.sqrt(self.needed_variance(gamma_log2) / share)
+        while not self.is_paid_by(sigma, gamma_log2):
             sigma = math.nextafter(sigma, math.inf)
         return sigma
 
     def inflation(self, gamma_log2: int) -> float:
+        """Return C'/C - 1."""
         return math.ldexp(math.sqrt(self.dimension), gamma_log2) / self.max_grad_norm
 
+    def __str__(self) -> str:
+        return (
+            f"{self.virtual_workers} virtual workers, clamp {self.clamp:g}, max_grad_norm {self.max_grad_norm:g}, "
+            f"noise multiplier {self.noise_multiplier:g}, honest share {self.honest_share:g}, "
+            f"dimension {self.dimension}"
+        )
 
-def _fit(demand: _Demand, bits: RingBits) -> RingFit:
+
+def fit_ring(
+    demand: RingDemand,
+    *,
+    bits: Literal["auto", 32, 64] = "auto",
+    least_clamp: float | None = None,
+    affordable: Callable[[float], bool] | None = None,
+) -> RingFit:
+    """Return a grid on which the clamped, noised vectors of all virtual workers can be summed.
+
+    It is the finest one, or the finest of those whose noise takes the fewest base draws at an affordable inflation.
+
+    Guarantee: the sum of V clamped vectors cannot overflow, and overflows with noise only beyond 16 standard
+    deviations of the whole noise: V·clamp/γ + V/2 + 16·σ·√V < 2^(bits-1). Noise pays for the rounded sensitivity:
+    V·h·σ² ≥ (z·C'/γ)² + 4 with C' = C + γ√d, in exact arithmetic, and 16 ≤ σ ≤ 2^40.
+
+    Args:
+        bits: ring width; ``auto`` takes 32 when the inflation is below 1 %, else 64.
+        least_clamp: ``auto`` may halve the clamp down to this one where that keeps 32 bits; None keeps it whole. Any
+            clamp is private; one that binds changes what is learned.
+        affordable: whether an inflation may be paid for fewer base draws; asked once for each number of draws, in
+            growing inflation. It has no say in the width. None keeps the finest grid.
+
+    Raises:
+        ConfigError: ``ring_capacity`` or ``ring_sigma``, with the numbers.
+    """
+    positive = min(demand.max_grad_norm, demand.clamp, demand.dimension, demand.virtual_workers) > 0
+    require_bound(positive, "clip, clamp, dimension and virtual workers are above 0")
+    require_bound(demand.noise_multiplier >= 0, "a noise multiplier is at least 0")
+    require_bound(0 < demand.honest_share <= 1, "the noise that is counted on is a share in (0, 1]")
+    demand, finest = _auto_fit(demand, least_clamp or demand.clamp) if bits == "auto" else (demand, _fit(demand, bits))
+    return finest if affordable is None or finest.sigma == 0 else _fewest_draws(demand, finest, affordable)
+
+
+def _fit(demand: RingDemand, bits: RingBits) -> RingFit:
     for gamma_log2 in range(-_GAMMA_LOG2_LIMIT, _GAMMA_LOG2_LIMIT + 1):
         units, sigma = demand.clamp_units(gamma_log2), demand.sigma(gamma_log2)
         if sigma <= MAX_SIGMA and _load(demand.virtual_workers, units, sigma) < 1 << (bits - 1):
@@ -205,7 +198,7 @@ def _fit(demand: _Demand, bits: RingBits) -> RingFit:
     raise _capacity(demand, bits, "No grid step holds the sum")
 
 
-def _auto_fit(demand: _Demand, least_clamp: float) -> tuple[_Demand, RingFit]:
+def _auto_fit(demand: RingDemand, least_clamp: float) -> tuple[RingDemand, RingFit]:
     """Return the finest grid in the narrowest ring that takes it, and the demand that it meets."""
     tried = demand
     while tried.clamp >= least_clamp:
@@ -219,7 +212,7 @@ def _auto_fit(demand: _Demand, least_clamp: float) -> tuple[_Demand, RingFit]:
     return demand, _fit(demand, 64)
 
 
-def _fewest_draws(demand: _Demand, finest: RingFit, affordable: Callable[[float], bool]) -> RingFit:
+def _fewest_draws(demand: RingDemand, finest: RingFit, affordable: Callable[[float], bool]) -> RingFit:
     """Return the fit with the fewest base draws whose inflation is affordable, on the finest grid for that number.
 
     Noise takes a base draw less with each factor of about 150 by which the grid is coarser.
@@ -239,7 +232,7 @@ def _fewest_draws(demand: _Demand, finest: RingFit, affordable: Callable[[float]
     return chosen
 
 
-def _accepted(demand: _Demand, bits: RingBits, gamma_log2: int, sigma: float) -> RingFit:
+def _accepted(demand: RingDemand, bits: RingBits, gamma_log2: int, sigma: float) -> RingFit:
     """Return the fit at this grid step, or raise the refusal that says why it is too coarse."""
     inflation = demand.inflation(gamma_log2)
     units = demand.clamp_units(gamma_log2)
@@ -250,7 +243,7 @@ def _accepted(demand: _Demand, bits: RingBits, gamma_log2: int, sigma: float) ->
         raise ConfigError(
             "ring_sigma",
             f"A {bits}-bit ring leaves the noise of one virtual worker {sigma:.3g} ring units, below {MIN_SIGMA:g} "
-            f"({_numbers(demand)}, grid step 2^{gamma_log2}).",
+            f"({demand}, grid step 2^{gamma_log2}).",
             _remedy(bits),
         )
     if sigma and inflation > LARGEST_INFLATION:
@@ -258,20 +251,12 @@ def _accepted(demand: _Demand, bits: RingBits, gamma_log2: int, sigma: float) ->
     return RingFit(bits, gamma_log2, math.ldexp(float(units), gamma_log2), sigma, inflation)
 
 
-def _capacity(demand: _Demand, bits: RingBits, why: str, remedy: str = "") -> ConfigError:
-    return ConfigError("ring_capacity", f"{why} in a {bits}-bit ring ({_numbers(demand)}).", remedy or _remedy(bits))
+def _capacity(demand: RingDemand, bits: RingBits, why: str, remedy: str = "") -> ConfigError:
+    return ConfigError("ring_capacity", f"{why} in a {bits}-bit ring ({demand}).", remedy or _remedy(bits))
 
 
 def _remedy(bits: RingBits) -> str:
     return f"Lower the clamp or use fewer virtual workers{', or set the ring to 64 bits' if bits == 32 else ''}."
-
-
-def _numbers(demand: _Demand) -> str:
-    return (
-        f"{demand.virtual_workers} virtual workers, clamp {demand.clamp:g}, max_grad_norm {demand.max_grad_norm:g}, "
-        f"noise multiplier {demand.noise_multiplier:g}, honest share {demand.honest_share:g}, "
-        f"dimension {demand.dimension}"
-    )
 
 
 def encode_into(values: FloatVector, spec: RingSpec, out: RingVector) -> None:

@@ -19,6 +19,7 @@ from raycloak.workers.vectors.ring import (
     CACHE_BLOCK_BYTES,
     FloatVector,
     RingBits,
+    RingDemand,
     RingSpec,
     RingVector,
     encode_into,
@@ -94,15 +95,15 @@ def bench_mask(
         )
     own = _OneOf(workers, colluding_workers, bits, params)
     other = _OneOf(LARGEST_COMPLETE, None, bits, params) if colluding_workers is not None else None
-    ring = fit_ring(
+    demand = RingDemand(
         max_grad_norm=1.0,
         clamp=1.0,
         dimension=params,
         virtual_workers=workers,
         noise_multiplier=1.0,
         honest_share=1.0,
-        bits=bits,
     )
+    ring = fit_ring(demand, bits=bits)
     random = np.random.default_rng(0)
     values: FloatVector = random.standard_normal(params, np.float32).astype(dtype, copy=False)
     vector: RingVector = np.zeros(params, ring_dtype(bits))

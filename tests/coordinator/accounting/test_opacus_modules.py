@@ -38,7 +38,7 @@ def test_a_ledger_with_renyi_accounting_loads_neither_torch_nor_the_other_accoun
 
 STEP = f"""
 import sys, torch
-from raycloak.workers.gradients.gradient_parts import PerExampleGradients
+from raycloak.workers.gradients.gradient_parts import GradientParts
 from raycloak.workers.gradients.model_checks import check_trainable
 from raycloak.workers.gradients.row_memory import largest_rows
 from raycloak.workers.inputs.datasets import DatasetForm
@@ -51,7 +51,7 @@ form = DatasetForm(
 )
 check_trainable(model, form, cross_entropy)
 largest_rows(model, form, cross_entropy)
-PerExampleGradients(model, cross_entropy)(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))
+GradientParts(model, cross_entropy).rows(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))
 found = {WATCHED} + [name for name in sys.modules if name.startswith('opacus.')]
 """
 CROSS_CHECK = f"""

@@ -24,7 +24,7 @@ from raycloak.coordinator.planning.references import descriptor
 from raycloak.coordinator.record.folder import RunFolder
 from raycloak.coordinator.training.reporting import StepReport
 from raycloak.metrics.errors import BudgetError, ConfigError, ModelError, RunFailedError
-from raycloak.workers.gradients.gradient_parts import PerExampleGradients
+from raycloak.workers.gradients.gradient_parts import GradientParts
 from raycloak.workers.inputs.datasets import ArrayDataset, CanaryDataset
 from raycloak.workers.inputs.fingerprint import data_marks
 from raycloak.workers.models.models import ModelSource, build_model, read_flat
@@ -384,11 +384,11 @@ def test_the_sign_of_a_canarys_gradient_is_known_from_the_released_model(home):
     with torch.no_grad():
         model.canaries.weight.normal_(generator=torch.Generator().manual_seed(1))
     canaries = np.flatnonzero(task.included)
-    gradients = PerExampleGradients(model, task.loss)
+    gradients = GradientParts(model, task.loss)
     features, labels = task.make_dataset().batch(canaries + cases.EXAMPLES)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Full backward hook is firing")
-        *_, found = gradients(torch.from_numpy(features), torch.from_numpy(labels))
+        *_, found = gradients.rows(torch.from_numpy(features), torch.from_numpy(labels))
     signs = canary_signs(model.canaries.weight.detach().numpy())[0]
     assert set(signs) == {-1, 1}
     expected = np.zeros((len(canaries), 40))

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from raycloak.metrics.errors import ModelError
 from raycloak.workers.gradients import taps
 from raycloak.workers.gradients.clipping import ClippedSum
-from raycloak.workers.gradients.gradient_parts import GradientParts, PerExampleGradients
+from raycloak.workers.gradients.gradient_parts import GradientParts
 from raycloak.workers.gradients.model_checks import check_trainable
 from raycloak.workers.gradients.numerics import pin_numerics
 from raycloak.workers.gradients.parts import Part
@@ -50,7 +50,7 @@ def in_mode(module: nn.Module, mode: ComputeMode) -> nn.Module:
 
 
 def rows_of(module: nn.Module, features: Tensor, labels: Tensor) -> Tensor:
-    rows = PerExampleGradients(copy.deepcopy(module), cross_entropy)(features, labels)
+    rows = GradientParts(copy.deepcopy(module), cross_entropy).rows(features, labels)
     return torch.cat([row.flatten(1) for row in rows], 1).double()
 
 
@@ -93,7 +93,7 @@ def test_outputs_and_gradients_of_a_model_in_bfloat16_are_float32_and_its_parame
     inner: list[torch.dtype] = []
     module[0].register_forward_hook(lambda _layer, _inputs, output: inner.append(output.dtype))
     before = [each.clone() for each in module.parameters()]
-    rows = PerExampleGradients(module, cross_entropy)(torch.randn(5, 8), torch.zeros(5, dtype=torch.int64))
+    rows = GradientParts(module, cross_entropy).rows(torch.randn(5, 8), torch.zeros(5, dtype=torch.int64))
     assert inner == [torch.bfloat16]
     assert module(torch.randn(5, 8)).dtype == torch.float32
     assert {each.dtype for each in (*rows, *module.parameters())} == {torch.float32}

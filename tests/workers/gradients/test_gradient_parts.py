@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from raycloak.workers.gradients.clipping import ClippedSum
-from raycloak.workers.gradients.gradient_parts import GradientParts, PerExampleGradients
+from raycloak.workers.gradients.gradient_parts import GradientParts
 from raycloak.workers.gradients.numerics import pin_numerics
 from raycloak.workers.models.losses import cross_entropy
 from tests.workers.gradients.model_zoo import ZOO, Case
@@ -54,7 +54,7 @@ def test_rows_norms_and_clipped_sums_are_those_of_brute_force(name: str) -> None
     clip = float(norms.median())
     sizes = [tensor.numel() for tensor in case.module.parameters() if tensor.requires_grad]
 
-    rows = PerExampleGradients(copy.deepcopy(case.module), cross_entropy)(features, labels)
+    rows = GradientParts(copy.deepcopy(case.module), cross_entropy).rows(features, labels)
     found = torch.cat([row.flatten(1) for row in rows], 1).double()
     assert float((found - expected).norm(dim=1).div(norms).max()) < 3e-6
 
@@ -77,7 +77,7 @@ def test_positions_as_many_as_rows_are_not_taken_for_the_batch() -> None:
     case = case_of("own parameters")
     features, labels = case.batch(12)
     assert features.shape == (12, 12)
-    rows = PerExampleGradients(copy.deepcopy(case.module), cross_entropy)(features, labels)
+    rows = GradientParts(copy.deepcopy(case.module), cross_entropy).rows(features, labels)
     found = torch.cat([row.flatten(1) for row in rows], 1).double()
     expected = brute_force(case.module, features, labels)
     assert float((found - expected).norm(dim=1).div(expected.norm(dim=1)).max()) < 3e-6

@@ -4,7 +4,6 @@ import math
 import re
 import tracemalloc
 from fractions import Fraction
-from functools import partial
 
 import numpy as np
 import pytest
@@ -15,12 +14,12 @@ from raycloak.metrics.errors import ConfigError, ProtocolError, RefusedError
 from raycloak.workers.vectors.noise import decompose
 from raycloak.workers.vectors.ring import (
     CACHE_BLOCK_BYTES,
+    RingDemand,
     RingFit,
     RingSpec,
     decode,
     encode_into,
     fit_ring,
-    noise_pays,
     ring_dtype,
 )
 
@@ -37,7 +36,8 @@ BASE = {
 
 
 def fit(**changes) -> RingFit:
-    return fit_ring(**{**BASE, **changes})
+    demand = {name: changes.pop(name, value) for name, value in BASE.items()}
+    return fit_ring(RingDemand(**demand), **changes)
 
 
 def encoded(values: np.ndarray, spec: RingSpec) -> np.ndarray:
@@ -245,17 +245,10 @@ def load(found: RingFit, virtual_workers: int) -> Fraction:
 def test_a_fit_keeps_capacity_and_pays_for_the_rounded_sensitivity(
     virtual_workers, clamp, norm, dimension, noise, share, bits, most
 ):
+    demand = RingDemand(norm, clamp, dimension, virtual_workers, noise, share)
     try:
-        found = fit_ring(
-            max_grad_norm=norm,
-            clamp=clamp,
-            dimension=dimension,
-            virtual_workers=virtual_workers,
-            noise_multiplier=noise,
-            honest_share=share,
-            bits=bits,
-            affordable=None if most is None else lambda inflation: inflation <= most,
-        )
+        affordable = None if most is None else lambda inflation: inflation <= most
+        found = fit_ring(demand, bits=bits, affordable=affordable)
     except ConfigError:
         assert bits == 32
         return
@@ -268,16 +261,8 @@ def test_a_fit_keeps_capacity_and_pays_for_the_rounded_sensitivity(
     assert virtual_workers * Fraction(share) * Fraction(found.sigma * (1 - 1e-12)) ** 2 < exact
     assert found.inflation == pytest.approx(gamma * math.sqrt(dimension) / norm)
     assert clamp * (1 - 2.0**-22) - gamma < found.clamp <= clamp
-    pays = partial(
-        noise_pays,
-        max_grad_norm=norm,
-        dimension=dimension,
-        virtual_workers=virtual_workers,
-        noise_multiplier=noise,
-        honest_share=share,
-    )
-    assert pays(found.sigma, found.gamma_log2)
-    assert not pays(found.sigma * (1 - 1e-12), found.gamma_log2)
+    assert demand.is_paid_by(found.sigma, found.gamma_log2)
+    assert not demand.is_paid_by(found.sigma * (1 - 1e-12), found.gamma_log2)
     assert found.holds(virtual_workers, found.sigma)
 
 
