@@ -27,7 +27,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from raycloak.coordinator.cluster.process_table import descendants, process_table
+from raycloak.coordinator.cluster.processes import descendants, process_table
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = 512

@@ -4,7 +4,6 @@ Exit codes: 0 done, 2 bad input, 3 refused (budget, evidence, policy), 4 failed.
 ``error: <code>: <message> <remedy>``. Heavy libraries are imported inside the commands, so that help is instant.
 """
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -33,6 +32,7 @@ from raycloak.coordinator.console.streams import open_missing_streams
 from raycloak.coordinator.quick_imports import quickly
 from raycloak.coordinator.runs.progress import EVERY_S, ProgressDisplay, waiting
 from raycloak.metrics.errors import ConfigError, RaycloakError
+from raycloak.metrics.file_errors import require_absent
 from raycloak.version import VERSION
 
 if TYPE_CHECKING:
@@ -80,8 +80,7 @@ Once = Annotated[
 ]
 
 
-@app.command()
-@command
+@command(app)
 def run(
     output: Output,
     config: ConfigFile,
@@ -100,12 +99,11 @@ def run(
     return _train_once(output, load_config(config, overrides), config.parent, run_secret, progress, yes)
 
 
-app.command("init")(init_command)
-app.command("serve")(serve_command)
+command(app, "init")(init_command)
+command(app, "serve")(serve_command)
 
 
-@app.command()
-@command
+@command(app)
 def demo(
     output: Output, overrides: Overrides = None, run_secret: RunSecret = None, progress: ProgressEvery = EVERY_S
 ) -> int:
@@ -124,8 +122,7 @@ def _train(
     every_s: float,
     small_epsilon: bool = False,
 ) -> int:
-    from raycloak.coordinator.cluster.local_ray import check_temp
-    from raycloak.coordinator.cluster.ray_address import check_address
+    from raycloak.coordinator.cluster.ray_checks import check_ray
     from raycloak.coordinator.planning.first_look import first_look
     from raycloak.coordinator.record.folder import require_idle, unfinished_run
     from raycloak.coordinator.record.same_run import require_same_config
@@ -136,10 +133,7 @@ def _train(
         require_same_config(folder.config(), config)
         require_idle(folder)
     first_look(config, config_dir or Path.cwd(), run_secret, resume)
-    if address := os.environ.get("RAY_ADDRESS"):
-        check_address(address)
-    else:
-        check_temp()
+    check_ray()
     with ProgressDisplay(output.progress, config.name, every_s) as display:
         with quickly():
             from raycloak.coordinator.runs.ray_start import ray_ahead
@@ -221,14 +215,13 @@ def _show_done(output: Output, folder: "RunFolder", config: RunConfig) -> int:
     return 0
 
 
-@app.command("replay")
-@command
+@command(app, "replay")
 def replay_command(
     output: Output,
     run: RunName,
-    steps: Annotated[str, typer.Option(metavar="FIRST:END", help="Steps to compute again.", show_default=False)],
+    steps: Annotated[str, typer.Option(metavar="FIRST:END", help="Steps to compute again.")],
     workers: Annotated[int, typer.Option(help="Workers to compute them on.")] = 2,
-) -> int:
+) -> None:
     """Compute finished steps of a run again and compare their digests; charges nothing. Exit code 4 if one differs."""
     from raycloak.coordinator.cli.views.verdict import replay_table
     from raycloak.coordinator.record.run_list import find_run
@@ -240,29 +233,22 @@ def replay_command(
     with ProgressDisplay(output.progress, "replay") as display:
         outcome = replay(path, wanted, workers, output.announce, display.phase)
     output.result(asdict(outcome), replay_table(outcome))
-    return 0
 
 
-@app.command("export")
-@command
+@command(app, "export")
 def export_command(
     output: Output,
-    source: Annotated[
-        str, typer.Argument(metavar="RUN|PACKAGE", help=f"A {RUN_OR_OTHER}; or a sealed package.", show_default=False)
-    ],
-    form: Annotated[str, typer.Option("--format", help="safetensors, torch, hf or peft.", show_default=False)],
-    out: Annotated[Path, typer.Option(metavar="PATH", help="New file, or folder of hf and peft.", show_default=False)],
+    source: Annotated[str, typer.Argument(metavar="RUN|PACKAGE", help=f"A {RUN_OR_OTHER}; or a sealed package.")],
+    form: Annotated[str, typer.Option("--format", help="safetensors, torch, hf or peft.")],
+    out: Annotated[Path, typer.Option(metavar="PATH", help="New file, or folder of hf and peft.")],
     config: Annotated[
         Path | None, typer.Option(metavar="CONFIG", help="YAML file that names the model; a run has its own.")
     ] = None,
     trust: Annotated[Path | None, typer.Option(metavar="STORE", help="Trust store, for a package.")] = None,
     key: Annotated[Path | None, typer.Option(metavar="FILE", help="Private key of a recipient, for a package.")] = None,
     run_code: Annotated[bool, typer.Option("--run-code", help="Run Python that a run from elsewhere names.")] = False,
-) -> int:
+) -> None:
     """Write the trained model of a run for other libraries: hf opens with from_pretrained, peft with PeftModel."""
-    from raycloak.coordinator.console.tables import fields_table
-    from raycloak.metrics.file_errors import require_absent
-
     # Before the libraries and the model, which take seconds to load.
     require_absent(out)
     from raycloak.coordinator.runs.export import export, known_format
@@ -271,36 +257,29 @@ def export_command(
     wanted = known_format(form)
     model = released_model(source, None, config, Keys.of(trust, key), run_code)
     written = export(model, wanted, out)
-    fields = {
-        "out": written.out,
+    facts = {
+        "out": str(written.out),
         "format": written.format,
         "tensors": written.tensors,
         "run_id": model.manifest.run_id,
         "model_digest": model.model_digest,
         "opened_by": written.opened_by,
     }
-    output.result(fields, fields_table("Exported", [(name.replace("_", " "), str(it)) for name, it in fields.items()]))
-    return 0
+    output.show("Exported", facts)
 
 
-@app.command("discard")
-@command
-def discard_command(output: Output, run: RunName) -> int:
+@command(app, "discard")
+def discard_command(output: Output, run: RunName) -> None:
     """Discard an unfinished run: destroy its generated secret. What was charged stays charged."""
-    from raycloak.coordinator.console.tables import fields_table
     from raycloak.coordinator.record.run_list import find_run
     from raycloak.coordinator.runs.discard import discard
 
     folder = discard(find_run(run))
-    output.result(
-        {"run_dir": folder.path, "run_id": folder.record.run_id},
-        fields_table("Discarded", [("run", folder.record.run_id), ("run directory", str(folder.path))]),
-    )
-    return 0
+    rows = [("run", folder.record.run_id), ("run directory", str(folder.path))]
+    output.show("Discarded", {"run_dir": folder.path, "run_id": folder.record.run_id}, rows)
 
 
-@app.command()
-@command
+@command(app)
 def plan(
     output: Output,
     config: ConfigFile,
@@ -308,7 +287,7 @@ def plan(
     trials: Annotated[
         int | None, typer.Option(metavar="K", help="Also show the cost of a search of K such runs.", min=1)
     ] = None,
-) -> int:
+) -> None:
     """Show what CONFIG will spend and need, and refuse what cannot run; charges nothing."""
     from raycloak.coordinator.planning.first_look import first_look
 
@@ -334,11 +313,9 @@ def plan(
         fields["adapter_leak"] = cover
     rows = [("evidence", evidence_text(classes)), *adapter_rows(loaded, plan), *(search_rows(search) if search else [])]
     output.result(fields, plan_table(plan, rows))
-    return 0
 
 
-@app.command()
-@command
+@command(app)
 def doctor(output: Output) -> int:
     """Check that this machine can run raycloak. Exit code 4 if a check fails."""
     from raycloak.coordinator.cli.doctor import checks_table, examine
@@ -349,12 +326,12 @@ def doctor(output: Output) -> int:
     return 4 if failed else 0
 
 
-app.command("audit")(audit_command)
-app.command("top")(top_command)
-app.command("report")(report_command)
-app.command("verify")(verify_command)
-app.command("bundle")(bundle_command)
-app.command("trust")(trust_command)
+command(app, "audit")(audit_command)
+command(app, "top")(top_command)
+command(app, "report")(report_command)
+command(app, "verify")(verify_command)
+command(app, "bundle")(bundle_command)
+command(app, "trust")(trust_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

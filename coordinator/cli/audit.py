@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from raycloak.coordinator.cli.options import ConfigFile, Overrides, SmallEpsilon, command
+from raycloak.coordinator.cli.options import ConfigFile, Overrides, SmallEpsilon
 from raycloak.coordinator.config.run import load_config
 from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.console.output import Output
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from raycloak.coordinator.audit.audit import AuditResult
 
 
-@command
 def audit_command(
     output: Output,
     config: ConfigFile,

@@ -2,11 +2,15 @@
 
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
 from raycloak.coordinator.cli.budget_record import export_command, history_command, verify_command
 from raycloak.coordinator.cli.options import (
@@ -20,6 +24,8 @@ from raycloak.coordinator.cli.options import (
     hexadecimal,
     ledger_at,
 )
+from raycloak.coordinator.config.run import load_config
+from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.console.output import Output
 from raycloak.metrics.errors import BudgetError, ConfigError
 from raycloak.metrics.file_errors import file_error
@@ -32,19 +38,16 @@ if TYPE_CHECKING:
     from raycloak.coordinator.ledger.view import AccountView
 
 budget = typer.Typer(help="The ledger: what each account may spend and has spent.")
-budget.command("history")(history_command)
-budget.command("export")(export_command)
-budget.command("verify")(verify_command)
+command(budget, "history")(history_command)
+command(budget, "export")(export_command)
+command(budget, "verify")(verify_command)
 
 _DAY_S = 86_400
 
 
-@budget.command("show")
-@command
-def show_command(output: Output, account: SomeAccount = None, ledger: LedgerUrl = None) -> int:
+@command(budget, "show")
+def show_command(output: Output, account: SomeAccount = None, ledger: LedgerUrl = None) -> None:
     """Show what each account may spend, has spent, and on which runs."""
-    from raycloak.coordinator.cli.views.budget import accounts_view
-
     with ledger_at(ledger, create=False) as books:
         view = books.view()
     accounts = [each for each in view.accounts if account in (None, each.name)]
@@ -56,7 +59,6 @@ def show_command(output: Output, account: SomeAccount = None, ledger: LedgerUrl 
         )
     shown = [_facts(each) for each in accounts]
     output.result({**asdict(view), "accounts": shown}, accounts_view(accounts))
-    return 0
 
 
 def _facts(account: "AccountView") -> dict[str, Any]:
@@ -65,12 +67,11 @@ def _facts(account: "AccountView") -> dict[str, Any]:
     return {**asdict(account), "data": data}
 
 
-@budget.command("open")
-@command
+@command(budget, "open")
 def open_command(
     output: Output,
     account: Account,
-    epsilon_cap: Annotated[float, typer.Option(help="Epsilon that all runs together may spend.", show_default=False)],
+    epsilon_cap: Annotated[float, typer.Option(help="Epsilon that all runs together may spend.")],
     delta: Annotated[float, typer.Option(help="Delta of the cap.")] = 1e-5,
     accountant: Annotated[
         AccountantName, typer.Option(help="Accountant: rdp for many runs, pld for one with a fixed plan.")
@@ -92,7 +93,7 @@ def open_command(
     ] = False,
     ledger: LedgerUrl = None,
     witness: Witness = None,
-) -> int:
+) -> None:
     """Open an account that runs may name; opening it again with the same terms changes nothing."""
     from raycloak.attestation.core.data_marks import DataMarks
     from raycloak.coordinator.ledger.cap_authority import load_authority
@@ -108,62 +109,67 @@ def open_command(
     terms = OpeningTerms(epsilon_cap, delta, accountant)
     with ledger_at(ledger, create=True, witness=witness) as books:
         books.open_account(account, terms, authority=key, data=data, also=also)
-        return _account(output, books, account)
+        _show(output, books, account)
 
 
-@budget.command("bind")
-@command
+@command(budget, "bind")
 def bind_command(
     output: Output,
     account: Account,
-    dataset: Annotated[
-        Path, typer.Option(metavar="CONFIG", help="Configuration of the data, with its new key.", show_default=False)
-    ],
+    dataset: Annotated[Path, typer.Option(metavar="CONFIG", help="Configuration of the data, with its new key.")],
     ledger: LedgerUrl = None,
     witness: Witness = None,
-) -> int:
+) -> None:
     """Let an account know its data also as CONFIG names it: under another fingerprint key, or after it moved."""
     data = _marks_of(dataset)
     with existing_ledger(ledger, witness) as books:
         books.add_data(account, data)
-        return _account(output, books, account)
+        _show(output, books, account)
 
 
-def _account(output: Output, ledger: "PrivacyLedger", *names: str) -> int:
+def _show(output: Output, ledger: "PrivacyLedger", *names: str) -> None:
     """Show accounts as they are now; a single one is the JSON itself."""
-    from raycloak.coordinator.cli.views.budget import accounts_view
-
     accounts = [account for account in ledger.view().accounts if account.name in names]
     shown = [_facts(account) for account in accounts]
     output.result(shown[0] if len(names) == 1 else {"accounts": shown}, accounts_view(accounts))
-    return 0
 
 
-@budget.command("key")
-@command
-def key_command(output: Output, ledger: LedgerUrl = None) -> int:
+def accounts_view(accounts: Iterable["AccountView"]) -> Table:
+    """Return the accounts, each with its runs below it, in a column that is wide enough for them in 80 columns."""
+    table = Table(title="Budget", title_justify="left", title_style="bold")
+    table.add_column("account, and its runs", overflow="fold")
+    for header in ("ε charged", "ε cap", "δ", "accountant"):
+        table.add_column(header, no_wrap=True)
+    for account in accounts:
+        spent = epsilon_text(account.spent_epsilon)
+        name = f"{account.name} (closed)" if account.closed else account.name
+        table.add_row(Text(name), spent, f"{account.epsilon_cap:g}", f"{account.delta:g}", account.accountant)
+        for run in account.runs:
+            others = (each for each in run.queries if each.query != "gradient")
+            marks = f"{', all prepaid' if run.prepaid else ''}{'' if run.private else ', NOT PRIVATE'}"
+            lines = [f"run {run.run_id}: {run.charged_steps} of {run.planned_steps}{marks}"]
+            lines += [f"{each.query}: {each.charged} of {each.planned}" for each in others]
+            if run.lease is not None:
+                renewed = datetime.fromtimestamp(run.lease.renewed_at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+                lines.append(f"held by instance {run.lease.fencing}, {run.lease.holder}, {renewed}")
+            table.add_row(Text("\n".join(f"  {line}" for line in lines)))
+    return table
+
+
+@command(budget, "key")
+def key_command(output: Output, ledger: LedgerUrl = None) -> None:
     """Show the public key of the ledger, which `data seal` names; a missing ledger is made."""
-    from raycloak.coordinator.console.tables import fields_table
-
     with ledger_at(ledger, create=True) as books:
-        key = books.public_key
-    output.result({"key": key}, fields_table("Ledger", [("key", key.hex())]))
-    return 0
+        output.show("Ledger", {"key": books.public_key})
 
 
-@budget.command("fingerprint")
-@command
-def fingerprint_command(output: Output, config: ConfigFile) -> int:
+@command(budget, "fingerprint")
+def fingerprint_command(output: Output, config: ConfigFile) -> None:
     """Compute the fingerprint of CONFIG's dataset: with its key, or from the header of a sealed one."""
-    from raycloak.coordinator.console.tables import fields_table
-
-    found = _marks_of(config).fingerprint
-    output.result({"fingerprint": found}, fields_table("Dataset", [("fingerprint", found.hex())]))
-    return 0
+    output.show("Dataset", {"fingerprint": _marks_of(config).fingerprint})
 
 
 def _marks_of(path: Path) -> "DataMarks":
-    from raycloak.coordinator.config.run import load_config
     from raycloak.coordinator.planning.references import descriptor
     from raycloak.workers.inputs.fingerprint import data_marks
 
@@ -178,39 +184,34 @@ def _marks_of(path: Path) -> "DataMarks":
     return data_marks(described, described.open_slices(path.parent), path.parent)
 
 
-@budget.command("keygen")
-@command
+@command(budget, "keygen")
 def keygen_command(
     output: Output,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="New private key file.", show_default=False)],
-) -> int:
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="New private key file.")],
+) -> None:
     """Make an authority's key pair: FILE stays with its owner, FILE.pub is named when an account is opened."""
-    from raycloak.coordinator.console.tables import fields_table
     from raycloak.coordinator.ledger.cap_authority import create_authority
 
     public, public_path = create_authority(file)
-    facts = {"name": public.name, "key": public.key.hex(), "private": str(file), "public": str(public_path)}
-    output.result(facts, fields_table("Authority", list(facts.items())))
-    return 0
+    facts = {"name": public.name, "key": public.key, "private": str(file), "public": str(public_path)}
+    output.show("Authority", facts)
 
 
-@budget.command("authorize")
-@command
+@command(budget, "authorize")
 def authorize_command(
     output: Output,
     account: Account,
-    epsilon_cap: Annotated[float, typer.Option(help="The higher cap.", show_default=False)],
-    key: Annotated[Path, typer.Option(metavar="FILE", help="Private key of the authority.", show_default=False)],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="New file with the authorisation.", show_default=False)],
+    epsilon_cap: Annotated[float, typer.Option(help="The higher cap.")],
+    key: Annotated[Path, typer.Option(metavar="FILE", help="Private key of the authority.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="New file with the authorisation.")],
     days: Annotated[float, typer.Option(help="Days for which the authorisation can be used.")] = 7.0,
     ledger: LedgerUrl = None,
     export: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Exported ledger to check and use in place of --ledger.")
     ] = None,
-) -> int:
+) -> None:
     """Sign one raise of an account's cap from its present value. With --export, no ledger is needed."""
     from raycloak.attestation.files.private import publish
-    from raycloak.coordinator.console.tables import fields_table
     from raycloak.coordinator.ledger.cap_authority import authorise, load_authority_key
 
     if ledger is not None and export is not None:
@@ -240,9 +241,7 @@ def authorize_command(
         raise file_error("authorisation", "write", out, error) from None
     if not is_new:
         raise ConfigError("out_exists", f"{out} already exists.", "Choose another name, or remove it.")
-    facts = {**change.model_dump(mode="json"), "out": str(out)}
-    output.result(facts, fields_table("Authorisation", [(name, str(value)) for name, value in facts.items()]))
-    return 0
+    output.show("Authorisation", {**change.model_dump(mode="json"), "out": str(out)})
 
 
 def _change(
@@ -279,47 +278,44 @@ def _change(
     return change, authority
 
 
-@budget.command("cap")
-@command
+@command(budget, "cap")
 def cap_command(
     output: Output,
     account: Account,
-    epsilon_cap: Annotated[float, typer.Option(help="The new cap.", show_default=False)],
+    epsilon_cap: Annotated[float, typer.Option(help="The new cap.")],
     authorisation: Annotated[
         Path | None, typer.Option(metavar="FILE", help="From `budget authorize`; a higher cap needs it.")
     ] = None,
     ledger: LedgerUrl = None,
     witness: Witness = None,
-) -> int:
+) -> None:
     """Lower the cap of an account, or raise it as its authority has signed."""
     from raycloak.coordinator.ledger.cap_authority import load_authorisation
 
     signed = load_authorisation(authorisation) if authorisation else None
     with existing_ledger(ledger, witness) as books:
         books.change_cap(account, epsilon_cap, signed)
-        return _account(output, books, account)
+        _show(output, books, account)
 
 
-@budget.command("transfer")
-@command
+@command(budget, "transfer")
 def transfer_command(
     output: Output,
-    source: Annotated[str, typer.Argument(help="Account that gives.", show_default=False)],
-    target: Annotated[str, typer.Argument(help="Account that receives.", show_default=False)],
-    epsilon: Annotated[float, typer.Option(help="Epsilon to move.", show_default=False)],
+    source: Annotated[str, typer.Argument(help="Account that gives.")],
+    target: Annotated[str, typer.Argument(help="Account that receives.")],
+    epsilon: Annotated[float, typer.Option(help="Epsilon to move.")],
     ledger: LedgerUrl = None,
     witness: Witness = None,
-) -> int:
+) -> None:
     """Move unspent epsilon between two accounts of one dataset; what both may spend together stays the same."""
     with existing_ledger(ledger, witness) as books:
         books.transfer(source, target, epsilon)
-        return _account(output, books, source, target)
+        _show(output, books, source, target)
 
 
-@budget.command("close")
-@command
-def close_command(output: Output, account: Account, ledger: LedgerUrl = None, witness: Witness = None) -> int:
+@command(budget, "close")
+def close_command(output: Output, account: Account, ledger: LedgerUrl = None, witness: Witness = None) -> None:
     """Close an account for good: nothing more is charged to it."""
     with existing_ledger(ledger, witness) as books:
         books.close_account(account)
-        return _account(output, books, account)
+        _show(output, books, account)

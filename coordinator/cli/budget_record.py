@@ -2,24 +2,24 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from raycloak.coordinator.cli.options import LedgerUrl, SomeAccount, Witness, command, hexadecimal, ledger_at
+from raycloak.coordinator.cli.options import LedgerUrl, SomeAccount, Witness, hexadecimal, ledger_at
+from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.console.output import Output
+from raycloak.coordinator.console.tables import columns_table
 from raycloak.metrics.errors import BudgetError, ConfigError
 
 if TYPE_CHECKING:
     from raycloak.coordinator.ledger.audit import AuditedChain
 
 
-@command
-def history_command(output: Output, account: SomeAccount = None, ledger: LedgerUrl = None) -> int:
+def history_command(output: Output, account: SomeAccount = None, ledger: LedgerUrl = None) -> None:
     """Check the ledger's whole chain, then list its entries, of one account or all."""
-    from raycloak.coordinator.cli.views.budget import history_view
-
     with ledger_at(ledger, create=False) as books:
         known = books.verify().accounts
         entries = books.history(account)
@@ -31,28 +31,40 @@ def history_command(output: Output, account: SomeAccount = None, ledger: LedgerU
         {"sequence": entry.sequence, "kind": entry.kind, **entry.event.model_dump(mode="json"), "hash": entry.hash}
         for entry in entries
     ]
-    output.result({"verified": True, "entries": records}, history_view(entries))
-    return 0
+    rows = []
+    for entry in entries:
+        fields = entry.event.model_dump()
+        charged = fields.get("charged_epsilon")
+        rows.append(
+            (
+                str(entry.sequence),
+                datetime.fromtimestamp(entry.event.recorded_at, UTC).isoformat(timespec="seconds"),
+                entry.kind.replace("_", " "),
+                fields.get("run_id") or fields.get("account") or f"{fields['source']} to {fields['target']}",
+                fields.get("query", ""),
+                str(fields.get("step", "")),
+                "" if charged is None else epsilon_text(charged),
+                entry.hash.hex()[:16],
+            )
+        )
+    headers = ("entry", "time", "event", "run or account", "query", "step", "ε after it", "hash")
+    view = columns_table("Ledger (chain verified)", headers, rows)
+    output.result({"verified": True, "entries": records}, view)
 
 
-@command
 def export_command(
     output: Output,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="New file of JSON lines.", show_default=False)],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="New file of JSON lines.")],
     ledger: LedgerUrl = None,
-) -> int:
+) -> None:
     """Check the ledger, then write its whole chain to FILE; `verify --export` needs FILE alone."""
-    from raycloak.coordinator.console.tables import fields_table
-
     with ledger_at(ledger, create=False) as books:
         head = books.export(file)
-        key = books.public_key.hex()
-    facts = {"file": str(file), "entries": head.sequence, "head": head.hash.hex(), "public_key": key}
-    output.result(facts, fields_table("Exported ledger", [(name, str(value)) for name, value in facts.items()]))
-    return 0
+        key = books.public_key
+    facts = {"file": str(file), "entries": head.sequence, "head": head.hash, "public_key": key}
+    output.show("Exported ledger", facts)
 
 
-@command
 def verify_command(
     output: Output,
     ledger: LedgerUrl = None,
@@ -70,12 +82,11 @@ def verify_command(
         Path | None, typer.Option(metavar="DIR", help="Folder of run directories; default: the one in RAYCLOAK_HOME.")
     ] = None,
     witness: Witness = None,
-) -> int:
+) -> None:
     """Check every entry of the ledger, and compare it with its heads in packages, evidence logs and its witness.
 
     Writes nothing. Exit code 3 if an entry was changed, dropped, moved or rolled back; it is named.
     """
-    from raycloak.coordinator.cli.views.budget import verified_view
     from raycloak.coordinator.config.home import home as state_folder
     from raycloak.coordinator.runs.rollback import check_pins, log_pins, package_pins, require_key, witness_pins
 
@@ -93,6 +104,7 @@ def verify_command(
         ]
         check_pins(pins, hash_at)
     used = [pin for pin in pins if not pin.unusable]
+    covered = max((pin.newest for pin in used), default=0)
     facts = {
         "verified": True,
         "entries": audited.head.sequence,
@@ -100,7 +112,7 @@ def verify_command(
         "public_key": key,
         "accounts": len(audited.accounts),
         "runs": len(audited.runs),
-        "rollback_covered_to": max((pin.newest for pin in used), default=0),
+        "rollback_covered_to": covered,
         "checked": [
             {"kind": pin.kind, "source": pin.source, "heads": len(pin.heads), "newest": pin.newest} for pin in used
         ],
@@ -108,8 +120,16 @@ def verify_command(
             {"kind": pin.kind, "source": pin.source, "reason": pin.unusable} for pin in pins if pin.unusable
         ],
     }
-    output.result(facts, verified_view(facts))
-    return 0
+    held = f"{audited.head.sequence} entries of {len(audited.accounts)} accounts and {len(audited.runs)} runs"
+    rows = [
+        ("chain", f"{held}, all signatures valid"),
+        ("head", audited.head.hash.hex()),
+        ("public key", key.hex()),
+        ("rollback", f"noticed up to entry {covered}" if covered else "NOT COVERED: no head kept elsewhere"),
+        *((pin.kind, f"{len(pin.heads)} heads in {pin.source}, all in the chain") for pin in used),
+        *(("not checked", f"{pin.kind} {pin.source}: {pin.unusable}") for pin in pins if pin.unusable),
+    ]
+    output.show("Ledger (verified)", facts, rows)
 
 
 @contextmanager

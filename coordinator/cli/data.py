@@ -1,5 +1,7 @@
 """The commands ``raycloak data``: building, checking and sealing examples before they leave their owner."""
 
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -7,18 +9,18 @@ import typer
 
 from raycloak.coordinator.cli.options import ConfigFile, Overrides, command, hexadecimal
 from raycloak.coordinator.config.run import load_config
+from raycloak.coordinator.console.figures import size_text
 from raycloak.coordinator.console.output import Output
 from raycloak.coordinator.runs.progress import waiting
 from raycloak.metrics.errors import ConfigError
 
 if TYPE_CHECKING:
-    from raycloak.coordinator.planning.data_check import Checked, DataReport
+    from raycloak.coordinator.planning.data_check import Checked
 
 data = typer.Typer(help="Data: build a dataset, check it, and encrypt it so that only attested workers open it.")
 
 
-@data.command("build")
-@command
+@command(data, "build")
 def build_command(
     output: Output,
     config: ConfigFile,
@@ -26,7 +28,7 @@ def build_command(
         Literal["training", "evaluation"], typer.Option(help="Build CONFIG's dataset, or its evaluation.dataset.")
     ] = "training",
     overrides: Overrides = None,
-) -> int:
+) -> None:
     """Run the pipeline of CONFIG's dataset (kind ray_data) for its owner, and write its rows to the dataset's path.
 
     It starts a Ray of its own, on this machine, and holds the examples there in the clear.
@@ -41,7 +43,6 @@ def build_command(
     assert dataset.function is not None, "kind ray_data comes with a function"
     assert dataset.path is not None, "kind ray_data comes with a path"
     from raycloak.coordinator.cluster.pipelines import build_folder
-    from raycloak.coordinator.console.tables import fields_table
     from raycloak.workers.inputs.user_code import telling
 
     folder = (config.parent / dataset.path).resolve()
@@ -53,8 +54,8 @@ def build_command(
         "rows": index.rows,
         "files": len(index.files),
         "function": index.function,
-        "code_digest": index.code.hex(),
-        "manifest_digest": index.made_by().hex(),
+        "code_digest": index.code,
+        "manifest_digest": index.made_by(),
     }
     rows = [
         ("folder", f"{folder}: in the clear, for its owner alone"),
@@ -62,21 +63,16 @@ def build_command(
         ("pipeline", f"{index.function}, code {index.code.hex()}"),
         ("in the manifest", index.made_by().hex()),
     ]
-    output.result(facts, fields_table("Built data (PRIVATE)", rows))
-    return 0
+    output.show("Built data (PRIVATE)", facts, rows)
 
 
-@data.command("check")
-@command
+@command(data, "check")
 def check_command(output: Output, config: ConfigFile, overrides: Overrides = None) -> int:
     """Read all examples of CONFIG for their owner: NaN, wrong labels, duplicates. What it prints is private.
 
     Exit code 2 if a run should not train on them. Otherwise the check is recorded for runs on this machine, if the
     dataset has a fingerprint_key.
     """
-    from dataclasses import asdict
-
-    from raycloak.coordinator.console.tables import fields_table
     from raycloak.coordinator.planning.data_check import check_data
 
     given = load_config(config, overrides)
@@ -87,71 +83,54 @@ def check_command(output: Output, config: ConfigFile, overrides: Overrides = Non
         **asdict(report),
         "problems": report.problems,
         "cautions": report.cautions,
-        "fingerprint": checked.fingerprint.hex() or None,
-        "recorded": checked.digest.hex() or None,
+        "fingerprint": checked.fingerprint or None,
+        "recorded": checked.digest or None,
     }
-    output.result(facts, fields_table("Data check (PRIVATE: exact counts over the examples)", _rows(checked)))
+    output.show("Data check (PRIVATE: exact counts over the examples)", facts, _rows(checked))
     return ConfigError.exit_code if report.problems else 0
 
 
-def _rows(checked: "Checked") -> list[tuple[str, str]]:
-    """Return what the owner of data is told about it."""
+def _rows(checked: "Checked") -> Iterator[tuple[str, str]]:
+    """Yield what the owner of data is told about it."""
     report = checked.report
     label_range = "none" if report.label_range is None else "{:g} to {:g}".format(*report.label_range)
     classes = f", of {report.classes} classes" if report.classes is not None else ""
+    yield "examples", f"{report.examples:,}"
+    yield "features", checked.features
+    yield "labels", f"{list(report.label_shape)} {report.label_dtype}, {label_range}{classes}"
+    yield "NaN or infinite", _counted(report.not_finite, "examples", report.not_finite_shown)
+    known = _counted(report.labels_outside, "examples", report.labels_outside_shown)
+    yield "labels outside", "no classes are known" if report.classes is None else known
+    if report.vocabulary is not None or report.ids_outside:
+        yield "ids outside", _counted(report.ids_outside, "examples", report.ids_outside_shown)
+    yield "duplicates", f"{report.duplicates:,} examples equal an earlier one"
     overlap = report.evaluation_overlap
+    yield "also evaluated on", "no evaluation split" if overlap is None else f"{overlap:,} examples"
+    yield "constant features", _counted(report.constant_features, "positions", report.constant_shown)
+    if report.cut is not None:
+        yield "cut texts", f"{report.cut:,} examples"
+    yield from (("PROBLEM", problem) for problem in report.problems)
+    yield from (("caution", caution) for caution in report.cautions)
     if report.problems:
-        recorded = "no: run it again when the problems are mended"
+        yield "recorded", "no: run it again when the problems are mended"
     elif checked.digest:
-        recorded = f"{checked.digest.hex()}, for data of the fingerprint {checked.fingerprint.hex()}"
+        yield "recorded", f"{checked.digest.hex()}, for data of the fingerprint {checked.fingerprint.hex()}"
     else:
-        recorded = "no: without a dataset.fingerprint_key no run knows that its data is this"
-    return [
-        ("examples", f"{report.examples:,}"),
-        ("features", checked.features),
-        ("labels", f"{list(report.label_shape)} {report.label_dtype}, {label_range}{classes}"),
-        ("NaN or infinite", _void_text(report.not_finite, report.not_finite_shown)),
-        (
-            "labels outside",
-            "no classes are known"
-            if report.classes is None
-            else _void_text(report.labels_outside, report.labels_outside_shown),
-        ),
-        *(
-            [("ids outside", _void_text(report.ids_outside, report.ids_outside_shown))]
-            if report.vocabulary is not None or report.ids_outside
-            else []
-        ),
-        ("duplicates", f"{report.duplicates:,} examples equal an earlier one"),
-        ("also evaluated on", "no evaluation split" if overlap is None else f"{overlap:,} examples"),
-        ("constant features", _constant_text(report)),
-        *([("cut texts", f"{report.cut:,} examples")] if report.cut is not None else []),
-        *(("PROBLEM", problem) for problem in report.problems),
-        *(("caution", caution) for caution in report.cautions),
-        ("recorded", recorded),
-    ]
+        yield "recorded", "no: without a dataset.fingerprint_key no run knows that its data is this"
 
 
-def _void_text(count: int, shown: tuple[int, ...]) -> str:
+def _counted(count: int, what: str, shown: tuple[int, ...]) -> str:
+    """Return a count, and the first of the places that it counts."""
     more = f" and {count - len(shown):,} more" if count > len(shown) else ""
-    return f"{count:,} examples" + (f": {', '.join(map(str, shown))}{more}" if shown else "")
+    return f"{count:,} {what}" + (f": {', '.join(map(str, shown))}{more}" if shown else "")
 
 
-def _constant_text(report: "DataReport") -> str:
-    more = report.constant_features - len(report.constant_shown)
-    shown = ", ".join(map(str, report.constant_shown)) + (f" and {more:,} more" if more else "")
-    return f"{report.constant_features:,} positions{': ' if shown else ''}{shown}"
-
-
-@data.command("seal")
-@command
+@command(data, "seal")
 def seal_command(
     output: Output,
     config: ConfigFile,
-    key: Annotated[
-        Path, typer.Option(metavar="FILE", help="Key of the data owner; made if missing.", show_default=False)
-    ],
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="New folder.", show_default=False)],
+    key: Annotated[Path, typer.Option(metavar="FILE", help="Key of the data owner; made if missing.")],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="New folder.")],
     part: Annotated[
         Literal["training", "evaluation"], typer.Option(help="Seal CONFIG's dataset, or its evaluation.dataset.")
     ] = "training",
@@ -163,17 +142,13 @@ def seal_command(
         float | None, typer.Option(metavar="Z", help="Least noise multiplier of all that a run releases.")
     ] = None,
     overrides: Overrides = None,
-) -> int:
+) -> None:
     """Encrypt examples of CONFIG, one slice per virtual worker, for CONFIG's policy.
 
     Training data needs --ledger-key, --account and --least-noise: only runs that state them get its keys.
     """
-    demanded = ledger_key, account, least_noise
-    from raycloak.coordinator.console.figures import size_text
-    from raycloak.coordinator.console.tables import fields_table
     from raycloak.coordinator.planning.sealing import SealTerms, seal_for
 
-    ledger_key, account, least_noise = demanded
     terms = SealTerms.of(part, hexadecimal(ledger_key), account, least_noise)
     given = load_config(config, overrides)
     with waiting(output.progress, "encrypting all examples"):
@@ -186,9 +161,9 @@ def seal_command(
         "key_file": str(key),
         "slices": header.virtual_workers,
         "bytes": cipher_bytes,
-        "policy_digest": header.policy_digest.hex(),
+        "policy_digest": header.policy_digest,
         "simulated": simulated,
-        "fingerprint": header.digest().hex(),
+        "fingerprint": header.digest(),
         "demand": header.demand.model_dump(mode="json") if header.demand else None,
     }
     rows = [
@@ -205,7 +180,4 @@ def seal_command(
         # A name that is still free could be opened by anybody who sees this header, with any cap.
         opening = f"raycloak budget open {demand.account} --epsilon-cap E --fingerprint {header.digest().hex()}"
         rows.append(("open first", f"before anybody else gets the folder: {opening}"))
-    output.result(
-        facts, fields_table("Sealed data (SIMULATED evidence opens it)" if simulated else "Sealed data", rows)
-    )
-    return 0
+    output.show("Sealed data (SIMULATED evidence opens it)" if simulated else "Sealed data", facts, rows)

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raycloak.attestation.attester.tsm import TSM_REMEDY, TSM_REPORTS, tee_nodes
-from raycloak.coordinator.cluster.local_ray import check_temp, temp_folder
+from raycloak.coordinator.cluster.ray_checks import check_temp, temp_folder
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.secret_variables import SECRET_VARIABLES
 from raycloak.coordinator.ledger.location import check_file_system, file_system, mounts

@@ -9,29 +9,26 @@ from typing import Annotated, Literal
 
 import typer
 
-from raycloak.coordinator.cli.options import command
 from raycloak.coordinator.console.output import Output
 from raycloak.metrics.errors import ConfigError
 from raycloak.metrics.file_errors import file_error
 
 Template = Literal["tabular", "image", "text", "lora"]
-TEMPLATES: tuple[Template, ...] = ("tabular", "image", "text", "lora")
 FILES = ("config.yaml", "project.py", "README.md")
 
-_SOURCES = Path(__file__).parent / "templates"
-_NEED_HF = ("text", "lora")
 
-
-@command
 def init_command(
     output: Output,
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="New or empty folder.", show_default=False)],
-    template: Annotated[str, typer.Option(help="tabular, image, text or lora.", show_default=False)],
-) -> int:
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="New or empty folder.")],
+    template: Annotated[Template, typer.Option(help="tabular, image, text or lora.")],
+) -> None:
     """Write a project of three files that trains on tiny public data at once, to be changed into your own."""
-    from raycloak.coordinator.console.tables import fields_table
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError("folder_not_empty", f"{folder} exists and is not empty.", "Name a new folder.")
+    if template in ("text", "lora"):
+        from raycloak.workers.inputs.hub_files import require_libraries
 
-    _check(folder, template)
+        require_libraries()
     write_project(folder, template)
     made = sorted(str(path.relative_to(folder)) for path in folder.iterdir() if path.name not in FILES)
     rows = [
@@ -42,22 +39,10 @@ def init_command(
         ("", "raycloak plan config.yaml"),
         ("", "raycloak run config.yaml"),
     ]
-    output.result({"folder": folder, "files": FILES, "data": made}, fields_table(f"Project ({template})", rows))
-    return 0
+    output.show(f"Project ({template})", {"folder": folder, "files": FILES, "data": made}, rows)
 
 
-def _check(folder: Path, template: str) -> None:
-    if template not in TEMPLATES:
-        raise ConfigError("usage", f"there is no template '{template}'.", f"Templates: {', '.join(TEMPLATES)}.")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError("folder_not_empty", f"{folder} exists and is not empty.", "Name a new folder.")
-    if template in _NEED_HF:
-        from raycloak.workers.inputs.hub_files import require_libraries
-
-        require_libraries()
-
-
-def write_project(folder: Path, template: str) -> None:
+def write_project(folder: Path, template: Template) -> None:
     """Write the files of ``template`` into ``folder``, and the data that its ``prepare`` makes.
 
     Raises:
@@ -68,7 +53,7 @@ def write_project(folder: Path, template: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in FILES:
-            shutil.copyfile(_SOURCES / template / name, folder / name)
+            shutil.copyfile(Path(__file__).parent / "templates" / template / name, folder / name)
         resolve("project:prepare", folder)()
     except OSError as error:
         raise file_error("folder", "write", folder, error) from None

@@ -5,16 +5,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.text import Text
 
 from raycloak.coordinator.cli.options import Overrides, command
 from raycloak.coordinator.console.output import Output
+from raycloak.coordinator.console.tables import columns_table
 from raycloak.coordinator.runs.progress import waiting
 from raycloak.metrics.errors import ModelError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from raycloak.workers.gradients.model_report import LayerReport, ModelReport
+    from raycloak.workers.gradients.model_report import LayerReport
 
 model = typer.Typer(help="Models: what of them can be trained, layer by layer.")
 
@@ -24,13 +24,12 @@ def _group() -> None:
     """Keep this a group of commands while it has only one."""
 
 
-@model.command("check")
-@command
+@command(model, "check")
 def check_command(
     output: Output,
     target: Annotated[
         str,
-        typer.Argument(metavar="MODEL", help="YAML file of a run, or module:function.", show_default=False),
+        typer.Argument(metavar="MODEL", help="YAML file of a run, or module:function."),
     ],
     overrides: Overrides = None,
 ) -> int:
@@ -54,29 +53,24 @@ def check_command(
         "notes": notes,
         "layers": [asdict(layer) for layer in report.layers],
     }
-    output.result(facts, _table(report, notes))
+    said = "" if report.was_run else ", judged by types alone: give a configuration to run it"
+    rows: list[tuple[str | Text, ...]] = [
+        (
+            layer.name,
+            layer.kind,
+            Text(layer.status, style="bold red" if layer.status == "refused" else ""),
+            f"{layer.parameters:,}" if layer.parameters else "",
+            advice(layer),
+        )
+        for layer in report.layers
+    ]
+    headers = ("layer", "type", "status", "trained", "why, and the line that mends it")
+    rows.append(("all", "", "", f"{report.trained:,}", " ".join(notes)))
+    output.result(facts, columns_table(f"Model ({len(report.refused)} refused{said})", headers, rows))
     return ModelError.exit_code if report.refused else 0
 
 
-def _table(report: "ModelReport", notes: tuple[str, ...]) -> "Table":
-    from rich.table import Table
-    from rich.text import Text
-
-    said = "" if report.was_run else ", judged by types alone: give a configuration to run it"
-    table = Table(title=f"Model ({len(report.refused)} refused{said})", title_justify="left", title_style="bold")
-    for header in ("layer", "type", "status", "trained", "why, and the line that mends it"):
-        table.add_column(header, overflow="fold")
-    for layer in report.layers:
-        style = "bold red" if layer.status == "refused" else ""
-        shown = f"{layer.parameters:,}" if layer.parameters else ""
-        table.add_row(Text(layer.name), layer.kind, Text(layer.status, style=style), shown, Text(_advice(layer)))
-    table.add_row("all", "", "", f"{report.trained:,}", Text(" ".join(notes)))
-    return table
-
-
-def _advice(layer: "LayerReport") -> str:
+def advice(layer: "LayerReport") -> str:
+    """Return why a layer is refused, and what mends it; an in-place activation, for example, is no reason to refuse."""
     mends = f"raycloak.fix(model): {layer.mechanical}." if layer.mechanical else layer.remedy
-    if layer.status != "refused":
-        # An in-place activation, for example, is no reason to refuse.
-        return mends
-    return f"{layer.reason} {mends}"
+    return f"{layer.reason} {mends}" if layer.status == "refused" else mends

@@ -18,13 +18,13 @@ from raycloak.metrics.errors import ConfigError, RaycloakError, is_out_of_memory
 if TYPE_CHECKING:
     from raycloak.coordinator.ledger.ledger import PrivacyLedger
 
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.", show_default=False)]
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a dotted key; may be repeated.")
 ]
 RunName = Annotated[
     str,
-    typer.Argument(metavar="RUN", help="Run directory, run name, beginning of an id, or 'last'.", show_default=False),
+    typer.Argument(metavar="RUN", help="Run directory, run name, beginning of an id, or 'last'."),
 ]
 RUN_OR_OTHER = "run: directory, name, beginning of an id, or 'last'"
 _FLAGS = {
@@ -34,49 +34,54 @@ _FLAGS = {
 """The options of every command."""
 
 
-def command(body: Callable[..., int]) -> Callable[..., NoReturn]:
-    """Make a command of a function whose first parameter is the output: typer sees the others, --json and --debug.
+def command(
+    group: typer.Typer, name: str | None = None
+) -> Callable[[Callable[..., int | None]], Callable[..., NoReturn]]:
+    """Add a function whose first parameter is the output to a group: typer sees the others, --json and --debug.
 
-    It runs with the standard streams owned by the command, and every outcome becomes an exit code. Its memory is closed
-    to other processes: almost every command has a key in it, if only the ledger's.
+    It returns its exit code, or None for 0. It runs with the standard streams owned by the command, and every outcome
+    becomes an exit code. Its memory is closed to other processes: almost every command has a key in it, if only the
+    ledger's.
     """
 
-    @wraps(body)
-    def run(*, as_json: bool, debug: bool, **options: Any) -> NoReturn:
-        with command_output(as_json, debug) as output:
-            code = _guard(output, lambda output: body(output, **options))
-        raise typer.Exit(code)
+    def added(body: Callable[..., int | None]) -> Callable[..., NoReturn]:
+        @wraps(body)
+        def run(*, as_json: bool, debug: bool, **options: Any) -> NoReturn:
+            with command_output(as_json, debug) as output:
+                code = _guard(output, lambda output: body(output, **options))
+            raise typer.Exit(code)
 
-    _, *own = inspect.signature(body).parameters.values()
-    kind = inspect.Parameter.KEYWORD_ONLY
-    flags = (inspect.Parameter(name, kind, default=False, annotation=each) for name, each in _FLAGS.items())
-    run.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]
-    run.__annotations__ = {each.name: each.annotation for each in own} | _FLAGS
-    return run
+        _, *own = inspect.signature(body).parameters.values()
+        kind = inspect.Parameter.KEYWORD_ONLY
+        flags = (inspect.Parameter(flag, kind, default=False, annotation=each) for flag, each in _FLAGS.items())
+        run.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in own} | _FLAGS
+        return group.command(name)(run)
+
+    return added
 
 
-def _guard(output: Output, body: Callable[[Output], int]) -> int:
+def _guard(output: Output, body: Callable[[Output], int | None]) -> int:
     try:
         keep_memory_private()
-        return body(output)
+        return body(output) or 0
     except RaycloakError as error:
         output.error(error)
         return error.exit_code
     except KeyboardInterrupt as error:
-        output.error(
-            RaycloakError(
-                "interrupted", "stopped by the user.", "What was charged stays charged; resume a run with --resume."
-            ),
-            error,
-        )
-        return RaycloakError.exit_code
+        message, remedy = "stopped by the user.", "What was charged stays charged; resume a run with --resume."
+        output.error(RaycloakError("interrupted", message, remedy), error)
     except Exception as error:  # noqa: BLE001 - the last resort: a defect still ends in one line
         # A mistyped size asks for more than there is; a trace would not say so.
         if is_out_of_memory(error):
             output.error(RaycloakError("out_of_memory", "there is not enough memory for that.", "Ask for less."), error)
         else:
             output.unexpected(error)
-        return RaycloakError.exit_code
+    return RaycloakError.exit_code
+
+
+LOOK_S = 0.5
+"""How soon a failed record ends a command that serves; a signal ends its wait at once."""
 
 
 @contextmanager
@@ -115,7 +120,7 @@ def run_or_path(named: str) -> Path:
 SmallEpsilon = Annotated[
     bool, typer.Option("--yes", help="Yes, an epsilon below 0.1 is meant: data keeps the account of its first run.")
 ]
-Account = Annotated[str, typer.Argument(help="Name of the account.", show_default=False)]
+Account = Annotated[str, typer.Argument(help="Name of the account.")]
 SomeAccount = Annotated[str | None, typer.Argument(help="Name of an account; default: all.")]
 LedgerUrl = Annotated[str | None, typer.Option(help="URL of the ledger; default: the one in RAYCLOAK_HOME.")]
 Witness = Annotated[

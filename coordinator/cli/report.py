@@ -5,18 +5,17 @@ from typing import Annotated
 
 import typer
 
-from raycloak.coordinator.cli.options import RunName, command
+from raycloak.coordinator.cli.options import RunName
 from raycloak.coordinator.console.output import Output
 from raycloak.metrics.errors import ConfigError
 
 
-@command
 def report_command(
     to: Output,
     run: RunName,
     output: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The page; default: report.html in the run directory.", show_default=False),
+        typer.Option(metavar="FILE", help="The page; default: report.html in the run directory."),
     ] = None,
     pdf: Annotated[bool, typer.Option("--pdf", help="Also print it as PDF beside it; needs Chromium.")] = False,
     eu_ai_act: Annotated[
@@ -25,9 +24,8 @@ def report_command(
     model_card: Annotated[
         bool, typer.Option("--model-card", help="Also write a model card for the Hugging Face hub beside it.")
     ] = False,
-) -> int:
+) -> None:
     """Write the record of a run as one page: verdict, curves, evidence, incidents, limits. Reads the run alone."""
-    from raycloak.coordinator.console.tables import fields_table
     from raycloak.coordinator.record.run_list import find_run
     from raycloak.coordinator.report.document import write_report
     from raycloak.coordinator.report.model_card import write_card
@@ -45,5 +43,4 @@ def report_command(
         written["pdf"] = print_pdf(page, page.with_suffix(".pdf"))
     if model_card:
         written["model_card"] = write_card(run_dir, page.with_name(f"{page.stem}-model-card.md"))
-    to.result(written, fields_table("Report", [(name.replace("_", " "), str(path)) for name, path in written.items()]))
-    return 0
+    to.show("Report", written)

@@ -21,8 +21,7 @@ T = TypeVar("T")
 runs = typer.Typer(help="The runs in RAYCLOAK_HOME: all of them, one in full, several beside each other.")
 
 
-@runs.command("list")
-@command
+@command(runs, "list")
 def list_command(
     output: Output,
     name: Annotated[
@@ -31,7 +30,7 @@ def list_command(
     status: Annotated[
         str | None, typer.Option(metavar="STATUS", help="Only runs in this state, such as running or killed.")
     ] = None,
-) -> int:
+) -> None:
     """List the runs, the newest last: status, steps, ε, result, evidence and account."""
     from raycloak.coordinator.cli.views.runs import STATE_NOTES, RunsTable
     from raycloak.coordinator.config.home import home_path
@@ -45,19 +44,16 @@ def list_command(
     if status is not None:
         found = [each for each in found if isinstance(each, RunSummary) and each.state == status]
     output.result({"runs": [asdict(each) for each in found]}, RunsTable(found, home_path() / "runs", time.time()))
-    return 0
 
 
-@runs.command("show")
-@command
-def show_command(output: Output, run: RunName) -> int:
+@command(runs, "show")
+def show_command(output: Output, run: RunName) -> None:
     """Show one run in full: digests, terms, verdict, measurements and incidents."""
     from raycloak.coordinator.cli.views.runs import run_view
     from raycloak.coordinator.record.run_list import find_run
 
     facts, course = _facts(find_run(run))
     output.result(facts, run_view(facts, course))
-    return 0
 
 
 def _facts(path: Path) -> tuple[dict[str, Any], "RunCourse"]:
@@ -108,17 +104,14 @@ def _facts(path: Path) -> tuple[dict[str, Any], "RunCourse"]:
     return facts, course
 
 
-@runs.command("compare")
-@command
+@command(runs, "compare")
 def compare_command(
     output: Output,
     names: Annotated[
         list[str],
-        typer.Argument(
-            metavar="RUN RUN...", help="Run directories, names, beginnings of ids, or 'last'.", show_default=False
-        ),
+        typer.Argument(metavar="RUN RUN...", help="Run directories, names, beginnings of ids, or 'last'."),
     ],
-) -> int:
+) -> None:
     """Set runs beside each other: what differs in their configurations and results, and whether bytes are the same."""
     from raycloak.coordinator.cli.views.runs import comparison_view
     from raycloak.coordinator.record.run_comparison import compare
@@ -138,4 +131,3 @@ def compare_command(
         "cautions": found.cautions,
     }
     output.result(facts, comparison_view(found))
-    return 0

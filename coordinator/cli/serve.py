@@ -10,7 +10,7 @@ import typer
 
 from raycloak.attestation.core.private_memory import keep_memory_private
 from raycloak.attestation.processes.channel import Channel
-from raycloak.coordinator.cli.options import command, ended_by_signals
+from raycloak.coordinator.cli.options import LOOK_S, ended_by_signals
 from raycloak.coordinator.client.local_service import Listening
 from raycloak.coordinator.console.output import Output
 from raycloak.coordinator.quick_imports import quickly
@@ -19,61 +19,42 @@ from raycloak.metrics.errors import ConfigError, RunFailedError
 if TYPE_CHECKING:
     from raycloak.coordinator.service.service import TrainingServiceFacts
 
-# How soon a failed store ends the command; a signal ends the wait at once.
-_LOOK_S = 0.5
 
-
-@command
 def serve_command(
     output: Output,
-    config: Annotated[
-        Path | None, typer.Argument(metavar="CONFIG", help="YAML file of the service.", show_default=False)
-    ] = None,
+    config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="YAML file of the service.")] = None,
     base: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR", help="Folder that relative paths start from; default: CONFIG's.", show_default=False
-        ),
+        typer.Option(metavar="DIR", help="Folder that relative paths start from; default: CONFIG's."),
     ] = None,
     token: Annotated[bool, typer.Option("--token", help="Instead make a token, and show it this once.")] = False,
-) -> int:
+) -> None:
     """Train for clients over gRPC until SIGTERM or Ctrl-C; first prints where it listens.
 
     At the end each run stops after its step; the next start goes on with it.
     """
-    return _token(output, config) if token else _said(output, config, base)
+    if token:
+        if config is not None:
+            raise ConfigError("usage", "--token takes no CONFIG.", "Add the line that it prints to a tenant there.")
+        from raycloak.coordinator.service.tenants import new_token
+
+        made, digest = new_token()
+        rows = [("token, for the client", made), ("line of token_sha256", f'{{sha256: "{digest}"}}')]
+        output.show("Token; it is shown this once", {"token": made, "sha256": digest}, rows)
+    elif config is None:
+        raise ConfigError("usage", "no CONFIG is given.", "Name the YAML file of the service, or give --token.")
+    else:
+        _serve(
+            config,
+            base,
+            lambda facts: output.show(f"Training service ({facts.evidence} evidence)", asdict(facts)),
+        )
 
 
 def serve_parent(parent: Channel, config: str, base: str) -> None:
     """Serve the program that this process is a child of, and tell it where; see `LocalService`."""
     keep_memory_private()
     _serve(Path(config), Path(base), lambda facts: parent.send(Listening(address=facts.address)))
-
-
-def _token(output: Output, config: Path | None) -> int:
-    from raycloak.coordinator.console.tables import fields_table
-    from raycloak.coordinator.service.tenants import new_token
-
-    if config is not None:
-        raise ConfigError("usage", "--token takes no CONFIG.", "Add the line that it prints to a tenant there.")
-    made, digest = new_token()
-    line = f'{{sha256: "{digest}"}}'
-    rows = [("token, for the client", made), ("line of token_sha256", line)]
-    output.result({"token": made, "sha256": digest}, fields_table("Token; it is shown this once", rows))
-    return 0
-
-
-def _said(output: Output, path: Path | None, base: Path | None) -> int:
-    from raycloak.coordinator.console.tables import fields_table
-
-    def say(facts: "TrainingServiceFacts") -> None:
-        rows = [(name.replace("_", " "), str(value)) for name, value in asdict(facts).items()]
-        output.result(asdict(facts), fields_table(f"Training service ({facts.evidence} evidence)", rows))
-
-    if path is None:
-        raise ConfigError("usage", "no CONFIG is given.", "Name the YAML file of the service, or give --token.")
-    _serve(path, base, say)
-    return 0
 
 
 def _serve(path: Path, base: Path | None, announce: "Callable[[TrainingServiceFacts], None]") -> None:
@@ -90,7 +71,7 @@ def _serve(path: Path, base: Path | None, announce: "Callable[[TrainingServiceFa
     with ended_by_signals() as ended:
         with TrainingService(settings, base) as service:
             announce(service.facts)
-            while not ended.wait(_LOOK_S) and service.failure is None:
+            while not ended.wait(LOOK_S) and service.failure is None:
                 pass
         failure = service.failure
     if failure is not None:

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raycloak.coordinator.cli.options import RunName, command
+from raycloak.coordinator.cli.options import RunName
 from raycloak.coordinator.console.output import Output
 from raycloak.metrics.errors import ConfigError
 
@@ -24,8 +24,7 @@ EVERY_S = 0.5
 """Seconds between two looks: an eye reads no faster, and a look costs a millisecond."""
 
 
-@command
-def top_command(output: Output, run: RunName) -> int:
+def top_command(output: Output, run: RunName) -> None:
     """Watch a run: ε against its plan, accuracy, members, phase times, rate and time left; q ends. Reads files only."""
     from raycloak.coordinator.cli.views.top import TopView
     from raycloak.coordinator.record.run_list import find_run
@@ -35,7 +34,6 @@ def top_command(output: Output, run: RunName) -> int:
     if output.terminal is not None and snapshot.is_live:
         snapshot = _live(output.terminal, watch, snapshot)
     output.result(facts(snapshot), TopView(snapshot))
-    return 0
 
 
 def _live(console: "Console", watch: "RunWatch", snapshot: "TopSnapshot") -> "TopSnapshot":

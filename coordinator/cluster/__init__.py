@@ -1,7 +1,7 @@
 """The wiring on Ray: actors, placement, and how a call to an actor waits, fails and is repeated.
 
-Doors: actors, backend, calls, control, local_ray, machine_names, node_evidence, pipelines, placement, process_table,
-ray_address, ray_backend, ray_calls, ray_control, remote, tuning.
+Doors: actors, backend, calls, control, pipelines, placement, platform_actor, processes, ray_backend, ray_calls,
+ray_checks, ray_control, remote, tuning.
 
 May import: `evidence`, `record` and the rooms below; `workers`, `attestation`, `metrics`.
 """

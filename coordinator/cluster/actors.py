@@ -15,9 +15,9 @@ Rules of every actor:
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
@@ -32,14 +32,11 @@ from raycloak.coordinator.cluster.backend import ActorLost
 from raycloak.coordinator.cluster.calls import Reference
 from raycloak.coordinator.cluster.gpu_actor import NodeGpus
 from raycloak.coordinator.cluster.ledger_actor import LedgerActor
-from raycloak.coordinator.cluster.local_ray import check_temp, start_failed
-from raycloak.coordinator.cluster.machine_names import MACHINE_LABEL, machine_name
-from raycloak.coordinator.cluster.node_evidence import NodeEvidenceSource
 from raycloak.coordinator.cluster.orchestrator_actor import OrchestratorActor
-from raycloak.coordinator.cluster.platform_actor import NodePlatform
-from raycloak.coordinator.cluster.processes import nvml_missing, own_node
-from raycloak.coordinator.cluster.ray_address import check_address, unreachable
+from raycloak.coordinator.cluster.platform_actor import NodeEvidenceSource, NodePlatform
+from raycloak.coordinator.cluster.processes import MACHINE_LABEL, machine_name, nvml_missing, own_node
 from raycloak.coordinator.cluster.ray_calls import ask, ask_process, fetch, wait
+from raycloak.coordinator.cluster.ray_checks import check_ray, start_failed, unreachable, variables
 from raycloak.coordinator.config.home import ray_token_file
 from raycloak.coordinator.config.secret_variables import SECRET_VARIABLES, require_none_among
 from raycloak.coordinator.console.output import divert_logger
@@ -119,7 +116,7 @@ class Platforms:
     """The simulated platforms, one per node, also on nodes that join later.
 
     A platform has the identity of the machine that its node is on, so that keys are counted by machine, in whatever
-    execution and cluster; see `raycloak.coordinator.cluster.machine_names.machine_name`. A node's id would not do: it
+    execution and cluster; see `raycloak.coordinator.cluster.processes.machine_name`. A node's id would not do: it
     is new whenever Ray starts there.
     """
 
@@ -263,19 +260,17 @@ def connect(num_cpus: int, environment: Mapping[str, str] = MappingProxyType({})
     # Every failure that matters is fetched; Ray would print the others among the run's lines.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     divert_logger("ray")
-    if address := os.environ.get("RAY_ADDRESS"):
-        check_address(address)
+    if address := check_ray():
         try:
             ray.init(address=address, log_to_driver=False, configure_logging=False)
         except ConnectionError as error:
             raise unreachable(address, str(error).splitlines()[0].removesuffix(".")) from None
         return True
-    check_temp()
     # Ray authenticates a new local cluster by token unless RAY_AUTH_MODE says otherwise.
     if not os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
         os.environ["RAY_AUTH_TOKEN_PATH"] = str(ray_token_file())
     withheld = dict.fromkeys(SECRET_VARIABLES.keys() - {"RAY_AUTH_TOKEN"})
-    with _variables({**environment, **withheld}):
+    with variables({**environment, **withheld}):
         # Ray starts processes ahead, one per CPU. Actors without variables of their own take them.
         try:
             ray.init(
@@ -290,25 +285,6 @@ def connect(num_cpus: int, environment: Mapping[str, str] = MappingProxyType({})
             raise start_failed(error) from error
     _inherited.update(environment)
     return True
-
-
-@contextmanager
-def _variables(environment: Mapping[str, str | None]) -> Iterator[None]:
-    """Set variables of this process, which others inherit that are started meanwhile; None removes one."""
-    before = {name: os.environ.get(name) for name in environment}
-    _set(environment)
-    try:
-        yield
-    finally:
-        _set(before)
-
-
-def _set(environment: Mapping[str, str | None]) -> None:
-    for name, value in environment.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
 
 
 def job_folder() -> Path | None:

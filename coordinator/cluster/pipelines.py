@@ -25,7 +25,7 @@ import ray
 
 from raycloak.attestation.core.private_memory import keep_memory_private
 from raycloak.attestation.files.private import publish
-from raycloak.coordinator.cluster.local_ray import start_failed
+from raycloak.coordinator.cluster.ray_checks import start_failed, variables
 from raycloak.metrics.errors import ConfigError, DatasetError, RaycloakError
 from raycloak.metrics.file_errors import file_error
 from raycloak.workers.inputs.built_rows import PipelineIndex, write_rows
@@ -92,22 +92,15 @@ def _own_ray(base: Path) -> Iterator[None]:
             "Install it: pip install 'raycloak[data]'.",
         ) from None
     path = os.pathsep.join([str(base.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])])
-    before = {name: os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS")}
     with tempfile.TemporaryDirectory(prefix="raycloak-", ignore_cleanup_errors=True) as files:
-        try:
-            for name in before:
-                os.environ.pop(name, None)
-            token = Path(files) / "token"
-            publish(token, os.urandom(32).hex().encode())
-            os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
-            _start_ray(files, path)
-            yield
-        finally:
-            ray.shutdown()
-            for name, value in before.items():
-                os.environ.pop(name, None)
-                if value is not None:
-                    os.environ[name] = value
+        token = Path(files) / "token"
+        publish(token, os.urandom(32).hex().encode())
+        with variables({"RAY_AUTH_TOKEN": None, "RAY_AUTH_TOKEN_PATH": str(token), "RAY_ADDRESS": None}):
+            try:
+                _start_ray(files, path)
+                yield
+            finally:
+                ray.shutdown()
 
 
 def _start_ray(files: str, python_path: str) -> None:
@@ -121,12 +114,8 @@ def _start_ray(files: str, python_path: str) -> None:
             _temp_dir=files,
         )
     except Exception as error:  # noqa: BLE001 - Ray names no exceptions; nothing has been read yet
-        failed = start_failed(error)
-        raise ConfigError(
-            failed.code,
-            failed.message,
-            "TMPDIR names the folder of its files: choose one with room, and a path of at most 30 characters.",
-        ) from None
+        remedy = "TMPDIR names the folder of its files: choose one with room, and a path of at most 30 characters."
+        raise start_failed(error, remedy) from None
 
 
 @contextmanager

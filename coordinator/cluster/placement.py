@@ -10,7 +10,8 @@ initial workers are refused. A joiner is named in the log and counts as lost.
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import ray
 from ray.util.placement_group import (
@@ -21,7 +22,6 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raycloak.coordinator.cluster.bundles import BundleRequest, NodeView, even_share
 from raycloak.coordinator.config.sections import PlacementConfig
 from raycloak.metrics.errors import ConfigError
 
@@ -30,6 +30,94 @@ LOGGER = logging.getLogger("raycloak.placement")
 POLL_S = 1.0
 SETTLE_S = 1.0
 """The seconds after which Ray's table of free resources shows a new reservation."""
+GRAIN = 10_000
+"""Ray counts resources in units of 1/10,000."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """One node: its resources, the free ones among them, and its labels."""
+
+    node_id: str
+    total: Mapping[str, float]
+    free: Mapping[str, float]
+    labels: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class BundleRequest:
+    """A wish for ``bundles`` equal bundles, on nodes that carry ``labels``, by one of Ray's four strategies."""
+
+    bundle: Mapping[str, float]
+    labels: Mapping[str, str]
+    bundles: int
+    strategy: str
+
+    def alone(self) -> "BundleRequest":
+        """Return the same bundle without neighbours."""
+        return replace(self, bundles=1, strategy="PACK")
+
+    def fitting(self, nodes: Sequence[NodeView]) -> int:
+        """Return how many such bundles fit on the free resources."""
+        return self._together([self._on(node, node.free) for node in nodes])
+
+    def shortfall(self, nodes: Sequence[NodeView]) -> str:
+        """Return two sentences: the request with the bundle that does not fit, and what each node has."""
+        labels = f" on nodes with {_named(self.labels)}" if self.labels else ""
+        fits = min(self.fitting(nodes), self.bundles - 1)
+        asked = f"{self.bundles} bundles of {_named(self.bundle)}{labels} were asked for with strategy {self.strategy}"
+        each = "; ".join(self._say(node) for node in nodes)
+        return f"{asked}: bundle {fits + 1} of {self.bundles} does not fit. The cluster has {each or 'no usable node'}."
+
+    def _on(self, node: NodeView, resources: Mapping[str, float]) -> int:
+        if not all(carries(node.labels, key, selector) for key, selector in self.labels.items()):
+            return 0
+        return min(_grains(resources.get(name, 0.0)) // _grains(amount) for name, amount in self.bundle.items())
+
+    def _together(self, fits: Sequence[int]) -> int:
+        match self.strategy:
+            case "STRICT_PACK":
+                return max(fits, default=0)
+            case "STRICT_SPREAD":
+                return sum(min(fit, 1) for fit in fits)
+        return sum(fits)
+
+    def _say(self, node: NodeView) -> str:
+        amounts = ", ".join(
+            f"{name} {node.free.get(name, 0.0):g} of {node.total.get(name, 0.0):g} free" for name in self.bundle
+        )
+        shown = {
+            key: value for key, value in node.labels.items() if not key.startswith("ray.io/") or key in self.labels
+        }
+        labels = f", labels {_named(shown)}" if shown else ""
+        return f"node {node.node_id[:12]} ({amounts}{labels})"
+
+
+def even_share(nodes: Sequence[NodeView], resource: str, request: BundleRequest) -> float:
+    """Return the largest share of ``resource``, at most 1, at which all bundles of ``request`` fit; 0 if none."""
+    capacities = {node.total.get(resource, 0.0) for node in nodes}
+    # Rounded down, so that k shares never exceed a node's capacity.
+    shares = {1.0} | {int(1000 * c / k) / 1000 for c in capacities for k in range(1, request.bundles + 1)}
+    for share in sorted((share for share in shares if 0 < share <= 1), reverse=True):
+        asked = replace(request, bundle={resource: share})
+        if asked._together([asked._on(node, node.total) for node in nodes]) >= request.bundles:
+            return share
+    return 0.0
+
+
+def carries(labels: Mapping[str, str], key: str, selector: str) -> bool:
+    """Return whether ``labels`` match Ray's selector of one key: ``a``, ``!a``, ``in(a, b)`` or ``!in(a, b)``."""
+    wanted = selector.removeprefix("!")
+    values = [value.strip() for value in wanted[3:-1].split(",")] if wanted.startswith("in(") else [wanted]
+    return (labels.get(key) in values) != selector.startswith("!")
+
+
+def _grains(amount: float) -> int:
+    return round(amount * GRAIN)
+
+
+def _named(amounts: Mapping[str, float] | Mapping[str, str]) -> str:
+    return "{" + ", ".join(f"{k}: {v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in amounts.items()) + "}"
 
 
 class Draining:
@@ -76,7 +164,6 @@ class Placement:
         self, config: PlacementConfig, num_workers: int, use_gpu: bool, reserved: PlacementGroup | None = None
     ) -> None:
         self._config = config
-        self._strategy = config.strategy
         self._num_workers = num_workers
         self._draining = Draining()
         self._reserved = reserved
@@ -179,14 +266,21 @@ class Placement:
                 "placement.resources_per_worker reserves GPUs, but use_gpu is false.",
                 "Set use_gpu: true, or leave GPU out.",
             )
+        request = BundleRequest({}, dict(config.labels), self._num_workers, config.strategy)
+        if self._reserved is not None:
+            bundles = self._reserved.bundle_specs[1:]
+            if len(bundles) != self._num_workers:
+                raise ConfigError(
+                    "unplaceable",
+                    f"{len(bundles)} bundles are reserved for {self._num_workers} workers.",
+                    "Reserve one bundle for the trial itself and one for each worker.",
+                )
+            return replace(request, bundle=dict(bundles[0]))
         bundle = dict(given)
         if config.accelerator_type is not None:
             # The amount that Ray itself takes for a type of accelerator.
             bundle[f"accelerator_type:{config.accelerator_type}"] = 0.001
-        request = BundleRequest({}, dict(config.labels), self._num_workers, self._strategy)
         nodes = cluster_nodes()
-        if self._reserved is not None:
-            return BundleRequest(self._reserved_bundle(), dict(config.labels), self._num_workers, self._strategy)
         if "CPU" not in given:
             bundle["CPU"] = even_share(nodes, "CPU", request) or 1.0
         if use_gpu and "GPU" not in given:
@@ -198,22 +292,10 @@ class Placement:
                 f"placement.resources_per_worker reserves nothing that Ray can place: {given}.",
                 "Give each resource a number above 0.",
             )
-        return BundleRequest(bundle, dict(config.labels), self._num_workers, self._strategy)
-
-    def _reserved_bundle(self) -> dict[str, float]:
-        """Return the resources of one worker's bundle in the caller's group."""
-        assert self._reserved is not None, "only then there are bundles to read"
-        bundles = self._reserved.bundle_specs[1:]
-        if len(bundles) != self._num_workers:
-            raise ConfigError(
-                "unplaceable",
-                f"{len(bundles)} bundles are reserved for {self._num_workers} workers.",
-                "Reserve one bundle for the trial itself and one for each worker.",
-            )
-        return dict(bundles[0])
+        return replace(request, bundle=bundle)
 
     def _reserve_shared(self) -> PlacementGroup:
-        group = self._reserved or self._group(self._num_workers, self._strategy)
+        group = self._reserved or self._group(self._num_workers, self._config.strategy)
         if group.wait(self._config.deadline_s):
             return group
         if self._reserved is None:
@@ -245,7 +327,9 @@ class Placement:
             self._seated += 1
             return self._seated - 1
         nodes = placement_group_table(shared)["bundles_to_node_id"]
-        usable = {node.node_id for node in self._usable_nodes()} | ({""} if "STRICT" not in self._strategy else set())
+        usable = {node.node_id for node in self._usable_nodes()}
+        if "STRICT" not in self._request.strategy:
+            usable.add("")
         return next((seat for seat in self._vacated() if nodes[self._first_bundle + seat] in usable), None)
 
     def _vacated(self) -> list[int]:

@@ -1,38 +1,50 @@
-"""An actor's own process: answers questions asked by ``__ray_call__``."""
+"""Processes and the machine that they are on: the kernel's table, and questions that an actor's own process answers.
+
+Ray is imported late, as the chaos bench labels its nodes and reads the table before it needs Ray.
+"""
 
 import os
+import re
 import signal
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-import ray
+from raycloak.attestation.core.canonical import digest, length_prefixed
+
+PROCESS_TABLE = Path("/proc")
+MACHINE_LABEL: Final = "raycloak.io/machine"
+"""The label by which an operator names the machine of a Ray node; it matters to simulated evidence alone."""
+_MACHINE_ID: Final = Path("/etc/machine-id")
 
 
 @dataclass(frozen=True, slots=True)
-class ActorProcess:
-    """An actor's process. ``started`` is its start in kernel ticks, so that a reused id is another process."""
+class Process:
+    """An entry of the process table.
+
+    Attributes:
+        session: pid of the process that began its session.
+        state: the kernel's letter for its state.
+        started: clock ticks since boot. With the pid, it names a process for good.
+        title: command line, or the title that the process gave itself.
+        processor_s: processor seconds that it and its ended children have used.
+    """
 
     pid: int
-    started: str
-
-    @classmethod
-    def find(cls, pid: int) -> "ActorProcess | None":
-        """Return the process with that id, if it is running or stopped."""
-        try:
-            # Its name, in parentheses, is any bytes.
-            stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return None
-        state, *fields = stat.rpartition(")")[2].split()
-        # Z and X have ended; only their entries are left.
-        return None if state in "ZX" else cls(pid, fields[18])
+    parent: int
+    session: int
+    state: str
+    started: int
+    title: str
+    processor_s: float
 
     def is_alive(self) -> bool:
         """Return whether it is running or stopped."""
-        # The id may belong to another process by now.
-        return ActorProcess.find(self.pid) == self
+        now = _read(PROCESS_TABLE / str(self.pid))
+        # The id may belong to another process by now. Of Z and X, only the entries are left.
+        return now is not None and now.started == self.started and now.state not in "ZX"
 
     def kill(self) -> None:
         """End it at once, even if it is stopped."""
@@ -41,9 +53,43 @@ class ActorProcess:
                 os.kill(self.pid, signal.SIGKILL)
 
 
-def own_process(_: Any) -> ActorProcess | None:
+def process_table(root: Path = PROCESS_TABLE) -> tuple[Process, ...]:
+    """Return every visible process. Processes that end meanwhile are left out."""
+    return tuple(found for folder in root.iterdir() if folder.name.isdecimal() and (found := _read(folder)))
+
+
+def _read(folder: Path) -> Process | None:
+    try:
+        # The name in parentheses may itself hold spaces and parentheses.
+        fields = (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        title = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except (OSError, ValueError):
+        return None
+    processor_s = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    return Process(int(folder.name), int(fields[1]), int(fields[3]), fields[0], int(fields[19]), title, processor_s)
+
+
+def descendants(ancestors: Collection[int], table: Sequence[Process]) -> list[Process]:
+    """Return every process below ``ancestors``, which are not included."""
+    found: list[Process] = []
+    parents = set(ancestors)
+    while parents:
+        children = [each for each in table if each.parent in parents]
+        found += children
+        parents = {each.pid for each in children}
+    return found
+
+
+def own_process(_: Any) -> Process | None:
     """Return the process of the actor that is asked."""
-    return ActorProcess.find(os.getpid())
+    return _read(PROCESS_TABLE / str(os.getpid()))
+
+
+def own_node(_: Any) -> str:
+    """Return the id of the node of the actor that is asked."""
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())
 
 
 def nvml_missing(_: Any, node: str) -> str | None:
@@ -57,6 +103,23 @@ def nvml_missing(_: Any, node: str) -> str | None:
         sampler.close()
 
 
-def own_node(_: Any) -> str:
-    """Return the id of the node of the actor that is asked."""
-    return str(ray.get_runtime_context().get_node_id())
+def machine_name(_: Any, label: str | None) -> str:
+    """Return the name of the machine of the asked actor, for its simulated platform: the same for all who ask there.
+
+    Not guaranteed: that nobody on the machine can change the name. Simulated evidence proves nothing about a machine.
+    It stays when Ray or the machine is started again. ``label``, the operator's name for it, comes first. The next is
+    the id that the system keeps, hashed, as it should not get around. Nodes without either share one name: they count
+    as one machine, since two counts for one machine would let it have too many keys.
+
+    Args:
+        label: the node's label `MACHINE_LABEL`; None if it has none.
+    """
+    if label is not None:
+        return f"label {label}"
+    try:
+        found = _MACHINE_ID.read_text(encoding="utf-8").strip()
+    except OSError:
+        found = ""
+    if not re.fullmatch("[0-9a-f]{32}", found):
+        return "unnamed"
+    return f"machine id {digest(length_prefixed('raycloak/simulated-machine/v1', found)).hex()}"

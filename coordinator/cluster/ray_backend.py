@@ -1,7 +1,7 @@
 """The backend on Ray: starts workers and aggregators, sends them calls and fetches their answers."""
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -150,17 +150,10 @@ class RayBackend:
             self._keep_spare()
         return answers
 
-    def wait(self, references: Sequence[Reference[object]], deadline_s: float) -> Collection[Reference[object]]:
-        return wait(references, deadline_s)
-
-    def fetch(self, reference: Reference[T], deadline_s: float) -> T:
-        return fetch(reference, deadline_s)
-
-    def cancel(self, references: Sequence[Reference[object]]) -> None:
-        cancel(references)
-
-    def put(self, value: T) -> Reference[T]:
-        return put(value)
+    wait = staticmethod(wait)
+    fetch = staticmethod(fetch)
+    cancel = staticmethod(cancel)
+    put = staticmethod(put)
 
     def stop(self, actor: Actor) -> None:
         ray.kill(actor.handle)

@@ -19,7 +19,7 @@ from raycloak.coordinator.cluster.calls import Reference
 from raycloak.coordinator.cluster.control import START_AGAIN, Control, ControlRole
 from raycloak.coordinator.cluster.ledger_actor import LedgerActor
 from raycloak.coordinator.cluster.orchestrator_actor import OrchestratorActor
-from raycloak.coordinator.cluster.processes import ActorProcess, own_process
+from raycloak.coordinator.cluster.processes import Process, own_process
 from raycloak.coordinator.cluster.ray_calls import ask, ask_process, fetch, send
 from raycloak.coordinator.cluster.remote import Actor
 from raycloak.coordinator.cluster.run_orchestrator import RunOrchestrator
@@ -56,7 +56,7 @@ class RayControl:
             "ledger": (ledger_url, True, witness),
             "orchestrator": (orchestrator_folder, time.time, bind, source),
         }
-        self._processes: dict[str, ActorProcess | None] = {}
+        self._processes: dict[str, Process | None] = {}
         self._serial = 0
         # Secret file and id of the run. None until `open_run`: the processes start while other actors are started too.
         self._run: tuple[str | None, str] | None = None
@@ -142,7 +142,7 @@ class RayControl:
         """Wait until an actor is up, and note its process."""
         process = fetch(ask_process(each.handle, own_process), START_DEADLINE_S)
         # Where this process cannot see the other, as in another container of the node, only Ray can end the actor.
-        self._processes[each.member_id] = process if process and ActorProcess.find(process.pid) == process else None
+        self._processes[each.member_id] = process if process and process.is_alive() else None
 
     def _open(self, orchestrator: Actor, secret_file: str | None, run_id: str | None) -> tuple[str, SignerPublic]:
         opening = ask(orchestrator.handle, RunOrchestrator.open_run, secret_file, run_id)

@@ -31,21 +31,18 @@ class TrialRun(Protocol):
         ...
 
 
-class StartTrial(Protocol):
-    """The start of a trial."""
-
-    def __call__(self, trial_id: str, chosen: Mapping[str, Any], placement_group: Any | None) -> TrialRun:
-        """Return the trial of the values that Tune has ``chosen``."""
-        ...
-
-
-def trainable_class(start: StartTrial, configured: Callable[[Mapping[str, Any]], RunConfig], home: Path) -> type[Any]:
+def trainable_class(
+    start: Callable[[str, Mapping[str, Any], Any | None], TrialRun],
+    configured: Callable[[Mapping[str, Any]], RunConfig],
+    home: Path,
+) -> type[Any]:
     """Return the `ray.tune.Trainable` whose trials ``start`` begins.
 
     A checkpoint says which trial it is of, and has no model: a trial that starts again resumes its own run. A scheduler
     that continues one trial from another's model, such as PBT, is refused (``tune_copy``).
 
     Args:
+        start: begins a trial: by its id, the values that Tune has chosen, and its placement group.
         configured: gives the configuration of a trial.
         home: the state folder of the search, which is that of every trial.
 
@@ -86,17 +83,12 @@ def trainable_class(start: StartTrial, configured: Callable[[Mapping[str, Any]],
 
         @classmethod
         def default_resource_request(cls, config: dict[str, Any]) -> Any:
-            return _places(configured(config), tune.PlacementGroupFactory)
+            trial = configured(config)
+            workers = [Placement(trial.placement, trial.num_workers, trial.use_gpu).bundle] * trial.num_workers
+            # The amount is Ray's smallest, so that any number of trials has its process on this node.
+            own = {f"node:{ray.util.get_node_ip_address()}": 0.0001}  # type: ignore[no-untyped-call]
+            labels = dict(trial.placement.labels)
+            selector = {"bundle_label_selector": [{}, *([labels] * trial.num_workers)]} if labels else {}
+            return tune.PlacementGroupFactory([own, *workers], strategy=trial.placement.strategy, **selector)
 
     return RaycloakTrial
-
-
-def _places(config: RunConfig, factory: Callable[..., Any]) -> Any:
-    """Return the request for the places of one trial."""
-    worker = Placement(config.placement, config.num_workers, config.use_gpu).bundle
-    # The amount is Ray's smallest, so that any number of trials has its process on this node.
-    address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-    own = {f"node:{address}": 0.0001}
-    labels = dict(config.placement.labels)
-    selector = {"bundle_label_selector": [{}, *([labels] * config.num_workers)]} if labels else {}
-    return factory([own, *([worker] * config.num_workers)], strategy=config.placement.strategy, **selector)

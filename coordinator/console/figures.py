@@ -5,9 +5,11 @@ from typing import Any
 
 
 def value_text(value: Any) -> str:
-    """Return a figure with four significant digits, anything else as it is."""
+    """Return a figure with four significant digits, bytes in hexadecimal, anything else as it is."""
     if isinstance(value, float):
         return f"{value:.4g}"
+    if isinstance(value, bytes):
+        return value.hex()
     return "" if value is None else str(value)
 
 

@@ -13,7 +13,7 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -23,6 +23,7 @@ from rich.segment import Segment
 
 from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.console.streams import Outlet
+from raycloak.coordinator.console.tables import facts_table, fields_table
 from raycloak.metrics.errors import RaycloakError, RunFailedError
 
 PLAIN_WIDTH = 120
@@ -162,6 +163,10 @@ class Output:
         if failure is not None and not isinstance(failure, BrokenPipeError):
             message = f"the command's result could not be written: {failure.strerror}."
             raise RaycloakError("output_lost", message, "Make room; a run also keeps its verdict in verdict.json.")
+
+    def show(self, title: str, facts: Mapping[str, Any], rows: Iterable[tuple[str, str]] | None = None) -> None:
+        """Print the command's result as :meth:`result` does: a person gets a table of ``rows``, else of the facts."""
+        self.result(facts, facts_table(title, facts) if rows is None else fields_table(title, rows))
 
     def preview(self, view: RenderableType) -> None:
         """Show a person the result so far before the command fails; JSON has it beside the error."""

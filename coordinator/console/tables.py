@@ -1,6 +1,6 @@
-"""Tables of two columns. Knows nothing of what a command shows."""
+"""Tables for a terminal. Knows nothing of what a command shows."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -24,3 +24,14 @@ def facts_table(title: str, facts: Mapping[str, Any]) -> Table:
     """Return facts by name, as `value_text` writes them and lists with commas."""
     shown = {name: ", ".join(value) if isinstance(value, list) else value_text(value) for name, value in facts.items()}
     return fields_table(title, ((name.replace("_", " "), text) for name, text in shown.items()))
+
+
+def columns_table(title: str, headers: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
+    """Return a column for each header; cells are folded, never cut."""
+    table = Table(title=Text(title, style="bold"), title_justify="left")
+    for header in headers:
+        table.add_column(header, overflow="fold")
+    for row in rows:
+        # As text, as a field's value.
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    return table

@@ -8,7 +8,6 @@ Its exit code is 0 after the report of an ending, and that of the error after th
 """
 
 import json
-import os
 import threading
 import time
 from functools import partial
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from raycloak.attestation.core.private_memory import keep_memory_private
 from raycloak.attestation.processes.channel import Channel
-from raycloak.coordinator.cluster.ray_address import check_address
+from raycloak.coordinator.cluster.ray_checks import check_ray
 from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.console.output import Output, command_output
 from raycloak.coordinator.planning.first_look import first_look
@@ -73,8 +72,7 @@ class PacedRun:
             return
         # Before the libraries of a run, which take seconds to import.
         first_look(config, begin.base, begin.run_secret, former is not None)
-        if address := os.environ.get("RAY_ADDRESS"):
-            check_address(address)
+        check_ray()
         with quickly():
             from raycloak.coordinator.runs.ray_start import ray_ahead
         with ray_ahead(config, self._phase):

@@ -17,8 +17,8 @@ from ray.util.placement_group import placement_group_table
 from raycloak.attestation.core.messages import parse
 from raycloak.attestation.keys.release import KeyPackage
 from raycloak.coordinator.cluster.actors import connect
-from raycloak.coordinator.cluster.machine_names import MACHINE_LABEL
 from raycloak.coordinator.cluster.placement import Placement, cluster_nodes
+from raycloak.coordinator.cluster.processes import MACHINE_LABEL
 from raycloak.coordinator.cluster.ray_backend import RayBackend
 from raycloak.coordinator.cluster.remote import Worker
 from raycloak.coordinator.config.run import parse_config

@@ -13,7 +13,7 @@ import numpy as np
 
 from raycloak.attestation.core.keys import Purpose, Secret, derive
 from raycloak.attestation.keys.release import RunKeys
-from raycloak.coordinator.cluster.process_table import process_table
+from raycloak.coordinator.cluster.processes import process_table
 from raycloak.workers.inputs.datasets import Dataset, slice_digest, slice_ids
 from raycloak.workers.models.models import load_flat, read_flat
 from raycloak.workers.terms.manifest import Manifest

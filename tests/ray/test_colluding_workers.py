@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from raycloak.coordinator.cluster.machine_names import MACHINE_LABEL
+from raycloak.coordinator.cluster.processes import MACHINE_LABEL
 from raycloak.coordinator.config.run import parse_config
 from raycloak.coordinator.runs.demo import demo_config
 from raycloak.workers.gradients.environment import worker_environment

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from raycloak.coordinator.cluster.process_table import process_table
+from raycloak.coordinator.cluster.processes import process_table
 from raycloak.coordinator.config.run import parse_config
 from raycloak.coordinator.config.sections import FailureConfig
 from raycloak.coordinator.runs.demo import demo_config

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.serialization import load_der_private_key
 from raycloak.attestation.core.messages import parse
 from raycloak.attestation.simulators.tdx_vendor import VendorKeys
 from raycloak.coordinator.cluster.actors import actor, on_this_node
-from raycloak.coordinator.cluster.process_table import Process, descendants, process_table
+from raycloak.coordinator.cluster.processes import Process, descendants, process_table
 from raycloak.coordinator.cluster.ray_backend import RayBackend
 from raycloak.coordinator.cluster.ray_control import RayControl
 from raycloak.coordinator.config.run import parse_config
@@ -219,7 +219,7 @@ STARTS_RAY = """
 import os, sys
 from pathlib import Path
 from raycloak.coordinator.cluster.actors import connect, disconnect
-from raycloak.coordinator.cluster.process_table import descendants, process_table
+from raycloak.coordinator.cluster.processes import descendants, process_table
 assert connect(1, {"CUDA_VISIBLE_DEVICES": ""})
 children = descendants([os.getpid()], process_table())
 assert any("raylet" in each.title for each in children)

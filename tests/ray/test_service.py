@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from raycloak.coordinator.cluster.process_table import descendants, process_table
+from raycloak.coordinator.cluster.processes import descendants, process_table
 from raycloak.coordinator.config.home import ledger_url
 from raycloak.coordinator.config.run import parse_config
 from raycloak.coordinator.ledger.entries import StepCharged

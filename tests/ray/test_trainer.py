@@ -23,7 +23,7 @@ from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
 from raycloak.attestation.tdx.rules import RTMRS
 from raycloak.coordinator.cluster.actors import GpuSamplers, kill_all, start_platforms
 from raycloak.coordinator.cluster.backend import ActorLost
-from raycloak.coordinator.cluster.process_table import descendants, process_table
+from raycloak.coordinator.cluster.processes import descendants, process_table
 from raycloak.coordinator.cluster.ray_calls import ask, fetch
 from raycloak.coordinator.config.run import parse_config
 from raycloak.coordinator.runs.demo import demo_config

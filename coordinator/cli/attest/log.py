@@ -7,6 +7,7 @@ import typer
 
 from raycloak.coordinator.cli.options import RUN_OR_OTHER, command, run_or_path
 from raycloak.coordinator.console.output import Output
+from raycloak.coordinator.console.tables import facts_table
 from raycloak.metrics.errors import ConfigError
 from raycloak.metrics.file_errors import file_error
 
@@ -19,16 +20,13 @@ attest_log = typer.Typer(help="The evidence log: check it, or prove one entry of
 
 LOG_FILE = "evidence.jsonl"
 
-LogPath = Annotated[
-    str, typer.Argument(metavar="RUN|FILE", help=f"A {RUN_OR_OTHER}; or an exported log.", show_default=False)
-]
+LogPath = Annotated[str, typer.Argument(metavar="RUN|FILE", help=f"A {RUN_OR_OTHER}; or an exported log.")]
 TrustedKey = Annotated[
     Path,
     typer.Option(
         "--key",
         metavar="FILE",
         help="Trust file, the owner's two public keys, or a manifest; from another channel than the log.",
-        show_default=False,
     ),
 ]
 OwnKey = Annotated[
@@ -37,22 +35,20 @@ OwnKey = Annotated[
         "--key",
         metavar="FILE",
         help="As of `verify`; default: the run's own manifest, on its site.",
-        show_default=False,
     ),
 ]
 
 
-@attest_log.command("verify")
-@command
+@command(attest_log, "verify")
 def verify_command(
     output: Output,
     log: LogPath,
     key: TrustedKey,
     head: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="An older head or log, which this one must extend.", show_default=False),
+        typer.Option(metavar="FILE", help="An older head or log, which this one must extend."),
     ] = None,
-) -> int:
+) -> None:
     """Check every entry, and the head by trusted keys; name the first entry that is wrong. Exit code 3 if one is."""
     from raycloak.attestation.log.entries import broken, check_extends
     from raycloak.attestation.log.evidence_log import read_exported_head
@@ -62,8 +58,8 @@ def verify_command(
         "verified": True,
         "run_id": opened.head.run_id,
         "entries": opened.head.length,
-        "root": opened.head.root.hex(),
-        "owner": owner.key_id.hex(),
+        "root": opened.head.root,
+        "owner": owner.key_id,
         "keys_from": str(key),
     }
     if head is not None:
@@ -72,29 +68,21 @@ def verify_command(
             broken(f"it has {opened.head.length} entries, the older head {old.length}: it was cut off")
         check_extends(old, opened.head, opened.prove_extends(old.length))
         facts["extends"] = old.length
-    admitted = (entry.content for entry in opened.entries if entry.kind == "admitted")
-    classes = sorted({each for content in admitted for each in _classes(content)})
-    facts["evidence_classes"] = classes
-    return _show(output, "Evidence log (SIMULATED evidence)" if "simulated" in classes else "Evidence log", facts)
+    admitted = [entry.content for entry in opened.entries if entry.kind == "admitted"]
+    # Of a member's guest, and of its GPUs where the entry states claims.
+    gpus = (gpu for member in admitted for gpu in member.get("claims", {}).get("submods", {}).values())
+    facts["evidence_classes"] = classes = sorted({each["evidence_class"] for each in (*admitted, *gpus)})
+    output.show("Evidence log (SIMULATED evidence)" if "simulated" in classes else "Evidence log", facts)
 
 
-def _classes(admitted: dict[str, Any]) -> list[str]:
-    """Return the evidence classes of a member: its guest's, and its GPUs' where the entry states claims."""
-    gpus = admitted.get("claims", {}).get("submods", {})
-    return [admitted["evidence_class"], *(gpu["evidence_class"] for gpu in gpus.values())]
-
-
-@attest_log.command("prove")
-@command
+@command(attest_log, "prove")
 def prove_command(
     output: Output,
     log: LogPath,
     sequence: Annotated[int, typer.Argument(metavar="SEQUENCE", help="Position of the entry, from 0.", min=0)],
     key: OwnKey = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="New file for the proof.", show_default=False)
-    ] = None,
-) -> int:
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="New file for the proof.")] = None,
+) -> None:
     """Check a log, and write a proof of one entry: the entry, the hashes up to the root, and the signed head."""
     _, opened = _opened(run_or_path(log), key)
     if sequence >= opened.head.length:
@@ -112,16 +100,15 @@ def prove_command(
         except OSError as error:
             raise file_error("out_unwritable", "write", out, error) from None
     facts = {"sequence": sequence, "kind": proof.entry.kind, "hashes": len(proof.path), "entries": opened.head.length}
-    return _show(output, "Proof of an entry", facts | {"proof": proof.model_dump(mode="json")}, hidden=("proof",))
+    output.result(facts | {"proof": proof.model_dump(mode="json")}, facts_table("Proof of an entry", facts))
 
 
-@attest_log.command("check")
-@command
+@command(attest_log, "check")
 def check_command(
     output: Output,
-    proof: Annotated[Path, typer.Argument(metavar="PROOF", help="File that `prove` wrote.", show_default=False)],
+    proof: Annotated[Path, typer.Argument(metavar="PROOF", help="File that `prove` wrote.")],
     key: TrustedKey,
-) -> int:
+) -> None:
     """Check a proof without its log. Exit code 3 if it does not hold."""
     from raycloak.attestation.log.entries import EntryProof, LogHead, parse_line
 
@@ -129,7 +116,7 @@ def check_command(
     claimed = parse_line(LogHead, stated.head.head, "the signed head")
     entry, head = stated.check(_owner(key, stated.head), claimed.run_id)
     facts = {"verified": True, "run_id": head.run_id, "sequence": entry.sequence, "kind": entry.kind}
-    return _show(output, "Proof of an entry", facts | {"entries": head.length, "body": entry.content})
+    output.show("Proof of an entry", facts | {"entries": head.length, "body": entry.content})
 
 
 def _opened(path: Path, key: Path | None) -> tuple["SignerPublic", "ExportedLog"]:
@@ -162,9 +149,9 @@ def _owner(path: Path, head: "SignedHead") -> "SignerPublic":
         owners = Trust.load(path).orchestrators
         return next((each for each in owners if each.key_id == head.signature.key_id), owners[0])
     try:
-        return (
-            parse(SignerPublic, data) if b'"run_id"' not in data else parse_stored(Manifest, data, str(path)).log_owner
-        )
+        if b'"run_id"' in data:
+            return parse_stored(Manifest, data, str(path)).log_owner
+        return parse(SignerPublic, data)
     except ProtocolError as error:
         raise ConfigError(
             "log_key",
@@ -182,10 +169,3 @@ def _read(path: Path) -> bytes:
                 "log_key", f"cannot read {path}: {error.strerror}.", "Give the file with --key."
             ) from None
         raise file_error("log_key", "read", path, error) from None
-
-
-def _show(output: Output, title: str, facts: dict[str, Any], hidden: tuple[str, ...] = ()) -> int:
-    from raycloak.coordinator.console.tables import facts_table
-
-    output.result(facts, facts_table(title, {name: value for name, value in facts.items() if name not in hidden}))
-    return 0

@@ -1,18 +1,14 @@
 """``raycloak attest policy`` and ``raycloak attest measure``: a policy in words, and the values that go into it."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from raycloak.coordinator.cli.options import command
 from raycloak.coordinator.console.output import Output
+from raycloak.coordinator.console.tables import columns_table
 from raycloak.metrics.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from raycloak.attestation.policy.explain import Sentence
 
 policy = typer.Typer(name="policy", help="Policies that evidence is judged by.")
 measure = typer.Typer(name="measure", help="Compute reference values for a policy.")
@@ -25,11 +21,8 @@ def _policy_group() -> None:
     """Keep this a group of commands while it has only one."""
 
 
-@policy.command("check")
-@command
-def check_command(
-    output: Output, file: Annotated[Path, typer.Argument(metavar="FILE", help="Policy, YAML.", show_default=False)]
-) -> int:
+@command(policy, "check")
+def check_command(output: Output, file: Annotated[Path, typer.Argument(metavar="FILE", help="Policy, YAML.")]) -> None:
     """Say in words what a policy accepts, and warn where it is lax or admits nothing."""
     from raycloak.attestation.policy.explain import explain
     from raycloak.attestation.policy.policy import load_policy
@@ -41,54 +34,39 @@ def check_command(
         "accepts_simulated": found.accepts_simulated,
         "says": [{"topic": each.topic, "text": each.text, "warning": each.warning} for each in sentences],
     }
-    output.result(data, _table(found.digest().hex(), sentences))
-    return 0
+    title = f"Policy {found.digest().hex()[:16]}: {sum(each.warning for each in sentences)} warning(s)"
+    rows = [(each.topic, "warning" if each.warning else "", each.text) for each in sentences]
+    output.result(data, columns_table(title, ("about", "", "what it says"), rows))
 
 
-def _table(digest: str, sentences: "tuple[Sentence, ...]") -> "Table":
-    from rich.table import Table
-    from rich.text import Text
-
-    warnings = sum(each.warning for each in sentences)
-    table = Table(title=f"Policy {digest[:16]}: {warnings} warning(s)", title_justify="left", title_style="bold")
-    for name in ("about", "", "what it says"):
-        table.add_column(name, overflow="fold")
-    for each in sentences:
-        table.add_row(each.topic, "warning" if each.warning else "", Text(each.text))
-    return table
-
-
-@measure.command("simulated")
-@command
-def simulated_command(output: Output) -> int:
+@command(measure, "simulated")
+def simulated_command(output: Output) -> None:
     """Print the value that SIMULATED platforms report: a hash of raycloak's own code on this machine."""
     from raycloak.attestation.simulators.tdx_vendor import code_measurement
 
-    return _say(output, "tdx", code_measurement(), "SIMULATED: it says which code is here, and proves nothing")
+    _say(output, "tdx", code_measurement(), "SIMULATED: it says which code is here, and proves nothing")
 
 
-@measure.command("sev-snp")
-@command
+@command(measure, "sev-snp")
 def sev_snp_command(
     output: Output,
-    ovmf: Annotated[Path, typer.Option(metavar="FILE", help="Firmware image.", show_default=False)],
-    vcpus: Annotated[int, typer.Option(help="Number of virtual processors.", min=1, show_default=False)],
+    ovmf: Annotated[Path, typer.Option(metavar="FILE", help="Firmware image.")],
+    vcpus: Annotated[int, typer.Option(help="Number of virtual processors.", min=1)],
     vcpu_type: Annotated[str, typer.Option(help="QEMU's name of the processor model.")] = "EPYC-v4",
     kernel: ImageFile = None,
     initrd: ImageFile = None,
     append: Annotated[str, typer.Option(help="Kernel command line.")] = "",
     guest_features: Annotated[int, typer.Option(help="The guest's SEV_FEATURES word.")] = 1,
-) -> int:
+) -> None:
     """Compute the launch measurement of an SEV-SNP guest, from the files it is launched with."""
     from raycloak.attestation.snp.launch_measurement import SnpLaunch, snp_measurement
 
     launch = SnpLaunch(ovmf, vcpus, vcpu_type, kernel, initrd, append, guest_features)
-    return _say(output, "sev_snp", snp_measurement(launch), "as QEMU launches it")
+    _say(output, "sev_snp", snp_measurement(launch), "as QEMU launches it")
 
 
-@measure.command("tdx")
-@command
-def tdx_command(output: Output) -> int:
+@command(measure, "tdx")
+def tdx_command(output: Output) -> None:
     """Say how to get the measurement of a TDX guest, which raycloak cannot compute."""
     raise ConfigError(
         "measure_tool",
@@ -98,9 +76,6 @@ def tdx_command(output: Output) -> int:
     )
 
 
-def _say(output: Output, family: str, value: bytes, note: str) -> int:
-    from raycloak.coordinator.console.tables import fields_table
-
+def _say(output: Output, family: str, value: bytes, note: str) -> None:
     rows = [(f"{family}.measurements", value.hex()), ("note", note)]
-    output.result({"family": family, "measurement": value, "note": note}, fields_table("Reference value", rows))
-    return 0
+    output.show("Reference value", {"family": family, "measurement": value, "note": note}, rows)

@@ -19,7 +19,7 @@ from statistics import median
 
 from raycloak.attestation.processes.deadline import Deadline
 from raycloak.attestation.processes.program import Program
-from raycloak.coordinator.cluster.process_table import Process, descendants, process_table
+from raycloak.coordinator.cluster.processes import Process, descendants, process_table
 from raycloak.coordinator.config.home import HOME_VARIABLE
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.metrics.errors import RunFailedError

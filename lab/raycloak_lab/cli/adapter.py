@@ -13,8 +13,7 @@ from raycloak.coordinator.console.output import Output
 adapter = typer.Typer(help="Adapters over encrypted activations (experimental).")
 
 
-@adapter.command("serve")
-@command
+@command(adapter, "serve")
 def serve_command(
     output: Output,
     path: Annotated[
@@ -27,14 +26,13 @@ def serve_command(
     config: Annotated[Path | None, typer.Option(help="Configuration that names a package's model.")] = None,
     trust: Annotated[Path | None, typer.Option(help="Trust store of a package's reader.")] = None,
     key: Annotated[Path | None, typer.Option(help="Private key of one of a package's recipients.")] = None,
-) -> int:
+) -> None:
     """Answer encrypted batches until SIGTERM or Ctrl-C; first prints the address for clients.
 
     It hides clients' hidden states from the server. It does not hide the adapter from clients: see
     docs/encrypted-adapters.md.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # every refused handshake would be a line
-    from raycloak.coordinator.console.tables import facts_table
     from raycloak_lab.adapter.serve import served_adapter
     from raycloak_lab.adapter.settings import load_settings
 
@@ -45,20 +43,16 @@ def serve_command(
         # Not before: a signal ends a start at once, though reading the adapter can take minutes.
         ended_by_signals() as ended,
     ):
-        output.result(asdict(facts), facts_table(f"Encrypted adapter ({facts.evidence} evidence)", asdict(facts)))
+        output.show(f"Encrypted adapter ({facts.evidence} evidence)", asdict(facts))
         ended.wait()
-    return 0
 
 
-@adapter.command("identity")
-@command
-def identity_command(output: Output) -> int:
+@command(adapter, "identity")
+def identity_command(output: Output) -> None:
     """Print the key that an adapter's owner names this client by; made at the first call."""
     from raycloak.attestation.core.keys import IdentityKey
     from raycloak.attestation.keys.run_secret import load_secret
-    from raycloak.coordinator.console.tables import fields_table
     from raycloak_lab.adapter.places import identity_file
 
     key = IdentityKey.from_seed(load_secret(identity_file())).public.hex()
-    output.result({"identity_key": key}, fields_table("Client of encrypted adapters", [("identity key", key)]))
-    return 0
+    output.show("Client of encrypted adapters", {"identity_key": key})

@@ -24,9 +24,8 @@ app.add_typer(bench, name="bench")
 app.add_typer(adapter, name="adapter")
 
 
-@app.command("scale")
-@command
-def scale_command(output: Output, overrides: Overrides = None) -> int:
+@command(app, "scale")
+def scale_command(output: Output, overrides: Overrides = None) -> None:
     """Predict a step at other sizes from rates of this machine; see docs/scale.md."""
     from raycloak_lab.scale.calibration import calibrate, check
     from raycloak_lab.scale.simulation import parse_scale, simulate
@@ -44,7 +43,6 @@ def scale_command(output: Output, overrides: Overrides = None) -> int:
         "sizes": [asdict(each) for each in found],
     }
     output.result(fields, ScaleTables(assumed, found, checked))
-    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -1,29 +1,26 @@
 """The commands ``raycloak-lab bench ...``: measurements that only raycloak's developers need."""
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
+from rich.table import Table
 
 from raycloak.coordinator.cli.options import ConfigFile, Overrides, command
 from raycloak.coordinator.config.run import load_config
+from raycloak.coordinator.console.figures import size_text, value_text
 from raycloak.coordinator.console.output import Output
+from raycloak.coordinator.console.tables import columns_table
 from raycloak.metrics.errors import ConfigError
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-    from rich.table import Table
-
+    from raycloak.workers.vectors.ring import RingBits
     from raycloak_lab.bench.gradient import GradientBench, RoundSpread
-    from raycloak_lab.bench.start import StartBench
 
 bench = typer.Typer(help="Measurements on this machine.")
 
-Bits = Annotated[int, typer.Option(help="Width of the ring, 32 or 64.")]
 
-
-@bench.command("mask")
-@command
+@command(bench, "mask")
 def mask_command(
     output: Output,
     params: Annotated[int, typer.Option(help="Coordinates of the vector.")] = 10_000_000,
@@ -31,18 +28,18 @@ def mask_command(
     colluding_workers: Annotated[
         int | None, typer.Option(help="Number that a sparse mask graph withstands; also compares with 32 workers.")
     ] = None,
-    bits: Bits = 32,
-) -> int:
+    bits: Annotated[int, typer.Option(help="Width of the ring, 32 or 64.")] = 32,
+) -> None:
     """Clamp, encode, mask and tag one worker's vector on one core, compared with bare ChaCha20 keystreams."""
     from raycloak_lab.bench.mask import bench_mask
 
-    return _measured(
-        output, "bench mask", bench_mask(params, workers, _ring_bits(bits), colluding_workers=colluding_workers)
-    )
+    if bits not in (32, 64):
+        raise ConfigError("ring_bits", f"a ring of {bits} bits does not exist.", "Give 32 or 64.")
+    result = bench_mask(params, workers, cast("RingBits", bits), colluding_workers=colluding_workers)
+    output.show("bench mask", asdict(result))
 
 
-@bench.command("step")
-@command
+@command(bench, "step")
 def step_command(
     output: Output,
     config: ConfigFile,
@@ -51,49 +48,35 @@ def step_command(
         str | None,
         typer.Option(metavar="PEER", help="bare-ray (a program of the same calls) or opacus takes turns with it."),
     ] = None,
-) -> int:
+) -> None:
     """Time the phases of CONFIG's steps on Ray."""
     from raycloak_lab.bench.step import bench_step
 
-    return _measured(
-        output, "bench step", bench_step(load_config(config, overrides), config_dir=config.parent, against=against)
-    )
+    result = bench_step(load_config(config, overrides), config_dir=config.parent, against=against)
+    output.show("bench step", asdict(result))
 
 
-@bench.command("start")
-@command
+@command(bench, "start")
 def start_command(
     output: Output,
     config: ConfigFile,
     overrides: Overrides = None,
     rounds: Annotated[int, typer.Option(help="Starts of each program, in turns.", min=1)] = 3,
-) -> int:
+) -> None:
     """Time CONFIG's run from its command to its first step, beside a bare Ray program of as many actors."""
     from raycloak_lab.bench.start import bench_start
 
     result = bench_start(load_config(config, overrides), config, tuple(overrides or ()), rounds)
-    output.result(asdict(result), _start_table(result))
-    return 0
-
-
-def _start_table(result: "StartBench") -> "Table":
-    from raycloak.coordinator.console.figures import value_text
-    from raycloak.coordinator.console.tables import fields_table
-
-    rows = [
-        (name.replace("_", " "), value_text(value))
-        for name, value in asdict(result).items()
-        if not isinstance(value, dict)
-    ]
+    facts = asdict(result)
+    rows = [(name.replace("_", " "), value_text(value)) for name, value in facts.items() if not isinstance(value, dict)]
     rows += [(f"phase: {name}", value_text(seconds)) for name, seconds in result.phases.items()]
     for name, seconds in result.processes.items():
         bare = value_text(result.bare_ray_processes.get(name, 0.0))
         rows.append((f"processor s: {name}", f"{value_text(seconds)}, bare {bare}"))
-    return fields_table("bench start", rows)
+    output.show("bench start", facts, rows)
 
 
-@bench.command("gradient")
-@command
+@command(bench, "gradient")
 def gradient_command(
     output: Output,
     model: Annotated[str, typer.Argument(help="cnn, mlp, bert, bert-lora, gpt2, gpt2-lora or llama-lora.")],
@@ -103,35 +86,25 @@ def gradient_command(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     threads: Annotated[int, typer.Option(help="Threads of torch, for every method.")] = 1,
     rounds: Annotated[int, typer.Option(help="Rounds, in each of which every method has one turn.")] = 7,
-) -> int:
+) -> None:
     """Sum the clipped gradients of MODEL beside Opacus and non-private training: speed, memory, and the right sum."""
     from raycloak_lab.bench.gradient import bench_gradient
     from raycloak_lab.bench.gradient_cases import case_named
 
     result = bench_gradient(case_named(model), against.split(","), device=device, threads=threads, rounds=rounds)
     output.result(asdict(result), _gradient_table(result))
-    return 0
 
 
-def _gradient_table(result: "GradientBench") -> "Table":
-    from rich.table import Table
-
-    from raycloak.coordinator.console.figures import size_text, value_text
-
-    table = Table(
-        title=f"bench gradient {result.model}: {result.parameters:,} trained parameters, {result.micro_batches} x "
-        f"{result.rows} rows, {result.device}, {result.threads} thread(s), {result.rounds} rounds, {result.clock} time",
-        title_justify="left",
-        title_style="bold",
+def _gradient_table(result: "GradientBench") -> Table:
+    title = (
+        f"bench gradient {result.model}: {result.parameters:,} trained parameters, {result.micro_batches} x "
+        f"{result.rows} rows, {result.device}, {result.threads} thread(s), {result.rounds} rounds, {result.clock} time"
     )
-    for column in ("method", "seconds", "vs non-private", "ours vs it", "error", "peak memory", "vs non-private"):
-        table.add_column(column)
     ours = {"plain": result.vs_nonprivate, "opacus": result.vs_opacus_hooks, "ghost": result.vs_opacus_ghost}
-    for name, figures in result.methods.items():
-        if figures.refused:
-            table.add_row(name, f"refused: {figures.refused}")
-            continue
-        table.add_row(
+    rows = [
+        (name, f"refused: {figures.refused}")
+        if figures.refused
+        else (
             name,
             _range_text(figures.seconds),
             _range_text(figures.vs_nonprivate),
@@ -140,15 +113,17 @@ def _gradient_table(result: "GradientBench") -> "Table":
             "" if figures.peak_extra_bytes is None else size_text(figures.peak_extra_bytes),
             value_text(figures.memory_vs_nonprivate),
         )
-    return table
+        for name, figures in result.methods.items()
+    ]
+    headers = ("method", "seconds", "vs non-private", "ours vs it", "error", "peak memory", "vs non-private")
+    return columns_table(title, headers, rows)
 
 
 def _range_text(spread: "RoundSpread | None") -> str:
     return "" if spread is None else f"{spread.median:.3g} ({spread.low:.3g} to {spread.high:.3g})"
 
 
-@bench.command("chaos")
-@command
+@command(bench, "chaos")
 def chaos_command(
     output: Output,
     config: ConfigFile,
@@ -169,63 +144,36 @@ def chaos_command(
     return 4 if result.breaches or missed else 0
 
 
-def _ring_bits(bits: int) -> Literal[32, 64]:
-    if bits == 32:
-        return 32
-    if bits == 64:
-        return 64
-    raise ConfigError("ring_bits", f"a ring of {bits} bits does not exist.", "Give 32 or 64.")
-
-
-@bench.command("adapter")
-@command
-def adapter_command(output: Output) -> int:
+@command(bench, "adapter")
+def adapter_command(output: Output) -> None:
     """Answer one encrypted block for widths 384, 768 and 4096, beside the clear adapter and TenSEAL's own product."""
-    from rich.table import Table
-
-    from raycloak.coordinator.console.figures import value_text
     from raycloak_lab.bench.adapter import bench_adapter
 
     result = asdict(bench_adapter())
-    table = Table(
-        title=f"bench adapter (median of {result['runs']}, processor time)", title_justify="left", title_style="bold"
-    )
-    for header in ("", *(str(each["width"]) for each in result["widths"])):
-        table.add_column(header)
-    for name in list(result["widths"][0])[1:]:
-        table.add_row(name.replace("_", " "), *(value_text(each[name]) for each in result["widths"]))
-    output.result(result, table)
-    return 0
+    widths = result["widths"]
+    rows = [(name.replace("_", " "), *(value_text(each[name]) for each in widths)) for name in list(widths[0])[1:]]
+    title = f"bench adapter (median of {result['runs']}, processor time)"
+    output.result(result, columns_table(title, ("", *(str(each["width"]) for each in widths)), rows))
 
 
-@bench.command("attest")
-@command
+@command(bench, "attest")
 def attest_command(
     output: Output,
     connections: Annotated[int, typer.Option(help="Workers to attest, each over a connection of its own.")] = 2000,
     concurrency: Annotated[int, typer.Option(help="Workers that attest at the same time.")] = 16,
     held: Annotated[int, typer.Option(help="Idle, half-open and slow connections to hold meanwhile.")] = 0,
-) -> int:
+) -> None:
     """Attest simulated workers over the gRPC evidence service: handshake, challenge, appraisal, keys. SIMULATED."""
     from raycloak_lab.bench.attest import bench_attest
 
-    return _measured(output, "bench attest (SIMULATED)", bench_attest(connections, concurrency, held))
+    output.show("bench attest (SIMULATED)", asdict(bench_attest(connections, concurrency, held)))
 
 
-@bench.command("service")
-@command
+@command(bench, "service")
 def service_command(
     output: Output, clients: Annotated[int, typer.Option(help="Clients that call at the same time.")] = 16
-) -> int:
+) -> None:
     """Time operations through a training service whose drivers train nothing, beside Ray actors and bare gRPC."""
     from raycloak_lab.bench.service import bench_service
 
-    return _measured(output, "bench service", bench_service(clients))
-
-
-def _measured(output: Output, title: str, result: "DataclassInstance") -> int:
-    """Show the fields of a bench's result; the exit code of success."""
-    from raycloak.coordinator.console.tables import facts_table
-
-    output.result(asdict(result), facts_table(title, asdict(result)))
-    return 0
+    output.show("bench service", asdict(bench_service(clients)))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from raycloak.coordinator.cli import doctor
-from raycloak.coordinator.cluster import local_ray
+from raycloak.coordinator.cluster import ray_checks
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -135,7 +135,7 @@ def test_a_ledger_on_a_network_file_system_fails(raycloak_home):
 
 @pytest.mark.parametrize(("kind", "status"), [("tmpfs", "ok"), ("ext4", "warn")])
 def test_ray_temp_on_a_disk_is_a_warning(kind, status, tmp_path, monkeypatch):
-    monkeypatch.setattr(local_ray, "SOCKET_BYTES", 1000)
+    monkeypatch.setattr(ray_checks, "SOCKET_BYTES", 1000)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     check = doctor.check_ray_temp(f"/dev/root / ext4 rw 0 0\nnone {tmp_path} {kind} rw 0 0\n")
     assert check.status == status

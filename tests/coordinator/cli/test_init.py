@@ -1,13 +1,14 @@
 """``raycloak init``: every template is a project that can be planned as it is written, and one of them is run whole."""
 
 import json
+from typing import get_args
 
 import pytest
 import yaml
 
 import raycloak as package
 from raycloak.coordinator.cli import app
-from raycloak.coordinator.cli.init import FILES, TEMPLATES, write_project
+from raycloak.coordinator.cli.init import FILES, Template, write_project
 from raycloak.coordinator.config.run import load_config
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.inputs.user_code import resolve
@@ -27,7 +28,7 @@ def raycloak(capfd, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("template", get_args(Template))
 def test_a_new_project_can_be_planned_at_once(raycloak, tmp_path, template):
     folder = tmp_path / "own" / template
     code, out, err = raycloak("init", folder, "--template", template, "--json")
@@ -53,7 +54,7 @@ def test_a_project_says_how_to_go_on_and_nothing_is_overwritten(raycloak, tmp_pa
     assert (code, "error: folder_not_empty" in err) == (2, True)
     assert {path: path.read_bytes() for path in (tmp_path / "own").iterdir()} == before
     code, _, err = raycloak("init", tmp_path / "other", "--template", "video")
-    assert (code, "Templates: tabular, image, text, lora." in err) == (2, True)
+    assert (code, "not one of 'tabular', 'image', 'text', 'lora'." in err) == (2, True)
     assert not (tmp_path / "other").exists()
 
 
@@ -67,7 +68,7 @@ def test_a_template_of_hugging_face_is_refused_without_the_libraries(raycloak, t
     assert not (tmp_path / "own").exists()
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("template", get_args(Template))
 def test_a_configuration_has_few_words_and_its_project_says_what_is_yours(tmp_path, template):
     write_project(tmp_path, template)
     raw = yaml.safe_load((tmp_path / "config.yaml").read_text())

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from raycloak.attestation.core.messages import Envelope
-from raycloak.coordinator.cli.views.budget import accounts_view
+from raycloak.coordinator.cli.budget import accounts_view
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.rules import OpeningTerms
 from raycloak.metrics.errors import ProtocolError

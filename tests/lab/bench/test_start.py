@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from raycloak.coordinator.cluster.process_table import Process
+from raycloak.coordinator.cluster.processes import Process
 from raycloak.coordinator.config.run import load_config
 from raycloak.coordinator.runs.progress import ProgressDisplay
 from raycloak.coordinator.training.reporting import StepReport

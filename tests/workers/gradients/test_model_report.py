@@ -8,7 +8,7 @@ from opacus.validators import ModuleValidator
 from torch import nn
 
 import raycloak
-from raycloak.coordinator.cli.model import _advice
+from raycloak.coordinator.cli.model import advice
 from raycloak.metrics.errors import ModelError
 from raycloak.workers.gradients.model_checks import check_trainable
 from raycloak.workers.gradients.model_report import LayerReport, ModelReport, report_on
@@ -83,8 +83,8 @@ def test_every_layer_has_its_line():
         "6": "frozen",
     }
     assert report["2"].reason.startswith("mixing_layer: layer '2' (BatchNorm2d) computes statistics over the batch")
-    assert _advice(report["2"]).endswith("raycloak.fix(model): GroupNorm(4, 8) in place of BatchNorm2d.")
-    assert _advice(report["3"]) == "raycloak.fix(model): ReLU out of place."
+    assert advice(report["2"]).endswith("raycloak.fix(model): GroupNorm(4, 8) in place of BatchNorm2d.")
+    assert advice(report["3"]) == "raycloak.fix(model): ReLU out of place."
     assert "Set its dropout to 0" in report["4"].remedy
     assert sum(layer.parameters for layer in report.values()) == 6 * 8 + 8 + 16
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Self
 
 import raycloak
-from raycloak.coordinator.cluster.process_table import Process, descendants, process_table
+from raycloak.coordinator.cluster.processes import Process, descendants, process_table
 from raycloak_lab.bench.chaos.raylets import Node, Raylet, Raylets
 from raycloak_lab.bench.chaos.schedule import Role
 

@@ -22,8 +22,7 @@ from raycloak.attestation.core.messages import Message
 from raycloak.attestation.processes.channel import Channel
 from raycloak.attestation.processes.child import Child
 from raycloak.attestation.processes.deadline import Deadline
-from raycloak.coordinator.cluster.machine_names import MACHINE_LABEL
-from raycloak.coordinator.cluster.process_table import process_table
+from raycloak.coordinator.cluster.processes import MACHINE_LABEL, process_table
 
 # They decide how soon a dead node is noticed. Ray's own settings need about 15 s. Shorter periods would take a busy
 # node for dead: the run survives that, but its virtual workers move for nothing. The closed connection tells of a dead

@@ -5,7 +5,7 @@ import pytest
 from raycloak.coordinator.cluster.aggregator_actor import MaskedAggregatorActor
 from raycloak.coordinator.cluster.ledger_actor import LedgerActor
 from raycloak.coordinator.cluster.orchestrator_actor import OrchestratorActor
-from raycloak.coordinator.cluster.process_table import Process
+from raycloak.coordinator.cluster.processes import Process
 from raycloak.coordinator.cluster.worker_actor import TrainWorkerActor
 from raycloak_lab.bench.chaos.cluster import CLASSES, role, victims
 

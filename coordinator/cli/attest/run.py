@@ -1,4 +1,4 @@
-"""``raycloak attest observe``: the roster and the evidence log of a run in progress, checked from outside."""
+"""The commands ``raycloak attest observe`` and ``revoke``: watch a run in progress from outside, or exclude members."""
 
 import secrets
 import tempfile
@@ -8,26 +8,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from raycloak.coordinator.cli.options import RUN_OR_OTHER, command, run_or_path
+from raycloak.coordinator.cli.options import RUN_OR_OTHER, RunName, run_or_path
+from raycloak.coordinator.console.figures import value_text
 from raycloak.coordinator.console.output import Output
 from raycloak.metrics.errors import ConfigError
 
 if TYPE_CHECKING:
     from raycloak.attestation.attester.attester import EvidenceSource
     from raycloak.attestation.core.evidence import CollateralBundle
+    from raycloak.attestation.orchestrator.revocations import RevokedKind
     from raycloak.attestation.policy.policy import Policy
     from raycloak.coordinator.evidence.observer import Observation
     from raycloak.workers.terms.manifest import Manifest
 
 
-@command
 def observe_command(
     output: Output,
     run: Annotated[
         str,
-        typer.Argument(
-            metavar="RUN|FOLDER", help=f"A {RUN_OR_OTHER}; or a folder with its manifest.json.", show_default=False
-        ),
+        typer.Argument(metavar="RUN|FOLDER", help=f"A {RUN_OR_OTHER}; or a folder with its manifest.json."),
     ],
     address: Annotated[
         str | None,
@@ -38,10 +37,8 @@ def observe_command(
         Path | None, typer.Option(metavar="FILE", help="Collateral that hardware evidence is judged with.")
     ] = None,
     log: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the evidence log to this file.")] = None,
-) -> int:
+) -> None:
     """Attest as an observer of a run, and check its newest roster, its members' evidence and its evidence log."""
-    from raycloak.coordinator.console.figures import value_text
-    from raycloak.coordinator.console.tables import fields_table
     from raycloak.coordinator.evidence.observer import Observer
     from raycloak.coordinator.runs.evidence_address import manifest_in, served_at
 
@@ -53,10 +50,11 @@ def observe_command(
     with tempfile.TemporaryDirectory() as scratch:
         facts = _facts(manifest, observer.look(log or Path(scratch) / "evidence.jsonl"))
     rows = [(key.replace("_", " "), value_text(value)) for key, value in facts.items() if key != "members"]
-    rows += [(member["member_id"], _member_text(member)) for member in facts["members"]]
+    for member in facts["members"]:
+        hosts = f", hosts {', '.join(map(str, member['virtual_workers']))}" if member["virtual_workers"] else ""
+        rows.append((member["member_id"], f"{member['role']}, {'+'.join(member['evidence_classes'])}{hosts}"))
     mark = " (SIMULATED evidence)" if facts["evidence"] == "SIMULATED" else ""
-    output.result(facts, fields_table(f"Run {manifest.run_id}{mark}", rows))
-    return 0
+    output.show(f"Run {manifest.run_id}{mark}", facts, rows)
 
 
 def _terms(
@@ -96,14 +94,14 @@ def _facts(manifest: "Manifest", seen: "Observation") -> dict[str, Any]:
         "step": roster.step if roster else None,
         "attempt": roster.attempt if roster else None,
         "log_entries": seen.log.head.length,
-        "log_root": seen.log.head.root.hex(),
+        "log_root": seen.log.head.root,
         "members": [
             {
                 "member_id": member.member_id,
                 "role": member.role,
                 "virtual_workers": hosted[member.member_id],
                 "evidence_classes": [each.value for each in member.evidence_classes],
-                "platform_id": member.platform_id.hex(),
+                "platform_id": member.platform_id,
                 "expires_at": member.expires_at,
             }
             for member in seen.members
@@ -111,6 +109,46 @@ def _facts(manifest: "Manifest", seen: "Observation") -> dict[str, Any]:
     }
 
 
-def _member_text(member: dict[str, Any]) -> str:
-    hosts = f", hosts {', '.join(map(str, member['virtual_workers']))}" if member["virtual_workers"] else ""
-    return f"{member['role']}, {'+'.join(member['evidence_classes'])}{hosts}"
+def revoke_command(
+    output: Output,
+    run: RunName,
+    member: Annotated[str | None, typer.Option(metavar="ID", help="Name of a worker or an aggregator.")] = None,
+    platform: Annotated[
+        str | None, typer.Option(metavar="HEX", help="Platform id of a machine, from the evidence log.")
+    ] = None,
+    gpu: Annotated[str | None, typer.Option(metavar="HEX", help="Id of a GPU, from the evidence log.")] = None,
+    reason: Annotated[
+        str, typer.Option(metavar="TEXT", help="Reason, for the evidence log.")
+    ] = "revoked by the operator",
+) -> None:
+    """Exclude a member, or everybody with a machine or GPU, from a run, before its next step. It cannot be undone."""
+    from raycloak.attestation.orchestrator.revocations import revoke
+    from raycloak.coordinator.config import home
+    from raycloak.coordinator.record.folder import RunFolder
+    from raycloak.coordinator.record.run_list import find_run
+
+    named: dict[RevokedKind, str | None] = {"member": member, "platform": platform, "gpu": gpu}
+    given = [(kind, name) for kind, name in named.items() if name is not None]
+    if len(given) != 1:
+        raise ConfigError(
+            "revoke_one", "give one of --member, --platform and --gpu.", "The evidence log has all three names."
+        )
+    ((kind, name),) = given
+    run_dir = find_run(run)
+    record = RunFolder.open(run_dir).record
+    if record.status in ("done", "void"):
+        raise ConfigError(
+            "run_done",
+            f"the run in {run_dir} is over; nobody takes part in it.",
+            "Exclude the machine from later runs in the policy.",
+        )
+    hit = revoke(home.orchestrator_file(record.run_id), kind, name, reason=reason, now=int(time.time()))
+    rows = [
+        ("run", record.run_id),
+        (kind, name),
+        ("members", f"{len(hit)}: {', '.join(hit)}"),
+        ("reason", reason),
+        ("in effect", "from the next step on"),
+    ]
+    facts = {"run_id": record.run_id, "kind": kind, "name": name, "members": hit, "reason": reason}
+    output.show("Revoked", facts, rows)

@@ -1,12 +1,17 @@
-"""The process table as the kernel gives it, and the end of a session of processes."""
+"""The process table as the kernel gives it, the end of a session of processes, and the name of a machine."""
 
 import os
 import signal
 import subprocess
 import sys
 
-from raycloak.coordinator.cluster.process_table import Process, descendants, process_table
+import pytest
+
+from raycloak.coordinator.cluster import processes
+from raycloak.coordinator.cluster.processes import Process, descendants, machine_name, process_table
 from raycloak_lab.bench.chaos.raylets import end_session
+
+ID = "0123456789abcdef" * 2
 
 
 def _entry(pid, title, *, parent=1):
@@ -43,3 +48,32 @@ def test_end_session_ends_a_stopped_grandchild_too():
         assert child.wait(timeout=120) == -signal.SIGKILL
     left = {each.pid: each.state for each in process_table()}
     assert left.get(grandchild.pid, "Z") in "ZX"
+
+
+@pytest.fixture
+def machine_id(tmp_path, monkeypatch):
+    path = tmp_path / "machine-id"
+    path.write_text(f"{ID}\n")
+    monkeypatch.setattr(processes, "_MACHINE_ID", path)
+    return path
+
+
+def test_a_machine_has_one_name_in_every_process_and_it_does_not_tell_the_systems_id(machine_id):
+    name = machine_name(None, None)
+    assert name == machine_name("another actor", None)
+    assert ID not in name
+    machine_id.write_text(ID[::-1])
+    assert machine_name(None, None) != name
+
+
+def test_the_operators_label_comes_first(machine_id):
+    assert machine_name(None, "rack-1") == "label rack-1" != machine_name(None, "rack-2")
+    assert machine_name(None, ID) != machine_name(None, None)
+
+
+@pytest.mark.parametrize("content", ["", "uninitialized", "0123"])
+def test_nodes_without_label_and_id_count_as_one_machine(machine_id, content):
+    machine_id.write_text(content)
+    assert machine_name(None, None) == "unnamed"
+    machine_id.unlink()
+    assert machine_name(None, None) == "unnamed"
