@@ -21,10 +21,8 @@ from raycloak.coordinator.cli.model import model
 from raycloak.coordinator.cli.options import RUN_OR_OTHER, ConfigFile, Overrides, RunName, SmallEpsilon, command
 from raycloak.coordinator.cli.package import package
 from raycloak.coordinator.cli.program import invoke
-from raycloak.coordinator.cli.report import report_command
-from raycloak.coordinator.cli.runs import runs
+from raycloak.coordinator.cli.runs import report_command, runs, top_command
 from raycloak.coordinator.cli.serve import serve_command
-from raycloak.coordinator.cli.top import top_command
 from raycloak.coordinator.cli.verify import bundle_command, trust_command, verify_command
 from raycloak.coordinator.config.run import RunConfig, load_config, parse_config
 from raycloak.coordinator.console.output import Output, leave_stdout
@@ -169,12 +167,7 @@ def _train(
 
 
 def _train_once(
-    output: Output,
-    config: RunConfig,
-    config_dir: Path,
-    run_secret: Path | None,
-    every_s: float,
-    small_epsilon: bool,
+    output: Output, config: RunConfig, config_dir: Path, run_secret: Path | None, every_s: float, small_epsilon: bool
 ) -> int:
     """Train as the newest run of the configuration's name asks for, which a scheduler may repeat at will.
 
@@ -294,7 +287,7 @@ def plan(
     loaded, config_dir = load_config(config, overrides), config.parent
     # Before the libraries of a plan, which take seconds to import.
     first_look(loaded, config_dir)
-    from raycloak.coordinator.cli.views.plan import adapter_cover, adapter_rows, evidence_text, plan_table, search_rows
+    from raycloak.coordinator.cli.views.plan import adapter_cover, adapter_rows, plan_rows, search_rows
     from raycloak.coordinator.evidence.sources import configured_policy
     from raycloak.coordinator.planning.dry_run import plan_of
     from raycloak.coordinator.planning.search_cost import search_of
@@ -311,8 +304,9 @@ def plan(
     fields = plan.as_json() | {"evidence_classes": classes} | ({"search": search.as_json()} if search else {})
     if cover := adapter_cover(loaded, plan):
         fields["adapter_leak"] = cover
-    rows = [("evidence", evidence_text(classes)), *adapter_rows(loaded, plan), *(search_rows(search) if search else [])]
-    output.result(fields, plan_table(plan, rows))
+    said = ("SIMULATED (proves nothing about a machine)" if each == "simulated" else each for each in classes)
+    rows = [*plan_rows(plan), ("evidence", ", ".join(said)), *adapter_rows(loaded, plan)]
+    output.show("Plan (nothing is charged yet)", fields, [*rows, *(search_rows(search) if search else [])])
 
 
 @command(app)

@@ -186,8 +186,7 @@ def _marks_of(path: Path) -> "DataMarks":
 
 @command(budget, "keygen")
 def keygen_command(
-    output: Output,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="New private key file.")],
+    output: Output, file: Annotated[Path, typer.Argument(metavar="FILE", help="New private key file.")]
 ) -> None:
     """Make an authority's key pair: FILE stays with its owner, FILE.pub is named when an account is opened."""
     from raycloak.coordinator.ledger.cap_authority import create_authority

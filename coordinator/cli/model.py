@@ -27,10 +27,7 @@ def _group() -> None:
 @command(model, "check")
 def check_command(
     output: Output,
-    target: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help="YAML file of a run, or module:function."),
-    ],
+    target: Annotated[str, typer.Argument(metavar="MODEL", help="YAML file of a run, or module:function.")],
     overrides: Overrides = None,
 ) -> int:
     """Say of each layer whether it is trained, why not, and the line that mends it. Exit code 2 if one is refused.

@@ -22,10 +22,7 @@ ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a dotted key; may be repeated.")
 ]
-RunName = Annotated[
-    str,
-    typer.Argument(metavar="RUN", help="Run directory, run name, beginning of an id, or 'last'."),
-]
+RunName = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, run name, beginning of an id, or 'last'.")]
 RUN_OR_OTHER = "run: directory, name, beginning of an id, or 'last'"
 _FLAGS = {
     "as_json": Annotated[bool, typer.Option("--json", help="Print exactly one JSON object on standard output.")],

@@ -22,8 +22,7 @@ Trust = Annotated[Path, typer.Option("--trust", metavar="STORE", help="Trust sto
 
 @command(package, "keygen")
 def keygen_command(
-    output: Output,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="New private key file.")],
+    output: Output, file: Annotated[Path, typer.Argument(metavar="FILE", help="New private key file.")]
 ) -> None:
     """Make a recipient's key pair: FILE stays with its owner, FILE.pub goes into checkpoint.recipients of a run."""
     from raycloak.attestation.sealed.package_keys import create_recipient

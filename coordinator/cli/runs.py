@@ -1,4 +1,4 @@
-"""The commands ``raycloak runs``: the runs of a state folder, one run in full, and what sets runs apart."""
+"""The commands ``raycloak runs``, ``top`` and ``report``: all runs of a state folder, several, and one in full."""
 
 import time
 from collections.abc import Callable
@@ -108,8 +108,7 @@ def _facts(path: Path) -> tuple[dict[str, Any], "RunCourse"]:
 def compare_command(
     output: Output,
     names: Annotated[
-        list[str],
-        typer.Argument(metavar="RUN RUN...", help="Run directories, names, beginnings of ids, or 'last'."),
+        list[str], typer.Argument(metavar="RUN RUN...", help="Run directories, names, beginnings of ids, or 'last'.")
     ],
 ) -> None:
     """Set runs beside each other: what differs in their configurations and results, and whether bytes are the same."""
@@ -131,3 +130,50 @@ def compare_command(
         "cautions": found.cautions,
     }
     output.result(facts, comparison_view(found))
+
+
+def top_command(output: Output, run: RunName) -> None:
+    """Watch a run: ε against its plan, accuracy, members, phase times, rate and time left; q ends. Reads files only."""
+    from raycloak.coordinator.cli.views.top import RunWatch, TopView, facts, live_picture
+    from raycloak.coordinator.record.run_list import find_run
+
+    watch = RunWatch(find_run(run))
+    snapshot = watch.look()
+    if output.terminal is not None and snapshot.is_live:
+        snapshot = live_picture(output.terminal, watch, snapshot)
+    output.result(facts(snapshot), TopView(snapshot))
+
+
+def report_command(
+    to: Output,
+    run: RunName,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The page; default: report.html in the run directory.")
+    ] = None,
+    pdf: Annotated[bool, typer.Option("--pdf", help="Also print it as PDF beside it; needs Chromium.")] = False,
+    eu_ai_act: Annotated[
+        bool, typer.Option("--eu-ai-act", help="Add technical documentation along Regulation (EU) 2024/1689.")
+    ] = False,
+    model_card: Annotated[
+        bool, typer.Option("--model-card", help="Also write a model card for the Hugging Face hub beside it.")
+    ] = False,
+) -> None:
+    """Write the record of a run as one page: verdict, curves, evidence, incidents, limits. Reads the run alone."""
+    from raycloak.coordinator.record.run_list import find_run
+    from raycloak.coordinator.report.document import write_report
+    from raycloak.coordinator.report.model_card import write_card
+    from raycloak.coordinator.report.pdf import browser, print_pdf
+
+    if pdf and output is not None and output.suffix == ".pdf":
+        raise ConfigError("usage", f"{output} would be both page and PDF.", "Name the page, as in --output page.html.")
+    if pdf:
+        # Before the page, which would otherwise be all that a refused command leaves.
+        browser()
+    run_dir = find_run(run)
+    page = write_report(run_dir, output, eu_ai_act=eu_ai_act)
+    written = {"report": page}
+    if pdf:
+        written["pdf"] = print_pdf(page, page.with_suffix(".pdf"))
+    if model_card:
+        written["model_card"] = write_card(run_dir, page.with_name(f"{page.stem}-model-card.md"))
+    to.show("Report", written)

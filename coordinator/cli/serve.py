@@ -24,8 +24,7 @@ def serve_command(
     output: Output,
     config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="YAML file of the service.")] = None,
     base: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Folder that relative paths start from; default: CONFIG's."),
+        Path | None, typer.Option(metavar="DIR", help="Folder that relative paths start from; default: CONFIG's.")
     ] = None,
     token: Annotated[bool, typer.Option("--token", help="Instead make a token, and show it this once.")] = False,
 ) -> None:
@@ -44,11 +43,7 @@ def serve_command(
     elif config is None:
         raise ConfigError("usage", "no CONFIG is given.", "Name the YAML file of the service, or give --token.")
     else:
-        _serve(
-            config,
-            base,
-            lambda facts: output.show(f"Training service ({facts.evidence} evidence)", asdict(facts)),
-        )
+        _serve(config, base, lambda facts: output.show(f"Training service ({facts.evidence} evidence)", asdict(facts)))
 
 
 def serve_parent(parent: Channel, config: str, base: str) -> None:

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from raycloak.coordinator.proof.claims import Report
 
 TrustFile = Annotated[
-    Path,
-    typer.Option("--trust", metavar="FILE", help="Trust file, from another channel than the run."),
+    Path, typer.Option("--trust", metavar="FILE", help="Trust file, from another channel than the run.")
 ]
 NewFile = Annotated[Path, typer.Option("--output", metavar="FILE", help="New file.")]
 
@@ -84,13 +83,7 @@ def bundle_command(output: Output, run: RunName, out: NewFile) -> None:
     signer = site_signer()
     index = write_bundle(out, manifest.run_id, parts, signer, int(time.time()))
     size, names = out.stat().st_size, [each.name for each in index.parts]
-    facts = {
-        "out": str(out),
-        "run_id": index.run_id,
-        "bytes": size,
-        "signer": signer.public.key_id,
-        "parts": names,
-    }
+    facts = {"out": str(out), "run_id": index.run_id, "bytes": size, "signer": signer.public.key_id, "parts": names}
     rows = [
         ("file", str(out)),
         ("run", index.run_id),

@@ -96,8 +96,7 @@ def _table(verdicts: "list[CaseVerdict]") -> Table:
 
 @command(attest, "serve")
 def serve_command(
-    output: Output,
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the service.")],
+    output: Output, config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the service.")]
 ) -> None:
     """Attest members over gRPC and give them their keys until SIGTERM or Ctrl-C; first prints where it listens."""
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # every refused handshake would be a line

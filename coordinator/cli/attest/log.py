@@ -31,11 +31,7 @@ TrustedKey = Annotated[
 ]
 OwnKey = Annotated[
     Path | None,
-    typer.Option(
-        "--key",
-        metavar="FILE",
-        help="As of `verify`; default: the run's own manifest, on its site.",
-    ),
+    typer.Option("--key", metavar="FILE", help="As of `verify`; default: the run's own manifest, on its site."),
 ]
 
 
@@ -45,8 +41,7 @@ def verify_command(
     log: LogPath,
     key: TrustedKey,
     head: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="An older head or log, which this one must extend."),
+        Path | None, typer.Option(metavar="FILE", help="An older head or log, which this one must extend.")
     ] = None,
 ) -> None:
     """Check every entry, and the head by trusted keys; name the first entry that is wrong. Exit code 3 if one is."""

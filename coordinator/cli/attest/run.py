@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 def observe_command(
     output: Output,
     run: Annotated[
-        str,
-        typer.Argument(metavar="RUN|FOLDER", help=f"A {RUN_OR_OTHER}; or a folder with its manifest.json."),
+        str, typer.Argument(metavar="RUN|FOLDER", help=f"A {RUN_OR_OTHER}; or a folder with its manifest.json.")
     ],
     address: Annotated[
         str | None,

@@ -1,7 +1,7 @@
 """The runs of a state folder as tables for a person, which fit the width of the terminal."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raycloak.coordinator.console.figures import epsilon_text, size_text, value_text
-from raycloak.coordinator.console.tables import fields_table
+from raycloak.coordinator.console.tables import columns_table, fields_table
 from raycloak.coordinator.record.run_course import RunCourse
 from raycloak.coordinator.record.run_list import RunSummary, UnreadableRun
 
@@ -68,33 +68,27 @@ class RunsTable:
         table.add_column("name", overflow="fold", min_width=min(longest, 24 if wide else 12))
         for header in ("id", "started" if wide else "age", "status"):
             table.add_column(header, no_wrap=True)
-        table.add_column("steps", justify="right", no_wrap=True)
-        table.add_column("ε charged\n/cap", justify="right", no_wrap=True)
-        table.add_column("ε\nclaimed", justify="right", no_wrap=True)
-        table.add_column("result", justify="right", no_wrap=True)
+        for header in ("steps", "ε charged\n/cap", "ε\nclaimed", "result"):
+            table.add_column(header, justify="right", no_wrap=True)
         if wide:
             table.add_column("evidence", no_wrap=True)
             table.add_column("account", overflow="fold", min_width=8)
         for run in self._runs:
-            table.add_row(*self._cells(run, wide))
+            cells: list[str | Text] = [
+                run.name,
+                run.run_id[:8],
+                time_text(run.started_at) if wide else age_text(self._now - run.started_at),
+                state_text(run.state),
+                steps_text(run),
+                budget_text(run),
+                claim_text(run),
+                result_text(run.accuracy, run.loss),
+            ]
+            if wide:
+                own = run.account == f"run-{run.run_id}"
+                cells += [evidence_class_text(run.evidence_class), "its own" if own else run.account or NONE]
+            table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
         return table
-
-    def _cells(self, run: RunSummary, wide: bool) -> list[Text]:
-        started = time_text(run.started_at) if wide else age_text(self._now - run.started_at)
-        own = run.account == f"run-{run.run_id}"
-        cells = [
-            Text(run.name),
-            Text(run.run_id[:8]),
-            Text(started),
-            state_text(run.state),
-            Text(steps_text(run)),
-            Text(budget_text(run)),
-            Text(claim_text(run)),
-            Text(result_text(run.accuracy, run.loss)),
-        ]
-        if wide:
-            cells += [Text(evidence_class_text(run.evidence_class)), Text("its own" if own else run.account or NONE)]
-        return cells
 
 
 def state_text(state: str) -> Text:
@@ -160,7 +154,14 @@ def run_view(facts: Mapping[str, Any], course: RunCourse) -> Group:
     if facts["verdict"]:
         tables.append(fields_table("Verdict of the newest execution that ended", _verdict_rows(facts["verdict"])))
     if facts["measurements"]:
-        tables.append(_measurements_table(facts["measurements"]))
+        rows = []
+        for each in facts["measurements"]:
+            deviations, query = _part(each, "deviation"), str(each.get("query")).replace("_", " ")
+            for name, value in _part(each, "values").items():
+                what, noise = f"{query}: {name.replace('_', ' ')}", value_text(deviations.get(name))
+                rows.append((what, str(each.get("after")), value_text(value), noise))
+        headers = ("measurement", "after step", "value", "± noise (standard deviation)")
+        tables.append(columns_table("Measurements", headers, rows))
     if course.incidents:
         tables.append(fields_table("Incidents", [(line[:8], line[9:]) for line in incident_lines(course)]))
     return Group(*tables)
@@ -197,32 +198,34 @@ def _run_rows(facts: Mapping[str, Any], course: RunCourse) -> list[tuple[str, st
     return [*rows, *(("cannot be read", problem) for problem in facts["problems"])]
 
 
-_MANIFEST_ROWS = ("model", "loss", "dataset", "initial_parameters")
-_MECHANISM_ROWS = (
-    "accountant",
-    "noise_multiplier",
-    "max_grad_norm",
-    "sample_rate",
-    "num_examples",
-    "max_participations",
-    "steps",
-    "virtual_workers",
-    "dimension",
-    "ring_bits",
-)
+_TERMS: Mapping[str, Sequence[str]] = {
+    "": ("model", "loss", "dataset", "initial_parameters"),
+    "mechanism": (
+        "accountant",
+        "noise_multiplier",
+        "max_grad_norm",
+        "sample_rate",
+        "num_examples",
+        "max_participations",
+        "steps",
+        "virtual_workers",
+        "dimension",
+        "ring_bits",
+    ),
+    "optimizer": ("name", "learning_rate"),
+    "numerics": ("device", "precision", "torch"),
+}
+"""The terms of a manifest that a reader looks for, by the part of its computation that states them."""
 
 
-def _manifest_rows(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the terms that a reader looks for, as far as this version of a manifest has them."""
+def _manifest_rows(manifest: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield `_TERMS`, as far as this version of a manifest has them."""
     computation = _part(manifest, "computation")
-    parts = [
-        *((computation, name) for name in _MANIFEST_ROWS),
-        *((_part(computation, "mechanism"), name) for name in _MECHANISM_ROWS),
-        *((_part(computation, "optimizer"), name) for name in ("name", "learning_rate")),
-        *((_part(computation, "numerics"), name) for name in ("device", "precision", "torch")),
-    ]
-    label = {"name": "optimizer"}
-    return [(label.get(name, name).replace("_", " "), value_text(part[name])) for part, name in parts if name in part]
+    for section, names in _TERMS.items():
+        part = _part(computation, section) if section else computation
+        for name in names:
+            if name in part:
+                yield "optimizer" if name == "name" else name.replace("_", " "), value_text(part[name])
 
 
 def _part(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -264,28 +267,18 @@ def _shown(name: str, value: Any) -> str:
     return size_text(value) if name == "masked_bytes" and isinstance(value, int) else value_text(value)
 
 
-def _measurements_table(measurements: Iterable[Mapping[str, Any]]) -> Table:
-    table = Table(title="Measurements", title_justify="left", title_style="bold")
-    for header in ("measurement", "after step", "value", "± noise (standard deviation)"):
-        table.add_column(header, overflow="fold")
-    for each in measurements:
-        deviations = _part(each, "deviation")
-        for name, value in _part(each, "values").items():
-            what = f"{str(each.get('query')).replace('_', ' ')}: {name.replace('_', ' ')}"
-            table.add_row(what, str(each.get("after")), value_text(value), value_text(deviations.get(name)))
-    return table
-
-
 def comparison_view(comparison: "Comparison") -> Group:
     """Return the fields that differ, the results, and what may not be compared."""
-    heads = [f"{run.summary.name}\n{run.summary.run_id[:8]}" for run in comparison.runs]
-    parts: list[Table | Text] = []
+    heads = ("", *(f"{run.summary.name}\n{run.summary.run_id[:8]}" for run in comparison.runs))
+    parts: list[Table | Text] = [Text("Configuration: no field differs.")]
     if comparison.differing:
-        rows = [(name, [_leaf_text(value) for value in each]) for name, each in comparison.differing.items()]
-        parts.append(_beside("Configuration: the fields that differ", heads, rows))
-    else:
-        parts.append(Text("Configuration: no field differs."))
-    parts += [_beside("Results", heads, _result_rows(comparison)), Text(bytes_text(comparison), style="bold")]
+        rows = (
+            (Text(name, style="bold"), *(NONE if value is None else str(value) for value in each))
+            for name, each in comparison.differing.items()
+        )
+        parts = [columns_table("Configuration: the fields that differ", heads, rows)]
+    results = ((Text(label, style="bold"), *cells) for label, cells in _result_rows(comparison))
+    parts += [columns_table("Results", heads, results), Text(bytes_text(comparison), style="bold")]
     parts += [Text(f"- {caution}") for caution in comparison.cautions]
     return Group(*parts)
 
@@ -300,16 +293,6 @@ def bytes_text(comparison: "Comparison") -> str:
         case False:
             return f"The parameters are not the same bytes.{upto}"
     return f"Not every run has parameters yet.{upto}"
-
-
-def _beside(title: str, heads: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
-    table.add_column("", style="bold", overflow="fold")
-    for head in heads:
-        table.add_column(head, overflow="fold")
-    for label, cells in rows:
-        table.add_row(label, *(Text(cell) for cell in cells))
-    return table
 
 
 def _result_rows(comparison: "Comparison") -> list[tuple[str, list[str]]]:
@@ -332,7 +315,3 @@ def _result_rows(comparison: "Comparison") -> list[tuple[str, list[str]]]:
         ("left / joined / restarts", incidents),
         ("parameters", [(run.summary.model_digest or NONE)[:16] for run in runs]),
     ]
-
-
-def _leaf_text(value: Any) -> str:
-    return NONE if value is None else str(value)

@@ -4,29 +4,34 @@ It fits a terminal of 80 columns and 24 rows, and grows with it. Each colour sta
 """
 
 import math
-from collections.abc import Mapping, Sequence
+import os
+import select
+import sys
+import termios
+import time
+import tty
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from rich.box import ROUNDED
 from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from raycloak.coordinator.cli.views.runs import (
-    NONE,
-    STATE_NOTES,
-    evidence_class_text,
-    incident_lines,
-    state_text,
-)
+from raycloak.coordinator.cli.views.runs import NONE, STATE_NOTES, evidence_class_text, incident_lines, state_text
 from raycloak.coordinator.console.figures import epsilon_text, size_text
-from raycloak.coordinator.record.folder import RunRecord
+from raycloak.coordinator.record.folder import RunFolder, RunRecord
 from raycloak.coordinator.record.run_course import Curve, RunCourse, StepTimes
-from raycloak.coordinator.record.run_reader import State
+from raycloak.coordinator.record.run_reader import EventTail, State, read_written_config, state_of
 from raycloak.coordinator.runs.progress import duration_text, pace_text
+from raycloak.metrics.errors import ConfigError
 
 TEXT_COLUMNS = 34
 """Columns of the text beside a curve."""
@@ -39,6 +44,9 @@ MOST_COLUMNS = 120
 
 LEGEND_COLUMNS = 64
 """Columns of a curve from which the names of all phases fit below it."""
+
+EVERY_S = 0.5
+"""Seconds between two looks: an eye reads no faster, and a look costs a millisecond."""
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 
@@ -90,8 +98,7 @@ class TopView:
         rows = 3 if options.size.height >= TALL else 1
         inner = width - 4
         parts: list[Table | Text] = [self._status(), self._figures(inner, rows)]
-        incidents = self._incidents(4 if rows == 1 else 8)
-        if incidents:
+        if incidents := incident_lines(self._course)[-4 if rows == 1 else -8 :]:
             parts += [Text(""), Text("\n".join(incidents), no_wrap=True, overflow="ellipsis")]
         record = self._it.record
         title = Text.assemble((record.name, "bold"), f" · {record.run_id} · ", state_text(self._it.state))
@@ -139,25 +146,20 @@ class TopView:
         table.add_column(no_wrap=True, width=graphic)
         table.add_column(no_wrap=True, overflow="ellipsis", width=TEXT_COLUMNS)
         course, planned = self._course, self._it.planned_steps
-        gap = rows > 1
+        share = f" · {course.steps / planned:.0%}" if planned else ""
+        steps = _lines([f"{course.steps} of {planned or '?'}{share}", self._left()], 2)
         shown = [
-            ("steps", progress_bar(course.steps, planned, graphic), self._steps_text(planned)),
+            ("steps", progress_bar(course.steps, planned, graphic), steps),
             *self._budget_row(planned, graphic, rows),
             *self._quality_row(planned, graphic, rows),
             *self._times_rows(graphic),
             ("members", *self._members(graphic)),
         ]
-        for number, (label, picture, words) in enumerate(shown):
-            if gap and number:
+        for number, row in enumerate(shown):
+            if rows > 1 and number:
                 table.add_row()
-            table.add_row(label, picture, words)
+            table.add_row(*row)
         return table
-
-    def _steps_text(self, planned: int | None) -> Text:
-        course = self._course
-        share = f" · {course.steps / planned:.0%}" if planned else ""
-        lines = [f"{course.steps} of {planned or '?'}{share}", self._left()]
-        return Text("\n".join(line for line in lines if line))
 
     def _left(self) -> str:
         if not self._it.is_live:
@@ -238,9 +240,6 @@ class TopView:
         words = [f"{workers or NONE} of {wanted or '?'} workers{virtual}", ", ".join(each for each in counts if each)]
         return picture, Text("\n".join(each for each in words if each))
 
-    def _incidents(self, most: int) -> list[str]:
-        return incident_lines(self._course)[-most:]
-
 
 def progress_bar(done: int, planned: int | None, width: int) -> Text:
     """Return a bar of ``width`` columns, filled as far as the steps are done."""
@@ -268,11 +267,16 @@ def curve_text(
     Args:
         span: values at the bottom and at the top.
     """
-    width, rows = size
+    (width, rows), (low, high) = size, span
     steps = max(planned or 0, done, 1)
     reached = min(width, math.ceil(width * done / steps))
-    values = columns(curve.points, steps, reached, width)
-    levels = [0 if value is None else _level(value, span, 8 * rows) for value in values]
+    points, levels = curve.points, []
+    at = [step for step, _ in points]
+    for column in range(reached):
+        # The newest value that was known by then; none at first.
+        known = bisect_right(at, (column + 1) * steps / width)
+        share = (points[known - 1][1] - low) / (high - low) if known and high > low else 1.0
+        levels.append(1 + round(min(1.0, max(0.0, share)) * (8 * rows - 1)) if known else 0)
     text = Text()
     for row in reversed(range(rows)):
         line = "".join(BLOCKS[min(8, max(0, level - 8 * row))] for level in levels)
@@ -280,24 +284,6 @@ def curve_text(
         text.append(("·" if row == 0 else " ") * (width - reached), style="dim")
         text.append("\n" if row else "")
     return text
-
-
-def columns(points: Sequence[tuple[int, float]], steps: int, reached: int, width: int) -> list[float | None]:
-    """Return one value for each of the first ``reached`` of ``width`` columns: the newest that was known by then."""
-    values: list[float | None] = []
-    position, value = 0, None
-    for column in range(reached):
-        while position < len(points) and points[position][0] <= (column + 1) * steps / width:
-            value = points[position][1]
-            position += 1
-        values.append(value)
-    return values
-
-
-def _level(value: float, span: tuple[float, float], levels: int) -> int:
-    low, high = span
-    share = (value - low) / (high - low) if high > low else 1.0
-    return 1 + round(min(1.0, max(0.0, share)) * (levels - 1))
 
 
 def _lines(lines: Sequence[str], rows: int) -> Text:
@@ -317,3 +303,103 @@ def _batch(config: Mapping[str, Any]) -> float | None:
 def seconds_text(seconds: float) -> str:
     """Return a short time in its unit."""
     return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+class RunWatch:
+    """A reader of one run, which reads only what was added since its last look."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._tail = EventTail(path)
+        self._course = RunCourse()
+        self._config: Mapping[str, Any] | None = None
+
+    def look(self) -> TopSnapshot:
+        """Return the run as it is now.
+
+        Raises:
+            ConfigError: ``not_a_run`` or ``run_file``.
+        """
+        # Before the log: of a run that is over, the whole log is read then.
+        state = state_of(self._path)
+        for event in self._tail.read():
+            self._course.take(event)
+        if self._config is None:
+            try:
+                self._config = read_written_config(self._path).values
+            except ConfigError:
+                self._config = {}
+        return TopSnapshot(RunFolder.open(self._path).record, state, self._course, self._config, time.time())
+
+
+def live_picture(console: Console, watch: RunWatch, snapshot: TopSnapshot) -> TopSnapshot:
+    """Show the run until it is over or the user has seen enough; return the newest snapshot."""
+    live = Live(TopView(snapshot, "q ends"), console=console, screen=True, auto_refresh=False)
+    with (
+        # The run goes on without its watcher, so Ctrl-C is no failure of anything.
+        suppress(KeyboardInterrupt),
+        _keys() as pressed,
+        ExitStack() as stack,
+    ):
+        # First: Live itself gives no screen back if Ctrl-C comes while it shows its first picture.
+        stack.callback(live.stop)
+        live.start(refresh=True)
+        while snapshot.is_live and not pressed(EVERY_S):
+            snapshot = watch.look()
+            live.update(TopView(snapshot, "q ends"), refresh=True)
+    return snapshot
+
+
+def facts(snapshot: TopSnapshot) -> dict[str, Any]:
+    """Return a snapshot as `raycloak top --json` prints it."""
+    course, times = snapshot.course, snapshot.course.times()
+    return {
+        "run_id": snapshot.record.run_id,
+        "name": snapshot.record.name,
+        "state": snapshot.state,
+        "started_at": snapshot.record.started_at,
+        "steps": course.steps,
+        "planned_steps": snapshot.planned_steps,
+        "epsilon_charged": course.epsilon.last[1] if course.epsilon.last else None,
+        "epsilon_planned": course.epsilon_planned,
+        "epsilon_cap": course.epsilon_cap,
+        "metric": course.metric,
+        "result": course.quality.last[1] if course.quality.last else None,
+        "workers": course.workers,
+        "steps_per_second": 1 / times.whole if times else None,
+        "step_seconds": times.whole if times else None,
+        "charge_seconds": times.charge if times else None,
+        "compute_seconds": times.compute if times else None,
+        "reduce_seconds": times.reduce if times else None,
+        "seconds_left": course.seconds_left(snapshot.now) if snapshot.is_live else None,
+    }
+
+
+def _sleep(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[float], bool]]:
+    """Yield a function that waits so many seconds at most, and returns whether q was pressed."""
+    if not sys.stdin.isatty():
+        yield _sleep
+        return
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+
+    def pressed(seconds: float) -> bool:
+        ready, _, _ = select.select([descriptor], [], [], seconds)
+        if not ready:
+            return False
+        # The descriptor and not its buffered file, which `select` cannot see into. Nothing is read of a closed one.
+        typed = os.read(descriptor, 64)
+        return not typed or b"q" in typed.lower()
+
+    try:
+        # One key at a time and unseen; Ctrl-C stays a signal.
+        tty.setcbreak(descriptor)
+        yield pressed
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)

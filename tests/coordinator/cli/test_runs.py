@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 from rich.live import Live
 
-from raycloak.coordinator.cli import top
+from raycloak.coordinator.cli.views import top
 from raycloak.coordinator.cli.views.runs import WIDE, RunsTable, age_text
 from raycloak.coordinator.cli.views.top import TALL, TopView
 from raycloak.coordinator.record.folder import run_lock
@@ -286,7 +286,9 @@ def watched(run, terminal, monkeypatch):
         monkeypatch.setattr(sys, "stdin", keys)
         console = Console(file=out, force_terminal=True, width=100, height=30)
         watch = top.RunWatch(run.path)
-        thread = threading.Thread(target=lambda: ended.append(top._live(console, watch, watch.look())), daemon=True)
+        thread = threading.Thread(
+            target=lambda: ended.append(top.live_picture(console, watch, watch.look())), daemon=True
+        )
         thread.start()
         yield ended, thread
         deadline = time.monotonic() + DEADLINE_S
@@ -341,7 +343,7 @@ def test_ctrl_c_while_the_first_picture_is_shown_gives_the_screen_back(monkeypat
     stream = io.StringIO()
     console, watch = Console(file=stream, force_terminal=True, width=100, height=30), top.RunWatch(run.path)
     with run_lock(run.folder.record.run_id):
-        assert top._live(console, watch, watch.look()).course.steps == 30
+        assert top.live_picture(console, watch, watch.look()).course.steps == 30
     picture, given_back, _ = stream.getvalue().partition("\x1b[?1049l")
     assert "30 of 100" in picture
     assert given_back

@@ -287,7 +287,7 @@ def test_a_run_trains_on_sealed_data_and_its_driver_opens_none(tmp_path):
 
     run = sealed_run(tmp_path, tamper=watch, disturb=take_back)
     (tmp_path / "data" / "examples.npz").unlink()
-    rows = plan_rows(run.train().plan)
+    rows = list(plan_rows(run.train().plan))
     assert ("data", sealed_text(True)) in rows
     assert ("evaluation data", evaluation_text("sealed")) in rows
     assert run.finished.manifest.dataset_fingerprint == SealedHeader.load(tmp_path / "sealed").digest()
