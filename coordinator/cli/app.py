@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
-from rich.text import Text
 
 from raycloak.coordinator.cli.attest.attest import attest
 from raycloak.coordinator.cli.audit import audit_command
@@ -19,16 +18,14 @@ from raycloak.coordinator.cli.budget import budget
 from raycloak.coordinator.cli.data import data
 from raycloak.coordinator.cli.init import init_command
 from raycloak.coordinator.cli.model import model
-from raycloak.coordinator.cli.options import RUN_OR_OTHER, ConfigFile, Overrides, RunName, SmallEpsilon, command
+from raycloak.coordinator.cli.options import RUN_OR_OTHER, ConfigFile, Overrides, RunName, SmallEpsilon, command, invoke
 from raycloak.coordinator.cli.package import package
-from raycloak.coordinator.cli.program import invoke
 from raycloak.coordinator.cli.runs import report_command, runs, top_command
 from raycloak.coordinator.cli.serve import serve_command
 from raycloak.coordinator.cli.verify import bundle_command, trust_command, verify_command
 from raycloak.coordinator.config.run import RunConfig, load_config, parse_config
 from raycloak.coordinator.console.output import Output, leave_stdout
 from raycloak.coordinator.console.streams import open_missing_streams
-from raycloak.coordinator.console.tables import columns_table
 from raycloak.coordinator.quick_imports import quickly
 from raycloak.coordinator.runs.progress import EVERY_S, ProgressDisplay, waiting
 from raycloak.metrics.errors import ConfigError, RaycloakError
@@ -218,7 +215,6 @@ def replay_command(
     workers: Annotated[int, typer.Option(help="Workers to compute them on.")] = 2,
 ) -> None:
     """Compute finished steps of a run again and compare their digests; charges nothing. Exit code 4 if one differs."""
-    from raycloak.coordinator.cli.views.verdict import replay_table
     from raycloak.coordinator.record.run_list import find_run
     from raycloak.coordinator.runs.replay import parse_steps, replay
 
@@ -226,8 +222,17 @@ def replay_command(
     wanted = parse_steps(steps)
     path = find_run(run)
     with ProgressDisplay(output.progress, "replay") as display:
-        outcome = replay(path, wanted, workers, output.announce, display.phase)
-    output.result(asdict(outcome), replay_table(outcome))
+        found = replay(path, wanted, workers, output.announce, display.phase)
+    rows = [
+        ("steps", f"{found.first} to {found.last - 1}, all digests as logged"),
+        ("workers", str(found.workers)),
+        ("keys", f"of {found.most_hosted} of {found.virtual_workers} virtual workers at most on one machine"),
+        ("charged", f"nothing ({found.charged_steps} steps, as before)"),
+        ("last digest", found.digests[-1]),
+        ("run directory", str(found.run_dir)),
+    ]
+    title = "Replay (SIMULATED evidence)" if found.evidence_class == "simulated" else "Replay"
+    output.show(title, asdict(found), rows)
 
 
 @command(app, "export")
@@ -252,14 +257,7 @@ def export_command(
     wanted = known_format(form)
     model = released_model(source, None, config, Keys.of(trust, key), run_code)
     written = export(model, wanted, out)
-    facts = {
-        "out": str(written.out),
-        "format": written.format,
-        "tensors": written.tensors,
-        "run_id": model.manifest.run_id,
-        "model_digest": model.model_digest,
-        "opened_by": written.opened_by,
-    }
+    facts = {**asdict(written), "run_id": model.manifest.run_id, "model_digest": model.model_digest}
     output.show("Exported", facts)
 
 
@@ -314,14 +312,12 @@ def plan(
 @command(app)
 def doctor(output: Output) -> int:
     """Check that this machine can run raycloak. Exit code 4 if a check fails."""
-    from raycloak.coordinator.cli.doctor import examine
+    from raycloak.coordinator.cli.doctor import checks_table, examine
 
-    checks, styles = examine(), {"ok": "green", "warn": "yellow", "fail": "bold red"}
+    checks = examine()
     failed = any(check.status == "fail" for check in checks)
-    rows = [(each.name, Text(each.status, style=styles[each.status]), each.finding, each.remedy) for each in checks]
-    view = columns_table("raycloak doctor", ("check", "status", "finding", "remedy"), rows)
-    output.result({"ok": not failed, "checks": [asdict(check) for check in checks]}, view)
-    return RaycloakError.exit_code if failed else 0
+    output.result({"ok": not failed, "checks": [asdict(check) for check in checks]}, checks_table(checks))
+    return 4 if failed else 0
 
 
 command(app, "audit")(audit_command)

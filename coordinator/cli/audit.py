@@ -2,20 +2,15 @@
 
 import math
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from raycloak.coordinator.cli.options import ConfigFile, Overrides, SmallEpsilon
 from raycloak.coordinator.config.run import load_config
 from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.console.output import Output
-from raycloak.coordinator.console.tables import fields_table
 from raycloak.metrics.errors import RefusedError
-
-if TYPE_CHECKING:
-    from raycloak.coordinator.audit.audit import AuditResult
 
 
 def audit_command(
@@ -45,40 +40,29 @@ def audit_command(
             phase=display.phase,
             small_epsilon=yes,
         )
-    output.result(asdict(result), audit_table(result))
+    verdict = "CONTRADICTS the ledger" if result.contradicted else "consistent with the ledger"
+    charged = f"{result.steps} steps, sample rate {result.sample_rate:.4g}"
+    rows = [
+        ("ε, shown", f"at least {_down(result.epsilon_lower)} with confidence {result.confidence:g}: {verdict}"),
+        ("ε, charged", f"{epsilon_text(result.epsilon)} at δ = {result.delta:g}, by the ledger"),
+        ("ε, ceiling", f"{_down(result.epsilon_ceiling)}: what so many canaries can show at most"),
+        ("sensitivity", f"{_up(result.sensitivity)} C moved by one synthetic example at most; noise is made for 1"),
+        ("guesses", f"{result.correct} of {result.guesses} right, by {result.score}"),
+        ("canaries", f"{result.canaries}, {result.included} of them in, beside {result.examples:,} examples"),
+        ("mechanism", f"{charged}, noise multiplier {result.noise_multiplier:.4g}"),
+        ("account", result.account or "none: the data is public, and the ledger was thrown away"),
+        ("run directory", str(result.run_dir)),
+    ]
+    output.show(f"Audit ({result.evidence_class.upper()} evidence, all actors in this process)", asdict(result), rows)
     if not result.contradicted:
         return 0
-    shown = (
-        f"taking one example away moves a clipped sum by {result.sensitivity:.3f} C"
-        if result.sensitivity > 1
-        else f"the released model shows an epsilon of at least {_down(result.epsilon_lower)}, but the ledger charged "
-        f"{epsilon_text(result.epsilon)}"
-    )
+    if result.sensitivity > 1:
+        shown = f"taking one example away moves a clipped sum by {result.sensitivity:.3f} C"
+    else:
+        lower, epsilon = _down(result.epsilon_lower), epsilon_text(result.epsilon)
+        shown = f"the released model shows an epsilon of at least {lower}, but the ledger charged {epsilon}"
     output.note(f"error: claim_contradicted: {shown}. Do not rely on this build's epsilon.")
     return RefusedError.exit_code
-
-
-def audit_table(result: "AuditResult") -> Table:
-    """Build the table of the bound, the claim, and what both rest on."""
-    verdict = "CONTRADICTS the ledger" if result.contradicted else "consistent with the ledger"
-    return fields_table(
-        f"Audit ({result.evidence_class.upper()} evidence, all actors in this process)",
-        [
-            ("ε, shown", f"at least {_down(result.epsilon_lower)} with confidence {result.confidence:g}: {verdict}"),
-            ("ε, charged", f"{epsilon_text(result.epsilon)} at δ = {result.delta:g}, by the ledger"),
-            ("ε, ceiling", f"{_down(result.epsilon_ceiling)}: what so many canaries can show at most"),
-            ("sensitivity", f"{_up(result.sensitivity)} C moved by one synthetic example at most; noise is made for 1"),
-            ("guesses", f"{result.correct} of {result.guesses} right, by {result.score}"),
-            ("canaries", f"{result.canaries}, {result.included} of them in, beside {result.examples:,} examples"),
-            (
-                "mechanism",
-                f"{result.steps} steps, sample rate {result.sample_rate:.4g}, "
-                f"noise multiplier {result.noise_multiplier:.4g}",
-            ),
-            ("account", result.account or "none: the data is public, and the ledger was thrown away"),
-            ("run directory", str(result.run_dir)),
-        ],
-    )
 
 
 def _up(value: float) -> str:

@@ -19,11 +19,6 @@ if TYPE_CHECKING:
 model = typer.Typer(help="Models: what of them can be trained, layer by layer.")
 
 
-@model.callback()
-def _group() -> None:
-    """Keep this a group of commands while it has only one."""
-
-
 @command(model, "check")
 def check_command(
     output: Output,

@@ -1,4 +1,4 @@
-"""The options that commands of ``raycloak`` share, and the exit code that each error becomes."""
+"""What the commands of ``raycloak`` share: their options, how each is run, and the exit code of each error."""
 
 import inspect
 import signal
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from typer.exceptions import Abort, TyperException
 
 from raycloak.attestation.core.private_memory import keep_memory_private
 from raycloak.coordinator.console.output import Output, command_output
@@ -75,6 +76,27 @@ def _guard(output: Output, body: Callable[[Output], int | None]) -> int:
         else:
             output.unexpected(error)
     return RaycloakError.exit_code
+
+
+def invoke(app: typer.Typer, name: str, arguments: list[str]) -> int:
+    """Run the command that the arguments name, and return its exit code."""
+    try:
+        return int(app(args=arguments, prog_name=name, standalone_mode=False) or 0)
+    except TyperException as error:
+        message = " ".join(error.format_message().split()).rstrip(".")
+        # A proposal ends in a question mark.
+        message += "" if message.endswith("?") else "."
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context is not None else name
+        with command_output("--json" in arguments, "--debug" in arguments) as output:
+            output.error(ConfigError("usage", message, f"See {command} --help."))
+        return ConfigError.exit_code
+    except Abort:
+        return RaycloakError.exit_code
+    except OSError as error:  # of help or version; a command says it itself
+        with command_output(as_json=False, debug=False) as output:
+            output.error(RaycloakError("output_lost", f"nothing could be written: {error.strerror}.", "Make room."))
+        return RaycloakError.exit_code
 
 
 LOOK_S = 0.5

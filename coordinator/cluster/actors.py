@@ -101,12 +101,7 @@ def ask_node(handle: Any) -> Reference[str]:
     return ask_process(handle, own_node)
 
 
-def alive_nodes() -> list[str]:
-    """Return the ids of the nodes that can run actors."""
-    return list(_alive_nodes())
-
-
-def _alive_nodes() -> dict[str, Mapping[str, str]]:
+def alive_nodes() -> dict[str, Mapping[str, str]]:
     """Return the labels of the nodes that can run actors, by node id."""
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
     return {node["NodeID"]: node["Labels"] for node in nodes if node["Alive"]}
@@ -130,7 +125,7 @@ class Platforms:
 
     def extend(self) -> None:
         """Start a platform on each node that has none yet."""
-        for node, labels in _alive_nodes().items():
+        for node, labels in alive_nodes().items():
             if node not in self.handles:
                 handle = self.handles[node] = _on_node(node, NodePlatform).remote()
                 self._installing.append(self._installer.submit(self._install, handle, labels.get(MACHINE_LABEL)))

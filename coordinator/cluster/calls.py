@@ -18,7 +18,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from types import UnionType
 from typing import (
@@ -26,7 +26,6 @@ from typing import (
     ClassVar,
     Final,
     Generic,
-    Protocol,
     Self,
     TypeVar,
     Union,
@@ -64,31 +63,30 @@ class Reference(Generic[T_co]):
     __slots__ = ()
 
 
-class Form(Protocol):
-    """The way in which values of one type travel by themselves."""
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The way in which values of one type travel by themselves.
 
-    def write(self, value: Any) -> Any:
-        """Return bytes, an array, or a tuple of these."""
-        ...
+    Attributes:
+        write: returns bytes, an array, or a tuple of these.
+        read: returns the value; ProtocolError ``malformed`` if it is none of the type.
+    """
 
-    def read(self, frame: Any) -> Any:
-        """Return the value; ProtocolError ``malformed`` if it is none of the type."""
-        ...
+    write: Callable[[Any], Any]
+    read: Callable[[Any], Any]
 
 
-class _Arrays:
-    """The form of arrays of numbers; who gets one may only read it."""
+def _read_array(frame: Any) -> _Array:
+    if type(frame) is not np.ndarray or frame.dtype.kind not in _NUMBERS:
+        raise ProtocolError("malformed", "not an array of numbers")
+    return frame
 
-    def write(self, value: Any) -> _Array:
-        """Return a read-only view, so that the caller's own array stays writable."""
-        view = self.read(value).view()
-        view.flags.writeable = False
-        return view
 
-    def read(self, frame: Any) -> _Array:
-        if type(frame) is not np.ndarray or frame.dtype.kind not in _NUMBERS:
-            raise ProtocolError("malformed", "not an array of numbers")
-        return frame
+def _write_array(value: Any) -> _Array:
+    """Return a read-only view, so that the caller's own array stays writable."""
+    view = _read_array(value).view()
+    view.flags.writeable = False
+    return view
 
 
 class _StateNames(Message):
@@ -99,54 +97,31 @@ class _StateNames(Message):
     names: tuple[str, ...]
 
 
-class _States:
-    """The form of states: the message of their names, and an array for each."""
-
-    def write(self, value: _State) -> tuple[bytes | _Array, ...]:
-        return (_StateNames(names=tuple(value)).encode(), *map(ARRAYS.write, value.values()))
-
-    def read(self, frame: Any) -> _State:
-        if not isinstance(frame, tuple) or not frame:
-            raise ProtocolError("malformed", "not a state")
-        names, arrays = _parsed(_StateNames, frame[0]).names, frame[1:]
-        if len(set(names)) != len(arrays) or len(names) != len(arrays):
-            raise ProtocolError("malformed", f"a state of {len(arrays)} arrays has {len(names)} names")
-        return dict(zip(names, map(ARRAYS.read, arrays), strict=True))
+def _read_state(frame: Any) -> _State:
+    if not isinstance(frame, tuple) or not frame:
+        raise ProtocolError("malformed", "not a state")
+    names, arrays = _parsed(_StateNames, frame[0]).names, frame[1:]
+    if len(set(names)) != len(arrays) or len(names) != len(arrays):
+        raise ProtocolError("malformed", f"a state of {len(arrays)} arrays has {len(names)} names")
+    return dict(zip(names, map(_read_array, arrays), strict=True))
 
 
-ARRAYS, STATES = _Arrays(), _States()
+ARRAYS: Final = Form(_write_array, _read_array)
+"""Arrays of numbers; who gets one may only read it."""
+STATES: Final = Form(
+    lambda state: (_StateNames(names=tuple(state)).encode(), *map(_write_array, state.values())), _read_state
+)
+"""States: the message of their names, and an array for each."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Messages:
-    """The form of messages of one type."""
-
-    cls: type[Message]
-
-    def write(self, value: Message) -> bytes:
-        return value.encode()
-
-    def read(self, frame: Any) -> Message:
-        return _parsed(self.cls, frame)
-
-
-@dataclass(frozen=True, slots=True)
-class _Values:
-    """The form of any other type: a message with one field."""
-
-    cls: type[Message]
-
-    def write(self, value: Any) -> bytes:
-        return self.cls.model_validate({"value": value}).encode()
-
-    def read(self, frame: Any) -> Any:
-        return _parsed(self.cls, frame).__dict__["value"]
+def _messages(cls: type[Message]) -> Form:
+    return Form(lambda message: message.encode(), partial(_parsed, cls))
 
 
 def form_of_value(value: Any) -> Form:
     """Return the form of a value that a caller puts into a backend: a message, an array or a state."""
     if isinstance(value, Message):
-        return _Messages(type(value))
+        return _messages(type(value))
     return ARRAYS if isinstance(value, np.ndarray) else STATES
 
 
@@ -162,8 +137,11 @@ def _form(kind: Any, name: str) -> Form:
     if kind == _State:
         return STATES
     if _is_message(kind):
-        return _Messages(kind)
-    return _Values(_message(name, {"value": kind}))
+        return _messages(kind)
+    cls = _message(name, {"value": kind})
+    return Form(
+        lambda value: cls.model_validate({"value": value}).encode(), lambda frame: _parsed(cls, frame).__dict__["value"]
+    )
 
 
 def _is_array(kind: Any) -> bool:

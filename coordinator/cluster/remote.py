@@ -253,6 +253,15 @@ class WorkerActor(_MemberActor):
         return self._ask_one(Worker.evaluate, order, *map(_given, parameters))
 
 
+class _Averaged(Remote[P, T]):
+    """A method that releases an average, once the vectors are bound."""
+
+    def __get__(
+        self, actor: "AggregatorActor", _: type
+    ) -> "Callable[[ReduceRequest, Reference[Envelope], Sequence[Reference[RingVector]]], Reduction]":
+        return partial(actor._released, self._method)
+
+
 class AggregatorActor(_MemberActor):
     """A started aggregator."""
 
@@ -274,23 +283,8 @@ class AggregatorActor(_MemberActor):
         report, *updated = self._ask(Aggregator.reduce, 3, request, *own, *map(_given, vectors))
         return Reduction(report, (updated[0], updated[1]))
 
-    def measure(
-        self,
-        request: "ReduceRequest",
-        binding: "Reference[Envelope]",
-        vectors: "Sequence[Reference[RingVector]]",
-    ) -> Reduction:
-        """Have a measurement's average released, once the vectors are bound."""
-        return self._released(Aggregator.measure, request, binding, vectors)
-
-    def release(
-        self,
-        request: "ReduceRequest",
-        binding: "Reference[Envelope]",
-        vectors: "Sequence[Reference[RingVector]]",
-    ) -> Reduction:
-        """Have the average of a training step's range released, once the vectors are bound."""
-        return self._released(Aggregator.release, request, binding, vectors)
+    measure = _Averaged(Aggregator.measure)
+    release = _Averaged(Aggregator.release)
 
     def _released(
         self,

@@ -16,11 +16,6 @@ measure = typer.Typer(name="measure", help="Compute reference values for a polic
 ImageFile = Annotated[Path | None, typer.Option(metavar="FILE")]
 
 
-@policy.callback()
-def _policy_group() -> None:
-    """Keep this a group of commands while it has only one."""
-
-
 @command(policy, "check")
 def check_command(output: Output, file: Annotated[Path, typer.Argument(metavar="FILE", help="Policy, YAML.")]) -> None:
     """Say in words what a policy accepts, and warn where it is lax or admits nothing."""

@@ -7,8 +7,7 @@ from typing import NoReturn
 
 import typer
 
-from raycloak.coordinator.cli.options import Overrides, command
-from raycloak.coordinator.cli.program import invoke
+from raycloak.coordinator.cli.options import Overrides, command, invoke
 from raycloak.coordinator.console.output import Output, leave_stdout
 from raycloak.coordinator.console.streams import open_missing_streams
 from raycloak_lab.cli.adapter import adapter
