@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
+from rich.text import Text
 
 from raycloak.coordinator.cli.attest.attest import attest
 from raycloak.coordinator.cli.audit import audit_command
@@ -26,6 +27,7 @@ from raycloak.coordinator.cli.verify import bundle_command, trust_command, verif
 from raycloak.coordinator.config.run import RunConfig, load_config, parse_config
 from raycloak.coordinator.console.output import Output, leave_stdout
 from raycloak.coordinator.console.streams import open_missing_streams
+from raycloak.coordinator.console.tables import columns_table
 from raycloak.coordinator.quick_imports import quickly
 from raycloak.coordinator.runs.progress import EVERY_S, ProgressDisplay, waiting
 from raycloak.metrics.errors import ConfigError, RaycloakError
@@ -312,12 +314,14 @@ def plan(
 @command(app)
 def doctor(output: Output) -> int:
     """Check that this machine can run raycloak. Exit code 4 if a check fails."""
-    from raycloak.coordinator.cli.doctor import checks_table, examine
+    from raycloak.coordinator.cli.doctor import examine
 
-    checks = examine()
+    checks, styles = examine(), {"ok": "green", "warn": "yellow", "fail": "bold red"}
     failed = any(check.status == "fail" for check in checks)
-    output.result({"ok": not failed, "checks": [asdict(check) for check in checks]}, checks_table(checks))
-    return 4 if failed else 0
+    rows = [(each.name, Text(each.status, style=styles[each.status]), each.finding, each.remedy) for each in checks]
+    view = columns_table("raycloak doctor", ("check", "status", "finding", "remedy"), rows)
+    output.result({"ok": not failed, "checks": [asdict(check) for check in checks]}, view)
+    return RaycloakError.exit_code if failed else 0
 
 
 command(app, "audit")(audit_command)

@@ -9,15 +9,11 @@ import shutil
 import socket
 import stat
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
-
-from rich.table import Table
-from rich.text import Text
 
 from raycloak.attestation.attester.tsm import TSM_REMEDY, TSM_REPORTS, tee_nodes
 from raycloak.coordinator.cluster.ray_checks import check_temp, temp_folder
@@ -54,33 +50,30 @@ class Finding:
 def examine() -> list[Finding]:
     """Run every check on this machine, in the order in which to fix problems."""
     mounted = mounts()
-    checks: list[Callable[[], Finding]] = [
-        partial(check_python, sys.version_info[:2]),
-        *(partial(check_version, name, installed_version(name)) for name in SUPPORTED),
-        partial(check_auth_mode, os.environ),
-        partial(check_token, os.environ),
-        partial(check_variables, os.environ),
-        check_home,
-        partial(check_working_folder, Path.cwd()),
-        partial(check_ledger, mounted),
-        partial(check_ray_temp, mounted),
-        partial(check_shared_memory, Path("/dev/shm")),
-        partial(check_service_memory, Path("/")),
-        *(partial(check_port, port) for port in PORTS),
-        check_gpu,
-        partial(check_tee, Path("/")),
+    return [
+        check_python(sys.version_info[:2]),
+        *(check_version(name, installed_version(name)) for name in SUPPORTED),
+        check_auth_mode(os.environ),
+        check_token(os.environ),
+        check_variables(os.environ),
+        check_home(),
+        check_working_folder(Path.cwd()),
+        check_ledger(mounted),
+        check_ray_temp(mounted),
+        check_shared_memory(Path("/dev/shm")),
+        check_service_memory(Path("/")),
+        *map(check_port, PORTS),
+        check_gpu(),
+        check_tee(Path("/")),
     ]
-    return [check() for check in checks]
 
 
 def check_python(version: tuple[int, ...]) -> Finding:
     """Check that the distribution supports the interpreter."""
-    lowest, highest = PYTHON
-    text = ".".join(map(str, version))
-    if lowest <= tuple(version[:2]) <= highest:
+    text, lowest, highest = (".".join(map(str, each)) for each in (version, *PYTHON))
+    if PYTHON[0] <= version <= PYTHON[1]:
         return Finding("python", "ok", text)
-    wanted = f"{lowest[0]}.{lowest[1]} to {highest[0]}.{highest[1]}"
-    return Finding("python", "fail", f"{text} is not supported", f"Use Python {wanted}.")
+    return Finding("python", "fail", f"{text} is not supported", f"Use Python {lowest} to {highest}.")
 
 
 def installed_version(distribution: str) -> str | None:
@@ -193,9 +186,8 @@ def check_ray_temp(mounts: str) -> Finding:
 def check_shared_memory(folder: Path) -> Finding:
     """Check that the object store fits into shared memory. Otherwise Ray puts it on a disk."""
     if not folder.is_dir():
-        return Finding(
-            "object store", "warn", f"{folder} is missing: Ray keeps objects on disk", "Mount a tmpfs there."
-        )
+        missing = f"{folder} is missing: Ray keeps objects on disk"
+        return Finding("object store", "warn", missing, "Mount a tmpfs there.")
     free = shutil.disk_usage(folder).free
     if free < SHARED_MEMORY_BYTES:
         finding = f"{folder} has {free / 2**20:.0f} MiB free: Ray keeps on disk what does not fit"
@@ -223,17 +215,15 @@ def check_service_memory(root: Path) -> Finding:
 
 def check_port(port: int) -> Finding:
     """Check that a server could take ``port`` on loopback."""
-    name = f"port {port}"
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         # A port that a server has just left is free, although the kernel still holds it.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
-            user = PORTS.get(port, "a server")
-            finding = f"not free for {user}: {error.strerror}"
-            return Finding(name, "warn", finding, "Nothing to do if that server already runs here.")
-    return Finding(name, "ok", "free")
+            finding = f"not free for {PORTS.get(port, 'a server')}: {error.strerror}"
+            return Finding(f"port {port}", "warn", finding, "Nothing to do if that server already runs here.")
+    return Finding(f"port {port}", "ok", "free")
 
 
 def check_gpu() -> Finding:
@@ -257,20 +247,7 @@ def check_tee(root: Path) -> Finding:
     if TSM_REPORTS in found:
         return Finding("tee", "ok", named)
     if found:
-        return Finding(
-            "tee", "warn", f"{named}, but /{TSM_REPORTS} is missing: no evidence can be collected", TSM_REMEDY
-        )
+        missing = f"{named}, but /{TSM_REPORTS} is missing: no evidence can be collected"
+        return Finding("tee", "warn", missing, TSM_REMEDY)
     finding = "no device of a trusted execution environment: evidence of workers here is SIMULATED"
     return Finding("tee", "warn", finding, "Run the workers in Intel TDX or AMD SEV-SNP guests for hardware evidence.")
-
-
-def checks_table(checks: list[Finding]) -> Table:
-    """Render the findings for a person."""
-    table = Table(title="raycloak doctor", title_justify="left", title_style="bold")
-    for header in ("check", "status", "finding", "remedy"):
-        table.add_column(header, overflow="fold")
-    styles: dict[Status, str] = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-    for check in checks:
-        status = Text(check.status, style=styles[check.status])
-        table.add_row(check.name, status, Text(check.finding), Text(check.remedy))
-    return table

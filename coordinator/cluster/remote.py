@@ -253,7 +253,7 @@ class WorkerActor(_MemberActor):
         return self._ask_one(Worker.evaluate, order, *map(_given, parameters))
 
 
-class _Averaged(Remote[P, T]):
+class _Averaged(Remote[P, "tuple[ReduceReport, Average]"]):
     """A method that releases an average, once the vectors are bound."""
 
     def __get__(

@@ -27,10 +27,10 @@ def facts_table(title: str, facts: Mapping[str, Any]) -> Table:
 
 
 def columns_table(title: str, headers: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
-    """Return a column for each header; cells are folded, never cut."""
+    """Return a column for each header, a bold one of labels where it is empty; cells are folded, never cut."""
     table = Table(title=Text(title, style="bold"), title_justify="left")
     for header in headers:
-        table.add_column(header, overflow="fold")
+        table.add_column(header, overflow="fold", style="" if header else "bold")
     for row in rows:
         # As text, as a field's value.
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))

@@ -273,12 +273,11 @@ def comparison_view(comparison: "Comparison") -> Group:
     parts: list[Table | Text] = [Text("Configuration: no field differs.")]
     if comparison.differing:
         rows = (
-            (Text(name, style="bold"), *(NONE if value is None else str(value) for value in each))
+            (name, *(NONE if value is None else str(value) for value in each))
             for name, each in comparison.differing.items()
         )
         parts = [columns_table("Configuration: the fields that differ", heads, rows)]
-    results = ((Text(label, style="bold"), *cells) for label, cells in _result_rows(comparison))
-    parts += [columns_table("Results", heads, results), Text(bytes_text(comparison), style="bold")]
+    parts += [columns_table("Results", heads, _result_rows(comparison)), Text(bytes_text(comparison), style="bold")]
     parts += [Text(f"- {caution}") for caution in comparison.cautions]
     return Group(*parts)
 
@@ -295,23 +294,23 @@ def bytes_text(comparison: "Comparison") -> str:
     return f"Not every run has parameters yet.{upto}"
 
 
-def _result_rows(comparison: "Comparison") -> list[tuple[str, list[str]]]:
-    runs = comparison.runs
-    incidents = [
-        f"{sum(run.course.departures.values())} / {run.course.joins} / {sum(run.course.restarts.values())}"
-        for run in runs
-    ]
+def _result_rows(comparison: "Comparison") -> list[tuple[str, ...]]:
+    runs, summaries = comparison.runs, [run.summary for run in comparison.runs]
+    courses = [run.course for run in runs]
+    incidents = (
+        f"{sum(course.departures.values())} / {course.joins} / {sum(course.restarts.values())}" for course in courses
+    )
     return [
-        ("status", [run.summary.state for run in runs]),
-        ("started", [time_text(run.summary.started_at) for run in runs]),
-        ("steps", [steps_text(run.summary) for run in runs]),
-        ("result", [result_text(run.summary.accuracy, run.summary.loss) for run in runs]),
-        ("ε charged/cap", [budget_text(run.summary) for run in runs]),
-        ("ε claimed", [claim_text(run.summary) for run in runs]),
-        ("δ", [NONE if run.delta is None else f"{run.delta:g}" for run in runs]),
-        ("account", [run.summary.account or NONE for run in runs]),
-        ("s per step", [value_text(run.seconds_per_step) or NONE for run in runs]),
-        ("evidence", [evidence_class_text(run.summary.evidence_class) for run in runs]),
-        ("left / joined / restarts", incidents),
-        ("parameters", [(run.summary.model_digest or NONE)[:16] for run in runs]),
+        ("status", *(run.state for run in summaries)),
+        ("started", *(time_text(run.started_at) for run in summaries)),
+        ("steps", *map(steps_text, summaries)),
+        ("result", *(result_text(run.accuracy, run.loss) for run in summaries)),
+        ("ε charged/cap", *map(budget_text, summaries)),
+        ("ε claimed", *map(claim_text, summaries)),
+        ("δ", *(NONE if run.delta is None else f"{run.delta:g}" for run in runs)),
+        ("account", *(run.account or NONE for run in summaries)),
+        ("s per step", *(value_text(run.seconds_per_step) or NONE for run in runs)),
+        ("evidence", *(evidence_class_text(run.evidence_class) for run in summaries)),
+        ("left / joined / restarts", *incidents),
+        ("parameters", *((run.model_digest or NONE)[:16] for run in summaries)),
     ]
