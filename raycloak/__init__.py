@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from raycloak.coordinator.client.training_config import TrainingConfig as TrainingConfig
     from raycloak.coordinator.cluster.actors import actor as actor
     from raycloak.coordinator.cluster.actors import start_platforms as start_platforms
-    from raycloak.coordinator.cluster.platform_actor import NodeEvidenceSource as NodeEvidenceSource
+    from raycloak.coordinator.cluster.node_evidence import NodeEvidenceSource as NodeEvidenceSource
     from raycloak.coordinator.config.losses import LossConfig as LossConfig
     from raycloak.coordinator.config.run import RunConfig as RunConfig
     from raycloak.coordinator.config.run import load_config as load_config
@@ -150,7 +150,7 @@ _HOMES = {
     "raycloak.coordinator.client.training_client": "ClientStatus TrainingClient",
     "raycloak.coordinator.client.training_config": "TrainingConfig",
     "raycloak.coordinator.cluster.actors": "actor start_platforms",
-    "raycloak.coordinator.cluster.platform_actor": "NodeEvidenceSource",
+    "raycloak.coordinator.cluster.node_evidence": "NodeEvidenceSource",
     "raycloak.coordinator.config.losses": "LossConfig",
     "raycloak.coordinator.config.run": "RunConfig load_config",
     "raycloak.coordinator.config.sections": (

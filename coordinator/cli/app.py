@@ -5,8 +5,9 @@ Exit codes: 0 done, 2 bad input, 3 refused (budget, evidence, policy), 4 failed.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -91,11 +92,11 @@ def run(
     progress: ProgressEvery = EVERY_S,
 ) -> int:
     """Train as CONFIG says; leaves a verdict and a run directory. Exit code 4 if it was stopped before its end."""
-    if not once:
-        return _train(output, load_config(config, overrides), config.parent, run_secret, resume, progress, yes)
-    if resume:
+    if once and resume:
         raise ConfigError("usage", "give --resume or --once, not both.", "Leave one out.")
-    return _train_once(output, load_config(config, overrides), config.parent, run_secret, progress, yes)
+    loaded = load_config(config, overrides)
+    train = partial(_train, output, loaded, config.parent, run_secret, every_s=progress, small_epsilon=yes)
+    return _train_once(output, loaded, train) if once else train(resume=resume)
 
 
 command(app, "init")(init_command)
@@ -109,7 +110,7 @@ def demo(
     """Train a small model on scikit-learn's digits with three local workers; evidence is SIMULATED."""
     from raycloak.coordinator.runs.demo import demo_config
 
-    return _train(output, parse_config(demo_config(), overrides), None, run_secret, resume=False, every_s=progress)
+    return _train(output, parse_config(demo_config(), overrides), None, run_secret, every_s=progress)
 
 
 def _train(
@@ -117,7 +118,8 @@ def _train(
     config: RunConfig,
     config_dir: Path | None,
     run_secret: Path | None,
-    resume: bool,
+    *,
+    resume: bool = False,
     every_s: float,
     small_epsilon: bool = False,
 ) -> int:
@@ -167,9 +169,7 @@ def _train(
     return RaycloakError.exit_code if verdict.ending == "stopped" else 0
 
 
-def _train_once(
-    output: Output, config: RunConfig, config_dir: Path, run_secret: Path | None, every_s: float, small_epsilon: bool
-) -> int:
+def _train_once(output: Output, config: RunConfig, train: Callable[..., int]) -> int:
     """Train as the newest run of the configuration's name asks for, which a scheduler may repeat at will.
 
     Guarantee: however often it is called, one run of that name is charged, unless the user discards it.
@@ -177,18 +177,18 @@ def _train_once(
     from raycloak.coordinator.record.folder import newest_run
 
     newest = newest_run(config.name)
-    if newest is not None and newest.record.status == "done":
-        return _show_done(output, newest, config)
-    try:
-        return _train(output, config, config_dir, run_secret, newest is not None, every_s, small_epsilon)
-    except ConfigError as error:
-        # Its process had ended after the last step, and before it could mark the run as done.
-        if error.code != "nothing_to_resume" or newest is None:
-            raise
-        return _show_done(output, newest, config)
+    if newest is None or newest.record.status != "done":
+        try:
+            return train(resume=newest is not None)
+        except ConfigError as error:
+            # Its process had ended after the last step, and before it could mark the run as done.
+            if error.code != "nothing_to_resume" or newest is None:
+                raise
+    _show_done(output, newest, config)
+    return 0
 
 
-def _show_done(output: Output, folder: "RunFolder", config: RunConfig) -> int:
+def _show_done(output: Output, folder: "RunFolder", config: RunConfig) -> None:
     """Show the verdict of a run that is done; refuse if it was a run of another configuration."""
     from raycloak.coordinator.cli.views.verdict import verdict_table
     from raycloak.coordinator.record.outcome import Ending
@@ -202,11 +202,9 @@ def _show_done(output: Output, folder: "RunFolder", config: RunConfig) -> int:
     if stored is None or stored["ending"] not in (Ending.COMPLETE.value, Ending.CAP.value, Ending.EARLY.value):
         # Its process ended before it wrote a verdict; an older one is of an execution that failed.
         output.result({"run_dir": str(folder.path)}, f"Run directory: {folder.path}")
-        return 0
+        return
     metrics = {key: value for key, value in stored.items() if key != "run_dir"}
-    verdict = Verdict.of({"run_dir": stored["run_dir"], "metrics": metrics})
-    output.result(stored, verdict_table(verdict))
-    return 0
+    output.result(stored, verdict_table(Verdict.of({"run_dir": stored["run_dir"], "metrics": metrics})))
 
 
 @command(app, "replay")

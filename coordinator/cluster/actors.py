@@ -32,8 +32,9 @@ from raycloak.coordinator.cluster.backend import ActorLost
 from raycloak.coordinator.cluster.calls import Reference
 from raycloak.coordinator.cluster.gpu_actor import NodeGpus
 from raycloak.coordinator.cluster.ledger_actor import LedgerActor
+from raycloak.coordinator.cluster.node_evidence import NodeEvidenceSource
 from raycloak.coordinator.cluster.orchestrator_actor import OrchestratorActor
-from raycloak.coordinator.cluster.platform_actor import NodeEvidenceSource, NodePlatform
+from raycloak.coordinator.cluster.platform_actor import NodePlatform
 from raycloak.coordinator.cluster.processes import MACHINE_LABEL, machine_name, nvml_missing, own_node
 from raycloak.coordinator.cluster.ray_calls import ask, ask_process, fetch, wait
 from raycloak.coordinator.cluster.ray_checks import check_ray, start_failed, unreachable, variables
@@ -179,10 +180,9 @@ class GpuSamplers:
         self._extend()
 
     def _extend(self) -> None:
-        for node in alive_nodes():
-            if node not in self._seen:
-                self._seen.add(node)
-                self._start(node)
+        for node in alive_nodes().keys() - self._seen:
+            self._seen.add(node)
+            self._start(node)
 
     def _start(self, node: str) -> None:
         self._handles[node] = _on_node(node, NodeGpus, sees_gpus=True).remote(node[:12])

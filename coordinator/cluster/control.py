@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Concatenate, Generic, Literal, ParamSpec, Protocol, TypeVar
+from typing import Any, ClassVar, Concatenate, Generic, Literal, ParamSpec, Protocol, TypeVar
 
 from raycloak.attestation.core.evidence import CollateralBundle
 from raycloak.attestation.orchestrator.commits import StepCommit
@@ -136,27 +136,24 @@ class Control:
         return actor
 
 
+@dataclass(eq=False, slots=True)
 class Pending(Generic[T]):
-    """A question whose answer may still be on its way. It is asked again if the actor that owes the answer is lost."""
+    """A question whose answer may still be on its way. It is asked again if the actor that owes the answer is lost.
 
-    __slots__ = ("_arguments", "_asked", "_control", "_method", "_reference", "_role")
+    Attributes:
+        reference: to pass to other calls, which start when the answer is there and fail if the question fails. It
+            changes when the question is asked again; calls that wait for the former reference have then failed.
+    """
 
-    def __init__(
-        self, control: Control, role: ControlRole, method: Callable[..., T], arguments: tuple[Any, ...]
-    ) -> None:
-        self._control = control
-        self._role = role
-        self._method = method
-        self._arguments = arguments
+    _control: Control
+    _role: ControlRole
+    _method: Callable[..., T]
+    _arguments: tuple[Any, ...]
+    _asked: Actor = field(init=False)
+    reference: Reference[T] = field(init=False)
+
+    def __post_init__(self) -> None:
         self._ask()
-
-    @property
-    def reference(self) -> Reference[T]:
-        """A reference to pass to other calls, which start when the answer is there and fail if the question fails.
-
-        It changes when the question is asked again; calls that wait for the former reference have then failed.
-        """
-        return self._reference
 
     def result(self) -> T:
         """Wait for the answer, and ask each new incarnation again until one gives it.
@@ -167,22 +164,23 @@ class Pending(Generic[T]):
         """
         while True:
             try:
-                return self._control.backend.fetch(self._reference, self._control.deadline_s)
+                return self._control.backend.fetch(self.reference, self._control.deadline_s)
             except ActorLost as lost:
                 self._control.replace(self._asked, self._role, self._method.__name__, lost.cause)
             self._ask()
 
     def _ask(self) -> None:
         self._asked = self._control.actors[self._role]
-        self._reference: Reference[T] = self._control.backend.call(self._asked, self._method, *self._arguments)[0]
+        self.reference = self._control.backend.call(self._asked, self._method, *self._arguments)[0]
 
 
 class _Face:
     """The methods of the actor of one role."""
 
-    def __init__(self, control: Control, role: ControlRole) -> None:
+    _role: ClassVar[ControlRole]
+
+    def __init__(self, control: Control) -> None:
         self._control = control
-        self._role = role
 
     def _submit(self, method: Callable[Concatenate[Any, P], T], *args: P.args, **keywords: P.kwargs) -> Pending[T]:
         return Pending(self._control, self._role, method, Wire.of(method).positional(args, keywords))
@@ -208,6 +206,7 @@ class _Overlaps(Remote[P, T]):
 class LedgerFace(_Face):
     """The ledger's methods that a run needs; see `raycloak.coordinator.ledger.ledger.PrivacyLedger`."""
 
+    _role = "ledger"
     bind_vectors = _Overlaps(PrivacyLedger.bind_vectors)
     charge = _Overlaps(PrivacyLedger.charge)
     hash_at = _Waits(PrivacyLedger.hash_at)
@@ -217,9 +216,6 @@ class LedgerFace(_Face):
     register_run = _Waits(PrivacyLedger.register_run)
     status = _Waits(PrivacyLedger.status)
     view = _Waits(PrivacyLedger.view)
-
-    def __init__(self, control: Control) -> None:
-        super().__init__(control, "ledger")
 
 
 class OrchestratorFace(_Face):
@@ -231,6 +227,8 @@ class OrchestratorFace(_Face):
             them: it finds its members on disk under the same session, but the terms are not on disk.
     """
 
+    _role = "orchestrator"
+    begun: tuple[RunTerms[Manifest], str] | None = None
     admit = _Waits(RunOrchestrator.admit)
     challenge = _Waits(RunOrchestrator.challenge)
     commit = _Waits(RunOrchestrator.commit)
@@ -258,10 +256,6 @@ class OrchestratorFace(_Face):
     service_address = _Waits(RunOrchestrator.service_address)
     sign_package = _Waits(RunOrchestrator.sign_package)
     view = _Waits(RunOrchestrator.view)
-
-    def __init__(self, control: Control) -> None:
-        super().__init__(control, "orchestrator")
-        self.begun: tuple[RunTerms[Manifest], str] | None = None
 
     def begin(self, terms: RunTerms[Manifest], session: str) -> None:
         """Begin a session of the run, or resume it after a restart."""

@@ -118,11 +118,15 @@ def _start_ray(files: str, python_path: str) -> None:
         raise start_failed(error, remedy) from None
 
 
-@contextmanager
-def _pipeline_errors(function: str) -> Iterator[None]:
-    """Turn all that a pipeline raises into one error, which says no value of an example."""
+def _shuffled(pipeline: Any, function: str) -> Iterator[Any]:
+    """Yield the pipeline's rows as pyarrow tables, in the order of their digests.
+
+    Turns all that a pipeline raises into one error, which says no value of an example. What the caller does with a
+    table raises nothing here.
+    """
     try:
-        yield
+        for table in _ordered(pipeline, function):
+            yield table.drop_columns([_ORDER])
     except RaycloakError:
         raise
     except Exception as error:  # noqa: BLE001 - only its type is told: its text may hold private data
@@ -136,19 +140,6 @@ def _pipeline_errors(function: str) -> Iterator[None]:
         ) from told(error)
 
 
-def _shuffled(pipeline: Any, function: str) -> Iterator[Any]:
-    """Yield the pipeline's rows as pyarrow tables, in the order of their digests."""
-    # Each by itself: what the caller does with a table is no error of the pipeline.
-    with _pipeline_errors(function):
-        tables = iter(_ordered(pipeline, function))
-    while True:
-        with _pipeline_errors(function):
-            table = next(tables, None)
-        if table is None:
-            return
-        yield table.drop_columns([_ORDER])
-
-
 def _ordered(pipeline: Any, function: str) -> Iterable[Any]:
     import ray.data
 
@@ -156,7 +147,10 @@ def _ordered(pipeline: Any, function: str) -> Iterable[Any]:
     context.execution_options.preserve_order = True
     context.enable_progress_bars = False
     logging.getLogger("ray.data").setLevel(logging.WARNING)
-    _carry(pipeline)
+    # The functions travel to tasks with their code: a task cannot import a file by its private name.
+    module = sys.modules.get(getattr(pipeline, "__module__", ""))
+    if module is not None and module.__name__.startswith("_raycloak_user_"):
+        ray.cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
     rows = pipeline()
     if not isinstance(rows, ray.data.Dataset):
         raise DatasetError(
@@ -167,13 +161,6 @@ def _ordered(pipeline: Any, function: str) -> Iterable[Any]:
     ordered = rows.map_batches(with_order, batch_format="pyarrow").sort(_ORDER)
     batches: Iterable[Any] = ordered.iter_batches(batch_size=_BATCH_ROWS, batch_format="pyarrow")
     return batches
-
-
-def _carry(pipeline: Any) -> None:
-    """Let the pipeline's functions travel to tasks with their code: a task cannot import a file by its private name."""
-    module = sys.modules.get(getattr(pipeline, "__module__", ""))
-    if module is not None and module.__name__.startswith("_raycloak_user_"):
-        ray.cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
 
 
 def with_order(table: Any) -> Any:

@@ -59,7 +59,13 @@ class BundleRequest:
 
     def fitting(self, nodes: Sequence[NodeView]) -> int:
         """Return how many such bundles fit on the free resources."""
-        return self._together([self._on(node, node.free) for node in nodes])
+        fits = [self._on(node) for node in nodes]
+        match self.strategy:
+            case "STRICT_PACK":
+                return max(fits, default=0)
+            case "STRICT_SPREAD":
+                return sum(min(fit, 1) for fit in fits)
+        return sum(fits)
 
     def shortfall(self, nodes: Sequence[NodeView]) -> str:
         """Return two sentences: the request with the bundle that does not fit, and what each node has."""
@@ -69,18 +75,10 @@ class BundleRequest:
         each = "; ".join(self._say(node) for node in nodes)
         return f"{asked}: bundle {fits + 1} of {self.bundles} does not fit. The cluster has {each or 'no usable node'}."
 
-    def _on(self, node: NodeView, resources: Mapping[str, float]) -> int:
+    def _on(self, node: NodeView) -> int:
         if not all(carries(node.labels, key, selector) for key, selector in self.labels.items()):
             return 0
-        return min(_grains(resources.get(name, 0.0)) // _grains(amount) for name, amount in self.bundle.items())
-
-    def _together(self, fits: Sequence[int]) -> int:
-        match self.strategy:
-            case "STRICT_PACK":
-                return max(fits, default=0)
-            case "STRICT_SPREAD":
-                return sum(min(fit, 1) for fit in fits)
-        return sum(fits)
+        return min(_grains(node.free.get(name, 0.0)) // _grains(amount) for name, amount in self.bundle.items())
 
     def _say(self, node: NodeView) -> str:
         amounts = ", ".join(
@@ -98,11 +96,13 @@ def even_share(nodes: Sequence[NodeView], resource: str, request: BundleRequest)
     capacities = {node.total.get(resource, 0.0) for node in nodes}
     # Rounded down, so that k shares never exceed a node's capacity.
     shares = {1.0} | {int(1000 * c / k) / 1000 for c in capacities for k in range(1, request.bundles + 1)}
-    for share in sorted((share for share in shares if 0 < share <= 1), reverse=True):
-        asked = replace(request, bundle={resource: share})
-        if asked._together([asked._on(node, node.total) for node in nodes]) >= request.bundles:
-            return share
-    return 0.0
+    empty = [replace(node, free=node.total) for node in nodes]
+    fitting = (
+        share
+        for share in shares
+        if 0 < share <= 1 and replace(request, bundle={resource: share}).fitting(empty) >= request.bundles
+    )
+    return max(fitting, default=0.0)
 
 
 def carries(labels: Mapping[str, str], key: str, selector: str) -> bool:

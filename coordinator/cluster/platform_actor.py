@@ -1,22 +1,14 @@
-"""The simulated TEE platform of one node, as an actor, and the evidence source that asks it for quotes."""
-
-from collections.abc import Mapping
-from typing import Any
+"""The simulated TEE platform of one node, as an actor whose process imports nothing else of raycloak."""
 
 from raycloak.coordinator.quick_imports import quickly
 
 with quickly():
-    from raycloak.attestation.attester.attester import CpuEvidence
     from raycloak.attestation.core.private_memory import keep_memory_private
     from raycloak.attestation.simulators.tdx_pki import new_key, public_bytes
     from raycloak.attestation.simulators.tdx_platform import PlatformCertificate, SimulatedPlatform
     from raycloak.attestation.simulators.tdx_vendor import code_measurement
     from raycloak.coordinator.cluster.calls import Receiver
-    from raycloak.coordinator.cluster.processes import own_node
-    from raycloak.coordinator.cluster.ray_calls import ask, fetch
     from raycloak.metrics.errors import EvidenceError
-
-QUOTE_DEADLINE_S = 30.0
 
 
 class NodePlatform(Receiver):
@@ -48,19 +40,3 @@ class NodePlatform(Receiver):
         if self._platform is None:
             raise EvidenceError("platform_not_ready", "the node's simulated platform has no certificate yet")
         return self._platform.quote(report_data, code_measurement())
-
-
-class NodeEvidenceSource:
-    """The evidence source that asks the simulated platform of the caller's node.
-
-    Args:
-        platforms: NodePlatform actors by node id.
-    """
-
-    def __init__(self, platforms: Mapping[str, Any]) -> None:
-        self._platforms = platforms
-
-    def collect(self, report_data: bytes) -> CpuEvidence:
-        """Return a quote over ``report_data``, made by the node's simulated platform."""
-        asked = ask(self._platforms[own_node(self)], NodePlatform.quote, report_data)
-        return CpuEvidence(fetch(asked, QUOTE_DEADLINE_S))

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median, quantiles
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from raycloak.attestation.processes.child import Child
 from raycloak.attestation.processes.deadline import Deadline
@@ -80,14 +80,6 @@ class StepBench:
     opacus_start_seconds: float | None = None
     step_vs_opacus: float | None = None
     run_vs_opacus: float | None = None
-
-
-class _Peer(Protocol):
-    """A program that takes turns with the run."""
-
-    def take_turn(self, report: StepReport) -> None:
-        """Be called after a step of the run, which then waits."""
-        ...
 
 
 class _Bare:
@@ -205,7 +197,7 @@ def bench_step(config: RunConfig, *, config_dir: Path, against: str | None = Non
     return _beside_opacus(figures, peer, config.steps) if isinstance(peer, _Opacus) else figures
 
 
-def _peer(config: RunConfig, config_dir: Path, against: str | None) -> _Peer | None:
+def _peer(config: RunConfig, config_dir: Path, against: str | None) -> _Bare | _Opacus | None:
     match against:
         case None:
             return None

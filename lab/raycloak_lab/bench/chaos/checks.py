@@ -8,11 +8,10 @@ from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeGuard
 
 from raycloak.attestation.core.hybrid_signature import SignerPublic
 from raycloak.attestation.log.evidence_log import read_exported_log
-from raycloak.coordinator.ledger.entries import Event, StepCharged
+from raycloak.coordinator.ledger.entries import StepCharged
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.metrics.errors import RaycloakError
 from raycloak_lab.bench.chaos.child_run import StepSeen
@@ -60,7 +59,8 @@ def check_charges(home: Path, run_id: str, finished: Iterable[int]) -> Charges:
             events = [entry.event for entry in ledger.history()]
     except RaycloakError as error:
         return Charges(tuple(finished), (), (), str(error))
-    times = Counter(event.step for event in events if _is_step(event, run_id))
+    steps = (event for event in events if isinstance(event, StepCharged))
+    times = Counter(each.step for each in steps if (each.run_id, each.query) == (run_id, "gradient"))
     done = set(finished)
     return Charges(
         lost=tuple(sorted(done - times.keys())),
@@ -68,10 +68,6 @@ def check_charges(home: Path, run_id: str, finished: Iterable[int]) -> Charges:
         uncommitted=tuple(sorted(times.keys() - done)),
         broken=None,
     )
-
-
-def _is_step(event: Event, run_id: str) -> TypeGuard[StepCharged]:
-    return isinstance(event, StepCharged) and (event.run_id, event.query) == (run_id, "gradient")
 
 
 def logged_digests(log: Path, owner: SignerPublic) -> dict[int, set[str]]:

@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.console.figures import value_text
-from raycloak.coordinator.console.tables import fields_table
+from raycloak.coordinator.console.tables import columns_table, fields_table
 from raycloak.metrics.errors import EvidenceError
 from raycloak_lab.bench.chaos.checks import (
     Charges,
@@ -135,17 +134,21 @@ def report(config: RunConfig, runs: Runs, wall_seconds: float) -> ChaosReport:
     seen, expected = digests_of(tail.steps), digests_of(runs.reference.steps)
     charges = check_charges(disturbed.home, disturbed.folder.record.run_id, seen)
     differing = set(digest_differences(expected, seen))
-    log_trouble = None
+    log_trouble, manifest = None, disturbed.folder.manifest()
     try:
-        differing |= set(digest_differences(expected, _logged(disturbed)))
+        if manifest is None:
+            raise EvidenceError("log_broken", "the run has no manifest that names the log's owner")
+        logged = logged_digests(disturbed.folder.path / "evidence.jsonl", manifest.log_owner)
+        differing |= set(digest_differences(expected, logged))
     except EvidenceError as error:
         log_trouble = str(error)
     failed = disturbed.failed_claims()
+    hits = Counter((each.kill.role, each.kill.signal, each.phase) for each in recoveries)
     differences, commits = tuple(sorted(differing)), spread(each.commit_s for each in near)
     longest = longest_step(tail.steps, apart)
     return ChaosReport(
         kills=len(near) + sum(kill.role == "driver" for kill in runs.kills),
-        hits=_hits(recoveries),
+        hits=tuple(Tally(*hit, count) for hit, count in sorted(hits.items())),
         recovery=commits,
         settled=spread(each.settled_s for each in near),
         members=members,
@@ -171,18 +174,6 @@ def report(config: RunConfig, runs: Runs, wall_seconds: float) -> ChaosReport:
         ),
         breaches=_breaches(differences, missing_steps(seen), charges, log_trouble, failed, disturbed.ended),
     )
-
-
-def _logged(run: ChildRun) -> dict[int, set[str]]:
-    manifest = run.folder.manifest()
-    if manifest is None:
-        raise EvidenceError("log_broken", "the run has no manifest that names the log's owner")
-    return logged_digests(run.folder.path / "evidence.jsonl", manifest.log_owner)
-
-
-def _hits(recoveries: Sequence[Recovery]) -> tuple[Tally, ...]:
-    counts = Counter((each.kill.role, each.kill.signal, each.phase) for each in recoveries)
-    return tuple(Tally(*hit, count) for hit, count in sorted(counts.items()))
 
 
 def _role_times(role: Role, recoveries: Sequence[Recovery]) -> RoleTimes:
@@ -233,21 +224,24 @@ def _steps_text(steps: Sequence[int], shown: int = 8) -> str:
 
 def chaos_view(result: ChaosReport) -> RenderableType:
     """Render the report for a person: hits, recovery times and promises."""
-    hits = Table(title="Kills by role and phase", title_justify="left", title_style="bold")
-    for header in ("role", "signal", *PHASES):
-        hits.add_column(header)
+    hits = []
     for role, signal in dict.fromkeys((hit.role, hit.signal) for hit in result.hits):
         counts = {hit.phase: hit.count for hit in result.hits if (hit.role, hit.signal) == (role, signal)}
-        hits.add_row(role, signal, *(str(counts.get(phase, "")) for phase in PHASES))
-    times = Table(title="Seconds from the signal: median / 90 % / longest", title_justify="left", title_style="bold")
-    for header in ("role", "kills", "commit of the step hit", "first whole step after it", "all workers"):
-        times.add_column(header)
+        hits.append((role, signal, *(str(counts.get(phase, "")) for phase in PHASES)))
+    times = []
     for each in result.by_role:
         if each.commit or each.settled:
             count = sum(hit.count for hit in result.hits if hit.role == each.role)
-            times.add_row(each.role, str(count), *map(_spread_text, (each.commit, each.settled, each.members)))
-    times.add_row("all but driver and node", "", *map(_spread_text, (result.recovery, result.settled, result.members)))
-    return Group(hits, times, fields_table("bench chaos", _rows(result)), *map(Text, result.breaches))
+            times.append((each.role, str(count), *map(_spread_text, (each.commit, each.settled, each.members))))
+    near = map(_spread_text, (result.recovery, result.settled, result.members))
+    times.append(("all but driver and node", "", *near))
+    headers = ("role", "kills", "commit of the step hit", "first whole step after it", "all workers")
+    return Group(
+        columns_table("Kills by role and phase", ("role", "signal", *PHASES), hits),
+        columns_table("Seconds from the signal: median / 90 % / longest", headers, times),
+        fields_table("bench chaos", _rows(result)),
+        *map(Text, result.breaches),
+    )
 
 
 def _spread_text(values: RecoverySpread | None) -> str:
