@@ -1,4 +1,4 @@
-"""Results for a person on a terminal: tables of plans and runs, and a run's live picture.
+"""Results for a person on a terminal: plans, verdicts and runs, and a run's live picture.
 
 Doors: plan, runs, top, verdict.
 
