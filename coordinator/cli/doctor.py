@@ -10,6 +10,7 @@ import socket
 import stat
 import sys
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -228,14 +229,10 @@ def check_port(port: int) -> Finding:
 
 def check_gpu() -> Finding:
     """Report what NVML sees. A machine without it runs on the CPU."""
-    sampler = GpuSampler("localhost")
-    try:
-        reason = sampler.unavailable_reason()
-        if reason is not None:
+    with closing(GpuSampler("localhost")) as sampler:
+        if (reason := sampler.unavailable_reason()) is not None:
             return Finding("gpu", "ok", f"none: runs use the CPU ({reason})")
         readings = sampler.sample()
-    finally:
-        sampler.close()
     states = sorted({str(reading.confidential_state or "unknown") for reading in readings})
     return Finding("gpu", "ok", f"{len(readings)} GPUs, confidential computing: {', '.join(states) or 'none'}")
 

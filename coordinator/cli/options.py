@@ -4,7 +4,7 @@ import inspect
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -147,26 +147,19 @@ Witness = Annotated[
 ]
 
 
-@contextmanager
-def ledger_at(url: str | None, create: bool, witness: str | None = None) -> Iterator["PrivacyLedger"]:
-    """Open the ledger at ``url``, or that of the state folder, for as long as the block lasts."""
+def ledger_at(url: str | None, create: bool, witness: str | None = None) -> "closing[PrivacyLedger]":
+    """Open the ledger at ``url``, or that of the state folder, for a block that closes it."""
     from raycloak.coordinator.config.home import ledger_url
     from raycloak.coordinator.ledger.ledger import PrivacyLedger
 
-    ledger = PrivacyLedger(ledger_url() if url is None else url, create, witness)
-    try:
-        yield ledger
-    finally:
-        ledger.close()
+    return closing(PrivacyLedger(ledger_url() if url is None else url, create, witness))
 
 
-@contextmanager
-def existing_ledger(url: str | None, witness: str | None) -> Iterator["PrivacyLedger"]:
+def existing_ledger(url: str | None, witness: str | None) -> "closing[PrivacyLedger]":
     """Open a ledger as :func:`ledger_at` does, to write to it; a missing one is refused."""
     with ledger_at(url, create=False):
         pass
-    with ledger_at(url, create=True, witness=witness) as ledger:
-        yield ledger
+    return ledger_at(url, create=True, witness=witness)
 
 
 def hexadecimal(text: str | None) -> bytes | None:

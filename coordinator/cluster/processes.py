@@ -7,7 +7,7 @@ import os
 import re
 import signal
 from collections.abc import Collection, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -96,11 +96,8 @@ def nvml_missing(_: Any, node: str) -> str | None:
     """Return why the node of the asked actor, called ``node``, has no GPU readings; None if it has NVML."""
     from raycloak.metrics.gpu_readings import GpuSampler  # late: most actors are never asked this
 
-    sampler = GpuSampler(node)
-    try:
+    with closing(GpuSampler(node)) as sampler:
         return sampler.unavailable_reason()
-    finally:
-        sampler.close()
 
 
 def machine_name(_: Any, label: str | None) -> str:
