@@ -12,7 +12,7 @@ from typing import Any
 from cryptography import x509
 
 from raycloak.attestation.core.evidence import Collateral, Refusal, refuse
-from raycloak.attestation.tdx.quote import TdxPlatform
+from raycloak.attestation.tdx.platform import TdxPlatform
 from raycloak.attestation.trust.certificates import (
     check_certificate_windows,
     check_crl_window,

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from raycloak.attestation.core.evidence import Refusal, refuse
-from raycloak.attestation.tdx.quote import TdReport, TdxPlatform, TdxQuote
+from raycloak.attestation.tdx.platform import TdxPlatform
+from raycloak.attestation.tdx.quote import TdReport, TdxQuote
 from raycloak.attestation.tdx.rules import TdxRules
 
 # Intel publishes a version for each; with fewer, a comparison would pass by itself.

@@ -20,15 +20,8 @@ from raycloak.attestation.tdx.collateral import (
     settle,
     with_newest_lists,
 )
-from raycloak.attestation.tdx.quote import (
-    DEBUG_ATTRIBUTES,
-    SEPT_VE_DISABLE,
-    TdReport,
-    TdxPlatform,
-    TdxQuote,
-    parse_quote,
-    read_platform,
-)
+from raycloak.attestation.tdx.platform import TdxPlatform, read_platform
+from raycloak.attestation.tdx.quote import DEBUG_ATTRIBUTES, SEPT_VE_DISABLE, TdReport, TdxQuote, parse_quote
 from raycloak.attestation.tdx.rating import TdxRating, rate
 from raycloak.attestation.tdx.rules import REGISTERS, TdxRules
 from raycloak.attestation.tdx.second_opinion import check_again

@@ -5,7 +5,7 @@ import pytest
 from raycloak.attestation.simulators import tdx_platform
 from raycloak.attestation.simulators.der import sgx_extension
 from raycloak.attestation.simulators.tdx_platform import COMPONENT_SVNS
-from raycloak.attestation.tdx.quote import TdxPlatform, read_platform
+from raycloak.attestation.tdx.platform import TdxPlatform, read_platform
 from raycloak.metrics.errors import EvidenceError
 from tests.attestation.conftest import Session
 

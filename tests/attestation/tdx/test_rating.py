@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raycloak.attestation.core.evidence import Refusal
-from raycloak.attestation.tdx.quote import TdxPlatform, TdxQuote, parse_quote, read_platform
+from raycloak.attestation.tdx.platform import TdxPlatform, read_platform
+from raycloak.attestation.tdx.quote import TdxQuote, parse_quote
 from raycloak.attestation.tdx.rating import TdxRating, rate
 from raycloak.attestation.tdx.rules import TdxRules
 from raycloak.metrics.errors import EvidenceError
