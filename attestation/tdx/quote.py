@@ -11,7 +11,7 @@ from cryptography import x509
 
 from raycloak.attestation.core.byte_reader import ByteReader
 from raycloak.attestation.core.evidence import Refusal, refuse
-from raycloak.attestation.trust.certificates import has_only_blocks, read_certificates, remembered
+from raycloak.attestation.trust.certificates import has_only_blocks, read_certificates
 
 # Bounds the work on bytes that nothing vouches for yet. The sizes after it are of Intel's format.
 MAX_QUOTE_BYTES: Final = 1 << 16
