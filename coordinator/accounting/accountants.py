@@ -9,6 +9,7 @@ of two bounds is one too.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from itertools import accumulate
 from typing import ClassVar
 
@@ -19,6 +20,7 @@ from raycloak.coordinator.accounting import pld, renyi
 from raycloak.coordinator.accounting.outward import weighted_sum_up
 from raycloak.coordinator.accounting.releases import Release, Releases, merged
 from raycloak.metrics.proof_bounds import require_bound
+from raycloak.version import VERSION
 from raycloak.workers.terms.mechanism import AccountantName
 
 QUOTE_POINTS = 16
@@ -95,7 +97,7 @@ class RenyiAccountant:
 
     def version(self) -> str:
         """Return names and versions of the libraries that compute."""
-        return renyi.accountant_version()
+        return f"opacus {version('opacus')}"
 
     def load(self) -> None:
         """Import those libraries, which takes seconds; optional."""
@@ -153,7 +155,7 @@ class PrivacyLossAccountant:
 
     def version(self) -> str:
         """Return the versions of raycloak, its numerical libraries and Opacus."""
-        return f"{pld.versions()}, {renyi.accountant_version()}"
+        return f"raycloak {VERSION}, numpy {version('numpy')}, scipy {version('scipy')}, {RENYI.version()}"
 
     def load(self) -> None:
         """Import the numerical libraries and Opacus."""

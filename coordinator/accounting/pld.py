@@ -17,14 +17,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
-from importlib.metadata import version
 
 from raycloak.coordinator.accounting import tilted_sums
 from raycloak.coordinator.accounting.loss_laws import Laws, displacing_gaussian, mixed, sampled_gaussian
 from raycloak.coordinator.accounting.releases import Release, Releases, merged, uncut
 from raycloak.coordinator.accounting.tilted_sums import FloatsExceeded, Parts
 from raycloak.metrics.errors import ConfigError
-from raycloak.version import VERSION
 
 STATED_ERROR = 0.01
 """Epsilon is at most this share above the tight value (and never below it); measured: 0.1 %."""
@@ -35,11 +33,6 @@ a rounded function; measured against 60 digits, it was up to 2e-12 too low."""
 
 CHANCE_ERROR = 2.0**-30
 """Relative error that the chances of a cut are taken to have."""
-
-
-def versions() -> str:
-    """Return names and versions of what computes."""
-    return f"raycloak {VERSION}, numpy {version('numpy')}, scipy {version('scipy')}"
 
 
 def epsilon(releases: Releases, delta: float) -> float:

@@ -17,7 +17,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from functools import lru_cache
-from importlib.metadata import version
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,11 +51,6 @@ SMALLEST_RDP = 1e-300
 
 SMALLEST_NOISE_MULTIPLIER = 2.0**-6
 """Less noise hides nothing: it is refused, not accounted."""
-
-
-def accountant_version() -> str:
-    """Return name and version of the library that computes RDP."""
-    return f"opacus {version('opacus')}"
 
 
 @lru_cache(maxsize=256)

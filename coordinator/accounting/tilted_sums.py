@@ -77,7 +77,11 @@ def settled_epsilon(parts: Parts, delta: float, enough: float = 0.0) -> tuple[fl
     """
     if delta < SMALLEST_DELTA:
         raise FloatsExceeded
-    interval = _first_interval(parts, delta)
+    # A coarse grid to begin with, of a power of two.
+    nodes = [(law.losses, law.log_masses, count) for law, count in parts]
+    _, top = _least(lambda tilt: (_log_moment(nodes, tilt) + _spare(delta)) / tilt, 2.0**40)
+    largest = max(float(np.abs(law.losses).max()) for law, _ in parts)
+    interval = 2.0 ** math.floor(math.log2(min(top / _FIRST_GRID, largest)))
     best = _on_grid(parts, delta, interval, enough)
     while best.epsilon > enough and 2 * best.points <= LARGEST_GRID:
         interval /= 2
@@ -135,14 +139,6 @@ class _Found:
     epsilon: float
     stray: float
     points: int
-
-
-def _first_interval(parts: Parts, delta: float) -> float:
-    """Return the interval of a coarse grid to begin with, a power of two."""
-    nodes = [(law.losses, law.log_masses, count) for law, count in parts]
-    _, top = _least(lambda tilt: (_log_moment(nodes, tilt) + _spare(delta)) / tilt, 2.0**40)
-    largest = max(float(np.abs(law.losses).max()) for law, _ in parts)
-    return 2.0 ** math.floor(math.log2(min(top / _FIRST_GRID, largest)))
 
 
 @dataclass(frozen=True, slots=True)

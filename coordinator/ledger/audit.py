@@ -14,6 +14,7 @@ import numpy as np
 from raycloak.attestation.core.roster import Query
 from raycloak.coordinator.accounting.accountants import Spend
 from raycloak.coordinator.accounting.renyi import composed_rdp, order_shares
+from raycloak.coordinator.ledger import rules
 from raycloak.coordinator.ledger.accounts import Account, Standing, check_cap_change, check_transfer, named
 from raycloak.coordinator.ledger.entries import (
     AccountEvent,
@@ -33,18 +34,6 @@ from raycloak.coordinator.ledger.entries import (
     check_chain,
 )
 from raycloak.coordinator.ledger.known_data import Known, check_addition, check_opening, check_run_data
-from raycloak.coordinator.ledger.rules import (
-    PricedRun,
-    account_limits,
-    check_accountant,
-    check_claims,
-    check_reserve,
-    check_shareable,
-    epsilon_at,
-    mechanism_rdp,
-    planned,
-    quoted,
-)
 from raycloak.metrics.errors import BudgetError, ProtocolError
 from raycloak.metrics.proof_bounds import require_assertions
 from raycloak.workers.terms.mechanism import check_together
@@ -65,7 +54,7 @@ class AuditedRun:
 
     sequence: int
     registered: RunRegistered
-    priced: PricedRun
+    priced: rules.PricedRun
     fencing: int = 0
     data: int | None = None
     charges: dict[Query, dict[int, int]] = field(default_factory=dict)
@@ -163,12 +152,12 @@ class AuditedChain:
             self.accounts[event.account].require_unit(event)
             check_run_data(event.run_id, event.mechanisms, event.data, account, self.known)
             for mechanism in private:
-                check_claims(event.run_id, mechanism)
-                check_accountant(event.run_id, mechanism, account)
+                rules.check_claims(event.run_id, mechanism)
+                rules.check_accountant(event.run_id, mechanism, account)
             registered = [*self.standing(event.account).registered, event]
-            check_reserve(account, registered)
+            rules.check_reserve(account, registered)
             if private:
-                check_shareable(account, registered)
+                rules.check_shareable(account, registered)
         if not private:
             _require(event.orders == (), entry, "it names orders for a run that is not private")
         elif self.accounts[event.account].fixed:
@@ -177,13 +166,13 @@ class AuditedChain:
             _require(_is_least(event, account), entry, "its order is not the one that its plan fixes")
         self.accounts[event.account] = self.accounts[event.account].with_run(event)
         self.known.follow(entry.sequence, event)
-        costs = [mechanism_rdp(mechanism, event.orders) for mechanism in event.mechanisms]
+        costs = [rules.mechanism_rdp(mechanism, event.orders) for mechanism in event.mechanisms]
         same = len(costs) == len(event.step_rdp) and all(map(_close, event.step_rdp, costs, repeat(0.0)))
         _require(same, entry, "its cost per step is not that of its mechanism")
-        quote = quoted(account, event.mechanisms)
+        quote = rules.quoted(account, event.mechanisms)
         same = event.quote_counts == quote.counts and _close(event.quote_epsilon, quote.epsilon, _TOLERANCE)
         _require(same, entry, "its quote is not what its plan costs")
-        self.runs[event.run_id] = AuditedRun(entry.sequence, event, PricedRun.of(event), charges=charges)
+        self.runs[event.run_id] = AuditedRun(entry.sequence, event, rules.PricedRun.of(event), charges=charges)
         if isinstance(event, RunPrepaid) and private:
             self._require_within(entry, event.account)
 
@@ -230,7 +219,7 @@ class AuditedChain:
             self._require_within(entry, registered.account)
 
     def _epsilon(self, account: str) -> float:
-        return epsilon_at(self.accounts[account].terms, self.spent(account))
+        return rules.epsilon_at(self.accounts[account].terms, self.spent(account))
 
     def _require_within(self, entry: LedgerEntry, account: str) -> None:
         within = self._epsilon(account) <= self.accounts[account].terms.epsilon_cap * (1 + _TOLERANCE)
@@ -277,8 +266,8 @@ def _is_least(event: RunRegistered, terms: AccountOpened) -> bool:
         return event.orders == terms.orders
     if len(event.orders) != 1 or event.orders[0] not in terms.orders:
         return False
-    rdp = composed_rdp(planned(event.mechanisms), terms.orders)
-    shares = order_shares(rdp, terms.epsilon_cap, account_limits(terms).delta, terms.orders)
+    rdp = composed_rdp(rules.planned(event.mechanisms), terms.orders)
+    shares = order_shares(rdp, terms.epsilon_cap, rules.account_limits(terms).delta, terms.orders)
     # Another version of the library may break a tie the other way.
     return bool(shares[terms.orders.index(event.orders[0])] <= shares.min() * (1 + _TOLERANCE))
 

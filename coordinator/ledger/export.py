@@ -267,7 +267,16 @@ def check_extract(lines: Sequence[bytes], ledger_key: bytes) -> CheckedExtract:
         before = check_chain([entry], ledger_key, follows)
         audited.add(entry)
     audited.head = before
-    stated = _statement(last, ledger_key, before)
+    try:
+        end = parse(ExtractEnd, last)
+        stated = open_envelope(AccountStatement, Envelope(body=end.statement, signature=end.signature), ledger_key)
+    except ProtocolError:
+        raise broken(before.sequence + 1, "the extract does not end in a statement that the ledger signed") from None
+    if stated.ledger_key != ledger_key:
+        raise broken(before.sequence, "the statement is of another ledger")
+    beyond = stated.sequence < before.sequence
+    if beyond or (stated.sequence == before.sequence and stated.hash != before.hash):
+        raise broken(before.sequence, "it is not in the chain that the ledger states")
     if (stated.count, stated.entries) != (len(entries), entries_digest([entry.hash for entry in entries])):
         raise broken(
             before.sequence, f"the ledger states {stated.count} entries, which are not the {len(entries)} here"
@@ -275,20 +284,6 @@ def check_extract(lines: Sequence[bytes], ledger_key: bytes) -> CheckedExtract:
     if tuple(sorted(audited.accounts)) != stated.accounts or stated.account not in stated.accounts:
         raise broken(before.sequence, f"the statement is of the accounts {', '.join(stated.accounts)}")
     return CheckedExtract(audited, stated, {entry.sequence: entry for entry in entries})
-
-
-def _statement(line: bytes, ledger_key: bytes, last: Head) -> AccountStatement:
-    try:
-        end = parse(ExtractEnd, line)
-        stated = open_envelope(AccountStatement, Envelope(body=end.statement, signature=end.signature), ledger_key)
-    except ProtocolError:
-        raise broken(last.sequence + 1, "the extract does not end in a statement that the ledger signed") from None
-    if stated.ledger_key != ledger_key:
-        raise broken(last.sequence, "the statement is of another ledger")
-    beyond = stated.sequence < last.sequence
-    if beyond or (stated.sequence == last.sequence and stated.hash != last.hash):
-        raise broken(last.sequence, "it is not in the chain that the ledger states")
-    return stated
 
 
 def _connected(account: str, events: Iterable[Event]) -> frozenset[str]:

@@ -286,7 +286,7 @@ class Pinned:
         )
         self.site = Site(home, manifest)
         self.site.storage = type(self.site.storage).open(str(home / "packages" / manifest.run_id))
-        self.site.publish(ledger_head=self.head)
+        self.site.publish(ledger_sequence=seen, ledger_hash=self.head.hash)
         run = home / "runs" / "run-1"
         run.mkdir(parents=True)
         (run / "manifest.json").write_bytes(manifest.encode() + b"\n")
