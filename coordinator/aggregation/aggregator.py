@@ -208,9 +208,7 @@ class MaskedAggregator:
             SenderError: a vector or header does not match; it names the sender.
             ProtocolError: the request itself does not match; ``query_unknown`` also for a training step.
         """
-        started = time.perf_counter()
-        average = self._average(self._verify(request, updates=False), binding, vectors, np.float64)
-        return ReduceReport(seconds=time.perf_counter() - started), average
+        return self._released(request, binding, vectors, updates=False)
 
     def release(self, request: ReduceRequest, binding: Envelope, *vectors: RingVector) -> ReleasedAverage:
         """Verify, sum, decode and divide by the public batch size, for a training step that its caller updates by.
@@ -225,18 +223,39 @@ class MaskedAggregator:
             SenderError: a vector or header does not match; it names the sender.
             ProtocolError: the request itself does not match; ``query_mismatch`` for a measurement.
         """
+        return self._released(request, binding, vectors, updates=True)
+
+    def _released(
+        self, request: ReduceRequest, binding: Envelope, vectors: Sequence[RingVector], *, updates: bool
+    ) -> ReleasedAverage:
         started = time.perf_counter()
-        average = self._average(self._verify(request, updates=True), binding, vectors, np.float64)
+        average = self._average(self._verify(request, updates), binding, vectors, np.float64)
         return ReduceReport(seconds=time.perf_counter() - started), average
 
     def _average(
         self, verified: _Verified, binding: Envelope, vectors: Sequence[RingVector], dtype: type[F]
     ) -> NDArray[F]:
         """Verify binding and vectors, decode the vectors' sum and divide it by the public divisor, in float64."""
-        mechanism = self._part.manifest.computation.mechanism_of(verified.roster.query)
-        self._check_binding(verified, binding)
+        manifest, roster = self._part.manifest, verified.roster
+        mechanism = manifest.computation.mechanism_of(roster.query)
+        # Of exactly these vectors, so that no second sum of the step is ever decoded.
+        bound = check_binding(
+            binding,
+            ledger_key=manifest.ledger_key,
+            run_id=manifest.run_id,
+            query=roster.query,
+            step=roster.step,
+            manifest_digest=self._part.manifest_digest,
+            vectors_digest=verified.vectors_digest,
+            lowest_fencing=self._fencing,
+        )
+        # Kept, so that an older instance of the ledger is refused from now on.
+        self._fencing = bound.fencing
         # All vectors are checked before a single word is added.
-        self._check_vectors(verified, vectors)
+        self._require_cover(roster, len(vectors), "vectors")
+        for (header, key), vector in zip(verified.expected, vectors, strict=True):
+            with _naming(header.sender):
+                check_payload(key, vector, header, range_index=verified.own.index)
         return decoded_average(vectors, mechanism.ring_bits, mechanism.gamma_log2, mechanism.expected_batch_size, dtype)
 
     def _open_roster(self, envelope: Envelope) -> Roster:
@@ -284,28 +303,6 @@ class MaskedAggregator:
             expected.append((header, key))
         tags = vectors_digest([header for header, _ in expected])
         return _Verified(roster, own, tuple(expected), tags)
-
-    def _check_binding(self, verified: _Verified, binding: Envelope) -> None:
-        """Require the ledger's binding of exactly these vectors, so that no second sum of the step is ever decoded."""
-        manifest, roster = self._part.manifest, verified.roster
-        bound = check_binding(
-            binding,
-            ledger_key=manifest.ledger_key,
-            run_id=manifest.run_id,
-            query=roster.query,
-            step=roster.step,
-            manifest_digest=self._part.manifest_digest,
-            vectors_digest=verified.vectors_digest,
-            lowest_fencing=self._fencing,
-        )
-        # Kept, so that an older instance of the ledger is refused from now on.
-        self._fencing = bound.fencing
-
-    def _check_vectors(self, verified: _Verified, vectors: Sequence[RingVector]) -> None:
-        self._require_cover(verified.roster, len(vectors), "vectors")
-        for (header, key), vector in zip(verified.expected, vectors, strict=True):
-            with _naming(header.sender):
-                check_payload(key, vector, header, range_index=verified.own.index)
 
     def _require_cover(self, roster: Roster, count: int, what: str) -> None:
         workers = len(roster.workers)

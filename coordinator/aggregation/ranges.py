@@ -43,16 +43,7 @@ def split_ranges(tensors: Sequence[TensorSpec], count: int) -> tuple[ParameterRa
             f"{count} aggregators cannot share {len(tensors)} trainable tensors: each needs a whole tensor.",
             f"Set aggregators to at most {len(tensors)}.",
         )
-    cuts = _cuts([tensor.size for tensor in tensors], count)
-    starts = [0, *accumulate(tensor.size for tensor in tensors)]
-    return tuple(
-        ParameterRange(index, starts[first], starts[last], tuple(tensors[first:last]))
-        for index, (first, last) in enumerate(pairwise(cuts))
-    )
-
-
-def _cuts(sizes: list[int], count: int) -> list[int]:
-    """Return the first tensor of each range, and the end, for the smallest possible largest range."""
+    sizes = [tensor.size for tensor in tensors]
     low, high = max(sizes), sum(sizes)
     while low < high:
         middle = (low + high) // 2
@@ -60,7 +51,12 @@ def _cuts(sizes: list[int], count: int) -> list[int]:
             high = middle
         else:
             low = middle + 1
-    return _fill(sizes, low, count)
+    # The first tensor of each range, and the end, for the smallest possible largest range.
+    cuts, starts = _fill(sizes, low, count), [0, *accumulate(sizes)]
+    return tuple(
+        ParameterRange(index, starts[first], starts[last], tuple(tensors[first:last]))
+        for index, (first, last) in enumerate(pairwise(cuts))
+    )
 
 
 def _fill(sizes: list[int], capacity: int, at_least: int) -> list[int]:

@@ -35,7 +35,15 @@ def try_rule(spec: OptimizerSpec, tensors: Sequence[TensorSpec], total_steps: in
         ConfigError: ``update_rule``, ``schedule``, ``module_function`` or ``parameter_groups``.
     """
     if ":" in spec.schedule:
-        _try_schedule(spec, total_steps, base)
+        factor = own_schedule(spec, base)
+        once, again = ([factor(step, total_steps) for step in range(total_steps)] for _ in range(2))
+        for step, (one, other) in enumerate(zip(once, again, strict=True)):
+            if one != other:
+                raise ConfigError(
+                    "schedule",
+                    f"{spec.schedule} gives {one:g} and then {other:g} for step {step} of {total_steps}.",
+                    "Let it depend on its two arguments alone.",
+                )
     parts = by_terms(spec, tensors)
     for terms, members in parts.items():
         if ":" in spec.name:
@@ -74,18 +82,6 @@ def _try_own(spec: OptimizerSpec, small: Sequence[TensorSpec], total_steps: int,
             f"{spec.name} keeps state outside self.state, or lets one tensor's update depend on another tensor.",
             "Keep all of a tensor's state in self.state[parameter], as tensors, and update each tensor by itself.",
         )
-
-
-def _try_schedule(spec: OptimizerSpec, total_steps: int, base: Path | str) -> None:
-    factor = own_schedule(spec, base)
-    once, again = ([factor(step, total_steps) for step in range(total_steps)] for _ in range(2))
-    for step, (one, other) in enumerate(zip(once, again, strict=True)):
-        if one != other:
-            raise ConfigError(
-                "schedule",
-                f"{spec.schedule} gives {one:g} and then {other:g} for step {step} of {total_steps}.",
-                "Let it depend on its two arguments alone.",
-            )
 
 
 def _small(tensors: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:

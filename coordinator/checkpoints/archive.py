@@ -40,34 +40,28 @@ from raycloak.metrics.errors import ConfigError, EvidenceError
 from raycloak.workers.terms.manifest import Manifest
 
 
+@dataclass(frozen=True, slots=True)
 class Archive:
     """The packages of one run.
 
-    Args:
+    Attributes:
         run_id: the run's id. Executions that repeat it share its packages.
         base: folder that relative paths of the configuration start from.
         notice: told why packages are not published.
         published: called with the finished steps and the digest of each package that is.
     """
 
-    def __init__(
-        self,
-        config: CheckpointConfig,
-        run_id: str,
-        base: Path,
-        notice: Callable[[str], None],
-        published: Callable[[int, bytes], None] = lambda steps, digest: None,
-    ) -> None:
-        self._config = config
-        self._location = storage_of(config.storage, run_id, base)
-        self._base = base
-        self._notice = notice
-        self._published = published
+    config: CheckpointConfig
+    run_id: str
+    base: Path
+    notice: Callable[[str], None]
+    published: Callable[[int, bytes], None] = lambda steps, digest: None
 
     @property
     def location(self) -> str:
         """The absolute folder, or s3:// URL, of the run's packages."""
-        return self._location if "://" in self._location else str(Path(self._location).expanduser().absolute())
+        found = storage_of(self.config.storage, self.run_id, self.base)
+        return found if "://" in found else str(Path(found).expanduser().absolute())
 
     def open(
         self, control: Control, manifest: Manifest, metrics: RunMetrics, wanted: Iterable[bytes] = ()
@@ -80,23 +74,15 @@ class Archive:
         Raises:
             ConfigError: if the storage or the public key of a recipient cannot be used.
         """
-        recipients = load_recipients([self._base / path for path in self._config.recipients])
-        storage = PackageStorage.open(self._location)
+        recipients = load_recipients([self.base / path for path in self.config.recipients])
+        storage, notice, told = PackageStorage.open(self.location), self.notice, self.published
         return Checkpoints(
-            self._config,
-            storage,
-            control,
-            manifest,
-            recipients,
-            self._notice,
-            metrics,
-            published=self._published,
-            wanted=wanted,
+            self.config, storage, control, manifest, recipients, notice, metrics, published=told, wanted=wanted
         )
 
     def restorer(self, control: Control, manifest: Manifest) -> "Restorer":
         """Return what opens the run's packages."""
-        return Restorer(PackageStorage.open(self._location), control, manifest)
+        return Restorer(PackageStorage.open(self.location), control, manifest)
 
 
 @dataclass(frozen=True, slots=True)

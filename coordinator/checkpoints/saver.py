@@ -3,7 +3,7 @@
     main thread        offer(snapshot) ──┐                ┌── sign ──┐                 ┌── record published
     background thread                    └── write draft ─┘          └── publish ──────┘            └── retain
 
-Only the main thread talks to actors; only the background thread touches the storage. One package is under way at a
+Only the main thread talks to actors; only a background thread touches the storage. One package is under way at a
 time. Of the snapshots that wait, the newest is kept. An error of the storage is reported once, and tried again later.
 """
 
@@ -12,8 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from queue import SimpleQueue
+from dataclasses import KW_ONLY, InitVar, dataclass, replace
 from typing import Any
 
 from raycloak.attestation.core.hybrid_signature import SignerPublic
@@ -48,6 +47,7 @@ class Published:
     manifest: PackageManifest
 
 
+@dataclass(eq=False)
 class Checkpoints:
     """The sealer of one run's packages while it trains.
 
@@ -67,51 +67,41 @@ class Checkpoints:
         clock: unix seconds; monotonic: seconds that only grow.
     """
 
-    def __init__(
-        self,
-        config: CheckpointConfig,
-        storage: PackageStorage,
-        control: Control,
-        run: Manifest,
-        recipients: Sequence[RecipientPublic],
-        notice: Callable[[str], None],
-        metrics: RunMetrics,
-        *,
-        clock: Callable[[], float] = time.time,
-        monotonic: Callable[[], float] = time.monotonic,
-        published: Callable[[int, bytes], None] = lambda steps, digest: None,
-        wanted: Iterable[bytes] = (),
-    ) -> None:
-        self._config = config
-        self._storage = storage
-        self._control = control
-        self._run = run
-        self._notice = notice
-        self._metrics = metrics
-        self._clock = clock
-        self._monotonic = monotonic
-        self._published = published
-        self._recipients = (control.orchestrator.package_recipient(), *recipients)
-        before = control.orchestrator.newest_published()
+    config: CheckpointConfig
+    storage: PackageStorage
+    control: Control
+    run: Manifest
+    recipients: InitVar[Sequence[RecipientPublic]]
+    notice: Callable[[str], None]
+    metrics: RunMetrics
+    _: KW_ONLY
+    clock: Callable[[], float] = time.time
+    monotonic: Callable[[], float] = time.monotonic
+    published: Callable[[int, bytes], None] = lambda steps, digest: None
+    wanted: InitVar[Iterable[bytes]] = ()
+
+    def __post_init__(self, recipients: Sequence[RecipientPublic], wanted: Iterable[bytes]) -> None:
+        orchestrator = self.control.orchestrator
+        self._recipients = (orchestrator.package_recipient(), *recipients)
+        before = orchestrator.newest_published()
         self._previous = before.digest if before else b""
         self._retention = PackageRetention(
-            config, storage, control.orchestrator.package_signer(), run.digest(), set(wanted)
+            self.config, self.storage, orchestrator.package_signer(), self.run.digest(), set(wanted)
         )
-        self._background = Background()
         self._waiting: Snapshot | None = None
         # A package that still lacks its signature; its snapshot has the whole manifest.
         self._drafted: tuple[Draft, Snapshot] | None = None
         self._newest: Published | None = None
-        self._not_before = monotonic()
+        self._not_before = self.monotonic()
         self._in_trouble = False
         # The background thread's present work, and what this thread does once it is done, or has failed.
         self._job: tuple[Future[Any], Callable[[Any], None], Callable[[BaseException], None]] | None = None
         # First remove what a writer that died left unfinished. Nobody else writes here.
-        self._start(storage.sweep, lambda _: None, self._not_tidied)
+        self._start(self.storage.sweep, lambda _: None, self._not_tidied)
 
     def due(self, finished_steps: int) -> bool:
         """Return whether the configuration asks for a package after so many steps."""
-        every = self._config.checkpoint_frequency
+        every = self.config.checkpoint_frequency
         return every > 0 and finished_steps > 0 and finished_steps % every == 0
 
     def offer(self, snapshot: Snapshot) -> None:
@@ -136,14 +126,14 @@ class Checkpoints:
         The step must be committed before. Returns None if the storage refuses the package or takes longer; it is then
         tried again like any other.
         """
-        end = self._monotonic() + deadline_s
+        end = self.monotonic() + deadline_s
         # Somebody waits for it, so a storage that failed is tried again now.
-        self._not_before = self._monotonic()
+        self._not_before = self.monotonic()
         self.poll()
         while (newest := self._newest) is None or newest.manifest.step != finished_steps:
-            if self._job is None or (left := end - self._monotonic()) <= 0:
+            if self._job is None or (left := end - self.monotonic()) <= 0:
                 return None
-            self._background.wait(self._job[0], left)
+            wait([self._job[0]], left)
             self.poll()
         return newest
 
@@ -157,21 +147,21 @@ class Checkpoints:
         The last step must be committed before. Otherwise, or if the storage keeps refusing, the newest published
         package stays the newest.
         """
-        end = self._monotonic() + deadline_s
+        end = self.monotonic() + deadline_s
         # At the end there is no later attempt to wait for.
-        self._not_before = self._monotonic()
+        self._not_before = self.monotonic()
         self.poll()
         # A draft without a signature waits for a commit that will not come, and the other work waits behind it.
-        while (left := end - self._monotonic()) > 0 and (self._job or (self._waiting and not self._drafted)):
-            pause = left if self._job else min(left, max(self._not_before - self._monotonic(), 0.0))
-            self._background.wait(self._job[0] if self._job else None, pause)
+        while (left := end - self.monotonic()) > 0 and (self._job or (self._waiting and not self._drafted)):
+            if self._job:
+                wait([self._job[0]], left)
+            else:
+                time.sleep(min(left, max(self._not_before - self.monotonic(), 0.0)))
             self.poll()
         unfinished = self._drafted[1] if self._drafted else self._waiting
         if unfinished is not None:
-            self._notice(f"the checkpoint of step {unfinished.stated.step} was not published.")
-        is_done = unfinished is None and self._job is None
-        self._background.stop()
-        return is_done
+            self.notice(f"the checkpoint of step {unfinished.stated.step} was not published.")
+        return unfinished is None and self._job is None
 
     def _advance(self) -> bool:
         """Take one step of the state machine; return False if there is nothing to do now."""
@@ -191,19 +181,19 @@ class Checkpoints:
             return True
         if self._drafted is not None:
             return self._sign(*self._drafted)
-        if self._waiting is not None and self._monotonic() >= self._not_before:
+        if self._waiting is not None and self.monotonic() >= self._not_before:
             self._write(self._waiting)
             return True
         return False
 
     def _write(self, snapshot: Snapshot) -> None:
-        previous, created_at = self._previous, int(self._clock())
+        previous, created_at = self._previous, int(self.clock())
 
         def write() -> tuple[Draft, Snapshot]:
-            draft = self._storage.draft(snapshot.stated.step)
+            draft = self.storage.draft(snapshot.stated.step)
             with _discarded_on_error(draft):
                 stated = write_draft(
-                    draft, snapshot, self._run, self._recipients, previous=previous, created_at=created_at
+                    draft, snapshot, self.run, self._recipients, previous=previous, created_at=created_at
                 )
             return draft, replace(snapshot, stated=stated)
 
@@ -216,7 +206,7 @@ class Checkpoints:
     def _sign(self, draft: Draft, snapshot: Snapshot) -> bool:
         body = snapshot.stated.encode()
         try:
-            signature = self._control.orchestrator.sign_package(body)
+            signature = self.control.orchestrator.sign_package(body)
         except EvidenceError as refusal:
             # Asked again at the next step boundary.
             if refusal.code == "not_committed":
@@ -224,7 +214,7 @@ class Checkpoints:
             raise
         self._drafted = None
         # The signature comes last: on S3 it makes the package appear.
-        files = {RUN_MANIFEST: self._run.encode(), MANIFEST: body, SIGNATURE: signature}
+        files = {RUN_MANIFEST: self.run.encode(), MANIFEST: body, SIGNATURE: signature}
 
         def publish() -> str:
             with _discarded_on_error(draft):
@@ -241,33 +231,43 @@ class Checkpoints:
         manifest = package.manifest
         self._previous = manifest.digest()
         # Only now: what the log calls published has to be there.
-        self._control.orchestrator.record_published(manifest.step, self._previous)
+        self.control.orchestrator.record_published(manifest.step, self._previous)
         self._newest = package
-        self._metrics.checkpoint_written()
-        self._published(manifest.step, self._previous)
+        self.metrics.checkpoint_written()
+        self.published(manifest.step, self._previous)
         if self._in_trouble:
             self._in_trouble = False
-            self._notice(f"checkpoints are published again, from step {manifest.step}.")
+            self.notice(f"checkpoints are published again, from step {manifest.step}.")
         self._start(self._retention.apply, lambda _: None, self._not_tidied)
 
     def _retry(self, snapshot: Snapshot, error: BaseException) -> None:
         """Schedule another attempt, with a newer snapshot if there is one."""
         self._waiting = self._waiting or snapshot
-        self._not_before = self._monotonic() + RETRY_S
+        self._not_before = self.monotonic() + RETRY_S
         if not self._in_trouble:
             self._in_trouble = True
-            self._notice(
+            self.notice(
                 f"the checkpoint of step {snapshot.stated.step} could not be published ({one_line(error)}); "
                 "the run continues, earlier ones stay, and it will be tried again."
             )
 
     def _not_tidied(self, error: BaseException) -> None:
-        self._notice(f"old checkpoints could not be removed: {one_line(error)}.")
+        self.notice(f"old checkpoints could not be removed: {one_line(error)}.")
 
     def _start(
         self, work: Callable[[], Any], then: Callable[[Any], None], failed: Callable[[BaseException], None]
     ) -> None:
-        self._job = self._background.run(work), then, failed
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:  # noqa: BLE001 - the main thread raises it again
+                future.set_exception(error)
+
+        self._job = future, then, failed
+        # A daemon: work in progress is lost when the process exits.
+        threading.Thread(target=run, name="checkpoints", daemon=True).start()
 
 
 @contextmanager
@@ -325,36 +325,3 @@ class PackageRetention:
                 manifest = None
             self._known[name] = manifest if manifest and manifest.manifest_digest == self._run else None
         return self._known[name]
-
-
-class Background:
-    """One daemon thread that does the work of its queue in order. Work in progress is lost when the process exits."""
-
-    def __init__(self) -> None:
-        self._work: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
-        threading.Thread(target=self._run, name="checkpoints", daemon=True).start()
-
-    def run(self, work: Callable[[], Any]) -> Future[Any]:
-        """Queue ``work`` behind all earlier work."""
-        future: Future[Any] = Future()
-        self._work.put((work, future))
-        return future
-
-    def wait(self, future: Future[Any] | None, seconds: float) -> None:
-        """Wait at most ``seconds`` for ``future``; without a future, sleep for ``seconds``."""
-        if future is None:
-            time.sleep(seconds)
-        else:
-            wait([future], seconds)
-
-    def stop(self) -> None:
-        """Let the thread end after its present work."""
-        self._work.put(None)
-
-    def _run(self) -> None:
-        while item := self._work.get():
-            work, future = item
-            try:
-                future.set_result(work())
-            except BaseException as error:  # noqa: BLE001 - the main thread raises it again
-                future.set_exception(error)

@@ -9,7 +9,6 @@ writes there. Verify before use.
 import itertools
 import re
 import secrets
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -114,7 +113,7 @@ class PackageStorage:
             return LocalDraft(self._filesystem, self._root, step)
         taken = self._folders()
         name = next(name for name in _free_names(step) if name not in taken)
-        return ObjectDraft(self._filesystem, f"{self._root}/{name}", name)
+        return Draft(self._filesystem, f"{self._root}/{name}")
 
     def delete(self, name: str) -> None:
         """Remove a package. It disappears as a whole."""
@@ -145,11 +144,11 @@ class PackageStorage:
         return bool(self._filesystem.get_file_info(f"{self._root}/{name}/{SIGNATURE}").is_file)
 
 
-class Draft(ABC):
-    """A package that is still being written.
+class Draft:
+    """A package that is still being written: objects at their final place, until ``manifest.sig`` exists.
 
     Args:
-        folder: the folder of its files.
+        folder: the folder of its files; its last part is the package's name.
     """
 
     def __init__(self, filesystem: fs.FileSystem, folder: str) -> None:
@@ -173,20 +172,9 @@ class Draft(ABC):
         """Remove the files written so far."""
         self._filesystem.delete_dir(self._folder)
 
-    @abstractmethod
     def _appear(self) -> str:
         """Let the package appear; return its name."""
-
-
-class ObjectDraft(Draft):
-    """A draft of objects at their final place. They become a package once ``manifest.sig`` exists."""
-
-    def __init__(self, filesystem: fs.FileSystem, folder: str, name: str) -> None:
-        super().__init__(filesystem, folder)
-        self._name = name
-
-    def _appear(self) -> str:
-        return self._name
+        return self._folder.rpartition("/")[2]
 
 
 class LocalDraft(Draft):

@@ -5,9 +5,9 @@ range needs one.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import dataclass, field
 
 from raycloak.attestation.core.evidence import CollateralBundle
 from raycloak.attestation.core.messages import Envelope
@@ -18,7 +18,6 @@ from raycloak.coordinator.cluster.control import START_AGAIN
 from raycloak.coordinator.cluster.remote import AggregatorActor, WorkerActor
 from raycloak.coordinator.membership.crew import aggregator_id
 from raycloak.coordinator.membership.departures import Departure
-from raycloak.coordinator.membership.evidence_review import Review
 from raycloak.coordinator.membership.members import Members
 from raycloak.metrics.errors import EvidenceError, RunFailedError
 from raycloak.workers.messages import Admission
@@ -33,6 +32,7 @@ class MemberAdmission:
         ranges: one per aggregator.
         base: folder that names of user code start from.
         newer: gives the collateral that evidence is judged by from now on; None if there is none but the first.
+        revocations: counts them; see `raycloak.attestation.orchestrator.revocations.count_revocations`.
     """
 
     members: Members
@@ -40,23 +40,17 @@ class MemberAdmission:
     ranges: Sequence[ParameterRange]
     base: str
     newer: Callable[[], CollateralBundle] | None
-    _review: Review
-    _serial: Iterator[int]
+    revocations: Callable[[], int]
+    _serial: Iterator[int] = field(init=False)
     # The terms as workers are given them: written once for all, because collateral is megabytes.
     _shown: Reference[Admission] | None = None
+    # When a review may find something new besides a revocation: a step costs no call for it.
+    _review_at: float = -math.inf
+    _seen_revocations: int = 0
 
-    @classmethod
-    def of(
-        cls,
-        members: Members,
-        terms: Admission,
-        ranges: Sequence[ParameterRange],
-        base: str,
-        newer: Callable[[], CollateralBundle] | None,
-        review: Review,
-    ) -> Self:
-        """Begin after the serial numbers of the first aggregators, one per range."""
-        return cls(members, terms, ranges, base, newer, review, itertools.count(members.config.aggregators))
+    def __post_init__(self) -> None:
+        # Behind those of the first aggregators, one per range.
+        self._serial = itertools.count(self.members.config.aggregators)
 
     def admit_founders(self) -> None:
         """Challenge, appraise and admit every worker and one aggregator per range.
@@ -111,7 +105,15 @@ class MemberAdmission:
         Args:
             now: ask the orchestrator, whether or not there may be something new.
         """
-        found = self._review.look(now=now)
+        revocations, timer = self.revocations(), self.members.timer
+        if not now and revocations == self._seen_revocations and timer.now() < self._review_at:
+            return False
+        found = self.members.control.orchestrator.review()
+        # Counted before asking: a revocation in between makes the next look ask again.
+        self._seen_revocations = revocations
+        # Evidence that is about to be renewed will be new at the next look, which tells when it ages.
+        wait_s = math.inf if found.renew_in_s is None else found.renew_in_s
+        self._review_at = -math.inf if found.ages else timer.now() + wait_s
         indices = {actor.member_id: index for index, actor in enumerate(self.members.aggregators)}
         for member_id, message in found.revoked:
             if member_id in self.members.workers:

@@ -57,7 +57,13 @@ class Founders:
             raise _nobody(members, "no worker could be prepared")
         wanted = _most_common(map(_class, facts.values()))
         chosen = next(fact for fact in facts.values() if _class(fact) == wanted)
-        _refuse_other_models(members, facts, chosen)
+        for member_id, own in facts.items():
+            # Other code or another numerics class may well give other tensors; the manifest names those causes.
+            if (own.numerics, own.model_code) == (chosen.numerics, chosen.model_code):
+                try:
+                    check_same_tensors(chosen.contents, own.contents)
+                except ProtocolError as refusal:
+                    members.lose(member_id, refusal.code, refusal.message)
         start = _start(members, facts, chosen)
         return cls(members, setup.model_copy(update={"contents": chosen.contents}), chosen, start)
 
@@ -76,17 +82,6 @@ class Founders:
 def _class(facts: WorkerFacts) -> Hashable:
     """The facts by which the founders of a run are told apart."""
     return facts.numerics, facts.model_code, facts.tokenizer, facts.contents
-
-
-def _refuse_other_models(members: Members, facts: Mapping[str, WorkerFacts], chosen: WorkerFacts) -> None:
-    """Let the workers go that built another model from the same code; the reason names the tensor."""
-    for member_id, own in facts.items():
-        # Other code or another numerics class may well give other tensors; the manifest names those causes.
-        if (own.numerics, own.model_code) == (chosen.numerics, chosen.model_code):
-            try:
-                check_same_tensors(chosen.contents, own.contents)
-            except ProtocolError as refusal:
-                members.lose(member_id, refusal.code, refusal.message)
 
 
 def _start(members: Members, facts: Mapping[str, WorkerFacts], chosen: WorkerFacts) -> Parameters:

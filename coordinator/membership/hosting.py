@@ -6,7 +6,6 @@ epoch and how far each worker has seen the evidence log.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Self
 
 from raycloak.attestation.core.messages import Envelope, parse
 from raycloak.attestation.keys.release import KeyRelease
@@ -105,21 +104,17 @@ class Hosts:
     """Places every virtual worker on a worker.
 
     Attributes:
-        virtual_workers: V, of the manifest.
-        hosting: virtual workers of each worker; covers all V once they were placed.
+        hosting: virtual workers of each worker; covers all of them once they were placed.
     """
 
     members: Members
     growth: Growth
-    virtual_workers: int
-    _handout: Handout
+    manifest: Manifest
     hosting: Hosting = field(default_factory=dict)
+    _handout: Handout = field(init=False)
 
-    @classmethod
-    def of(cls, members: Members, growth: Growth, manifest: Manifest) -> Self:
-        """Begin without any host."""
-        virtual_workers = manifest.computation.mechanism.virtual_workers
-        return cls(members, growth, virtual_workers, Handout(members.control, manifest.keys_per_machine))
+    def __post_init__(self) -> None:
+        self._handout = Handout(self.members.control, self.manifest.keys_per_machine)
 
     @property
     def commitments(self) -> tuple[bytes, ...]:
@@ -145,7 +140,7 @@ class Hosts:
         while True:
             self.growth.wait_for_enough()
             self.growth.refill()
-            workers, virtual_workers = list(self.members.workers), self.virtual_workers
+            workers, virtual_workers = list(self.members.workers), self.manifest.computation.mechanism.virtual_workers
             hosting = rehost(self.hosting, workers, virtual_workers)
             if (room := self._handout.room()) is not None:
                 within = room.rehost(self.hosting, workers, virtual_workers)
@@ -174,10 +169,11 @@ class Hosts:
         self.members.take_leave(full, "key_share")
 
     def _no_room(self, room: MachineRoom) -> RefusedError:
+        virtual_workers = self.manifest.computation.mechanism.virtual_workers
         machines = {name[:25]: len(held) for of_worker in room.held.values() for name, held in of_worker.items()}
         return RefusedError(
             "key_share",
-            f"each machine may get the keys of {room.most} of {self.virtual_workers} virtual workers of "
+            f"each machine may get the keys of {room.most} of {virtual_workers} virtual workers of "
             f"an epoch, and {len(self.members.workers)} workers are on machines that leave no placement: "
             f"{', '.join(f'{name} has got {count}' for name, count in sorted(machines.items()))}.",
             "Add a machine that has had no worker of this run, or bring a lost one back, one worker to a machine, and "

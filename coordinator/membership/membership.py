@@ -11,7 +11,6 @@ from typing import Self
 from raycloak.attestation.core.evidence import CollateralBundle
 from raycloak.coordinator.aggregation.ranges import ParameterRange
 from raycloak.coordinator.membership.admission import MemberAdmission
-from raycloak.coordinator.membership.evidence_review import Review
 from raycloak.coordinator.membership.founders import Founders
 from raycloak.coordinator.membership.growth import Growth
 from raycloak.coordinator.membership.hosting import Hosts
@@ -50,16 +49,14 @@ class Membership:
         Args:
             terms: what each worker presents itself for.
             ranges: one per aggregator.
-            newer: see `raycloak.coordinator.membership.admission.MemberAdmission`.
-            revocations: counts them so far; see `raycloak.coordinator.membership.evidence_review.Review`.
+            newer, revocations: see `raycloak.coordinator.membership.admission.MemberAdmission`.
             on_join: told the member id of each worker that joins the run after its start.
 
         Raises:
             RefusedError: ``too_few_workers``, with the code of each refusal.
         """
         members = founders.members
-        review = Review(members.control, members.timer, revocations)
-        admission = MemberAdmission.of(members, terms, ranges, founders.setup.base, newer, review)
+        admission = MemberAdmission(members, terms, ranges, founders.setup.base, newer, revocations)
         admission.admit_founders()
-        growth = Growth.of(members, admission, founders.setup, on_join)
-        return cls(members, admission, growth, Hosts.of(members, growth, terms.manifest))
+        growth = Growth(members, admission, founders.setup, on_join)
+        return cls(members, admission, growth, Hosts(members, growth, terms.manifest))

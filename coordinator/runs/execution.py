@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
@@ -55,11 +55,10 @@ from raycloak.coordinator.runs.verdict import metrics_view, run_facts, verdict_o
 from raycloak.coordinator.training.assignment import Assignment, NewRun, Order, ReplayedRun, ResumedRun
 from raycloak.coordinator.training.callback_caller import CallbackCaller
 from raycloak.coordinator.training.callbacks import Callback
-from raycloak.coordinator.training.outset import Outset
 from raycloak.coordinator.training.pace import OPEN, Pace
 from raycloak.coordinator.training.phases import Coordinator
-from raycloak.coordinator.training.public_evaluation import Evaluator, public_evaluator
-from raycloak.coordinator.training.reporting import Reporting, StepReport
+from raycloak.coordinator.training.public_evaluation import public_evaluator
+from raycloak.coordinator.training.reporting import Outset, Reporting, StepReport
 from raycloak.coordinator.training.stop_signals import StopRequest, stop_on_signals
 from raycloak.metrics.collectors import (
     GpuReadingCollector,
@@ -81,6 +80,7 @@ from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.measurement import Released
 
 
+@dataclass(eq=False)
 class Execution:
     """Executes one run, resumed as often as it is lost.
 
@@ -103,54 +103,38 @@ class Execution:
         small_epsilon: whether a cap that is rarely meant is meant.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        model: ModelSource,
-        base: str,
-        *,
-        in_memory: Any | None = None,
-        progress: Callable[[StepReport], None] = lambda report: None,
-        phase: Callable[[str], None] = lambda what: None,
-        opened: Callable[[RunFolder], None] = lambda folder: None,
-        begun: Callable[[Outset], None] = lambda outset: None,
-        measured: Callable[[Released, float], None] = lambda released, epsilon: None,
-        notice: Callable[[str], None],
-        stop: StopRequest | None = None,
-        handle_signals: bool = False,
-        metrics: Sequence[Metric] = (),
-        callbacks: Sequence[Callback] = (),
-        reserved: Any | None = None,
-        pace: Pace = OPEN,
-        small_epsilon: bool = False,
-    ) -> None:
-        self._config = config
-        self._model = model
-        self._base = base
-        self._in_memory = in_memory
-        self._progress = progress
-        self._phase = phase
-        self._opened = opened
-        self._begun = begun
-        self._measured = measured
-        self._notice = notice
-        self._stop = stop or StopRequest()
-        self._handle_signals = handle_signals
-        self._metrics = metrics
+    config: RunConfig
+    model: ModelSource
+    base: str
+    _: KW_ONLY
+    notice: Callable[[str], None]
+    in_memory: Any | None = None
+    progress: Callable[[StepReport], None] = lambda report: None
+    phase: Callable[[str], None] = lambda what: None
+    opened: Callable[[RunFolder], None] = lambda folder: None
+    begun: Callable[[Outset], None] = lambda outset: None
+    measured: Callable[[Released, float], None] = lambda released, epsilon: None
+    stop: StopRequest = field(default_factory=StopRequest)
+    handle_signals: bool = False
+    metrics: Sequence[Metric] = ()
+    callbacks: InitVar[Sequence[Callback]] = ()
+    reserved: Any | None = None
+    pace: Pace = OPEN
+    small_epsilon: bool = False
+    # Kept over every execution of the run: an outcome warns of what happened in any of them.
+    warnings: list[str] = field(init=False, default_factory=list)
+    # None until a run is opened: a resume after a failure needs to know which one it was.
+    folder: RunFolder | None = field(init=False, default=None)
+    _callbacks: CallbackCaller = field(init=False)
+    # What the account had been charged when this execution began to train.
+    _charged: float = field(init=False, default=0.0)
+    # The address of the evidence service; None until members are admitted, and where nothing is served.
+    _served: str | None = field(init=False, default=None)
+    _traces: Traces = field(init=False, default=OFF)
+    _span: Span = field(init=False, default=UNRECORDED)
+
+    def __post_init__(self, callbacks: Sequence[Callback]) -> None:
         self._callbacks = CallbackCaller(callbacks, self._warn)
-        self._reserved = reserved
-        self._pace = pace
-        self._small_epsilon = small_epsilon
-        # What the account had been charged when this execution began to train.
-        self._charged = 0.0
-        # Kept over every execution of the run: an outcome warns of what happened in any of them.
-        self.warnings: list[str] = []
-        # None until a run is opened: a resume after a failure needs to know which one it was.
-        self.folder: RunFolder | None = None
-        # The address of the evidence service; None until members are admitted, and where nothing is served.
-        self._served: str | None = None
-        self._traces: Traces = OFF
-        self._span: Span = UNRECORDED
 
     def begin(self, secret_file: str | None) -> "Outcome":
         """Execute a new run, in a directory of its own."""
@@ -158,19 +142,15 @@ class Execution:
         with ExitStack() as stack:
             # First, so that it comes last: no process is kept up for callbacks that are still at work.
             stack.callback(self._callbacks.finish)
-            self._trace(stack, "new")
-            launched = self._launch(stack, self._config.attestation.bind)
-            run_id, key = launched.control.open_run(secret_file)
-            stack.enter_context(run_lock(run_id))
-            folder = RunFolder.create(self._config, run_id, self._base, secret_file)
-            return self._conduct(stack, launched, key, folder, NewRun(self._archive(folder), self._stop))
+            launched, key, folder = self._new(stack, secret_file)
+            return self._conduct(stack, launched, key, folder, NewRun(self._archive(folder), self.stop))
 
     def resume(self, folder: RunFolder) -> "Outcome":
         """Resume an unfinished run, from its newest package."""
         archive, recorded = self._archive(folder), folder.manifest()
         if recorded is None:  # It ended before it had a manifest, and so before anything was charged.
-            return self._again(folder, NewRun(archive, self._stop))
-        return self._again(folder, ResumedRun(recorded, archive, self._stop))
+            return self._again(folder, NewRun(archive, self.stop))
+        return self._again(folder, ResumedRun(recorded, archive, self.stop))
 
     def go_on(self, folder: RunFolder) -> "Outcome":
         """Resume a run that was begun with this configuration.
@@ -179,7 +159,7 @@ class Execution:
             RefusedError: ``resume_differs``.
             ConfigError: ``nothing_to_resume`` if it is complete, though it was not marked so.
         """
-        require_same_config(folder.config(), self._config)
+        require_same_config(folder.config(), self.config)
         try:
             return self.resume(folder)
         except ConfigError as error:
@@ -196,13 +176,13 @@ class Execution:
     def recovered(self, execute: Callable[[], "Outcome"]) -> "Outcome":
         """Return the outcome of ``execute``; resume from the newest package if the node with the model is lost."""
         # Bounded, because a cluster that loses its node each time would go on for ever.
-        for _ in range(self._config.failure.max_failures):
+        for _ in range(self.config.failure.max_failures):
             try:
                 return execute()
             except RunFailedError as error:
                 if error.code != "state_lost":
                     raise
-                self._notice(f"{error.message}; resuming from the newest sealed package")
+                self.notice(f"{error.message}; resuming from the newest sealed package")
                 assert self.folder is not None, "it has begun"
                 execute = partial(self.resume, self.folder)
         return execute()
@@ -214,7 +194,7 @@ class Execution:
             recorded: the run's manifest.
             first, last: the range of steps; it begins earlier if the newest package before ``first`` does.
         """
-        return self._again(folder, ReplayedRun(recorded, self._archive(folder), first, last, self._stop)).finished
+        return self._again(folder, ReplayedRun(recorded, self._archive(folder), first, last, self.stop)).finished
 
     def _again(self, folder: RunFolder, assignment: Assignment) -> "Outcome":
         self._warn_of(folder.record.secret_file)
@@ -224,31 +204,50 @@ class Execution:
             self._trace(stack, "resumed" if assignment.charges else "replayed")
             # Locked before anything is opened: two drivers of one run would write the same files.
             stack.enter_context(run_lock(folder.record.run_id))
-            launched = self._launch(stack, self._config.attestation.bind if assignment.charges else None)
+            launched = self._launch(stack, self.config.attestation.bind if assignment.charges else None)
             _, key = launched.control.open_run(folder.record.secret_file, folder.record.run_id)
             return self._conduct(stack, launched, key, folder, assignment)
 
     def by_hand(self, stack: ExitStack) -> Order:
         """Start every process of a new run whose step loop its caller writes; ``stack`` ends it."""
+        launched, key, self.folder = self._new(stack, None)
+        self._span.set(run=self.folder.record.run_id)
+        attach_log(self.folder.path / "run.log")
+        control = launched.control.control(self.config.failure.control_deadline_s, self.config.failure.max_failures)
+        order = self._order(stack, launched, key, self.folder, NewRun(None, self.stop), control)
+        return replace(
+            order, config=self.config.model_copy(update={"optimizer": OptimizerConfig.model_construct(name=BY_HAND)})
+        )
+
+    def _new(self, stack: ExitStack, secret_file: str | None) -> tuple[Launched, SignerPublic, RunFolder]:
+        """Start every process of a new run, which ``stack`` ends, and make its directory."""
         self._trace(stack, "new")
-        launched = self._launch(stack, self._config.attestation.bind)
-        run_id, key = launched.control.open_run(None)
+        launched = self._launch(stack, self.config.attestation.bind)
+        run_id, key = launched.control.open_run(secret_file)
         stack.enter_context(run_lock(run_id))
-        folder = self.folder = RunFolder.create(self._config, run_id, self._base, None)
-        self._span.set(run=run_id)
-        attach_log(folder.path / "run.log")
-        failure, assignment = self._config.failure, NewRun(None, self._stop)
-        control = launched.control.control(failure.control_deadline_s, failure.max_failures)
+        return launched, key, RunFolder.create(self.config, run_id, self.base, secret_file)
+
+    def _order(
+        self,
+        stack: ExitStack,
+        launched: Launched,
+        key: SignerPublic,
+        folder: RunFolder,
+        assignment: Assignment,
+        control: Control,
+    ) -> Order:
+        evaluator = partial(public_evaluator, self.config, self.model, self.base, self.metrics, self._warn)
         return Order(
-            config=self._config.model_copy(update={"optimizer": OptimizerConfig.model_construct(name=BY_HAND)}),
-            session=launched.session(run_id, key, control),
-            setup=self._setup(stack, folder, assignment),
-            evaluator=lambda: None,
+            config=self.config,
+            session=launched.session(folder.record.run_id, key, control),
             reporting=self._reporting(stack, launched.samplers, folder, control, assignment),
+            setup=self._setup(stack, folder, assignment),
+            evaluator=evaluator if assignment.charges else lambda: None,
             folder=folder,
             assignment=assignment,
-            data=data_name(self._config.dataset, self._base),
-            small_epsilon=self._small_epsilon,
+            data=data_name(self.config.dataset, self.base),
+            pace=self.pace if assignment.charges else OPEN,
+            small_epsilon=self.small_epsilon,
         )
 
     def _trace(self, stack: ExitStack, execution: str) -> None:
@@ -258,29 +257,29 @@ class Execution:
 
     def _archive(self, folder: RunFolder) -> Archive:
         return Archive(
-            self._config.checkpoint, folder.record.run_id, Path(self._base), self._notice, self._callbacks.published
+            self.config.checkpoint, folder.record.run_id, Path(self.base), self.notice, self._callbacks.published
         )
 
     def _warn_of(self, secret_file: str | None) -> None:
         if secret_file is not None and (warning := exposure(Path(secret_file))) is not None:
-            self._notice(warning)
+            self.notice(warning)
 
     def _launch(self, stack: ExitStack, bind: str | None) -> Launched:
         """Join or start Ray, take the signals over from it, and start every process of a session."""
         # It may have the examples, and the keys of simulated platforms.
         keep_memory_private()
         with self._traces.span("connect"):
-            if start_ray(self._config, self._phase):
+            if start_ray(self.config, self.phase):
                 stack.callback(disconnect)
             require_no_secret_in_job()
             if (uploaded := job_folder()) is not None:
                 require_none_in_job(uploaded)
         # After Ray, which replaces the handler of SIGTERM when it starts.
-        if self._handle_signals:
-            stack.enter_context(stop_on_signals(self._stop, self._notice))
-        self._phase("starting workers")
+        if self.handle_signals:
+            stack.enter_context(stop_on_signals(self.stop, self.notice))
+        self.phase("starting workers")
         with self._traces.span("launch"):
-            return launch(stack, self._config, Path(self._base), self._placement(), bind)
+            return launch(stack, self.config, Path(self.base), self._placement(), bind)
 
     def _conduct(
         self,
@@ -292,22 +291,14 @@ class Execution:
     ) -> "Outcome":
         """Run the coordinator; an error that ends it early carries the result so far."""
         self.folder, started = folder, launched.began
-        self._opened(folder)
+        self.opened(folder)
         self._span.set(run=folder.record.run_id)
         attach_log(folder.path / ("run.log" if assignment.charges else "replay.log"))
-        failure = self._config.failure
+        failure = self.config.failure
         control = launched.control.control(failure.control_deadline_s, failure.max_failures)
         coordinator: Coordinator | None = None
         try:
-            session = launched.session(folder.record.run_id, orchestrator_key, control)
-            reporting = self._reporting(stack, launched.samplers, folder, control, assignment)
-            setup = self._setup(stack, folder, assignment)
-            evaluator = self._evaluator if assignment.charges else lambda: None
-            data = data_name(self._config.dataset, self._base)
-            pace = self._pace if assignment.charges else OPEN
-            small = self._small_epsilon
-            order = Order(self._config, session, setup, evaluator, reporting, folder, assignment, data, pace, small)
-            coordinator = Coordinator(order)
+            coordinator = Coordinator(self._order(stack, launched, orchestrator_key, folder, assignment, control))
             if assignment.charges:
                 folder.mark("running")
             finished = coordinator.run()
@@ -329,23 +320,20 @@ class Execution:
             self._callbacks.ended(folder.path, outcome.ending, outcome.result()["metrics"])
         return outcome
 
-    def _evaluator(self) -> Evaluator | None:
-        return public_evaluator(self._config, self._model, self._base, self._metrics, self._warn)
-
     def _warn(self, sentence: str) -> None:
         """Tell a watcher at once, and the verdict at the end."""
         self.warnings.append(sentence)
-        self._notice(f"warning: {sentence}")
+        self.notice(f"warning: {sentence}")
 
     def _void(self, control: Control, folder: RunFolder) -> None:
         """End a new run that failed before it had a coordinator."""
         folder.mark("void")
         log = str(folder.path / "evidence.jsonl")
         try:
-            control.orchestrator.finish((), log, self._config.secret_retention == "run")
+            control.orchestrator.finish((), log, self.config.secret_retention == "run")
         # The error that ended the run is the one to report.
         except (ActorLost, RaycloakError) as trouble:
-            self._notice(f"a generated secret was not destroyed: {trouble}")
+            self.notice(f"a generated secret was not destroyed: {trouble}")
 
     def _fail(self, coordinator: Coordinator, folder: RunFolder, error: Exception, started: float) -> None:
         """Save the result of a failed run so far, and attach it to the error.
@@ -358,9 +346,9 @@ class Execution:
         """
         begun, seconds = coordinator.begun, time.monotonic() - started
         try:
-            finished = coordinator.salvage(destroy=not begun and self._config.secret_retention == "run")
+            finished = coordinator.salvage(destroy=not begun and self.config.secret_retention == "run")
         except (ActorLost, RaycloakError, OSError) as trouble:
-            self._notice(f"not everything could be saved: {trouble}")
+            self.notice(f"not everything could be saved: {trouble}")
             finished = None
         if coordinator.log_is_saved or not begun:
             self._mark_failed(folder, begun, is_stale=finished is None and coordinator.charged_epsilon is not None)
@@ -389,7 +377,7 @@ class Execution:
                 folder.drop_verdict()
                 self._show(folder)
         except OSError as trouble:  # a full disk may be what ended the run; a resume takes "running" as well
-            self._notice(f"the run directory was not marked as failed: {trouble.strerror}")
+            self.notice(f"the run directory was not marked as failed: {trouble.strerror}")
 
     def _keep(self, outcome: "Outcome") -> None:
         """Write the verdict into the run directory, where the weights are on disk by now."""
@@ -397,7 +385,7 @@ class Execution:
         try:
             outcome.folder.write_verdict(json_text({"run_dir": result["run_dir"], **result["metrics"]}))
         except OSError as trouble:  # a full disk: the caller gets the verdict all the same
-            self._notice(f"verdict.json was not written: {trouble.strerror}")
+            self.notice(f"verdict.json was not written: {trouble.strerror}")
         self._show(outcome.folder)
 
     def _show(self, folder: RunFolder) -> None:
@@ -417,30 +405,30 @@ class Execution:
         return Outcome(finished, folder, ending, seconds, tuple(self.warnings), self._served)
 
     def _placement(self) -> Placement:
-        config = self._config
-        placement = Placement(config.placement, config.num_workers, config.use_gpu, self._reserved)
+        config = self.config
+        placement = Placement(config.placement, config.num_workers, config.use_gpu, self.reserved)
         if config.use_gpu and not placement.num_gpus:
             self.warnings.append("use_gpu is set, but the cluster has no GPU: the workers computed on the CPU.")
         return placement
 
     def _setup(self, stack: ExitStack, folder: RunFolder, assignment: Assignment) -> WorkerSetup:
-        gpu = self._config.use_gpu and cluster_gpus() > 0
+        gpu = self.config.use_gpu and cluster_gpus() > 0
         return WorkerSetup(
-            model=self._model,
-            loss=loss_spec(self._config.loss),
+            model=self.model,
+            loss=loss_spec(self.config.loss),
             dataset=self._descriptor(stack, folder),
-            base=self._base,
-            seed=self._config.seed,
+            base=self.base,
+            seed=self.config.seed,
             device="cuda" if gpu else "cpu",
-            allow_nondeterministic=self._config.allow_nondeterministic,
-            threads=self._config.threads_per_worker,
-            mode=compute_mode(self._config),
-            evaluation=evaluation_folder(self._config) if assignment.charges else None,
+            allow_nondeterministic=self.config.allow_nondeterministic,
+            threads=self.config.threads_per_worker,
+            mode=compute_mode(self.config),
+            evaluation=evaluation_folder(self.config) if assignment.charges else None,
         )
 
     def _descriptor(self, stack: ExitStack, folder: RunFolder) -> DatasetDescriptor:
-        if self._config.dataset is not None:
-            return descriptor(self._config.dataset)
+        if self.config.dataset is not None:
+            return descriptor(self.config.dataset)
         if len(alive_nodes()) > 1:
             raise DatasetError(
                 "dataset_in_memory",
@@ -450,8 +438,8 @@ class Execution:
         self.warnings.append("The dataset was given in memory: the driver has seen the examples.")
         path = folder.path / "examples.npz"
         stack.callback(path.unlink, missing_ok=True)
-        written = export_in_memory(self._in_memory, path)
-        if unused := unused_keys(self._in_memory):
+        written = export_in_memory(self.in_memory, path)
+        if unused := unused_keys(self.in_memory):
             self.warnings.append(f"Of each example {', '.join(unused)} are left out: no model of text takes them.")
         # The driver has seen these examples, so a key of its own state folder hides nothing more from it.
         return written.model_copy(update={"fingerprint_key": str(home.data_key_file())})
@@ -462,13 +450,13 @@ class Execution:
         exporter = Exporter()
         exporter.add(LedgerCollector(lambda: metrics_view(_view(control.actors["ledger"]))))
         exporter.add(GpuReadingCollector(samplers.sample))
-        if self._config.attestation.bind is not None and assignment.charges:
+        if self.config.attestation.bind is not None and assignment.charges:
             exporter.add(ServiceCollector(lambda: _service(control.actors["orchestrator"])))
-        server = MetricsServer(exporter.registry, self._config.metrics.bind)
+        server = MetricsServer(exporter.registry, self.config.metrics.bind)
         stack.push(partial(_close_page, server, assignment.charges))
-        self._notice(f"metrics: {server.url}")
+        self.notice(f"metrics: {server.url}")
         for reason in samplers.unavailable_reasons():
-            self._notice(reason)
+            self.notice(reason)
         # Steps that a replay repeats are no part of the run's record.
         path = folder.path / "metrics.jsonl" if assignment.charges else Path(os.devnull)
         events = stack.enter_context(EventWriter(path))
@@ -476,15 +464,15 @@ class Execution:
             metrics=partial(self._admitted, exporter, control, folder),
             events=events,
             progress=self._stepped,
-            phase=self._phase,
+            phase=self.phase,
             begun=partial(self._outset, folder, assignment),
             evaluated=self._callbacks.evaluated,
             measured=self._released,
             changed=self._callbacks.changed,
             departure=self._departed,
-            joined=lambda member_id: self._notice(f"{member_id} joined"),
+            joined=lambda member_id: self.notice(f"{member_id} joined"),
             restart=self._restarted,
-            warned=lambda warning: self._notice(f"warning: {warning}"),
+            warned=lambda warning: self.notice(f"warning: {warning}"),
             traces=self._traces,
         )
 
@@ -493,8 +481,8 @@ class Execution:
     ) -> RunMetrics:
         if (service := announce(control, manifest, evidence_class, folder.path)) is not None:
             self._served = service.address
-            self._notice(f"evidence service: {service.address} ({service.evidence} evidence)")
-        metrics = RunMetrics(run_facts(manifest, evidence_class, self._config))
+            self.notice(f"evidence service: {service.address} ({service.evidence} evidence)")
+        metrics = RunMetrics(run_facts(manifest, evidence_class, self.config))
         exporter.add(metrics)
         return metrics
 
@@ -503,34 +491,34 @@ class Execution:
         if isinstance(assignment, ResumedRun):
             steps = outset.plan.mechanism.steps
             free = outset.charged_steps > outset.finished_steps
-            self._notice(
+            self.notice(
                 f"resumed after step {outset.finished_steps} of {steps}"
                 + (": steps that are charged already are not charged again" if free else "")
             )
-        self._begun(outset)
-        self._callbacks.started(folder.path, self._config, outset)
+        self.begun(outset)
+        self._callbacks.started(folder.path, self.config, outset)
 
     def _released(self, released: Released, epsilon: float) -> None:
-        self._measured(released, epsilon)
+        self.measured(released, epsilon)
         self._callbacks.measured(released)
 
     def _stepped(self, report: StepReport) -> None:
         if report.epsilon is not None and report.epsilon < self._charged:
             # A step that is repeated has its receipt of then; the account has been charged more since.
             report = replace(report, epsilon=self._charged)
-        self._progress(report)
-        self._callbacks.stepped(report)
+        self.progress(report)
+        self._callbacks.tell(report)
 
     def _departed(self, departure: Departure) -> None:
         line = f"{departure.member_id} left: {departure.code}: {departure.message}"
         if not departure.asked_for:
             self.warnings.append(line)
-        self._notice(line)
+        self.notice(line)
 
     def _restarted(self, restart: Restart) -> None:
         line = f"the {restart.role} was lost ({restart.cause}) and started again in {restart.seconds:.1f} s"
         self.warnings.append(line)
-        self._notice(line)
+        self.notice(line)
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,14 @@ def export(model: ReleasedModel, form: Format, out: Path) -> Exported:
     Raises:
         ConfigError: ``export_format`` if the model has no such form; ``out_exists``; ``out`` if it cannot be written.
     """
-    _check_form(model, form)
+    kind, is_text = type(model.module).__name__, is_transformer(model.module)
+    if form == "peft" and not is_peft(model.module):
+        whole = "hf" if is_text else "safetensors or --format torch"
+        raise ConfigError("export_format", f"{kind} has no adapter of PEFT.", f"Use --format {whole}.")
+    if form == "hf" and not (is_peft(model.module) or is_text):
+        raise ConfigError(
+            "export_format", f"{kind} is no model of transformers.", "Use --format safetensors or --format torch."
+        )
     require_absent(out)
     draft = out.with_name(f".{out.name}.{secrets.token_hex(8)}")
     try:
@@ -64,44 +71,30 @@ def export(model: ReleasedModel, form: Format, out: Path) -> Exported:
         if form in ("hf", "peft"):
             draft.unlink()
             draft.mkdir(mode=0o700)
-        written = _WRITERS[form](model, draft)
+        tensors, opened_by = _WRITERS[form](model, draft, out)
         draft.replace(out)
     except OSError as error:
         raise file_error("out", "write", out, error) from None
     finally:
         shutil.rmtree(draft, ignore_errors=True)
         draft.unlink(missing_ok=True)
-    return Exported(out, form, _opened_by(model, form, out), written)
+    return Exported(out, form, opened_by, tensors)
 
 
-def _check_form(model: ReleasedModel, form: Format) -> None:
-    kind = type(model.module).__name__
-    if form == "peft" and not is_peft(model.module):
-        raise ConfigError("export_format", f"{kind} has no adapter of PEFT.", f"Use --format {_whole(model)}.")
-    if form == "hf" and not (is_peft(model.module) or is_transformer(model.module)):
-        raise ConfigError(
-            "export_format", f"{kind} is no model of transformers.", "Use --format safetensors or --format torch."
-        )
-
-
-def _whole(model: ReleasedModel) -> str:
-    return "hf" if is_transformer(model.module) else "safetensors or --format torch"
-
-
-def _write_safetensors(model: ReleasedModel, draft: Path) -> int:
+def _write_safetensors(model: ReleasedModel, draft: Path, out: Path) -> tuple[int, str]:
     # A tied tensor is written once, under one of its names.
     save_model(model.module, str(draft), metadata={"format": "pt", "model_digest": model.model_digest})
-    return len(model.module.state_dict())
+    return len(model.module.state_dict()), f"safetensors.torch.load_model(module, '{out}')"
 
 
-def _write_torch(model: ReleasedModel, draft: Path) -> int:
+def _write_torch(model: ReleasedModel, draft: Path, out: Path) -> tuple[int, str]:
     state: Mapping[str, torch.Tensor] = model.module.state_dict()
     # Copies: a view of a mapped file would be written with all of its storage.
     torch.save({name: tensor.detach().cpu().clone() for name, tensor in state.items()}, draft)
-    return len(state)
+    return len(state), f"module.load_state_dict(torch.load('{out}', weights_only=True))"
 
 
-def _write_hf(model: ReleasedModel, draft: Path) -> int:
+def _write_hf(model: ReleasedModel, draft: Path, out: Path) -> tuple[int, str]:
     with quiet():
         module: Any = model.module
         if is_peft(module):
@@ -111,45 +104,29 @@ def _write_hf(model: ReleasedModel, draft: Path) -> int:
         module.save_pretrained(draft)
         if model.tokenizer is not None:
             Tokenizer.load(model.tokenizer, model.base).inner.save_pretrained(draft)
-    return len(module.state_dict())
+    return len(module.state_dict()), f"transformers.{type(module).__name__}.from_pretrained('{out}')"
 
 
-def _write_peft(model: ReleasedModel, draft: Path) -> int:
+def _write_peft(model: ReleasedModel, draft: Path, out: Path) -> tuple[int, str]:
     with quiet():
         module: Any = model.module
         state = library("peft").get_peft_model_state_dict(module, save_embedding_layers=False)
         if (hub := model.source.hub) is not None:
-            _check_adapter_is_all(hub.drawn(model.base), state)
+            # Another reader would draw others.
+            if lost := [name for name in hub.drawn(model.base) if f"base_model.model.{name}" not in state]:
+                raise ConfigError(
+                    "export_format",
+                    f"{', '.join(lost)} was drawn from the seed and is frozen, so an adapter alone does not have it.",
+                    "Use --format hf, which writes the whole model.",
+                )
             config = module.peft_config[module.active_adapter]
             # A snapshot in the hub's cache is a path of this machine; a folder is one in any case.
             config.base_model_name_or_path = hub.place(model.base)
             config.revision = hub.revision
         # Without a look at the hub for whether the base's table of tokens has grown: it is frozen, or LoRA adapts it.
         module.save_pretrained(draft, save_embedding_layers=False)
-    return len(state)
-
-
-def _check_adapter_is_all(drawn: tuple[str, ...], state: Mapping[str, torch.Tensor]) -> None:
-    """Refuse an adapter to a base that lacks frozen weights: another reader would draw others."""
-    lost = [name for name in drawn if f"base_model.model.{name}" not in state]
-    if lost:
-        raise ConfigError(
-            "export_format",
-            f"{', '.join(lost)} was drawn from the seed and is frozen, so an adapter alone does not have it.",
-            "Use --format hf, which writes the whole model.",
-        )
+    return len(state), f"peft.PeftModel.from_pretrained(base, '{out}')"
 
 
 _WRITERS = {"safetensors": _write_safetensors, "torch": _write_torch, "hf": _write_hf, "peft": _write_peft}
-
-
-def _opened_by(model: ReleasedModel, form: Format, out: Path) -> str:
-    if form == "safetensors":
-        return f"safetensors.torch.load_model(module, '{out}')"
-    if form == "torch":
-        return f"module.load_state_dict(torch.load('{out}', weights_only=True))"
-    if form == "peft":
-        return f"peft.PeftModel.from_pretrained(base, '{out}')"
-    module: Any = model.module
-    inner = module.get_base_model() if is_peft(module) else module
-    return f"transformers.{type(inner).__name__}.from_pretrained('{out}')"
+"""Each writes a model, which is to lie at ``out``, to a draft; returns the number of tensors, and what opens it."""

@@ -176,7 +176,10 @@ class ProgressDisplay:
             if self._report is None:
                 # The first step is measured from where the phase of training began.
                 self._ends.append((self._phase[1], report.step - 1))
-                self._tell_the_start()
+                # The times of the start's phases stay above the bar; a log has them already.
+                if self._console.is_terminal and len(self._phases) > 1:
+                    started = f"started in {duration_text(round(self._phase[1] - self._began))}"
+                    self._console.print(f"{started}: {' · '.join(self._phases[1:])}", markup=False, highlight=False)
             elif report.evaluation_accuracy is None and report.evaluation_loss is None:
                 measured, own = self._report, self._report.evaluation_metrics
                 accuracy, loss = measured.evaluation_accuracy, measured.evaluation_loss
@@ -187,12 +190,6 @@ class ProgressDisplay:
                 self._bar.update(self._task, completed=report.step, total=report.steps, status=self._status(report))
             elif first or report.step == report.steps or now - self._said_at >= self._every_s:
                 self._say(self._step_line(report), now)
-
-    def _tell_the_start(self) -> None:
-        """Leave the times of the start's phases above the bar; a log has them already."""
-        if self._console.is_terminal and len(self._phases) > 1:
-            started = duration_text(round(self._phase[1] - self._began))
-            self._console.print(f"started in {started}: {' · '.join(self._phases[1:])}", markup=False, highlight=False)
 
     def _keep_alive(self) -> None:
         """Say where the run is whenever nothing was said for a while; ends with the display."""

@@ -149,9 +149,9 @@ def released_model(
     """Return the trained model with all that an export needs; arguments and errors as :func:`load`."""
     if is_package(str(path)):
         described = _described(config, model_init_fn)
-        manifest, arrays = _package(str(path), keys)
+        manifest, flat = _package(str(path), keys)
         _require_allowed(described, manifest, run_code)
-        return _built(described, manifest, arrays)
+        return _built(described, manifest, flat)
     folder = RunFolder.open(find_run(str(path)))
     if (folder.path / AUDIT).exists():
         raise ConfigError(
@@ -160,10 +160,13 @@ def released_model(
             "Name a run of the configuration: raycloak runs list",
         )
     described = _described(config, model_init_fn, folder)
-    manifest, arrays = _weights(folder)
+    manifest, weights = _manifest(folder), folder.path / "parameters.safetensors"
+    if not weights.exists():
+        raise _no_weights(folder)
+    flat = _tensors(manifest, weights, None)
     _require_allowed(described, manifest, run_code)
     try:
-        return _built(described, manifest, arrays)
+        return _built(described, manifest, flat)
     except ConfigError as error:
         if error.code != "module_function" or described.base.is_dir():
             raise
@@ -201,8 +204,8 @@ def with_weights(model: ReleasedModel, parameters: Path, model_digest: str) -> R
     Raises:
         ConfigError: ``no_weights``. RefusedError: ``weights_changed``; the module then has the weights it had.
     """
-    arrays = _tensors(model.manifest, parameters, model_digest)
-    load_flat(model.module, _flat(model.manifest, arrays))
+    flat = _tensors(model.manifest, parameters, model_digest)
+    load_flat(model.module, flat)
     return replace(model, model_digest=model_digest)
 
 
@@ -214,7 +217,9 @@ def _described(
     if isinstance(config, str | Path):
         base, config = Path(config).resolve().parent, load_config(Path(config))
     elif config is None and folder is not None:
-        base, config, is_own = folder.base, folder.config(), _is_of_this_home(folder)
+        # Of the state folder, whose runs this user made.
+        is_own = folder.path.resolve().is_relative_to((home.home_path() / "runs").resolve())
+        base, config = folder.base, folder.config()
     named = config.model if config is not None else None
     if function is None and named is None:
         raise ConfigError(
@@ -233,11 +238,6 @@ def _described(
     )
 
 
-def _is_of_this_home(folder: RunFolder) -> bool:
-    """Return whether a run directory lies in the state folder, whose runs this user made."""
-    return folder.path.resolve().is_relative_to((home.home_path() / "runs").resolve())
-
-
 def _require_allowed(described: _Described, manifest: Manifest, run_code: bool) -> None:
     """Refuse to run Python that only a run directory from elsewhere names; ModelError ``runs_code``."""
     loss = manifest.computation.loss
@@ -252,14 +252,6 @@ def _require_allowed(described: _Described, manifest: Manifest, run_code: bool) 
     )
 
 
-def _weights(folder: RunFolder) -> tuple[Manifest, Mapping[str, np.ndarray]]:
-    """Return manifest and weights of a run directory; they agree with the digest that the run wrote beside them."""
-    manifest, path = folder.manifest(), folder.path / "parameters.safetensors"
-    if manifest is None or not path.exists():
-        raise _no_weights(folder)
-    return manifest, _tensors(manifest, path, None)
-
-
 def _manifest(folder: RunFolder) -> Manifest:
     manifest = folder.manifest()
     if manifest is None:
@@ -267,8 +259,11 @@ def _manifest(folder: RunFolder) -> Manifest:
     return manifest
 
 
-def _tensors(manifest: Manifest, path: Path, wanted: str | None) -> Mapping[str, np.ndarray]:
-    """Return the weights in a file; their digest is ``wanted``, or without it the one that the file states."""
+def _tensors(manifest: Manifest, path: Path, wanted: str | None) -> np.ndarray:
+    """Return the weights in a file, float32[d] in canonical order.
+
+    Their digest is ``wanted``, or without it the one that the file states.
+    """
     try:
         with safe_open(path, framework="numpy") as file:
             names: list[str] = file.keys()
@@ -280,21 +275,24 @@ def _tensors(manifest: Manifest, path: Path, wanted: str | None) -> Mapping[str,
         raise _changed(path) from None
     shapes = {name: (array.dtype, array.shape) for name, array in arrays.items()}
     specs = {each.name: (np.dtype(np.float32), each.shape) for each in manifest.computation.tensors}
-    if shapes != specs or _digest(manifest, arrays).hex() != (stated if wanted is None else wanted):
+    if shapes != specs:
         raise _changed(path)
-    return arrays
+    flat = _flat(manifest, arrays)
+    if _digest(manifest, flat) != (stated if wanted is None else wanted):
+        raise _changed(path)
+    return flat
 
 
-def _package(path: str, keys: Keys | None) -> tuple[Manifest, Mapping[str, np.ndarray]]:
+def _package(path: str, keys: Keys | None) -> tuple[Manifest, np.ndarray]:
     """Return the run's manifest and the weights of a package."""
     if keys is None:
         raise _keys_needed(f"{path} is a sealed package, which opens with a trust store and a recipient's key")
     own = load_recipient_key(keys.key)
     with package_at(path, keys.trust) as package:
-        return package.run_manifest, parameters_of(package, package.unwrap(own))
+        return package.run_manifest, _flat(package.run_manifest, parameters_of(package, package.unwrap(own)))
 
 
-def _built(described: _Described, manifest: Manifest, arrays: Mapping[str, np.ndarray]) -> ReleasedModel:
+def _built(described: _Described, manifest: Manifest, flat: np.ndarray) -> ReleasedModel:
     """Build the model, require it to be the run's, and give it the weights.
 
     Raises:
@@ -310,7 +308,7 @@ def _built(described: _Described, manifest: Manifest, arrays: Mapping[str, np.nd
     loss_fn, _ = loss_function(computation.loss, described.base)
     if frozen_digest(tensor_contents(module, loss_fn)) != computation.frozen:
         raise _other_model("a frozen tensor, or a value that a layer or the loss holds, is another one")
-    load_flat(module, _flat(manifest, arrays))
+    load_flat(module, flat)
     inner = module.model if isinstance(module, TextModel) else module
     return ReleasedModel(
         module=inner.eval(),
@@ -318,7 +316,7 @@ def _built(described: _Described, manifest: Manifest, arrays: Mapping[str, np.nd
         base=described.base,
         tokenizer=described.tokenizer,
         manifest=manifest,
-        model_digest=_digest(manifest, arrays).hex(),
+        model_digest=_digest(manifest, flat),
     )
 
 
@@ -326,9 +324,9 @@ def _flat(manifest: Manifest, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
     return np.concatenate([arrays[tensor.name].reshape(-1) for tensor in manifest.computation.tensors])
 
 
-def _digest(manifest: Manifest, arrays: Mapping[str, np.ndarray]) -> bytes:
+def _digest(manifest: Manifest, flat: np.ndarray) -> str:
     tensors = manifest.computation.tensors
-    return model_digest(tensors, [tensor_digests(arrays[each.name].reshape(-1), (each,))[0] for each in tensors])
+    return model_digest(tensors, tensor_digests(flat, tensors)).hex()
 
 
 def _shown(tensor: TensorSpec | None) -> str:

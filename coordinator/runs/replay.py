@@ -87,9 +87,20 @@ def replay(
     config = _with_workers(folder.config(), workers)
     if config.model is None or config.dataset is None:
         raise ConfigError("config", "the run was given its model or data in Python.", "Name both in the configuration.")
-    _require_secret(folder)
+    # Before any process is started for a run whose secret is gone.
+    given = folder.record.secret_file
+    if given is None:
+        require_kept(home.home() / "orchestrator", folder.record.run_id)
+    elif not Path(given).exists():
+        raise ConfigError(
+            "run_secret",
+            f"the run began with the secret in {given}, which is not there.",
+            "Put the file back; nothing else gives the run's keys.",
+        )
     before = _charged_steps(config, folder)
-    execution = Execution(config, model_source(config.model), _base(folder), notice=notice, phase=phase)
+    # A Ray job's working directory may be gone. Then it is the same place in the working directory of this process.
+    base = portable_base(folder.base) if folder.base.is_dir() else folder.record.base
+    execution = Execution(config, model_source(config.model), base, notice=notice, phase=phase)
     finished = execution.replay(folder, manifest, *steps)
     after = _charged_steps(config, folder)
     require_bound(after == before, "a replay charges nothing")
@@ -105,27 +116,6 @@ def replay(
         charged_steps=after,
         evidence_class=finished.evidence_class,
     )
-
-
-def _base(folder: RunFolder) -> str:
-    """Return the folder that the configuration's relative paths and names start from, wherever this process started.
-
-    A Ray job's working directory may be gone. Then it is the same place in the working directory of this process.
-    """
-    return portable_base(folder.base) if folder.base.is_dir() else folder.record.base
-
-
-def _require_secret(folder: RunFolder) -> None:
-    """Refuse a run whose secret is gone before any process is started for it; reads no secret."""
-    given = folder.record.secret_file
-    if given is None:
-        require_kept(home.home() / "orchestrator", folder.record.run_id)
-    elif not Path(given).exists():
-        raise ConfigError(
-            "run_secret",
-            f"the run began with the secret in {given}, which is not there.",
-            "Put the file back; nothing else gives the run's keys.",
-        )
 
 
 def _with_workers(config: RunConfig, workers: int) -> RunConfig:

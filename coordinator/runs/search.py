@@ -65,15 +65,6 @@ def tunable(config: RunConfig, *, config_dir: Path | str | None = None) -> type[
     """
     require_config(config)
     base = Path(config_dir or Path.cwd()).resolve()
-    _check(config)
-    require_at_hand(config.dataset, "a search")
-    first_look(config, base)
-    # It holds no secret: Ray and Tune keep what a trial starts from in files and in the cluster's store.
-    raw = config.model_dump(mode="json")
-    return trainable_class(partial(_start, raw, base), partial(trial_config, raw, "trial"), home.home_path())
-
-
-def _check(config: RunConfig) -> None:
     if config.dataset is None or config.model is None:
         raise ConfigError("config", "a search needs both dataset and model.", "Name them in the configuration.")
     if not config.dp_config.enabled:
@@ -86,6 +77,11 @@ def _check(config: RunConfig) -> None:
             "the trials of a search are charged to one account, and the configuration names none.",
             "Open it: raycloak budget open NAME --epsilon-cap E; then name it: ledger.account.",
         )
+    require_at_hand(config.dataset, "a search")
+    first_look(config, base)
+    # It holds no secret: Ray and Tune keep what a trial starts from in files and in the cluster's store.
+    raw = config.model_dump(mode="json")
+    return trainable_class(partial(_start, raw, base), partial(trial_config, raw, "trial"), home.home_path())
 
 
 def trial_config(raw: Mapping[str, Any], trial_id: str, chosen: Mapping[str, Any]) -> RunConfig:

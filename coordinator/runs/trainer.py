@@ -88,7 +88,13 @@ class Trainer:
         if train_dataset is not None:
             require_first(train_dataset)
         check_public(config)
-        _require_split(config, metrics)
+        if metrics and (config.evaluation is None or config.evaluation.kept == "sealed"):
+            name = getattr(metrics[0], "__name__", type(metrics[0]).__name__)
+            raise ConfigError(
+                "metric_private",
+                f"the metric {name} has no known sensitivity, and there is no split whose examples are public.",
+                "Name one: evaluation.dataset with public: true.",
+            )
         base = Path(config_dir or Path.cwd())
         secret = Path(run_secret) if run_secret else None
         # Before it is charged for a step that nobody sends anything for.
@@ -100,7 +106,6 @@ class Trainer:
         self._secret = str(secret.resolve()) if secret else None
         self._resume = resume
         self._stop = StopRequest()
-        self._notice = notice or _to_stderr
         self._execution = Execution(
             config,
             model,
@@ -108,7 +113,7 @@ class Trainer:
             in_memory=train_dataset,
             progress=progress or self._stepped,
             phase=phase or self._entered,
-            notice=self._notice,
+            notice=notice or (lambda line: print(line, file=sys.stderr)),  # noqa: T201 - the default of a script
             stop=self._stop,
             handle_signals=handle_signals,
             metrics=metrics,
@@ -162,18 +167,3 @@ class Trainer:
         if self._secret is not None:
             folder.record = folder.record.model_copy(update={"secret_file": self._secret})
         return self._execution.go_on(folder)
-
-
-def _require_split(config: RunConfig, metrics: Sequence[Callable[[Any, Any], Any]]) -> None:
-    """Require a public split for metrics that were given in Python; ConfigError ``metric_private``."""
-    if metrics and (config.evaluation is None or config.evaluation.kept == "sealed"):
-        name = getattr(metrics[0], "__name__", type(metrics[0]).__name__)
-        raise ConfigError(
-            "metric_private",
-            f"the metric {name} has no known sensitivity, and there is no split whose examples are public.",
-            "Name one: evaluation.dataset with public: true.",
-        )
-
-
-def _to_stderr(line: str) -> None:
-    sys.stderr.write(f"{line}\n")

@@ -1,7 +1,6 @@
 """The public account of a run: metric series while it is in progress, and a verdict at its end."""
 
 import math
-from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -11,13 +10,12 @@ from raycloak.coordinator.accounting.renyi import accountant_delta
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.ledger.view import LedgerView
 from raycloak.coordinator.planning.claim import claimed_epsilon, covered, epsilon_if_stop_was_blind
-from raycloak.coordinator.planning.cross_check import CrossCheck, cross_check
+from raycloak.coordinator.planning.cross_check import cross_check
 from raycloak.coordinator.record.outcome import Ending, Finished
 from raycloak.coordinator.record.verdict import Verdict
 from raycloak.metrics import collectors
 from raycloak.version import VERSION
 from raycloak.workers.terms.manifest import Manifest
-from raycloak.workers.terms.mechanism import Mechanism
 
 _LARGEST_LOSS = 700.0
 """Beyond it exp overflows a float64."""
@@ -36,7 +34,9 @@ def verdict_of(
     claimed = claimed_epsilon(plan, charged) if private else None
     # A rule that reads what was released is not blind.
     is_blind = private and ending != Ending.EARLY.value
-    check = _cross_check(covered(plan, charged), delta)
+    # At the planned noise; None of a run that released nothing.
+    releases = releases_of(covered(plan, charged))
+    check = cross_check(releases, accountant_delta(delta)) if releases else None
     problem = check.disagreement() if check else None
     if problem:
         warnings += (f"THE ACCOUNTANTS DISAGREE: {problem}.",)
@@ -80,12 +80,6 @@ def verdict_of(
         colocated=finished.colocated,
         warnings=warnings,
     )
-
-
-def _cross_check(counts: Sequence[tuple[Mechanism, int]], delta: float) -> CrossCheck | None:
-    """Return five accountants' epsilons of a run's releases, at its planned noise; None if there are none."""
-    releases = releases_of(counts)
-    return cross_check(releases, accountant_delta(delta)) if releases else None
 
 
 def metrics_view(view: LedgerView) -> collectors.LedgerFigures:

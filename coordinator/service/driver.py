@@ -29,8 +29,7 @@ from raycloak.metrics.errors import ConfigError, ProtocolError, RefusedError, Ru
 
 if TYPE_CHECKING:
     from raycloak.coordinator.runs.execution import Execution
-    from raycloak.coordinator.training.outset import Outset
-    from raycloak.coordinator.training.reporting import StepReport
+    from raycloak.coordinator.training.reporting import Outset, StepReport
     from raycloak.coordinator.training.steps import Training
     from raycloak.workers.terms.measurement import Released as Measured
     from raycloak.workers.terms.public_sums import PublicSums

@@ -1,6 +1,6 @@
 """The step loop: charge, roster, compute, reduce, commit, and the failures of members in between.
 
-Doors: assignment, callback_caller, callbacks, hand_loop, outset, pace, phases, public_evaluation, reporting,
+Doors: assignment, callback_caller, callbacks, hand_loop, pace, phases, public_evaluation, reporting,
 state_requests, steps, stop_signals.
 
 May import: `checkpoints`, `membership` and the rooms below; `workers`, `attestation`, `metrics`.

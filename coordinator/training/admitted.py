@@ -32,7 +32,6 @@ from raycloak.coordinator.planning.data_check import recorded_check
 from raycloak.coordinator.planning.manifest import build_computation, build_manifest, epochs, optimizer_spec, run_terms
 from raycloak.coordinator.planning.outlook import with_account
 from raycloak.coordinator.planning.payer import (
-    PayingAccount,
     account_of,
     accountant_for,
     existing_account,
@@ -42,7 +41,7 @@ from raycloak.coordinator.planning.payer import (
 from raycloak.coordinator.planning.plan import Plan, keys_per_machine, make_plan, with_notes
 from raycloak.coordinator.planning.references import given_contract, require_other_content, sealed_terms
 from raycloak.coordinator.record.same_run import require_ledger, require_same_manifest
-from raycloak.coordinator.training.assignment import Order
+from raycloak.coordinator.training.assignment import Order, Session
 from raycloak.coordinator.training.reporting import Reporter
 from raycloak.metrics.collectors import RunMetrics
 from raycloak.metrics.errors import RunFailedError
@@ -113,7 +112,8 @@ def admit(
     sparse = None if recorded is None else recorded.mask_colluders is not None
     planned = make_plan(config, facts.num_examples, dimension, paying, facts.largest_rows, sparse)
     plan = with_notes(planned, facts.model_notes, facts.left_out)
-    reporter.planned(_beside_others(order, facts, plan, ledger, account))
+    for warning in _beside_others(order, facts, plan, ledger, account).warnings:
+        reporter.to.warned(warning)
     reporter.to.phase("admitting workers")
     known_answer, plan = _compared(order, founders, plan)
     plan = replace(plan, data_check=recorded_check(facts.data.fingerprint))
@@ -124,10 +124,21 @@ def admit(
     # Before the account: a resumed run that differs from its record must open and register nothing.
     committed = _committed(order, manifest)
     sealed = sealed_terms(config, Path(order.setup.base))
-    _require_demanded(sealed, manifest)
-    run = _run_terms(config, facts, plan, manifest, paying)
-    _require_account(order, ledger, run)
-    terms = run_terms(manifest, session.policy, session.collateral, sealed, evaluation, _is_charged(order), plan.masks)
+    # Before anything is registered for what orchestrator and workers would refuse later.
+    if sealed is not None and sealed.header.demand is not None:
+        sealed.header.demand.require(manifest.stated)
+    run = RegistrationTerms(
+        run_id=manifest.run_id,
+        account=manifest.account,
+        mechanisms=manifest.computation.mechanisms,
+        manifest_digest=manifest.digest(),
+        data=facts.data,
+        public=config.dataset is not None and config.dataset.public,
+        prepaid=config.ledger.prepaid,
+        opens=opening_terms(config, paying, plan.mechanism.accountant),
+    )
+    is_charged = _account_of(session, ledger, run)
+    terms = run_terms(manifest, session.policy, session.collateral, sealed, evaluation, is_charged, plan.masks)
     session.control.orchestrator.begin(terms, secrets.token_hex(16))
     ranges = split_ranges(facts.tensors, config.aggregators)
     membership = Membership.admit(
@@ -260,45 +271,23 @@ def _committed(order: Order, manifest: Manifest) -> Committed:
     return committed
 
 
-def _require_demanded(sealed: SealedSource | None, manifest: Manifest) -> None:
-    """Refuse what orchestrator and workers would refuse later, before anything is registered for it."""
-    if sealed is not None and sealed.header.demand is not None:
-        sealed.header.demand.require(manifest.stated)
-
-
-def _run_terms(
-    config: RunConfig, facts: WorkerFacts, plan: Plan, manifest: Manifest, paying: PayingAccount | None
-) -> RegistrationTerms:
-    return RegistrationTerms(
-        run_id=manifest.run_id,
-        account=manifest.account,
-        mechanisms=manifest.computation.mechanisms,
-        manifest_digest=manifest.digest(),
-        data=facts.data,
-        public=config.dataset is not None and config.dataset.public,
-        prepaid=config.ledger.prepaid,
-        opens=opening_terms(config, paying, plan.mechanism.accountant),
-    )
-
-
-def _require_account(order: Order, view: LedgerView, run: RegistrationTerms) -> None:
+def _account_of(session: Session, view: LedgerView, run: RegistrationTerms) -> bool:
     """Require an account that would register the run; charge the run now if it is prepaid.
 
     Before any evidence: an account that refuses the run spares all members their presentation. The run is registered,
     and its account opened, with its first charge: a run that ends before leaves nothing that its data is known by.
+
+    Returns:
+        Whether the ledger has charged the run by now, in whatever execution and on whatever host.
     """
-    ledger = order.session.control.ledger
+    ledger = session.control.ledger
     if run.prepaid:
         ledger.register_run(run)
-    elif not any(each.run_id == run.run_id for account in view.accounts for each in account.runs):
+        view = ledger.view()
+    registered = [each for account in view.accounts for each in account.runs if each.run_id == run.run_id]
+    if not registered:
         ledger.outlook(run)
-
-
-def _is_charged(order: Order) -> bool:
-    """Return whether the ledger has charged the run before, in whatever execution and on whatever host."""
-    accounts = order.session.control.ledger.view().accounts
-    runs = (run for account in accounts for run in account.runs if run.run_id == order.session.run_id)
-    return any(each.charged for run in runs for each in run.queries)
+    return any(query.charged for each in registered for query in each.queries)
 
 
 def _terms(order: Order, manifest: Manifest) -> Admission:

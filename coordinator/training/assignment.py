@@ -11,7 +11,7 @@ from typing import ClassVar
 from raycloak.attestation.core.evidence import CollateralBundle
 from raycloak.attestation.core.hybrid_signature import SignerPublic
 from raycloak.attestation.policy.policy import Policy
-from raycloak.coordinator.checkpoints.archive import Archive, Restored
+from raycloak.coordinator.checkpoints.archive import Archive
 from raycloak.coordinator.cluster.backend import Backend
 from raycloak.coordinator.cluster.control import Control
 from raycloak.coordinator.config.run import RunConfig
@@ -58,12 +58,9 @@ class NewRun:
     stop: StopRequest = field(default_factory=StopRequest)
 
     recorded: ClassVar[None] = None
+    first_step: ClassVar[None] = None
     last_step: ClassVar[None] = None
     charges: ClassVar[bool] = True
-
-    def restore(self, control: Control) -> Restored | None:
-        """Return None: there is nothing to start from."""
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +76,9 @@ class ResumedRun:
     archive: Archive
     stop: StopRequest = field(default_factory=StopRequest)
 
+    first_step: ClassVar[None] = None
     last_step: ClassVar[None] = None
     charges: ClassVar[bool] = True
-
-    def restore(self, control: Control) -> Restored | None:
-        """Return the newest package; None to start from the manifest's parameters."""
-        return self.archive.restorer(control, self.recorded).newest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +99,6 @@ class ReplayedRun:
     stop: StopRequest = field(default_factory=StopRequest)
 
     charges: ClassVar[bool] = False
-
-    def restore(self, control: Control) -> Restored | None:
-        """Return the package to start from; None to start from the manifest's parameters."""
-        return self.archive.restorer(control, self.recorded).newest(self.first_step)
 
 
 Assignment = NewRun | ResumedRun | ReplayedRun

@@ -30,8 +30,7 @@ from raycloak.coordinator.training.callbacks import (
     RunEnded,
     RunStarted,
 )
-from raycloak.coordinator.training.outset import Outset
-from raycloak.coordinator.training.reporting import MembershipReport, StepReport
+from raycloak.coordinator.training.reporting import MembershipReport, Outset, StepReport
 from raycloak.metrics.reports import classes_of
 from raycloak.workers.inputs.user_code import own_words
 from raycloak.workers.terms.measurement import Released
@@ -82,8 +81,16 @@ class CallbackThread:
         """Hand a report over; the callback gets a copy of its own."""
         with self._changed:
             self._notice_slowness()
-            if not self._given_up and len(self._waiting) >= self._patience.room:
-                self._make_room()
+            if not self._given_up and (behind := len(self._waiting)) >= self._patience.room:
+                steps = (place for place, each in enumerate(self._waiting) if isinstance(each, StepReport))
+                oldest = next(steps, None)
+                if oldest is None:
+                    self._drop(f"is not called again: {behind} reports wait for it, and none is of a step")
+                else:
+                    if not self._left_out:
+                        self._say(f"is behind by {behind} reports: from now on the oldest steps are left out for it")
+                    del self._waiting[oldest]
+                    self._left_out += 1
             if self._given_up:
                 return
             self._waiting.append(deepcopy(report))
@@ -156,16 +163,6 @@ class CallbackThread:
             self._changed.notify_all()
             return is_over
 
-    def _make_room(self) -> None:
-        oldest = next((place for place, each in enumerate(self._waiting) if isinstance(each, StepReport)), None)
-        if oldest is None:
-            self._drop(f"is not called again: {len(self._waiting)} reports wait for it, and none is of a step")
-            return
-        if not self._left_out:
-            self._say(f"is behind by {len(self._waiting)} reports: from now on the oldest steps are left out for it")
-        del self._waiting[oldest]
-        self._left_out += 1
-
     def _notice_slowness(self) -> None:
         if self._call is None or self._was_slow:
             return
@@ -215,7 +212,7 @@ class CallbackCaller:
         mechanism = manifest.computation.mechanism
         private = mechanism.private
         self._started = True
-        self._tell(
+        self.tell(
             RunStarted(
                 run_dir=run_dir,
                 run_id=manifest.run_id,
@@ -238,28 +235,24 @@ class CallbackCaller:
         )
         early, self._early = self._early, []
         for report in early:
-            self._tell(report)
-
-    def stepped(self, report: StepReport) -> None:
-        """Tell of a committed step."""
-        self._tell(report)
+            self.tell(report)
 
     def evaluated(self, steps: int, found: Evaluation) -> None:
         """Tell of a result of the model that ``steps`` steps gave."""
-        self._tell(EvaluationReport(steps, found.accuracy, found.loss, found.f1, found.own))
+        self.tell(EvaluationReport(steps, found.accuracy, found.loss, found.f1, found.own))
 
     def measured(self, found: Released) -> None:
         """Tell of a release of a measurement."""
-        self._tell(MeasurementReport(found.query, found.number, found.after, found.values, found.deviation))
+        self.tell(MeasurementReport(found.query, found.number, found.after, found.values, found.deviation))
 
     def published(self, steps: int, digest: bytes) -> None:
         """Tell of a published package."""
-        self._tell(CheckpointReport(steps, digest.hex()))
+        self.tell(CheckpointReport(steps, digest.hex()))
 
     def changed(self, report: MembershipReport) -> None:
         """Tell of a change of the members; one before the start is told after it."""
         if self._started:
-            self._tell(report)
+            self.tell(report)
         else:
             self._early.append(report)
 
@@ -273,7 +266,7 @@ class CallbackCaller:
     def ended(self, run_dir: Path, ending: str, metrics: dict[str, Any] | None) -> None:
         """Tell of the end of an execution, if its start was told."""
         if self._started:
-            self._tell(RunEnded(run_dir, ending, metrics))
+            self.tell(RunEnded(run_dir, ending, metrics))
             self._ending = True
         self._started = False
 
@@ -287,7 +280,8 @@ class CallbackCaller:
             thread.give_up(self._patience.end_s)
         self._pass_on()
 
-    def _tell(self, report: Report) -> None:
+    def tell(self, report: Report) -> None:
+        """Tell of anything that may happen once the start was told."""
         # Nothing is told that is not declared, field by field, to be public.
         classes_of(type(report))
         for thread in self._threads:

@@ -84,13 +84,8 @@ class EarlyStopping:
     def _take(self, steps: int) -> None:
         self._seen = steps
         value = self._known[steps]
-        if value is not None and self._is_better(value):
+        sign = 1 if self._config.metric.endswith("accuracy") else -1
+        if value is not None and (self._best is None or sign * (value - self._best) > self._config.min_delta):
             self._best, self._not_better = value, 0
         else:
             self._not_better += 1
-
-    def _is_better(self, value: float) -> bool:
-        if self._best is None:
-            return True
-        gain = value - self._best if self._config.metric.endswith("accuracy") else self._best - value
-        return gain > self._config.min_delta

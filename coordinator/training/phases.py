@@ -27,9 +27,8 @@ from raycloak.coordinator.planning.references import sealed_terms
 from raycloak.coordinator.record.outcome import Ending, Evaluation, Finished
 from raycloak.coordinator.training.admitted import AdmittedRun, admit
 from raycloak.coordinator.training.assignment import Order
-from raycloak.coordinator.training.outset import Outset
 from raycloak.coordinator.training.public_evaluation import Evaluator
-from raycloak.coordinator.training.reporting import Reporter
+from raycloak.coordinator.training.reporting import Outset, Reporter
 from raycloak.coordinator.training.step import StepRunner
 from raycloak.coordinator.training.step_context import StepContext
 from raycloak.coordinator.training.steps import Training

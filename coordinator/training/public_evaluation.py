@@ -73,19 +73,17 @@ class Evaluator:
         predictions = Predictions() if self.own else None
         each = predictions.add if predictions else None
         scores = self._scorer.scores(self._dataset, np.arange(count, dtype=np.int64), each)
-        own = self._own_values(predictions) if predictions else {}
+        own = {}
+        if predictions is not None:
+            outputs, labels = predictions.whole
+            for metric in self.own:
+                try:
+                    own[metric.name] = metric.value(outputs, labels)
+                except ConfigError as error:
+                    if metric.name not in self._warned_of:
+                        self._warned(f"An evaluation lacks {metric.name}: {error.message}")
+                    self._warned_of.add(metric.name)
         return Evaluation(self._metric, scores.total / count, count, scores.f1, own)
-
-    def _own_values(self, predictions: Predictions) -> dict[str, float]:
-        (outputs, labels), values = predictions.whole, {}
-        for metric in self.own:
-            try:
-                values[metric.name] = metric.value(outputs, labels)
-            except ConfigError as error:
-                if metric.name not in self._warned_of:
-                    self._warned(f"An evaluation lacks {metric.name}: {error.message}")
-                self._warned_of.add(metric.name)
-        return values
 
 
 def public_evaluator(

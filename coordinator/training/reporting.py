@@ -10,7 +10,6 @@ from raycloak.coordinator.cluster.control import Restart
 from raycloak.coordinator.membership.departures import Departure
 from raycloak.coordinator.planning.plan import Plan
 from raycloak.coordinator.record.outcome import Evaluation, StepOutcome
-from raycloak.coordinator.training.outset import Outset
 from raycloak.metrics.collectors import RunMetrics
 from raycloak.metrics.events import EventWriter
 from raycloak.metrics.registry import exactness_mark, privacy_mark
@@ -71,6 +70,24 @@ class MembershipReport:
     member: Fact[str]
     code: Fact[str | None]
     workers: Fact[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Outset:
+    """The terms of an execution whose members are admitted and whose model is there.
+
+    Attributes:
+        finished_steps: steps that earlier executions finished.
+        charged_steps: of the run by now, by the ledger's record.
+        charged_epsilon: of the account by now, by the ledger's record.
+    """
+
+    manifest: Manifest
+    plan: Plan
+    evidence_class: str
+    finished_steps: int
+    charged_steps: int
+    charged_epsilon: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +161,6 @@ class Reporter:
     to: Reporting
     workers: Sized
     metrics: RunMetrics | None = None
-
-    def planned(self, plan: Plan) -> None:
-        """Pass on the plan's warnings, while nothing is charged yet."""
-        for warning in plan.warnings:
-            self.to.warned(warning)
 
     def admitted(
         self, manifest: Manifest, plan: Plan, view: OrchestratorView, refused: Iterable[Departure]

@@ -79,7 +79,9 @@ class Training:
         """
         control, backend, assignment = order.session.control, order.session.backend, order.assignment
         manifest, planned = admitted.manifest, admitted.plan.mechanism.steps
-        restored = assignment.restore(control)
+        restored = None
+        if assignment.recorded is not None and assignment.archive is not None:
+            restored = assignment.archive.restorer(control, assignment.recorded).newest(assignment.first_step)
         # A run that begins has none. Of several in one place, the last one counts.
         loads = control.orchestrator.loads() if assignment.recorded is not None else ()
         checkpoints = None

@@ -20,8 +20,7 @@ from raycloak.coordinator.training.callbacks import (
     RunEnded,
     RunStarted,
 )
-from raycloak.coordinator.training.outset import Outset
-from raycloak.coordinator.training.reporting import MembershipReport, StepReport
+from raycloak.coordinator.training.reporting import MembershipReport, Outset, StepReport
 from raycloak.workers.terms.measurement import Released
 from tests.coordinator.config.test_run import GOOD
 from tests.own_code import Fails, Told
@@ -89,7 +88,7 @@ def test_callbacks_are_told_of_all_events_in_order() -> None:
     begin(caller)
     caller.measured(Released(query="evaluation", number=0, after=1, values={"loss": 0.5}, deviation={"loss": 0.1}))
     caller.evaluated(1, Evaluation("accuracy", 0.5, 8, 0.25, {"auc": 0.75}))
-    caller.stepped(step(1))
+    caller.tell(step(1))
     caller.changed(joined)
     caller.published(1, b"\xab")
     caller.ended(FOLDER, "complete", {"steps": 1})
@@ -114,7 +113,7 @@ def test_guarantee_a_callback_that_raises_is_named_once_and_not_called_again_and
     failing, other = Fails(), Told()
     caller = CallbackCaller((failing, other), said.append, PATIENT)
     for _ in range(2):
-        caller.stepped(step(1))
+        caller.tell(step(1))
         caller.settle()
     assert said == ["The callback Fails is not called again: on_step_end failed with KeyError: 'row 17'."]
     assert (failing.told, other.told) == ([step(1)], [step(1), step(1)])
@@ -127,7 +126,7 @@ def test_a_callback_that_leaves_python_ends_no_run() -> None:
 
     said: list[str] = []
     caller = CallbackCaller((Leaves(),), said.append, PATIENT)
-    caller.stepped(step(1))
+    caller.tell(step(1))
     caller.settle()
     assert said == ["The callback Leaves is not called again: on_step_end failed with SystemExit: 3."]
 
@@ -137,13 +136,13 @@ def test_guarantee_a_callback_that_hangs_is_named_once_and_holds_up_neither_run_
     clock, other = Clock(), Told()
     caller = CallbackCaller((blocked, other), said.append, PATIENT, clock)
     begin(caller)
-    caller.stepped(step(1))
+    caller.tell(step(1))
     assert blocked.is_in.wait(DEADLINE_S)
     # Else it is named too, where its thread is as late.
     assert caller._threads[1].settle(DEADLINE_S)
     clock.now = 61.0
     for number in (2, 3):
-        caller.stepped(step(number))
+        caller.tell(step(number))
     named = "The callback Blocked has been in on_step_end for more than 60 s; the run does not wait for it."
     assert said == [named]
     until(lambda: other.told[1:] == [step(1), step(2), step(3)])
@@ -153,14 +152,14 @@ def test_at_the_end_a_callback_that_hangs_is_given_up_by_name(blocked: Blocked) 
     said: list[str] = []
     caller = CallbackCaller((blocked,), said.append, Patience(verdict_s=0.0, end_s=0.0))
     begin(caller)
-    caller.stepped(step(1))
+    caller.tell(step(1))
     assert blocked.is_in.wait(DEADLINE_S)
     caller.settle()
     caller.ended(FOLDER, "complete", None)
     caller.finish()
     assert said == ["The callback Blocked did not come to its end within 0 s: 1 reports are lost."]
     begin(caller)  # as a run does that is resumed within one process
-    caller.stepped(step(2))
+    caller.tell(step(2))
     blocked.go.set()
     caller.finish()
     assert len(said) == 1
@@ -170,11 +169,11 @@ def test_guarantee_of_what_waits_the_oldest_steps_alone_are_left_out_and_it_is_s
     said: list[str] = []
     caller = CallbackCaller((blocked,), said.append, Patience(room=3, verdict_s=DEADLINE_S, end_s=DEADLINE_S))
     begin(caller)
-    caller.stepped(step(1))
+    caller.tell(step(1))
     assert blocked.is_in.wait(DEADLINE_S)
     caller.published(1, b"\xab")
     for number in (2, 3, 4, 5):
-        caller.stepped(step(number))
+        caller.tell(step(number))
     assert said == ["The callback Blocked is behind by 3 reports: from now on the oldest steps are left out for it."]
     blocked.go.set()
     caller.settle()
@@ -194,7 +193,7 @@ def test_guarantee_of_what_waits_the_oldest_steps_alone_are_left_out_and_it_is_s
 def test_a_callback_with_no_step_to_leave_out_is_given_up_by_name(blocked: Blocked) -> None:
     said: list[str] = []
     caller = CallbackCaller((blocked,), said.append, Patience(room=2))
-    caller.stepped(step(1))
+    caller.tell(step(1))
     assert blocked.is_in.wait(DEADLINE_S)
     for number in range(4):
         caller.published(number, b"\xab")
