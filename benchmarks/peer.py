@@ -18,7 +18,7 @@ from raycloak.coordinator.config.run import RunConfig, load_config
 from raycloak.coordinator.planning.dry_run import plan_of
 from raycloak.coordinator.planning.model_source import model_source
 from raycloak.coordinator.planning.plan import Plan
-from raycloak.coordinator.training.public_evaluation import public_evaluator
+from raycloak.coordinator.training.evaluation import public_evaluator
 from raycloak.workers.models.models import read_flat
 from raycloak_lab.bench.opacus_steps import OpacusTraining
 

@@ -38,8 +38,7 @@ from raycloak.coordinator.cluster.remote import Actor, Worker
 from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.evidence.sources import LocalPlatform
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
-from raycloak.coordinator.membership.departures import Departure
-from raycloak.coordinator.membership.timing import Timer
+from raycloak.coordinator.membership.members import Departure, Timer
 from raycloak.coordinator.planning.manifest import build_computation, build_manifest, epochs, run_terms
 from raycloak.coordinator.planning.model_source import compute_mode, loss_spec, model_source
 from raycloak.coordinator.planning.plan import keys_per_machine, make_plan, plan_mechanism
@@ -49,9 +48,9 @@ from raycloak.coordinator.record.outcome import Finished
 from raycloak.coordinator.runs.local_session import local_session
 from raycloak.coordinator.runs.verdict import run_facts
 from raycloak.coordinator.training.assignment import Assignment, NewRun, Order, Session
+from raycloak.coordinator.training.evaluation import public_evaluator
 from raycloak.coordinator.training.pace import OPEN, Pace
 from raycloak.coordinator.training.phases import Coordinator
-from raycloak.coordinator.training.public_evaluation import public_evaluator
 from raycloak.coordinator.training.reporting import Reporting, StepReport
 from raycloak.metrics.collectors import RunMetrics
 from raycloak.metrics.errors import ProtocolError

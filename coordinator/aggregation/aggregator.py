@@ -89,13 +89,11 @@ class _Verified:
     Attributes:
         own: the part of the vector that this aggregator sums.
         expected: for each worker of the roster, its header and the one-time key of its array.
-        vectors_digest: of the tags in all headers; see `raycloak.workers.terms.binding.vectors_digest`.
     """
 
     roster: Roster
     own: VectorRange
     expected: tuple[tuple[Header, Secret], ...]
-    vectors_digest: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +122,9 @@ class MaskedAggregator:
         # The update rule's kernels must match the run's numerics class.
         pin_numerics()
         self._attester = Attester(member_id, source)
-        # None until `present`: an actor can only be told of its range once it is there.
-        self._taken: _Part | None = None
+        # Unset until `present`: an actor can only be told of its range once it is there.
+        self._part: _Part
         self._fencing = 0
-
-    @property
-    def _part(self) -> _Part:
-        assert self._taken is not None, "present comes first"
-        return self._taken
 
     def present(self, challenge: Challenge, manifest: Manifest, owned: ParameterRange, base: str = ".") -> Envelope:
         """Take the manifest and the range to own, and answer the challenge with evidence.
@@ -151,8 +144,8 @@ class MaskedAggregator:
         computation = manifest.computation
         require_source(computation.optimizer, base)
         rule = Optimizer(computation.optimizer, owned.tensors, computation.mechanism.steps, base)
-        self._taken = _Part(manifest, manifest.digest(), owned, rule)
-        return self._attester.present(challenge, self._taken.manifest_digest, b"")
+        self._part = _Part(manifest, manifest.digest(), owned, rule)
+        return self._attester.present(challenge, self._part.manifest_digest, b"")
 
     def initial_state(self) -> State:
         """Return the optimizer state before the first step."""
@@ -246,7 +239,7 @@ class MaskedAggregator:
             query=roster.query,
             step=roster.step,
             manifest_digest=self._part.manifest_digest,
-            vectors_digest=verified.vectors_digest,
+            vectors_digest=vectors_digest([header for header, _ in verified.expected]),
             lowest_fencing=self._fencing,
         )
         # Kept, so that an older instance of the ledger is refused from now on.
@@ -301,8 +294,7 @@ class MaskedAggregator:
                 agreement, sender = self._attester.agreement, worker.member_id
                 key = payload_key(agreement, worker, attempt, range_index=own.index, sender=sender)
             expected.append((header, key))
-        tags = vectors_digest([header for header, _ in expected])
-        return _Verified(roster, own, tuple(expected), tags)
+        return _Verified(roster, own, tuple(expected))
 
     def _require_cover(self, roster: Roster, count: int, what: str) -> None:
         workers = len(roster.workers)

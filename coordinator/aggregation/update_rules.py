@@ -65,7 +65,6 @@ A multiple of what a kernel takes at once: only the last values of a tensor are 
 # Names of tensors that an error lists.
 _SHOWN = 8
 _STATE_TYPES = (torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.bool)
-_STATE_REMEDY = "Keep tensors in self.state[parameter], also the number of the step: torch.tensor(0.0)."
 
 
 OwnRule = Callable[[Mapping[str, torch.Tensor], float, OptimizerSpec], Any]
@@ -352,7 +351,19 @@ class Optimizer:
         """
         for field, value in sorted(kept.items(), key=lambda each: str(each[0])):
             if self._own is not None:
-                self._check_state(field, value)
+                # What a sealed package can hold: a resume would lose the rest.
+                if not isinstance(field, str) or "/" in field:
+                    raise RunFailedError(
+                        "update_rule", f"{self._spec.name} names its state {field!r:.60}.", "Name it by text."
+                    )
+                if not isinstance(value, torch.Tensor) or value.dtype not in _STATE_TYPES:
+                    kind = str(value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
+                    raise RunFailedError(
+                        "update_rule",
+                        f"{self._spec.name} keeps '{field}' as {kind}, which a resume would lose: no sealed package "
+                        "holds it.",
+                        "Keep tensors in self.state[parameter], also the number of the step: torch.tensor(0.0).",
+                    )
                 value = value.detach().clone()
             if not isinstance(value, torch.Tensor):
                 continue
@@ -373,18 +384,6 @@ class Optimizer:
                 f"the update of step {step} made a parameter or its moments infinite or not a number.",
                 "Lower optimizer.learning_rate, or raise expected_batch_size.",
                 step=step,
-            )
-
-    def _check_state(self, field: object, value: object) -> None:
-        """Require what a sealed package can hold: a resume would lose the rest."""
-        if not isinstance(field, str) or "/" in field:
-            raise RunFailedError("update_rule", f"{self._spec.name} names its state {field!r:.60}.", "Name it by text.")
-        if not isinstance(value, torch.Tensor) or value.dtype not in _STATE_TYPES:
-            kind = str(value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
-            raise RunFailedError(
-                "update_rule",
-                f"{self._spec.name} keeps '{field}' as {kind}, which a resume would lose: no sealed package holds it.",
-                _STATE_REMEDY,
             )
 
 

@@ -12,10 +12,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
-from dataclasses import KW_ONLY, InitVar, dataclass, replace
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from typing import Any
 
-from raycloak.attestation.core.hybrid_signature import SignerPublic
 from raycloak.attestation.sealed.package_keys import RecipientPublic, TrustStore
 from raycloak.attestation.sealed.package_manifest import PackageManifest
 from raycloak.coordinator.checkpoints.reader import signed_manifest
@@ -85,9 +84,8 @@ class Checkpoints:
         self._recipients = (orchestrator.package_recipient(), *recipients)
         before = orchestrator.newest_published()
         self._previous = before.digest if before else b""
-        self._retention = PackageRetention(
-            self.config, self.storage, orchestrator.package_signer(), self.run.digest(), set(wanted)
-        )
+        trust = TrustStore.of("run", orchestrator.package_signer())
+        self._retention = PackageRetention(self.config, self.storage, trust, self.run.digest(), set(wanted))
         self._waiting: Snapshot | None = None
         # A package that still lacks its signature; its snapshot has the whole manifest.
         self._drafted: tuple[Draft, Snapshot] | None = None
@@ -126,16 +124,25 @@ class Checkpoints:
         The step must be committed before. Returns None if the storage refuses the package or takes longer; it is then
         tried again like any other.
         """
+        self._push(lambda: self._job is None or self._published_of(finished_steps) is not None, deadline_s)
+        return self._published_of(finished_steps)
+
+    def _published_of(self, finished_steps: int) -> Published | None:
+        newest = self._newest
+        return newest if newest is not None and newest.manifest.step == finished_steps else None
+
+    def _push(self, is_done: Callable[[], bool], deadline_s: float) -> None:
+        """Work until ``is_done``, at most for ``deadline_s`` seconds."""
         end = self.monotonic() + deadline_s
         # Somebody waits for it, so a storage that failed is tried again now.
         self._not_before = self.monotonic()
         self.poll()
-        while (newest := self._newest) is None or newest.manifest.step != finished_steps:
-            if self._job is None or (left := end - self.monotonic()) <= 0:
-                return None
-            wait([self._job[0]], left)
+        while not is_done() and (left := end - self.monotonic()) > 0:
+            if self._job is not None:
+                wait([self._job[0]], left)
+            else:
+                time.sleep(min(left, max(self._not_before - self.monotonic(), 0.0)))
             self.poll()
-        return newest
 
     def want(self, package_digest: bytes) -> None:
         """Keep a package for good from now on, whatever the configuration says."""
@@ -147,17 +154,8 @@ class Checkpoints:
         The last step must be committed before. Otherwise, or if the storage keeps refusing, the newest published
         package stays the newest.
         """
-        end = self.monotonic() + deadline_s
-        # At the end there is no later attempt to wait for.
-        self._not_before = self.monotonic()
-        self.poll()
         # A draft without a signature waits for a commit that will not come, and the other work waits behind it.
-        while (left := end - self.monotonic()) > 0 and (self._job or (self._waiting and not self._drafted)):
-            if self._job:
-                wait([self._job[0]], left)
-            else:
-                time.sleep(min(left, max(self._not_before - self.monotonic(), 0.0)))
-            self.poll()
+        self._push(lambda: self._job is None and (self._waiting is None or self._drafted is not None), deadline_s)
         unfinished = self._drafted[1] if self._drafted else self._waiting
         if unfinished is not None:
             self.notice(f"the checkpoint of step {unfinished.stated.step} was not published.")
@@ -281,38 +279,37 @@ def _discarded_on_error(draft: Draft) -> Iterator[None]:
         raise
 
 
+@dataclass(slots=True)
 class PackageRetention:
     """Keeps the newest packages of a run, the best by a released metric, and the wanted ones; deletes the others.
 
     Packages of other runs are left alone.
 
-    Args:
+    Attributes:
+        trust: in the run's own signer.
         run: digest of the run's manifest.
         wanted: digests of packages that stay whatever the configuration says.
     """
 
-    def __init__(
-        self, config: CheckpointConfig, storage: PackageStorage, signer: SignerPublic, run: bytes, wanted: set[bytes]
-    ) -> None:
-        self.wanted = wanted
-        self._config = config
-        self._storage = storage
-        self._trust = TrustStore.of("run", signer)
-        self._run = run
-        self._known: dict[str, PackageManifest | None] = {}
+    config: CheckpointConfig
+    storage: PackageStorage
+    trust: TrustStore
+    run: bytes
+    wanted: set[bytes]
+    _known: dict[str, PackageManifest | None] = field(default_factory=dict)
 
     def apply(self) -> None:
         """Keep the newest ``num_to_keep``, the best and the wanted ones; delete the others."""
-        own = {name: manifest for name in self._storage.names() if (manifest := self._own(name))}
-        kept = set(list(own)[-self._config.num_to_keep :])
-        if (metric := self._config.keep_best) is not None:
+        own = {name: manifest for name in self.storage.names() if (manifest := self._own(name))}
+        kept = set(list(own)[-self.config.num_to_keep :])
+        if (metric := self.config.keep_best) is not None:
             sign = -1 if metric == "evaluation_loss" else 1
             scores = {name: score for name, each in own.items() if (score := getattr(each, metric)) is not None}
             # Of equal scores the newest wins: names are in the order of steps.
             kept |= {max(reversed(scores), key=lambda name: sign * scores[name])} if scores else set()
         kept |= {name for name, manifest in own.items() if manifest.digest() in self.wanted}
         for name in [each for each in own if each not in kept]:
-            self._storage.delete(name)
+            self.storage.delete(name)
             del self._known[name]
 
     def _own(self, name: str) -> PackageManifest | None:
@@ -320,8 +317,8 @@ class PackageRetention:
         # A published package never changes, so each is read once.
         if name not in self._known:
             try:
-                manifest = signed_manifest(self._storage, name, self._trust)
+                manifest = signed_manifest(self.storage, name, self.trust)
             except EvidenceError:
                 manifest = None
-            self._known[name] = manifest if manifest and manifest.manifest_digest == self._run else None
+            self._known[name] = manifest if manifest and manifest.manifest_digest == self.run else None
         return self._known[name]

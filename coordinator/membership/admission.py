@@ -17,8 +17,7 @@ from raycloak.coordinator.cluster.calls import Reference
 from raycloak.coordinator.cluster.control import START_AGAIN
 from raycloak.coordinator.cluster.remote import AggregatorActor, WorkerActor
 from raycloak.coordinator.membership.crew import aggregator_id
-from raycloak.coordinator.membership.departures import Departure
-from raycloak.coordinator.membership.members import Members
+from raycloak.coordinator.membership.members import Departure, Members
 from raycloak.metrics.errors import EvidenceError, RunFailedError
 from raycloak.workers.messages import Admission
 

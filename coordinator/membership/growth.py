@@ -22,8 +22,7 @@ from raycloak.coordinator.cluster.calls import Reference
 from raycloak.coordinator.cluster.remote import WorkerActor
 from raycloak.coordinator.membership.admission import MemberAdmission
 from raycloak.coordinator.membership.crew import worker_id
-from raycloak.coordinator.membership.departures import ASKED, Departure
-from raycloak.coordinator.membership.members import Members
+from raycloak.coordinator.membership.members import ASKED, Departure, Members
 from raycloak.metrics.errors import RaycloakError, RefusedError
 from raycloak.workers.messages import WorkerSetup
 

@@ -1,6 +1,6 @@
 """Hosting: which worker hosts which virtual workers, and which keys each worker was given.
 
-The spread is a pure function: even, and moving as little as possible. The handout remembers the keys of the current
+The spread is a pure function: even, and moving as little as possible. The hosts remember the keys of the current
 epoch and how far each worker has seen the evidence log.
 """
 
@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from raycloak.attestation.core.messages import Envelope, parse
 from raycloak.attestation.keys.release import KeyRelease
 from raycloak.attestation.orchestrator.data_commitments import DataCommitments
-from raycloak.coordinator.cluster.control import Control
 from raycloak.coordinator.membership.growth import Growth
 from raycloak.coordinator.membership.machine_room import Hosting, MachineRoom
 from raycloak.coordinator.membership.members import Members
@@ -52,56 +51,8 @@ def moved(before: Hosting, after: Hosting) -> dict[str, tuple[int, ...]]:
 
 
 @dataclass(slots=True)
-class Handout:
-    """The record of the keys that each worker was given; it asks the orchestrator for them.
-
-    Attributes:
-        commitments: to the slice of each virtual worker that was ever hosted in this session.
-        most: virtual workers whose keys of one epoch a machine may ever get; None for any number.
-    """
-
-    control: Control
-    most: int | None
-    commitments: dict[int, bytes] = field(default_factory=dict)
-    _epoch: int = -1
-    _keyed: Hosting = field(default_factory=dict)
-    _seen: dict[str, int] = field(default_factory=dict)
-
-    def begin(self, epoch: int) -> None:
-        """Start handing out keys for ``epoch``. A new epoch clears all earlier grants."""
-        if epoch != self._epoch:
-            self._epoch, self._keyed = epoch, {}
-
-    def room(self) -> MachineRoom | None:
-        """Return what machines may still get in this epoch; None if that is not bounded."""
-        if self.most is None:
-            return None
-        return MachineRoom(self.most, self.control.orchestrator.held_by_machine(self._epoch))
-
-    def missing(self, hosting: Hosting) -> Hosting:
-        """Return the keys that workers lack for ``hosting``, and expect them to be given next."""
-        needs = moved(self._keyed, hosting)
-        # A worker drops the keys that a roster does not give it: if it is to host again, they are sent again.
-        self._keyed = hosting
-        return needs
-
-    def release(self, member_id: str, virtual_workers: tuple[int, ...]) -> KeyRelease:
-        """Return keys for a worker, with the proof that the log continues what the worker has seen of it."""
-        seen = self._seen.get(member_id, 0)
-        return self.control.orchestrator.release(member_id, self._epoch, virtual_workers, seen)
-
-    def accepted(self, member_id: str, release: KeyRelease, commitments: Envelope) -> None:
-        """Record that a worker took its keys, and its commitments to the slices they belong to."""
-        self._seen[member_id] = release.log_length
-        # It refuses a slice that differs from the one that was opened first, so the first commitment stays.
-        self.control.orchestrator.record_data(commitments)
-        body = parse(DataCommitments, commitments.body)
-        self.commitments.update(zip(body.virtual_workers, body.commitments, strict=True))
-
-
-@dataclass(slots=True)
 class Hosts:
-    """Places every virtual worker on a worker.
+    """Places every virtual worker on a worker, and gives each worker its keys, which the orchestrator seals to it.
 
     Attributes:
         hosting: virtual workers of each worker; covers all of them once they were placed.
@@ -111,15 +62,17 @@ class Hosts:
     growth: Growth
     manifest: Manifest
     hosting: Hosting = field(default_factory=dict)
-    _handout: Handout = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._handout = Handout(self.members.control, self.manifest.keys_per_machine)
+    # By virtual worker, to the slice of each that was ever hosted in this session.
+    _commitments: dict[int, bytes] = field(default_factory=dict)
+    # The keys of which epoch each worker was given, and how far each has seen the evidence log.
+    _epoch: int = -1
+    _keyed: Hosting = field(default_factory=dict)
+    _seen: dict[str, int] = field(default_factory=dict)
 
     @property
     def commitments(self) -> tuple[bytes, ...]:
         """The commitments to all slices, by virtual worker; they are complete once all were placed."""
-        return tuple(commitment for _, commitment in sorted(self._handout.commitments.items()))
+        return tuple(commitment for _, commitment in sorted(self._commitments.items()))
 
     def place(self, epoch: int) -> None:
         """Host every virtual worker on the current workers and release the keys they miss for ``epoch``.
@@ -135,21 +88,26 @@ class Hosts:
             RefusedError: ``too_few_workers``; ``key_share`` if newcomers came to full machines, or none came in time.
             RunFailedError: ``too_many_failures``.
         """
-        self._handout.begin(epoch)
+        if epoch != self._epoch:
+            # A new epoch clears all earlier grants.
+            self._epoch, self._keyed = epoch, {}
         vacated: set[str] = set()
         while True:
             self.growth.wait_for_enough()
             self.growth.refill()
             workers, virtual_workers = list(self.members.workers), self.manifest.computation.mechanism.virtual_workers
             hosting = rehost(self.hosting, workers, virtual_workers)
-            if (room := self._handout.room()) is not None:
+            if (most := self.manifest.keys_per_machine) is not None:
+                room = MachineRoom(most, self.members.control.orchestrator.held_by_machine(epoch))
                 within = room.rehost(self.hosting, workers, virtual_workers)
                 if within is None and (full := room.exceeded(hosting)) is not None:
                     self._seek_room(room, full, vacated)
                     continue
                 hosting = within or hosting
             self.hosting = hosting
-            needs = self._handout.missing(hosting)
+            needs = moved(self._keyed, hosting)
+            # A worker drops the keys that a roster does not give it: if it is to host again, they are sent again.
+            self._keyed = hosting
             if not needs:
                 return
             self._hand_out(needs)
@@ -182,10 +140,21 @@ class Hosts:
 
     def _hand_out(self, needs: Hosting) -> None:
         members = self.members
-        asked, released = {}, {}
-        for member_id, virtual_workers in needs.items():
-            released[member_id] = self._handout.release(member_id, virtual_workers)
-            asked[member_id] = members.workers[member_id].accept_keys(released[member_id])
-        members.collect(asked, lambda i, commitments: self._handout.accepted(i, released[i], commitments))
+        released = {member_id: self.release(member_id, missing) for member_id, missing in needs.items()}
+        asked = {member_id: members.workers[member_id].accept_keys(keys) for member_id, keys in released.items()}
+
+        def accepted(member_id: str, commitments: Envelope) -> None:
+            self._seen[member_id] = released[member_id].log_length
+            # It refuses a slice that differs from the one that was opened first, so the first commitment stays.
+            members.control.orchestrator.record_data(commitments)
+            body = parse(DataCommitments, commitments.body)
+            self._commitments.update(zip(body.virtual_workers, body.commitments, strict=True))
+
+        members.collect(asked, accepted)
         if not members.workers and members.departures.share_a_cause(len(asked)):
             raise members.too_few()
+
+    def release(self, member_id: str, virtual_workers: tuple[int, ...]) -> KeyRelease:
+        """Return keys for a worker, with the proof that the log continues what the worker has seen of it."""
+        seen = self._seen.get(member_id, 0)
+        return self.members.control.orchestrator.release(member_id, self._epoch, virtual_workers, seen)

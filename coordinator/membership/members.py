@@ -1,8 +1,9 @@
-"""The members of a run: the one record of its workers and aggregators, and how any of them is lost.
+"""The members of a run: the one record of its workers and aggregators, how any of them is lost, and how many may be.
 
 Admission, growth and hosting all read and change it; none of them keeps a list of its own.
 """
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -10,14 +11,125 @@ from typing import TypeVar
 from raycloak.attestation.core.messages import Envelope
 from raycloak.coordinator.cluster.backend import ActorLost, Backend
 from raycloak.coordinator.cluster.calls import Reference
-from raycloak.coordinator.cluster.control import Control
+from raycloak.coordinator.cluster.control import START_AGAIN, Control
 from raycloak.coordinator.cluster.remote import AggregatorActor, WorkerActor
 from raycloak.coordinator.config.run import RunConfig
-from raycloak.coordinator.membership.departures import ACCIDENTS, ASKED, Departure, Departures
-from raycloak.coordinator.membership.timing import Backoff, Timer
-from raycloak.metrics.errors import ConfigError, RaycloakError, RefusedError
+from raycloak.metrics.errors import ConfigError, RaycloakError, RefusedError, RunFailedError
 
 A = TypeVar("A")
+
+# Causes that befall a worker, unlike a refusal that it answers with: a replacement may well succeed.
+ACCIDENTS = frozenset({"died", "unreachable", "deadline"})
+
+# Reasons to leave between two steps that are no failure, so they never use up max_failures.
+ASKED = {
+    "left": "it was asked to end",
+    "preempted": "its node is being drained",
+    "revoked": "it was revoked",
+    "key_share": "its machine has got as many virtual workers' keys of this epoch as the noise allows for",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """A member that was refused, was lost or left, and why.
+
+    Attributes:
+        joined: False for a newcomer that was refused or lost before it was admitted.
+    """
+
+    member_id: str
+    code: str
+    message: str
+    joined: bool = True
+
+    @property
+    def asked_for(self) -> bool:
+        """Return whether it left between two steps as it was asked to, and so does not count as a failure."""
+        return self.code in ASKED
+
+
+@dataclass(slots=True)
+class Departures:
+    """All departures of a run, in order.
+
+    Attributes:
+        max_failures: losses the run survives; a newcomer that fails ends no run, but counts in :attr:`allow_newcomers`.
+        told: told of each departure as it happens.
+    """
+
+    max_failures: int
+    told: Callable[[Departure], None]
+    all: list[Departure] = field(default_factory=list)
+    _losses: int = 0
+    _failed_joins: int = 0
+
+    def add(self, departure: Departure, *, newcomer: bool = False) -> None:
+        """Record a departure; ``newcomer`` is one that has not finished a step."""
+        self.all.append(departure)
+        if newcomer:
+            self._failed_joins += not departure.asked_for
+        else:
+            self._losses += not departure.asked_for
+        self.told(departure)
+
+    @property
+    def allow_newcomers(self) -> bool:
+        """Return whether another worker may be started, after losses and failed newcomers."""
+        return self._losses + self._failed_joins <= self.max_failures
+
+    def check(self) -> None:
+        """Raise RunFailedError ``too_many_failures`` once more than ``max_failures`` members were lost."""
+        if self._losses > self.max_failures:
+            raise RunFailedError(
+                "too_many_failures", f"more than {self.max_failures} failures: {self.reasons()}.", START_AGAIN
+            )
+
+    def share_a_cause(self, last: int) -> bool:
+        """Return whether the newest ``last`` departures share one cause that would meet any replacement as well."""
+        codes = {departure.code for departure in self.all[-last:]}
+        return len(codes) == 1 and not codes & ACCIDENTS
+
+    def reasons(self) -> str:
+        """Return every departure with its reason, in one line."""
+        return "; ".join(f"{d.member_id}: {d.code} ({d.message})" for d in self.all) or "none was started"
+
+
+# A machine that breaks every newcomer must not cost a process start at each step; a node that comes back is used within
+# a minute.
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Timer:
+    """A clock and its pauses, in seconds; tests bring their own."""
+
+    now: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+
+@dataclass(slots=True)
+class Backoff:
+    """The pause before another newcomer is started: 1 s after a failure, then twice as long each time, up to 60 s."""
+
+    timer: Timer
+    _pause_s: float = 0.0
+    _not_before: float = 0.0
+
+    @property
+    def pauses(self) -> bool:
+        """Return whether a newcomer that failed still holds back the next one."""
+        return self._pause_s > 0 and self.timer.now() < self._not_before
+
+    def failed(self) -> None:
+        """Begin a pause: a newcomer was lost or refused before it finished a step."""
+        self._pause_s = min(max(2 * self._pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
+        self._not_before = self.timer.now() + self._pause_s
+
+    def succeeded(self) -> None:
+        """End the pauses: a newcomer has finished a step."""
+        self._pause_s = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,4 +241,7 @@ class Members:
 
     def too_few(self) -> RefusedError:
         """Return the error that ends a run for want of workers."""
-        return self.departures.too_few(len(self.workers), self.config.fewest_workers)
+        left, needed, reasons = len(self.workers), self.config.fewest_workers, self.departures.reasons()
+        return RefusedError(
+            "too_few_workers", f"{left} workers are left, the run needs {needed}: {reasons}.", START_AGAIN
+        )

@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from raycloak.attestation.core.hybrid_signature import SignerPublic
 from raycloak.attestation.core.private_memory import keep_memory_private
@@ -37,8 +37,7 @@ from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.config.sections import OptimizerConfig
 from raycloak.coordinator.console.output import attach_log, json_text
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
-from raycloak.coordinator.ledger.view import LedgerView
-from raycloak.coordinator.membership.departures import Departure
+from raycloak.coordinator.membership.members import Departure
 from raycloak.coordinator.planning.key_files import require_none_in_job
 from raycloak.coordinator.planning.manifest import BY_HAND
 from raycloak.coordinator.planning.model_source import compute_mode, loss_spec
@@ -55,9 +54,9 @@ from raycloak.coordinator.runs.verdict import metrics_view, run_facts, verdict_o
 from raycloak.coordinator.training.assignment import Assignment, NewRun, Order, ReplayedRun, ResumedRun
 from raycloak.coordinator.training.callback_caller import CallbackCaller
 from raycloak.coordinator.training.callbacks import Callback
+from raycloak.coordinator.training.evaluation import public_evaluator
 from raycloak.coordinator.training.pace import OPEN, Pace
 from raycloak.coordinator.training.phases import Coordinator
-from raycloak.coordinator.training.public_evaluation import public_evaluator
 from raycloak.coordinator.training.reporting import Outset, Reporting, StepReport
 from raycloak.coordinator.training.stop_signals import StopRequest, stop_on_signals
 from raycloak.metrics.collectors import (
@@ -65,7 +64,6 @@ from raycloak.metrics.collectors import (
     LedgerCollector,
     RunMetrics,
     ServiceCollector,
-    ServiceFigures,
 )
 from raycloak.metrics.errors import ConfigError, DatasetError, RaycloakError, RunFailedError
 from raycloak.metrics.events import EventWriter
@@ -78,6 +76,8 @@ from raycloak.workers.messages import WorkerSetup
 from raycloak.workers.models.models import ModelSource
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.measurement import Released
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -351,7 +351,14 @@ class Execution:
             self.notice(f"not everything could be saved: {trouble}")
             finished = None
         if coordinator.log_is_saved or not begun:
-            self._mark_failed(folder, begun, is_stale=finished is None and coordinator.charged_epsilon is not None)
+            try:
+                folder.mark("failed" if begun else "void")
+                # A verdict, if there is one, is of an execution before, and charges came since.
+                if finished is None and coordinator.charged_epsilon is not None:
+                    folder.drop_verdict()
+                    self._show(folder)
+            except OSError as trouble:  # a full disk may be what ended the run; a resume takes "running" as well
+                self.notice(f"the run directory was not marked as failed: {trouble.strerror}")
         if isinstance(error, RaycloakError) and begun:
             # The ledger's record, where it answered: a charge whose receipt was lost is in no receipt.
             error.spent_epsilon = finished.charged_epsilon if finished else coordinator.charged_epsilon
@@ -364,20 +371,6 @@ class Execution:
         so_far = error.result["metrics"] if isinstance(error, RaycloakError) and error.result else None
         code = error.code if isinstance(error, RaycloakError) else "unexpected"
         self._callbacks.ended(folder.path, code, so_far)
-
-    def _mark_failed(self, folder: RunFolder, begun: bool, is_stale: bool) -> None:
-        """Mark a failed run.
-
-        Args:
-            is_stale: whether a verdict, if there is one, is of an execution before, and charges came since.
-        """
-        try:
-            folder.mark("failed" if begun else "void")
-            if is_stale:
-                folder.drop_verdict()
-                self._show(folder)
-        except OSError as trouble:  # a full disk may be what ended the run; a resume takes "running" as well
-            self.notice(f"the run directory was not marked as failed: {trouble.strerror}")
 
     def _keep(self, outcome: "Outcome") -> None:
         """Write the verdict into the run directory, where the weights are on disk by now."""
@@ -448,10 +441,12 @@ class Execution:
         self, stack: ExitStack, samplers: GpuSamplers, folder: RunFolder, control: Control, assignment: Assignment
     ) -> Reporting:
         exporter = Exporter()
-        exporter.add(LedgerCollector(lambda: metrics_view(_view(control.actors["ledger"]))))
+        exporter.add(LedgerCollector(lambda: metrics_view(_asked(control.actors["ledger"], PrivacyLedger.view))))
         exporter.add(GpuReadingCollector(samplers.sample))
         if self.config.attestation.bind is not None and assignment.charges:
-            exporter.add(ServiceCollector(lambda: _service(control.actors["orchestrator"])))
+            exporter.add(
+                ServiceCollector(lambda: _asked(control.actors["orchestrator"], EvidenceOrchestrator.service_figures))
+            )
         server = MetricsServer(exporter.registry, self.config.metrics.bind)
         stack.push(partial(_close_page, server, assignment.charges))
         self.notice(f"metrics: {server.url}")
@@ -561,11 +556,6 @@ def _close_page(
     server.close()
 
 
-def _service(orchestrator: Actor) -> ServiceFigures | None:
-    """Ask the orchestrator for the figures of its service, as :func:`_view` asks the ledger."""
-    return fetch(ask(orchestrator.handle, EvidenceOrchestrator.service_figures), deadline_s=5.0)
-
-
-def _view(ledger: Actor) -> LedgerView:
-    """Ask the ledger without its `Control`: a thread of the metrics server asks, and must not replace an actor."""
-    return fetch(ask(ledger.handle, PrivacyLedger.view), deadline_s=5.0)
+def _asked(actor: Actor, method: Callable[..., T]) -> T:
+    """Ask without a `Control`: a thread of the metrics server asks, and must not replace an actor."""
+    return fetch(ask(actor.handle, method), deadline_s=5.0)

@@ -94,16 +94,6 @@ class _Described:
     is_own: bool
     loss: LossSpec | None
 
-    def code(self, loss: LossSpec) -> list[str]:
-        """Return the names of what runs as Python when the model and ``loss`` are built; none of a function given."""
-        source, names = self.source, []
-        if source.hub is not None and source.hub.allow_remote_code:
-            names.append(f"the Python files of {source.hub.hf}")
-        if source.hub is None and source.function is None:
-            names.append(source.name)
-        # A built-in loss, or several that are added up, has terms.
-        return names if loss.terms else [*names, loss.name]
-
 
 def load(
     path: str | Path,
@@ -240,8 +230,14 @@ def _described(
 
 def _require_allowed(described: _Described, manifest: Manifest, run_code: bool) -> None:
     """Refuse to run Python that only a run directory from elsewhere names; ModelError ``runs_code``."""
-    loss = manifest.computation.loss
-    named = described.code(loss)
+    loss, source, named = manifest.computation.loss, described.source, []
+    if source.hub is not None and source.hub.allow_remote_code:
+        named.append(f"the Python files of {source.hub.hf}")
+    if source.hub is None and source.function is None:
+        named.append(source.name)
+    # A built-in loss, or several that are added up, has terms.
+    if not loss.terms:
+        named.append(loss.name)
     # Whoever names the configuration names its loss as well, and a manifest may state another one.
     if run_code or not named or (described.is_own and described.loss == loss):
         return
@@ -272,14 +268,15 @@ def _tensors(manifest: Manifest, path: Path, wanted: str | None) -> np.ndarray:
     except OSError as error:
         raise file_error("no_weights", "read", path, error) from None
     except SafetensorError:
-        raise _changed(path) from None
+        arrays, stated = {}, None
     shapes = {name: (array.dtype, array.shape) for name, array in arrays.items()}
     specs = {each.name: (np.dtype(np.float32), each.shape) for each in manifest.computation.tensors}
-    if shapes != specs:
-        raise _changed(path)
-    flat = _flat(manifest, arrays)
-    if _digest(manifest, flat) != (stated if wanted is None else wanted):
-        raise _changed(path)
+    if shapes != specs or _digest(manifest, flat := _flat(manifest, arrays)) != (stated if wanted is None else wanted):
+        raise RefusedError(
+            "weights_changed",
+            f"{path} does not hold the tensors that the run wrote.",
+            "Restore the file, or load a sealed package of the run.",
+        )
     return flat
 
 
@@ -356,12 +353,4 @@ def _no_weights(folder: RunFolder) -> ConfigError:
         "Name another run: raycloak runs list"
         if folder.record.status == "void"
         else "They are written when a run ends or stops: wait for it, or run 'raycloak run CONFIG --resume'.",
-    )
-
-
-def _changed(path: Path) -> RefusedError:
-    return RefusedError(
-        "weights_changed",
-        f"{path} does not hold the tensors that the run wrote.",
-        "Restore the file, or load a sealed package of the run.",
     )

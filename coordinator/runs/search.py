@@ -30,8 +30,7 @@ FIXED = ("name", "ledger", "dataset.public", "dp_config.enabled", "dp_config.tar
 
 _EVALUATED = ("evaluation_accuracy", "evaluation_loss")
 _VERDICT = (
-    "evaluation_accuracy",
-    "evaluation_loss",
+    *_EVALUATED,
     "evaluation_f1",
     "evaluation_perplexity",
     "privacy_epsilon_charged",

@@ -73,18 +73,13 @@ class Trainer:
         small_epsilon: bool = False,
     ) -> None:
         require_config(config)
-        if (model_init_fn is None) == (config.model is None):
-            raise ConfigError(
-                "config",
-                "the model is given twice or not at all.",
-                "Give it once: as config.model or as model_init_fn.",
-            )
-        if (train_dataset is None) == (config.dataset is None):
-            raise ConfigError(
-                "config",
-                "the dataset is given twice or not at all.",
-                "Give it once: as config.dataset or as train_dataset.",
-            )
+        for what, named, argument, given in (
+            ("model", config.model, "model_init_fn", model_init_fn),
+            ("dataset", config.dataset, "train_dataset", train_dataset),
+        ):
+            if (given is None) == (named is None):
+                remedy = f"Give it once: as config.{what} or as {argument}."
+                raise ConfigError("config", f"the {what} is given twice or not at all.", remedy)
         if train_dataset is not None:
             require_first(train_dataset)
         check_public(config)

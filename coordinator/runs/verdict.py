@@ -40,6 +40,10 @@ def verdict_of(
     problem = check.disagreement() if check else None
     if problem:
         warnings += (f"THE ACCOUNTANTS DISAGREE: {problem}.",)
+    loss, perplexity = finished.evaluation.loss if finished.evaluation else None, None
+    is_of_tokens = finished.manifest.computation.loss.name == "next_token_cross_entropy"
+    if loss is not None and is_of_tokens and loss < _LARGEST_LOSS:
+        perplexity = math.exp(loss)
     return Verdict(
         run_dir=folder,
         steps=finished.steps,
@@ -60,9 +64,9 @@ def verdict_of(
         max_participations=mechanism.max_participations,
         exact=finished.manifest.computation.exact,
         evaluation_accuracy=finished.evaluation.accuracy if finished.evaluation else None,
-        evaluation_loss=finished.evaluation.loss if finished.evaluation else None,
+        evaluation_loss=loss,
         evaluation_f1=finished.evaluation.f1 if finished.evaluation else None,
-        evaluation_perplexity=_perplexity(finished),
+        evaluation_perplexity=perplexity,
         evaluation_metrics=dict(finished.evaluation.own) if finished.evaluation else {},
         measurements=finished.released,
         evidence_class=finished.evidence_class,
@@ -97,18 +101,6 @@ def metrics_view(view: LedgerView) -> collectors.LedgerFigures:
     )
     witness = collectors.WitnessFigures(view.witness.answers, view.witness.entries) if view.witness else None
     return collectors.LedgerFigures(accounts, view.head.sequence, view.fencing, witness)
-
-
-def _perplexity(finished: Finished) -> float | None:
-    """Return the perplexity on the evaluation split; None for another loss, or one that is beyond float64."""
-    loss = finished.evaluation.loss if finished.evaluation else None
-    if (
-        loss is None
-        or finished.manifest.computation.loss.name != "next_token_cross_entropy"
-        or not loss < _LARGEST_LOSS
-    ):
-        return None
-    return math.exp(loss)
 
 
 def run_facts(manifest: Manifest, evidence_class: str, config: RunConfig) -> collectors.RunFacts:

@@ -32,6 +32,7 @@ from raycloak.coordinator.planning.data_check import recorded_check
 from raycloak.coordinator.planning.manifest import build_computation, build_manifest, epochs, optimizer_spec, run_terms
 from raycloak.coordinator.planning.outlook import with_account
 from raycloak.coordinator.planning.payer import (
+    PayingAccount,
     account_of,
     accountant_for,
     existing_account,
@@ -48,6 +49,7 @@ from raycloak.metrics.errors import RunFailedError
 from raycloak.workers.messages import Admission, WorkerFacts
 from raycloak.workers.second_halves import check_key_service
 from raycloak.workers.terms.manifest import Manifest, UserCode
+from raycloak.workers.terms.model_digest import dimension
 
 Committed = Mapping[tuple[Query, int], StepCommit]
 
@@ -106,11 +108,10 @@ def admit(
     session.control.ledger.load_accountant(accountant_for(config, paying))
     base = order.setup.base
     try_rule(optimizer_spec(config.optimizer, base), facts.tensors, config.planned_steps, base)
-    dimension = sum(tensor.size for tensor in facts.tensors)
     recorded = order.assignment.recorded
     # A replay by fewer workers masks all pairs, and repeats what the run promised.
     sparse = None if recorded is None else recorded.mask_colluders is not None
-    planned = make_plan(config, facts.num_examples, dimension, paying, facts.largest_rows, sparse)
+    planned = make_plan(config, facts.num_examples, dimension(facts.tensors), paying, facts.largest_rows, sparse)
     plan = with_notes(planned, facts.model_notes, facts.left_out)
     for warning in _beside_others(order, facts, plan, ledger, account).warnings:
         reporter.to.warned(warning)
@@ -124,20 +125,7 @@ def admit(
     # Before the account: a resumed run that differs from its record must open and register nothing.
     committed = _committed(order, manifest)
     sealed = sealed_terms(config, Path(order.setup.base))
-    # Before anything is registered for what orchestrator and workers would refuse later.
-    if sealed is not None and sealed.header.demand is not None:
-        sealed.header.demand.require(manifest.stated)
-    run = RegistrationTerms(
-        run_id=manifest.run_id,
-        account=manifest.account,
-        mechanisms=manifest.computation.mechanisms,
-        manifest_digest=manifest.digest(),
-        data=facts.data,
-        public=config.dataset is not None and config.dataset.public,
-        prepaid=config.ledger.prepaid,
-        opens=opening_terms(config, paying, plan.mechanism.accountant),
-    )
-    is_charged = _account_of(session, ledger, run)
+    run, is_charged = _registration(session, ledger, config, facts, plan, manifest, paying, sealed)
     terms = run_terms(manifest, session.policy, session.collateral, sealed, evaluation, is_charged, plan.masks)
     session.control.orchestrator.begin(terms, secrets.token_hex(16))
     ranges = split_ranges(facts.tensors, config.aggregators)
@@ -148,7 +136,6 @@ def admit(
     if order.assignment.recorded is None:
         order.folder.write_manifest(manifest)
     view = session.control.orchestrator.view()
-    colocated = _is_colocated(order, membership)
     return AdmittedRun(
         start=founders.start,
         plan=plan,
@@ -156,11 +143,11 @@ def admit(
         run=run,
         committed=committed,
         evaluation=evaluation,
-        ranges=tuple(ranges),
+        ranges=ranges,
         membership=membership,
         metrics=reporter.admitted(manifest, plan, view, membership.members.departures.all),
         evidence_class=view.evidence_class,
-        colocated=colocated,
+        colocated=_is_colocated(order, membership),
         rollback_witness=rollback_witness,
     )
 
@@ -271,15 +258,37 @@ def _committed(order: Order, manifest: Manifest) -> Committed:
     return committed
 
 
-def _account_of(session: Session, view: LedgerView, run: RegistrationTerms) -> bool:
+def _registration(
+    session: Session,
+    view: LedgerView,
+    config: RunConfig,
+    facts: WorkerFacts,
+    plan: Plan,
+    manifest: Manifest,
+    paying: PayingAccount | None,
+    sealed: SealedSource | None,
+) -> tuple[RegistrationTerms, bool]:
     """Require an account that would register the run; charge the run now if it is prepaid.
 
     Before any evidence: an account that refuses the run spares all members their presentation. The run is registered,
     and its account opened, with its first charge: a run that ends before leaves nothing that its data is known by.
 
     Returns:
-        Whether the ledger has charged the run by now, in whatever execution and on whatever host.
+        What the run is registered with, and whether it was charged by now, in any execution and on whatever host.
     """
+    # Before anything is registered for what orchestrator and workers would refuse later.
+    if sealed is not None and sealed.header.demand is not None:
+        sealed.header.demand.require(manifest.stated)
+    run = RegistrationTerms(
+        run_id=manifest.run_id,
+        account=manifest.account,
+        mechanisms=manifest.computation.mechanisms,
+        manifest_digest=manifest.digest(),
+        data=facts.data,
+        public=config.dataset is not None and config.dataset.public,
+        prepaid=config.ledger.prepaid,
+        opens=opening_terms(config, paying, plan.mechanism.accountant),
+    )
     ledger = session.control.ledger
     if run.prepaid:
         ledger.register_run(run)
@@ -287,7 +296,7 @@ def _account_of(session: Session, view: LedgerView, run: RegistrationTerms) -> b
     registered = [each for account in view.accounts for each in account.runs if each.run_id == run.run_id]
     if not registered:
         ledger.outlook(run)
-    return any(query.charged for each in registered for query in each.queries)
+    return run, any(query.charged for each in registered for query in each.queries)
 
 
 def _terms(order: Order, manifest: Manifest) -> Admission:

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -181,27 +181,24 @@ class CallbackThread:
         self._troubles.append(sentence if sentence.endswith(".") else f"{sentence}.")
 
 
+@dataclass(eq=False)
 class CallbackCaller:
     """Tells the callbacks of one run, each in its own thread. Its methods are for the run's own thread.
 
     Guarantee: a callback that raises, hangs or lags behind ends no run and costs no step any time, since the steps it
     watches are charged. It is named in a warning, once for each of these.
 
-    Args:
+    Attributes:
         warned: called with the sentence, in the run's own thread.
     """
 
-    def __init__(
-        self,
-        callbacks: Sequence[Callback],
-        warned: Callable[[str], None],
-        patience: Patience | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._patience = patience or Patience()
-        self._clock = clock
-        self._warned = warned
-        self._threads = [CallbackThread(callback, self._patience, clock) for callback in callbacks]
+    callbacks: InitVar[Sequence[Callback]]
+    warned: Callable[[str], None]
+    patience: Patience = Patience()
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self, callbacks: Sequence[Callback]) -> None:
+        self._threads = [CallbackThread(callback, self.patience, self.clock) for callback in callbacks]
         self._started = self._ending = False
         # Members may change before there is a start to tell of.
         self._early: list[MembershipReport] = []
@@ -258,7 +255,7 @@ class CallbackCaller:
 
     def settle(self) -> None:
         """Wait a moment until everything is told, so that the verdict has the warnings."""
-        self._wait(self._patience.verdict_s)
+        self._wait(self.patience.verdict_s)
         for thread in self._threads:
             thread.count_left_out()
         self._pass_on()
@@ -276,8 +273,8 @@ class CallbackCaller:
         if not self._ending:
             return
         self._ending = False
-        for thread in self._wait(self._patience.end_s):
-            thread.give_up(self._patience.end_s)
+        for thread in self._wait(self.patience.end_s):
+            thread.give_up(self.patience.end_s)
         self._pass_on()
 
     def tell(self, report: Report) -> None:
@@ -290,10 +287,10 @@ class CallbackCaller:
 
     def _wait(self, seconds: float) -> list[CallbackThread]:
         """Return the threads that are not through after so many seconds, which all of them share."""
-        deadline = self._clock() + seconds
+        deadline = self.clock() + seconds
         return [thread for thread in self._threads if not thread.settle(deadline)]
 
     def _pass_on(self) -> None:
         for thread in self._threads:
             for sentence in thread.troubles():
-                self._warned(sentence)
+                self.warned(sentence)

@@ -176,22 +176,21 @@ def own_callbacks(named: Sequence[str], given: Sequence[Callback], base: Path | 
         ConfigError: ``module_function``; ``callback`` if one is no :class:`Callback`, cannot be made, or has a method
             of another signature or of a name that is never called.
     """
-    found = (*(_made(name, base) for name in named), *given)
+    found: list[Callback] = []
+    for name in named:
+        kind = resolve(name, base)
+        try:
+            found.append(kind())
+        except Exception as error:  # noqa: BLE001 - only its type is told: its text may hold private data
+            raise ConfigError(
+                "callback",
+                f"{name} fails with {type(error).__name__} when it is called without arguments.",
+                "Name a class derived from raycloak.Callback whose constructor needs nothing.",
+            ) from told(error)
+    found += given
     for callback in found:
         _check(callback)
-    return found
-
-
-def _made(name: str, base: Path | str) -> Any:
-    kind = resolve(name, base)
-    try:
-        return kind()
-    except Exception as error:  # noqa: BLE001 - only its type is told: its text may hold private data
-        raise ConfigError(
-            "callback",
-            f"{name} fails with {type(error).__name__} when it is called without arguments.",
-            "Name a class derived from raycloak.Callback whose constructor needs nothing.",
-        ) from told(error)
+    return tuple(found)
 
 
 def _check(callback: object) -> None:

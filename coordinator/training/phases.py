@@ -9,7 +9,6 @@
 It holds configuration, references and public facts; never examples, gradients or keys.
 """
 
-from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
 from pathlib import Path
@@ -18,16 +17,14 @@ import numpy as np
 
 from raycloak.coordinator.cluster.remote import WorkerActor
 from raycloak.coordinator.ledger.view import data_standing
-from raycloak.coordinator.membership.departures import Departures
 from raycloak.coordinator.membership.founders import Founders
-from raycloak.coordinator.membership.members import Members
-from raycloak.coordinator.membership.timing import Backoff, Timer
+from raycloak.coordinator.membership.members import Backoff, Departures, Members, Timer
 from raycloak.coordinator.planning.cross_check import load_accountants
 from raycloak.coordinator.planning.references import sealed_terms
 from raycloak.coordinator.record.outcome import Ending, Evaluation, Finished
 from raycloak.coordinator.training.admitted import AdmittedRun, admit
 from raycloak.coordinator.training.assignment import Order
-from raycloak.coordinator.training.public_evaluation import Evaluator
+from raycloak.coordinator.training.evaluation import Evaluator
 from raycloak.coordinator.training.reporting import Outset, Reporter
 from raycloak.coordinator.training.step import StepRunner
 from raycloak.coordinator.training.step_context import StepContext
@@ -196,7 +193,7 @@ class Coordinator:
             raise RunFailedError(
                 "stopped", "the run was stopped before its first step", "Resume it: raycloak run CONFIG --resume"
             )
-        finished = self._result(training, ending, training.parameters(), training.evaluate)
+        finished = self._result(training, ending, training.parameters(), training.evaluate())
         training.runner.commit()
         if self.order.assignment.charges:
             # Packages cannot be opened any more once the secret is gone: the model must be on disk before.
@@ -212,7 +209,7 @@ class Coordinator:
         training = self._training
         if training is None or training.finished_steps == 0:
             return None
-        return self._result(training, None, training.parameters(), training.evaluate)
+        return self._result(training, None, training.parameters(), training.evaluate())
 
     @property
     def step(self) -> int | None:
@@ -243,8 +240,23 @@ class Coordinator:
         Returns:
             The result so far; None if no step was finished.
         """
+        training = self._training
         try:
-            return self._salvaged(self._training) if self._training else None
+            if training is None:
+                return None
+            try:
+                with suppress(RunFailedError):  # The model itself may have been lost; earlier packages stay.
+                    training.seal()
+                self._close_checkpoints(training)
+            finally:
+                # Whatever keeps the model from being sealed: its steps were released.
+                training.runner.commit()
+            if training.finished_steps == 0:
+                return None
+            parameters = training.parameters()
+            # Before the ledger is asked, which may be what is lost.
+            self._write(training, parameters)
+            return self._result(training, None, parameters, training.evaluated())
         finally:
             if destroy:
                 self.finish_log(destroy=True)
@@ -252,27 +264,8 @@ class Coordinator:
                 self._export_log()
             self.log_is_saved = True
 
-    def _salvaged(self, training: Training) -> Finished | None:
-        try:
-            with suppress(RunFailedError):  # The model itself may have been lost; earlier packages stay.
-                training.seal()
-            self._close_checkpoints(training)
-        finally:
-            # Whatever keeps the model from being sealed: its steps were released.
-            training.runner.commit()
-        if training.finished_steps == 0:
-            return None
-        parameters = training.parameters()
-        # Before the ledger is asked, which may be what is lost.
-        self._write(training, parameters)
-        return self._result(training, None, parameters, training.evaluated)
-
     def _result(
-        self,
-        training: Training,
-        ending: Ending | None,
-        parameters: np.ndarray,
-        evaluate: Callable[[], Evaluation | None],
+        self, training: Training, ending: Ending | None, parameters: np.ndarray, evaluation: Evaluation | None
     ) -> Finished:
         admitted, control = training.admitted, self.order.session.control
         view = control.ledger.view()
@@ -290,7 +283,7 @@ class Coordinator:
             charged_epsilon=account.spent_epsilon,
             account=account.name,
             data=data_standing(view, account.name),
-            evaluation=evaluate(),
+            evaluation=evaluation,
             released=self.order.folder.released(),
             evidence_class=admitted.evidence_class,
             outcomes=tuple(training.outcomes),

@@ -7,7 +7,7 @@ from typing import Literal
 
 from raycloak.attestation.orchestrator.admissions import OrchestratorView
 from raycloak.coordinator.cluster.control import Restart
-from raycloak.coordinator.membership.departures import Departure
+from raycloak.coordinator.membership.members import Departure
 from raycloak.coordinator.planning.plan import Plan
 from raycloak.coordinator.record.outcome import Evaluation, StepOutcome
 from raycloak.metrics.collectors import RunMetrics

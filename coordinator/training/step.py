@@ -121,23 +121,8 @@ class StepRunner:
             BudgetError, RunFailedError: as :meth:`run`.
         """
         step = Step(self.context, "gradient", number, model, self._cut(), self._seen, updates=False)
-        traces, started = self.context.traces, time.perf_counter()
-        with traces.span("step", run=self.context.manifest.run_id, step=number):
-            with traces.span("charge"):
-                receipt = self._charge(step)
-            begun = time.perf_counter()
-            step.charge_seconds = begun - started
-            self.context.metrics.attempt_started()
-            while True:
-                with traces.span("compute") as compute:
-                    if step.collect(compute.began_ns):
-                        break
-                self.context.metrics.attempt_failed()
-                begun = time.perf_counter()
-                self._ask_again(step, receipt)
-                self.context.metrics.attempt_started()
-        now = time.perf_counter()
-        step.seconds, step.compute_seconds = now - started, now - begun
+        with self.context.traces.span("step", run=self.context.manifest.run_id, step=number):
+            self._execute(step)
         return step
 
     def release(self, step: Step) -> NDArray[np.float64]:
@@ -157,7 +142,7 @@ class StepRunner:
         return np.concatenate(step.averages)
 
     def _execute(self, step: Step) -> None:
-        """Charge a step once, and attempt it until every aggregator has reduced it."""
+        """Charge a step once, and attempt it until all vectors are there, and reduced if they are to update."""
         started = time.perf_counter()
         with self.context.traces.span("charge"):
             receipt = self._charge(step)
@@ -267,7 +252,7 @@ class StepRunner:
             computed, waited = time.perf_counter(), step.waited_s
             step.compute_seconds = computed - begun
             metrics.phase_finished("compute", step.compute_seconds, traces.trace_id)
-            if is_whole:
+            if is_whole and step.updates:
                 with traces.span("reduce"):
                     is_whole = step.reduce()
                 step.reduce_seconds = time.perf_counter() - computed - (step.waited_s - waited)
@@ -297,11 +282,12 @@ class StepRunner:
         """Ask for the next step's roster while the workers compute this one.
 
         The first step of an epoch is left out, because evidence is renewed before it. So is a step that a measurement
-        precedes, because the measurement needs a roster of its own first.
+        precedes, because the measurement needs a roster of its own first, and one that its caller has to make.
         """
         computation = self.context.manifest.computation
         following, planned = step.number + 1, computation.mechanism.steps
-        if step.query != "gradient" or following >= planned or following % computation.epoch_steps == 0:
+        is_followed = step.query == "gradient" and step.updates and following < planned
+        if not is_followed or following % computation.epoch_steps == 0:
             return
         measures = any(each.due(following, planned) is not None for each in computation.measurements)
         if not measures and self._prepared is None:

@@ -23,10 +23,9 @@ from raycloak.coordinator.record.outcome import Ending, Evaluation, StepOutcome
 from raycloak.coordinator.training.admitted import AdmittedRun
 from raycloak.coordinator.training.assignment import Order
 from raycloak.coordinator.training.early_stopping import EarlyStopping
+from raycloak.coordinator.training.evaluation import Evaluator, SealedEvaluator
 from raycloak.coordinator.training.pace import StepLeft
-from raycloak.coordinator.training.public_evaluation import Evaluator
 from raycloak.coordinator.training.reporting import StepReport
-from raycloak.coordinator.training.sealed_evaluation import SealedEvaluator
 from raycloak.coordinator.training.sent import NO_BATCHES, BatchesOfSteps, StepBatches
 from raycloak.coordinator.training.state_requests import as_model, take
 from raycloak.coordinator.training.step import StepRunner

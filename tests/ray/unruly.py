@@ -15,7 +15,7 @@ from raycloak.attestation.orchestrator.admissions import RENEWED_AFTER
 from raycloak.attestation.policy.policy import DEFAULT_LIFETIME_S
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
 from raycloak.coordinator.cluster.actors import NodeEvidenceSource, kill_all, start_platforms
-from raycloak.coordinator.membership.timing import Timer
+from raycloak.coordinator.membership.members import Timer
 from raycloak.metrics.errors import RunFailedError
 from tests.ray.watching import Watching
 

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from raycloak.coordinator.membership.hosting import Handout
+from raycloak.coordinator.membership.hosting import Hosts
 from raycloak.metrics.errors import EvidenceError, RefusedError
 from tests.protocol import HandRun, trained, whole_run
 
@@ -91,13 +91,13 @@ def test_a_coordinator_tells_the_orchestrator_what_each_worker_has_seen(tmp_path
 def test_a_worker_that_is_kept_from_the_proof_leaves_and_takes_no_key(tmp_path, monkeypatch):
     """A party between worker and orchestrator cannot make the worker forget what it saw."""
     run = whole_run(tmp_path, epoch_steps=1)
-    genuine = Handout.release
+    genuine = Hosts.release
 
     def forgetful(self, member_id, virtual_workers):
         self._seen = {}
         return genuine(self, member_id, virtual_workers)
 
-    monkeypatch.setattr(Handout, "release", forgetful)
+    monkeypatch.setattr(Hosts, "release", forgetful)
     with pytest.raises(RefusedError, match="too_few_workers"):
         run.train()
     assert len(run.reports) == 1

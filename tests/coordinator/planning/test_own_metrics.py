@@ -11,7 +11,7 @@ from raycloak.coordinator.planning.own_metrics import own_metrics
 from raycloak.coordinator.planning.public_split import PublicSplit
 from raycloak.coordinator.planning.references import preflight
 from raycloak.coordinator.runs.trainer import Trainer
-from raycloak.coordinator.training.public_evaluation import Evaluator
+from raycloak.coordinator.training.evaluation import Evaluator
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.inputs.datasets import ArrayDataset
 from raycloak.workers.models.models import ModelSource

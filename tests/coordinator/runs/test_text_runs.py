@@ -30,7 +30,7 @@ from raycloak.coordinator.planning.references import descriptor
 from raycloak.coordinator.record.outcome import Evaluation
 from raycloak.coordinator.runs.verdict import verdict_of
 from raycloak.coordinator.training.assignment import NewRun
-from raycloak.coordinator.training.public_evaluation import public_evaluator
+from raycloak.coordinator.training.evaluation import public_evaluator
 from raycloak.metrics.errors import ConfigError, DatasetError, ModelError
 from raycloak.workers import workload
 from raycloak.workers.gradients import kept_state

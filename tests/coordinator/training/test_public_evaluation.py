@@ -9,7 +9,7 @@ from sklearn.metrics import f1_score
 
 from raycloak.coordinator.planning.public_split import PublicSplit, open_public
 from raycloak.coordinator.record.outcome import Evaluation
-from raycloak.coordinator.training.public_evaluation import Evaluator
+from raycloak.coordinator.training.evaluation import Evaluator
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.inputs.datasets import ArrayDataset
 from raycloak.workers.inputs.descriptor import DatasetDescriptor

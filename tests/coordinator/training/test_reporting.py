@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from raycloak.attestation.core.evidence import Refusal
-from raycloak.coordinator.membership.departures import ASKED
+from raycloak.coordinator.membership.members import ASKED
 from raycloak.coordinator.record.outcome import Ending
 from raycloak.metrics.errors import RunFailedError
 from raycloak.metrics.registry import (

@@ -18,7 +18,7 @@ from raycloak.coordinator.cli.views.plan import plan_rows
 from raycloak.coordinator.config.sections import CheckpointConfig
 from raycloak.coordinator.planning.dry_run import plan_of
 from raycloak.coordinator.training.assignment import NewRun, ReplayedRun, ResumedRun
-from raycloak.coordinator.training.sealed_evaluation import added
+from raycloak.coordinator.training.evaluation import added
 from raycloak.coordinator.training.stop_signals import StopRequest
 from raycloak.metrics.errors import ConfigError, DatasetError, RunFailedError
 from raycloak.workers.evaluation import EvaluationAnswer, EvaluationReply

@@ -1,6 +1,6 @@
 """Newcomers that fail hold back the next one: longer each time, and no longer once one has finished a step."""
 
-from raycloak.coordinator.membership.timing import LONGEST_PAUSE_S, Backoff, Timer
+from raycloak.coordinator.membership.members import LONGEST_PAUSE_S, Backoff, Timer
 
 
 def pause(backoff: Backoff, now: list[float]) -> float:
