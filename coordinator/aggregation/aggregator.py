@@ -251,10 +251,15 @@ class MaskedAggregator:
                 check_payload(key, vector, header, range_index=verified.own.index)
         return decoded_average(vectors, mechanism.ring_bits, mechanism.gamma_log2, mechanism.expected_batch_size, dtype)
 
-    def _open_roster(self, envelope: Envelope) -> Roster:
+    def _verify(self, request: ReduceRequest, updates: bool) -> _Verified:
+        """Verify a request except for its vectors.
+
+        Args:
+            updates: whether it must be of a training step, or else of a measurement.
+        """
         manifest = self._part.manifest
         roster = open_roster(
-            envelope,
+            request.roster,
             orchestrator_key=manifest.orchestrator_key,
             run_id=manifest.run_id,
             manifest_digest=self._part.manifest_digest,
@@ -265,20 +270,11 @@ class MaskedAggregator:
         owner = roster.aggregators[self._part.range.index : self._part.range.index + 1]
         if [member.identity_key for member in owner] != [self._attester.identity.public]:
             raise ProtocolError("roster_own_entry", "the roster gives this range to another aggregator")
-        return roster
-
-    def _verify(self, request: ReduceRequest, updates: bool) -> _Verified:
-        """Verify a request except for its vectors.
-
-        Args:
-            updates: whether it must be of a training step, or else of a measurement.
-        """
-        roster = self._open_roster(request.roster)
         if updates and roster.query != "gradient":
             raise ProtocolError("query_mismatch", f"a step of '{roster.query}' does not update parameters")
         if not updates:
-            self._part.manifest.computation.measurement(roster.query)
-        mechanism = self._part.manifest.computation.mechanism_of(roster.query)
+            manifest.computation.measurement(roster.query)
+        mechanism = manifest.computation.mechanism_of(roster.query)
         if roster.query == "gradient":
             own = VectorRange(index=self._part.range.index, offset=self._part.range.start, length=self._part.range.size)
         else:

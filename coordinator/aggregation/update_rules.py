@@ -289,7 +289,16 @@ class Optimizer:
     ) -> list[Any]:
         """Return the rule of each leaf, after its step."""
         if self._own is None:
-            rules = [self._rule(leaves, pieces, rates)] * len(leaves)
+            spec = self._spec
+            groups: dict[tuple[float, float], list[torch.Tensor]] = {}
+            for leaf, piece in zip(leaves, pieces, strict=True):
+                name = piece.tensor.name
+                groups.setdefault((rates[name], self._terms[name].weight_decay), []).append(leaf)
+            given = [{"params": each, "lr": rate, "weight_decay": decay} for (rate, decay), each in groups.items()]
+            if spec.name not in RULES:
+                raise ConfigError("optimizer", f"there is no update rule '{spec.name}'.", "See docs/configuration.md.")
+            # One tensor at a time, so that the bytes do not depend on the cut into ranges.
+            rules = [_CLASSES[spec.name](given, **RULES[spec.name].arguments(spec), foreach=False)] * len(leaves)
             self._restore(rules, leaves, pieces, state)
             rules[0].step()
             return rules
@@ -330,18 +339,6 @@ class Optimizer:
             for field, value in fields.get(piece.tensor.name, {}).items():
                 # Copied, because torch updates the state in place and no argument may change.
                 rule.state[leaf][field] = torch.from_numpy(piece.of(value).copy())
-
-    def _rule(self, leaves: list[torch.Tensor], pieces: Sequence["_Piece"], rates: Mapping[str, float]) -> Any:
-        spec = self._spec
-        groups: dict[tuple[float, float], list[torch.Tensor]] = {}
-        for leaf, piece in zip(leaves, pieces, strict=True):
-            name = piece.tensor.name
-            groups.setdefault((rates[name], self._terms[name].weight_decay), []).append(leaf)
-        given = [{"params": each, "lr": rate, "weight_decay": decay} for (rate, decay), each in groups.items()]
-        if spec.name not in RULES:
-            raise ConfigError("optimizer", f"there is no update rule '{spec.name}'.", "See docs/configuration.md.")
-        # One tensor at a time, so that the bytes do not depend on the cut into ranges.
-        return _CLASSES[spec.name](given, **RULES[spec.name].arguments(spec), foreach=False)
 
     def _keep(self, kept: Mapping[Any, Any], piece: "_Piece", state: State, step: int) -> None:
         """Write what a rule keeps for a piece into the new ``state``, without unused fields.

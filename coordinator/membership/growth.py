@@ -127,16 +127,13 @@ class Growth:
 
     def refill(self) -> None:
         """Start as many newcomers as there are workers missing to ``num_workers``."""
-        self._start_newcomers(self._missing)
+        self._start_newcomers(self.members.config.num_workers - self._expected)
 
     @property
     def expects_newcomer(self) -> bool:
         """Return whether a newcomer is on its way, or will be started."""
-        return bool(self._newcomers) or (self._missing > 0 and self.members.departures.allow_newcomers)
-
-    @property
-    def _missing(self) -> int:
-        return self.members.config.num_workers - self._expected
+        is_missing = self._expected < self.members.config.num_workers
+        return bool(self._newcomers) or (is_missing and self.members.departures.allow_newcomers)
 
     @property
     def _expected(self) -> int:

@@ -62,16 +62,16 @@ def by_hand(
     tell = notice or (lambda line: print(line, file=sys.stderr))  # noqa: T201 - the default of a script
     model = model_source(config.model)
     execution = Execution(config, model, portable_base(base), notice=tell, small_epsilon=small_epsilon)
+
+    def leave() -> None:
+        # Nobody can resume it, so it is void unless its model is there.
+        if execution.folder is not None:
+            is_done = (execution.folder.path / "parameters.safetensors").exists()
+            execution.folder.mark("done" if is_done else "void")
+
     with ExitStack() as stack:
-        stack.callback(_leave, execution)
+        stack.callback(leave)
         loop = HandLoop(execution.by_hand(stack))
         # Registered last, so it comes before the processes that it asks are ended.
         stack.callback(loop.close)
         yield loop
-
-
-def _leave(execution: Execution) -> None:
-    """Mark the run as done if its model is there, else as void: nobody can resume it."""
-    if execution.folder is not None:
-        is_done = (execution.folder.path / "parameters.safetensors").exists()
-        execution.folder.mark("done" if is_done else "void")

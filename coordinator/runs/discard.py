@@ -4,6 +4,7 @@ It needs no Ray and no execution: what it ends is on disk.
 """
 
 import time
+from contextlib import closing
 from pathlib import Path
 
 from raycloak.attestation.orchestrator.orchestrator import open_run
@@ -29,11 +30,8 @@ def discard(run_dir: Path) -> RunFolder:
             raise ConfigError(
                 "run_done", f"the run in {run_dir} is over; there is nothing to discard.", "Nothing needs to be done."
             )
-        run = open_run(str(home.home() / "orchestrator"), time.time, record.secret_file, record.run_id)
-        try:
+        with closing(open_run(str(home.home() / "orchestrator"), time.time, record.secret_file, record.run_id)) as run:
             run.finish((), str(folder.path / "evidence.jsonl"), destroy=True)
-        finally:
-            run.close()
         (folder.path / "examples.npz").unlink(missing_ok=True)
         folder.mark("void")
     return folder

@@ -55,10 +55,9 @@ from raycloak.coordinator.training.assignment import Assignment, NewRun, Order, 
 from raycloak.coordinator.training.callback_caller import CallbackCaller
 from raycloak.coordinator.training.callbacks import Callback
 from raycloak.coordinator.training.evaluation import public_evaluator
-from raycloak.coordinator.training.pace import OPEN, Pace
+from raycloak.coordinator.training.pace import OPEN, Pace, StopRequest, stop_on_signals
 from raycloak.coordinator.training.phases import Coordinator
 from raycloak.coordinator.training.reporting import Outset, Reporting, StepReport
-from raycloak.coordinator.training.stop_signals import StopRequest, stop_on_signals
 from raycloak.metrics.collectors import (
     GpuReadingCollector,
     LedgerCollector,
@@ -279,7 +278,11 @@ class Execution:
             stack.enter_context(stop_on_signals(self.stop, self.notice))
         self.phase("starting workers")
         with self._traces.span("launch"):
-            return launch(stack, self.config, Path(self.base), self._placement(), bind)
+            config = self.config
+            placement = Placement(config.placement, config.num_workers, config.use_gpu, self.reserved)
+            if config.use_gpu and not placement.num_gpus:
+                self.warnings.append("use_gpu is set, but the cluster has no GPU: the workers computed on the CPU.")
+            return launch(stack, config, Path(self.base), placement, bind)
 
     def _conduct(
         self,
@@ -396,13 +399,6 @@ class Execution:
 
     def _outcome(self, finished: Finished, folder: RunFolder, ending: str, seconds: float) -> "Outcome":
         return Outcome(finished, folder, ending, seconds, tuple(self.warnings), self._served)
-
-    def _placement(self) -> Placement:
-        config = self.config
-        placement = Placement(config.placement, config.num_workers, config.use_gpu, self.reserved)
-        if config.use_gpu and not placement.num_gpus:
-            self.warnings.append("use_gpu is set, but the cluster has no GPU: the workers computed on the CPU.")
-        return placement
 
     def _setup(self, stack: ExitStack, folder: RunFolder, assignment: Assignment) -> WorkerSetup:
         gpu = self.config.use_gpu and cluster_gpus() > 0

@@ -6,6 +6,7 @@ reads the run secret, and the ledger hands out the receipts it has. Nothing is c
 
 import re
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -134,9 +135,6 @@ def _with_workers(config: RunConfig, workers: int) -> RunConfig:
 
 def _charged_steps(config: RunConfig, folder: RunFolder) -> int:
     """Count the steps of the run that the ledger has charged."""
-    ledger = PrivacyLedger(config.ledger.url or home.ledger_url(), create=False)
-    try:
+    with closing(PrivacyLedger(config.ledger.url or home.ledger_url(), create=False)) as ledger:
         runs = (run for account in ledger.view().accounts for run in account.runs)
         return next((run.charged_steps for run in runs if run.run_id == folder.record.run_id), 0)
-    finally:
-        ledger.close()

@@ -5,6 +5,7 @@ log or a witness has seen. The answer names the sources that were used, and thos
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -99,11 +100,8 @@ def witness_pins(location: str | None, ledger_key: bytes) -> Iterator[Pin]:
     """
     if location is None:
         return
-    witness = open_witness(location, ledger_key)
-    try:
+    with closing(open_witness(location, ledger_key)) as witness:
         heads = tuple(head.position for head in witness.heads() if head.sequence)
-    finally:
-        witness.close()
     yield Pin("witness", location, heads, "" if heads else "it holds no head of this ledger")
 
 

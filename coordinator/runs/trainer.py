@@ -16,11 +16,11 @@ from raycloak.coordinator.planning.plan import check_public
 from raycloak.coordinator.planning.references import require_at_hand
 from raycloak.coordinator.record.folder import unfinished_run
 from raycloak.coordinator.record.outcome import Finished
-from raycloak.coordinator.runs.execution import Execution, Outcome
+from raycloak.coordinator.runs.execution import Execution
 from raycloak.coordinator.runs.progress import ProgressDisplay
 from raycloak.coordinator.training.callbacks import Callback, own_callbacks
+from raycloak.coordinator.training.pace import StopRequest
 from raycloak.coordinator.training.reporting import StepReport
-from raycloak.coordinator.training.stop_signals import StopRequest
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.inputs.in_memory import require_first
 from raycloak.workers.inputs.user_code import portable_base
@@ -135,9 +135,14 @@ class Trainer:
                 # Lines and no bar: the caller's own program may print beside them.
                 lines = log_console(sys.stderr)
                 self._display = shown.enter_context(ProgressDisplay(lines, self._config.name))
-            outcome = self._execution.recovered(
-                self._resumed if self._resume else lambda: self._execution.begin(self._secret)
-            )
+            if self._resume:
+                folder = unfinished_run(self._config.name)
+                # The secret file of this call, if one was given.
+                if self._secret is not None:
+                    folder.record = folder.record.model_copy(update={"secret_file": self._secret})
+                outcome = self._execution.recovered(lambda: self._execution.go_on(folder))
+            else:
+                outcome = self._execution.recovered(lambda: self._execution.begin(self._secret))
         self.finished = outcome.finished
         return outcome.result()
 
@@ -155,10 +160,3 @@ class Trainer:
     def _entered(self, what: str) -> None:
         if self._display is not None:
             self._display.phase(what)
-
-    def _resumed(self) -> Outcome:
-        """Resume the newest unfinished run, with the secret file of this call if one was given."""
-        folder = unfinished_run(self._config.name)
-        if self._secret is not None:
-            folder.record = folder.record.model_copy(update={"secret_file": self._secret})
-        return self._execution.go_on(folder)

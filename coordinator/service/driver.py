@@ -23,8 +23,7 @@ from raycloak.coordinator.quick_imports import quickly
 from raycloak.coordinator.record.folder import RunFolder, is_executing, run_of
 from raycloak.coordinator.record.run_reader import read_verdict
 from raycloak.coordinator.service import pipe
-from raycloak.coordinator.training.pace import GatedPace
-from raycloak.coordinator.training.stop_signals import StopRequest
+from raycloak.coordinator.training.pace import GatedPace, StopRequest
 from raycloak.metrics.errors import ConfigError, ProtocolError, RefusedError, RunFailedError
 
 if TYPE_CHECKING:

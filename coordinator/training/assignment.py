@@ -18,9 +18,8 @@ from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.membership.crew import Crew
 from raycloak.coordinator.record.folder import RunFolder
 from raycloak.coordinator.training.evaluation import Evaluator
-from raycloak.coordinator.training.pace import OPEN, Pace
+from raycloak.coordinator.training.pace import OPEN, Pace, StopRequest
 from raycloak.coordinator.training.reporting import Reporting
-from raycloak.coordinator.training.stop_signals import StopRequest
 from raycloak.workers.messages import WorkerSetup
 from raycloak.workers.terms.manifest import Manifest
 

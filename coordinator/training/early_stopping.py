@@ -7,6 +7,7 @@ results are computed from what was released.
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 from raycloak.coordinator.config.sections import EarlyStoppingConfig
 from raycloak.coordinator.record.outcome import Evaluation
@@ -14,34 +15,29 @@ from raycloak.metrics.errors import ConfigError
 from raycloak.workers.terms.measurement import Released
 
 
+@dataclass(slots=True)
 class EarlyStopping:
     """The rule of one run, which sees results as they are made.
 
     Guarantee: every execution of a run decides to end after the same step, whatever was lost in between. A result is on
     disk before the model that it is of is sealed, and the first record of a result is the one that counts.
 
-    Args:
+    Attributes:
         known: results that earlier executions have seen, by finished steps.
         keep: puts all results on disk before it returns.
     """
 
-    def __init__(
-        self,
-        config: EarlyStoppingConfig,
-        known: Mapping[int, float | None],
-        keep: Callable[[Mapping[int, float | None]], None],
-    ) -> None:
-        self._config = config
-        self._known = dict(known)
-        self._keep = keep
-        self._seen = -1
-        self._best: float | None = None
-        self._not_better = 0
+    config: EarlyStoppingConfig
+    known: Mapping[int, float | None]
+    keep: Callable[[Mapping[int, float | None]], None]
+    _seen: int = -1
+    _best: float | None = None
+    _not_better: int = 0
 
     @property
     def decided(self) -> bool:
         """Return whether the run ends now."""
-        return self._not_better >= self._config.patience
+        return self._not_better >= self.config.patience
 
     def restore(self, finished_steps: int, due: Iterable[int]) -> None:
         """Take in the results up to the step that an execution starts from.
@@ -52,40 +48,40 @@ class EarlyStopping:
         Raises:
             ConfigError: ``early_stopping`` if one of them is not on record: another decision might follow without it.
         """
-        lacking = sorted(set(due) - self._known.keys())
+        lacking = sorted(set(due) - self.known.keys())
         if lacking:
             raise ConfigError(
                 "early_stopping",
                 f"early_stopping.json in the run directory lacks the result after step {lacking[0]}.",
                 "Restore the file as the run wrote it.",
             )
-        for steps in sorted(each for each in self._known if each <= finished_steps):
+        for steps in sorted(each for each in self.known if each <= finished_steps):
             self._take(steps)
 
     def evaluated(self, steps: int, evaluation: Evaluation) -> None:
         """See a result on the evaluation split."""
-        if self._config.metric in ("evaluation_accuracy", "evaluation_loss"):
+        if self.config.metric in ("evaluation_accuracy", "evaluation_loss"):
             self._see(steps, evaluation.value)
 
     def measured(self, released: Released) -> None:
         """See a noised release on the private examples."""
-        prefix, _, name = self._config.metric.rpartition("_")
+        prefix, _, name = self.config.metric.rpartition("_")
         if prefix == f"measured_{released.query}":
             self._see(released.after, released.values[name])
 
     def _see(self, steps: int, value: float) -> None:
         if steps <= self._seen:
             return
-        if steps not in self._known:
-            self._known[steps] = value if math.isfinite(value) else None
-            self._keep(self._known)
+        if steps not in self.known:
+            self.known = {**self.known, steps: value if math.isfinite(value) else None}
+            self.keep(self.known)
         self._take(steps)
 
     def _take(self, steps: int) -> None:
         self._seen = steps
-        value = self._known[steps]
-        sign = 1 if self._config.metric.endswith("accuracy") else -1
-        if value is not None and (self._best is None or sign * (value - self._best) > self._config.min_delta):
+        value = self.known[steps]
+        sign = 1 if self.config.metric.endswith("accuracy") else -1
+        if value is not None and (self._best is None or sign * (value - self._best) > self.config.min_delta):
             self._best, self._not_better = value, 0
         else:
             self._not_better += 1

@@ -169,10 +169,8 @@ class HandLoop:
         """Have the newest step committed, and logged, with the parameters that its caller made of it."""
         if self._released is not None:
             outcome, self._released = self._runner.outcome(self._released, digest), None
-            metrics, private = self._admitted.metrics, self.plan.mechanism.private
-            metrics.step_committed(outcome.seconds)
-            metrics.masked_bytes_received(outcome.masked_bytes)
-            self._order.reporting.write_step(outcome, private, len(self._admitted.membership.members.workers))
+            workers, private = len(self._admitted.membership.members.workers), self.plan.mechanism.private
+            self._order.reporting.stepped(self._admitted.metrics, outcome, private, workers)
 
     def _digest(self, flat: NDArray[np.float32]) -> bytes:
         tensors = self._admitted.manifest.computation.tensors

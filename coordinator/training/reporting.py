@@ -123,22 +123,19 @@ class Reporting:
     measured: Callable[[Released, float], None] = lambda released, epsilon: None
     changed: Callable[[MembershipReport], None] = lambda change: None
 
-    def write_step(
-        self,
-        outcome: StepOutcome,
-        private: bool,
-        workers: int,
-        accuracy: float | None = None,
-        loss: float | None = None,
+    def stepped(
+        self, metrics: RunMetrics, outcome: StepOutcome, private: bool, workers: int, found: Evaluation | None = None
     ) -> None:
-        """Log a committed training step, with its result on the public split if there is one."""
+        """Count and log a committed training step, with its result on the evaluation split if there is one."""
+        metrics.step_committed(outcome.seconds)
+        metrics.masked_bytes_received(outcome.masked_bytes)
         self.events.write(
             "step",
             step=outcome.commit.step,
             model_digest=outcome.commit.released_digest.hex(),
             epsilon=outcome.charged_epsilon if private else None,
-            evaluation_accuracy=accuracy,
-            evaluation_loss=loss,
+            evaluation_accuracy=found.accuracy if found else None,
+            evaluation_loss=found.loss if found else None,
             workers=workers,
             attempts=outcome.commit.attempts,
             seconds=round(outcome.seconds, 6),
@@ -211,19 +208,13 @@ class Reporter:
         """Report that a member was refused, was lost, or left."""
         self.to.departure(departure)
         self.to.events.write("departure", code=departure.code)
-        change: Literal["left", "lost", "refused"] = "left" if departure.asked_for else "lost"
-        change = change if departure.joined else "refused"
+        gone: Literal["left", "lost"] = "left" if departure.asked_for else "lost"
+        change: Literal["left", "lost", "refused"] = gone if departure.joined else "refused"
         self.to.changed(MembershipReport(change, departure.member_id, departure.code, len(self.workers)))
-        metrics = self.metrics
-        if metrics is None:
-            return
-        if not departure.joined:
-            metrics.worker_refused(departure.code)
-        elif departure.asked_for:
-            metrics.worker_left(departure.code)
-        else:
-            metrics.worker_failed(departure.code)
-        metrics.workers_admitted(len(self.workers))
+        if (metrics := self.metrics) is not None:
+            counts = {"refused": metrics.worker_refused, "left": metrics.worker_left, "lost": metrics.worker_failed}
+            counts[change](departure.code)
+            metrics.workers_admitted(len(self.workers))
 
     def joined(self, member_id: str) -> None:
         """Report that a worker joined between two steps."""

@@ -344,29 +344,26 @@ class Training:
 
     def _report(self, outcome: StepOutcome) -> None:
         """Tell metrics, events and progress of a finished step."""
-        metrics, plan, done = self.admitted.metrics, self.admitted.plan, self.finished_steps
+        plan, done = self.admitted.plan, self.finished_steps
         private, workers = plan.mechanism.private, len(self.admitted.membership.members.workers)
         due = self.evaluator is not None and (done % self.evaluator.every == 0 or done == plan.mechanism.steps)
         evaluation = self.evaluate() if due else None
         # Before the model is sealed: a resume from its package does not measure it again.
         if evaluation is not None and self.stopping is not None:
             self.stopping.evaluated(done, evaluation)
-        accuracy, loss = (evaluation.accuracy, evaluation.loss) if evaluation else (None, None)
-        metrics.steps_finished(done)
-        metrics.step_committed(outcome.seconds)
-        metrics.masked_bytes_received(outcome.masked_bytes)
-        self.order.reporting.write_step(outcome, private, workers, accuracy, loss)
+        self.admitted.metrics.steps_finished(done)
+        self.order.reporting.stepped(self.admitted.metrics, outcome, private, workers, evaluation)
         self.order.reporting.progress(
             StepReport(
                 step=done,
                 steps=plan.mechanism.steps,
                 epsilon=outcome.charged_epsilon if private else None,
                 epsilon_cap=plan.epsilon_cap if private else None,
-                evaluation_accuracy=accuracy,
+                evaluation_accuracy=evaluation.accuracy if evaluation else None,
                 workers=workers,
                 model_digest=self.model.digest.hex(),
                 seconds=outcome.seconds,
-                evaluation_loss=loss,
+                evaluation_loss=evaluation.loss if evaluation else None,
                 exact=plan.exact,
                 epsilon_planned=plan.epsilon if private else None,
                 evaluation_metrics=evaluation.own if evaluation else {},

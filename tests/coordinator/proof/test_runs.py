@@ -17,7 +17,7 @@ from raycloak.coordinator.ledger.rules import OpeningTerms
 from raycloak.coordinator.proof.claims import ClaimOutcome
 from raycloak.coordinator.proof.verify import verify_parts
 from raycloak.coordinator.training.assignment import NewRun, ResumedRun
-from raycloak.coordinator.training.stop_signals import StopRequest
+from raycloak.coordinator.training.pace import StopRequest
 from raycloak.workers.terms.manifest import Manifest
 from tests.coordinator.proof.proof_cases import (
     CHECKPOINT,

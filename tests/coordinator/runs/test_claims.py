@@ -15,7 +15,7 @@ from raycloak.coordinator.record.outcome import Ending, Finished
 from raycloak.coordinator.record.verdict import Verdict
 from raycloak.coordinator.runs.verdict import verdict_of
 from raycloak.coordinator.training.assignment import NewRun, ResumedRun
-from raycloak.coordinator.training.stop_signals import StopRequest
+from raycloak.coordinator.training.pace import StopRequest
 from raycloak.metrics.errors import RunFailedError
 from raycloak.workers.terms.manifest import Manifest
 from tests.protocol import WholeRun, on_machines, whole_run

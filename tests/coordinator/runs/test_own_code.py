@@ -10,7 +10,7 @@ from raycloak.coordinator.checkpoints.archive import Archive
 from raycloak.coordinator.config.sections import CheckpointConfig
 from raycloak.coordinator.runs.verdict import verdict_of
 from raycloak.coordinator.training.assignment import NewRun, ReplayedRun, ResumedRun
-from raycloak.coordinator.training.stop_signals import StopRequest
+from raycloak.coordinator.training.pace import StopRequest
 from raycloak.metrics.errors import ProtocolError, RefusedError
 from raycloak.workers.terms.manifest import Manifest
 from tests.protocol import RENYI, Call, WholeRun, examples, whole_run

@@ -12,7 +12,7 @@ from raycloak.coordinator.ledger.view import AccountView
 from raycloak.coordinator.planning.dry_run import plan_of
 from raycloak.coordinator.record.outcome import Ending
 from raycloak.coordinator.training.assignment import NewRun
-from raycloak.coordinator.training.stop_signals import StopRequest
+from raycloak.coordinator.training.pace import StopRequest
 from raycloak.metrics.errors import BudgetError, ConfigError
 from tests.protocol import whole_run
 

@@ -5,8 +5,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from raycloak.coordinator.training.pace import GatedPace
-from raycloak.coordinator.training.stop_signals import StopRequest
+from raycloak.coordinator.training.pace import GatedPace, StopRequest
 from raycloak.workers.gradients.clipping import ExampleCounter
 from raycloak.workers.terms.public_sums import PublicSums
 from tests.models import small_model

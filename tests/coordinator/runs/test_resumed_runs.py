@@ -24,9 +24,9 @@ from raycloak.coordinator.record.run_list import read_summary
 from raycloak.coordinator.runs.discard import discard
 from raycloak.coordinator.runs.execution import Execution
 from raycloak.coordinator.training.assignment import NewRun, ReplayedRun, ResumedRun
+from raycloak.coordinator.training.pace import StopRequest
 from raycloak.coordinator.training.phases import Coordinator
 from raycloak.coordinator.training.steps import Training
-from raycloak.coordinator.training.stop_signals import StopRequest
 from raycloak.metrics.errors import BudgetError, ConfigError, EvidenceError, RaycloakError, RefusedError, RunFailedError
 from raycloak.workers.models.models import ModelSource
 from raycloak.workers.terms.manifest import Manifest

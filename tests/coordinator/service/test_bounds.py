@@ -19,8 +19,8 @@ from raycloak.coordinator.service.server import ServiceParts, _TrainingServicer
 from raycloak.coordinator.service.settings import ServiceSettings
 from raycloak.coordinator.service.store import ArtifactRow
 from raycloak.coordinator.service.watches import Watches
+from raycloak.coordinator.training.pace import StopRequest
 from raycloak.coordinator.training.reporting import StepReport
-from raycloak.coordinator.training.stop_signals import StopRequest
 from raycloak.metrics.errors import ConfigError, EvidenceError
 from raycloak.metrics.service_errors import ServiceAuthenticationError, ServiceQueueFullError, ServiceServerError
 from raycloak.workers.terms.measurement import Released as Measured

@@ -34,9 +34,8 @@ from raycloak.coordinator.service.pipe import (
     PhaseBegun,
     Save,
 )
-from raycloak.coordinator.training.pace import GatedPace
+from raycloak.coordinator.training.pace import GatedPace, StopRequest
 from raycloak.coordinator.training.reporting import StepReport
-from raycloak.coordinator.training.stop_signals import StopRequest
 from raycloak.workers.terms.public_sums import PublicSums
 
 DEADLINE_S = 600

@@ -1,5 +1,6 @@
 """A loop whose steps somebody else allows and releases: the bytes of the loop that waits for nobody."""
 
+import os
 import signal
 import threading
 from collections import Counter
@@ -19,9 +20,8 @@ from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.record.outcome import Ending
 from raycloak.coordinator.training import state_requests
 from raycloak.coordinator.training.assignment import NewRun, ResumedRun
-from raycloak.coordinator.training.pace import GatedPace, StepLeft
+from raycloak.coordinator.training.pace import GatedPace, StepLeft, StopRequest, stop_on_signals
 from raycloak.coordinator.training.steps import Training
-from raycloak.coordinator.training.stop_signals import StopRequest, stop_on_signals
 from raycloak.metrics.errors import RunFailedError
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.train_worker import TrainWorker
@@ -463,3 +463,28 @@ def test_files_of_a_step_are_known_when_it_is_admitted(tmp_path):
     owner.train()
     assert seen == {step: (tmp_path / f"{step}.batch",) for step in range(STEPS)}
     assert owner.pace.batches(STEPS) == ()
+
+
+# --- requests to stop
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_asks_and_the_second_interrupts(number):
+    request, notices = StopRequest(), []
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with stop_on_signals(request, notices.append):
+        assert not request.made
+        os.kill(os.getpid(), number)
+        assert request.made
+        assert len(notices) == 1
+        assert number.name in notices[0]
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_a_request_may_be_made_twice():
+    request = StopRequest()
+    request.make()
+    request.make()
+    assert request.made

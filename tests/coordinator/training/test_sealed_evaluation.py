@@ -19,7 +19,7 @@ from raycloak.coordinator.config.sections import CheckpointConfig
 from raycloak.coordinator.planning.dry_run import plan_of
 from raycloak.coordinator.training.assignment import NewRun, ReplayedRun, ResumedRun
 from raycloak.coordinator.training.evaluation import added
-from raycloak.coordinator.training.stop_signals import StopRequest
+from raycloak.coordinator.training.pace import StopRequest
 from raycloak.metrics.errors import ConfigError, DatasetError, RunFailedError
 from raycloak.workers.evaluation import EvaluationAnswer, EvaluationReply
 from raycloak.workers.inputs.datasets import ArrayDataset
