@@ -80,7 +80,11 @@ def tunable(config: RunConfig, *, config_dir: Path | str | None = None) -> type[
     first_look(config, base)
     # It holds no secret: Ray and Tune keep what a trial starts from in files and in the cluster's store.
     raw = config.model_dump(mode="json")
-    return trainable_class(partial(_start, raw, base), partial(trial_config, raw, "trial"), home.home_path())
+
+    def start(trial_id: str, chosen: Mapping[str, Any], placement_group: Any | None) -> Trial:
+        return Trial(trial_config(raw, trial_id, chosen), base, placement_group)
+
+    return trainable_class(start, partial(trial_config, raw, "trial"), home.home_path())
 
 
 def trial_config(raw: Mapping[str, Any], trial_id: str, chosen: Mapping[str, Any]) -> RunConfig:
@@ -142,12 +146,6 @@ def _set(raw: dict[str, Any], name: str, value: Any) -> None:
         if not isinstance(raw, dict):
             raise ConfigError("config", f"param_space: {parent} is not a section.", "See docs/configuration.md.")
     raw[last] = value
-
-
-def _start(
-    raw: Mapping[str, Any], base: Path, trial_id: str, chosen: Mapping[str, Any], placement_group: Any | None
-) -> "Trial":
-    return Trial(trial_config(raw, trial_id, chosen), base, placement_group)
 
 
 class Trial:

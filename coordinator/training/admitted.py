@@ -121,7 +121,7 @@ def admit(
     if recorded is not None and not order.assignment.charges:
         # A replay measures nothing.
         metrics = recorded.computation.metrics
-    manifest, rollback_witness = _manifest(order, config, facts, plan, account, known_answer, metrics)
+    manifest = _manifest(order, config, facts, plan, ledger.public_key, account, known_answer, metrics)
     # Before the account: a resumed run that differs from its record must open and register nothing.
     committed = _committed(order, manifest)
     sealed = sealed_terms(config, Path(order.setup.base))
@@ -148,7 +148,7 @@ def admit(
         metrics=reporter.admitted(manifest, plan, view, membership.members.departures.all),
         evidence_class=view.evidence_class,
         colocated=_is_colocated(order, membership),
-        rollback_witness=rollback_witness,
+        rollback_witness=ledger.rollback_witness,
     )
 
 
@@ -211,17 +211,17 @@ def _manifest(
     config: RunConfig,
     facts: WorkerFacts,
     plan: Plan,
+    ledger_key: bytes,
     account: str,
     known_answer: bytes,
     metrics: tuple[UserCode, ...],
-) -> tuple[Manifest, bool]:
-    """Return the run's contract, and whether the ledger it names has a witness on other storage."""
+) -> Manifest:
+    """Return the run's contract."""
     session, setup = order.session, order.setup
     computation = build_computation(
         config, setup.model.name, setup.dataset, facts, plan.mechanism, plan.measurements, metrics, setup.base
     )
     key_service = given_contract(config.key_service, Path(setup.base))
-    view = session.control.ledger.view()
     recorded = order.assignment.recorded
     masked = plan.masks.colluding_workers if plan.masks else None
     unkeyed = build_manifest(
@@ -230,7 +230,7 @@ def _manifest(
         account=account,
         known_answer=known_answer,
         policy_digest=session.policy.digest(),
-        ledger_key=view.public_key,
+        ledger_key=ledger_key,
         orchestrator_key=session.orchestrator_key,
         dataset_fingerprint=facts.data.fingerprint,
         key_service=key_service,
@@ -244,7 +244,7 @@ def _manifest(
     )
     manifest = unkeyed.with_keys(commitments)
     check_key_service(manifest)
-    return manifest, view.rollback_witness
+    return manifest
 
 
 def _committed(order: Order, manifest: Manifest) -> Committed:

@@ -130,38 +130,30 @@ class CallbackThread:
             self._left_out = 0
 
     def _work(self) -> None:
-        while (report := self._next()) is not None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._given_up)
+                if self._given_up:
+                    self._thread = None
+                    return
+                report = self._waiting.popleft()
+                event = EVENT_OF[type(report)]
+                self._call = event, self._clock()
             failure: BaseException | None = None
             try:
-                getattr(self._callback, EVENT_OF[type(report)])(report)
+                getattr(self._callback, event)(report)
             except BaseException as error:  # noqa: BLE001 - also SystemExit: a watcher ends no run that it watches
                 failure = error
-            if self._called(report, failure):
-                return
-
-    def _next(self) -> Report | None:
-        """Wait for the next report; None if the callback was given up."""
-        with self._changed:
-            while not self._waiting and not self._given_up:
-                self._changed.wait()
-            if self._given_up:
-                self._thread = None
-                return None
-            report = self._waiting.popleft()
-            self._call = EVENT_OF[type(report)], self._clock()
-            return report
-
-    def _called(self, report: Report, failure: BaseException | None) -> bool:
-        """Note the end of a call; return whether the thread ends with it."""
-        with self._changed:
-            self._call = None
-            if failure is not None and not self._given_up:
-                self._drop(f"is not called again: {EVENT_OF[type(report)]} failed with {own_words(failure)}")
-            is_over = self._given_up or isinstance(report, RunEnded)
-            if is_over:
-                self._thread = None
-            self._changed.notify_all()
-            return is_over
+            with self._changed:
+                self._call = None
+                if failure is not None and not self._given_up:
+                    self._drop(f"is not called again: {event} failed with {own_words(failure)}")
+                is_over = self._given_up or isinstance(report, RunEnded)
+                if is_over:
+                    self._thread = None
+                self._changed.notify_all()
+                if is_over:
+                    return
 
     def _notice_slowness(self) -> None:
         if self._call is None or self._was_slow:
