@@ -148,7 +148,7 @@ class CallbackThread:
                 self._call = None
                 if failure is not None and not self._given_up:
                     self._drop(f"is not called again: {event} failed with {own_words(failure)}")
-                is_over = self._given_up or isinstance(report, RunEnded)
+                is_over = isinstance(report, RunEnded) or self._given_up
                 if is_over:
                     self._thread = None
                 self._changed.notify_all()

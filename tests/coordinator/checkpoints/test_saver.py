@@ -440,9 +440,10 @@ def test_other_recipients_can_open_a_package(make, tmp_path):
 
 
 def test_an_orchestrator_that_starts_again_signs_what_the_lost_one_committed(bench):
-    bench.offer(1)
-    lost = bench.control.actors["orchestrator"]
+    bench.commit(1)
+    snapshot, lost = bench.snapshot(1), bench.control.actors["orchestrator"]
     bench.backend.stop(lost)
+    bench.keeper.offer(snapshot)
     bench.pump(lambda: bench.metrics.written)
     assert bench.control.actors["orchestrator"] is not lost
     assert bench.newest().finished_steps == 1
@@ -450,7 +451,13 @@ def test_an_orchestrator_that_starts_again_signs_what_the_lost_one_committed(ben
 
 def test_an_orchestrator_that_is_lost_for_good_ends_the_run(bench):
     bench.control.max_restarts = 0
-    bench.offer(1)
+    bench.commit(1)
+    snapshot = bench.snapshot(1)
     bench.backend.stop(bench.control.actors["orchestrator"])
-    with pytest.raises(RunFailedError, match="orchestrator"):
+
+    def seal() -> None:
+        bench.keeper.offer(snapshot)
         bench.pump(lambda: bench.metrics.written)
+
+    with pytest.raises(RunFailedError, match="orchestrator"):
+        seal()

@@ -67,7 +67,7 @@ def test_a_resumed_run_says_where_it_begins_and_what_its_account_has_been_charge
     plan: Any = SimpleNamespace(mechanism=SimpleNamespace(steps=79), epsilon=8.0, epsilon_cap=8.0, delta=1e-5)
     outset: Any = SimpleNamespace(plan=plan, finished_steps=10, charged_steps=29, charged_epsilon=5.2)
     folder: Any = SimpleNamespace(path=tmp_path)
-    run._callbacks = SimpleNamespace(started=lambda *_: None, stepped=lambda _: None)  # type: ignore[assignment]
+    run._callbacks = SimpleNamespace(started=lambda *_: None, tell=lambda _: None)  # type: ignore[assignment]
     run._outset(folder, ResumedRun(None, None), outset)  # type: ignore[arg-type]
     # The receipts of steps 11 to 29 are of the time when they were charged.
     for step, epsilon in ((11, 3.9), (29, 5.2), (30, 5.3)):

@@ -297,7 +297,7 @@ def test_a_vector_changed_on_its_way_is_refused_and_only_its_sender_leaves(tmp_p
 def test_an_aggregator_that_accuses_everybody_ends_the_run_with_each_accusation_named(tmp_path):
     """It can keep workers out, but not in silence, and not below the fewest the run needs."""
 
-    def accuse(self, verified, vectors):
+    def accuse(self, verified, *_):
         raise SenderError("payload_tag", "not what it tagged", member_id=verified.roster.workers[0].member_id)
 
     run = whole_run(tmp_path, overrides=["failure.max_failures=4"])
@@ -305,7 +305,7 @@ def test_an_aggregator_that_accuses_everybody_ends_the_run_with_each_accusation_
 
     def make_liar(member_id):
         liar = make(member_id)
-        liar._check_vectors = accuse.__get__(liar)
+        liar._average = accuse.__get__(liar)
         return liar
 
     run.stage._make_aggregator = make_liar
