@@ -36,7 +36,7 @@ from raycloak.workers.inputs.datasets import (
     named_inputs_of,
 )
 from raycloak.workers.inputs.file_sets import FileSet, left_out_text, written
-from raycloak.workers.inputs.files import read_digits, read_npz
+from raycloak.workers.inputs.files import npz_rows, read_digits
 from raycloak.workers.inputs.images import SUFFIXES, Channels, decoder_digest, image_classes, image_rows
 from raycloak.workers.inputs.named_inputs import InputSource
 from raycloak.workers.inputs.places import (
@@ -296,8 +296,7 @@ def _open_sent(descriptor: DatasetDescriptor, _: Path) -> OpenedDataset:
 
 def _open_npz(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
     files, taken = _files(descriptor, base, (".npz",)), Taken()
-    chunks = (read_npz(file, where, descriptor, taken) for where, file in files.opened())
-    accept = void_check(descriptor, files.text, taken)
+    chunks, accept = npz_rows(files, descriptor, taken), void_check(descriptor, files.text, taken)
     examples = gathered(chunks, files.text, descriptor.scale, taken=taken, accept=accept, in_memory=True)
     return _of_files(files, examples, features=taken.features)
 

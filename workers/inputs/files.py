@@ -5,6 +5,7 @@ A file that is damaged or of another kind is a DatasetError that says so, whatev
 
 import zipfile
 import zlib
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from raycloak.metrics.errors import DatasetError
 from raycloak.metrics.file_errors import file_error, file_errors
 from raycloak.workers.inputs.datasets import Arrays, Taken, check_arrays
-from raycloak.workers.inputs.file_sets import ZIP, require_unpacked
+from raycloak.workers.inputs.file_sets import ZIP, FileSet, require_unpacked
 from raycloak.workers.inputs.named_inputs import outlined, packed
 
 if TYPE_CHECKING:
@@ -37,19 +38,23 @@ def read_digits() -> Arrays:
     return rows[:, :-1], rows[:, -1]
 
 
-def read_npz(file: BinaryIO, where: str, asked: "DatasetDescriptor", taken: Taken) -> Arrays:
-    """Return features and labels by the names of their arrays; several arrays [N] of labels make a label [k].
+def npz_rows(files: FileSet, asked: "DatasetDescriptor", taken: Taken) -> Iterator[Arrays]:
+    """Yield features and labels of each archive by the names of its arrays; several arrays [N] make a label [k].
 
     Args:
-        where: what a message calls the file.
-        taken: gets what is read of the file.
+        taken: gets what is read of the files.
 
     Raises:
         DatasetError: ``dataset_unreadable``, ``dataset_array`` if there is no such array, ``dataset_dtype`` if one
             holds objects; ``dataset_lengths``.
         ConfigError: ``vocabulary``, as `raycloak.workers.inputs.named_inputs.outlined`.
     """
-    require_unpacked(file, where, ZIP)
+    for where, file in files.opened():
+        require_unpacked(file, where, ZIP)
+        yield _read_npz(file, where, asked, taken)
+
+
+def _read_npz(file: BinaryIO, where: str, asked: "DatasetDescriptor", taken: Taken) -> Arrays:
     inputs = asked.inputs
     names = [each.features for each in inputs] if inputs else [asked.features]
     if any(len(each) != 1 for each in names):

@@ -29,7 +29,7 @@ def cut_examples(descriptor: DatasetDescriptor, base: Path) -> int | None:
         assert descriptor.tokenizer is not None, "text comes with a tokenizer"
         tokenizer = Tokenizer.load(descriptor.tokenizer, base)
         files = FileSet(descriptor.path, base, TEXT_SUFFIXES, hashed=False)
-        texts = (read_texts(file, where, descriptor)[0] for where, file in files.opened())
+        texts = [read_texts(file, where, descriptor)[0] for where, file in files.opened()]
         lengths = np.concatenate([tokenizer.lengths(each) for each in texts])
     return int(np.count_nonzero(lengths > descriptor.max_length))
 

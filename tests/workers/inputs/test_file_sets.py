@@ -1,7 +1,6 @@
 """The digest of a set of files is over the bytes that are read, wherever they lie; other bytes are refused."""
 
 import io
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,13 @@ import pytest
 from raycloak.attestation.core.data_marks import DataMarks, Likeness, likeness
 from raycloak.metrics.errors import DatasetError
 from raycloak.workers.inputs import file_sets
-from raycloak.workers.inputs.datasets import Arrays, Taken
+from raycloak.workers.inputs.datasets import Taken
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.inputs.file_sets import CommittedFile, FileSet
-from raycloak.workers.inputs.files import read_npz
+from raycloak.workers.inputs.files import npz_rows
 from raycloak.workers.inputs.fingerprint import data_marks
 from raycloak.workers.inputs.tables import csv_rows, parquet_rows
 from tests.workers.inputs.content import content_digest
-
-
-def npz_rows(files: FileSet, asked: DatasetDescriptor, taken: Taken) -> Iterator[Arrays]:
-    return (read_npz(file, where, asked, taken) for where, file in files.opened())
-
 
 READERS = {"parquet": parquet_rows, "csv": csv_rows, "npz": npz_rows}
 
