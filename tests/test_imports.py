@@ -74,19 +74,20 @@ LARGE = [
 # In this order: what a process imports beside torch is seen after the others.
 PROCESSES = {
     "NodePlatform": ("raycloak.coordinator.cluster.platform_actor", []),
-    "LedgerActor": ("raycloak.coordinator.cluster.ledger_actor", ["sqlalchemy"]),
+    "relays": ("raycloak.coordinator.cluster.relays", []),
+    "LedgerActor": ("raycloak.coordinator.vaults.ledger_vault", ["sqlalchemy"]),
     "OrchestratorActor": (
-        "raycloak.coordinator.cluster.orchestrator_actor",
+        "raycloak.coordinator.vaults.orchestrator_vault",
         ["dcap_qvl", "grpc", "prometheus_client", "signxml"],
     ),
     "driver before Ray": (
         "raycloak.coordinator.runs.ray_start",
-        ["dcap_qvl", "grpc", "prometheus_client", "rich", "signxml", "sqlalchemy"],
+        ["rich", "signxml"],
     ),
-    "TrainWorkerActor": ("raycloak.coordinator.cluster.worker_actor", ["dcap_qvl", "signxml", "torch"]),
-    "MaskedAggregatorActor": ("raycloak.coordinator.cluster.aggregator_actor", ["signxml", "torch"]),
+    "TrainWorkerActor": ("raycloak.coordinator.vaults.worker_vault", ["dcap_qvl", "signxml", "torch"]),
+    "MaskedAggregatorActor": ("raycloak.coordinator.vaults.aggregator_vault", ["signxml", "torch"]),
 }
-"""The module by which each process of a run begins, and the large libraries that it may import by that."""
+"""The module by which each process of a run begins, and the large libraries that it may import; actors' are vaults."""
 LATER = {"dp_accounting"}
 """Libraries that a process imports while others start."""
 

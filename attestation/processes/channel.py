@@ -107,9 +107,9 @@ class Channel:
             by: until when the whole frame must be there; None waits as long as the other side lives.
 
         Raises:
-            ProtocolError: ``malformed`` if it is of no such kind, not canonical, or lacks the memory of its arrays; as
-                `raycloak.attestation.processes.arrays.mapped`. Further frames can be received.
-                ``frame_too_large`` or ``arrays_too_large``: nothing more is received after the first.
+            ProtocolError: ``frame_too_large`` or ``arrays_too_large``; ``malformed`` if it is of no such kind, not
+                canonical, or lacks the memory of its arrays; as `raycloak.attestation.processes.arrays.mapped`.
+                Further frames can be received.
             TimeoutError: the deadline has passed. A part may be read, so the channel is of no more use.
         """
         descriptors: list[int] = []
@@ -119,8 +119,10 @@ class Channel:
                 return None
             size = int.from_bytes(length, "big")
             if size > self._most_bytes:
-                # What follows is not read, so where the next frame begins is not known.
-                self._end.shutdown(socket.SHUT_RD)
+                # Read and forgotten, so that the next frame begins where this one ends.
+                for left in range(size, 0, -_PIECE):
+                    if self._receive(min(_PIECE, left), by, None) is None:
+                        return None
                 raise ProtocolError("frame_too_large", f"a frame of {size} bytes, and {self._most_bytes} are allowed")
             content = self._receive(size, by, None)
             return None if content is None else self._parsed(content, descriptors, kinds)

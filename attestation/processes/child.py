@@ -3,8 +3,9 @@
     Child("package.module:function", "argument") ──► function(parent, "argument")
 
 Guarantee: the child ends with its parent, however that ends: once the parent's end of the channel is closed it gets
-SIGTERM, and is killed with all that it started if it is still there after its grace. Its standard input is empty, and
-what it prints goes to its log, also from a library. A child that holds a secret closes its memory to others itself.
+SIGTERM, and is killed with all that it started if it is still there after its grace. Without any grace it is killed at
+once, even if it is stopped. Its standard input is empty, and what it prints goes to its log, also from a library. A
+child that holds a secret closes its memory to others itself.
 
 A child that a call cannot rely on any more is killed: after a deadline, a message that cannot be read, or an end.
 """
@@ -44,7 +45,8 @@ class Child(Program):
     Args:
         target: ``module:function``. The function gets the channel to its parent and ``arguments``.
         grace_s: seconds that it may go on without its parent; None leaves its end to the child, which sees the end of
-            what it receives.
+            what it receives. With 0 the thread that makes this object has to live as long as the child: the kernel
+            takes the end of that thread for the parent's.
         log, environment, folder: as for a program.
 
     Raises:

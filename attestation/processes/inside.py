@@ -3,6 +3,7 @@
 python -m raycloak.attestation.processes.inside GRACE MODULE:FUNCTION ARGUMENTS
 """
 
+import ctypes
 import os
 import pkgutil
 import select
@@ -13,10 +14,14 @@ import threading
 import time
 import traceback
 from contextlib import suppress
+from typing import Final
 
 from raycloak.attestation.processes.channel import Channel
 from raycloak.attestation.processes.failure import Failed
 from raycloak.metrics.errors import RaycloakError
+
+_SET_PDEATHSIG: Final = 1
+"""``PR_SET_PDEATHSIG``, in the kernel's ``prctl.h``."""
 
 
 def main(grace: str, target: str, *arguments: str) -> int:
@@ -49,6 +54,9 @@ def _channel() -> Channel:
 
 
 def _end_with(parent: Channel, grace_s: float) -> None:
+    if grace_s == 0:
+        # A process that is stopped sees no end of a channel; the kernel kills it all the same.
+        ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL)
     # A copy: the function may close the channel.
     watched = os.dup(parent.fileno())
 

@@ -1,9 +1,8 @@
-"""The wiring on Ray: the one module that makes actors of the plain classes.
+"""The wiring on Ray: how actors are made, placed and ended, under the rules of all of them.
 
-Each actor class has a module of its own (`coordinator/cluster/ledger_actor.py` and others);
-`coordinator/cluster/processes.py` has the questions that any actor answers. An actor's process imports these and no
-more: it starts sooner without torch, SQLAlchemy or the verifiers that it has no use for.
-`coordinator/cluster/ray_backend.py` starts workers and aggregators.
+The actors of the four roles are relays (`coordinator/cluster/relays.py`), whose vaults hold what is secret.
+`coordinator/cluster/processes.py` has the questions that any actor answers. `coordinator/cluster/ray_backend.py` starts
+workers and aggregators.
 
 Rules of every actor:
 
@@ -25,23 +24,25 @@ from typing import Any, ParamSpec, TypeVar
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raycloak.attestation.service.serving_orchestrator import EvidenceOrchestrator
 from raycloak.attestation.simulators.tdx_pki import read_public
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
 from raycloak.coordinator.cluster.backend import ActorLost
-from raycloak.coordinator.cluster.calls import Reference
 from raycloak.coordinator.cluster.gpu_actor import NodeGpus
-from raycloak.coordinator.cluster.ledger_actor import LedgerActor
 from raycloak.coordinator.cluster.node_evidence import NodeEvidenceSource
-from raycloak.coordinator.cluster.orchestrator_actor import OrchestratorActor
 from raycloak.coordinator.cluster.platform_actor import NodePlatform
 from raycloak.coordinator.cluster.processes import MACHINE_LABEL, machine_name, nvml_missing, own_node
 from raycloak.coordinator.cluster.ray_calls import ask, ask_process, fetch, wait
 from raycloak.coordinator.cluster.ray_checks import check_ray, start_failed, unreachable, variables
+from raycloak.coordinator.cluster.relays import (
+    LedgerActor,
+    MaskedAggregatorActor,
+    OrchestratorActor,
+    TrainWorkerActor,
+)
 from raycloak.coordinator.config.home import ray_token_file
 from raycloak.coordinator.config.secret_variables import SECRET_VARIABLES, require_none_among
 from raycloak.coordinator.console.output import divert_logger
-from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.vaults.calls import Reference
 from raycloak.metrics.gpu_readings import GpuReading, GpuSampler
 
 P = ParamSpec("P")
@@ -51,7 +52,13 @@ START_DEADLINE_S = 120.0
 """Time for a process to start and import. On a busy machine that takes tens of seconds."""
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 """Hides every GPU from a process. NVML sees them all the same."""
-_WIRED = {EvidenceOrchestrator: OrchestratorActor, PrivacyLedger: LedgerActor}
+_RELAYED = {
+    "raycloak.attestation.service.serving_orchestrator.EvidenceOrchestrator": OrchestratorActor,
+    "raycloak.coordinator.ledger.ledger.PrivacyLedger": LedgerActor,
+    "raycloak.coordinator.aggregation.aggregator.MaskedAggregator": MaskedAggregatorActor,
+    "raycloak.workers.train_worker.TrainWorker": TrainWorkerActor,
+}
+"""By name, since these classes bring torch and more, which only their vaults need."""
 _UNPACKED = "working_dir_files"
 """The folder in which Ray unpacks working directories."""
 _inherited: dict[str, str] = {}
@@ -60,6 +67,9 @@ _inherited: dict[str, str] = {}
 
 def actor(cls: type, **options: Any) -> Any:
     """Make an actor class of a plain class, under the rules above.
+
+    Of TrainWorker, MaskedAggregator, PrivacyLedger and EvidenceOrchestrator it makes a relay, which hosts the class in
+    a process that Ray does not run; see `raycloak.coordinator.cluster.relays` for the arguments.
 
     Args:
         options: options of Ray, such as ``num_cpus``. ``environment`` holds variables that are set before the actor's
@@ -72,10 +82,10 @@ def actor(cls: type, **options: Any) -> Any:
     # Ray starts a process with variables of its own twice, for a quarter of a second of CPU.
     if missing := {name: value for name, value in environment.items() if _inherited.get(name) != value}:
         settings["runtime_env"] = {"env_vars": missing}
-    wired = _WIRED.get(cls, cls)
-    if hasattr(wired, "receive_beside"):
+    made = _RELAYED.get(f"{cls.__module__}.{cls.__qualname__}", cls)
+    if hasattr(made, "receive_beside"):
         settings["concurrency_groups"] = {"control": 1}
-    return ray.remote(**settings)(wired)
+    return ray.remote(**settings)(made)
 
 
 def on_this_node() -> NodeAffinitySchedulingStrategy:
@@ -147,8 +157,10 @@ class Platforms:
         self.extend()
         return NodeEvidenceSource(dict(self.handles))
 
-    def gpus(self) -> None:
-        """Return None: a simulated node has no confidential GPU."""
+    @property
+    def gpus_per_worker(self) -> int:
+        """The confidential GPUs of a worker: a simulated node has none."""
+        return 0
 
     def close(self) -> None:
         """Kill every platform."""

@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
-from raycloak.coordinator.cluster.calls import Reference, Wire, form_of_value
 from raycloak.coordinator.cluster.remote import Actor, Aggregator, AggregatorActor, Worker, WorkerActor
+from raycloak.coordinator.vaults.calls import Reference, Wire, form_of_value
 
 T = TypeVar("T")
 
@@ -96,7 +96,7 @@ class Settled(Reference[Any]):
 class LocalBackend:
     """A backend that runs every call at once in this process.
 
-    Calls and answers travel as `raycloak.coordinator.cluster.calls` says, as on Ray. So what Ray could not carry fails
+    Calls and answers travel as `raycloak.coordinator.vaults.calls` says, as on Ray. So what Ray could not carry fails
     here too, and code that writes into an array that it was given.
     """
 

@@ -22,10 +22,10 @@ from raycloak.attestation.core.evidence import CollateralBundle
 from raycloak.attestation.orchestrator.commits import StepCommit
 from raycloak.attestation.orchestrator.run_terms import RunTerms
 from raycloak.coordinator.cluster.backend import ActorLost
-from raycloak.coordinator.cluster.calls import Reference, Wire
 from raycloak.coordinator.cluster.remote import Actor, Remote
-from raycloak.coordinator.cluster.run_orchestrator import RunOrchestrator
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.vaults.calls import Reference, Wire
+from raycloak.coordinator.vaults.run_orchestrator import RunOrchestrator
 from raycloak.metrics.errors import ConfigError, RunFailedError
 from raycloak.workers.terms.manifest import Manifest
 

@@ -1,6 +1,6 @@
 """The GPU sampler of one node, as an actor whose process imports nothing else of raycloak."""
 
-from raycloak.coordinator.cluster.calls import Receiver
+from raycloak.coordinator.vaults.calls import Receiver
 from raycloak.metrics.gpu_readings import GpuSampler
 
 

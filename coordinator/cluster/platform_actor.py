@@ -7,7 +7,7 @@ with quickly():
     from raycloak.attestation.simulators.tdx_pki import new_key, public_bytes
     from raycloak.attestation.simulators.tdx_platform import PlatformCertificate, SimulatedPlatform
     from raycloak.attestation.simulators.tdx_vendor import code_measurement
-    from raycloak.coordinator.cluster.calls import Receiver
+    from raycloak.coordinator.vaults.calls import Receiver
     from raycloak.metrics.errors import EvidenceError
 
 

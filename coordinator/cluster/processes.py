@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from raycloak.attestation.core.canonical import digest, length_prefixed
 
@@ -18,6 +18,9 @@ PROCESS_TABLE = Path("/proc")
 MACHINE_LABEL: Final = "raycloak.io/machine"
 """The label by which an operator names the machine of a Ray node; it matters to simulated evidence alone."""
 _MACHINE_ID: Final = Path("/etc/machine-id")
+
+if TYPE_CHECKING:
+    from raycloak.coordinator.cluster.relays import Relay
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +83,10 @@ def descendants(ancestors: Collection[int], table: Sequence[Process]) -> list[Pr
     return found
 
 
-def own_process(_: Any) -> Process | None:
-    """Return the process of the actor that is asked."""
-    return _read(PROCESS_TABLE / str(os.getpid()))
+def own_processes(relay: "Relay") -> list[Process]:
+    """Return the processes of the relay that is asked: its own, and its vault's."""
+    found = (_read(PROCESS_TABLE / str(pid)) for pid in (os.getpid(), relay.vault.pid))
+    return [each for each in found if each is not None]
 
 
 def own_node(_: Any) -> str:

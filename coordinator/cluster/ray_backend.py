@@ -3,26 +3,30 @@
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import ray
 
-from raycloak.attestation.attester.attester import EvidenceSource, GpuSource
+from raycloak.attestation.attester.attester import EvidenceSource
 from raycloak.coordinator.cluster.actors import actor, ask_node, kill_all, off_this_node
-from raycloak.coordinator.cluster.aggregator_actor import MaskedAggregatorActor
 from raycloak.coordinator.cluster.backend import ActorLost
-from raycloak.coordinator.cluster.calls import Reference
 from raycloak.coordinator.cluster.placement import Placement
 from raycloak.coordinator.cluster.ray_calls import ask, cancel, fetch, put, send, wait
-from raycloak.coordinator.cluster.remote import Actor, Aggregator, AggregatorActor, Worker, WorkerActor
-from raycloak.coordinator.cluster.worker_actor import TrainWorkerActor
+from raycloak.coordinator.cluster.relays import MaskedAggregatorActor, TrainWorkerActor
+from raycloak.coordinator.cluster.remote import Actor, Aggregator, AggregatorActor, Spare, Worker, WorkerActor
+from raycloak.coordinator.vaults.calls import Reference
 from raycloak.workers.gradients.environment import worker_environment
+
+if TYPE_CHECKING:
+    from raycloak.coordinator.vaults.aggregator_vault import AggregatorVault
+    from raycloak.coordinator.vaults.worker_vault import WorkerVault
 
 T = TypeVar("T")
 
-# Annotated, so that mypy compares the real classes with the methods that callers see.
-_WORKER: type[Worker] = TrainWorkerActor
-_AGGREGATOR: type[Aggregator] = MaskedAggregatorActor
+if TYPE_CHECKING:
+    # Annotated, so that mypy compares the real classes with the methods that callers see.
+    _WORKER: type[Worker] = WorkerVault
+    _AGGREGATOR: type[Aggregator] = AggregatorVault
 
 NODE_DEADLINE_S = 30.0
 """Time to say on which node an actor runs. It is asked first of all, so only a start on a busy machine delays it."""
@@ -34,11 +38,18 @@ SPARE_AFTER_S = 15.0
 
 class EvidenceSources(Protocol):
     """The platforms that evidence comes from: `raycloak.coordinator.cluster.actors.Platforms` or
-    `raycloak.coordinator.evidence.sources.Guests`."""
+    `raycloak.coordinator.evidence.sources.Guests`.
 
-    def source(self) -> EvidenceSource: ...
+    Attributes:
+        gpus_per_worker: confidential GPUs of each worker.
+    """
 
-    def gpus(self) -> GpuSource | None: ...
+    @property
+    def gpus_per_worker(self) -> int: ...
+
+    def source(self) -> EvidenceSource | None:
+        """Return the simulated platforms; None for machines whose guests give evidence themselves."""
+        ...
 
     def wait(self) -> None: ...
 
@@ -89,18 +100,18 @@ class RayBackend:
         self._members: dict[str, _Started] = {}
         self._spare: _Started | None = None
         self._first_reduce: float | None = None
-        self._aggregator = actor(_AGGREGATOR, **off_this_node(), environment=self._environment)
+        self._aggregator = actor(MaskedAggregatorActor, **off_this_node(), environment=self._environment)
 
     def start_worker(self, member_id: str) -> WorkerActor:
         bundle = self._placement.bundle
         options = {"num_cpus": bundle.pop("CPU", 0.0), "num_gpus": bundle.pop("GPU", 0.0), "resources": bundle}
         worker = actor(
-            _WORKER,
+            TrainWorkerActor,
             **options,
             scheduling_strategy=self._placement.take(member_id),
             environment=self._environment,
         )
-        evidence = (self._platforms.source(), time.time, self._platforms.gpus())
+        evidence = self._platforms.source(), self._platforms.gpus_per_worker
         started = self._members[member_id] = _Started.of(worker.remote(member_id, *evidence))
         return WorkerActor(member_id, started.handle, self.call)
 
@@ -109,7 +120,7 @@ class RayBackend:
         if not self._answers(spare):
             ray.kill(spare.handle)
             spare = self._new_aggregator()
-        ask(spare.handle, MaskedAggregatorActor.take_part, member_id)
+        ask(spare.handle, Spare.take_part, member_id)
         self._members[member_id] = spare
         return AggregatorActor(member_id, spare.handle, self.call)
 

@@ -1,4 +1,4 @@
-"""Calls on Ray: what `raycloak.coordinator.cluster.calls` writes, sent to an actor and read from its answer.
+"""Calls on Ray: what `raycloak.coordinator.vaults.calls` writes, sent to an actor and read from its answer.
 
 No call without a deadline. Errors are raycloak's own.
 """
@@ -23,7 +23,7 @@ from ray.exceptions import (
 
 from raycloak.attestation.core.messages import parse
 from raycloak.coordinator.cluster.backend import ActorLost
-from raycloak.coordinator.cluster.calls import ActorRefusal, Receiver, Reference, SentError, Wire, form_of_value
+from raycloak.coordinator.vaults.calls import ActorRefusal, Reference, SentError, Wire, form_of_value
 from raycloak.metrics.errors import RunFailedError
 
 P = ParamSpec("P")
@@ -39,15 +39,6 @@ class RayReference(Reference[T]):
 
     held: Any
     read: Callable[[Any], T]
-
-
-class ReceiverBeside(Receiver):
-    """A receiver that answers some calls while another one runs, in a thread of Ray's group ``control``."""
-
-    @ray.method(concurrency_group="control")
-    def receive_beside(self, name: str, returns: int, *frames: Any) -> Any:
-        """Answer one call while another one runs."""
-        return self.receive(name, returns, *frames)
 
 
 def send(handle: Any, method: Callable[..., Any], args: Sequence[Any], returns: int = 1) -> tuple[Reference[Any], ...]:

@@ -1,12 +1,13 @@
 """Ledger and orchestrator of one run on Ray: two actors on the driver's node, which are replaced when they are lost.
 
 They run on the driver's node because their state is on its disk. The driver can therefore end an actor by a signal to
-its process. The signal also ends a suspended process at once; Ray alone takes seconds, and its files stay locked for
-so long.
+its process, and its vault with it. The signal also ends a suspended process at once; Ray alone takes seconds, and its
+files stay locked for so long.
 """
 
 import time
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any, TypeVar
 
 import ray
@@ -15,16 +16,15 @@ from raycloak.attestation.attester.attester import EvidenceSource
 from raycloak.attestation.core.hybrid_signature import SignerPublic
 from raycloak.coordinator.cluster.actors import START_DEADLINE_S, actor, on_this_node
 from raycloak.coordinator.cluster.backend import ActorLost
-from raycloak.coordinator.cluster.calls import Reference
 from raycloak.coordinator.cluster.control import START_AGAIN, Control, ControlRole
-from raycloak.coordinator.cluster.ledger_actor import LedgerActor
-from raycloak.coordinator.cluster.orchestrator_actor import OrchestratorActor
-from raycloak.coordinator.cluster.processes import Process, own_process
+from raycloak.coordinator.cluster.processes import Process, own_processes
 from raycloak.coordinator.cluster.ray_calls import ask, ask_process, fetch, send
+from raycloak.coordinator.cluster.relays import LedgerActor, OrchestratorActor
 from raycloak.coordinator.cluster.remote import Actor
-from raycloak.coordinator.cluster.run_orchestrator import RunOrchestrator
-from raycloak.coordinator.ledger.ledger import PrivacyLedger
-from raycloak.metrics.errors import RunFailedError
+from raycloak.coordinator.vaults.calls import Reference
+from raycloak.coordinator.vaults.hosted import Hosted
+from raycloak.coordinator.vaults.run_orchestrator import RunOrchestrator
+from raycloak.metrics.errors import RaycloakError, RunFailedError
 
 T = TypeVar("T")
 
@@ -40,8 +40,8 @@ class RayControl:
         ledger_url: absolute URL, as `raycloak.coordinator.ledger.ledger.PrivacyLedger` takes it.
         orchestrator_folder: absolute folder of the orchestrator's state.
         witness: witness of the ledger, as `raycloak.coordinator.ledger.ledger.PrivacyLedger` takes it.
-        bind, source: address that the orchestrator serves at, and platform under it, as `EvidenceOrchestrator` takes
-            them.
+        bind: address that the orchestrator serves at, as `EvidenceOrchestrator` takes it.
+        source: the simulated platforms; None for machines whose guests give evidence themselves.
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class RayControl:
     ) -> None:
         self._arguments: Mapping[ControlRole, tuple[Any, ...]] = {
             "ledger": (ledger_url, True, witness),
-            "orchestrator": (orchestrator_folder, time.time, bind, source),
+            "orchestrator": (orchestrator_folder, bind, source),
         }
-        self._processes: dict[str, Process | None] = {}
+        self._processes: dict[str, list[Process]] = {}
         self._serial = 0
         # Secret file and id of the run. None until `open_run`: the processes start while other actors are started too.
         self._run: tuple[str | None, str] | None = None
@@ -72,7 +72,6 @@ class RayControl:
             try:
                 self._identify(each)
             except ActorLost as lost:
-                self._explain(role)
                 raise RunFailedError(
                     "unreachable", f"the {role} could not be started ({lost.cause}).", START_AGAIN
                 ) from None
@@ -93,7 +92,7 @@ class RayControl:
         for each in self.actors.values():
             ray.kill(each.handle)
         end = time.monotonic() + END_S
-        while any(process and process.is_alive() for process in self._processes.values()) and time.monotonic() < end:
+        while any(each.is_alive() for each in chain(*self._processes.values())) and time.monotonic() < end:
             time.sleep(0.01)
         for each in self.actors.values():
             self.stop(each)
@@ -114,8 +113,7 @@ class RayControl:
 
     def stop(self, actor: Actor) -> None:
         """End an actor and its process at once."""
-        process = self._processes.pop(actor.member_id, None)
-        if process is not None:
+        for process in self._processes.pop(actor.member_id, ()):
             process.kill()
         ray.kill(actor.handle)
 
@@ -126,29 +124,24 @@ class RayControl:
         return Actor(f"{role}-{self._serial}", handle)
 
     def _restart(self, role: ControlRole) -> Actor:
-        """Start another incarnation on the same files; raises ActorLost if it dies at once."""
+        """Start another incarnation on the same files; raises ActorLost if it dies at once, or why it cannot open."""
         each = self._launch(role)
         try:
             self._identify(each)
             if role == "orchestrator" and self._run is not None:
                 self._open(each, *self._run)
-        except ActorLost:
+        except (ActorLost, RaycloakError):
             self.stop(each)
-            self._explain(role)
             raise
         return each
 
     def _identify(self, each: Actor) -> None:
-        """Wait until an actor is up, and note its process."""
-        process = fetch(ask_process(each.handle, own_process), START_DEADLINE_S)
-        # Where this process cannot see the other, as in another container of the node, only Ray can end the actor.
-        self._processes[each.member_id] = process if process and process.is_alive() else None
+        """Wait until an actor is up and its vault is open, and note their processes."""
+        found = fetch(ask_process(each.handle, own_processes), START_DEADLINE_S)
+        # Where this process cannot see the others, as in another container of the node, only Ray can end the actor.
+        self._processes[each.member_id] = [process for process in found if process.is_alive()]
+        fetch(ask(each.handle, Hosted.opened), START_DEADLINE_S)
 
     def _open(self, orchestrator: Actor, secret_file: str | None, run_id: str | None) -> tuple[str, SignerPublic]:
         opening = ask(orchestrator.handle, RunOrchestrator.open_run, secret_file, run_id)
         return fetch(opening, START_DEADLINE_S)
-
-    def _explain(self, role: ControlRole) -> None:
-        """Raise what keeps the ledger from opening. Ray reports a constructor's error as text only, so open it here."""
-        if role == "ledger":
-            PrivacyLedger(*self._arguments[role]).close()

@@ -1,7 +1,7 @@
 """Actors as their callers see them: typed methods.
 
 This module hides that a method travels by its name. A caller writes ``worker.accept_keys(release)``, and only the
-backend turns that into a message, as `raycloak.coordinator.cluster.calls` says.
+backend turns that into a message, as `raycloak.coordinator.vaults.calls` says.
 
 Guarantee: mypy refuses a call that the actor's class would not take. The protocols :class:`Worker` and
 :class:`Aggregator` list the methods. `raycloak.coordinator.runs.local_session` and
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from raycloak.coordinator.cluster.calls import Reference, Wire
+from raycloak.coordinator.vaults.calls import Reference, Wire
 
 if TYPE_CHECKING:
     from raycloak.attestation.core.evidence import Challenge
@@ -89,6 +89,12 @@ class Worker(Protocol):
     ) -> "tuple[StepReply, *tuple[RingVector, ...]]": ...
 
     def evaluate(self, order: "Envelope", *parameters: Parameters) -> "EvaluationReply": ...
+
+
+class Spare(Protocol):
+    """The method of an aggregator's vault that is no member yet."""
+
+    def take_part(self, member_id: str) -> None: ...
 
 
 class Aggregator(Protocol):

@@ -25,7 +25,7 @@ class GuestEvidence:
     """The `raycloak.attestation.attester.attester.EvidenceSource` of an actor in a guest with a trusted execution
     environment.
 
-    It is sent to the actor and examines its surroundings only when asked. So interface and environment are the actor's.
+    It examines its surroundings only when asked.
     """
 
     def collect(self, report_data: bytes) -> CpuEvidence:
@@ -79,13 +79,8 @@ class Guests:
 
     gpus_per_worker: int = 0
 
-    def source(self) -> GuestEvidence:
-        """Return the evidence source of an actor that is started now, on any node."""
-        return GuestEvidence()
-
-    def gpus(self) -> GuestGpus | None:
-        """Return the GPUs of a worker that is started now; None if the policy asks for none."""
-        return GuestGpus(self.gpus_per_worker) if self.gpus_per_worker else None
+    def source(self) -> None:
+        """Return None: a vault asks the guest that it runs in itself."""
 
     def wait(self) -> None:
         """Do nothing: a guest's kernel has its keys."""

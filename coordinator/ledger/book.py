@@ -10,7 +10,6 @@ Guarantee: terms, caps and costs come from entries whose signature was checked; 
 import json
 from collections import Counter
 
-from raycloak.attestation.core.keys import IdentityKey
 from raycloak.attestation.core.messages import parse
 from raycloak.attestation.core.roster import Query
 from raycloak.coordinator.accounting.accountants import Spend
@@ -35,17 +34,21 @@ from raycloak.coordinator.ledger.entries import (
 )
 from raycloak.coordinator.ledger.known_data import Known, StatesData
 from raycloak.coordinator.ledger.rules import PricedRun, RegistrationTerms
-from raycloak.coordinator.ledger.store import AccountRow, Rows, RunRow
+from raycloak.coordinator.ledger.store import AccountRow, LedgerStore, Rows, RunRow
 from raycloak.metrics.errors import BudgetError
 
 _STATING_DATA = {kind.DOMAIN for kind in (AccountOpened, DataKnown, RunRegistered, RunPrepaid)}
 
 
 class Book:
-    """One instance's memory of a ledger. Every method runs inside the caller's transaction."""
+    """One instance's memory of a ledger. Every method runs inside the caller's transaction.
 
-    def __init__(self, key: IdentityKey) -> None:
-        self._key = key
+    Args:
+        store: has the keys that entries are signed and checked with.
+    """
+
+    def __init__(self, store: LedgerStore) -> None:
+        self._store = store
         self.forget()
 
     def forget(self) -> None:
@@ -156,7 +159,7 @@ class Book:
         Raises:
             ProtocolError: ``malformed``.
         """
-        entry = make_entry(rows.head(), event, self._key)
+        entry = make_entry(rows.head(), event, self._store.key)
         # A message that was copied or unpickled is not validated. One NaN in the chain would stop every account.
         parse(type(event), entry.body)
         key = (event.run_id, event.query, event.step) if isinstance(event, StepCharged | VectorsBound) else None
@@ -178,7 +181,7 @@ class Book:
             entry = rows.entry(sequence)
             if entry is None:
                 raise broken(sequence, "it is missing")
-            check_chain([entry], self._key.public, Head(sequence - 1, entry.previous))
+            check_chain([entry], self._store.public_key, Head(sequence - 1, entry.previous))
             found = self._read[sequence] = Head(sequence, entry.hash), entry.event
         return found
 

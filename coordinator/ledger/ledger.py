@@ -99,7 +99,7 @@ class PrivacyLedger:
     def __init__(self, url: str, create: bool = True, witness: str | None = None) -> None:
         require_assertions()
         self._store = LedgerStore(url, create)
-        self._book = Book(self._store.key)
+        self._book = Book(self._store)
         self._witnessed: Witnessed | None = None
         self._rollback_witness = False
         self._renewed_at = 0
@@ -120,7 +120,7 @@ class PrivacyLedger:
     @property
     def public_key(self) -> bytes:
         """The raw Ed25519 key that signs entries and receipts; the store's, so the same for every instance."""
-        return self._store.key.public
+        return self._store.public_key
 
     @property
     def fencing(self) -> int:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -183,10 +184,16 @@ class LedgerStore:
                 rows.check_ours()
                 if create:
                     self.fencing = rows.open_lease()
-                self.key = IdentityKey.from_seed(Secret(bytes.fromhex(rows.meta("signing_key"))))
+                self.public_key = bytes.fromhex(rows.meta("public_key"))
         except BaseException:
             self.close()
             raise
+
+    @cached_property
+    def key(self) -> IdentityKey:
+        """The key that signs, read when it is first needed: a process that only reads the ledger never holds it."""
+        with self.read() as rows:
+            return IdentityKey.from_seed(Secret(bytes.fromhex(rows.meta("signing_key"))))
 
     def place(self) -> StoragePlace:
         """Return the file of an embedded ledger, or the server that this instance is connected to."""
@@ -240,8 +247,12 @@ class Rows:
         if not sa.inspect(self._connection).get_table_names():
             _tables.create_all(self._connection, checkfirst=False)
             # The key is in the store, which is why its file must be readable by its owner alone.
-            seed = Ed25519PrivateKey.generate().private_bytes_raw().hex()
-            for name, value in {"application": APPLICATION, "signing_key": seed, "fencing": "0"}.items():
+            key = Ed25519PrivateKey.generate()
+            keys = {
+                "signing_key": key.private_bytes_raw().hex(),
+                "public_key": key.public_key().public_bytes_raw().hex(),
+            }
+            for name, value in {"application": APPLICATION, **keys, "fencing": "0"}.items():
                 self._insert("meta", name=name, value=value)
 
     def check_ours(self) -> None:

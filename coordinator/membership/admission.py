@@ -13,11 +13,11 @@ from raycloak.attestation.core.evidence import CollateralBundle
 from raycloak.attestation.core.messages import Envelope
 from raycloak.coordinator.aggregation.ranges import ParameterRange
 from raycloak.coordinator.cluster.backend import ActorLost
-from raycloak.coordinator.cluster.calls import Reference
 from raycloak.coordinator.cluster.control import START_AGAIN
 from raycloak.coordinator.cluster.remote import AggregatorActor, WorkerActor
 from raycloak.coordinator.membership.crew import aggregator_id
 from raycloak.coordinator.membership.members import Departure, Members
+from raycloak.coordinator.vaults.calls import Reference
 from raycloak.metrics.errors import EvidenceError, RunFailedError
 from raycloak.workers.messages import Admission
 

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raycloak.coordinator.cluster.backend import ActorLost
-from raycloak.coordinator.cluster.calls import Reference
 from raycloak.coordinator.cluster.remote import WorkerActor
 from raycloak.coordinator.membership.admission import MemberAdmission
 from raycloak.coordinator.membership.crew import worker_id
 from raycloak.coordinator.membership.members import ASKED, Departure, Members
+from raycloak.coordinator.vaults.calls import Reference
 from raycloak.metrics.errors import RaycloakError, RefusedError
 from raycloak.workers.messages import WorkerSetup
 

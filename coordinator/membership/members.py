@@ -10,10 +10,10 @@ from typing import TypeVar
 
 from raycloak.attestation.core.messages import Envelope
 from raycloak.coordinator.cluster.backend import ActorLost, Backend
-from raycloak.coordinator.cluster.calls import Reference
 from raycloak.coordinator.cluster.control import START_AGAIN, Control
 from raycloak.coordinator.cluster.remote import AggregatorActor, WorkerActor
 from raycloak.coordinator.config.run import RunConfig
+from raycloak.coordinator.vaults.calls import Reference
 from raycloak.metrics.errors import ConfigError, RaycloakError, RefusedError, RunFailedError
 
 A = TypeVar("A")

@@ -6,7 +6,7 @@ The facts that limit a claim are among its fields.
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from raycloak.coordinator.config.sections import Kept
 from raycloak.coordinator.ledger.view import DataStanding
@@ -14,6 +14,7 @@ from raycloak.workers.terms.measurement import Released
 from raycloak.workers.terms.mechanism import AccountantName
 
 SIMULATED = "simulated"
+Boundary = Literal["child_processes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +65,8 @@ class Verdict:
         data_check: digest of the owner's check that the data passed before; None if none is recorded.
         evaluation_data: ``sealed`` or ``clear``, how the evaluation split was kept; None without one.
         key_service: address of the data owner's key service that gave the second half of every virtual-worker key.
+        boundary: what separates secrets from Ray's processes: ``child_processes``, since each role ran in a vault that
+            its actor started, under Ray's user id.
         colocated: whether orchestrator and aggregator shared a node.
         evidence_service: ``host:port`` where the evidence was served during the run; None if it was not.
         warnings: sentences about limits of this run.
@@ -105,6 +108,7 @@ class Verdict:
     data_check: str | None = None
     evaluation_data: Kept | None = None
     key_service: str | None = None
+    boundary: Boundary = "child_processes"
     colocated: bool = False
     evidence_service: str | None = None
     warnings: tuple[str, ...] = ()

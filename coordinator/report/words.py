@@ -34,6 +34,7 @@ def verdict_rows(verdict: Verdict) -> list[tuple[str, str]]:
         *([("evaluation data", evaluation_text(verdict.evaluation_data))] if verdict.evaluation_data else []),
         *keys_rows(verdict.key_service),
         ("ledger rollback", "a witness would notice it" if verdict.rollback_witness else unnoticed),
+        ("boundary", "child processes; Ray's uid can still reach them"),
         *([("colocated", "orchestrator and aggregator on one node")] if verdict.colocated else []),
         *([] if verdict.exact else [("exact", "NOT EXACT: a repeat may differ in last bits, which no noise covers")]),
         ("parameters", verdict.model_digest),

@@ -12,12 +12,12 @@ from raycloak.attestation.core.messages import Envelope, parse
 from raycloak.attestation.core.roster import Query, Roster
 from raycloak.coordinator.aggregation.aggregator import ReduceReport, ReduceRequest, State
 from raycloak.coordinator.cluster.backend import ActorLost
-from raycloak.coordinator.cluster.calls import Reference
 from raycloak.coordinator.cluster.control import Pending
 from raycloak.coordinator.cluster.remote import Average, Parameters, Reduction, StepAnswer
 from raycloak.coordinator.training.pace import OPEN, Pace
 from raycloak.coordinator.training.sent import NO_BATCHES, StepBatches
 from raycloak.coordinator.training.step_context import MemberFailures, Model, StepContext
+from raycloak.coordinator.vaults.calls import Reference
 from raycloak.metrics.errors import BudgetError, ProtocolError, RunFailedError, SenderError
 from raycloak.workers.messages import StepReply, StepRequest
 from raycloak.workers.terms.binding import Binding, vectors_digest

@@ -8,11 +8,11 @@ import numpy as np
 
 from raycloak.attestation.sealed.sent_batch import SentBatch, require_step
 from raycloak.coordinator.cluster.backend import Backend
-from raycloak.coordinator.cluster.calls import Reference
 from raycloak.coordinator.cluster.control import Control
 from raycloak.coordinator.cluster.remote import Ciphertext
 from raycloak.coordinator.record.batch_files import BatchFiles, Digests
 from raycloak.coordinator.training.step_context import Model
+from raycloak.coordinator.vaults.calls import Reference
 from raycloak.metrics.errors import RefusedError
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.step_input import step_input

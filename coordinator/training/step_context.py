@@ -12,10 +12,10 @@ import numpy as np
 
 from raycloak.coordinator.aggregation.aggregator import State
 from raycloak.coordinator.cluster.backend import ActorLost, Backend
-from raycloak.coordinator.cluster.calls import Reference
 from raycloak.coordinator.cluster.control import Control
 from raycloak.coordinator.cluster.remote import Parameters
 from raycloak.coordinator.membership.membership import Membership
+from raycloak.coordinator.vaults.calls import Reference
 from raycloak.metrics.collectors import RunMetrics
 from raycloak.metrics.errors import MORE_MEMORY, RunFailedError
 from raycloak.metrics.traces import OFF, Traces

@@ -13,16 +13,19 @@ import numpy as np
 
 from raycloak.attestation.core.keys import Purpose, Secret, derive
 from raycloak.attestation.keys.release import RunKeys
-from raycloak.coordinator.cluster.processes import process_table
+from raycloak.coordinator.cluster.processes import Process, process_table
+from raycloak.workers.gradients.clipping import micro_batches
 from raycloak.workers.inputs.datasets import Dataset, slice_digest, slice_ids
 from raycloak.workers.models.models import load_flat, read_flat
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.receipt import data_root
-from raycloak.workers.vectors.ring import encode_into, ring_dtype
+from raycloak.workers.vectors.ring import RingSpec, encode_into, ring_dtype
 from raycloak.workers.vectors.sampling import draw_ids, row_places
 
 Needles = Mapping[str, bytes]
 WINDOW = 32
+TEXTS = ("hexadecimal", "base 64", "JSON", "words", "text")
+"""Ends of the names of needles that are written forms of others."""
 _PLASMA = ("plasma", "/dev/shm/")
 
 
@@ -74,7 +77,7 @@ def worker_needles(worker) -> dict[str, bytes]:
     needles |= key_needles("mask agreement key", attester.agreement._key.private_bytes_raw())
     needles |= key_needles("identity key", attester.identity._key.private_bytes_raw())
     for (peer, _), pair in worker._peers._pairs.items():
-        needles |= key_needles(f"pair secret with {peer}", pair._secret.reveal())
+        needles |= key_needles(f"pair secret with {peer}", pair.secret.reveal())
     member = worker._stage
     query, step, model, root = member._hosted._place
     assert query == "gradient", "the last thing computed was a training step"
@@ -137,10 +140,11 @@ def _virtual_worker(worker, v, keys, step, model, root):
     ids = draw_ids(sampling, data.ids, mechanism.sample_rate, capacity)
     parameters = read_flat(workload.module)
     places = row_places(placing, mechanism.micro_batch_size, mechanism.micro_batches)
-    batches = computer._drawn(data, keys, context, places)
+    rows = computer._dataset, ids, mechanism
+    batches = micro_batches(*rows, padding=int(data.ids[0]), places=places, spare=computer._spare, present=None)
     clear = computer._engine.clipped_sum(parameters, batches)
     encoded = np.empty(mechanism.dimension, ring_dtype(mechanism.ring_bits))
-    encode_into(clear, computer._ring, encoded)
+    encode_into(clear, RingSpec(mechanism.ring_bits, mechanism.gamma_log2, mechanism.clamp), encoded)
     again = computer.vector(v, keys, step, model, root, parameters)
     assert again.tag == member._hosted.tags[v], "these are the values the worker used"
     losses = _losses(workload, ids)
@@ -164,7 +168,7 @@ def _losses(workload, ids) -> np.ndarray:
     features, labels = (torch.tensor(part) for part in workload.dataset.batch(ids))
     load_flat(workload.module, read_flat(workload.module))
     with torch.no_grad():
-        return workload.runtime.loss_fn(workload.module(features), labels).double().numpy()
+        return workload.loss.loss_fn(workload.module(features), labels).double().numpy()
 
 
 def leaks(needles: Needles, places: Iterable[tuple[str, bytes]]) -> list[str]:
@@ -181,6 +185,51 @@ def files_below(*folders: Path) -> Iterator[tuple[str, bytes]]:
                     yield str(path), path.read_bytes()
             except OSError:
                 continue
+
+
+def places_of_run(home: Path, session: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield the object stores and files that a run leaves outside its vaults."""
+    yield from object_stores(session.name)
+    yield from files_below(home, session)
+
+
+def memory_of_actors(session: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield the memory of every process of Ray's that is an actor's."""
+    for process in ray_processes(session.name):
+        if process.title.startswith("ray::"):
+            yield from memory_of(process)
+
+
+def ray_processes(session: str) -> list[Process]:
+    """Return the processes of the Ray session that Ray itself runs: its own and its workers, not what these start."""
+    table = process_table()
+    own = [each for each in table if session in each.title and program(each) in ("gcs_server", "raylet")]
+    assert {program(each) for each in own} == {"gcs_server", "raylet"}
+    raylets = {each.pid for each in own if program(each) == "raylet"}
+    return [*own, *(each for each in table if each.parent in raylets)]
+
+
+def program(process: Process) -> str:
+    """Return the name of a process's program."""
+    return Path(process.title.partition(" ")[0]).name
+
+
+def memory_of(process: Process) -> Iterator[tuple[str, bytes]]:
+    """Yield what a process has written into its memory, which takes root."""
+    try:
+        regions = [line.split() for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()]
+        with open(f"/proc/{process.pid}/mem", "rb", 0) as memory:
+            for place, rights, *_ in regions:
+                start, end = (int(each, 16) for each in place.split("-"))
+                if not rights.startswith("rw") or rights[3] == "s":
+                    continue
+                try:
+                    memory.seek(start)
+                    yield f"memory of {program(process)}", memory.read(end - start)
+                except OSError:
+                    continue
+    except OSError:
+        return  # it has ended
 
 
 def object_stores(session: str) -> Iterator[tuple[str, bytes]]:

@@ -106,7 +106,7 @@ def test_a_driver_that_is_killed_and_resumed_gives_the_bytes_of_a_run_without_on
     assert 0 < begun.epsilon <= ready.epsilon_cap
     released = first.until(ReleasedStep, step=0)
     assert first.until(Computed, step=1).epsilon > begun.epsilon
-    first.kill()
+    first.child.kill()
     assert first.until(Exited, code=-9).last_words
 
     second = started(run.run_id)

@@ -1,9 +1,9 @@
 """Leaks: every byte that left a worker is searched for what only a worker may know.
 
-The needles are made inside the workers, by their own classes from their own state, and never leave them: what comes
-back is the names of those found. The searched places are the object store's memory, Ray's whole session folder (logs,
-spilled objects), the metrics page, the state folder (run directory, packages, ledger, evidence) and what was said on
-the way. The search itself is tested by planting.
+The needles are made inside the workers' vaults, by their own classes from their own state, and never leave them: what
+comes back is the names of those found. The searched places are the object store's memory, that of every process that
+Ray runs, Ray's whole session folder (logs, spilled objects), the metrics page, the state folder (run directory,
+packages, ledger, evidence) and what was said on the way. The search itself is tested by planting.
 """
 
 import json
@@ -19,16 +19,18 @@ import ray
 from raycloak.attestation.core.keys import Secret
 from raycloak.attestation.sealed.sealed_data import SealedHeader, SealedSource, SliceKeys
 from raycloak.coordinator.cluster.ray_backend import RayBackend
+from raycloak.coordinator.cluster.ray_calls import ask, fetch
 from raycloak.coordinator.config.run import parse_config
 from raycloak.coordinator.planning.sealing import SealTerms, seal_for
 from raycloak.coordinator.runs.demo import demo_config
 from raycloak.coordinator.runs.trainer import Trainer
 from raycloak.metrics.errors import RunFailedError
-from raycloak.workers.answer_codes import _silenced
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.terms.manifest import Manifest
 from tests.protocol import RENYI
 from tests.ray import leaks
+from tests.ray.relayed import SearchingWorkerActor
+from tests.ray.searching import SearchingWorkerVault
 
 STEPS = 3
 DEADLINE_S = 240
@@ -52,6 +54,7 @@ class _Watching(RayBackend):
 def watching(monkeypatch):
     monkeypatch.setattr(_Watching, "workers", {})
     monkeypatch.setattr("raycloak.coordinator.runs.ray_session.RayBackend", _Watching)
+    monkeypatch.setattr("raycloak.coordinator.cluster.ray_backend.TrainWorkerActor", SearchingWorkerActor)
     return _Watching
 
 
@@ -71,29 +74,6 @@ def inputs(tmp_path):
 
 def _session():
     return Path(ray._private.worker._global_node.get_session_dir_path())
-
-
-def _places(home):
-    session = _session()
-    yield from leaks.object_stores(session.name)
-    yield from leaks.files_below(home, session)
-
-
-def _search_inside(worker, home, tests):
-    """Search a worker's process from inside; return the number of needles and bytes, and what was found."""
-    import sys
-
-    sys.path.insert(0, tests)
-    with _silenced():
-        needles = leaks.worker_needles(worker)
-    places = list(_places(Path(home)))
-    return len(needles), {name: len(content) for name, content in places}, leaks.leaks(needles, places)
-
-
-def _plant(worker, home):
-    """Leave in a worker's process what must not leave it."""
-    values = worker._stage._hosted.words
-    (Path(home) / "planted").write_bytes(values.tobytes())
 
 
 def _config(kind="sealed"):
@@ -129,24 +109,26 @@ class _Searching:
             content = page.read()
         self.pages.append(content)
         (self.home / f"page-{report.step}").write_bytes(content)
-        for count, places, found in self._search(*self.workers.values()):
+        for count, places, found in self._search(*self.workers.values(), memory=report.step == STEPS):
             self.counts.append(count)
             self.places |= places
             self.found += found
         if report.step == STEPS:
             self._plant_and_search(next(iter(self.workers.values())))
 
-    def _search(self, *handles):
-        root = str(HERE.parents[1])
-        return ray.get(
-            [each.__ray_call__.remote(_search_inside, str(self.home), root) for each in handles], timeout=DEADLINE_S
-        )
+    def _search(self, *handles, memory=False):
+        # One after the other, and memory once: each search reads all places for each needle.
+        for index, each in enumerate(handles):
+            asked = ask(each, SearchingWorkerVault.search, str(self.home), str(_session()), memory and index == 0)
+            count, places, found = fetch(asked, DEADLINE_S)
+            yield count, dict(places), found
 
     def _plant_and_search(self, handle):
         """Search the same process again, now that there is something to be found."""
-        ray.get(handle.__ray_call__.remote(_plant, str(self.home)), timeout=DEADLINE_S)
+        planted = self.home / "planted"
+        fetch(ask(handle, SearchingWorkerVault.plant, str(planted)), DEADLINE_S)
         ((_, _, self.planted),) = self._search(handle)
-        (self.home / "planted").unlink()
+        planted.unlink()
 
 
 def _markers(folder):
@@ -191,7 +173,8 @@ def test_nothing_that_left_a_worker_tells_an_update_a_draw_a_loss_a_key_or_an_ex
     assert result["metrics"]["evaluation_data"] == "sealed"
     assert len(searching.counts) == 2 * STEPS
     assert min(searching.counts) > 60, "needles of four virtual workers"
-    for place in ("object store", "metrics.jsonl", "ledger.sqlite", "orchestrator/", ".tssp", "page-1", "raylet.out"):
+    files = ("metrics.jsonl", "ledger.sqlite", "orchestrator/", ".tssp", "page-1", "raylet.out")
+    for place in ("object store", "memory of ray::SearchingWorker", *files):
         assert any(place in name for name in searching.places), f"{place} was not searched"
     assert searching.found == []
     assert any("unmasked sum" in line and line.endswith("planted") for line in searching.planted)
@@ -210,7 +193,10 @@ def test_nothing_that_left_a_worker_tells_an_update_a_draw_a_loss_a_key_or_an_ex
         "printed by the loss": b"TOLD-BY" + b"-THE-LOSS",
         "raised by the loss": b"RAISED-BY" + b"-THE-LOSS",
     }
-    places = [*[("what was said", text.encode()) for text in said], *_places(raycloak_home)]
+    places = [
+        *[("what was said", text.encode()) for text in said],
+        *leaks.places_of_run(raycloak_home, _session(), memory=True),
+    ]
     assert any(name.endswith("evidence.jsonl") for name, _ in places)
     assert leaks.leaks(needles, places) == []
 

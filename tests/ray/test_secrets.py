@@ -6,6 +6,7 @@ the search would find them is seen by planting: an actor that is started as the 
 """
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -20,17 +21,16 @@ from cryptography.hazmat.primitives.serialization import load_der_private_key
 from raycloak.attestation.core.messages import parse
 from raycloak.attestation.simulators.tdx_vendor import VendorKeys
 from raycloak.coordinator.cluster.actors import actor, on_this_node
-from raycloak.coordinator.cluster.processes import Process, descendants, process_table
-from raycloak.coordinator.cluster.ray_backend import RayBackend
-from raycloak.coordinator.cluster.ray_control import RayControl
+from raycloak.coordinator.cluster.ray_calls import ask, fetch
 from raycloak.coordinator.config.run import parse_config
 from raycloak.coordinator.config.secret_variables import SECRET_VARIABLES
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.runs.demo import demo_config
 from raycloak.coordinator.runs.trainer import Trainer
+from raycloak.coordinator.vaults.hosted import Hosted
 from raycloak.metrics.errors import ConfigError
+from tests.conftest import ROOT
 from tests.coordinator.ledger.witness_server import url_file, witness_server
-from tests.private_memory import memory_is_private
 from tests.ray import leaks
 
 DEADLINE_S = 240
@@ -46,43 +46,15 @@ def _session() -> Path:
     return Path(ray._private.worker._global_node.get_session_dir_path())
 
 
-def _ray_processes() -> list[Process]:
-    """Return the processes of this session's cluster, Ray's own and its workers."""
-    table = process_table()
-    own = [each for each in table if _session().name in each.title and _name(each) in ("gcs_server", "raylet")]
-    assert {_name(each) for each in own} == {"gcs_server", "raylet"}
-    return [*own, *descendants([each.pid for each in own], table)]
-
-
-def _name(process: Process) -> str:
-    return Path(process.title.partition(" ")[0]).name
-
-
-def _memory(process: Process) -> Iterator[tuple[str, bytes]]:
-    """Yield what a process has written into its memory."""
-    regions = [line.split() for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()]
-    with open(f"/proc/{process.pid}/mem", "rb", 0) as memory:
-        for place, rights, *_ in regions:
-            start, end = (int(each, 16) for each in place.split("-"))
-            if not rights.startswith("rw") or rights[3] == "s":
-                continue
-            try:
-                memory.seek(start)
-                yield f"memory of {_name(process)}", memory.read(end - start)
-            except OSError:
-                continue
-
-
 def _places() -> Iterator[tuple[str, bytes]]:
     yield from leaks.files_below(_session())
     yield from leaks.object_stores(_session().name)
-    for process in _ray_processes():
+    for process in leaks.ray_processes(_session().name):
         try:
-            yield f"environment of {_name(process)}", Path(f"/proc/{process.pid}/environ").read_bytes()
+            yield f"environment of {leaks.program(process)}", Path(f"/proc/{process.pid}/environ").read_bytes()
         except OSError:
             continue
-        if _name(process) in ("gcs_server", "raylet"):
-            yield from _memory(process)
+        yield from leaks.memory_of(process)
 
 
 class Sent:
@@ -103,31 +75,6 @@ class Sent:
             return genuine(caller, args, kwargs, *rest, **options)
 
         return remote
-
-
-class Watched(RayControl):
-    """Knows the handles of ledger and orchestrator."""
-
-    handles: dict = {}
-
-    def _launch(self, role):
-        started = super()._launch(role)
-        self.handles[role] = started.handle
-        return started
-
-
-class WatchedBackend(RayBackend):
-    """Knows the handles of all workers and aggregators."""
-
-    def start_worker(self, member_id):
-        started = super().start_worker(member_id)
-        Watched.handles[member_id] = started.handle
-        return started
-
-    def start_aggregator(self, member_id):
-        started = super().start_aggregator(member_id)
-        Watched.handles[member_id] = started.handle
-        return started
 
 
 @pytest.fixture
@@ -164,19 +111,25 @@ def _needles(home: Path) -> dict[str, bytes]:
     }
 
 
+def _hostile(cluster):
+    """Return what a holder of the cluster's token finds in the process of each actor."""
+    command = [sys.executable, "-m", "tests.ray.hostile"]
+    done = subprocess.run(
+        command, env={**os.environ, **cluster.environment}, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
 def test_guarantee_no_secret_of_a_run_is_in_what_ray_keeps_or_an_actor_is_given(
     ray_cluster, raycloak_home, inputs, postgres, monkeypatch
 ):
-    monkeypatch.setattr("raycloak.coordinator.runs.ray_session.RayControl", Watched)
-    monkeypatch.setattr("raycloak.coordinator.runs.ray_session.RayBackend", WatchedBackend)
-    monkeypatch.setattr(Watched, "handles", {})
-    sent, found, private = Sent(monkeypatch), [], {}
+    sent, found, told = Sent(monkeypatch), [], []
 
     def search(report):
         if report.step == 1:
             found.extend(leaks.leaks(_needles(raycloak_home), [*sent.seen, *_places()]))
-            asked = {name: each.__ray_call__.remote(memory_is_private) for name, each in Watched.handles.items()}
-            private.update({name: ray.get(each, timeout=DEADLINE_S) for name, each in asked.items()})
+            told.append(_hostile(ray_cluster))
 
     with witness_server() as server:
         witness = url_file(inputs, f"http://127.0.0.1:{server.server_port}/{WITNESS_PATH}")
@@ -198,9 +151,13 @@ def test_guarantee_no_secret_of_a_run_is_in_what_ray_keeps_or_an_actor_is_given(
     assert result["metrics"]["steps"] == 2
     assert not result["metrics"]["rollback_witness"], "the witness is on this machine"
     assert found == []
-    assert {"ledger", "orchestrator", "worker-0", "worker-1"} < private.keys()
-    assert len(private) == 5
-    assert all(private.values()), private
+    (relays,) = told
+    assert sorted(each["actor"] for each in relays) == sorted(
+        ["LedgerActor", "OrchestratorActor", "MaskedAggregatorActor", "TrainWorkerActor", "TrainWorkerActor"]
+    )
+    for each in relays:
+        assert {*each["attributes"]} <= {"_before", "vault"}, "an actor holds nothing but the way to its vault"
+        assert each["refused"] == ["_run", "_store", "_stage", "__init__", "__reduce__", "receive"]
 
 
 def test_the_search_finds_a_password_that_is_an_actors_argument(ray_cluster, monkeypatch):
@@ -208,8 +165,8 @@ def test_the_search_finds_a_password_that_is_an_actors_argument(ray_cluster, mon
     sent = Sent(monkeypatch)
     url = f"postgresql://raycloak:{PASSWORD}@127.0.0.1:9/ledger"
     handle = actor(PrivacyLedger, scheduling_strategy=on_this_node()).remote(url, True, None)
-    with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(handle.__ray_ready__.remote(), timeout=DEADLINE_S)
+    with pytest.raises(ConfigError, match="password"):
+        fetch(ask(handle, Hosted.opened), DEADLINE_S)
     found = leaks.leaks({"password": PASSWORD.encode()}, [*sent.seen, *_places()])
     assert "password in arguments of a constructor" in found
     assert any("memory of" in line and "gcs_server" in line for line in found)

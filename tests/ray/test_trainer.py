@@ -222,7 +222,7 @@ def test_a_run_continues_without_a_bad_a_killed_and_a_revoked_worker_on_renewed_
         if report.step == 2:
             revoke(trainer._execution.folder.path, "worker-1")
 
-    with watched() as watching, unruly(tmp_path) as passing:
+    with watched() as watching, unruly(raycloak_home) as passing:
         watching.doomed = ("worker-3", 1)
         trainer = Trainer(
             digits(**MEASURED, num_workers=5, failure={"max_failures": 2}),

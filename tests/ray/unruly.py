@@ -17,6 +17,8 @@ from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
 from raycloak.coordinator.cluster.actors import NodeEvidenceSource, kill_all, start_platforms
 from raycloak.coordinator.membership.members import Timer
 from raycloak.metrics.errors import RunFailedError
+from tests.ray.aged import PASSED
+from tests.ray.relayed import AgedOrchestratorActor
 from tests.ray.watching import Watching
 
 BAD = "worker-4"
@@ -33,7 +35,7 @@ class OneBad(Watching):
         if member_id != BAD:
             return super().start_worker(member_id)
         platforms = start_platforms(SimulatedVendor.create())
-        sources = types.SimpleNamespace(source=lambda: NodeEvidenceSource(platforms), gpus=lambda: None)
+        sources = types.SimpleNamespace(source=lambda: NodeEvidenceSource(platforms), gpus_per_worker=0)
         honest, self._platforms = self._platforms, sources
         try:
             return super().start_worker(member_id)
@@ -50,7 +52,7 @@ class Passing:
     """A time of orchestrator and driver that passes when the test says so."""
 
     def __init__(self, folder: Path) -> None:
-        self._file = folder / "passed"
+        self._file = folder / PASSED
         self._file.write_text("0")
 
     def let_pass(self, seconds: int) -> None:
@@ -61,26 +63,14 @@ class Passing:
         """Return the driver's timer."""
         return Timer(now=lambda: time.monotonic() + int(self._file.read_text()))
 
-    def clock(self):
-        """Return the clock of the orchestrator, which works in a process of its own."""
-        file = self._file
-
-        def now() -> float:
-            return time.time() + int(file.read_text())
-
-        return now
-
 
 @contextmanager
-def unruly(folder: Path) -> Iterator[Passing]:
+def unruly(home: Path) -> Iterator[Passing]:
     """Give every trainer `OneBad` for its backend meanwhile, and yield the time."""
-    passing = Passing(folder)
+    passing = Passing(home)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("raycloak.coordinator.runs.ray_session.RayBackend", OneBad)
-        patch.setattr(
-            "raycloak.coordinator.cluster.ray_control.time",
-            types.SimpleNamespace(time=passing.clock(), monotonic=time.monotonic, sleep=time.sleep),
-        )
+        patch.setattr("raycloak.coordinator.cluster.ray_control.OrchestratorActor", AgedOrchestratorActor)
         patch.setattr("raycloak.coordinator.training.phases.Timer", passing.timer)
         yield passing
 

@@ -19,7 +19,7 @@ from statistics import median
 
 from raycloak.attestation.processes.deadline import Deadline
 from raycloak.attestation.processes.program import Program
-from raycloak.coordinator.cluster.processes import Process, descendants, process_table
+from raycloak.coordinator.cluster.processes import descendants, process_table
 from raycloak.coordinator.config.home import HOME_VARIABLE
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.metrics.errors import RunFailedError
@@ -191,11 +191,13 @@ def _processor_times(driver: int) -> dict[str, float]:
     table = process_table()
     times: defaultdict[str, float] = defaultdict(float)
     times["driver"] = next(each.processor_s for each in table if each.pid == driver)
+    titles = {each.pid: each.title for each in table}
     for each in descendants([driver], table):
-        times[_role(each)] += each.processor_s
+        # An actor's only child is its vault, which does the work of its role.
+        names = (_class(each.title), _class(titles.get(each.parent, "")))
+        times[next((name for name in names if name in LIBRARIES), "ray")] += each.processor_s
     return dict(times)
 
 
-def _role(process: Process) -> str:
-    name = process.title.removeprefix("ray::").partition(".")[0].strip()
-    return name if name in LIBRARIES else "ray"
+def _class(title: str) -> str:
+    return title.removeprefix("ray::").partition(".")[0].strip()

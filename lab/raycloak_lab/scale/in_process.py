@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from raycloak.coordinator.cluster.backend import LocalBackend
-from raycloak.coordinator.cluster.calls import Reference
 from raycloak.coordinator.cluster.remote import Actor
 from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.planning.model_source import loss_spec
@@ -29,6 +28,7 @@ from raycloak.coordinator.runs.verdict import run_facts
 from raycloak.coordinator.training.assignment import NewRun, Order
 from raycloak.coordinator.training.phases import Coordinator
 from raycloak.coordinator.training.reporting import Reporting
+from raycloak.coordinator.vaults.calls import Reference
 from raycloak.metrics.collectors import RunMetrics
 from raycloak.metrics.events import EventWriter
 from raycloak.workers.messages import WorkerSetup

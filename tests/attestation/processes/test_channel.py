@@ -3,6 +3,7 @@
 import fcntl
 import mmap
 import os
+import resource
 import socket
 import struct
 import threading
@@ -251,11 +252,25 @@ def test_descriptors_that_no_array_needs_are_closed(ends):
     assert open_descriptors() == before
 
 
-def test_guarantee_a_frame_that_is_too_large_is_refused_before_it_is_read(ends):
+def test_guarantee_a_frame_that_is_too_large_is_never_held_and_the_next_one_is_read(ends):
     raw, channel = ends
-    raw.sendall((2**16 + 1).to_bytes(4, "big"))
+    size = 64 * 2**20
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    sender = threading.Thread(target=raw.sendall, args=(size.to_bytes(4, "big") + bytes(size),))
+    sender.start()
     assert refused(channel) == "frame_too_large"
-    assert channel.receive(Note, by=Deadline(60)) is None, "where the next one begins is not known"
+    sender.join()
+    Channel(raw).send(NOTE)
+    assert channel.receive(Note, by=Deadline(60)) == NOTE
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 2 * size // 1024 + 16 * 1024, "the sender has it twice; in KiB"
+
+
+def test_an_end_in_the_middle_of_a_frame_that_is_too_large_is_an_end(ends):
+    raw, channel = ends
+    raw.sendall((2**16 + 1).to_bytes(4, "big") + b"x")
+    raw.close()
+    assert channel.receive(Note, by=Deadline(60)) is None
 
 
 def test_an_end_in_the_middle_of_a_frame_is_an_end(ends):

@@ -65,6 +65,7 @@ def snapshot(manifest: Manifest, step: int = 3, **changes: Any) -> Snapshot:
         evaluation_accuracy=None, evaluation_loss=None, created_at=0, payloads=(), recipients=(),
     )  # fmt: skip
     parameters, state = changes.pop("parameters", flat), changes.pop("state", state)
+    assert changes.keys() <= PackageManifest.model_fields.keys()
     return Snapshot(stated.model_copy(update=changes), parameters, state)
 
 

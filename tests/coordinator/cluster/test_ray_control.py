@@ -41,7 +41,7 @@ def control(**processes: Process) -> RayControl:
     built.actors = {
         role: Actor(f"{role}-1", SimpleNamespace(name=role, process=process)) for role, process in processes.items()
     }
-    built._processes = {f"{role}-1": process for role, process in processes.items()}
+    built._processes = {f"{role}-1": [process] for role, process in processes.items()}
     return built
 
 

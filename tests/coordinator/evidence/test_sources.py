@@ -1,6 +1,5 @@
 """The policy decides the sources of a run's evidence and collateral."""
 
-import pickle
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,13 @@ from raycloak.attestation.core.evidence import CollateralBundle, EvidenceClass
 from raycloak.attestation.policy.policy import Policy, simulated_policy
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
 from raycloak.attestation.trust.roots import pinned_anchors
-from raycloak.coordinator.evidence.sources import Guests, LocalPlatform, given_collateral
+from raycloak.coordinator.evidence.sources import (
+    GuestEvidence,
+    GuestGpus,
+    Guests,
+    LocalPlatform,
+    given_collateral,
+)
 from raycloak.metrics.errors import ConfigError, EvidenceError, RefusedError
 from tests.protocol import trained
 
@@ -36,17 +41,16 @@ def test_a_hardware_policy_needs_collateral_and_a_simulated_one_takes_none(tmp_p
         assert refused.value.code == "collateral"
 
 
-def test_an_actors_source_travels_to_it_and_asks_the_machine_there() -> None:
+def test_a_guests_source_asks_the_machine_that_it_is_on() -> None:
     if tee_nodes():
         pytest.skip("this machine has a device of a trusted execution environment")
-    source = pickle.loads(pickle.dumps(Guests().source()))
+    assert Guests().source() is None
     with pytest.raises(EvidenceError, match="/sys/kernel/config/tsm/report is missing"):
-        source.collect(bytes(64))
+        GuestEvidence().collect(bytes(64))
 
 
 def test_a_worker_has_the_gpus_that_the_policy_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Guests().gpus() is None
-    gpus = pickle.loads(pickle.dumps(Guests(2).gpus()))
+    gpus = GuestGpus(2)
     for given, says in (("", "was given 0"), ("3", "was given 1"), ("GPU-1,GPU-2", "no indices of GPUs")):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
         with pytest.raises(EvidenceError, match=says) as refused:
@@ -58,7 +62,7 @@ def test_a_worker_has_the_gpus_that_the_policy_asks_for(monkeypatch: pytest.Monk
 def test_a_run_without_a_tee_is_told_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if tee_nodes():
         pytest.skip("this machine has a device of a trusted execution environment")
-    source = Guests().source()
+    source = GuestEvidence()
     monkeypatch.setattr(LocalPlatform, "collect", lambda self, report_data: source.collect(report_data))
     with pytest.raises(RefusedError, match=r"tee_unavailable.*/dev/sev-guest is missing"):
         trained(tmp_path)

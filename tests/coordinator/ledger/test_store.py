@@ -10,8 +10,9 @@ import pytest
 import sqlalchemy as sa
 
 from raycloak.coordinator.ledger import location
+from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.location import check_file_system, mounts, network_file_system
-from raycloak.coordinator.ledger.store import LedgerStore
+from raycloak.coordinator.ledger.store import LedgerStore, Rows
 from raycloak.metrics.errors import BudgetError, ConfigError
 from tests.coordinator.ledger.ledger_cases import MANIFEST, PARAMETERS, opened
 
@@ -340,3 +341,22 @@ def test_postgresql_without_its_driver_says_what_to_install(monkeypatch: pytest.
     monkeypatch.setitem(__import__("sys").modules, "psycopg", None)
     with pytest.raises(ConfigError, match=r"ledger_driver.*psycopg"):
         LedgerStore("postgresql://user@localhost/ledger")
+
+
+def test_guarantee_a_process_that_only_reads_a_ledger_never_holds_the_key_that_signs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The driver plans with what the ledger shows, and code of others runs in its process."""
+    ledger = opened(tmp_path / "ledger.sqlite")
+    shown = ledger.view()
+    ledger.close()
+    asked: list[str] = []
+    genuine = Rows.meta
+    monkeypatch.setattr(Rows, "meta", lambda rows, name: asked.append(name) or genuine(rows, name))
+    reader = PrivacyLedger(url(tmp_path / "ledger.sqlite"), create=False)
+    assert reader.view().accounts == shown.accounts
+    assert reader.public_key == ledger.public_key == shown.public_key
+    reader.verify()
+    reader.close()
+    assert "public_key" in asked
+    assert "signing_key" not in asked

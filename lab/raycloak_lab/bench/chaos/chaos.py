@@ -216,10 +216,11 @@ class Chaos:
 
     def _all_there(self) -> bool:
         """Return whether the process table shows the run's processes, and none of an earlier execution."""
-        found = self.cluster.victims(self.config.aggregators)
-        one = all(len(found[role]) == 1 for role in ("ledger", "orchestrator"))
-        workers = self.config.num_workers <= len(found["worker"]) <= self.config.most_workers
-        return one and workers and len(found["aggregator"]) == self.config.aggregators
+        # A relay and its vault each.
+        found = {role: len(each) / 2 for role, each in self.cluster.victims(self.config.aggregators).items()}
+        one = found["ledger"] == found["orchestrator"] == 1
+        workers = self.config.num_workers <= found["worker"] <= self.config.most_workers
+        return one and workers and found["aggregator"] == self.config.aggregators
 
     def _strike(self, strike: Strike) -> None:
         time.sleep(strike.moment * self._usual_step())

@@ -3,8 +3,9 @@
 It hides how processes are found and ended. It ends only processes below its own raylets, and leaves nothing behind.
 
 Ray names the process of an actor ``ray::Class`` or ``ray::Class.method``; the kernel's process table says whose child
-it is. An aggregator process may be a spare that takes no part yet. There is at most one, it is the youngest, and it is
-never named as a victim: with S ranges the S oldest aggregators are the ones in use.
+it is. An actor is a relay, whose one child is its vault; both are victims. An aggregator process may be a spare that
+takes no part yet. There is at most one, it is the youngest, and it is never named as a victim: with S ranges the S
+oldest aggregators are the ones in use.
 """
 
 import os
@@ -106,16 +107,21 @@ def role(process: Process) -> Role | None:
 
 
 def victims(processes: Iterable[Process], aggregators: int) -> dict[Role, list[Process]]:
-    """Return the processes in use, by role, oldest first.
+    """Return the processes in use, by role, oldest first, each relay before its vault.
 
     Args:
         processes: the processes below the raylets.
         aggregators: number of the run's ranges.
     """
-    found: dict[Role, list[Process]] = {role: [] for role in CLASSES.values()}
+    processes, found = list(processes), {role: list[Process]() for role in CLASSES.values()}
     for each in sorted(processes, key=lambda process: (process.started, process.pid)):
         played = role(each)
         if played is not None and each.state not in ENDING:
             found[played].append(each)
     found["aggregator"] = found["aggregator"][:aggregators]
-    return found
+    # What a vault starts is not its relay's child.
+    vaults = {each.parent: each for each in processes if each.state not in ENDING}
+    return {
+        role: [each for relay in relays for each in (relay, vaults.get(relay.pid)) if each is not None]
+        for role, relays in found.items()
+    }

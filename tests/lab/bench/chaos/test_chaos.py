@@ -66,7 +66,10 @@ class PaperCluster:
 
     def victims(self, aggregators):
         roles = {"worker": self.pids, "aggregator": [21], "ledger": [31], "orchestrator": [41]}
-        return {role: [Process(pid, 1, 1, "S", pid, "", 0.0) for pid in pids] for role, pids in roles.items()}
+        # Each number stands for a relay and its vault.
+        return {
+            role: [Process(pid, 1, 1, "S", pid, "", 0.0) for pid in pids for _ in "rv"] for role, pids in roles.items()
+        }
 
 
 def _steps(first, count, *, at, workers=4):

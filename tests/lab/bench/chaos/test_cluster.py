@@ -2,16 +2,18 @@
 
 import pytest
 
-from raycloak.coordinator.cluster.aggregator_actor import MaskedAggregatorActor
-from raycloak.coordinator.cluster.ledger_actor import LedgerActor
-from raycloak.coordinator.cluster.orchestrator_actor import OrchestratorActor
 from raycloak.coordinator.cluster.processes import Process
-from raycloak.coordinator.cluster.worker_actor import TrainWorkerActor
+from raycloak.coordinator.cluster.relays import (
+    LedgerActor,
+    MaskedAggregatorActor,
+    OrchestratorActor,
+    TrainWorkerActor,
+)
 from raycloak_lab.bench.chaos.cluster import CLASSES, role, victims
 
 
-def _process(pid, title, *, state="S", started=None):
-    return Process(pid, 1, 1, state, pid if started is None else started, title, 0.0)
+def _process(pid, title, *, state="S", started=None, parent=1):
+    return Process(pid, parent, 1, state, pid if started is None else started, title, 0.0)
 
 
 def test_the_classes_are_those_that_are_wired():
@@ -35,7 +37,7 @@ def test_a_title_names_the_role(title, expected):
     assert role(_process(1, title)) == expected
 
 
-def test_stopped_processes_and_the_youngest_spare_aggregator_are_left_out():
+def test_a_relay_and_its_vault_are_victims_but_no_stopped_process_and_no_spare_aggregator():
     found = victims(
         [
             _process(5, "ray::MaskedAggregatorActor", started=30),
@@ -43,11 +45,15 @@ def test_stopped_processes_and_the_youngest_spare_aggregator_are_left_out():
             _process(7, "ray::MaskedAggregatorActor", started=10, state="T"),
             _process(8, "ray::TrainWorkerActor.step", state="R"),
             _process(9, "ray::TrainWorkerActor", state="Z"),
+            _process(10, "python -m a.vault", parent=8),
+            _process(11, "python -m a.vault", parent=8, state="Z"),
+            _process(12, "python -m a.vault", parent=5),
+            _process(13, "python -m a.childs.child", parent=10),
         ],
         aggregators=1,
     )
     assert {role: [each.pid for each in processes] for role, processes in found.items()} == {
-        "worker": [8],
+        "worker": [8, 10],
         "aggregator": [6],
         "ledger": [],
         "orchestrator": [],

@@ -326,7 +326,7 @@ class Receiver:
         """
         try:
             method = getattr(type(self), name, None)
-            if name.startswith("_") or not inspect.isfunction(method):
+            if name.startswith("_") or not inspect.isfunction(method) or method is Receiver.receive:
                 raise ProtocolError("malformed", f"there is no method {name[:40]!r}")
             wire = Wire.of(method)
             answered = wire.write_answer(getattr(self, name)(*wire.read_call(frames)), returns)

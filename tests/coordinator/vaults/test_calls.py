@@ -11,11 +11,11 @@ import pytest
 from numpy.typing import NDArray
 
 from raycloak.attestation.core.messages import Envelope, parse
-from raycloak.coordinator.cluster.calls import ActorRefusal, Receiver, Reference, SentError, Wire
 from raycloak.coordinator.cluster.control import LedgerFace, OrchestratorFace
 from raycloak.coordinator.cluster.remote import Aggregator, AggregatorActor, Remote, Worker, WorkerActor
-from raycloak.coordinator.cluster.run_orchestrator import RunOrchestrator
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.vaults.calls import ActorRefusal, Receiver, Reference, SentError, Wire
+from raycloak.coordinator.vaults.run_orchestrator import RunOrchestrator
 from raycloak.metrics import errors
 from raycloak.metrics.errors import (
     BudgetError,

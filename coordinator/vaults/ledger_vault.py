@@ -1,0 +1,14 @@
+"""PrivacyLedger in a vault."""
+
+from raycloak.coordinator.ledger.ledger import PrivacyLedger
+from raycloak.coordinator.vaults.hosted import Hosted, Inside
+from raycloak.coordinator.vaults.openings import LedgerOpening
+
+
+class LedgerVault(Hosted, PrivacyLedger):
+    """A PrivacyLedger that answers calls."""
+
+    OPENING = LedgerOpening
+
+    def __init__(self, opening: LedgerOpening, inside: Inside) -> None:
+        PrivacyLedger.__init__(self, opening.url, opening.create, opening.witness)

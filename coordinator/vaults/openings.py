@@ -1,0 +1,52 @@
+"""The first word to a vault: what its role needs to begin.
+
+A module of its own, because an actor's process and the driver import no more of a role than this.
+"""
+
+from typing import ClassVar
+
+from raycloak.attestation.core.messages import Message
+
+
+class LedgerOpening(Message):
+    """The opening of a ledger's vault; see `raycloak.coordinator.ledger.ledger.PrivacyLedger`."""
+
+    DOMAIN: ClassVar[str] = "raycloak/vault/ledger/v1"
+    url: str
+    create: bool
+    witness: str | None
+
+
+class OrchestratorOpening(Message):
+    """The opening of an orchestrator's vault; see
+    `raycloak.attestation.service.serving_orchestrator.EvidenceOrchestrator`.
+
+    Attributes:
+        simulated: whether its evidence is SIMULATED, by the platform of its node.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/vault/orchestrator/v1"
+    state_directory: str
+    bind: str | None
+    simulated: bool
+
+
+class AggregatorOpening(Message):
+    """The opening of an aggregator's vault, before it is known which member it becomes."""
+
+    DOMAIN: ClassVar[str] = "raycloak/vault/aggregator/v1"
+    simulated: bool
+
+
+class WorkerOpening(Message):
+    """The opening of a worker's vault.
+
+    Attributes:
+        member_id: of this incarnation.
+        gpus: how many confidential GPUs it gives evidence of.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/vault/worker/v1"
+    member_id: str
+    simulated: bool
+    gpus: int
