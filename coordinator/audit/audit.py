@@ -159,7 +159,10 @@ def audit(
         watch = progress, phase
         finished, models, run_dir = _train(audited, session, setup, run_secret, canaries, *watch, data, small_epsilon)
     mechanism, delta, epsilon = finished.plan.mechanism, finished.plan.delta, _epsilon(audited, finished)
-    bound = strongest_bound(_observed(models, audited), coins, mechanism, delta=delta, confidence=confidence)
+    # Each released sum, from two consecutive models.
+    moved = -np.diff(models.astype(np.float64), axis=0) * (audited.batch_size / audited.optimizer.learning_rate)
+    observed = Observed(moved, canary_signs(models[:-1]))
+    bound = strongest_bound(observed, coins, mechanism, delta=delta, confidence=confidence)
     sensitivity = task.largest_move(mechanism, finished.parameters, config)
     result = AuditResult(
         epsilon_lower=bound.epsilon,
@@ -257,7 +260,15 @@ def _train(
             progress(report)
 
         try:
-            reporting = _reporting(config, events, after_step, phase)
+            reporting = Reporting(
+                metrics=lambda manifest, evidence: RunMetrics(run_facts(manifest, evidence, config)),
+                events=events,
+                progress=after_step,
+                phase=phase,
+                departure=lambda departure: None,
+                joined=lambda member_id: None,
+                restart=lambda restart: None,
+            )
             run = run_folder, NewRun()
             order = Order(config, session, setup, lambda: None, reporting, *run, data, small_epsilon=small_epsilon)
             coordinator = Coordinator(order)
@@ -282,29 +293,6 @@ def _setup(config: RunConfig, folder: Path, task: CanaryTask) -> WorkerSetup:
         allow_nondeterministic=config.allow_nondeterministic,
         mode=compute_mode(config),
     )
-
-
-def _reporting(
-    config: RunConfig,
-    events: EventWriter,
-    progress: Callable[[StepReport], None],
-    phase: Callable[[str], None],
-) -> Reporting:
-    return Reporting(
-        metrics=lambda manifest, evidence: RunMetrics(run_facts(manifest, evidence, config)),
-        events=events,
-        progress=progress,
-        phase=phase,
-        departure=lambda departure: None,
-        joined=lambda member_id: None,
-        restart=lambda restart: None,
-    )
-
-
-def _observed(models: NDArray[np.float32], config: RunConfig) -> Observed:
-    """Compute each released sum from two consecutive models, the canaries' parameters, [steps + 1, m]."""
-    moved = -np.diff(models.astype(np.float64), axis=0)
-    return Observed(moved * (config.batch_size / config.optimizer.learning_rate), canary_signs(models[:-1]))
 
 
 def _epsilon(config: RunConfig, finished: Finished) -> float:

@@ -3,9 +3,9 @@
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from raycloak.attestation.collateral.files import load_collateral
 from raycloak.attestation.collateral.keeper import CollateralKeeper, CollateralRefresh
@@ -30,7 +30,6 @@ from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_mea
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.section import Section, validated
 from raycloak.coordinator.config.sections import MetricsConfig
-from raycloak.coordinator.planning.manifest import run_terms
 from raycloak.coordinator.planning.references import load_terms
 from raycloak.metrics.collectors import ServiceCollector
 from raycloak.metrics.errors import ConfigError, ProtocolError
@@ -99,13 +98,6 @@ class ServiceConfig(Section):
     limits: ServiceLimits = ServiceLimits()
     metrics: MetricsConfig = MetricsConfig()
 
-    @field_validator("hosting", mode="before")
-    @classmethod
-    def _tuples(cls, value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: tuple(each) if isinstance(each, list) else each for name, each in value.items()}
-        return value
-
     @model_validator(mode="after")
     def _consistent(self) -> "ServiceConfig":
         if (self.manifest is None) == (self.contract is None):
@@ -145,14 +137,6 @@ class EvidenceServiceFacts:
     memory: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Served:
-    """The subject of the service's keys: a run by its manifest, or a contract of its own."""
-
-    run: RunTerms[KeyContract]
-    contract: ServiceContract | None
-
-
 def load_service(path: Path) -> ServiceConfig:
     """Read the service's file; ConfigError ``config``."""
     return validated(ServiceConfig, read_yaml(path, "config"), "docs/evidence-service.md")
@@ -175,19 +159,25 @@ def start_service(config: ServiceConfig, base: Path) -> tuple[EvidenceServer, Ru
     known = (folder / "orchestrator" / f"{run_id}.sqlite").is_file()
     run = open_run(str(folder / "orchestrator"), time.time, str(secret), run_id if known else None)
     try:
-        served = _with_sealed(_served(config, base, run, policy, collateral), config, base)
-        count = served.run.contract.key_owners
-        hosting = _hosting(config, count)
+        terms = _terms(config, base, run, policy, collateral)
+        count = terms.contract.key_owners
+        # A key service does not decide who hosts what.
+        hosting = StaticHosting.of(config.hosting, config.aggregators, count) if config.hosting != "any" else None
         # Members that the table names are kept. Others are forgotten when their evidence expires.
         lasting = () if hosting is None else (*hosting.workers, *hosting.aggregators)
-        session = run.begin(replace(served.run, lasting=lasting), SESSION)
+
+        def source(sealed: SealedConfig | None, use: Use) -> SealedSource | None:
+            return load_terms(base / sealed.path, base / sealed.key_file, count, use) if sealed else None
+
+        sealed, evaluation = source(config.sealed, "training"), source(config.evaluation, "evaluation")
+        session = run.begin(replace(terms, lasting=lasting, sealed=sealed, evaluation=evaluation), SESSION)
         if hosting is None:
             desk = PeerDesk(session, AnyHosting(count), attests=("worker",), keys_alone=True)
         else:
             desk = PeerDesk(session, hosting)
         # The server's calls and the refresh of collateral take turns at the orchestrator.
         turn = Turn()
-        server = EvidenceServer(desk, served.run.manifest_digest, config.bind, config.limits, turn)
+        server = EvidenceServer(desk, terms.manifest_digest, config.bind, config.limits, turn)
     except BaseException:
         # Otherwise its files stay open in a process that serves nothing.
         run.close()
@@ -198,13 +188,17 @@ def start_service(config: ServiceConfig, base: Path) -> tuple[EvidenceServer, Ru
         # Before the service stops, because the refresh uses its orchestrator.
         server.at_stop(refresh.stop)
         refresh.start()
+    contract = None
+    if isinstance(terms.contract, ServiceContract):
+        contract = folder / f"{run_id}.contract.json"
+        write_whole(contract, terms.contract.encode() + b"\n")
     facts = EvidenceServiceFacts(
         evidence="SIMULATED" if policy.accepts_simulated else "hardware",
         address=f"{config.bind.rpartition(':')[0]}:{server.port}",
         run_id=run_id,
-        manifest_digest=served.run.manifest_digest,
+        manifest_digest=terms.manifest_digest,
         orchestrator_key=run.public.ed25519,
-        contract=_write(served.contract, folder / f"{run_id}.contract.json"),
+        contract=contract,
         metrics=page.url,
         memory=server.memory,
     )
@@ -232,13 +226,6 @@ def _page(server: EvidenceServer, session: RunSession, config: ServiceConfig) ->
     return page
 
 
-def _hosting(config: ServiceConfig, virtual_workers: int) -> StaticHosting | None:
-    """Return the hosting; None if the service does not decide it."""
-    if config.hosting == "any":
-        return None
-    return StaticHosting.of(config.hosting, config.aggregators, virtual_workers)
-
-
 def _policy(config: ServiceConfig, base: Path) -> tuple[Policy, CollateralBundle, CollateralKeeper | None]:
     if config.policy is None:
         vendor = SimulatedVendor.load_or_create(home.simulator_folder())
@@ -257,13 +244,10 @@ def _policy(config: ServiceConfig, base: Path) -> tuple[Policy, CollateralBundle
     return policy, given, None
 
 
-def _served(
-    config: ServiceConfig,
-    base: Path,
-    run: OpenRun,
-    policy: Policy,
-    collateral: CollateralBundle,
-) -> _Served:
+def _terms(
+    config: ServiceConfig, base: Path, run: OpenRun, policy: Policy, collateral: CollateralBundle
+) -> RunTerms[KeyContract]:
+    """Return the terms of the service's subject: a run by its manifest, or a contract of its own."""
     run_id, key = run.run_id, run.public
     if config.manifest is not None:
         manifest = _manifest(base / config.manifest)
@@ -274,7 +258,7 @@ def _served(
                 "the manifest names another run secret or another policy than this file.",
                 "Name the secret and the policy of that run.",
             )
-        return _Served(run_terms(manifest, policy, collateral), None)
+        return RunTerms(manifest, policy, collateral)
     assert config.contract is not None  # the configuration has one of the two
     answer, count = bytes.fromhex(config.contract.known_answer), config.contract.virtual_workers
     unkeyed = ServiceContract(
@@ -288,18 +272,7 @@ def _served(
     )
     contract = unkeyed.with_keys(run.key_commitments(unkeyed.key_context, count, config.contract.epochs))
     # At a key service, a worker that died before its release makes room on its machine.
-    of_run = RunTerms(contract, policy, collateral, displaces=config.hosting == "any")
-    return _Served(of_run, contract)
-
-
-def _with_sealed(served: _Served, config: ServiceConfig, base: Path) -> _Served:
-    def load(sealed: SealedConfig | None, use: Use) -> SealedSource | None:
-        if sealed is None:
-            return None
-        return load_terms(base / sealed.path, base / sealed.key_file, served.run.contract.key_owners, use)
-
-    sealed, evaluation = load(config.sealed, "training"), load(config.evaluation, "evaluation")
-    return replace(served, run=replace(served.run, sealed=sealed, evaluation=evaluation))
+    return RunTerms(contract, policy, collateral, displaces=config.hosting == "any")
 
 
 def _manifest(path: Path) -> Manifest:
@@ -311,10 +284,3 @@ def _manifest(path: Path) -> Manifest:
         raise ConfigError(
             "manifest", f"{path} is not the manifest of a run.", "It is manifest.json in a run directory."
         ) from None
-
-
-def _write(contract: ServiceContract | None, path: Path) -> Path | None:
-    if contract is None:
-        return None
-    write_whole(path, contract.encode() + b"\n")
-    return path

@@ -132,7 +132,11 @@ def _batch_of(config: RunConfig, terms: BatchTerms, virtual_workers: int) -> Phy
     if by_epsilon:
         capacity = _charged_capacity(config, terms, virtual_workers)
     else:
-        budget = _overflow_budget(config, terms.epsilon_cap) if terms.releases else PUBLIC_OVERFLOW
+        budget = PUBLIC_OVERFLOW
+        if terms.releases:
+            # The chance of a cut that delta pays for, at the account's cap.
+            factor = 1 + math.exp(min(terms.epsilon_cap, LARGEST_EPSILON))
+            budget = OVERFLOW_SHARE * config.dp_config.target_delta / factor
         capacity = least_within(budget, slice_size, terms.sample_rate, draws)
     rows, batches = physical_shape(capacity, config.micro_batch_size or terms.largest_rows)
     return PhysicalBatch(
@@ -156,8 +160,3 @@ def _charged_capacity(config: RunConfig, terms: BatchTerms, virtual_workers: int
         return cut is None or cut_excess((replace(training, cut=cut), *others), delta) <= CUT_EXCESS
 
     return least(cheap, math.ceil(terms.sample_rate * slice_size), slice_size)
-
-
-def _overflow_budget(config: RunConfig, epsilon_cap: float) -> float:
-    """Return the chance of a cut batch that delta pays for, at the account's cap."""
-    return OVERFLOW_SHARE * config.dp_config.target_delta / (1 + math.exp(min(epsilon_cap, LARGEST_EPSILON)))

@@ -15,10 +15,8 @@ from raycloak.workers.terms.mechanism import Mechanism
 Charged = Mapping[Query, int]
 """How often each mechanism of a run was charged, by the ledger's record; what is not there was not charged."""
 
-Counts = list[tuple[Mechanism, int]]
 
-
-def covered(plan: Plan, charged: Charged) -> Counts:
+def covered(plan: Plan, charged: Charged) -> list[tuple[Mechanism, int]]:
     """Return the releases that the claim covers, the gradient's first: the plan, as far as the cap reaches.
 
     That end is fixed before the first step. If more was charged, the cap was raised later, and it is the whole plan.
@@ -38,7 +36,8 @@ def claimed_epsilon(plan: Plan, charged: Charged, known_shares: int = 0) -> floa
     Infinite if that leaves no guarantee. Precondition: no cap was raised because of what the run released, or
     ``charged`` goes beyond the cap that the plan was made for.
     """
-    return _epsilon(plan, covered(plan, charged), known_shares)
+    (mechanism, steps), *beside = covered(plan, charged)
+    return epsilon_against(mechanism, known_shares, plan.delta, steps, beside)
 
 
 def epsilon_if_stop_was_blind(plan: Plan, charged: Charged) -> float:
@@ -46,11 +45,6 @@ def epsilon_if_stop_was_blind(plan: Plan, charged: Charged) -> float:
 
     It holds only if nothing that the run released had a part in when it ended. So nobody can claim it who has looked.
     """
-    made = [(each, charged.get(each.query, 0)) for each, _ in covered(plan, charged)]
+    (mechanism, steps), *beside = [(each, charged.get(each.query, 0)) for each, _ in covered(plan, charged)]
     # An accountant's grid may put the cost of a part slightly above that of the whole.
-    return min(_epsilon(plan, made, 0), claimed_epsilon(plan, charged))
-
-
-def _epsilon(plan: Plan, counts: Counts, known_shares: int) -> float:
-    (mechanism, steps), *beside = counts
-    return epsilon_against(mechanism, known_shares, plan.delta, steps, beside)
+    return min(epsilon_against(mechanism, 0, plan.delta, steps, beside), claimed_epsilon(plan, charged))

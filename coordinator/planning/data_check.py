@@ -10,7 +10,7 @@ Not guaranteed: that nobody wrote the record by hand. It is the owner's word to 
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,7 +21,6 @@ from raycloak.attestation.core.canonical import canonical_json
 from raycloak.attestation.sealed.sealed_data import SealedSource, SliceKeys, Use, load_dataset_key
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig
-from raycloak.coordinator.config.sections import DatasetConfig
 from raycloak.coordinator.planning.model_source import loss_spec, model_source
 from raycloak.coordinator.planning.references import descriptor, part_of, require_at_hand
 from raycloak.metrics.errors import ConfigError, DatasetError
@@ -144,6 +143,7 @@ class Checked:
     digest: bytes
 
 
+@for_owner()
 def check_data(config: RunConfig, base: Path) -> Checked:
     """Read every example that ``config`` trains on; record the check if nothing wrong was found.
 
@@ -153,14 +153,10 @@ def check_data(config: RunConfig, base: Path) -> Checked:
     Raises:
         ConfigError, DatasetError, ModelError: data, model or evaluation split cannot be opened.
     """
-    if config.dataset is None:
+    dataset = config.dataset
+    if dataset is None:
         raise ConfigError("config", "a check needs a dataset.", "Name it in the configuration.")
-    require_at_hand(config.dataset, "a check")
-    with for_owner():
-        return _checked(config, config.dataset, base)
-
-
-def _checked(config: RunConfig, dataset: DatasetConfig, base: Path) -> Checked:
+    require_at_hand(dataset, "a check")
     described = descriptor(dataset)
     images = images_by_name(described, base)
     _require_read(images)
@@ -170,7 +166,10 @@ def _checked(config: RunConfig, dataset: DatasetConfig, base: Path) -> Checked:
     limits = Limits(classes, vocabulary, named_inputs_of(opened.examples))
     findings = _scanned(opened.examples, limits, opened.features)
     split = _open_for_owner(config, base, "evaluation")
-    overlap = None if split is None else int(np.isin(findings.features, _feature_hashes(split.examples)).sum())
+    overlap = None
+    if split is not None:
+        evaluated = [_hashes(features.reshape(len(features), -1)) for features, _ in _chunks(split.examples)]
+        overlap = int(np.isin(findings.features, np.concatenate(evaluated)).sum())
     form = dataset_form(opened.examples)
     report = DataReport(
         examples=form.num_examples,
@@ -180,16 +179,16 @@ def _checked(config: RunConfig, dataset: DatasetConfig, base: Path) -> Checked:
         label_dtype=form.label_dtype,
         features=opened.features,
         left_out=opened.left_out,
-        not_finite=findings.not_finite.count,
-        not_finite_shown=findings.not_finite.shown,
+        not_finite=len(findings.not_finite),
+        not_finite_shown=tuple(findings.not_finite[:SHOWN].tolist()),
         not_finite_columns=findings.columns,
         label_range=findings.label_range,
         classes=classes,
-        labels_outside=findings.labels.count,
-        labels_outside_shown=findings.labels.shown,
+        labels_outside=len(findings.labels),
+        labels_outside_shown=tuple(findings.labels[:SHOWN].tolist()),
         vocabulary=vocabulary,
-        ids_outside=findings.ids.count,
-        ids_outside_shown=findings.ids.shown,
+        ids_outside=len(findings.ids),
+        ids_outside_shown=tuple(findings.ids[:SHOWN].tolist()),
         duplicates=form.num_examples - len(np.unique(findings.rows)),
         evaluation_overlap=overlap,
         constant_features=len(findings.constant),
@@ -282,29 +281,21 @@ def _limits(config: RunConfig, base: Path, opened: OpenedDataset) -> tuple[int |
     return declared or shown, vocabulary
 
 
-@dataclass(slots=True)
-class _Counted:
-    """Rows of one fault: how many, and the first of them, counted from 1."""
-
-    count: int = 0
-    shown: tuple[int, ...] = ()
-
-    def add(self, rows: NDArray[np.bool_], before: int) -> None:
-        """Count the marked rows of a chunk that has ``before`` rows before it."""
-        places = np.flatnonzero(rows)
-        self.count += len(places)
-        self.shown += tuple((places[: SHOWN - len(self.shown)] + before + 1).tolist())
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Findings:
-    """The findings of one pass over the examples; hashes of rows and of features are [n, 16] bytes as one item each."""
+    """The findings of one pass over the examples.
+
+    Attributes:
+        rows, features: hashes of examples and of their features alone, [n, 16] bytes as one item each.
+        not_finite, labels, ids: numbers of the examples with such a fault, from 1.
+        constant: positions of features that have one value.
+    """
 
     rows: NDArray[np.void]
     features: NDArray[np.void]
-    not_finite: _Counted
-    labels: _Counted
-    ids: _Counted
+    not_finite: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    ids: NDArray[np.int64]
     columns: tuple[str, ...]
     label_range: tuple[float, float] | None
     constant: NDArray[np.int64]
@@ -312,20 +303,16 @@ class _Findings:
 
 def _scanned(dataset: Dataset, limits: Limits, names: Sequence[str]) -> _Findings:
     rows, hashes = [], []
-    not_finite, outside, ids = _Counted(), _Counted(), _Counted()
-    least, largest, seen = np.inf, -np.inf, 0
+    voids: list[Voids] = []
+    least, largest = np.inf, -np.inf
     first = varied = None
     columns: dict[str, None] = {}
     for features, labels in _chunks(dataset):
         flat, targets = features.reshape(len(features), -1), labels.reshape(len(labels), -1)
         hashes.append(_hashes(flat))
         rows.append(_hashes(flat, targets))
-        voids = Voids.of(features, labels, limits)
-        not_finite.add(voids.not_finite, seen)
-        outside.add(voids.labels, seen)
-        ids.add(voids.ids, seen)
-        seen += len(features)
-        if voids.not_finite.any():
+        voids.append(Voids.of(features, labels, limits))
+        if voids[-1].not_finite.any():
             columns |= dict.fromkeys(void_columns(features, limits, names))
         first = flat[0] if first is None else first
         # Compared by bits: NaN in all examples is constant too.
@@ -338,17 +325,17 @@ def _scanned(dataset: Dataset, limits: Limits, names: Sequence[str]) -> _Finding
     return _Findings(
         rows=np.concatenate(rows),
         features=np.concatenate(hashes),
-        not_finite=not_finite,
-        labels=outside,
-        ids=ids,
+        not_finite=_numbers(each.not_finite for each in voids),
+        labels=_numbers(each.labels for each in voids),
+        ids=_numbers(each.ids for each in voids),
         columns=tuple(columns),
         label_range=(least, largest) if least <= largest else None,
         constant=np.flatnonzero(~varied) if len(dataset) > 1 else np.empty(0, np.int64),
     )
 
 
-def _feature_hashes(dataset: Dataset) -> NDArray[np.void]:
-    return np.concatenate([_hashes(features.reshape(len(features), -1)) for features, _ in _chunks(dataset)])
+def _numbers(marks: Iterable[NDArray[np.bool_]]) -> NDArray[np.int64]:
+    return np.flatnonzero(np.concatenate(list(marks))) + 1
 
 
 def _chunks(dataset: Dataset) -> Iterator[tuple[NDArray[np.float32], NDArray[np.float32]]]:

@@ -34,7 +34,7 @@ from raycloak.coordinator.planning.payer import (
     small_cap,
 )
 from raycloak.coordinator.planning.plan import Plan, make_plan, plan_mechanism, with_notes
-from raycloak.coordinator.planning.public_split import PublicSplit, public_split
+from raycloak.coordinator.planning.public_split import public_split
 from raycloak.coordinator.planning.references import descriptor, evaluation_form, sealed_terms
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.evaluation import Scorer, check_evaluation_form, metric_of
@@ -44,6 +44,7 @@ from raycloak.workers.gradients.numerics import slow_products
 from raycloak.workers.gradients.row_memory import largest_rows
 from raycloak.workers.gradients.sum_engines import check_measurable
 from raycloak.workers.inputs.datasets import DatasetForm, SteadyDataset, dataset_form
+from raycloak.workers.inputs.descriptor import OpenedDataset
 from raycloak.workers.inputs.fingerprint import data_marks
 from raycloak.workers.known_answer import check_classes
 from raycloak.workers.models.fed_by_name import fed_by_name
@@ -82,8 +83,13 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
     groups = try_rule(spec, trainable_tensors(model), config.sized(form.num_examples).planned_steps, config_dir)
     if (split := public_split(config, config_dir)) is not None:
         split.check(model, config.loss_name)
-        split.require_features(facts.features)
-        _try_metrics(config, config_dir, split)
+        split.require_features(facts.opened.features)
+        assert config.evaluation is not None, "there is a split"
+        if metrics := own_metrics(config.evaluation.metrics, (), config_dir):
+            # A model of its own: the one that is checked stays in train mode.
+            measured = build_model(model_source(config.model), config_dir, config.seed)
+            fed_by_name(measured, split.form.inputs)
+            try_metrics(metrics, Scorer(measured, loss, metric_of(config.loss_name)), split.examples)
     sealed = sealed_terms(config, config_dir, "evaluation")
     if sealed is not None:
         check_evaluation_form(evaluation_form(sealed), form)
@@ -92,9 +98,14 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
     for measurement in plan.measurements:
         check_measurable(measurement, form)
     check_rows(model, form, loss, _mechanisms(plan), not config.allow_nondeterministic, facts.vocabulary)
-    left_out = (*facts.left_out, *(f"evaluation.dataset: {each}" for each in (split.left_out if split else ())))
-    noted = replace(with_notes(plan, (*facts.notes, *slow), left_out), features=facts.features_text)
-    return replace(checked(noted), data_check=recorded_check(facts.data.fingerprint), groups=groups)
+    beside = (f"evaluation.dataset: {each}" for each in (split.left_out if split else ()))
+    noted = with_notes(plan, (*facts.notes, *slow), (*facts.opened.left_out, *beside))
+    return replace(
+        checked(noted),
+        features=facts.opened.features_text(form),
+        data_check=recorded_check(facts.data.fingerprint),
+        groups=groups,
+    )
 
 
 def mechanism_of(config: RunConfig, config_dir: Path) -> Mechanism:
@@ -121,9 +132,9 @@ class _Facts:
         notes: about how the model was built.
         sizes: numbers of examples and of trainable parameters.
         vocabulary, largest_rows, data: as a worker finds them.
-        features, features_text, left_out: as of an `OpenedDataset`.
     """
 
+    opened: OpenedDataset
     model: nn.Module
     notes: tuple[str, ...]
     form: DatasetForm
@@ -132,9 +143,6 @@ class _Facts:
     vocabulary: int | None
     largest_rows: int
     data: DataMarks
-    features: tuple[str, ...]
-    features_text: str
-    left_out: tuple[str, ...]
 
 
 def _facts_of(config: RunConfig, config_dir: Path) -> _Facts:
@@ -157,6 +165,7 @@ def _facts_of(config: RunConfig, config_dir: Path) -> _Facts:
         check_trainable(model, form, loss, deterministic, vocabulary)
     check_classes(model, config.loss_name, opened.examples, data.classes, vocabulary, deterministic)
     return _Facts(
+        opened=opened,
         model=model,
         notes=notes,
         form=form,
@@ -165,25 +174,11 @@ def _facts_of(config: RunConfig, config_dir: Path) -> _Facts:
         vocabulary=vocabulary,
         largest_rows=largest_rows(model, form, loss, deterministic, vocabulary, _device(config)),
         data=data_marks(data, opened, config_dir),
-        features=opened.features,
-        features_text=opened.features_text(form),
-        left_out=opened.left_out,
     )
 
 
 def _device(config: RunConfig) -> str:
     return "cuda" if config.use_gpu else "cpu"
-
-
-def _try_metrics(config: RunConfig, config_dir: Path, split: PublicSplit) -> None:
-    """Call the user's own metrics on the untrained model; ConfigError as `try_metrics`."""
-    assert config.evaluation is not None, "there is a split"
-    if metrics := own_metrics(config.evaluation.metrics, (), config_dir):
-        # A model of its own: the one that is checked stays in train mode.
-        model = build_model(model_source(config.model), config_dir, config.seed)
-        fed_by_name(model, split.form.inputs)
-        loss, _ = loss_function(loss_spec(config.loss), config_dir)
-        try_metrics(metrics, Scorer(model, loss, metric_of(config.loss_name)), split.examples)
 
 
 def _paid(config: RunConfig, config_dir: Path, facts: _Facts) -> Plan:
@@ -192,28 +187,23 @@ def _paid(config: RunConfig, config_dir: Path, facts: _Facts) -> Plan:
         view = _view_of(ledger)
         name, paying = _payer(view, config, config_dir, facts.data)
         plan = make_plan(config, *facts.sizes, paying, facts.largest_rows)
+        # A run of this plan has no id and no manifest yet.
+        run = RegistrationTerms(
+            run_id="(planned)",
+            account=name,
+            mechanisms=_mechanisms(plan),
+            manifest_digest=b"",
+            data=facts.data,
+            public=config.dataset is not None and config.dataset.public,
+            prepaid=config.ledger.prepaid,
+            opens=opening_terms(config, paying, plan.mechanism.accountant),
+        )
         # Also of an account that the run would open: the ledger may refuse it.
-        outlook = ledger.outlook(_run_terms(config, name, paying, plan, facts.data)) if ledger else None
+        outlook = ledger.outlook(run) if ledger else None
         warning = small_cap(config, paying)
         asks = (f"{warning} raycloak run asks for --yes.",) if warning else ()
         with_payer = with_account(plan, name, view, outlook if paying else None)
         return replace(with_payer, warnings=(*with_payer.warnings, *asks))
-
-
-def _run_terms(
-    config: RunConfig, name: str, paying: PayingAccount | None, plan: Plan, data: DataMarks
-) -> RegistrationTerms:
-    """Return what the ledger would be asked to register; a run of this plan has no id and no manifest yet."""
-    return RegistrationTerms(
-        run_id="(planned)",
-        account=name,
-        mechanisms=_mechanisms(plan),
-        manifest_digest=b"",
-        data=data,
-        public=config.dataset is not None and config.dataset.public,
-        prepaid=config.ledger.prepaid,
-        opens=opening_terms(config, paying, plan.mechanism.accountant),
-    )
 
 
 def _view_of(ledger: PrivacyLedger | None) -> LedgerView:

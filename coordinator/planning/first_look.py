@@ -41,7 +41,10 @@ def first_look(config: RunConfig, base: Path, run_secret: Path | None = None, re
             a new run.
     """
     preflight(config, base)
-    if _starts_ray():
+    # Asked of Ray only where it is loaded: this look comes before it.
+    ray = sys.modules.get("ray")
+    if not os.environ.get("RAY_ADDRESS") and not (ray is not None and ray.is_initialized()):
+        # The workers will be on this machine, in a Ray that is started for the run.
         require_in_place(config, base)
     require_none_needed(config)
     tracing_is_on()
@@ -59,13 +62,6 @@ def first_look(config: RunConfig, base: Path, run_secret: Path | None = None, re
     _check_account(config, base, resumes or run_secret is not None)
 
 
-def _starts_ray() -> bool:
-    """Return whether the run's workers will be on this machine, in a Ray that is started for it."""
-    # Asked of Ray only where it is loaded: this look comes before it.
-    ray = sys.modules.get("ray")
-    return not os.environ.get("RAY_ADDRESS") and not (ray is not None and ray.is_initialized())
-
-
 def require_library(tool: str) -> None:
     """Require the library of a logger without importing it; ConfigError ``logger_library`` names its extra."""
     if find_spec(tool) is None:
@@ -79,14 +75,14 @@ def require_library(tool: str) -> None:
 def _check_home(path: Path) -> None:
     """Require that the state folder can be written to, or made."""
     nearest = next(each for each in (path, *path.parents) if os.path.lexists(each))
+    error: OSError
     if not nearest.is_dir():
-        raise _unusable(path, NotADirectoryError(20, "Not a directory"))
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise _unusable(path, PermissionError(13, "Permission denied"))
-
-
-def _unusable(path: Path, error: OSError) -> ConfigError:
-    return file_error("home_unusable", "use the state folder", path, error)
+        error = NotADirectoryError(20, "Not a directory")
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        error = PermissionError(13, "Permission denied")
+    else:
+        return
+    raise file_error("home_unusable", "use the state folder", path, error)
 
 
 def _check_secret(path: Path) -> None:

@@ -42,7 +42,12 @@ def require_none_in_job(folder: Path) -> None:
         ConfigError: ``key_in_job``.
     """
     for path, what in keys_below(folder):
-        raise _in_job(path, what)
+        raise ConfigError(
+            "key_in_job",
+            f"{path} is {what}, and was uploaded with the job's working directory: Ray keeps and spreads it in the "
+            "clear.",
+            f"Take a new one, and keep it in {WHERE}.",
+        )
 
 
 def keys_below(folder: Path) -> Iterator[tuple[Path, str]]:
@@ -76,21 +81,8 @@ def _key_in(path: Path) -> str | None:
         return "a run secret, a data owner's key or a fingerprint key"
     if _PEM.search(content):
         return "a private key in PEM"
-    return "a private key" if _fields(content) in _PRIVATE else None
-
-
-def _fields(content: bytes) -> set[str]:
-    """Return the names in a JSON object; none of any other content."""
     try:
         found = json.loads(content) if content.lstrip().startswith(b"{") else None
     except (ValueError, RecursionError):
         found = None
-    return set(found) if isinstance(found, dict) else set()
-
-
-def _in_job(path: Path, what: str) -> ConfigError:
-    return ConfigError(
-        "key_in_job",
-        f"{path} is {what}, and was uploaded with the job's working directory: Ray keeps and spreads it in the clear.",
-        f"Take a new one, and keep it in {WHERE}.",
-    )
+    return "a private key" if isinstance(found, dict) and set(found) in _PRIVATE else None

@@ -1,14 +1,14 @@
 """The measurements of a run beside its gradients: their mechanisms, their schedule, and what each costs."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from raycloak.attestation.core.roster import Query
 from raycloak.coordinator.accounting.calibration import affordable_rounding, composed_epsilon
-from raycloak.coordinator.accounting.releases import Release, Releases, physical_shape, releases_of
+from raycloak.coordinator.accounting.releases import Release, Releases, least, physical_shape, releases_of
 from raycloak.coordinator.accounting.renyi import SMALLEST_NOISE_MULTIPLIER
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.config.sections import ClassCountsConfig, PrivateEvaluationConfig
-from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.planning.batches import UNMEASURED_ROWS
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.terms.loss import has_accuracy
@@ -39,7 +39,7 @@ def planned_measurements(config: RunConfig) -> Releases:
     Raises:
         ConfigError: ``noise_too_small``.
     """
-    return tuple(Release(1.0, _noise(section), _count(config, section)) for section in _sections(config))
+    return tuple(release for _, release in _sections(config))
 
 
 def plan_measurements(
@@ -54,7 +54,7 @@ def plan_measurements(
         ConfigError: ``noise_too_small``, or a measurement does not fit the ring; with numbers.
     """
     rows = config.micro_batch_size or largest_rows
-    return tuple(_measurement(config, section, training, rows) for section in _sections(config))
+    return tuple(_measurement(config, *each, training, rows) for each in _sections(config))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,11 @@ class Schedule:
 
     def measured(self, after: int) -> list[tuple[Mechanism, int]]:
         """Return each measurement's mechanism, and how often it was released once ``after`` steps were finished."""
-        return [(each.mechanism, _made(each, self.mechanism.steps, after)) for each in self.measurements]
+        planned = self.mechanism.steps
+        return [
+            (each.mechanism, sum(each.after(number, planned) <= after for number in range(each.mechanism.steps)))
+            for each in self.measurements
+        ]
 
     def releases(self, steps: int, measured: int) -> Releases:
         """Return all private releases of ``steps`` steps and of what is measured after at most ``measured`` steps."""
@@ -85,35 +89,23 @@ class Schedule:
         """Return the epsilon of :meth:`releases` at an account's ``delta``, with its Renyi ``orders`` in use."""
         return composed_epsilon(self.releases(steps, measured), delta, self.mechanism.accountant, orders)
 
-    def reach(self, cap: float, delta: float, orders: tuple[float, ...]) -> tuple[int, int]:
+    def reach(self, cap: float, epsilon: Callable[[int, int], float]) -> tuple[int, int]:
         """Return how far a cap reaches: how many steps fit, and the last step whose measurements still fit.
 
-        Raises:
-            ConfigError: ``cap_too_small`` if not even one step fits.
+        Args:
+            epsilon: of an account once this many steps are charged, and measured after so many of them.
         """
-        low, high = 0, self.mechanism.steps
-        middle = high  # Most plans fit whole, and one epsilon may take a second.
-        while low < high:
-            # A step is charged before the measurements that are due after it.
-            if self.epsilon(middle, middle - 1, delta, orders) <= cap:
-                low = middle
-            else:
-                high = middle - 1
-            middle = (low + high + 1) // 2
-        if low == 0:
-            raise ConfigError(
-                "cap_too_small",
-                f"one step, with what is measured before it, costs epsilon "
-                f"{epsilon_text(self.epsilon(1, 0, delta, orders))} at delta {delta:g}, more than the cap {cap:g}.",
-                "Raise the cap or the noise multiplier, or lower the batch size.",
-            )
-        return low, low if self.epsilon(low, low, delta, orders) <= cap else low - 1
+        # A step is charged before the measurements that are due after it.
+        steps = most_within(cap, self.mechanism.steps, lambda count: epsilon(count, count - 1))
+        return steps, steps if epsilon(steps, steps) <= cap else max(steps - 1, 0)
 
 
-def _made(measurement: Measurement, planned_steps: int, finished_steps: int) -> int:
-    """Return how many releases of a measurement are made by the time ``finished_steps`` steps are finished."""
-    count = measurement.mechanism.steps
-    return sum(measurement.after(number, planned_steps) <= finished_steps for number in range(count))
+def most_within(cap: float, most: int, epsilon: Callable[[int], float]) -> int:
+    """Return the largest number, of ``most`` at most, whose epsilon is within the cap; 0 if none is."""
+    # Most plans fit whole, and one epsilon may take a second.
+    if epsilon(most) <= cap:
+        return most
+    return least(lambda count: epsilon(count + 1) > cap, 0, most - 1)
 
 
 def mechanism_costs(run: Schedule, delta: float) -> tuple[MechanismCost, ...]:
@@ -134,27 +126,35 @@ def mechanism_costs(run: Schedule, delta: float) -> tuple[MechanismCost, ...]:
 Section = ClassCountsConfig | PrivateEvaluationConfig
 
 
-def _sections(config: RunConfig) -> list[Section]:
+def _sections(config: RunConfig) -> list[tuple[Section, Release]]:
+    """Return the configured measurements, each with its releases."""
     found = (config.measurements.class_counts, config.measurements.evaluation)
-    return [section for section in found if section is not None]
+    return [(section, _release(config, section)) for section in found if section is not None]
 
 
-def _count(config: RunConfig, section: Section) -> int:
-    return 1 if isinstance(section, ClassCountsConfig) else -(-config.planned_steps // section.every)
+def _release(config: RunConfig, section: Section) -> Release:
+    remedy = "Raise it; 20 puts each count off by about 20 examples."
+    noise = enough_noise(section.noise_multiplier, "a measurement's", remedy)
+    return Release(
+        1.0, noise, 1 if isinstance(section, ClassCountsConfig) else -(-config.planned_steps // section.every)
+    )
 
 
-def _noise(section: Section) -> float:
-    if section.noise_multiplier < SMALLEST_NOISE_MULTIPLIER:
+def enough_noise(noise_multiplier: float, whose: str, remedy: str) -> float:
+    """Return the noise multiplier; ConfigError ``noise_too_small`` if it hides nothing."""
+    if noise_multiplier < SMALLEST_NOISE_MULTIPLIER:
         raise ConfigError(
             "noise_too_small",
-            f"a measurement's noise multiplier of {section.noise_multiplier:g} is below "
-            f"{SMALLEST_NOISE_MULTIPLIER:g} and hides nothing.",
-            "Raise it; 20 puts each count off by about 20 examples.",
+            f"{whose} noise multiplier of {noise_multiplier:g} is below {SMALLEST_NOISE_MULTIPLIER:g} and hides "
+            "nothing.",
+            remedy,
         )
-    return section.noise_multiplier
+    return noise_multiplier
 
 
-def _measurement(config: RunConfig, section: Section, training: Mechanism, largest_rows: int) -> Measurement:
+def _measurement(
+    config: RunConfig, section: Section, release: Release, training: Mechanism, largest_rows: int
+) -> Measurement:
     query: Query
     if isinstance(section, ClassCountsConfig):
         query, dimension, divisor = "class_counts", section.classes, 1.0
@@ -163,27 +163,24 @@ def _measurement(config: RunConfig, section: Section, training: Mechanism, large
         query, dimension, divisor = "evaluation", 2 if has_accuracy(config.loss_name) else 1, training.num_examples
         dimension += (section.classes or 0) ** 2
         every, loss_bound = section.every, section.loss_bound
-    workers, noise = training.virtual_workers, _noise(section)
-    slice_size = -(-training.num_examples // workers)
     # Every example contributes, so the batch holds a whole slice and none is ever cut.
-    rows, batches = physical_shape(slice_size, largest_rows)
+    rows, batches = physical_shape(-(-training.num_examples // training.virtual_workers), largest_rows)
     demand = RingDemand(
         max_grad_norm=NORM,
         clamp=rows * batches * NORM,
         dimension=dimension,
-        virtual_workers=workers,
-        noise_multiplier=noise,
+        virtual_workers=training.virtual_workers,
+        noise_multiplier=release.noise_multiplier,
         honest_share=training.honest_share,
     )
-    released = Release(1.0, noise, _count(config, section))
-    ring = fit_ring(demand, affordable=affordable_rounding(released, config.dp_config.target_delta))
+    ring = fit_ring(demand, affordable=affordable_rounding(release, config.dp_config.target_delta))
     own = training.model_copy(
         update={
             "query": query,
             "sample_rate": 1.0,
-            "steps": _count(config, section),
+            "steps": release.count,
             "max_grad_norm": NORM,
-            "noise_multiplier": noise,
+            "noise_multiplier": release.noise_multiplier,
             "expected_batch_size": float(divisor),
             "dimension": dimension,
             "ring_bits": ring.bits,

@@ -16,10 +16,8 @@ def model_source(model: str | ModelConfig | None) -> ModelSource:
         raise ConfigError("config", "no model is named.", "Name one in the configuration.")
     if isinstance(model, str):
         return ModelSource.of(model)
-    lora = None if model.lora is None else model.lora.model_dump()
-    if lora is not None and isinstance(lora["target_modules"], list):
-        lora["target_modules"] = tuple(lora["target_modules"])
-    return ModelSource.of(HubSpec.model_validate({**model.model_dump(exclude={"lora"}), "lora": lora}))
+    # Not strict: what a section has as lists, messages have as tuples.
+    return ModelSource.of(HubSpec.model_validate(model.model_dump(), strict=False))
 
 
 def compute_mode(config: RunConfig) -> ComputeMode:
@@ -31,11 +29,7 @@ def loss_spec(loss: str | LossConfig | list[LossConfig]) -> LossSpec:
     """Return the loss of a run with all its settings."""
     if isinstance(loss, str):
         return LossSpec.of(loss)
-    return LossSpec(name=name_of_loss(loss), terms=tuple(map(_loss_term, loss if isinstance(loss, list) else [loss])))
-
-
-def _loss_term(config: LossConfig) -> LossTerm:
-    given = config.model_dump(exclude_none=True)
-    return LossTerm.model_validate(
-        {key: tuple(each) if isinstance(each, list) else each for key, each in given.items()}
-    )
+    given = [each.model_dump(exclude_none=True) for each in (loss if isinstance(loss, list) else [loss])]
+    # Not strict: what a section has as lists, messages have as tuples.
+    terms = tuple(LossTerm.model_validate(each, strict=False) for each in given)
+    return LossSpec(name=name_of_loss(loss), terms=terms)

@@ -6,6 +6,7 @@ or a number. A value over several columns or classes is their mean.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -20,20 +21,6 @@ Columns = tuple[NDArray[Any], NDArray[Any]]
 """Scores and labels, float64 [n, k]."""
 
 
-def _auc(outputs: Tensor, labels: Tensor) -> float:
-    """Return the area under the ROC curve: how often a positive has a higher score than a negative, ties by half."""
-    from sklearn.metrics import roc_auc_score
-
-    return _mean_over_columns("auc", roc_auc_score, outputs, labels)
-
-
-def _average_precision(outputs: Tensor, labels: Tensor) -> float:
-    """Return the precision averaged over the recalls that positives reach, as it is told where they are rare."""
-    from sklearn.metrics import average_precision_score
-
-    return _mean_over_columns("average_precision", average_precision_score, outputs, labels)
-
-
 def _r2(outputs: Tensor, labels: Tensor) -> float:
     """Return the share of the labels' variance that the outputs explain; below 0 if their mean would do better."""
     from sklearn.metrics import r2_score
@@ -44,31 +31,23 @@ def _r2(outputs: Tensor, labels: Tensor) -> float:
     return float(r2_score(targets, scores))
 
 
-def _mae(outputs: Tensor, labels: Tensor) -> float:
-    """Return the mean absolute error, in units of the label."""
-    scores, targets = _numbers("mae", outputs, labels)
-    return float(np.abs(scores - targets).mean())
+def _error(name: str, measure: Callable[[NDArray[Any]], NDArray[Any]], outputs: Tensor, labels: Tensor) -> float:
+    """Return a mean over columns of a measure of their errors, in units of the label."""
+    scores, targets = _numbers(name, outputs, labels)
+    return float(measure(scores - targets).mean())
 
 
-def _rmse(outputs: Tensor, labels: Tensor) -> float:
-    """Return the root of the mean squared error, in units of the label."""
-    scores, targets = _numbers("rmse", outputs, labels)
-    return float(np.sqrt(np.square(scores - targets).mean(axis=0)).mean())
+def _mean_over_columns(name: str, score: str, outputs: Tensor, labels: Tensor) -> float:
+    """Return the mean of a score of scikit-learn over questions with yes or no."""
+    from sklearn import metrics
 
-
-NAMED_METRICS: Mapping[str, Callable[[Tensor, Tensor], float]] = MappingProxyType(
-    {"auc": _auc, "average_precision": _average_precision, "r2": _r2, "mae": _mae, "rmse": _rmse}
-)
-"""Each is a function of (outputs [n, ...], labels [n, ...]) of a whole split, on the CPU."""
-
-
-def _mean_over_columns(name: str, score: Callable[..., float], outputs: Tensor, labels: Tensor) -> float:
     scores, targets = _questions(name, outputs, labels)
     # A class that no example has, or that all have, cannot be told from others.
     asked = [column for column in range(targets.shape[1]) if 0 < targets[:, column].sum() < len(targets)]
     if not asked:
         raise _undefined(name, "examples of two classes")
-    return float(np.mean([score(targets[:, column], scores[:, column]) for column in asked]))
+    each = [getattr(metrics, score)(targets[:, column], scores[:, column]) for column in asked]
+    return float(np.mean(each))
 
 
 def _questions(name: str, outputs: Tensor, labels: Tensor) -> Columns:
@@ -113,3 +92,17 @@ def _undefined(name: str, needs: str) -> ConfigError:
         f"the metric {name} is undefined on this public split, which has no {needs}.",
         "Evaluate on a split that has them, or leave the metric out.",
     )
+
+
+NAMED_METRICS: Mapping[str, Callable[[Tensor, Tensor], float]] = MappingProxyType(
+    {
+        # How often a positive has a higher score than a negative, ties by half.
+        "auc": partial(_mean_over_columns, "auc", "roc_auc_score"),
+        # The precision averaged over the recalls that positives reach, as it is told where they are rare.
+        "average_precision": partial(_mean_over_columns, "average_precision", "average_precision_score"),
+        "r2": _r2,
+        "mae": partial(_error, "mae", np.abs),
+        "rmse": partial(_error, "rmse", lambda errors: np.sqrt(np.square(errors).mean(axis=0))),
+    }
+)
+"""Each is a function of (outputs [n, ...], labels [n, ...]) of a whole split, on the CPU."""

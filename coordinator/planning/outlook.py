@@ -6,7 +6,6 @@ A plan that a run is made from knows nothing of this. What other runs charge may
 the claim of a run may not rest on it (`raycloak.coordinator.planning.claim`).
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from raycloak.attestation.core.roster import Query
@@ -54,8 +53,12 @@ def with_account(plan: Plan, name: str, view: LedgerView, outlook: Outlook | Non
         return replace(plan, account=found)
     spent = next(each.spent_epsilon for each in view.accounts if each.name == name)
     cap = outlook.terms.epsilon_cap
-    steps, measured = _reach(run, outlook, cap)
-    left, after = max(cap - spent, 0.0), outlook.epsilon_after(_counts(run, steps, measured))
+
+    def epsilon(steps: int, measured: int) -> float:
+        beside: dict[Query, int] = {each.query: count for each, count in run.measured(measured)}
+        return outlook.epsilon_after({run.mechanism.query: steps, **beside})
+
+    steps, measured = run.reach(cap, epsilon)
     warnings = plan.warnings
     if steps < plan.steps_within_cap:
         warnings += (
@@ -63,23 +66,6 @@ def with_account(plan: Plan, name: str, view: LedgerView, outlook: Outlook | Non
             "steps fit, and the run will end there.",
         )
     charged = tuple(release for each in outlook.others for release in each.releases)
-    found = AccountOutlook(name, False, spent, left, steps, after, data, charged)
+    left = max(cap - spent, 0.0)
+    found = AccountOutlook(name, False, spent, left, steps, epsilon(steps, measured), data, charged)
     return replace(plan, account=found, warnings=warnings)
-
-
-def _reach(run: Schedule, outlook: Outlook, cap: float) -> tuple[int, int]:
-    """Return how many steps fit, and the last step whose measurements fit, as `make_plan` does for an empty account."""
-    low, high = 0, run.mechanism.steps
-    middle = high  # Most plans fit whole.
-    while low < high:
-        # A step is charged before the measurements that are due after it.
-        if outlook.epsilon_after(_counts(run, middle, middle - 1)) <= cap:
-            low = middle
-        else:
-            high = middle - 1
-        middle = (low + high + 1) // 2
-    return low, low if outlook.epsilon_after(_counts(run, low, low)) <= cap else max(low - 1, 0)
-
-
-def _counts(run: Schedule, steps: int, measured: int) -> Mapping[Query, int]:
-    return {run.mechanism.query: steps, **{each.query: count for each, count in run.measured(measured)}}

@@ -86,9 +86,6 @@ class OwnMetric:
                 f"the metric {self.name} fails with {own_words(error)}",
                 "It is called with outputs [n, ...] and labels [n, ...] of the whole public split, as torch tensors.",
             ) from error
-        return self._number(found)
-
-    def _number(self, found: Any) -> float:
         if isinstance(found, Tensor | np.ndarray) and found.ndim == 0:
             found = found.item()
         if not isinstance(found, int | float | np.integer | np.floating) or isinstance(found, bool):

@@ -14,7 +14,7 @@ A plan depends only on public numbers: the configuration, the number of examples
 
 import math
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from raycloak.attestation.core.mask_graph import SPLIT_PROBABILITY
 from raycloak.coordinator.accounting.accountants import AccountLimits, accountant_of
@@ -32,7 +32,6 @@ from raycloak.coordinator.accounting.releases import Release, Releases, cut_at, 
 from raycloak.coordinator.accounting.renyi import (
     ORDERS,
     SLACK_SHARE,
-    SMALLEST_NOISE_MULTIPLIER,
     DeltaSlack,
     accountant_delta,
     slack_reserve,
@@ -54,6 +53,7 @@ from raycloak.coordinator.planning.masks import MaskPlan, plan_masks
 from raycloak.coordinator.planning.measurements import (
     MechanismCost,
     Schedule,
+    enough_noise,
     mechanism_costs,
     plan_measurements,
     planned_measurements,
@@ -216,18 +216,20 @@ def make_plan(
     planned = releases_of((each, each.steps) for each in run.mechanisms)
     limits = AccountLimits(cap, accountant_delta(delta), account.orders if account else ORDERS)
     orders = orders_for(account, mechanism.accountant, planned, limits)
-    steps, measured = run.reach(cap, delta, orders)
-    whole = config.ledger.prepaid or accountant_of(mechanism.accountant).needs_whole_plan(planned)
-    if whole and (steps, measured) != (mechanism.steps, mechanism.steps):
-        _refuse_part(run, measured, cap, delta, orders, config.ledger.prepaid)
+    steps, measured = run.reach(cap, lambda charged, after: run.epsilon(charged, after, delta, orders))
+    _require_reach(run, (steps, measured), cap, delta, orders, config.ledger.prepaid)
     beside = run.measured(measured)
     hosted = hosted_at_most(mechanism.virtual_workers, config.num_workers)
     one_worker = epsilon_against(mechanism, hosted, delta, steps, beside)
     epsilon = run.epsilon(steps, measured, delta, orders)
     releases = run.releases(steps, measured)
+    masked_bytes = config.num_workers * mechanism.dimension * mechanism.ring_bits // 8
+    rule = RULES.get(config.optimizer.name)
+    state_tensors = rule.state_tensors if rule else _OWN_STATE_TENSORS
     # Only the first private run of an account that others may share fixes its order.
     fixes = mechanism.accountant == "rdp" and releases and not (account is not None and account.orders_fixed)
     fitting = fitting_cap(releases, epsilon, delta) if fixes else None
+    generous = () if fitting is None else (_generous_cap(cap, orders, epsilon, fitting),)
     return Plan(
         mechanism=mechanism,
         measurements=run.measurements,
@@ -249,14 +251,15 @@ def make_plan(
         sensitivity_inflation=mechanism.sensitivity / mechanism.max_grad_norm - 1,
         rounding_cost=_rounding_cost(mechanism, delta),
         base_draws=decompose(mechanism.sigma).draws if mechanism.private else 0,
-        bytes_per_step=_masked_bytes(config, mechanism),
-        object_store_bytes=_object_store_bytes(config, mechanism),
+        bytes_per_step=masked_bytes,
+        # Of parameters and state, and of the vectors, two attempts.
+        object_store_bytes=2 * (4 * mechanism.dimension * (1 + state_tensors) + masked_bytes),
         masks=plan_masks(config, run.mechanisms, keys_per_machine(config, mechanism.virtual_workers)),
         exact=not config.allow_nondeterministic,
         data_sealed=config.dataset is not None and config.dataset.kind == "sealed",
         evaluation_data=config.evaluation.kept if config.evaluation else None,
         key_service=config.key_service.address if config.key_service else None,
-        warnings=(*_warnings(config, mechanism, steps), *_generous_cap(cap, orders, epsilon, fitting)),
+        warnings=(*_warnings(config, mechanism, steps), *generous),
     )
 
 
@@ -405,34 +408,20 @@ def _noised_releases(config: RunConfig, sample_rate: float, accountant: Accounta
     """Return all planned releases, the gradient's first, with the noise that is configured or solved for."""
     dp, steps = config.dp_config, _charged_steps(config)
     if dp.noise_multiplier is not None:
-        noise = _enough_noise(dp.noise_multiplier)
+        noise = enough_noise(dp.noise_multiplier, "a", "Raise it, or give target_epsilon instead.")
         return (Release(sample_rate, noise, steps), *planned_measurements(config))
     assert dp.target_epsilon is not None
     others = planned_measurements(config)
-    _check_affordable(others, dp.target_epsilon, dp.target_delta, accountant)
-    noise = solve_noise_multiplier(dp.target_epsilon, dp.target_delta, sample_rate, steps, accountant, others)
-    return (Release(sample_rate, noise, steps), *others)
-
-
-def _enough_noise(noise_multiplier: float) -> float:
-    if noise_multiplier < SMALLEST_NOISE_MULTIPLIER:
-        raise ConfigError(
-            "noise_too_small",
-            f"a noise multiplier of {noise_multiplier:g} is below {SMALLEST_NOISE_MULTIPLIER:g} and hides nothing.",
-            "Raise it, or give target_epsilon instead.",
-        )
-    return noise_multiplier
-
-
-def _check_affordable(others: Releases, target_epsilon: float, delta: float, accountant: AccountantName) -> None:
-    spent = composed_epsilon(others, delta, accountant) if others else 0.0
-    if not math.isfinite(spent) or spent >= target_epsilon:
+    spent = composed_epsilon(others, dp.target_delta, accountant) if others else 0.0
+    if not math.isfinite(spent) or spent >= dp.target_epsilon:
         raise ConfigError(
             "measurements_too_costly",
-            f"the measurements alone cost epsilon {epsilon_text(spent)} at delta {delta:g}; the target for all is "
-            f"{target_epsilon:g}.",
+            f"the measurements alone cost epsilon {epsilon_text(spent)} at delta {dp.target_delta:g}; the target for "
+            f"all is {dp.target_epsilon:g}.",
             "Raise their noise_multiplier, or measure less often.",
         )
+    noise = solve_noise_multiplier(dp.target_epsilon, dp.target_delta, sample_rate, steps, accountant, others)
+    return (Release(sample_rate, noise, steps), *others)
 
 
 def _noise_with_cut(
@@ -504,20 +493,27 @@ def _slack(run: Schedule, cap: float, delta: float) -> DeltaSlack:
     return slack
 
 
-def _refuse_part(
-    run: Schedule, reach: int, cap: float, delta: float, orders: tuple[float, ...], prepaid: bool
-) -> NoReturn:
-    steps = run.mechanism.steps
-    why, other = "a prepaid run pays for all at once", ""
-    if not prepaid:
-        why = "under the pld accountant a cap holds steps and measurements together only if all of them fit"
-        other = ", or set dp_config.accountant: rdp"
+def _require_reach(
+    run: Schedule, reach: tuple[int, int], cap: float, delta: float, orders: tuple[float, ...], prepaid: bool
+) -> None:
+    """Require that a step fits the cap, and all of a plan that must; ConfigError ``cap_too_small``."""
+    planned = run.mechanism.steps
+    if reach[0] == 0:
+        what, cost, why = "one step, with what is measured before it, costs", run.epsilon(1, 0, delta, orders), ""
+        remedy = "Raise the cap or the noise multiplier, or lower the batch size."
+    else:
+        whole = accountant_of(run.mechanism.accountant).needs_whole_plan(run.releases(planned, planned))
+        if reach == (planned, planned) or not (whole or prepaid):
+            return
+        what, cost = f"{planned} steps, with what is measured, cost", run.epsilon(planned, planned, delta, orders)
+        together = "; under the pld accountant a cap holds steps and measurements together only if all of them fit"
+        why = "; a prepaid run pays for all at once" if prepaid else together
+        other = "" if prepaid else ", or set dp_config.accountant: rdp"
+        remedy = f"Lower the steps (about {reach[1]} fit), or raise the noise multiplier or the cap{other}."
     raise ConfigError(
         "cap_too_small",
-        f"{steps} steps, with what is measured, cost epsilon "
-        f"{epsilon_text(run.epsilon(steps, steps, delta, orders))} at delta {delta:g}, more than the cap "
-        f"{cap:g}; {why}.",
-        f"Lower the steps (about {reach} fit), or raise the noise multiplier or the cap{other}.",
+        f"{what} epsilon {epsilon_text(cost)} at delta {delta:g}, more than the cap {cap:g}{why}.",
+        remedy,
     )
 
 
@@ -527,45 +523,28 @@ def with_notes(plan: Plan, notes: tuple[str, ...], left_out: tuple[str, ...] = (
     return replace(plan, warnings=(*plan.warnings, *said))
 
 
-def _masked_bytes(config: RunConfig, mechanism: Mechanism) -> int:
-    return config.num_workers * mechanism.dimension * mechanism.ring_bits // 8
-
-
-def _object_store_bytes(config: RunConfig, mechanism: Mechanism) -> int:
-    rule = RULES.get(config.optimizer.name)
-    tensors = 1 + (rule.state_tensors if rule else _OWN_STATE_TENSORS)
-    return 2 * (tensors * 4 * mechanism.dimension + _masked_bytes(config, mechanism))
-
-
-def _most_examples(mechanism: Mechanism) -> int:
-    """Return N of a dataset; of data that a client sends, the most different examples that could ever come."""
-    steps = 1 if mechanism.max_participations is None else mechanism.steps
-    return steps * mechanism.num_examples
-
-
-def _generous_cap(cap: float, orders: tuple[float, ...], stated: float, fitting: float | None) -> tuple[str, ...]:
-    """Return the sentence that says what a generous cap costs; nothing where none was found."""
-    if fitting is None:
-        return ()
+def _generous_cap(cap: float, orders: tuple[float, ...], stated: float, fitting: float) -> str:
+    """Return what a generous cap costs."""
     return (
         f"the cap {cap:g} is generous: it fixes Renyi order {orders[0]:g}, at which this run states epsilon "
         f"{epsilon_text(stated)}. A cap of {fitting:g} would hold this run alone, and state no more than that. Choose "
-        "the cap that all runs of the account need together.",
+        "the cap that all runs of the account need together."
     )
 
 
 def _warnings(config: RunConfig, mechanism: Mechanism, steps: int) -> tuple[str, ...]:
     warnings = []
-    delta = config.dp_config.target_delta
+    delta, sent = config.dp_config.target_delta, mechanism.max_participations is not None
+    # N of a dataset; of data that a client sends, the most different examples that could ever come.
+    most = mechanism.num_examples * (mechanism.steps if sent else 1)
     if not mechanism.private:
         warnings.append("NOT PRIVATE: privacy is switched off; the data is declared public.")
-    elif delta >= 1 / (most := _most_examples(mechanism)):
+    elif delta >= 1 / most:
         warnings.append(
             f"delta {delta:g} is not below 1/N = {1 / most:.3g}: a mechanism that publishes whole "
             "examples at random would pass as well. Set dp_config.target_delta well below 1/N."
         )
     if (computed := rows_per_expected_row(mechanism)) > PADDING_WARNING:
-        sent = mechanism.max_participations is not None
         lower = ", or lower dataset.max_examples_per_step" if sent else ""
         # There are never fewer virtual workers than workers.
         if not sent and mechanism.virtual_workers > config.most_workers:

@@ -82,7 +82,11 @@ def seal_for(config: RunConfig, base: Path, key_file: Path, out: Path, terms: Se
     dataset = descriptor(part).open(base)
     if out.exists():  # Checked before a key is made that would open nothing.
         raise DatasetError("dataset_unreadable", f"cannot write {out}: it already exists.", "Name a new folder.")
-    is_new = _make_key(key_file)
+    require_name(key_file, "dataset_key")
+    try:
+        is_new = publish(key_file, secrets.token_bytes(32).hex().encode() + b"\n")
+    except OSError as error:
+        raise file_error("dataset_key", "write", key_file, error) from None
     try:
         owner = load_dataset_key(key_file)
         header = seal_dataset(dataset, config.slices, policy.digest(), owner, out, use, terms.demand)
@@ -91,12 +95,3 @@ def seal_for(config: RunConfig, base: Path, key_file: Path, out: Path, terms: Se
         if is_new:
             key_file.unlink()
         raise
-
-
-def _make_key(path: Path) -> bool:
-    """Make the data owner's key unless there is one; return whether it was made."""
-    require_name(path, "dataset_key")
-    try:
-        return publish(path, secrets.token_bytes(32).hex().encode() + b"\n")
-    except OSError as error:
-        raise file_error("dataset_key", "write", path, error) from None

@@ -5,7 +5,7 @@ accountant holds a single run. On a new account, the plan of the first trial fix
 thrown away cost the same: the one who chose has seen them.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from raycloak.coordinator.accounting.accountants import AccountLimits, accountant_of
@@ -13,7 +13,7 @@ from raycloak.coordinator.accounting.calibration import composed_epsilon, fittin
 from raycloak.coordinator.accounting.releases import Release, Releases, releases_of, uncut
 from raycloak.coordinator.accounting.renyi import ORDERS, accountant_delta, slack_reserve
 from raycloak.coordinator.planning.batches import OVERFLOW_SHARE
-from raycloak.coordinator.planning.measurements import Schedule
+from raycloak.coordinator.planning.measurements import Schedule, most_within
 from raycloak.coordinator.planning.plan import Plan
 from raycloak.metrics.errors import ConfigError
 
@@ -44,16 +44,10 @@ class SearchCost:
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields of the JSON of ``plan --trials``."""
-        return {
-            "trials": self.trials,
-            "accountant": "rdp",
-            "epsilon": self.epsilon,
-            "epsilon_one": self.epsilon_one,
-            "trials_within_cap": self.trials_within_cap,
-            "noise_multiplier": self.noise_multiplier,
-            "fitting_cap": self.fitting_cap,
-            "slack_share": self.slack_share,
-        }
+        shown = {"accountant": "rdp", **asdict(self)}
+        # The plan's JSON has it.
+        del shown["epsilon_cap"]
+        return shown
 
 
 def search_cost(
@@ -90,7 +84,7 @@ def search_cost(
         epsilon_cap=epsilon_cap,
         epsilon=epsilon,
         epsilon_one=_epsilon(one, 1, delta, in_use),
-        trials_within_cap=_trials_within(one, trials, epsilon_cap, delta, in_use, before),
+        trials_within_cap=most_within(epsilon_cap, trials, lambda few: _epsilon(one, few, delta, in_use, before)),
         # Other noise is another plan, which fixes its own order if none is fixed yet.
         noise_multiplier=_noise(training, others, trials, epsilon_cap, delta, orders or None, before)
         if slack_share <= 1
@@ -112,22 +106,17 @@ def search_of(plan: Plan, trials: int) -> SearchCost:
     mechanisms = Schedule(plan.mechanism, plan.measurements).mechanisms
     # A shared account has its own capacity, at which delta pays for cut batches and not epsilon.
     training, *others = uncut(releases_of((each, each.steps) for each in mechanisms))
+    cut = 0.0 if plan.mechanism.overflow_probability else OVERFLOW_SHARE * plan.delta
     return search_cost(
         training,
         tuple(others),
         trials,
         plan.epsilon_cap,
         plan.delta,
-        _slack(plan),
+        plan.delta_terms.total + cut,
         plan.orders if plan.orders_fixed else (),
         plan.account.charged if plan.account and plan.orders_fixed else (),
     )
-
-
-def _slack(plan: Plan) -> float:
-    """Return the part of delta that the slack of one trial on a shared account takes, at most."""
-    terms, cut = plan.delta_terms, OVERFLOW_SHARE * plan.delta
-    return terms.total if plan.mechanism.overflow_probability else terms.total + cut
 
 
 def _times(releases: Releases, trials: int) -> Releases:
@@ -136,19 +125,6 @@ def _times(releases: Releases, trials: int) -> Releases:
 
 def _epsilon(one: Releases, trials: int, delta: float, orders: tuple[float, ...], before: Releases = ()) -> float:
     return composed_epsilon((*before, *_times(one, trials)), delta, "rdp", orders)
-
-
-def _trials_within(
-    one: Releases, trials: int, cap: float, delta: float, orders: tuple[float, ...], before: Releases
-) -> int:
-    low, high = 0, trials
-    while low < high:
-        middle = (low + high + 1) // 2
-        if _epsilon(one, middle, delta, orders, before) <= cap:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _noise(

@@ -255,7 +255,7 @@ def unfinished_run(name: str) -> RunFolder:
     Raises:
         ConfigError: ``nothing_to_resume``.
     """
-    open_runs = [each for each in _runs(name) if each.record.status != "done"]
+    open_runs = [each for each in _folders(f"{name}-*") if each.record.name == name and each.record.status != "done"]
     if not open_runs:
         raise ConfigError(
             "nothing_to_resume",
@@ -267,27 +267,21 @@ def unfinished_run(name: str) -> RunFolder:
 
 def newest_run(name: str) -> RunFolder | None:
     """Return the newest run of that name, done or not; None if there is none. Creates nothing."""
-    return next(reversed(_runs(name)), None)
+    return next((each for each in reversed(_folders(f"{name}-*")) if each.record.name == name), None)
 
 
 def run_of(run_id: str) -> RunFolder | None:
     """Return the newest directory of a run that is not void; None if there is none. Creates nothing."""
     # Also another run's name may end so: the record decides.
-    found = [each for each in _folders(f"*-{run_id}*") if each.record.run_id == run_id]
-    return max(found, key=lambda each: each.record.started_at, default=None)
-
-
-def _runs(name: str) -> list[RunFolder]:
-    """Return the runs of that name that are not void, the oldest first."""
-    found = [each for each in _folders(f"{name}-*") if each.record.name == name]
-    # By its own record: a copied folder has new times on disk.
-    return sorted(found, key=lambda each: each.record.started_at)
+    return next((each for each in reversed(_folders(f"*-{run_id}*")) if each.record.run_id == run_id), None)
 
 
 def _folders(pattern: str) -> list[RunFolder]:
+    """Return the runs that are not void, the oldest first."""
     paths = (home.home_path() / "runs").glob(pattern)
     folders = [RunFolder.open(path) for path in paths if (path / "run.json").exists()]
-    return [each for each in folders if each.record.status != "void"]
+    # By its own record: a copied folder has new times on disk.
+    return sorted((each for each in folders if each.record.status != "void"), key=lambda each: each.record.started_at)
 
 
 @contextmanager

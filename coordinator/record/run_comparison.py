@@ -4,8 +4,9 @@ Hides which figures of two runs may be set beside each other: epsilons of differ
 sums, and results on different splits are of different examples.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -73,14 +74,17 @@ def compare(paths: Sequence[Path]) -> Comparison:
     runs = tuple(_read(path) for path in paths)
     names = sorted({name for run in runs for name in run.config})
     values = {name: tuple(run.config.get(name) for run in runs) for name in names}
+    # By their text: to Python 1 is True and 1.0.
+    differing = {name: each for name, each in values.items() if len({repr(value) for value in each}) > 1}
     digests = [run.summary.model_digest for run in runs]
+    first, *others = [run.step_digests for run in runs]
+    same = takewhile(lambda step: step in first and all(first[step] == each.get(step) for each in others), count())
     return Comparison(
         runs=runs,
-        # By their text: to Python 1 is True and 1.0.
-        differing={name: each for name, each in values.items() if len({repr(value) for value in each}) > 1},
+        differing=differing,
         same_bytes=None if None in digests else len(set(digests)) == 1,
-        same_steps=_same_steps(runs),
-        cautions=tuple(_cautions(runs)),
+        same_steps=len(list(same)) if all(run.step_digests for run in runs) else None,
+        cautions=tuple(_cautions(runs, differing)),
     )
 
 
@@ -114,16 +118,7 @@ def _read(path: Path) -> ComparedRun:
     )
 
 
-def _same_steps(runs: Sequence[ComparedRun]) -> int | None:
-    if not all(run.step_digests for run in runs):
-        return None
-    step = 0
-    while len({run.step_digests.get(step, step) for run in runs}) == 1 and step in runs[0].step_digests:
-        step += 1
-    return step
-
-
-def _cautions(runs: Sequence[ComparedRun]) -> Iterator[str]:
+def _cautions(runs: Sequence[ComparedRun], differing: Iterable[str]) -> Iterator[str]:
     private = [run for run in runs if run.summary.private is not False]
     for run in runs:
         if run.summary.private is False:
@@ -132,7 +127,7 @@ def _cautions(runs: Sequence[ComparedRun]) -> Iterator[str]:
         yield _about_accounts(private)
     if len({run.delta for run in private}) > 1:
         yield "δ differs: an ε at another δ is another claim, neither better nor worse."
-    if any(len({repr(value) for value in each}) > 1 for each in _evaluation(runs)):
+    if any(name.startswith("evaluation.dataset") for name in differing):
         yield "The evaluation splits differ: results are of different examples."
     for run in runs:
         if run.summary.state in ("running", "killed", "unknown"):
@@ -153,8 +148,3 @@ def _about_accounts(runs: Sequence[ComparedRun]) -> str:
     if len(data) == 1:
         return "The data is the same and the accounts differ: together the runs claim the sum of the accounts' caps."
     return "Accounts and data differ: the ε of one run says nothing about the examples of another. Do not add them."
-
-
-def _evaluation(runs: Sequence[ComparedRun]) -> Iterator[tuple[Any, ...]]:
-    names = {name for run in runs for name in run.config if name.startswith("evaluation.dataset")}
-    return (tuple(run.config.get(name) for run in runs) for name in names)

@@ -90,15 +90,6 @@ class StepTimes:
         return max(0.0, self.whole - self.charge - self.compute - self.reduce)
 
 
-@dataclass(frozen=True, slots=True)
-class _Timed:
-    time: float
-    charge: float = 0.0
-    compute: float = 0.0
-    reduce: float = 0.0
-    masked_bytes: float = 0.0
-
-
 @dataclass(slots=True)
 class RunCourse:
     """The figures of a run as far as its log goes; :meth:`take` adds one event.
@@ -147,7 +138,7 @@ class RunCourse:
     restarts: Counter[str] = field(default_factory=Counter)
     joins: int = 0
     incidents: deque[Incident] = field(default_factory=lambda: deque(maxlen=INCIDENTS))
-    _timed: deque[_Timed] = field(default_factory=lambda: deque(maxlen=RATED + 1))
+    _timed: deque[tuple[float, list[float]]] = field(default_factory=lambda: deque(maxlen=RATED + 1))
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> "RunCourse":
@@ -168,9 +159,8 @@ class RunCourse:
                 self._admitted(event, time)
             case "step":
                 self._step(event, time)
-            case "metric":
-                if (value := number(event, "value")) is not None:
-                    self.own_metrics[str(event.get("value_name"))] = value
+            case "metric" if (value := number(event, "value")) is not None:
+                self.own_metrics[str(event.get("value_name"))] = value
             case "departure":
                 self.departures[str(event.get("code"))] += 1
                 self._incident(time, f"a member left: {event.get('code')}")
@@ -189,29 +179,23 @@ class RunCourse:
         """
         if len(self._timed) < 2:
             return None
-        steps = list(self._timed)[1:]
-        whole = (steps[-1].time - self._timed[0].time) / len(steps)
+        (began, _), *steps = self._timed
+        whole = (steps[-1][0] - began) / len(steps)
         # A clock that was set back gives none.
         if whole <= 0:
             return None
-        return StepTimes(
-            whole=whole,
-            charge=fmean(each.charge for each in steps),
-            compute=fmean(each.compute for each in steps),
-            reduce=fmean(each.reduce for each in steps),
-            masked_bytes=fmean(each.masked_bytes for each in steps),
-        )
+        return StepTimes(whole, *map(fmean, zip(*(parts for _, parts in steps), strict=True)))
 
     def seconds_left(self, now: float) -> float | None:
         """Return how long the steps that are left take at the newest rate; None if that cannot be told."""
         times = self.times()
         if times is None or self.planned_steps is None or self.last_at is None:
             return None
-        return max(0.0, self._timed[-1].time + (self.planned_steps - self.steps) * times.whole - now)
+        return max(0.0, self._timed[-1][0] + (self.planned_steps - self.steps) * times.whole - now)
 
     def seconds_silent(self, now: float) -> float | None:
         """Return the time since the newest step or start of an execution."""
-        return max(0.0, now - self._timed[-1].time) if self._timed else None
+        return max(0.0, now - self._timed[-1][0]) if self._timed else None
 
     def _admitted(self, event: Event, time: float) -> None:
         self.executions += 1
@@ -228,7 +212,7 @@ class RunCourse:
         self.workers = count(event, "workers")
         # What lies between two executions is no time of a step.
         self._timed.clear()
-        self._timed.append(_Timed(time))
+        self._timed.append((time, []))
 
     def _step(self, event: Event, time: float) -> None:
         step = count(event, "step")
@@ -249,15 +233,8 @@ class RunCourse:
         if (attempts := count(event, "attempts") or 1) > 1:
             self.retried += attempts - 1
             self._incident(time, f"step {self.steps} took {attempts} attempts")
-        self._timed.append(
-            _Timed(
-                time,
-                number(event, "charge_seconds") or 0.0,
-                number(event, "compute_seconds") or 0.0,
-                number(event, "reduce_seconds") or 0.0,
-                number(event, "masked_bytes") or 0.0,
-            )
-        )
+        parts = ("charge_seconds", "compute_seconds", "reduce_seconds", "masked_bytes")
+        self._timed.append((time, [number(event, name) or 0.0 for name in parts]))
 
     def _incident(self, time: float, says: str) -> None:
         self.incidents.append(Incident(time, says))

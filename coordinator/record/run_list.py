@@ -149,8 +149,12 @@ def find_run(named: str) -> Path:
     paths = run_directories()
     if named == LAST and paths:
         return paths[-1]
-    whole = [path for path in paths if path.name == named]
-    found = whole or _of_name(paths, named) or [path for path in paths if _begins(path, named)]
+    found = [path for path in paths if path.name == named]
+    if named and not found:
+        known = [(path, *_names(path)) for path in paths]
+        found = [path for path, name, _ in known if name == named] or [
+            path for path, _, run_id in known if path.name.startswith(named) or run_id.startswith(named)
+        ]
     if named and not found and Path(named).is_dir():
         # It is no run's, and the error says so of the folder: that is what was meant.
         return RunFolder.open(Path(named)).path.absolute()
@@ -171,19 +175,10 @@ def find_run(named: str) -> Path:
     return found[0]
 
 
-def _of_name(paths: list[Path], named: str) -> list[Path]:
-    return [path for path in paths if (ids := _names(path)) and ids[0] == named]
-
-
-def _begins(path: Path, named: str) -> bool:
-    ids = _names(path)
-    return bool(named) and (path.name.startswith(named) or (ids is not None and ids[1].startswith(named)))
-
-
-def _names(path: Path) -> tuple[str, str] | None:
-    """Return name and id of a run; None if its record cannot be read."""
+def _names(path: Path) -> tuple[str, str]:
+    """Return name and id of a run; empty if its record cannot be read."""
     try:
         record = RunFolder.open(path).record
     except ConfigError:
-        return None
+        return "", ""
     return record.name, record.run_id

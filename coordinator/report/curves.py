@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any, Final
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
@@ -87,7 +88,8 @@ class Drawing:
 
 def drawings_of(run: RunData) -> tuple[Drawing, ...]:
     """Return the figures for which the run has a record, in the order of a page."""
-    drawn = (each(run) for each in (_epsilon, _quality("accuracy"), _quality("loss"), _counts, _phases, _members))
+    quality = _quality("accuracy", run), _quality("loss", run)
+    drawn = (_epsilon(run), *quality, _counts(run), _phases(run), _members(run))
     return tuple(drawing for drawing in drawn if drawing is not None)
 
 
@@ -146,51 +148,42 @@ def _charged(run: RunData) -> list[tuple[int, float]]:
     return sorted(found.items())
 
 
-def _quality(metric: str) -> Callable[[RunData], Drawing | None]:
-    """Return the drawing of accuracy or loss: exact on an evaluation split, noised on the private examples."""
-
-    def draw(run: RunData) -> Drawing | None:
-        field, scale = f"evaluation_{metric}", 100 if metric == "accuracy" else 1
-        exact = [(event["step"] + 1, scale * event[field]) for event in run.steps if field in event]
-        noised = [
-            (each.after, scale * each.values[metric], scale * each.deviation[metric])
-            for each in run.released
-            if metric in each.values
-        ]
-        if not exact and not noised:
-            return None
-        split = "sealed split" if run.config.evaluation and run.config.evaluation.kept == "sealed" else "public split"
-        with _axes(metric, "steps finished", "accuracy, %" if metric == "accuracy" else "mean loss") as (axes, finish):
-            if noised:
-                steps, values, deviations = zip(*noised, strict=True)
-                low = [value - 2 * each for value, each in zip(values, deviations, strict=True)]
-                high = [value + 2 * each for value, each in zip(values, deviations, strict=True)]
-                axes.fill_between(steps, low, high, color=ACCENT, alpha=0.16, linewidth=0)
-                axes.errorbar(
-                    steps,
-                    values,
-                    yerr=[2 * each for each in deviations],
-                    color=MUTED,
-                    ecolor="#8fb4c6",
-                    linewidth=1.1,
-                    marker="s",
-                    markersize=3,
-                    capsize=2,
-                    label="private examples, noised (±2 σ)",
-                )
-            if exact:
-                axes.plot(*_columns(exact), color=ACCENT, marker="o", markersize=3, label=split)
-            if run.manifest is not None:
-                axes.set_xlim(0, run.manifest.computation.mechanism.steps * 1.02)
-            _whole_numbers(axes)
-            _legend_above(axes, 2)
-            svg = finish()
-        return Drawing(metric, metric.capitalize(), _quality_caption(metric, exact, noised, split), svg)
-
-    return draw
-
-
-def _quality_caption(metric: str, exact: list[Any], noised: list[Any], split: str) -> str:
+def _quality(metric: str, run: RunData) -> Drawing | None:
+    """Draw accuracy or loss: exact on an evaluation split, noised on the private examples."""
+    field, scale = f"evaluation_{metric}", 100 if metric == "accuracy" else 1
+    exact = [(event["step"] + 1, scale * event[field]) for event in run.steps if field in event]
+    noised = [
+        (each.after, scale * each.values[metric], scale * each.deviation[metric])
+        for each in run.released
+        if metric in each.values
+    ]
+    if not exact and not noised:
+        return None
+    split = "sealed split" if run.config.evaluation and run.config.evaluation.kept == "sealed" else "public split"
+    with _axes(metric, "steps finished", "accuracy, %" if metric == "accuracy" else "mean loss") as (axes, finish):
+        if noised:
+            steps, values, deviations = np.array(noised).T
+            twice = 2 * deviations
+            axes.fill_between(steps, values - twice, values + twice, color=ACCENT, alpha=0.16, linewidth=0)
+            axes.errorbar(
+                steps,
+                values,
+                yerr=twice,
+                color=MUTED,
+                ecolor="#8fb4c6",
+                linewidth=1.1,
+                marker="s",
+                markersize=3,
+                capsize=2,
+                label="private examples, noised (±2 σ)",
+            )
+        if exact:
+            axes.plot(*_columns(exact), color=ACCENT, marker="o", markersize=3, label=split)
+        if run.manifest is not None:
+            axes.set_xlim(0, run.manifest.computation.mechanism.steps * 1.02)
+        _whole_numbers(axes)
+        _legend_above(axes, 2)
+        svg = finish()
     unit = " %" if metric == "accuracy" else ""
     said = []
     if exact:
@@ -201,7 +194,7 @@ def _quality_caption(metric: str, exact: list[Any], noised: list[Any], split: st
             f"Last on the private examples: {value:.4g}{unit} ± {2 * deviation:.2g}{unit} after step {after}. The band "
             "is two standard deviations of the noise that privacy needs; it is no confidence interval of the model."
         )
-    return " ".join(said)
+    return Drawing(metric, metric.capitalize(), " ".join(said), svg)
 
 
 def _counts(run: RunData) -> Drawing | None:
