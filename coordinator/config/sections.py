@@ -23,7 +23,7 @@ LARGEST_NOISE = 2.0**40
 """The largest noise multiplier: with more, an accountant's squares would overflow, and no ring could hold the noise."""
 
 METRICS = ("auc", "average_precision", "r2", "mae", "rmse")
-"""The metrics that have a name; `raycloak.coordinator.planning.named_metrics` computes them."""
+"""The metrics that have a name; `raycloak.coordinator.planning.own_metrics` computes them."""
 
 SCHEDULES = ("constant", "linear", "cosine")
 """The schedules that have a name; `raycloak.coordinator.aggregation.update_rules` applies them."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from raycloak.coordinator.planning.first_look import require_library
+from raycloak.coordinator.record.run_comparison import leaves
 from raycloak.coordinator.training.callbacks import (
     Callback,
     CheckpointReport,
@@ -140,11 +141,5 @@ def settings_of(started: RunStarted) -> dict[str, Any]:
         "plan.noise_multiplier": started.noise_multiplier,
         "plan.sample_rate": started.sample_rate,
     }
-    return {name: value for name, value in {**_flat(started.config), **planned}.items() if value is not None}
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in settings.items():
-        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return found
+    settings = {**dict(leaves(started.config)), **planned}
+    return {name: value for name, value in settings.items() if value not in (None, {})}

@@ -117,8 +117,7 @@ def mechanism_of(config: RunConfig, config_dir: Path) -> Mechanism:
     """
     facts = _facts_of(config, config_dir)
     with ledger_to_read(config) as ledger:
-        view = _view_of(ledger)
-        name, paying = _payer(view, config, config_dir, facts.data)
+        view, name, paying = _payer(ledger, config, config_dir, facts.data)
         if paying is None and config.dataset is not None and config.dataset.public:
             check_unknown(name, facts.data, view.known)
     return plan_mechanism(config.sized(facts.form.num_examples), *facts.sizes, paying, facts.largest_rows)
@@ -184,8 +183,7 @@ def _device(config: RunConfig) -> str:
 def _paid(config: RunConfig, config_dir: Path, facts: _Facts) -> Plan:
     """Return a plan for the account that pays, with what that account has left for it."""
     with ledger_to_read(config) as ledger:
-        view = _view_of(ledger)
-        name, paying = _payer(view, config, config_dir, facts.data)
+        view, name, paying = _payer(ledger, config, config_dir, facts.data)
         plan = make_plan(config, *facts.sizes, paying, facts.largest_rows)
         # A run of this plan has no id and no manifest yet.
         run = RegistrationTerms(
@@ -206,14 +204,13 @@ def _paid(config: RunConfig, config_dir: Path, facts: _Facts) -> Plan:
         return replace(with_payer, warnings=(*with_payer.warnings, *asks))
 
 
-def _view_of(ledger: PrivacyLedger | None) -> LedgerView:
-    return ledger.view() if ledger else LedgerView(b"", 0, Head(), ())
-
-
-def _payer(view: LedgerView, config: RunConfig, config_dir: Path, data: DataMarks) -> tuple[str, PayingAccount | None]:
-    """Return the name of the account that pays, and the account; None if the run is to open it."""
+def _payer(
+    ledger: PrivacyLedger | None, config: RunConfig, config_dir: Path, data: DataMarks
+) -> tuple[LedgerView, str, PayingAccount | None]:
+    """Return the view of the ledger, the name of the account that pays, and it; None if the run is to open it."""
+    view = ledger.view() if ledger else LedgerView(b"", 0, Head(), ())
     name = account_of(view, config, data, data_name(config.dataset, config_dir))
-    return name, existing_account(view, config, name)
+    return view, name, existing_account(view, config, name)
 
 
 def _mechanisms(plan: Plan) -> tuple[Mechanism, ...]:

@@ -6,11 +6,11 @@ are derived from a fixed salt and nothing states a time. Text stays text, so it 
 
 import io
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, Final
+from typing import Final
 
 import matplotlib as mpl
 import numpy as np
@@ -25,13 +25,12 @@ from raycloak.coordinator.accounting.renyi import ORDERS, accountant_delta
 from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.planning.measurements import Schedule
 from raycloak.coordinator.record.run_reader import Event, RunData
-from raycloak.coordinator.report.facts import budget_of
+from raycloak.coordinator.report.facts import TEMPLATES, budget_of
 from raycloak.workers.terms.manifest import Manifest
 
 ACCENT: Final = "#0b5f83"
 INK: Final = "#20262b"
 MUTED: Final = "#6b747b"
-RULE: Final = "#d9dee2"
 PHASES: Final = {
     "charge": ("charge_seconds", "#0b5f83"),
     "compute": ("compute_seconds", "#6fa3bb"),
@@ -43,29 +42,6 @@ POINTS: Final = 16
 MOST_COLUMNS: Final = 60
 """Columns of the phases' figure: one a step up to here, then one for several steps, which a page can show."""
 
-_STYLE: Final = {
-    "axes.edgecolor": RULE,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.labelcolor": MUTED,
-    "axes.labelsize": 8,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "font.family": ["sans-serif"],
-    "font.size": 8,
-    "grid.color": RULE,
-    "grid.linewidth": 0.5,
-    "legend.fontsize": 7.5,
-    "legend.frameon": False,
-    "lines.linewidth": 1.6,
-    "svg.fonttype": "none",
-    "text.color": INK,
-    "text.parse_math": False,
-    "xtick.color": MUTED,
-    "xtick.labelsize": 7.5,
-    "ytick.color": MUTED,
-    "ytick.labelsize": 7.5,
-}
 _WIDTH, _HEIGHT = 3.5, 2.45  # inches: two side by side on A4
 _PLACE = (0.135, 0.165, 0.85, 0.735)
 
@@ -104,8 +80,10 @@ def _epsilon(run: RunData) -> Drawing | None:
         if cap is not None:
             axes.axhline(cap, color=INK, linewidth=0.9, linestyle=(0, (1, 2)), label=f"cap of the account, {cap:g}")
         if plan:
-            axes.plot(*_columns([(0, 0.0), *plan]), color=MUTED, linewidth=1.2, linestyle="--", label="this run's plan")
-        axes.step(*_columns(charged), where="post", color=ACCENT, label="charged to the account")
+            axes.plot(
+                *zip((0, 0.0), *plan, strict=True), color=MUTED, linewidth=1.2, linestyle="--", label="this run's plan"
+            )
+        axes.step(*zip(*charged, strict=True), where="post", color=ACCENT, label="charged to the account")
         if len(charged) == 1:
             axes.plot(*charged[0], "o", color=ACCENT, markersize=3.5)
         axes.set_xlim(0, run.manifest.computation.mechanism.steps)
@@ -178,7 +156,7 @@ def _quality(metric: str, run: RunData) -> Drawing | None:
                 label="private examples, noised (±2 σ)",
             )
         if exact:
-            axes.plot(*_columns(exact), color=ACCENT, marker="o", markersize=3, label=split)
+            axes.plot(*zip(*exact, strict=True), color=ACCENT, marker="o", markersize=3, label=split)
         if run.manifest is not None:
             axes.set_xlim(0, run.manifest.computation.mechanism.steps * 1.02)
         _whole_numbers(axes)
@@ -202,20 +180,13 @@ def _counts(run: RunData) -> Drawing | None:
     counts = next((each for each in run.released if each.query == "class_counts"), None)
     if counts is None:
         return None
-    labels = [name.removeprefix("count_") for name in counts.values]
     with _axes("class-counts", "class", "private examples") as (axes, finish):
-        axes.bar(range(len(labels)), list(counts.values.values()), color="#6fa3bb", width=0.7)
-        axes.errorbar(
-            range(len(labels)),
-            list(counts.values.values()),
-            yerr=[2 * each for each in counts.deviation.values()],
-            color=INK,
-            fmt="none",
-            elinewidth=0.8,
-            capsize=2,
-        )
+        bars = list(counts.values.values())
+        twice = [2 * each for each in counts.deviation.values()]
+        line = {"elinewidth": 0.8, "capsize": 2}
+        axes.bar(range(len(bars)), bars, color="#6fa3bb", width=0.7, yerr=twice, ecolor=INK, error_kw=line)
         axes.grid(visible=False, axis="x")
-        axes.set_ylim(bottom=min(0.0, *counts.values.values()))
+        axes.set_ylim(bottom=min(0.0, *bars))
         _whole_numbers(axes)
         svg = finish()
     caption = "Noised counts of the private examples of each class, with two standard deviations of the noise."
@@ -230,13 +201,12 @@ def _phases(run: RunData) -> Drawing | None:
     groups = [steps[first : first + width] for first in range(0, len(steps), width)]
     edges = [*(group[0]["step"] + 0.5 for group in groups), groups[-1][-1]["step"] + 1.5]
     with _axes("phases", "step", "seconds a step") as (axes, finish):
-        below = [0.0] * len(edges)
-        for name, (field, colour) in PHASES.items():
-            heights = [fmean(_phase(event, field) for event in group) for group in groups]
-            above = [low + height for low, height in zip(below, [*heights, heights[-1]], strict=True)]
-            # One area a phase: a bar a step would be a thousand shapes.
-            axes.fill_between(edges, below, above, step="post", color=colour, linewidth=0, label=name)
-            below = above
+        # Twice the last, for its right edge.
+        columns = [*groups, groups[-1]]
+        means = [[fmean(_phase(event, field) for event in each) for each in columns] for field, _ in PHASES.values()]
+        colours = [colour for _, colour in PHASES.values()]
+        # One area a phase: a bar a step would be a thousand shapes.
+        axes.stackplot(edges, means, labels=list(PHASES), colors=colours, step="post", linewidth=0)
         axes.set_xlim(edges[0], edges[-1])
         axes.set_ylim(bottom=0)
         axes.grid(visible=False, axis="x")
@@ -299,11 +269,8 @@ def _members(run: RunData) -> Drawing | None:
 @contextmanager
 def _axes(name: str, x_label: str, y_label: str) -> Iterator[tuple[Axes, Callable[[], str]]]:
     """Give axes in the house style, and the function that turns them into SVG."""
-    style: Any = {**_STYLE, "svg.hashsalt": f"raycloak-{name}"}
-    with mpl.rc_context():
-        # A user's own settings of the library would be part of the bytes.
-        mpl.rcdefaults()
-        mpl.rcParams.update(style)
+    # Above the library's defaults: a user's own settings would be part of the bytes.
+    with mpl.rc_context({"svg.hashsalt": f"raycloak-{name}"}, fname=TEMPLATES / "curves.mplstyle"):
         figure = Figure(figsize=(_WIDTH, _HEIGHT))
         FigureCanvasSVG(figure)
         # The same place in every figure, so that axes stand in line on the page.
@@ -330,10 +297,6 @@ def _inline(document: str) -> str:
     used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', svg))
     # Two figures of one page would both have a figure_1.
     return re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", svg).strip()
-
-
-def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]
 
 
 def _whole_numbers(axes: Axes) -> None:

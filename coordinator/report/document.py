@@ -21,7 +21,6 @@ from raycloak.coordinator.report.facts import (
     filled,
     is_old,
     limits_of,
-    model_rows,
     sampling_rows,
     written,
 )
@@ -68,7 +67,6 @@ def report_page(run: RunData, *, eu_ai_act: bool = False) -> str:
         numbers=_numbers,
         incidents=incidents_of(run, evidence),
         commands=commands_of(run, evidence),
-        model=model_rows(run),
         limits=limits_of(run, verdict),
         act=documentation_of(run, evidence) if eu_ai_act else None,
     )

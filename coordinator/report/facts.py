@@ -128,31 +128,6 @@ def _releases(mechanism: Mechanism) -> str:
     return f"{times} at noise multiplier {mechanism.noise_multiplier:.6g}"
 
 
-def model_rows(run: RunData) -> Rows:
-    """Return what was trained, with what, and where it was computed; empty without a manifest."""
-    if run.manifest is None:
-        return []
-    computation = run.manifest.computation
-    numerics, optimizer = computation.numerics, computation.optimizer
-    rows = [
-        ("model", f"{computation.model}, {computation.mechanism.dimension:,} trained parameters"),
-        ("model code", computation.model_code.hex()),
-        ("loss", computation.loss.text),
-        ("update rule", f"{optimizer.name}, learning rate {optimizer.learning_rate:g}, schedule {optimizer.schedule}"),
-        *(("parameter group", group.text) for group in optimizer.groups),
-        ("ring", f"{computation.mechanism.ring_bits} bits, grid step 2^{computation.mechanism.gamma_log2}"),
-        ("software", f"Python {numerics.python}, torch {numerics.torch}, NumPy {numerics.numpy}"),
-        ("gradient engine", numerics.engine),
-        ("device", f"{numerics.device}, {numerics.threads} threads, {numerics.precision}"),
-        ("CPU kernels", numerics.cpu_capability),
-        ("deterministic", "yes" if numerics.deterministic else "NOT EXACT: a repeat may differ in last bits"),
-    ]
-    if numerics.model_libraries:
-        rows.append(("model libraries", numerics.model_libraries))
-    rows.append(("manifest", run.manifest.digest().hex()))
-    return rows
-
-
 def commands_of(run: RunData, evidence: Evidence) -> list[tuple[str, str, str]]:
     """Return what a reader can do with the run directory: purpose, command, and on what it depends."""
     folder = shlex.quote(str(run.path))

@@ -6,8 +6,7 @@ import torch
 from sklearn.metrics import average_precision_score, r2_score, roc_auc_score
 
 from raycloak.coordinator.config.sections import METRICS
-from raycloak.coordinator.planning.named_metrics import NAMED_METRICS
-from raycloak.coordinator.planning.own_metrics import own_metrics
+from raycloak.coordinator.planning.own_metrics import NAMED_METRICS, own_metrics
 from raycloak.metrics.errors import ConfigError
 
 ROWS = 300
