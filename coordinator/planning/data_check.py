@@ -21,6 +21,7 @@ from raycloak.attestation.core.canonical import canonical_json
 from raycloak.attestation.sealed.sealed_data import SealedSource, SliceKeys, Use, load_dataset_key
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig
+from raycloak.coordinator.config.sections import DatasetConfig
 from raycloak.coordinator.planning.model_source import loss_spec, model_source
 from raycloak.coordinator.planning.references import descriptor, part_of, require_at_hand
 from raycloak.metrics.errors import ConfigError, DatasetError
@@ -199,7 +200,7 @@ def check_data(config: RunConfig, base: Path) -> Checked:
         allow_void=dataset.allow_void,
     )
     fingerprint = data_marks(described, opened, base).fingerprint
-    recorded = _recorded(config, base, report, fingerprint)
+    recorded = _recorded(dataset, base, report, fingerprint)
     return Checked(report, opened.features_text(form), fingerprint, recorded)
 
 
@@ -216,10 +217,9 @@ def recorded_check(fingerprint: bytes) -> str | None:
         raise file_error("data_check", "read", path, error) from None
 
 
-def _recorded(config: RunConfig, base: Path, report: DataReport, fingerprint: bytes) -> bytes:
+def _recorded(part: DatasetConfig, base: Path, report: DataReport, fingerprint: bytes) -> bytes:
     """Record the check, and return its digest; empty where there is a problem, or no fingerprint to find it by."""
-    part = config.dataset
-    if report.problems or not fingerprint or part is None:
+    if report.problems or not fingerprint:
         return b""
     if part.key_file is not None:
         key = load_dataset_key(base / part.key_file)

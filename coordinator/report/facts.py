@@ -82,9 +82,14 @@ def sampling_rows(run: RunData) -> Rows:
     if run.manifest is None:
         return []
     mechanism = run.manifest.computation.mechanism
+    sent, passes = mechanism.max_participations is not None, mechanism.steps * mechanism.sample_rate
+    drawn = f"each example by itself with probability {mechanism.sample_rate:.6g} in each step (Poisson)"
+    all_steps = "" if sent else f"; {passes:.3g} passes in {mechanism.steps} steps"
     rows = [
         ("unit of privacy", "one example, replaced by a contribution of zero"),
-        *_use_rows(mechanism),
+        *([] if sent else [("sampling", drawn)]),
+        *participation_rows(mechanism.max_participations, mechanism.steps),
+        ("batch", f"{mechanism.expected_batch_size:g} examples expected{all_steps}"),
         (
             "computed rows",
             f"{mechanism.virtual_workers} virtual workers x {mechanism.micro_batches} x {mechanism.micro_batch_size}",
@@ -93,7 +98,6 @@ def sampling_rows(run: RunData) -> Rows:
     if not mechanism.private:
         return [*rows, ("privacy", "NOT PRIVATE: nothing was clipped or noised")]
     cap, delta = budget_of(run)
-    sent = mechanism.max_participations is not None
     others = "the most examples that all steps could have" if sent else "the number of examples"
     most = mechanism.num_examples * (mechanism.steps if sent else 1)
     return [
@@ -108,18 +112,6 @@ def sampling_rows(run: RunData) -> Rows:
             (f"measured: {each.query.replace('_', ' ')}", _releases(each.mechanism))
             for each in run.manifest.computation.measurements
         ),
-    ]
-
-
-def _use_rows(mechanism: Mechanism) -> Rows:
-    """Return how examples come to take part in a step."""
-    batch = f"{mechanism.expected_batch_size:g} examples expected"
-    if mechanism.max_participations is not None:
-        return [*participation_rows(mechanism.max_participations, mechanism.steps), ("batch", batch)]
-    passes = mechanism.steps * mechanism.sample_rate
-    return [
-        ("sampling", f"each example by itself with probability {mechanism.sample_rate:.6g} in each step (Poisson)"),
-        ("batch", f"{batch}; {passes:.3g} passes in {mechanism.steps} steps"),
     ]
 
 

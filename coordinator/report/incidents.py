@@ -6,12 +6,8 @@ from raycloak.coordinator.record.run_reader import Event, RunData
 from raycloak.coordinator.report.members import Evidence, IncidentRow, utc
 
 
-def incidents_of(run: RunData, evidence: Evidence) -> tuple[IncidentRow, ...]:
-    """Return departures, newcomers, restarts, resumes, loads, repeated attempts, then the orchestrator's refusals."""
-    return (*_from_events(run), *evidence.refusals)
-
-
-def _from_events(run: RunData) -> Iterator[IncidentRow]:
+def incidents_of(run: RunData, evidence: Evidence) -> Iterator[IncidentRow]:
+    """Yield departures, newcomers, restarts, resumes, loads, repeated attempts, then the orchestrator's refusals."""
     finished, executions = 0, 0
     repeated = set()
     for event in run.events:
@@ -40,6 +36,7 @@ def _from_events(run: RunData) -> Iterator[IncidentRow]:
                 finished = event["step"] + 1
                 if event["attempts"] > 1:
                     yield _incident(event, finished, "step repeated", f"{event['attempts']} attempts, charged once")
+    yield from evidence.refusals
 
 
 def _incident(event: Event, finished: int, what: str, detail: str) -> IncidentRow:
