@@ -56,8 +56,14 @@ def first_look(config: RunConfig, base: Path, run_secret: Path | None = None, re
     _check_port(config.metrics.bind, "metrics_bind", "metrics.bind")
     if config.attestation.bind is not None:
         _check_port(config.attestation.bind, "bind", "attestation.bind")
-    if config.ledger.witness is not None:
-        _check_witness(config.ledger.witness)
+    if (location := config.ledger.witness) is not None:
+        # Any key will do: a witness that holds nothing for it answers so.
+        with closing(open_witness(location, bytes(32))) as witness:
+            witness.newest()
+        if Path(location).is_dir() and not os.access(location, os.W_OK | os.X_OK):
+            raise BudgetError(
+                "witness_unavailable", f"the witness's folder {location} cannot be written to.", "Let this user in."
+            )
     # With a secret of the user's own, the run may be registered as well.
     _check_account(config, base, resumes or run_secret is not None)
 
@@ -116,18 +122,6 @@ def _check_port(bind: str, code: str, field: str) -> None:
             f"{field}: cannot listen on {bind}: {error.strerror or error}.",
             f"Choose another {field}, of this machine; port 0 takes a free one.",
         ) from None
-
-
-def _check_witness(location: str) -> None:
-    """Require that the witness answers, and that its folder can be written to."""
-    # Any key will do: a witness that holds nothing for it answers so.
-    with closing(open_witness(location, bytes(32))) as witness:
-        witness.newest()
-    folder = Path(location)
-    if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
-        raise BudgetError(
-            "witness_unavailable", f"the witness's folder {location} cannot be written to.", "Let this user in."
-        )
 
 
 def _check_account(config: RunConfig, base: Path, may_be_registered: bool) -> None:

@@ -9,6 +9,7 @@ from raycloak.coordinator.accounting.releases import Release, Releases, least, p
 from raycloak.coordinator.accounting.renyi import SMALLEST_NOISE_MULTIPLIER
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.config.sections import ClassCountsConfig, PrivateEvaluationConfig
+from raycloak.coordinator.console.figures import epsilon_text
 from raycloak.coordinator.planning.batches import UNMEASURED_ROWS
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.terms.loss import has_accuracy
@@ -89,8 +90,24 @@ class Schedule:
         """Return the epsilon of :meth:`releases` at an account's ``delta``, with its Renyi ``orders`` in use."""
         return composed_epsilon(self.releases(steps, measured), delta, self.mechanism.accountant, orders)
 
-    def reach(self, cap: float, epsilon: Callable[[int, int], float]) -> tuple[int, int]:
-        """Return how far a cap reaches: how many steps fit, and the last step whose measurements still fit.
+    def reach(self, cap: float, delta: float, orders: tuple[float, ...]) -> tuple[int, int]:
+        """Return how far the cap of an empty account reaches, as :meth:`reach_by`.
+
+        Raises:
+            ConfigError: ``cap_too_small`` if not even one step fits.
+        """
+        found = self.reach_by(cap, lambda steps, measured: self.epsilon(steps, measured, delta, orders))
+        if found[0] == 0:
+            raise ConfigError(
+                "cap_too_small",
+                f"one step, with what is measured before it, costs epsilon "
+                f"{epsilon_text(self.epsilon(1, 0, delta, orders))} at delta {delta:g}, more than the cap {cap:g}.",
+                "Raise the cap or the noise multiplier, or lower the batch size.",
+            )
+        return found
+
+    def reach_by(self, cap: float, epsilon: Callable[[int, int], float]) -> tuple[int, int]:
+        """Return how many steps fit a cap, and the last step whose measurements still fit.
 
         Args:
             epsilon: of an account once this many steps are charged, and measured after so many of them.

@@ -58,7 +58,7 @@ def with_account(plan: Plan, name: str, view: LedgerView, outlook: Outlook | Non
         beside: dict[Query, int] = {each.query: count for each, count in run.measured(measured)}
         return outlook.epsilon_after({run.mechanism.query: steps, **beside})
 
-    steps, measured = run.reach(cap, epsilon)
+    steps, measured = run.reach_by(cap, epsilon)
     warnings = plan.warnings
     if steps < plan.steps_within_cap:
         warnings += (

@@ -216,8 +216,10 @@ def make_plan(
     planned = releases_of((each, each.steps) for each in run.mechanisms)
     limits = AccountLimits(cap, accountant_delta(delta), account.orders if account else ORDERS)
     orders = orders_for(account, mechanism.accountant, planned, limits)
-    steps, measured = run.reach(cap, lambda charged, after: run.epsilon(charged, after, delta, orders))
-    _require_reach(run, (steps, measured), cap, delta, orders, config.ledger.prepaid)
+    steps, measured = run.reach(cap, delta, orders)
+    whole = config.ledger.prepaid or accountant_of(mechanism.accountant).needs_whole_plan(planned)
+    if whole and (steps, measured) != (mechanism.steps, mechanism.steps):
+        raise _only_a_part(run, measured, cap, delta, orders, config.ledger.prepaid)
     beside = run.measured(measured)
     hosted = hosted_at_most(mechanism.virtual_workers, config.num_workers)
     one_worker = epsilon_against(mechanism, hosted, delta, steps, beside)
@@ -493,27 +495,18 @@ def _slack(run: Schedule, cap: float, delta: float) -> DeltaSlack:
     return slack
 
 
-def _require_reach(
-    run: Schedule, reach: tuple[int, int], cap: float, delta: float, orders: tuple[float, ...], prepaid: bool
-) -> None:
-    """Require that a step fits the cap, and all of a plan that must; ConfigError ``cap_too_small``."""
-    planned = run.mechanism.steps
-    if reach[0] == 0:
-        what, cost, why = "one step, with what is measured before it, costs", run.epsilon(1, 0, delta, orders), ""
-        remedy = "Raise the cap or the noise multiplier, or lower the batch size."
-    else:
-        whole = accountant_of(run.mechanism.accountant).needs_whole_plan(run.releases(planned, planned))
-        if reach == (planned, planned) or not (whole or prepaid):
-            return
-        what, cost = f"{planned} steps, with what is measured, cost", run.epsilon(planned, planned, delta, orders)
-        together = "; under the pld accountant a cap holds steps and measurements together only if all of them fit"
-        why = "; a prepaid run pays for all at once" if prepaid else together
-        other = "" if prepaid else ", or set dp_config.accountant: rdp"
-        remedy = f"Lower the steps (about {reach[1]} fit), or raise the noise multiplier or the cap{other}."
-    raise ConfigError(
+def _only_a_part(
+    run: Schedule, reach: int, cap: float, delta: float, orders: tuple[float, ...], prepaid: bool
+) -> ConfigError:
+    steps = run.mechanism.steps
+    together = "under the pld accountant a cap holds steps and measurements together only if all of them fit"
+    return ConfigError(
         "cap_too_small",
-        f"{what} epsilon {epsilon_text(cost)} at delta {delta:g}, more than the cap {cap:g}{why}.",
-        remedy,
+        f"{steps} steps, with what is measured, cost epsilon "
+        f"{epsilon_text(run.epsilon(steps, steps, delta, orders))} at delta {delta:g}, more than the cap "
+        f"{cap:g}; {'a prepaid run pays for all at once' if prepaid else together}.",
+        f"Lower the steps (about {reach} fit), or raise the noise multiplier or the cap"
+        f"{'' if prepaid else ', or set dp_config.accountant: rdp'}.",
     )
 
 

@@ -5,6 +5,7 @@ accountant holds a single run. On a new account, the plan of the first trial fix
 thrown away cost the same: the one who chose has seen them.
 """
 
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -79,16 +80,22 @@ def search_cost(
     in_use = orders or accountant_of("rdp").fixed_orders(one, limits)
     slack_share = trials * slack / slack_reserve(delta)
     epsilon = _epsilon(one, trials, delta, in_use)
+    noise = None
+    if slack_share <= 1:
+        beside = (*before, *_times(others, trials))
+        steps = training.count * trials
+        with suppress(ConfigError):
+            # Other noise is another plan, which fixes its own order if none is fixed yet.
+            noise = solve_noise_multiplier(
+                epsilon_cap, delta, training.sample_rate, steps, "rdp", beside, orders or None
+            )
     return SearchCost(
         trials=trials,
         epsilon_cap=epsilon_cap,
         epsilon=epsilon,
         epsilon_one=_epsilon(one, 1, delta, in_use),
         trials_within_cap=most_within(epsilon_cap, trials, lambda few: _epsilon(one, few, delta, in_use, before)),
-        # Other noise is another plan, which fixes its own order if none is fixed yet.
-        noise_multiplier=_noise(training, others, trials, epsilon_cap, delta, orders or None, before)
-        if slack_share <= 1
-        else None,
+        noise_multiplier=noise,
         # The order of an account that has one stays, whatever its cap.
         fitting_cap=fitting_cap(_times(one, trials), epsilon, delta) if not orders and epsilon <= epsilon_cap else None,
         slack_share=slack_share,
@@ -125,21 +132,3 @@ def _times(releases: Releases, trials: int) -> Releases:
 
 def _epsilon(one: Releases, trials: int, delta: float, orders: tuple[float, ...], before: Releases = ()) -> float:
     return composed_epsilon((*before, *_times(one, trials)), delta, "rdp", orders)
-
-
-def _noise(
-    training: Release,
-    others: Releases,
-    trials: int,
-    cap: float,
-    delta: float,
-    orders: tuple[float, ...] | None,
-    before: Releases,
-) -> float | None:
-    steps = training.count * trials
-    try:
-        return solve_noise_multiplier(
-            cap, delta, training.sample_rate, steps, "rdp", (*before, *_times(others, trials)), orders
-        )
-    except ConfigError:
-        return None

@@ -5,6 +5,7 @@ Hides how a record becomes a document. Names, errors and paths are escaped where
 Guarantee: the same record gives the same bytes. Precondition: the same versions of raycloak and matplotlib.
 """
 
+from itertools import groupby
 from pathlib import Path
 from typing import Final
 
@@ -45,7 +46,6 @@ def write_report(run_dir: Path, output: Path | None = None, *, eu_ai_act: bool =
 def report_page(run: RunData, *, eu_ai_act: bool = False) -> str:
     """Return the page of a run as HTML."""
     verdict, evidence = run.opened_verdict(), evidence_of(run)
-    noised = [each for each in verdict.measurements if each.query == "evaluation"] if verdict is not None else []
     return filled(
         "report.html",
         version=VERSION,
@@ -54,7 +54,6 @@ def report_page(run: RunData, *, eu_ai_act: bool = False) -> str:
         marks=_marks(run, verdict, evidence),
         verdict=verdict,
         is_old=verdict is not None and is_old(run, verdict),
-        noised=noised[-1] if noised else None,
         verdict_rows=verdict_rows(verdict) if verdict is not None else [],
         drawings=drawings_of(run),
         data=data_rows(run),
@@ -63,7 +62,6 @@ def report_page(run: RunData, *, eu_ai_act: bool = False) -> str:
             (f"{each.query.replace('_', ' ')}, after step {each.after}", released_text(each)) for each in run.released
         ],
         evidence=evidence,
-        machines=len({member.platform_id for member in evidence.members}),
         numbers=_numbers,
         incidents=list(incidents_of(run, evidence)),
         commands=commands_of(run, evidence),
@@ -90,10 +88,6 @@ def _marks(run: RunData, verdict: Verdict | None, evidence: Evidence) -> list[st
 
 def _numbers(numbers: frozenset[int]) -> str:
     """Return numbers with runs of three and more as a range."""
-    groups: list[list[int]] = []
-    for number in sorted(numbers):
-        if groups and groups[-1][-1] == number - 1:
-            groups[-1].append(number)
-        else:
-            groups.append([number])
+    runs = groupby(enumerate(sorted(numbers)), key=lambda placed: placed[1] - placed[0])
+    groups = [[number for _, number in run] for _, run in runs]
     return ", ".join(f"{each[0]} to {each[-1]}" if len(each) > 2 else ", ".join(map(str, each)) for each in groups)
