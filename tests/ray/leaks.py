@@ -5,6 +5,7 @@ that a key, a float64 or several numbers of the run fix.
 """
 
 import base64
+import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -196,7 +197,7 @@ def places_of_run(home: Path, session: Path) -> Iterator[tuple[str, bytes]]:
 def memory_of_actors(session: Path) -> Iterator[tuple[str, bytes]]:
     """Yield the memory of every process of Ray's that is an actor's."""
     for process in ray_processes(session.name):
-        if process.title.startswith("ray::"):
+        if process.title.startswith("ray::") and process.title != "ray::IDLE":
             yield from memory_of(process)
 
 
@@ -215,17 +216,29 @@ def program(process: Process) -> str:
 
 
 def memory_of(process: Process) -> Iterator[tuple[str, bytes]]:
-    """Yield what a process has written into its memory, which takes root."""
+    """Yield what a process has written into its memory, which takes root; of what it reserved, only pages it has."""
+    proc = Path(f"/proc/{process.pid}")
     try:
-        regions = [line.split() for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()]
-        with open(f"/proc/{process.pid}/mem", "rb", 0) as memory:
+        regions = [line.split() for line in (proc / "maps").read_text().splitlines()]
+        with open(proc / "mem", "rb", 0) as memory, open(proc / "pagemap", "rb", 0) as pages:
             for place, rights, *_ in regions:
-                start, end = (int(each, 16) for each in place.split("-"))
+                start, end = (int(each, 16) // mmap.PAGESIZE for each in place.split("-"))
                 if not rights.startswith("rw") or rights[3] == "s":
                     continue
+                pages.seek(8 * start)
+                # The upper two bits: it is in memory, or in swap.
+                present = np.frombuffer(pages.read(8 * (end - start)), np.uint64) >> np.uint64(62) != 0
+                edges = np.flatnonzero(np.diff(np.concatenate([[False], present, [False]]).astype(np.int8)))
                 try:
-                    memory.seek(start)
-                    yield f"memory of {program(process)}", memory.read(end - start)
+                    yield (
+                        f"memory of {program(process)}",
+                        b"".join(
+                            os.pread(
+                                memory.fileno(), int(behind - first) * mmap.PAGESIZE, int(start + first) * mmap.PAGESIZE
+                            )
+                            for first, behind in edges.reshape(-1, 2)
+                        ),
+                    )
                 except OSError:
                     continue
     except OSError:

@@ -195,7 +195,7 @@ def test_nothing_that_left_a_worker_tells_an_update_a_draw_a_loss_a_key_or_an_ex
     }
     places = [
         *[("what was said", text.encode()) for text in said],
-        *leaks.places_of_run(raycloak_home, _session(), memory=True),
+        *leaks.places_of_run(raycloak_home, _session()),
     ]
     assert any(name.endswith("evidence.jsonl") for name, _ in places)
     assert leaks.leaks(needles, places) == []
