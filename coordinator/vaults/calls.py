@@ -261,7 +261,9 @@ def _returned(kind: Any) -> tuple[Any, ...]:
     """Return the types of the values that travel one by one; a plain tuple is one value."""
     if get_origin(kind) is not tuple:
         return (kind,)
-    parts = tuple(get_args(each)[0] if get_origin(each) in (tuple, Unpack) else each for each in get_args(kind))
+    # The dots of a tuple of any length: its one type stands for all values.
+    given = [each for each in get_args(kind) if each is not Ellipsis]
+    parts = tuple(get_args(each)[0] if get_origin(each) in (tuple, Unpack) else each for each in given)
     parts = tuple(get_args(each)[0] if get_origin(each) is tuple else each for each in parts)
     return parts if any(map(_is_large, parts)) else (kind,)
 

@@ -24,6 +24,8 @@ _LOOK_S: Final = 0.02
 """How soon a vault is told that a call is cancelled: far below a micro-batch, which it finishes anyway."""
 _ENDS_S: Final = 5.0
 """For a process that has closed its end of the channel."""
+_GONE_S: Final = 60.0
+"""For the kernel to end a process that was killed, and the thread that waits for it."""
 _SERVE: Final = "raycloak.coordinator.vaults.hosted:serve"
 
 
@@ -52,7 +54,8 @@ class Vault:
         started = threading.Event()
         self._failure: OSError | None = None
         # The kernel ends the vault with the thread that started it, so that one stays.
-        threading.Thread(target=self._keep, args=(target, opening, on_lost, started), daemon=True).start()
+        self._keeper = threading.Thread(target=self._keep, args=(target, opening, on_lost, started), daemon=True)
+        self._keeper.start()
         started.wait()
         if self._failure is not None:
             raise self._failure
@@ -93,6 +96,11 @@ class Vault:
                 if not told and is_cancelled():
                     asked.cancel()
                     told = True
+
+    def end(self) -> None:
+        """End it at once; every call under way fails, and all that come."""
+        self._child.kill()
+        self._keeper.join(_GONE_S)
 
     def leave(self) -> None:
         """Tell it that its machine is about to end it."""

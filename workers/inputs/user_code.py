@@ -27,8 +27,6 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-import cloudpickle  # type: ignore[import-untyped]
-
 from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.metrics.errors import ConfigError
 
@@ -112,6 +110,8 @@ def source_digest(target: str | Callable[..., Any], base: Path | str) -> bytes:
     module = getattr(target, "__module__", None) or "__main__"
     # A program's own file is left out: what it holds besides the callable computes no gradient.
     files = _installed_digest(module) if module != "__main__" else None
+    import cloudpickle  # type: ignore[import-untyped]  # late: an auditor's program reaches this module without it
+
     return digest(length_prefixed("raycloak/callable/v2", source, cloudpickle.dumps(target), files or b""))
 
 

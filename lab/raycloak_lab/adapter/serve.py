@@ -3,13 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from raycloak.attestation.attester.attester import EvidenceSource
-from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
-from raycloak.coordinator.config import home
-from raycloak.coordinator.evidence.sources import GuestEvidence, LocalPlatform
 from raycloak.metrics.exporter import Exporter
 from raycloak.metrics.server import MetricsServer
 from raycloak_lab.adapter import places
@@ -18,8 +13,7 @@ from raycloak_lab.adapter.collector import ADAPTER_SERIES, AdapterCollector
 from raycloak_lab.adapter.desk import AdapterDesk
 from raycloak_lab.adapter.server import Serving, serving
 from raycloak_lab.adapter.settings import AdapterSettings
-from raycloak_lab.adapter.worker_process import WorkerProcess
-from raycloak_lab.encrypted.adapter_worker import Adapter
+from raycloak_lab.adapter.worker_process import AdapterOpening, WorkerProcess
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +40,6 @@ class ServedFacts:
     memory: str
 
 
-def load_adapter(
-    path: str, trust: Path | None, key: Path | None, config: Path | None, shared: tuple[str, ...]
-) -> Adapter:
-    """Return the adapter of a run directory or a sealed package; errors as `released_model` and `lora_of`."""
-    # Here, because the server refers to this function and calls it in the worker's process: it needs no torch itself.
-    from raycloak.coordinator.runs.released_model import Keys, released_model
-    from raycloak_lab.adapter.lora import lora_of
-
-    return lora_of(released_model(path, config=config, keys=Keys.of(trust, key)).module, shared)
-
-
 @contextmanager
 def _page(server: Serving, settings: AdapterSettings) -> Iterator[str]:
     """Serve the metrics page inside the block; yields its URL."""
@@ -67,11 +50,6 @@ def _page(server: Serving, settings: AdapterSettings) -> Iterator[str]:
         yield page.url
     finally:
         page.close()
-
-
-def simulated_platform() -> EvidenceSource:
-    """Return the simulated platform of this home, which proves nothing about a machine."""
-    return LocalPlatform(SimulatedVendor.load_or_create(home.simulator_folder()).platform())
 
 
 @contextmanager
@@ -94,9 +72,18 @@ def served_adapter(
     Raises:
         RaycloakError: why the adapter cannot be served.
     """
-    load = partial(load_adapter, path, trust, key, config, settings.shared)
-    source = simulated_platform if settings.evidence == "simulated" else GuestEvidence
-    worker = WorkerProcess(load, settings.block_tokens, source)
+    trusted, opened, configured = (str(each) if each else None for each in (trust, key, config))
+    worker = WorkerProcess(
+        AdapterOpening(
+            path=path,
+            trust=trusted,
+            key=opened,
+            config=configured,
+            shared=settings.shared,
+            tokens=settings.block_tokens,
+            simulated=settings.evidence == "simulated",
+        )
+    )
     try:
         facts = worker.facts
         # By the matrices' digest: their budgets are for ever, whatever run or shared parts they are served with.

@@ -1,135 +1,193 @@
-"""The worker in a process of its own, so that the server that strangers reach holds neither adapter nor keys.
+"""The worker in a vault, a process of its own, so that the server that strangers reach holds neither adapter nor keys.
 
-The two talk over a pipe, one call at a time. A worker that dies is not replaced: its identity key, evidence and
-sessions die with it, and every later call is refused. A worker that hangs is killed.
+It answers one call at a time. A worker that dies is not replaced: its identity key, evidence and sessions die with it,
+and every later call is refused. A worker that hangs is killed.
 """
 
-import logging
-import multiprocessing
 import signal
 import threading
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
-from typing import Any, Final
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from raycloak.attestation.attester.attester import EvidenceSource
-from raycloak.attestation.core.messages import Envelope
-from raycloak.attestation.core.private_memory import keep_memory_private
+from raycloak.attestation.core.messages import Envelope, Message, parse
 from raycloak.attestation.keys.release import KeyRelease
+from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
 from raycloak.attestation.trust.channel import ChannelEnd
-from raycloak.metrics.errors import RaycloakError, RefusedError, RunFailedError
-from raycloak_lab.encrypted.adapter_worker import Adapter, AdapterFacts, AdapterWorker
+from raycloak.coordinator.config import home
+from raycloak.coordinator.evidence.sources import GuestEvidence, LocalPlatform
+from raycloak.coordinator.vaults.calls import ActorRefusal, SentError, Wire
+from raycloak.coordinator.vaults.hosted import Hosted, Inside
+from raycloak.coordinator.vaults.vault import Vault, VaultLost
+from raycloak.metrics.errors import RefusedError, RunFailedError
+from raycloak_lab.encrypted.adapter_worker import Adapter, AdapterFacts, AdapterWorker, ProjectionFacts
+from raycloak_lab.encrypted.parameters import BlockShape
 
 START_DEADLINE_S: Final = 300.0
 CALL_DEADLINE_S: Final = 60.0
 """Bounds one call; a block of the widest projection takes a second."""
-_STOP_S: Final = 5.0
+
+Octets = NDArray[np.uint8]
+"""Bytes of any length: as an array they travel in shared memory."""
+
+
+class AdapterOpening(Message):
+    """The opening of an adapter's vault; see `raycloak_lab.adapter.serve.served_adapter`."""
+
+    DOMAIN: ClassVar[str] = "raycloak/vault/adapter/v1"
+    path: str
+    trust: str | None
+    key: str | None
+    config: str | None
+    shared: tuple[str, ...]
+    tokens: int
+    simulated: bool
+
+
+class AdapterReport(Message):
+    """The facts of an adapter's worker, but for its shared parts, and its end of the channel to clients."""
+
+    DOMAIN: ClassVar[str] = "raycloak/adapter-report/v1"
+    adapter_digest: bytes
+    matrices_digest: bytes
+    identity_key: bytes
+    shape: BlockShape
+    projections: tuple[ProjectionFacts, ...]
+    certificate: bytes
+    chain_pem: bytes
+    key_pem: bytes
+
+
+def load_adapter(
+    path: str, trust: Path | None, key: Path | None, config: Path | None, shared: tuple[str, ...]
+) -> Adapter:
+    """Return the adapter of a run directory or a sealed package; errors as `released_model` and `lora_of`."""
+    # Here, because the server imports this module: it needs no torch itself.
+    from raycloak.coordinator.runs.released_model import Keys, released_model
+    from raycloak_lab.adapter.lora import lora_of
+
+    return lora_of(released_model(path, config=config, keys=Keys.of(trust, key)).module, shared)
+
+
+class AdapterVault(Hosted):
+    """An AdapterWorker that answers calls; arguments and errors as there."""
+
+    OPENING: ClassVar[type[Message]] = AdapterOpening
+
+    def __init__(self, opening: Any, inside: Inside) -> None:
+        # The server awaits what is under way first, also where a signal reaches both.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._worker = AdapterWorker(self._adapter(opening), opening.tokens, self._source(opening))
+
+    def _adapter(self, opening: Any) -> Adapter:
+        trust, key, config = (Path(each) if each else None for each in (opening.trust, opening.key, opening.config))
+        return load_adapter(opening.path, trust, key, config, opening.shared)
+
+    def _source(self, opening: Any) -> EvidenceSource:
+        if not opening.simulated:
+            return GuestEvidence()
+        # Of this home, so it proves nothing about a machine.
+        return LocalPlatform(SimulatedVendor.load_or_create(home.simulator_folder()).platform())
+
+    def report(self) -> tuple[AdapterReport, Octets]:
+        """Return the worker's facts, and the shared parts."""
+        facts, end = self._worker.facts, self._worker.end
+        report = AdapterReport(
+            adapter_digest=facts.adapter_digest,
+            matrices_digest=facts.matrices_digest,
+            identity_key=facts.identity_key,
+            shape=facts.shape,
+            projections=facts.projections,
+            certificate=end.certificate,
+            chain_pem=end.chain_pem,
+            key_pem=end.key_pem,
+        )
+        return report, _octets(facts.shared)
+
+    def present(self, session: str, contract: bytes, policy: bytes, challenge: bytes) -> Envelope:
+        return self._worker.present(session, contract, policy, challenge)
+
+    def register(self, session: str, release: KeyRelease, fingerprint: bytes, sealed: Octets) -> None:
+        self._worker.register(session, release, fingerprint, sealed.tobytes())
+
+    def apply(self, session: str, fingerprint: bytes, names: tuple[str, ...], batch: Octets) -> tuple[Octets, ...]:
+        return tuple(map(_octets, self._worker.apply(session, fingerprint, batch.tobytes(), names)))
+
+    def close(self, session: str) -> None:
+        self._worker.close(session)
 
 
 class WorkerProcess:
-    """The parent's side of a worker process.
+    """The server's side of a worker.
 
     Args:
-        load: returns the adapter; called in the worker's process alone, so that the parent never has it.
-        tokens: tokens of a block.
-        source: returns the platform of the worker; called in its process too.
+        opening: what the vault is opened with. Only its process has the adapter.
+        target: the class that it hosts.
 
     Raises:
         RaycloakError: whatever kept the worker from starting. RunFailedError ``worker_gone`` if it died.
     """
 
-    def __init__(self, load: Callable[[], Adapter], tokens: int, source: Callable[[], EvidenceSource]) -> None:
-        # Not fork: a forked child would share the parent's sockets and locks.
-        context = multiprocessing.get_context("spawn")
-        self._pipe, child = context.Pipe()
-        self._process = context.Process(target=_serve, args=(child, load, tokens, source), daemon=True)
-        self._process.start()
-        child.close()
+    def __init__(self, opening: Message, target: str = f"{__name__}:{AdapterVault.__name__}") -> None:
+        self._vault = Vault(target, opening, None, lambda _: None)
         try:
-            self.facts, self.end = self._answer(START_DEADLINE_S)
+            report, shared = self._ask(START_DEADLINE_S, 2, AdapterVault.report)
         except BaseException:
             self.stop()
             raise
-
-    facts: AdapterFacts
-    end: ChannelEnd
+        about = report.adapter_digest, report.matrices_digest, report.identity_key, report.shape, report.projections
+        self.facts = AdapterFacts(*about, shared.tobytes())
+        self.end = ChannelEnd(report.certificate, report.chain_pem, report.key_pem)
 
     def present(self, session: str, contract: bytes, policy: bytes, challenge: bytes) -> Envelope:
         """See `AdapterWorker.present`."""
-        presented: Envelope = self._call("present", session, contract, policy, challenge)
-        return presented
+        asked = AdapterVault.present, session, contract, policy, challenge
+        (presented,) = self._ask(CALL_DEADLINE_S, 1, *asked)
+        envelope: Envelope = presented
+        return envelope
 
     def register(self, session: str, release: KeyRelease, fingerprint: bytes, sealed: bytes) -> None:
         """See `AdapterWorker.register`."""
-        self._call("register", session, release, fingerprint, sealed)
+        self._ask(CALL_DEADLINE_S, 1, AdapterVault.register, session, release, fingerprint, _octets(sealed))
 
     def apply(self, session: str, fingerprint: bytes, batch: bytes, names: Sequence[str]) -> tuple[bytes, ...]:
         """See `AdapterWorker.apply`."""
-        answers: tuple[bytes, ...] = self._call("apply", session, fingerprint, batch, tuple(names))
-        return answers
+        asked = AdapterVault.apply, session, fingerprint, tuple(names), _octets(batch)
+        return tuple(each.tobytes() for each in self._ask(CALL_DEADLINE_S, len(names), *asked))
 
     def close(self, session: str) -> None:
         """See `AdapterWorker.close`."""
-        self._call("close", session)
+        self._ask(CALL_DEADLINE_S, 1, AdapterVault.close, session)
 
     def stop(self) -> None:
         """End the process."""
-        self._pipe.close()
-        self._process.join(_STOP_S)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join(_STOP_S)
+        self._vault.end()
 
-    def _call(self, name: str, *arguments: Any) -> Any:
-        return self._answer(CALL_DEADLINE_S, (name, arguments))
-
-    def _answer(self, deadline_s: float, *sent: Any) -> Any:
-        # Killed, since a worker that stopped may leave a message half read, or its answer half written.
-        timer = threading.Timer(deadline_s, self._process.kill)
+    def _ask(self, deadline_s: float, returns: int, method: Callable[..., Any], *args: Any) -> tuple[Any, ...]:
+        wire = Wire.of(method)
+        # Ended, since a worker that hangs may hold everybody's turn, and never reads what is sent.
+        timer = threading.Timer(deadline_s, self._vault.end)
         timer.daemon = True
         timer.start()
         try:
-            for each in sent:
-                self._pipe.send(each)
-            answer = self._pipe.recv()
-        except (EOFError, OSError):
-            raise _gone() from None
+            answers = self._vault.call(method.__name__, returns, wire.write_call(args))
+        except (VaultLost, MemoryError):
+            raise RunFailedError(
+                "worker_gone", "the worker of the adapter does not answer.", "Its owner must start the server again."
+            ) from None
+        except ActorRefusal as refusal:
+            error = parse(SentError, refusal.args[0]).error()
+            if error.code == "actor_error":
+                error = RefusedError("adapter_failed", "the worker failed at this call.", "See the log of the server.")
+            raise error from None
         finally:
             timer.cancel()
-        if isinstance(answer, RaycloakError):
-            raise answer
-        return answer
+        return tuple(wire.read_answer(index, each) for index, each in enumerate(answers))
 
 
-def _gone() -> RunFailedError:
-    return RunFailedError(
-        "worker_gone", "the worker of the adapter does not answer.", "Its owner must start the server again."
-    )
-
-
-def _serve(pipe: Connection, load: Callable[[], Adapter], tokens: int, source: Callable[[], EvidenceSource]) -> None:
-    """Answer calls until the parent closes its end."""
-    # Ctrl-C reaches both: the parent first awaits what is under way.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        keep_memory_private()
-        worker = AdapterWorker(load(), tokens, source())
-    except RaycloakError as error:
-        pipe.send(error)
-        return
-    pipe.send((worker.facts, worker.end))
-    methods = {name: getattr(worker, name) for name in ("present", "register", "apply", "close")}
-    while True:
-        try:
-            name, arguments = pipe.recv()
-        except EOFError:
-            return
-        try:
-            answer = methods[name](*arguments)
-        except RaycloakError as error:
-            answer = error
-        except Exception:
-            # One client's call must not end the others' sessions.
-            logging.getLogger(__name__).exception("a call of the adapter's worker failed")
-            answer = RefusedError("adapter_failed", "the worker failed at this call.", "See the log of the server.")
-        pipe.send(answer)
+def _octets(content: bytes) -> Octets:
+    return np.frombuffer(content, np.uint8)

@@ -36,7 +36,7 @@ from raycloak.metrics.errors import RaycloakError, RefusedError
 from raycloak_lab.adapter import adapter_pb2 as wire
 from raycloak_lab.adapter import places
 from raycloak_lab.adapter.connection import AdapterAddress, AdapterConnection
-from raycloak_lab.adapter.serve import load_adapter
+from raycloak_lab.adapter.worker_process import load_adapter
 from raycloak_lab.cli.app import app
 from tests.coordinator.runs.test_released_model import LORA, directory_of, of_text
 from tests.lab.adapter.conftest import identity

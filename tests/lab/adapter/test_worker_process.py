@@ -3,13 +3,14 @@
 import os
 import signal
 import time
+from typing import ClassVar
 
 import numpy as np
 import pytest
 
 from raycloak.attestation.core.canonical import digest
 from raycloak.attestation.core.evidence import Challenge
-from raycloak.attestation.core.messages import Envelope, parse
+from raycloak.attestation.core.messages import Envelope, Message, parse
 from raycloak.attestation.keys.halves import ServiceContract
 from raycloak.attestation.keys.release import KeyRelease
 from raycloak.attestation.policy.policy import simulated_policy
@@ -18,16 +19,17 @@ from raycloak.coordinator.config import home
 from raycloak.metrics.errors import RaycloakError, RunFailedError
 from raycloak_lab.adapter import worker_process
 from raycloak_lab.adapter.registration import ClientOrchestrator
-from raycloak_lab.adapter.serve import simulated_platform
-from raycloak_lab.adapter.worker_process import WorkerProcess
+from raycloak_lab.adapter.worker_process import AdapterVault, WorkerProcess
 from raycloak_lab.encrypted.adapter_worker import Adapter, LowRank
 
 RELEASED = b"keys"
 
 
-def adapter():
-    """Return a tiny adapter; called in the worker's process."""
-    return Adapter({"query": LowRank(np.ones((2, 16)), np.ones((16, 2)))})
+class TinyOpening(Message):
+    DOMAIN: ClassVar[str] = "test/vault/adapter/v1"
+    fails: bool
+    tokens: int = 128
+    simulated: bool = True
 
 
 class FailingPlatform:
@@ -37,9 +39,25 @@ class FailingPlatform:
         raise ZeroDivisionError
 
 
+class TinyAdapterVault(AdapterVault):
+    """A worker of a tiny adapter."""
+
+    OPENING = TinyOpening
+
+    def _adapter(self, opening):
+        return Adapter({"query": LowRank(np.ones((2, 16)), np.ones((16, 2)))})
+
+    def _source(self, opening):
+        return FailingPlatform() if opening.fails else super()._source(opening)
+
+
+def tiny_worker(*, fails=False):
+    return WorkerProcess(TinyOpening(fails=fails), f"{__name__}:TinyAdapterVault")
+
+
 @pytest.fixture
 def worker():
-    started = WorkerProcess(adapter, 128, simulated_platform)
+    started = tiny_worker()
     yield started
     started.stop()
 
@@ -86,7 +104,7 @@ def test_a_package_without_the_key_is_refused_and_the_worker_serves_on(worker, c
 
 
 def test_an_error_that_nobody_foresaw_ends_one_call_and_not_the_worker(client):
-    failing = WorkerProcess(adapter, 128, FailingPlatform)
+    failing = tiny_worker(fails=True)
     try:
         asked = parse(Challenge, client.challenge()).encode()
         for _ in range(2):
@@ -96,9 +114,9 @@ def test_an_error_that_nobody_foresaw_ends_one_call_and_not_the_worker(client):
 
 
 def test_a_worker_that_hangs_is_given_up_though_it_reads_nothing(worker, monkeypatch):
-    """The block is longer than the pipe, so it cannot even be sent."""
+    """The block is longer than what a socket holds, so it cannot even be sent."""
     monkeypatch.setattr(worker_process, "CALL_DEADLINE_S", 0.5)
-    os.kill(worker._process.pid, signal.SIGSTOP)
+    os.kill(worker._vault.pid, signal.SIGSTOP)
     for _ in range(2):
         with pytest.raises(RunFailedError) as refusal:
             worker.apply("one", bytes(32), bytes(2**22), ["query"])
@@ -106,5 +124,5 @@ def test_a_worker_that_hangs_is_given_up_though_it_reads_nothing(worker, monkeyp
 
 
 def test_ctrl_c_leaves_the_worker_to_the_server(worker, client):
-    os.kill(worker._process.pid, signal.SIGINT)
+    os.kill(worker._vault.pid, signal.SIGINT)
     assert worker.present("one", client.contract, client.policy, client.challenge())
