@@ -51,7 +51,7 @@ def test_a_package_is_verified_and_opened(raycloak, reader):
     assert code == 0
     assert opened["model_digest"] == facts["model_digest"]
     flat = load_file(home / "m.safetensors")["layer.weight"].reshape(-1)
-    assert flat.tobytes() == snapshot(Site(home).manifest).parameters[0].tobytes()
+    assert flat.tobytes() == snapshot(Site(home).manifest).parameters.tobytes()
     code, refused, _ = raycloak("open", path, *options)
     assert (code, refused["error"]["code"]) == (2, "out_exists")
 
