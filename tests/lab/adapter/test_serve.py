@@ -138,7 +138,7 @@ def await_end(processes, deadline_s=120.0):
 
 
 def child_processes(pid):
-    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [int(each) for file in Path(f"/proc/{pid}/task").glob("*/children") for each in file.read_text().split()]
 
 
 def has_torch(pid):
