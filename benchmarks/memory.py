@@ -1,7 +1,7 @@
 """Bytes a parameter beside the model: ``python benchmarks/memory.py [--parameters N]``.
 
-Each case runs in a process of its own, at N and at N / 3 parameters, on one linear layer. The figure is the growth of
-the peak of resident memory from the smaller to the larger, over the growth of the parameters. What a process takes
+Each case runs in a process of its own, at N / 3 and then at N parameters, on one linear layer. The figure is the growth
+of the peak of resident memory from the smaller to the larger, over the growth of the parameters. What a process takes
 without parameters is in neither. Counted is what a step adds:
 
     worker      the verified copy of the released parameters, clipped sums, ring words that are kept and that are sent,
@@ -13,9 +13,10 @@ without parameters is in neither. Counted is what a step adds:
 import argparse
 import json
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -39,7 +40,7 @@ def measured(parameters: int, hosted: Sequence[int] = HOSTED, rules: Sequence[st
     sizes = parameters // 3 // CLASSES * CLASSES, parameters // CLASSES * CLASSES
     found = {}
     for name, (case, argument) in cases.items():
-        small, large = (_alone(case, size, argument) for size in sizes)
+        small, large = _alone(case, sizes, argument)
         found[name] = (large - small) / (sizes[1] - sizes[0])
     return found
 
@@ -122,12 +123,13 @@ def aggregator(parameters: int, rule: str) -> int:
     return growth(lambda: step(state, 1))
 
 
-def _alone(case: object, parameters: int, argument: object) -> int:
-    # Not forked: memory that this process holds free would hide what the case takes.
+def _alone(case: Callable[[int, Any], int], sizes: Sequence[int], argument: object) -> list[int]:
+    # Not forked: memory that this process holds free would hide what the case takes. What the smaller size has freed
+    # went back to the system.
     with ProcessPoolExecutor(
         1, mp_context=multiprocessing.get_context("spawn"), initializer=return_freed_blocks
     ) as pool:
-        return pool.submit(case, parameters, argument).result()
+        return [pool.submit(case, size, argument).result() for size in sizes]
 
 
 if __name__ == "__main__":

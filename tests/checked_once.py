@@ -20,6 +20,7 @@ from raycloak.workers import workload
 from raycloak.workers.gradients.model_checks import check_released, check_rows, check_trainable
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.row_memory import largest_rows
+from raycloak.workers.gradients.spare_rows import spare_rows
 from raycloak.workers.inputs import user_code
 from raycloak.workers.models.models import content_hash
 
@@ -27,21 +28,30 @@ TENSORS = {"_parameters", "_buffers", "_modules"}
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
-def _settings(layer: nn.Module) -> tuple[tuple[str, str], ...]:
-    """Return what else than its tensors decides how a layer computes, of the object and of its class."""
-    # Hooks are kept under numbers that grow with each.
-    own = {
-        name: list(value.values()) if "_hooks" in name and isinstance(value, dict) else value
-        for name, value in vars(layer).items()
-        if name not in TENSORS
-    }
+def _settings(layer: nn.Module, written: dict[int, str]) -> tuple[tuple[str, str], ...]:
+    """Return what else than its tensors decides how a layer computes, of the object and of its class.
+
+    Args:
+        written: the texts of what was met before, by its address: layers share large configurations.
+    """
+
+    def text(name: str, value: object) -> str:
+        if "_hooks" in name and isinstance(value, dict):
+            # Hooks are kept under numbers that grow with each.
+            return ADDRESS.sub("", repr(list(value.values())))
+        if id(value) not in written:
+            written[id(value)] = ADDRESS.sub("", repr(value))
+        return written[id(value)]
+
+    own = {name: value for name, value in vars(layer).items() if name not in TENSORS}
     shared = {name: value for name, value in vars(type(layer)).items() if isinstance(value, int | float | str)}
-    return tuple((name, ADDRESS.sub("", repr(value))) for name, value in (*own.items(), *shared.items()))
+    return tuple((name, text(name, value)) for name, value in (*own.items(), *shared.items()))
 
 
 def _kind(module: nn.Module) -> tuple[Any, ...]:
     """Return the layers of a model and the shapes of its tensors; tensors that are one and the same have one number."""
-    layers = tuple((name, type(layer), _settings(layer)) for name, layer in module.named_modules())
+    written: dict[int, str] = {}
+    layers = tuple((name, type(layer), _settings(layer, written)) for name, layer in module.named_modules())
     numbers: dict[int, int] = {}
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     return layers, tuple(
@@ -62,10 +72,11 @@ def _loss(loss_fn: Any) -> tuple[Any, ...]:
 def _key(check: Callable[..., Any], given: inspect.BoundArguments) -> tuple[Any, ...]:
     given.apply_defaults()
     rest = {**given.arguments}
-    module, loss_fn = rest.pop("module"), rest.pop("loss_fn")
+    module = rest.pop("module")
+    loss = _loss(rest.pop("loss_fn")) if "loss_fn" in rest else ()
     if "mechanisms" in rest:
         rest["mechanisms"] = [(each.query, each.micro_batch_size) for each in rest["mechanisms"]]
-    return check.__name__, _kind(module), _loss(loss_fn), repr(rest)
+    return check.__name__, _kind(module), loss, repr(rest)
 
 
 def _values(module: nn.Module) -> tuple[bytes, ...]:
@@ -74,18 +85,18 @@ def _values(module: nn.Module) -> tuple[bytes, ...]:
 
 
 def once(check: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``check`` with a memory of what passed; of `check_released`, with which values."""
+    """Return ``check`` with a memory of what passed; of those that run the model as it is, with which values."""
     passed: dict[tuple[Any, ...], Any] = {}
     signature = inspect.signature(check)
 
-    def checking(*arguments: Any) -> Any:
-        given = signature.bind(*arguments)
+    def checking(*arguments: Any, **named: Any) -> Any:
+        given = signature.bind(*arguments, **named)
         if "mechanisms" in given.arguments:
             given.arguments["mechanisms"] = tuple(given.arguments["mechanisms"])
         key = _key(check, given)
-        if check is check_released:
+        if check in (check_released, spare_rows):
             key = (*key, *_values(given.arguments["module"]))
-            given.arguments["module"].train()  # as the check leaves it
+            given.arguments["module"].train()  # as the check leaves it, and rows are asked for
         if key not in passed:
             passed[key] = check(*given.args, **given.kwargs)
         return passed[key]
@@ -107,7 +118,8 @@ def checks_remembered() -> Iterator[None]:
             remembered = once(check)
             for caller in (workload, dry_run):
                 patch.setattr(caller, check.__name__, remembered)
-        patch.setattr(workload, "check_released", once(check_released))
+        for check in (check_released, spare_rows):
+            patch.setattr(workload, check.__name__, once(check))
         patch.setattr(user_code, "_installed_digest", own_code_once(user_code._installed_digest))
         yield
 

@@ -705,6 +705,8 @@ def whole_run(
 ) -> WholeRun:
     """Return a run that is ready to be trained; with one ``home`` and ``secret``, a repeat of the same run.
 
+    A slice of its data is one micro-batch, not two, which takes a fifth of its time less.
+
     Args:
         disturb: what becomes of each call of the coordinator.
         tamper: changes a worker right after it was started.
@@ -715,7 +717,7 @@ def whole_run(
         pace: when steps may be charged and released, and what a client sent for them.
         folder: the directory of an earlier execution of the run; a new one by default.
     """
-    settings = config(overrides, **fields)
+    settings = config(overrides, **{"micro_batch_size": 5, **fields})
     path = secret_file(home, secret) if secret else None
     settle(home)
     session, backend = local_session(

@@ -1,20 +1,35 @@
 """The results of an undisturbed run, a memory of checks of models, a local S3, and ledgers on each database."""
 
 import itertools
+import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from pyarrow import fs
 
 from tests.checked_once import checked_once as checked_once
-from tests.protocol import trained
+from tests.protocol import WholeRun, trained
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory) -> list[str]:
+def plain(tmp_path_factory) -> WholeRun:
+    """Return the small run of three steps, which nothing disturbed: for tests that only look at it."""
+    return trained(tmp_path_factory.mktemp("undisturbed"))
+
+
+@pytest.fixture
+def done(plain: WholeRun, tmp_path: Path) -> WholeRun:
+    """Return that run with files of the test's own, for what comes after it."""
+    shutil.copytree(plain.home, tmp_path, dirs_exist_ok=True)
+    return replace(plain, home=tmp_path, folder=tmp_path / plain.folder.name)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(plain: WholeRun) -> list[str]:
     """Return the small run's model digests after each of its three steps."""
-    return trained(tmp_path_factory.mktemp("undisturbed")).digests
+    return plain.digests
 
 
 @pytest.fixture(scope="session")

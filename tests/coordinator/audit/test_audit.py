@@ -32,6 +32,7 @@ from raycloak.workers.run_member import RunMember
 from tests.coordinator.audit import audit_cases as cases
 from tests.coordinator.audit.audit_cases import audited, coins_of, small_config
 from tests.protocol import examples
+from tests.rounds import rounds
 from tests.tiny_text import write_bert, write_gpt2, write_reviews
 
 ONE_WORKERS_NOISE = {"virtual_workers": 64, "canaries": 4000}
@@ -54,7 +55,7 @@ def home(tmp_path):
 # --- a correct build
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(rounds(3)))
 def test_a_correct_build_stays_below_the_ledgers_epsilon(tmp_path, seed):
     result = audited(tmp_path, seed)
     assert result.epsilon_lower < result.epsilon <= 1
@@ -291,6 +292,8 @@ def test_an_audit_of_an_adapter_flags_a_run_without_noise_and_no_correct_one(tmp
     task = {
         "model": {"hf": "model", "task": "sequence_classification", "classes": 2, "lora": {"rank": 2}},
         "dataset": {"kind": "text", "path": "text.tsv", "max_length": 8, "public": True},
+        # Enough for 1.4 times the epsilon where there is no noise at all.
+        "canaries": 300,
     }
     assert not audited(tmp_path, 0, **task).contradicted
     cases.without_noise(monkeypatch)

@@ -1,16 +1,15 @@
-"""Child process of `test_leases.py`: one live instance of the ledger at a URL, told what to do line by line.
+"""Child process of `test_leases.py`: one live instance of the ledger at a URL, told what to do order by order.
 
 ``register RUN``, ``charge RUN STEP`` and ``stop RUN SECONDS``, which stops this process by SIGSTOP inside a transaction
-that takes the run, and that a server rolls back after as many seconds. Each is answered by one line of JSON: the code
-of the refusal, or what the charge returned.
+that takes the run, and that a server rolls back after as many seconds. Each is answered once: by the code of the
+refusal, or by what the charge returned.
 """
 
-import json
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from typing import Any
 
 from raycloak.coordinator.ledger import engine
@@ -20,16 +19,17 @@ from raycloak.metrics.errors import BudgetError
 from tests.coordinator.ledger.ledger_cases import DATA, MANIFEST, PARAMETERS, mechanism
 
 
-def main(url: str, deadline_s: float) -> None:
-    """Open the ledger and obey until the input ends."""
+def serve(parent: Connection, url: str, deadline_s: float) -> None:
+    """Open the ledger and obey until this process is killed."""
     engine.LOCK_DEADLINE_S = deadline_s
     ledger = PrivacyLedger(url)
-    say({"fencing": ledger.fencing})
-    for line in sys.stdin:
+    parent.send({"fencing": ledger.fencing})
+    while True:
+        order = parent.recv()
         try:
-            say(obey(ledger, *line.split()))
+            parent.send(obey(ledger, *order.split()))
         except BudgetError as refusal:
-            say({"refused": refusal.code})
+            parent.send({"refused": refusal.code})
 
 
 def obey(ledger: PrivacyLedger, action: str, run_id: str, number: str = "0") -> dict[str, Any]:
@@ -57,12 +57,3 @@ def deadline(seconds: float) -> Iterator[None]:
         yield
     finally:
         engine.LOCK_DEADLINE_S = kept
-
-
-def say(answer: dict[str, Any]) -> None:
-    """Answer on one line, at once."""
-    print(json.dumps(answer), flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]))

@@ -1,12 +1,11 @@
 """At most one of two live instances of a ledger is believed for a run; real processes, stopped and woken up."""
 
 import io
-import json
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
-import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,32 +19,38 @@ from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.rules import OpeningTerms
 from raycloak.metrics.errors import ProtocolError
 from raycloak.workers.terms.receipt import Receipt, check_receipt
+from tests.coordinator.ledger import ledger_instance
 from tests.coordinator.ledger.ledger_cases import CAP, DELTA, MANIFEST, PARAMETERS, expected_epsilon, mechanism
 
-CHILD = str(Path(__file__).with_name("ledger_instance.py"))
-ROOT = Path(__file__).resolve().parents[3]
+# Forked from a process that has imported what an instance needs.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload([ledger_instance.__name__])
+DEADLINE_S = 120.0
 
 
 class Instance:
     """A process that holds the ledger open."""
 
     def __init__(self, url: str, deadline_s: float) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, CHILD, url, str(deadline_s)]
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+        self._channel, its = PROCESSES.Pipe()
+        self.process = PROCESSES.Process(target=ledger_instance.serve, args=(its, url, deadline_s))
+        self.process.start()
+        its.close()
         self.fencing = self.answer()["fencing"]
 
-    def tell(self, line: str) -> None:
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def tell(self, order: str) -> None:
         """Give an order without waiting."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{line}\n")
-        self.process.stdin.flush()
+        self._channel.send(order)
 
     def answer(self) -> dict[str, Any]:
         """Return the next answer."""
-        assert self.process.stdout is not None
-        return json.loads(self.process.stdout.readline())
+        return self._channel.recv()
 
     def ask(self, line: str) -> dict[str, Any]:
         """Give an order and wait for its answer."""
@@ -54,21 +59,25 @@ class Instance:
 
     def stop(self) -> None:
         """Send SIGSTOP."""
-        self.process.send_signal(signal.SIGSTOP)
+        os.kill(self.pid, signal.SIGSTOP)
         self.await_stop()
 
     def await_stop(self) -> None:
         """Wait until the process is stopped."""
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        end = time.monotonic() + DEADLINE_S
+        while Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            assert time.monotonic() < end
+            time.sleep(0.01)
 
     def wake(self) -> None:
         """Send SIGCONT."""
-        self.process.send_signal(signal.SIGCONT)
+        os.kill(self.pid, signal.SIGCONT)
 
     def end(self) -> None:
         """Send SIGKILL, which also ends a stopped process."""
         self.process.kill()
-        self.process.communicate()
+        self.process.join()
+        self._channel.close()
 
 
 @pytest.fixture
@@ -130,7 +139,7 @@ def test_an_instance_that_was_paused_and_replaced_is_believed_by_nobody(
     paused.ask("register run-a")
     first = paused.ask("charge run-a 0")
     assert believed(reader, first, 0).fencing == paused.fencing
-    assert lease_of(reader) == (paused.fencing, f"{socket.gethostname()}/{paused.process.pid}")
+    assert lease_of(reader) == (paused.fencing, f"{socket.gethostname()}/{paused.pid}")
     paused.stop()
     paused.tell("charge run-a 2")
 
@@ -148,8 +157,8 @@ def test_an_instance_that_was_paused_and_replaced_is_believed_by_nobody(
         assert paused.ask(order) == {"refused": "fenced"}
     with pytest.raises(ProtocolError, match="receipt_fenced"):
         believed(reader, first, 0, lowest_fencing=again.fencing)
-    assert lease_of(reader) == (second.fencing, f"{socket.gethostname()}/{second.process.pid}")
-    assert f"instance {second.fencing}, {socket.gethostname()}/{second.process.pid}," in shown(reader)
+    assert lease_of(reader) == (second.fencing, f"{socket.gethostname()}/{second.pid}")
+    assert f"instance {second.fencing}, {socket.gethostname()}/{second.pid}," in shown(reader)
     assert believed(reader, second.ask("charge run-a 2"), 2, again.fencing).charged_epsilon == pytest.approx(
         expected_epsilon(3)
     )

@@ -13,6 +13,7 @@ from raycloak.coordinator.runs.verdict import verdict_of
 from raycloak.metrics.errors import RefusedError
 from raycloak.workers.train_worker import TrainWorker
 from tests.protocol import VIRTUAL_WORKERS, Call, Fate, HandRun, WholeRun, on, on_machines, trained, whole_run
+from tests.rounds import rounds
 
 LONG = {"steps": 8, "epoch_steps": 3}
 
@@ -183,11 +184,11 @@ def test_the_run_grows_to_max_workers_where_there_is_room(tmp_path, undisturbed_
 
 
 def test_without_room_or_leave_to_grow_nobody_more_is_started(tmp_path):
-    full = trained(tmp_path / "full", max_workers=5, **LONG)
-    run = whole_run(tmp_path / "fixed", **LONG)
+    full = trained(tmp_path / "full", max_workers=5)
+    run = whole_run(tmp_path / "fixed")
     run.stage.vacancies = 9
     run.train()
-    assert sizes(full) == sizes(run) == [3] * 8
+    assert sizes(full) == sizes(run) == [3] * 3
 
 
 def test_room_is_looked_for_only_every_few_seconds(tmp_path):
@@ -466,7 +467,7 @@ def test_the_epsilon_with_one_worker_is_of_all_keys_that_its_machine_ever_had(tm
 # --- everything at once
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(rounds(2)))
 def test_any_schedule_of_joins_leaves_and_deaths_gives_the_same_bytes(tmp_path, undisturbed_long, seed):
     """Workers and aggregators die or hang in any phase, leave and join; one worker of each attempt is spared."""
     dice = random.Random(seed)

@@ -74,14 +74,14 @@ def test_any_order_of_answers_gives_the_same_bytes(tmp_path, undisturbed, monkey
     assert digests_everywhere(run) == undisturbed
 
 
-def test_48_workers_that_each_mask_with_a_few_give_the_bytes_of_two_though_two_die_in_one_step(tmp_path):
-    """The two are a replay of the same run, in which all pairs mask."""
-    settings = {"virtual_workers": 48, "steps": 2, "data": examples(96), "dp_config": RENYI}
+def test_36_workers_that_each_mask_with_a_few_give_the_bytes_of_two_though_two_die_in_one_step(tmp_path):
+    """The two are a replay of the same run, in which all pairs mask, as they do up to 32 workers."""
+    settings = {"virtual_workers": 36, "steps": 2, "data": examples(72), "dp_config": RENYI}
     first, second = on("step", "worker-7", "dies", 1), on("step", "worker-9", "dies", 2)
     many = whole_run(
         tmp_path,
-        num_workers=48,
-        min_workers=40,
+        num_workers=36,
+        min_workers=34,
         masks={"colluding_workers": 2},
         disturb=lambda call: first(call) or second(call),
         **settings,
@@ -113,21 +113,21 @@ def test_every_update_rule_is_exact_for_any_ranges(tmp_path, optimizer):
 
 @pytest.mark.parametrize("bits", [32, 64])
 def test_both_rings_are_exact(tmp_path, bits):
-    overrides = [f"ring.bits={bits}"]
-    first = trained(tmp_path / "1", overrides=overrides)
-    second = trained(tmp_path / "2", num_workers=5, aggregators=3, overrides=overrides)
+    """And vectors of two micro-batches."""
+    settings = {"overrides": [f"ring.bits={bits}"], "micro_batch_size": 4}
+    first = trained(tmp_path / "1", **settings)
+    second = trained(tmp_path / "2", num_workers=5, aggregators=3, **settings)
     assert first.digests == second.digests
     assert first.finished.masked_bytes == 3 * 3 * 83 * bits // 8
 
 
-def test_a_repeat_with_the_same_secret_on_the_same_ledger_charges_nothing_new(tmp_path, undisturbed):
-    first = trained(tmp_path)
-    before = first.entries
+def test_a_repeat_with_the_same_secret_on_the_same_ledger_charges_nothing_new(tmp_path, done):
+    before = done.entries
     second = trained(tmp_path, num_workers=2, aggregators=3)
-    assert second.digests == first.digests == undisturbed
+    assert second.digests == done.digests
     assert second.entries == before
-    assert second.finished.charged_epsilon == first.finished.charged_epsilon
-    assert second.session.run_id == first.session.run_id
+    assert second.finished.charged_epsilon == done.finished.charged_epsilon
+    assert second.session.run_id == done.session.run_id
 
 
 def changed_byte():
@@ -153,8 +153,8 @@ def initial(run: WholeRun) -> np.ndarray:
     return parameters
 
 
-def test_another_data_byte_is_refused_for_a_run_that_began_without_it(tmp_path):
-    before = trained(tmp_path).entries
+def test_another_data_byte_is_refused_for_a_run_that_began_without_it(tmp_path, done):
+    before = done.entries
     error, run = failure(RefusedError, tmp_path, data=changed_byte(), overrides=FEW_FAILURES)
     assert error.code == "too_few_workers"
     assert {code for _, code in run.left} == {"data_changed"}
@@ -162,17 +162,17 @@ def test_another_data_byte_is_refused_for_a_run_that_began_without_it(tmp_path):
     assert run.entries == before
 
 
-def test_another_secret_is_another_run(tmp_path, undisturbed):
-    first, other = trained(tmp_path / "first"), trained(tmp_path / "other", secret="cd" * 32)
-    assert other.session.run_id != first.session.run_id
-    assert other.session.orchestrator_key != first.session.orchestrator_key
-    assert not set(other.digests) & set(undisturbed)
+def test_another_secret_is_another_run(tmp_path, plain):
+    other = trained(tmp_path, secret="cd" * 32)
+    assert other.session.run_id != plain.session.run_id
+    assert other.session.orchestrator_key != plain.session.orchestrator_key
+    assert not set(other.digests) & set(plain.digests)
     assert other.entries > 3
 
 
+@pytest.mark.usefixtures("done")
 def test_a_run_id_belongs_to_one_manifest(tmp_path):
     """The same secret for another computation would be a second value under related keys."""
-    trained(tmp_path)
     error, run = failure(BudgetError, tmp_path, overrides=["optimizer.learning_rate=0.25"])
     assert error.code == "run_mismatch"
     assert run.stage.calls("step") == []

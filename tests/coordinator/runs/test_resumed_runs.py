@@ -103,9 +103,7 @@ def undisturbed(tmp_path_factory) -> list[str]:
     return trained(tmp_path_factory.mktemp("undisturbed"), steps=STEPS).digests
 
 
-@pytest.mark.parametrize(
-    ("method", "step"), [("charge", 0), ("charge", 3), ("open_step", 2), ("step", 1), ("reduce", 5)]
-)
+@pytest.mark.parametrize(("method", "step"), [("charge", 0), ("open_step", 2), ("step", 1), ("reduce", 5)])
 def test_a_killed_driver_resumes_with_the_same_bytes_and_no_second_charge(tmp_path, undisturbed, method, step):
     first = begun(tmp_path, killed_at(method, step, "worker-1" if method == "step" else None))
     second = resumed(tmp_path, first)
@@ -118,16 +116,27 @@ def test_a_killed_driver_resumes_with_the_same_bytes_and_no_second_charge(tmp_pa
     assert len(read_exported_log(second.folder / "evidence.jsonl", second.session.orchestrator_key).entries) > STEPS
 
 
-def test_a_resumed_run_starts_from_the_newest_package(tmp_path, undisturbed):
-    first = begun(tmp_path, killed_when_sealed("charge", 5))
-    second = resumed(tmp_path, first)
+@pytest.fixture(scope="module")
+def killed_late(tmp_path_factory) -> WholeRun:
+    """Return a run that was killed as it was to charge its last step, with packages of 2 and 4 steps."""
+    return begun(tmp_path_factory.mktemp("late"), killed_when_sealed("charge", 5))
+
+
+def copied(run: WholeRun, home: Path) -> WholeRun:
+    """Return a run whose files are a copy, for a test that goes on with them."""
+    shutil.copytree(run.home, home, dirs_exist_ok=True)
+    return replace(run, home=home, folder=home / run.folder.relative_to(run.home))
+
+
+def test_a_resumed_run_starts_from_the_newest_package(tmp_path, killed_late, undisturbed):
+    second = resumed(tmp_path, copied(killed_late, tmp_path))
     second.train()
     assert second.digests == undisturbed[4:]
 
 
 def test_a_run_may_be_killed_again_and_again(tmp_path, undisturbed):
     run = begun(tmp_path, killed_at("step", 1, "worker-0"))
-    for index in (2, 1, 2, 2):
+    for index in (2, 2, 2):
         run = resumed(tmp_path, run)
         run.stage.disturb = killed_at("charge", index)
         with pytest.raises(Killed):
@@ -186,20 +195,29 @@ def test_a_run_that_fails_seals_what_it_has(tmp_path, undisturbed):
     assert second.digests == undisturbed[3:]
 
 
-def _ended_badly(home: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> tuple[RunFolder, list[int], list[str]]:
-    """Resume a stopped run of two steps, which fails after its fourth, where ``what`` cannot be saved.
-
-    Returns:
-        Its directory, the steps that the evidence log there has as committed, and the lines that a watcher was told.
-    """
-    stop, said = StopRequest(), []
-    first = whole_run(
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory) -> WholeRun:
+    """Return a run that was stopped after two steps."""
+    home, stop = tmp_path_factory.mktemp("stopped"), StopRequest()
+    run = whole_run(
         home,
         steps=STEPS,
         assignment=NewRun(archive(home, every=0), stop),
         disturb=lambda call: stop.make() if (call.method, call.index) == ("reduce", 1) else None,
     )
-    first.train()
+    run.train()
+    return run
+
+
+def _ended_badly(
+    home: Path, stopped: WholeRun, what: str, monkeypatch: pytest.MonkeyPatch
+) -> tuple[RunFolder, list[int], list[str]]:
+    """Resume a stopped run of two steps, which fails after its fourth, where ``what`` cannot be saved.
+
+    Returns:
+        Its directory, the steps that the evidence log there has as committed, and the lines that a watcher was told.
+    """
+    first, said = copied(stopped, home), []
     second = resumed(
         home,
         first,
@@ -240,8 +258,8 @@ RECORD = {"run_id": "", "name": "run", "base": "/", "secret_file": None, "starte
 
 
 @pytest.mark.parametrize("what", ["packages", "checkpoints", "model", "result"])
-def test_guarantee_a_run_whose_salvage_fails_too_is_marked_beside_its_newest_log(tmp_path, what, monkeypatch):
-    folder, committed, said = _ended_badly(tmp_path, what, monkeypatch)
+def test_guarantee_a_run_whose_salvage_fails_too_is_marked_beside_its_newest_log(tmp_path, stopped, what, monkeypatch):
+    folder, committed, said = _ended_badly(tmp_path, stopped, what, monkeypatch)
     assert RunFolder.open(folder.path).record.status == "failed"
     assert committed == [0, 1, 2, 3]
     assert any("not everything could be saved: [Errno 28]" in line for line in said)
@@ -250,9 +268,9 @@ def test_guarantee_a_run_whose_salvage_fails_too_is_marked_beside_its_newest_log
     assert (listed.state, listed.steps) == ("failed", 4)
 
 
-def test_guarantee_a_run_whose_newest_log_is_lost_counts_as_killed(tmp_path, monkeypatch):
+def test_guarantee_a_run_whose_newest_log_is_lost_counts_as_killed(tmp_path, stopped, monkeypatch):
     """Marked as failed, it would give an auditor the log of an earlier execution beside newer charges."""
-    folder, committed, said = _ended_badly(tmp_path, "log", monkeypatch)
+    folder, committed, said = _ended_badly(tmp_path, stopped, "log", monkeypatch)
     assert RunFolder.open(folder.path).record.status == "running"
     assert committed == [0, 1]
     assert any("not everything could be saved" in line for line in said)
@@ -262,12 +280,6 @@ def test_guarantee_a_run_whose_newest_log_is_lost_counts_as_killed(tmp_path, mon
 def killed(tmp_path_factory) -> WholeRun:
     """Return a run that was killed as it was to charge its fourth step."""
     return begun(tmp_path_factory.mktemp("killed"), killed_at("charge", 3))
-
-
-def copied(run: WholeRun, home: Path) -> WholeRun:
-    """Return a run whose files are a copy, for a test that goes on with them."""
-    shutil.copytree(run.home, home, dirs_exist_ok=True)
-    return replace(run, home=home, folder=home / run.folder.relative_to(run.home))
 
 
 @pytest.mark.parametrize(
@@ -372,8 +384,8 @@ def test_a_ledger_that_was_put_back_is_refused(tmp_path):
         third.train()
 
 
-def test_an_older_package_put_back_is_refused(tmp_path):
-    first = begun(tmp_path, killed_when_sealed("charge", 5))
+def test_an_older_package_put_back_is_refused(tmp_path, killed_late):
+    first = copied(killed_late, tmp_path)
     packages = sorted((tmp_path / "packages" / RUN_ID).iterdir())
     assert len(packages) == 2
     shutil.rmtree(packages[-1])

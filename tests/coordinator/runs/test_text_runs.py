@@ -276,11 +276,11 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_way_of_computing_gives_the_same_bytes_for_one_and_two_workers_twice(mode, base, tmp_path):
+def test_every_way_of_computing_gives_the_same_bytes_for_one_and_two_workers(mode, base, tmp_path):
     task = {**bert(base, lora=LORA), **MODES[mode]}
     runs = [
-        trained(tmp_path / str(index), **fields(task, num_workers=workers, secure_aggregation=workers > 1))
-        for index, workers in enumerate((1, 2, 2))
+        trained(tmp_path / str(workers), **fields(task, num_workers=workers, secure_aggregation=workers > 1))
+        for workers in (1, 2)
     ]
     assert len({tuple(run.digests) for run in runs}) == 1
     assert len({run.finished.parameters.tobytes() for run in runs}) == 1

@@ -25,7 +25,7 @@ from raycloak.coordinator.training.steps import Training
 from raycloak.metrics.errors import RunFailedError
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.train_worker import TrainWorker
-from tests.protocol import NOW, Call, Clock, Fate, WholeRun, on, whole_run
+from tests.protocol import NOW, Call, Clock, Fate, WholeRun, on, trained, whole_run
 
 RUN_ID = "the one of SECRET"
 STEPS = 3
@@ -214,11 +214,17 @@ def held(home: Path, *, everywhere: bool, **fields) -> Owner:
     return owner
 
 
+@pytest.fixture(scope="module")
+def undisturbed_of_two(tmp_path_factory) -> list[str]:
+    """Return the digests of a run whose vectors are of two micro-batches."""
+    return trained(tmp_path_factory.mktemp("two"), micro_batch_size=4).digests
+
+
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_a_held_step_is_left_between_two_micro_batches_and_its_repetition_has_the_same_bytes(
-    tmp_path, undisturbed, everywhere
+    tmp_path, undisturbed_of_two, everywhere
 ):
-    owner = held(tmp_path, everywhere=everywhere)
+    owner = held(tmp_path, everywhere=everywhere, micro_batch_size=4)
 
     def leave(step: int) -> None:
         assert entries(tmp_path, StepCharged) == [0, 1]
@@ -228,7 +234,7 @@ def test_a_held_step_is_left_between_two_micro_batches_and_its_repetition_has_th
 
     owner.leaving = leave
     run = owner.train()
-    assert run.digests == undisturbed
+    assert run.digests == undisturbed_of_two
     assert run.left == [], "a cancelled worker has not failed"
     assert [outcome.commit.attempts for outcome in run.finished.outcomes] == [1, 2, 1]
     assert owner.held == [(1, run.reports[1].epsilon)]

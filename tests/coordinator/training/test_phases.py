@@ -142,13 +142,12 @@ def test_a_warning_of_the_plan_comes_before_anything_is_charged(tmp_path):
     assert warnings == list(run.finished.plan.warnings)
 
 
-def test_receipts_are_for_the_parameters_of_their_step(tmp_path):
-    run = trained(tmp_path)
-    digests = [run.finished.manifest.computation.initial_parameters.hex(), *run.digests]
-    for call in run.stage.calls("step"):
-        receipt = open_envelope(Receipt, call.arguments[0], run.finished.manifest.ledger_key)
+def test_receipts_are_for_the_parameters_of_their_step(plain):
+    digests = [plain.finished.manifest.computation.initial_parameters.hex(), *plain.digests]
+    for call in plain.stage.calls("step"):
+        receipt = open_envelope(Receipt, call.arguments[0], plain.finished.manifest.ledger_key)
         assert receipt.input_digest.hex() == digests[receipt.step]
-        assert receipt.manifest_digest == run.finished.manifest.digest()
+        assert receipt.manifest_digest == plain.finished.manifest.digest()
 
 
 # --- masked
@@ -190,10 +189,9 @@ def test_no_aggregator_receives_an_unmasked_vector(tmp_path):
     assert received == 18
 
 
-def test_nothing_but_refs_headers_and_masked_vectors_passes_the_driver(tmp_path):
+def test_nothing_but_refs_headers_and_masked_vectors_passes_the_driver(plain):
     """Workers answer with small messages and ring words, never with a float array but the public start of the run."""
-    run = trained(tmp_path)
-    for call, references in run.stage.log:
+    for call, references in plain.stage.log:
         if call.member_id.startswith("worker") and call.method != "initial_parameters":
             for reference in references:
                 value = reference.value
@@ -261,32 +259,30 @@ def test_bad_input_is_named_and_nothing_is_charged_or_left_behind(tmp_path, kind
 # --- what is left
 
 
-def test_the_run_folder_holds_manifest_evidence_log_and_events(tmp_path):
-    run = trained(tmp_path)
-    text = (run.folder / "manifest.json").read_bytes()
-    assert Manifest.model_validate_json(text) == run.finished.manifest
-    kinds = [kind for kind, _ in run.evidence]
+def test_the_run_folder_holds_manifest_evidence_log_and_events(plain):
+    text = (plain.folder / "manifest.json").read_bytes()
+    assert Manifest.model_validate_json(text) == plain.finished.manifest
+    kinds = [kind for kind, _ in plain.evidence]
     assert kinds[0] == "session"
     assert kinds.count("admitted") == 4
     assert kinds.count("released") == 3
     assert kinds.count("data") == VIRTUAL_WORKERS
     assert kinds.count("roster") == kinds.count("committed") == 3
-    session = dict(run.evidence)["session"]
-    assert session["manifest_digest"] == run.finished.manifest.digest().hex()
-    steps = [event for event in run.told if event["event"] == "step"]
-    assert [event["model_digest"] for event in steps] == run.digests
+    session = dict(plain.evidence)["session"]
+    assert session["manifest_digest"] == plain.finished.manifest.digest().hex()
+    steps = [event for event in plain.told if event["event"] == "step"]
+    assert [event["model_digest"] for event in steps] == plain.digests
     assert [event["masked_bytes"] for event in steps] == [3 * 83 * 4] * 3
 
 
-def test_no_secret_is_in_anything_that_a_run_leaves_behind(tmp_path):
+def test_no_secret_is_in_anything_that_a_run_leaves_behind(plain):
     """Keys of the run in files: only the secret's own file holds them."""
-    run = trained(tmp_path)
-    manifest = run.finished.manifest
+    manifest = plain.finished.manifest
     computation = manifest.key_context
     secrets = [bytes.fromhex("ab" * 32)]
     secrets += [keys_of(computation, v).stream.reveal() for v in range(VIRTUAL_WORKERS)]
     secrets += [keys_of(computation, v).data.reveal() for v in range(VIRTUAL_WORKERS)]
-    for path in tmp_path.rglob("*"):
+    for path in plain.home.rglob("*"):
         if path.is_file() and path.suffix != ".secret":
             content = path.read_bytes()
             for secret in secrets:

@@ -182,7 +182,7 @@ def test_a_run_that_was_killed_about_a_load_gives_the_same_bytes(tmp_path, gone_
     assert [kind for kind, _ in second.evidence].count("loaded") == 1
 
 
-@pytest.mark.parametrize("fate", ["dies", "dies after", "hangs"])
+@pytest.mark.parametrize("fate", ["dies", "dies after"])
 def test_a_load_survives_the_orchestrator(tmp_path, gone_back, fate):
     """Its next incarnation is asked again, and logs the load once."""
     run = scripted(tmp_path, back(tmp_path), disturb=on("load_state", "orchestrator", fate))

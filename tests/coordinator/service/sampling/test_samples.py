@@ -80,7 +80,7 @@ def samples(site, tmp_path):
     assert list((folder / "sampled").iterdir()) == []
 
 
-def test_the_packages_of_a_run_are_sampled_one_after_the_other(site, samples):
+def test_packages_are_sampled_one_after_the_other_and_a_copy_if_it_has_the_digest_of_its_name(site, samples, tmp_path):
     _, run, packages = site
     assert len(packages) == 2
     make, told, folder = samples
@@ -97,25 +97,17 @@ def test_the_packages_of_a_run_are_sampled_one_after_the_other(site, samples):
     assert [name for name, _ in told.rates] == sorted(name for name, _ in told.rates)
     assert {name for name, rate in told.rates if rate > 0} == {"c.0", "c.1"}
     # The newest weights stay open for the next sample; nobody else can read them.
-    (left,) = (folder / "sampled").iterdir()
-    assert left.stat().st_mode & 0o777 == 0o600
-    assert set(load_file(left)) == {each.name for each in RunFolder.open(run).manifest().computation.tensors}
-
-
-def test_a_copy_is_sampled_if_it_has_the_digest_of_its_name(site, samples, tmp_path):
-    _, run, packages = site
-    make, told, folder = samples
-    service = make()
-    service.submit("c.0", "north", str(packages[1]), str(run), REQUEST)
-    _, expected, _ = told.outcomes.get(timeout=DEADLINE_S)
     (opened,) = (folder / "sampled").iterdir()
+    assert opened.stat().st_mode & 0o777 == 0o600
+    assert set(load_file(opened)) == {each.name for each in RunFolder.open(run).manifest().computation.tensors}
+
     right = tmp_path / f"{opened.stem.rpartition('-')[2]}.safetensors"
     wrong = tmp_path / f"{'0' * 64}.safetensors"
     for copy in (right, wrong):
         shutil.copy2(opened, copy)
-    service.submit("c.1", "north", str(right), str(run), REQUEST)
-    assert told.outcomes.get(timeout=DEADLINE_S) == ("c.1", expected, None)
-    service.submit("c.2", "north", str(wrong), str(run), REQUEST)
+    service.submit("c.2", "north", str(right), str(run), REQUEST)
+    assert told.outcomes.get(timeout=DEADLINE_S) == ("c.2", completions, None)
+    service.submit("c.3", "north", str(wrong), str(run), REQUEST)
     _, completions, cause = told.outcomes.get(timeout=DEADLINE_S)
     assert (completions, cause.code) == ([], "weights_changed")
     # They are who made them's to remove.
