@@ -97,7 +97,7 @@ def kill_sweep(url: str) -> list[int]:
     Before that, it is killed between the commit of each act and its reply. A server rolls back whatever its client was
     at, so every third k is enough there.
     """
-    seen: set[Any] = set()
+    seen: set[str] = set()
     for number in range(len(ACTS)):
         acknowledged, killed = act_until_killed(empty(url, f"reply{number}"), 0, mute_from=number)
         assert killed
@@ -179,22 +179,22 @@ def kill_before_statement(k: int) -> None:
     sa.event.listen(sa.Engine, "connect", connected)
 
 
-def check_after_kill(url: str, acknowledged: list[dict[str, Any] | None], seen: set[Any]) -> int:
+def check_after_kill(url: str, acknowledged: list[dict[str, Any] | None], seen: set[str]) -> int:
     """Count the acts in the reopened ledger: all that were acknowledged, and at most one more.
 
     If the charges continue from there, nothing is charged twice and nothing is missing. They continue once from each
-    state: the chain was verified, and the tables against it, so its acts and the sizes of the tables say which.
+    state, of those that were ``seen`` by now.
     """
     ledger = PrivacyLedger(url)
     ledger.verify()
-    tables = tables_of(url)
+    state = state_of(url)
     kinds = [entry.kind for entry in ledger.history()]
     least = len(acknowledged)
     done = next((acts for acts in (least, least + 1) if kinds_of(acts) == kinds), None)
     assert done is not None, (kinds, acknowledged)
     asked = ACTS[:least]
-    if (done, tables) not in seen:
-        seen.add((done, tables))
+    if state not in seen:
+        seen.add(state)
         for _, act in ACTS[done:]:
             act(ledger)
         assert [entry.kind for entry in ledger.history()] == kinds_of(len(ACTS))
@@ -212,14 +212,27 @@ def check_after_kill(url: str, acknowledged: list[dict[str, Any] | None], seen: 
     return done
 
 
-def tables_of(url: str) -> tuple[tuple[str, int], ...]:
-    """Return the tables of a ledger, and how many rows each has."""
+STATE = {
+    "meta": "name",
+    "accounts": "name, sequence, changed",
+    "runs": "run_id, account, sequence, fencing, data",
+    "known": "sequence, account",
+    "charged": "run_id, query, charges",
+    "leases": "fencing",
+    "entries": "sequence, kind, run_id, query, step",
+}
+"""Each table of a ledger, and its columns but for times, keys and what was signed by them."""
+
+
+def state_of(url: str) -> str:
+    """Return all of a ledger that is the same in another with the same acts."""
     engine = sa.create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
     with engine.connect() as connection:
-        names = sorted(sa.inspect(connection).get_table_names())
-        counts = [connection.exec_driver_sql(f"SELECT count(*) FROM {name}").scalar_one() for name in names]
+        assert set(sa.inspect(connection).get_table_names()) == set(STATE)
+        read = [connection.exec_driver_sql(f"SELECT {columns} FROM {table}") for table, columns in STATE.items()]
+        state = repr([sorted(map(repr, rows)) for rows in read])
     engine.dispose()
-    return tuple(zip(names, counts, strict=True))
+    return state
 
 
 def race(url: str) -> list[tuple[str, int, int]]:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import traceback
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -97,23 +98,25 @@ def _hashes(*ids):
     return [hashlib.sha256(each.encode()).digest()[:16] for each in ids]
 
 
-def nursery(folder: Path, url: str, first: int, stride: int) -> None:
-    """Kill after each ``stride``-th statement from ``first`` on, until a life has fewer; print the number of deaths."""
-    deaths, at = 0, first
-    while True:
+def nursery(folder: Path, stride: int, urls: dict[int, str]) -> None:
+    """Kill after each ``stride``-th statement, until a life has fewer; print the number of deaths.
+
+    Args:
+        urls: of databases on a server by the statement, for those alone.
+    """
+    deaths = 0
+    for at in urls or count(1, stride):
         place = folder / str(at)
         place.mkdir()
-        store = url or f"sqlite:///{place / 'store' / 's.sqlite'}"
+        store = urls.get(at, f"sqlite:///{place / 'store' / 's.sqlite'}")
         status = _forked(place, store, at)
         died = status == -signal.SIGKILL
         if died:
             status = _forked(place, store, 0)
         assert status == 0, f"statement {at}"
         deaths += died
-        # A database on a server is there once.
-        if url or not died:
+        if not died:
             break
-        at += stride
     print(json.dumps({"deaths": deaths}))
 
 
@@ -130,24 +133,24 @@ def _forked(folder, url, at):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def _run_nursery(tmp_path, *arguments):
-    command = [sys.executable, "-m", "tests.coordinator.service.test_desk_crash", str(tmp_path), *map(str, arguments)]
+def _run_nursery(tmp_path, stride, urls):
+    given = str(tmp_path), str(stride), *(f"{at} {url}" for at, url in urls.items())
+    command = [sys.executable, "-m", "tests.coordinator.service.test_desk_crash", *given]
     return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
 
 
 def test_killed_at_any_statement_everything_ends_once(tmp_path):
-    done = _run_nursery(tmp_path, "", 1, 3)
+    done = _run_nursery(tmp_path, 3, {})
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["deaths"] > 60
 
 
 @pytest.mark.server
-@pytest.mark.parametrize("at", [40, 120, 200])
-def test_killed_on_postgresql_everything_ends_once(tmp_path, postgres, at):
-    done = _run_nursery(tmp_path, postgres.url(), at, 1)
+def test_killed_on_postgresql_everything_ends_once(tmp_path, postgres):
+    done = _run_nursery(tmp_path, 1, {at: postgres.url() for at in (40, 120, 200)})
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["deaths"] == 1
+    assert json.loads(done.stdout)["deaths"] == 3
 
 
 if __name__ == "__main__":
-    nursery(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    nursery(Path(sys.argv[1]), int(sys.argv[2]), {int(each.split()[0]): each.split()[1] for each in sys.argv[3:]})

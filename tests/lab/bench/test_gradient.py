@@ -20,6 +20,8 @@ from raycloak_lab.cli import app
 from tests.workers.gradients.model_zoo import HiddenProduct
 
 SMALL = replace(CASES["mlp"], rows=4, micro_batches=2)
+TINY = BenchCase("tiny", 4, 2)
+"""For what is the same of any model; see `_tiny`."""
 ALL = ("opacus", "ghost", "plain")
 PEAKS = {"ours": 3_000_000, "opacus": 8_000_000, "ghost": 2_500_000, "plain": 2_000_000}
 TEXTS = ("bert", "bert-lora", "gpt2", "gpt2-lora", "llama-lora")
@@ -36,6 +38,12 @@ def _torch_as_before():
 @pytest.fixture
 def _peaks_known(monkeypatch):
     monkeypatch.setattr(gradient, "peak_extra_bytes", lambda case, name, device, threads: PEAKS[name])
+
+
+@pytest.fixture
+def _tiny(monkeypatch):
+    kind = gradient_cases._Kind(lambda: nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 10)), (16,))
+    monkeypatch.setattr(gradient_cases, "_KINDS", {"tiny": kind})
 
 
 class HiddenUse(nn.Module):
@@ -127,18 +135,18 @@ def test_a_person_reads_ranges_and_refusals_in_a_table(monkeypatch, command):
     assert re.search(r"plain +│ [\d.e-]+ \([\d.e-]+ to [\d.e-]+\) +│ 1 \(1 to 1\)", out)
 
 
-@pytest.mark.usefixtures("_peaks_known")
+@pytest.mark.usefixtures("_peaks_known", "_tiny")
 def test_a_wrong_sum_of_ours_ends_the_command_with_code_4(monkeypatch, command):
-    monkeypatch.setattr(gradient_cases, "CASES", {"mlp": SMALL})
+    monkeypatch.setattr(gradient_cases, "CASES", {"mlp": TINY})
     right = Ours.total
     monkeypatch.setattr(Ours, "total", lambda self: right(self) * 1.004)
     code, out = command("mlp", "--against", "plain", "--rounds", "1", "--json")
     assert (code, json.loads(out)["error"]["code"]) == (4, "wrong_sum")
 
 
-@pytest.mark.usefixtures("_peaks_known")
+@pytest.mark.usefixtures("_peaks_known", "_tiny")
 def test_a_sum_that_misses_one_example_is_wrong(monkeypatch):
-    case = replace(SMALL, rows=16)
+    case = replace(TINY, rows=16)
     monkeypatch.setattr(gradient, "exact_sums", _without_the_last)
     with pytest.raises(RunFailedError, match="wrong_sum"):
         _bench(case, ("plain",), 1)
@@ -149,11 +157,11 @@ def _without_the_last(work):
     return exact_sums(replace(work, batches=[*work.batches[:-1], (features[:-1], labels[:-1])]))
 
 
-@pytest.mark.usefixtures("_peaks_known")
+@pytest.mark.usefixtures("_peaks_known", "_tiny")
 def test_a_peer_whose_sum_is_wrong_is_named_and_gives_no_ratio(monkeypatch):
     right = OpacusHooks.total
     monkeypatch.setattr(OpacusHooks, "total", lambda self: right(self) * (1 + 2 * gradient.TOLERANCE))
-    result = _bench(rounds=1)
+    result = _bench(TINY, rounds=1)
     hooks = result.methods["opacus"]
     assert (hooks.refused, hooks.seconds) == ("wrong_sum", None)
     assert hooks.sum_error > gradient.TOLERANCE
@@ -161,10 +169,10 @@ def test_a_peer_whose_sum_is_wrong_is_named_and_gives_no_ratio(monkeypatch):
     assert result.vs_opacus_ghost is not None
 
 
-@pytest.mark.usefixtures("_peaks_known")
+@pytest.mark.usefixtures("_peaks_known", "_tiny")
 def test_a_sum_that_grows_from_run_to_run_is_wrong_too(monkeypatch):
     monkeypatch.setattr(gradient_methods, "_forget_sums", _start_from_none_once)
-    result = _bench(against=("opacus", "ghost"), rounds=1)
+    result = _bench(TINY, ("opacus", "ghost"), 1)
     assert {name: result.methods[name].refused for name in result.methods} == {
         "ours": None,
         "opacus": "wrong_sum",
