@@ -32,6 +32,8 @@ class Inside:
         self._beside: queue.Queue[tuple[Called, list[Any]]] = queue.Queue()
         self._exchange = Exchange(channel, self._put, self._word)
         self._current: int | None = None
+        # Of calls that were taken and not answered, so that no other word makes it grow.
+        self._open: set[int] = set()
         self._cancelled: set[int] = set()
         self.leaving = False
 
@@ -62,16 +64,19 @@ class Inside:
             if not called.beside:
                 self._current = called.call
             self._exchange.answer(called, partial(_answered, receive, called, frames))
+            self._open.discard(called.call)
+            self._cancelled.discard(called.call)
             # Large arrays, until the next call comes.
             del frames
 
     def _put(self, called: Called, frames: list[Any]) -> None:
+        self._open.add(called.call)
         (self._beside if called.beside else self._calls).put((called, frames))
 
     def _word(self, word: CallCancelled | LeaveWord) -> None:
         if isinstance(word, LeaveWord):
             self.leaving = True
-        else:
+        elif word.call in self._open:
             self._cancelled.add(word.call)
 
 

@@ -21,6 +21,7 @@ from raycloak.coordinator.vaults.exchange import (
     pack,
     unpack,
 )
+from raycloak.coordinator.vaults.hosted import Inside
 from raycloak.metrics.errors import ProtocolError
 
 ONE = FramePart(pieces=(b"a",), grouped=False)
@@ -138,6 +139,16 @@ def test_an_answer_to_no_call_and_a_word_of_no_call_change_nothing(ends):
     ends.send(Answered(call=7, frames=(ONE,)))
     ends.send(CallCancelled(call=7))
     assert usable(ends, 1)
+
+
+def test_words_about_calls_that_are_not_under_way_are_not_kept(ends):
+    inside = Inside(ends.channel)
+    for number in range(1000):
+        inside._word(CallCancelled(call=number))
+    assert not inside._cancelled
+    inside._put(call(7, ONE), [])
+    inside._word(CallCancelled(call=7))
+    assert inside._cancelled == {7}
 
 
 def test_an_answer_without_its_pieces_is_a_refusal(ends):
