@@ -184,6 +184,8 @@ class LedgerStore:
                 rows.check_ours()
                 if create:
                     self.fencing = rows.open_lease()
+                    # Later it would take a connection of its own.
+                    self.key = rows.signing_key()
                 self.public_key = bytes.fromhex(rows.meta("public_key"))
         except BaseException:
             self.close()
@@ -193,7 +195,7 @@ class LedgerStore:
     def key(self) -> IdentityKey:
         """The key that signs, read when it is first needed: a process that only reads the ledger never holds it."""
         with self.read() as rows:
-            return IdentityKey.from_seed(Secret(bytes.fromhex(rows.meta("signing_key"))))
+            return rows.signing_key()
 
     def place(self) -> StoragePlace:
         """Return the file of an embedded ledger, or the server that this instance is connected to."""
@@ -241,6 +243,10 @@ class Rows:
     def _insert(self, table: str, **values: Any) -> None:
         """Insert a row into a table; ``values`` by column."""
         execute(self._connection, f"INSERT INTO {table} ({', '.join(values)}) VALUES (:{', :'.join(values)})", values)
+
+    def signing_key(self) -> IdentityKey:
+        """Return the key that signs."""
+        return IdentityKey.from_seed(Secret(bytes.fromhex(self.meta("signing_key"))))
 
     def create_if_empty(self) -> None:
         """Create the tables and the signing key in a database that has no tables."""

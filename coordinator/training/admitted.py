@@ -276,9 +276,7 @@ def _registration(
     Returns:
         What the run is registered with, and whether it was charged by now, in any execution and on whatever host.
     """
-    # Before anything is registered for what orchestrator and workers would refuse later.
-    if sealed is not None and sealed.header.demand is not None:
-        sealed.header.demand.require(manifest.stated)
+    _require_demanded(sealed, manifest)
     run = RegistrationTerms(
         run_id=manifest.run_id,
         account=manifest.account,
@@ -321,3 +319,9 @@ def _is_colocated(order: Order, membership: Membership) -> bool:
             "unreachable", f"an aggregator was lost at admission ({lost.cause}).", START_AGAIN
         ) from None
     return session.control.node("orchestrator") in nodes
+
+
+def _require_demanded(sealed: SealedSource | None, manifest: Manifest) -> None:
+    """Refuse what orchestrator and workers would refuse later, before anything is registered for it."""
+    if sealed is not None and sealed.header.demand is not None:
+        sealed.header.demand.require(manifest.stated)

@@ -193,11 +193,11 @@ def _processor_times(driver: int) -> dict[str, float]:
     times["driver"] = next(each.processor_s for each in table if each.pid == driver)
     titles = {each.pid: each.title for each in table}
     for each in descendants([driver], table):
-        # An actor's only child is its vault, which does the work of its role.
-        names = (_class(each.title), _class(titles.get(each.parent, "")))
-        times[next((name for name in names if name in LIBRARIES), "ray")] += each.processor_s
+        times[_role(each.title, titles.get(each.parent, ""))] += each.processor_s
     return dict(times)
 
 
-def _class(title: str) -> str:
-    return title.removeprefix("ray::").partition(".")[0].strip()
+def _role(title: str, parent: str) -> str:
+    """Return the role of a process with these titles: of an actor, or its only child, the vault that does its work."""
+    names = (each.removeprefix("ray::").partition(".")[0].strip() for each in (title, parent))
+    return next((name for name in names if name in LIBRARIES), "ray")

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from raycloak.coordinator.cluster.processes import Process
 from raycloak.coordinator.config.run import load_config
 from raycloak.coordinator.runs.progress import ProgressDisplay
 from raycloak.coordinator.training.reporting import StepReport
@@ -32,16 +31,17 @@ def test_phases_and_the_first_step_are_read_from_a_runs_progress():
 
 
 @pytest.mark.parametrize(
-    ("title", "role"),
+    ("title", "parent", "role"),
     [
-        ("ray::LedgerActor", "LedgerActor"),
-        ("ray::TrainWorkerActor.step", "TrainWorkerActor"),
-        ("ray::IDLE", "ray"),
-        ("/usr/bin/raylet --session", "ray"),
+        ("ray::LedgerActor", "raylet", "LedgerActor"),
+        ("ray::TrainWorkerActor.step", "raylet", "TrainWorkerActor"),
+        ("python -m a.vault", "ray::TrainWorkerActor.receive", "TrainWorkerActor"),
+        ("ray::IDLE", "raylet", "ray"),
+        ("/usr/bin/raylet --session", "python", "ray"),
     ],
 )
-def test_processor_time_is_counted_by_role(title, role):
-    assert _role(Process(1, 1, 1, "S", 1, title, 0.0)) == role
+def test_processor_time_is_counted_by_role(title, parent, role):
+    assert _role(title, parent) == role
     assert role == "ray" or role in LIBRARIES
 
 

@@ -381,9 +381,10 @@ def test_a_process_that_is_killed_is_started_anew(sampler, tmp_path):
 
 def changed(source, arrays):
     """Return a source of other weights of the same run, as a later release has them."""
-    from raycloak.coordinator.runs.released_model import _digest
+    from raycloak.coordinator.runs.released_model import _digest, _flat
 
-    later = Source(source.run, _digest(RunFolder.open(source.run).manifest(), arrays).hex())
+    manifest = RunFolder.open(source.run).manifest()
+    later = Source(source.run, _digest(manifest, _flat(manifest, arrays)))
     save_file(arrays, later.parameters)
     return later
 
