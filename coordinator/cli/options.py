@@ -1,4 +1,4 @@
-"""What the commands of ``raycloak`` share: their options, how each is run, and the exit code of each error."""
+"""The common part of all commands of ``raycloak``: options, how each is run, and the exit code of each error."""
 
 import inspect
 import signal

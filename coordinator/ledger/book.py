@@ -1,4 +1,4 @@
-"""What one instance of a ledger reads: the tables say where something is, the signed entries say what it is.
+"""The reading of one instance of a ledger: the tables say where something is, the signed entries say what it is.
 
 Also the two checks that the tables agree with the chain. The newest entry's signature covers its hash and so, link by
 link, every entry before it. Checking the links is cheap enough for every start of a run. The full check,

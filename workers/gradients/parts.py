@@ -135,7 +135,7 @@ class Products:
 
     @property
     def rows_are_smaller(self) -> bool:
-        """Whether the rows take no more memory than the two sides that they come from."""
+        """Return whether the rows take no more memory than the two sides that they come from."""
         _, _, tokens, height, width = self.shape
         return height * width <= tokens * (height + width)
 
