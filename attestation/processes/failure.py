@@ -4,13 +4,10 @@ from typing import ClassVar, Final, Self
 
 from raycloak.attestation.core.messages import Message
 from raycloak.metrics import errors
-from raycloak.metrics.errors import RaycloakError, RunFailedError, is_out_of_memory
+from raycloak.metrics.errors import ProtocolError, RaycloakError, RunFailedError, SenderError, is_out_of_memory
 
-# A sender's own error needs more than the fields below, and is told as the one that it derives from.
 _KINDS: Final[dict[str, type[RaycloakError]]] = {
-    name: kind
-    for name, kind in vars(errors).items()
-    if isinstance(kind, type) and issubclass(kind, RaycloakError) and kind is not errors.SenderError
+    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, RaycloakError)
 }
 
 
@@ -22,6 +19,7 @@ class Failed(Message):
         code, message, remedy: see `RaycloakError`.
         epsilon: of the account by then, if known.
         step: the step that did not finish, if any had begun.
+        member_id: the sender that a `SenderError` names.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/process/failed/v1"
@@ -31,6 +29,7 @@ class Failed(Message):
     remedy: str
     epsilon: float | None
     step: int | None
+    member_id: str | None = None
 
     @classmethod
     def of(cls, error: BaseException) -> Self:
@@ -50,18 +49,25 @@ class Failed(Message):
             remedy=error.remedy,
             epsilon=error.spent_epsilon,
             step=error.step,
+            member_id=error.member_id if isinstance(error, SenderError) else None,
         )
 
     @property
     def exit_code(self) -> int:
         """The exit code of a command that ends with this error."""
-        return _KINDS.get(self.error, RaycloakError).exit_code
+        return self._kind().exit_code
 
     def raised(self) -> RaycloakError:
-        """Return the error, to be raised."""
-        error = _KINDS.get(self.error, RaycloakError)(self.code, self.message, self.remedy)
+        """Return the error, to be raised; ProtocolError ``malformed`` if there is none of that class."""
+        kind, told = self._kind(), (self.code, self.message, self.remedy)
+        error = kind(*told, self.member_id or "") if issubclass(kind, SenderError) else kind(*told)
         error.step, error.spent_epsilon = self.step, self.epsilon
         return error
+
+    def _kind(self) -> type[RaycloakError]:
+        if self.error not in _KINDS:
+            raise ProtocolError("malformed", f"a failure of unknown class {self.error[:40]!r}")
+        return _KINDS[self.error]
 
 
 def out_of_memory() -> RunFailedError:

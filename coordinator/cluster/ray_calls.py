@@ -22,8 +22,9 @@ from ray.exceptions import (
 )
 
 from raycloak.attestation.core.messages import parse
+from raycloak.attestation.processes.failure import Failed
 from raycloak.coordinator.cluster.backend import ActorLost
-from raycloak.coordinator.vaults.calls import ActorRefusal, Reference, SentError, Wire, form_of_value
+from raycloak.coordinator.vaults.calls import ActorRefusal, Reference, Wire, form_of_value
 from raycloak.metrics.errors import RunFailedError
 
 P = ParamSpec("P")
@@ -123,7 +124,7 @@ def fetch(reference: Reference[T], deadline_s: float) -> T:
         raise ActorLost("died") from None
     except RayTaskError as error:
         if isinstance(error.cause, ActorRefusal):
-            raise parse(SentError, error.cause.args[0]).error() from None
+            raise parse(Failed, error.cause.args[0]).raised() from None
         raise RunFailedError(
             "actor_error", f"an actor failed with {type(error.cause).__name__}", "See the log of the run for its trace."
         ) from error

@@ -26,7 +26,6 @@ from typing import (
     ClassVar,
     Final,
     Generic,
-    Self,
     TypeVar,
     Union,
     Unpack,
@@ -40,8 +39,8 @@ from numpy.typing import NDArray
 from pydantic import create_model
 
 from raycloak.attestation.core.messages import Message, parse
-from raycloak.metrics import errors
-from raycloak.metrics.errors import ProtocolError, RaycloakError, RunFailedError, SenderError
+from raycloak.attestation.processes.failure import Failed
+from raycloak.metrics.errors import ProtocolError, RaycloakError
 
 M = TypeVar("M", bound=Message)
 T_co = TypeVar("T_co", covariant=True)
@@ -276,45 +275,9 @@ def _hints(plain: Callable[..., Any]) -> dict[str, Any]:
     return get_type_hints(plain, localns=names)
 
 
-class SentError(Message):
-    """A `RaycloakError` on its way. Fields that its class does not have are None."""
-
-    DOMAIN: ClassVar[str] = "raycloak/sent-error/v1"
-
-    kind: str
-    code: str
-    message: str
-    remedy: str
-    member_id: str | None = None
-    step: int | None = None
-    spent_epsilon: float | None = None
-
-    @classmethod
-    def of(cls, error: RaycloakError) -> Self:
-        """Return the message of an error, as one of the classes of `raycloak.metrics.errors`."""
-        kind = next(each for each in type(error).__mro__ if each in _KINDS.values())
-        member_id = error.member_id if isinstance(error, SenderError) else None
-        at = {"step": error.step, "spent_epsilon": error.spent_epsilon} if isinstance(error, RunFailedError) else {}
-        told = {"code": error.code, "message": error.message, "remedy": error.remedy}
-        return cls.model_validate({"kind": kind.__name__, "member_id": member_id, **told, **at})
-
-    def error(self) -> RaycloakError:
-        """Return the error; ProtocolError ``malformed`` if there is none of that kind."""
-        kind, told = _KINDS.get(self.kind), (self.code, self.message, self.remedy)
-        if kind is None:
-            raise ProtocolError("malformed", f"a refusal of unknown kind {self.kind[:40]!r}")
-        if issubclass(kind, SenderError):
-            return kind(*told, self.member_id or "")
-        return kind(*told, self.step, self.spent_epsilon) if issubclass(kind, RunFailedError) else kind(*told)
-
-
-_KINDS: Final[Mapping[str, type[RaycloakError]]] = {
-    name: each for name, each in vars(errors).items() if isinstance(each, type) and issubclass(each, RaycloakError)
-}
-
-
 class ActorRefusal(Exception):
-    """The exception by which an actor refuses; its one argument is an encoded :class:`SentError`."""
+    """The exception by which an actor refuses; its one argument is an encoded
+    `raycloak.attestation.processes.failure.Failed`."""
 
 
 class Receiver:
@@ -334,5 +297,5 @@ class Receiver:
             answered = wire.write_answer(getattr(self, name)(*wire.read_call(frames)), returns)
         except RaycloakError as error:
             # Without its cause: an actor system would send the text of that too.
-            raise ActorRefusal(SentError.of(error).encode()) from None
+            raise ActorRefusal(Failed.of(error).encode()) from None
         return answered[0] if returns == 1 else answered

@@ -20,7 +20,8 @@ import numpy as np
 from raycloak.attestation.core.messages import Message
 from raycloak.attestation.processes.channel import Channel, Frame
 from raycloak.attestation.processes.deadline import Deadline
-from raycloak.coordinator.vaults.calls import ActorRefusal, SentError
+from raycloak.attestation.processes.failure import Failed
+from raycloak.coordinator.vaults.calls import ActorRefusal
 from raycloak.metrics.errors import ProtocolError, RaycloakError, RunFailedError, is_out_of_memory
 
 MOST_WAITING: Final = 64
@@ -64,7 +65,7 @@ class Answered(Message):
 
     Attributes:
         call: of `Called`; 0 for a frame that was no call.
-        refusal: an encoded `SentError` in place of frames.
+        refusal: an encoded `Failed` in place of frames.
         out_of_memory: whether there was too little memory to answer.
     """
 
@@ -144,7 +145,7 @@ class Exchange:
                     return
                 self._take(found)
             except ProtocolError as error:
-                self._send(Answered(call=0, refusal=SentError.of(error).encode()))
+                self._send(Answered(call=0, refusal=Failed.of(error).encode()))
 
     def _take(self, found: Frame[Any]) -> None:
         message = found.message
@@ -162,7 +163,7 @@ class Exchange:
                 try:
                     future.set_result(unpack(message.frames, found.arrays))
                 except ProtocolError as error:
-                    future.set_exception(ActorRefusal(SentError.of(error).encode()))
+                    future.set_exception(ActorRefusal(Failed.of(error).encode()))
         elif isinstance(message, Called):
             try:
                 frames = unpack(message.frames, found.arrays)
@@ -174,7 +175,7 @@ class Exchange:
                         raise ProtocolError("busy", "more calls than are taken at once")
                     self._waiting += 1
             except ProtocolError as error:
-                self._send(Answered(call=message.call, refusal=SentError.of(error).encode()))
+                self._send(Answered(call=message.call, refusal=Failed.of(error).encode()))
             else:
                 self._on_call(message, frames)
         else:
@@ -203,7 +204,7 @@ class Exchange:
             answer = Answered(call=called.call, refusal=error.args[0])
         except Exception as error:  # noqa: BLE001 - a defect ends the call and not the process
             traceback.print_exc()
-            refusal = SentError.of(as_told(error)).encode()
+            refusal = Failed.of(as_told(error)).encode()
             answer = Answered(call=called.call, refusal=refusal, out_of_memory=is_out_of_memory(error))
         with self._lock:
             self._waiting -= 1

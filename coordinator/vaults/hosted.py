@@ -18,8 +18,9 @@ from typing import Any, ClassVar
 from raycloak.attestation.core.messages import Message
 from raycloak.attestation.core.private_memory import keep_memory_private
 from raycloak.attestation.processes.channel import Channel
+from raycloak.attestation.processes.failure import Failed
 from raycloak.coordinator.quick_imports import quickly
-from raycloak.coordinator.vaults.calls import ActorRefusal, Receiver, SentError
+from raycloak.coordinator.vaults.calls import ActorRefusal, Receiver
 from raycloak.coordinator.vaults.exchange import CallCancelled, Called, Exchange, LeaveWord, as_told
 from raycloak.metrics.errors import RaycloakError
 
@@ -118,7 +119,7 @@ def _answered(receive: Callable[..., Any], called: Called, frames: list[Any]) ->
 
 def _refusing(error: RaycloakError) -> Callable[..., Any]:
     """Answer every call of a vault that could not be opened with the reason."""
-    refusal = SentError.of(error).encode()
+    refusal = Failed.of(error).encode()
 
     def receive(*_: Any) -> Any:
         raise ActorRefusal(refusal)

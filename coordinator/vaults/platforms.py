@@ -7,8 +7,9 @@ from typing import Final
 
 from raycloak.attestation.attester.attester import CpuEvidence, EvidenceSource
 from raycloak.attestation.core.messages import parse
+from raycloak.attestation.processes.failure import Failed
 from raycloak.coordinator.evidence.sources import GuestEvidence
-from raycloak.coordinator.vaults.calls import ActorRefusal, SentError
+from raycloak.coordinator.vaults.calls import ActorRefusal
 from raycloak.coordinator.vaults.hosted import Inside
 
 QUOTE_DEADLINE_S: Final = 60.0
@@ -31,5 +32,5 @@ class _RelayedPlatform:
         try:
             (quote,) = self._inside.ask_relay("collect", 1, (report_data,), QUOTE_DEADLINE_S)
         except ActorRefusal as refusal:
-            raise parse(SentError, refusal.args[0]).error() from None
+            raise parse(Failed, refusal.args[0]).raised() from None
         return CpuEvidence(quote)

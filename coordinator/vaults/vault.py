@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 from raycloak.attestation.core.messages import Message
 from raycloak.attestation.processes.child import Child
 from raycloak.attestation.processes.deadline import Deadline
-from raycloak.coordinator.vaults.calls import ActorRefusal, SentError
+from raycloak.attestation.processes.failure import Failed
+from raycloak.coordinator.vaults.calls import ActorRefusal
 from raycloak.coordinator.vaults.exchange import SEND_S, Called, Exchange, LeaveWord
 from raycloak.metrics.errors import ProtocolError, RaycloakError
 
@@ -133,4 +134,4 @@ class Vault:
                 raise ProtocolError("malformed", "a vault asks its relay for nothing but evidence")
             return (self._source.collect(frames[0]).quote,)
         except RaycloakError as error:
-            raise ActorRefusal(SentError.of(error).encode()) from None
+            raise ActorRefusal(Failed.of(error).encode()) from None

@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from raycloak.attestation.attester.attester import EvidenceSource
 from raycloak.attestation.core.messages import Envelope, Message, parse
 from raycloak.attestation.keys.release import KeyRelease
+from raycloak.attestation.processes.failure import Failed
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
 from raycloak.attestation.trust.channel import ChannelEnd
 from raycloak.coordinator.config import home
 from raycloak.coordinator.evidence.sources import GuestEvidence, LocalPlatform
-from raycloak.coordinator.vaults.calls import ActorRefusal, SentError, Wire
+from raycloak.coordinator.vaults.calls import ActorRefusal, Wire
 from raycloak.coordinator.vaults.hosted import Hosted, Inside
 from raycloak.coordinator.vaults.vault import Vault, VaultLost
 from raycloak.metrics.errors import RefusedError, RunFailedError
@@ -180,7 +181,7 @@ class WorkerProcess:
                 "worker_gone", "the worker of the adapter does not answer.", "Its owner must start the server again."
             ) from None
         except ActorRefusal as refusal:
-            error = parse(SentError, refusal.args[0]).error()
+            error = parse(Failed, refusal.args[0]).raised()
             if error.code == "actor_error":
                 error = RefusedError("adapter_failed", "the worker failed at this call.", "See the log of the server.")
             raise error from None

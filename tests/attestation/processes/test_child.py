@@ -226,9 +226,10 @@ def test_no_descriptor_is_left_of_a_child_that_ended_or_was_never_started(start,
     assert len(set(Path("/proc/self/fd").iterdir()) - before) <= 1
 
 
-def test_a_sender_is_told_as_a_message_that_does_not_match():
+def test_a_refusal_of_a_message_names_its_sender():
     error = Failed.of(SenderError("digest", "it differs.", member_id="m")).raised()
-    assert (type(error), error.code) == (ProtocolError, "digest")
+    assert isinstance(error, SenderError)
+    assert (error.code, error.member_id) == ("digest", "m")
     assert Failed.of(ConfigError("config", "no.")).exit_code == 2
 
 

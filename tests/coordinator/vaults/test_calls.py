@@ -11,10 +11,11 @@ import pytest
 from numpy.typing import NDArray
 
 from raycloak.attestation.core.messages import Envelope, parse
+from raycloak.attestation.processes.failure import Failed
 from raycloak.coordinator.cluster.control import LedgerFace, OrchestratorFace
 from raycloak.coordinator.cluster.remote import Aggregator, AggregatorActor, Remote, Worker, WorkerActor
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
-from raycloak.coordinator.vaults.calls import ActorRefusal, Receiver, Reference, SentError, Wire
+from raycloak.coordinator.vaults.calls import ActorRefusal, Receiver, Reference, Wire
 from raycloak.coordinator.vaults.run_orchestrator import RunOrchestrator
 from raycloak.metrics import errors
 from raycloak.metrics.errors import (
@@ -77,7 +78,7 @@ def refusal(*frames, **options) -> RaycloakError:
     assert caught.value.__cause__ is None
     assert caught.value.__suppress_context__
     (body,) = caught.value.args
-    return parse(SentError, body).error()
+    return parse(Failed, body).raised()
 
 
 def carried(frame: Any) -> bool:
@@ -207,7 +208,7 @@ EVERY_ERROR = [
 
 @pytest.mark.parametrize("error", EVERY_ERROR, ids=lambda error: type(error).__name__)
 def test_an_error_comes_out_as_it_was(error):
-    found = parse(SentError, SentError.of(error).encode()).error()
+    found = parse(Failed, Failed.of(error).encode()).raised()
     assert type(found) is type(error)
     assert found.__reduce__() == error.__reduce__()
 
@@ -215,20 +216,20 @@ def test_an_error_comes_out_as_it_was(error):
 def test_every_class_of_errors_travels():
     kinds = [each for each in vars(errors).values() if inspect.isclass(each) and issubclass(each, RaycloakError)]
     for kind in kinds:
-        assert type(SentError.of(kind("a_code", "It is so.")).error()) is kind
+        assert type(Failed.of(kind("a_code", "It is so.")).raised()) is kind
 
 
 def test_an_error_of_a_later_class_travels_as_the_one_above_it():
     class Special(BudgetError):
         pass
 
-    assert type(SentError.of(Special("a_code", "It is so.")).error()) is BudgetError
+    assert type(Failed.of(Special("a_code", "It is so.")).raised()) is BudgetError
 
 
 def test_an_unknown_kind_is_refused():
-    foreign = SentError.of(ConfigError("a", "b")).model_copy(update={"kind": "SystemExit"})
-    with pytest.raises(ProtocolError, match="unknown kind"):
-        foreign.error()
+    foreign = Failed.of(ConfigError("a", "b")).model_copy(update={"error": "SystemExit"})
+    with pytest.raises(ProtocolError, match="unknown class"):
+        foreign.raised()
 
 
 def test_a_refusal_names_the_sender_and_a_defect_is_no_refusal():

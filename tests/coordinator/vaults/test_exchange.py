@@ -9,7 +9,8 @@ import pytest
 from raycloak.attestation.core.messages import parse
 from raycloak.attestation.processes.channel import Channel
 from raycloak.attestation.processes.deadline import Deadline
-from raycloak.coordinator.vaults.calls import ActorRefusal, SentError
+from raycloak.attestation.processes.failure import Failed
+from raycloak.coordinator.vaults.calls import ActorRefusal
 from raycloak.coordinator.vaults.exchange import (
     MOST_WAITING,
     Answered,
@@ -46,7 +47,7 @@ class Ends:
         """Return the code of the next refusal, of that call."""
         answer = self.raw.receive(Answered, by=Deadline(60))
         assert answer.call == call
-        return parse(SentError, answer.refusal).code
+        return parse(Failed, answer.refusal).code
 
     def close(self) -> None:
         self.raw.finish()

@@ -13,7 +13,8 @@ import pytest
 
 from raycloak.attestation.attester.attester import CpuEvidence
 from raycloak.attestation.core.messages import parse
-from raycloak.coordinator.vaults.calls import ActorRefusal, SentError, Wire
+from raycloak.attestation.processes.failure import Failed
+from raycloak.coordinator.vaults.calls import ActorRefusal, Wire
 from raycloak.coordinator.vaults.vault import Vault, VaultLost
 from raycloak.metrics.errors import EvidenceError
 from tests.attestation.serving import eventually
@@ -48,7 +49,7 @@ class Running:
     def refusal(self, method, *args):
         with pytest.raises(ActorRefusal) as refused:
             self.ask(method, *args)
-        return parse(SentError, refused.value.args[0]).error()
+        return parse(Failed, refused.value.args[0]).raised()
 
     def close(self) -> None:
         if not self.lost:
