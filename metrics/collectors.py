@@ -7,6 +7,7 @@ services.
 import math
 import platform
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -314,7 +315,7 @@ class RunMetrics:
         return self._values.collect()
 
 
-class _AtScrape(Generic[F]):
+class _AtScrape(ABC, Generic[F]):
     """Series whose figures are asked for at every scrape; a number from an earlier one is never repeated.
 
     Args:
@@ -336,8 +337,8 @@ class _AtScrape(Generic[F]):
         self._put(values, figures)
         return values.collect()
 
-    def _put(self, values: Values, figures: F | None) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _put(self, values: Values, figures: F | None) -> None: ...
 
 
 class LedgerCollector(_AtScrape[LedgerFigures]):

@@ -145,7 +145,7 @@ class Exchange:
                     return
                 self._take(found)
             except ProtocolError as error:
-                self._send(Answered(call=0, refusal=Failed.of(error).encode()))
+                self.tell(Answered(call=0, refusal=Failed.of(error).encode()))
 
     def _take(self, found: Frame[Any]) -> None:
         message = found.message
@@ -175,7 +175,7 @@ class Exchange:
                         raise ProtocolError("busy", "more calls than are taken at once")
                     self._waiting += 1
             except ProtocolError as error:
-                self._send(Answered(call=message.call, refusal=Failed.of(error).encode()))
+                self.tell(Answered(call=message.call, refusal=Failed.of(error).encode()))
             else:
                 self._on_call(message, frames)
         else:
@@ -191,7 +191,7 @@ class Exchange:
                     raise self._lost
                 number, future = next(self._numbers), Future[list[Any]]()
                 self._asked[number] = future
-            self._send(Called(call=number, name=name, returns=returns, beside=beside, frames=parts), arrays)
+            self.tell(Called(call=number, name=name, returns=returns, beside=beside, frames=parts), arrays)
         return Asked(self, number, future)
 
     def answer(self, called: Called, work: Callable[[], Sequence[Any]]) -> None:
@@ -208,11 +208,7 @@ class Exchange:
             answer = Answered(call=called.call, refusal=refusal, out_of_memory=is_out_of_memory(error))
         with self._lock:
             self._waiting -= 1
-        self._send(answer, arrays)
-
-    def tell(self, message: CallCancelled | LeaveWord) -> None:
-        """Send a word."""
-        self._send(message)
+        self.tell(answer, arrays)
 
     def lose(self, cause: BaseException) -> None:
         """Fail every call that waits, and all that come, with ``cause``: the other end is gone."""
@@ -222,8 +218,8 @@ class Exchange:
         for each in asked.values():
             each.set_exception(cause)
 
-    def _send(self, message: Message, arrays: Sequence[np.ndarray] = ()) -> None:
-        # Who is gone is told by the end of what is read.
+    def tell(self, message: Message, arrays: Sequence[np.ndarray] = ()) -> None:
+        """Send a message; do nothing if the other end is gone, of which the end of what is read tells."""
         with suppress(ConnectionError):
             self._channel.send(message, arrays, Deadline(SEND_S))
 
