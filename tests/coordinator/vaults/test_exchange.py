@@ -24,6 +24,7 @@ from raycloak.coordinator.vaults.exchange import (
 )
 from raycloak.coordinator.vaults.hosted import Inside
 from raycloak.metrics.errors import ProtocolError
+from tests.attestation.serving import eventually
 
 ONE = FramePart(pieces=(b"a",), grouped=False)
 
@@ -71,8 +72,7 @@ def usable(ends, number):
     """Return whether the exchange still takes a call."""
     ends.send(call(number, ONE))
     ends.send(LeaveWord())
-    while not ends.words:
-        pass
+    eventually(lambda: ends.words)
     ends.words.clear()
     return ends.calls[-1][0].call == number
 
