@@ -12,7 +12,7 @@ ON_RAY := $(shell awk '$$1 == "ray" { print $$2 }' tests/marks.txt)
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo check test test-fast test-plain test-ray test-profile mutations format code-lines fuzz gpu-check proto reference \
-	pictures clean
+	pictures wheel sbom clean
 
 demo: $(INSTALLED)
 	$(BIN)/raycloak demo
@@ -80,6 +80,22 @@ FUZZ_OPTIONS ?=
 fuzz: $(INSTALLED)
 	$(PIP) atheris==3.0.0
 	$(BIN)/python -m tests.fuzz --folder $(FUZZ_DIR) $(if $(INDEX),--index $(INDEX)) $(FUZZ_OPTIONS)
+
+# dist/: both wheels of the commit that is checked out. Their bytes follow from the commit and from setuptools' version:
+# they have the commit's time, modes that no umask changes, and no compression, whose bytes would follow from zlib's.
+wheel: $(INSTALLED)
+	rm -rf build/wheel dist
+	mkdir -p build/wheel
+	git -c tar.umask=0022 archive HEAD | tar --extract --same-permissions --directory build/wheel
+	umask 022 && SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m pip wheel --quiet \
+		--disable-pip-version-check --no-deps --no-index --no-build-isolation \
+		--config-settings=--build-option=--compression=stored --wheel-dir dist build/wheel build/wheel/lab
+	cd dist && sha256sum *.whl | tee SHA256SUMS
+
+# The packages that the wheel requires, and those of the image: deploy/Dockerfile names the same extras.
+sbom: wheel
+	$(BIN)/python -m tests.sbom dist/raycloak-*.whl > dist/raycloak.cdx.json
+	$(BIN)/python -m tests.sbom dist/raycloak-*.whl hf otel > dist/image.cdx.json
 
 # The wheels that a machine with a GPU needs for the check of the device path: CONTRIBUTING.md.
 gpu-check: $(INSTALLED)
