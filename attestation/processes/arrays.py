@@ -10,6 +10,7 @@ import fcntl
 import mmap
 import os
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -56,14 +57,14 @@ def shared(arrays: "Sequence[NDArray[Any]]") -> tuple[list[str], int]:
     specs = [f"{each.dtype.str}:{','.join(map(str, each.shape))}" for each in arrays]
     descriptor = os.memfd_create("raycloak", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
     try:
-        for array, place in zip(arrays, places_of(specs), strict=True):
+        places = places_of(specs)
+        os.ftruncate(descriptor, places[-1].end)
+        for array, place in zip(arrays, places, strict=True):
             # The second is for an array of Fortran's order or with gaps, whose bytes are copied once more.
             content = array.data if array.flags.c_contiguous else array.copy(order="C").data
-            os.ftruncate(descriptor, place.end)
-            os.lseek(descriptor, place.start, os.SEEK_SET)
             left = content.cast("B") if array.nbytes else memoryview(b"")
             while left:
-                left = left[os.write(descriptor, left) :]
+                left = left[os.pwrite(descriptor, left, place.end - len(left)) :]
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)
     except BaseException:
         os.close(descriptor)
@@ -100,6 +101,7 @@ def mapped(places: Sequence[Place], descriptor: int) -> "tuple[NDArray[Any], ...
     return tuple(np.ndarray(place.shape, place.dtype, memory, place.start) for place in places)
 
 
+@lru_cache(2**10)
 def _parsed(spec: str) -> "tuple[np.dtype[Any], tuple[int, ...]]":
     # Loading it takes a tenth of a second, and most children exchange no array.
     import numpy as np

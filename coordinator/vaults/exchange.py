@@ -7,6 +7,7 @@ Guarantee: an end takes each call once, by its growing number, and at most `MOST
 is refused by name, and the next frame is read.
 """
 
+import select
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ import numpy as np
 
 from raycloak.attestation.core.messages import Message
 from raycloak.attestation.processes.channel import Channel, Frame
-from raycloak.attestation.processes.deadline import Deadline
+from raycloak.attestation.processes.deadline import Deadline, awaited
 from raycloak.attestation.processes.failure import Failed
 from raycloak.coordinator.vaults.calls import ActorRefusal
 from raycloak.metrics.errors import ProtocolError, RaycloakError, RunFailedError, is_out_of_memory
@@ -27,20 +28,12 @@ from raycloak.metrics.errors import ProtocolError, RaycloakError, RunFailedError
 MOST_WAITING: Final = 64
 """Of calls that were not answered yet: a run asks one at a time, and a view beside it."""
 SEND_S: Final = 60.0
-"""For the other end to read: it always reads, so only a machine without memory or a stopped process takes so long."""
+"""For the other end to read: it reads whenever it waits, so only a machine without memory or a stopped process takes so
+long."""
 
 
-class FramePart(Message):
-    """One frame of a call or an answer.
-
-    Attributes:
-        pieces: its bytes; None stands for the next array.
-        grouped: whether the frame is a tuple of its pieces.
-    """
-
-    DOMAIN: ClassVar[str] = "raycloak/vault/part/v1"
-    pieces: tuple[bytes | None, ...]
-    grouped: bool
+Written = tuple[bytes | tuple[bytes | None, ...] | None, ...]
+"""Frames in a message: bytes, and None for the next of its arrays."""
 
 
 class Called(Message):
@@ -57,7 +50,7 @@ class Called(Message):
     name: str
     returns: int
     beside: bool
-    frames: tuple[FramePart, ...]
+    frames: Written
 
 
 class Answered(Message):
@@ -71,7 +64,7 @@ class Answered(Message):
 
     DOMAIN: ClassVar[str] = "raycloak/vault/answered/v1"
     call: int
-    frames: tuple[FramePart, ...] = ()
+    frames: Written = ()
     refusal: bytes | None = None
     out_of_memory: bool = False
 
@@ -89,32 +82,39 @@ class LeaveWord(Message):
     DOMAIN: ClassVar[str] = "raycloak/vault/leave/v1"
 
 
-def pack(frames: Sequence[Any]) -> tuple[tuple[FramePart, ...], list[np.ndarray]]:
+def pack(frames: Sequence[Any]) -> tuple[Written, list[np.ndarray]]:
     """Return frames as a message holds them, and their arrays."""
-    parts, arrays = [], []
-    for frame in frames:
-        pieces = frame if isinstance(frame, tuple) else (frame,)
-        arrays += [each for each in pieces if isinstance(each, np.ndarray)]
-        plain = tuple(None if isinstance(each, np.ndarray) else each for each in pieces)
-        parts.append(FramePart(pieces=plain, grouped=isinstance(frame, tuple)))
-    return tuple(parts), arrays
+    arrays = list[np.ndarray]()
+
+    def written(piece: Any) -> bytes | None:
+        if isinstance(piece, np.ndarray):
+            arrays.append(piece)
+            return None
+        return piece  # type: ignore[no-any-return]  # bytes, or its message is refused
+
+    return tuple(tuple(map(written, each)) if isinstance(each, tuple) else written(each) for each in frames), arrays
 
 
-def unpack(parts: Sequence[FramePart], arrays: Sequence[np.ndarray]) -> list[Any]:
+def unpack(frames: Written, arrays: Sequence[np.ndarray]) -> list[Any]:
     """Return the frames of a message; ProtocolError ``malformed`` if its arrays are not as many as it names."""
-    given, frames = iter(arrays), list[Any]()
-    for part in parts:
-        pieces = tuple(next(given, None) if piece is None else piece for piece in part.pieces)
-        if any(piece is None for piece in pieces) or not (part.grouped or len(pieces) == 1):
-            raise ProtocolError("malformed", "a frame without its pieces")
-        frames.append(pieces if part.grouped else pieces[0])
+    given = iter(arrays)
+
+    def read(piece: bytes | None) -> Any:
+        found = next(given, None) if piece is None else piece
+        if found is None:
+            raise ProtocolError("malformed", "a frame without its array")
+        return found
+
+    found = [tuple(map(read, each)) if isinstance(each, tuple) else read(each) for each in frames]
     if next(given, None) is not None:
         raise ProtocolError("malformed", "more arrays than frames have")
-    return frames
+    return found
 
 
 class Exchange:
-    """One end of the calls over a channel. One thread reads; any thread calls and answers.
+    """One end of the calls over a channel. Any thread calls, answers and reads; those that wait read in turns.
+
+    So who waits for an answer takes it itself: to hand it to another thread costs more than the message.
 
     Args:
         on_call: takes a call and its frames; it must not wait.
@@ -132,20 +132,41 @@ class Exchange:
         self._numbers = count(1)
         self._asked: dict[int, Future[list[Any]]] = {}
         self._lock, self._asking = threading.Lock(), threading.Lock()
+        self._turn = threading.Condition()
+        self._reading = self._ended = False
         self._lost: BaseException | None = None
         self._newest = 0
         self._waiting = 0
 
-    def read(self) -> None:
-        """Take what comes, until the other end sends nothing more."""
+    def read_until(self, done: Callable[[], bool], by: Deadline | None = None) -> bool:
+        """Take what comes, until ``done()``, a deadline, or the end of what the other end sends; return ``done()``."""
         while True:
+            with self._turn:
+                self._turn.wait_for(lambda: done() or not self._reading, None if by is None else by.left)
+                if done() or self._reading or self._ended:
+                    return done()
+                self._reading = True
             try:
-                found: Frame[Any] | None = self._channel.receive_frame(Called, Answered, CallCancelled, LeaveWord)
-                if found is None:
-                    return
+                self._read(by)
+            finally:
+                with self._turn:
+                    self._reading = False
+                    self._turn.notify_all()
+            if by is not None and by.left == 0:
+                return done()
+
+    def _read(self, by: Deadline | None) -> None:
+        """Take one frame, if one begins before the deadline."""
+        if not awaited(self._channel.fileno(), select.POLLIN, by):
+            return
+        try:
+            found: Frame[Any] | None = self._channel.receive_frame(Called, Answered, CallCancelled, LeaveWord)
+            if found is None:
+                self._ended = True
+            else:
                 self._take(found)
-            except ProtocolError as error:
-                self.tell(Answered(call=0, refusal=Failed.of(error).encode()))
+        except ProtocolError as error:
+            self.tell(Answered(call=0, refusal=Failed.of(error).encode()))
 
     def _take(self, found: Frame[Any]) -> None:
         message = found.message
@@ -184,7 +205,7 @@ class Exchange:
     def ask(self, name: str, returns: int, frames: Sequence[Any], *, beside: bool = False) -> "Asked":
         """Send a call; raises what :meth:`lose` was told, if the other end is lost."""
         parts, arrays = pack(frames)
-        # Calls arrive in the order of their numbers. Not under the other lock, which the reading thread needs.
+        # Calls arrive in the order of their numbers. Not under the other lock, which a reading thread needs.
         with self._asking:
             with self._lock:
                 if self._lost is not None:
@@ -217,6 +238,9 @@ class Exchange:
             asked, self._asked = self._asked, {}
         for each in asked.values():
             each.set_exception(cause)
+        with self._turn:
+            self._ended = True
+            self._turn.notify_all()
 
     def tell(self, message: Message, arrays: Sequence[np.ndarray] = ()) -> None:
         """Send a message; do nothing if the other end is gone, of which the end of what is read tells."""
@@ -238,7 +262,9 @@ class Asked:
             ActorRefusal: the other end refuses.
             MemoryError: it had too little memory.
         """
-        return self._future.result(timeout_s)
+        by = Deadline(timeout_s)
+        self._exchange.read_until(self._future.done, by)
+        return self._future.result(by.left)
 
     def cancel(self) -> None:
         """Say that nobody waits for it any more."""

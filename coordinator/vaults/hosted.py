@@ -1,15 +1,16 @@
 """The inside of a vault: hosts the plain class of a role, and answers calls to it.
 
-The first message opens the vault: its class says which it is. One thread reads what comes, one answers calls one after
-the other, and one answers those beside them.
+The first message opens the vault: its class says which it is. The main thread answers calls one after the other. In a
+vault that has calls beside them, another thread answers those.
 
 Guarantee: the process is gone as soon as its relay is, even if it is stopped, and its keys with it.
 """
 
 import os
-import queue
+import select
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
@@ -18,50 +19,66 @@ from typing import Any, ClassVar
 from raycloak.attestation.core.messages import Message
 from raycloak.attestation.core.private_memory import keep_memory_private
 from raycloak.attestation.processes.channel import Channel
+from raycloak.attestation.processes.deadline import Deadline, awaited
 from raycloak.attestation.processes.failure import Failed
 from raycloak.coordinator.quick_imports import quickly
 from raycloak.coordinator.vaults.calls import ActorRefusal, Receiver
 from raycloak.coordinator.vaults.exchange import CallCancelled, Called, Exchange, LeaveWord, as_told
 from raycloak.metrics.errors import RaycloakError
 
+_Calls = deque[tuple[Called, list[Any]]]
+
 
 class Inside:
     """A hosted object's view of its vault."""
 
     def __init__(self, channel: Channel) -> None:
-        self._calls: queue.Queue[tuple[Called, list[Any]]] = queue.Queue()
-        self._beside: queue.Queue[tuple[Called, list[Any]]] = queue.Queue()
+        self._calls, self._beside = _Calls(), _Calls()
+        self._channel = channel
         self._exchange = Exchange(channel, self._put, self._word)
         self._current: int | None = None
         # Of calls that were taken and not answered, so that no other word makes it grow.
         self._open: set[int] = set()
         self._cancelled: set[int] = set()
-        self.leaving = False
+        self._leaving = False
 
     def is_cancelled(self) -> bool:
         """Return whether nobody waits for the call under way any more."""
+        self._look()
         return self._current in self._cancelled
+
+    def is_leaving(self) -> bool:
+        """Return whether the machine is about to end this process."""
+        self._look()
+        return self._leaving
+
+    def leave(self) -> None:
+        """Have it leave, as if the relay had said so."""
+        self._leaving = True
 
     def ask_relay(self, name: str, returns: int, frames: Sequence[Any], deadline_s: float) -> list[Any]:
         """Have the relay answer a call; raises as :meth:`raycloak.coordinator.vaults.exchange.Asked.result`."""
         return self._exchange.ask(name, returns, frames).result(deadline_s)
 
-    def host(self, receive: Callable[..., Any]) -> None:
-        """Answer calls until the other end is gone."""
-
-        def read() -> None:
-            try:
-                self._exchange.read()
-            finally:
-                os._exit(0)  # whatever is under way: nobody is left to have its answer
-
-        threading.Thread(target=read, name="reads", daemon=True).start()
-        threading.Thread(target=self._answer, args=(receive, self._beside), name="beside", daemon=True).start()
+    def host(self, receive: Callable[..., Any], beside: bool) -> None:
+        """Answer calls until the other end is gone; ``beside``: some while others run."""
+        threading.Thread(target=self._end_with_relay, name="ends", daemon=True).start()
+        if beside:
+            threading.Thread(target=self._answer, args=(receive, self._beside), name="beside", daemon=True).start()
         self._answer(receive, self._calls)
+        os._exit(0)
 
-    def _answer(self, receive: Callable[..., Any], calls: "queue.Queue[tuple[Called, list[Any]]]") -> None:
-        while True:
-            called, frames = calls.get()
+    def _end_with_relay(self) -> None:
+        awaited(self._channel.fileno(), select.POLLRDHUP, None)
+        os._exit(0)  # whatever is under way: nobody is left to have its answer
+
+    def _look(self) -> None:
+        """Take what has come, without a wait: a call that computes does not read."""
+        self._exchange.read_until(lambda: False, Deadline(0.0))
+
+    def _answer(self, receive: Callable[..., Any], calls: _Calls) -> None:
+        while self._exchange.read_until(lambda: bool(calls)):
+            called, frames = calls.popleft()
             if not called.beside:
                 self._current = called.call
             self._exchange.answer(called, partial(_answered, receive, called, frames))
@@ -72,11 +89,11 @@ class Inside:
 
     def _put(self, called: Called, frames: list[Any]) -> None:
         self._open.add(called.call)
-        (self._beside if called.beside else self._calls).put((called, frames))
+        (self._beside if called.beside else self._calls).append((called, frames))
 
     def _word(self, word: CallCancelled | LeaveWord) -> None:
         if isinstance(word, LeaveWord):
-            self.leaving = True
+            self._leaving = True
         elif word.call in self._open:
             self._cancelled.add(word.call)
 
@@ -86,9 +103,11 @@ class Hosted(Receiver):
 
     Attributes:
         OPENING: the type of the message that it is made of, with its view of the vault.
+        BESIDE: whether some calls are answered while another one runs.
     """
 
     OPENING: ClassVar[type[Message]]
+    BESIDE: ClassVar[bool] = False
 
     def opened(self) -> None:
         """Do nothing: the answer says that the vault is open."""
@@ -109,7 +128,7 @@ def serve(channel: Channel, target: str) -> None:
     except Exception as error:  # noqa: BLE001 - whoever calls is told, by a defect's type alone
         traceback.print_exc()
         receive = _refusing(as_told(error))
-    inside.host(receive)
+    inside.host(receive, cls.BESIDE)
 
 
 def _answered(receive: Callable[..., Any], called: Called, frames: list[Any]) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ class LedgerVault(Hosted, PrivacyLedger):
     """A PrivacyLedger that answers calls."""
 
     OPENING = LedgerOpening
+    BESIDE = True
 
     def __init__(self, opening: LedgerOpening, inside: Inside) -> None:
         PrivacyLedger.__init__(self, opening.url, opening.create, opening.witness)

@@ -12,6 +12,7 @@ class OrchestratorVault(Hosted, RunOrchestrator):
     """A RunOrchestrator that answers calls."""
 
     OPENING = OrchestratorOpening
+    BESIDE = True
 
     def __init__(self, opening: OrchestratorOpening, inside: Inside) -> None:
         source = platform_under(inside, opening.simulated)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _LOOK_S: Final = 0.02
 """How soon a vault is told that a call is cancelled: far below a micro-batch, which it finishes anyway."""
 _ENDS_S: Final = 5.0
-"""For a process that has closed its end of the channel."""
+"""For what it said last: its end of the channel is closed, unless a process that it started has a copy."""
 _GONE_S: Final = 60.0
 """For the kernel to end a process that was killed, and the thread that waits for it."""
 _SERVE: Final = "raycloak.coordinator.vaults.hosted:serve"
@@ -119,10 +119,11 @@ class Vault:
             return
         finally:
             started.set()
-        exchange.read()
-        exited = child.end(Deadline(_ENDS_S))
+        exited = child.wait()
+        exchange.read_until(lambda: False, Deadline(_ENDS_S))
         on_lost(exited.out_of_memory)
         exchange.lose(MemoryError() if exited.out_of_memory else VaultLost(f"a vault ended with {exited.how}"))
+        child.channel.close()
 
     def _answer_evidence(self, called: Called, frames: list[Any]) -> None:
         # In a thread of its own: the platform may take its time, and answers to calls come meanwhile.

@@ -33,7 +33,7 @@ class WorkerVault(Hosted, TrainWorker):
         self._before = signal.signal(signal.SIGTERM, self._asked_to_end)
 
     def _asked_to_end(self, _: int, __: FrameType | None) -> None:
-        self._inside.leaving = True
+        self._inside.leave()
         signal.signal(signal.SIGTERM, self._before)
 
     def is_cancelled(self) -> bool:
@@ -43,4 +43,4 @@ class WorkerVault(Hosted, TrainWorker):
         self, receipt: Envelope, request: StepRequest, *given: np.ndarray
     ) -> tuple[StepReply, *tuple[RingVector, ...]]:
         reply, *vectors = super().step(receipt, request, *given)
-        return (reply.model_copy(update={"leaving": self._inside.leaving}), *vectors)
+        return (reply.model_copy(update={"leaving": self._inside.is_leaving()}), *vectors)

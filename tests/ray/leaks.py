@@ -8,13 +8,14 @@ import base64
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
 from raycloak.attestation.core.keys import Purpose, Secret, derive
 from raycloak.attestation.keys.release import RunKeys
-from raycloak.coordinator.cluster.processes import Process, process_table
+from raycloak.coordinator.cluster.processes import Process, descendants, process_table
 from raycloak.workers.gradients.clipping import micro_batches
 from raycloak.workers.inputs.datasets import Dataset, slice_digest, slice_ids
 from raycloak.workers.models.models import load_flat, read_flat
@@ -27,7 +28,6 @@ Needles = Mapping[str, bytes]
 WINDOW = 32
 TEXTS = ("hexadecimal", "base 64", "JSON", "words", "text")
 """Ends of the names of needles that are written forms of others."""
-_PLASMA = ("plasma", "/dev/shm/")
 
 
 def key_needles(name: str, raw: bytes) -> dict[str, bytes]:
@@ -201,13 +201,47 @@ def memory_of_actors(session: Path) -> Iterator[tuple[str, bytes]]:
             yield from memory_of(process)
 
 
+def what_ray_has(session: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield all that is in files and processes of the Ray session that Ray itself writes and runs.
+
+    The own process is left out, since it has the needles.
+    """
+    yield from files_below(session)
+    yield from object_stores(session.name)
+    for process in ray_processes(session.name):
+        if process.pid == os.getpid():
+            continue
+        for kind in ("environ", "cmdline"):
+            with suppress(OSError):
+                yield f"{kind} of {program(process)}", Path(f"/proc/{process.pid}/{kind}").read_bytes()
+        yield from _nameless_files(process)
+        yield from memory_of(process)
+
+
+def _nameless_files(process: Process) -> Iterator[tuple[str, bytes]]:
+    """Yield the sealed memory and deleted files that a process holds open."""
+    with suppress(OSError):
+        for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
+            with suppress(OSError):
+                target = str(descriptor.readlink())
+                if target.startswith("/memfd:") or (target.endswith(" (deleted)") and not _is_plasma(target)):
+                    for extent in _extents(descriptor):
+                        yield f"open file of {program(process)}", extent
+
+
 def ray_processes(session: str) -> list[Process]:
     """Return the processes of the Ray session that Ray itself runs: its own and its workers, not what these start."""
     table = process_table()
-    own = [each for each in table if session in each.title and program(each) in ("gcs_server", "raylet")]
-    assert {program(each) for each in own} == {"gcs_server", "raylet"}
+    own = [
+        each
+        for each in table
+        if session in each.title and (program(each) in ("gcs_server", "raylet") or "/ray/dashboard/" in each.title)
+    ]
+    assert {program(each) for each in own} >= {"gcs_server", "raylet"}
     raylets = {each.pid for each in own if program(each) == "raylet"}
-    return [*own, *(each for each in table if each.parent in raylets)]
+    dashboards = [each.pid for each in own if "/ray/dashboard/" in each.title]
+    below = [*(each for each in table if each.parent in raylets), *descendants(dashboards, table)]
+    return list({each.pid: each for each in (*own, *below)}.values())
 
 
 def program(process: Process) -> str:
@@ -258,9 +292,13 @@ def object_stores(session: str) -> Iterator[tuple[str, bytes]]:
                 target = str(descriptor.readlink())
             except OSError:
                 continue
-            if any(part in target for part in _PLASMA):
+            if _is_plasma(target):
                 for extent in _extents(descriptor):
                     yield f"object store {target}", extent
+
+
+def _is_plasma(target: str) -> bool:
+    return any(part in target for part in ("plasma", "/dev/shm/"))
 
 
 def _extents(path: Path) -> Iterator[bytes]:

@@ -2,20 +2,12 @@
 
 import csv
 import json
-import os
-import random
 import re
 import runpy
 import shutil
-import signal
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -136,68 +128,15 @@ def test_bad_input_is_one_line_with_exit_code_2(run_python):
     assert wrong.stderr.startswith("error: config: stepz")
 
 
-def _free_ports(count):
-    """Return ports that are free, and that nobody gets by chance until Ray binds them seconds later.
-
-    Linux gives connections and listeners that name no port one above 32767. Ray's workers have those from 10002 to
-    19999.
-    """
-    ports = []
-    for port in random.sample(range(20_000, 32_768), 200):
-        with socket.socket() as tried, suppress(OSError):
-            tried.bind(("127.0.0.1", port))
-            ports.append(port)
-    return ports[:count]
-
-
-@pytest.fixture
-def head(ray_environment, tmp_path):
-    """Start a real head by `ray start`, with token authentication; yield its dashboard's address."""
-    dashboard, agent, grpc, metrics, client = _free_ports(5)
-    bin_folder = Path(sys.executable).parent
-    environment = os.environ | ray_environment | {"PATH": f"{bin_folder}:{os.environ['PATH']}"}
-    command = [
-        str(bin_folder / "ray"), "start", "--head", "--block", "--port=0", "--num-cpus=6", "--disable-usage-stats",
-        f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}",
-        f"--dashboard-agent-grpc-port={grpc}", f"--metrics-export-port={metrics}",
-        f"--ray-client-server-port={client}", "--object-store-memory=268435456",
-    ]  # fmt: skip
-    with (tmp_path / "head.log").open("w") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-    try:
-        _wait_until_served(f"http://127.0.0.1:{dashboard}/api/version", process)
-        # The dashboard refuses a job whose agent is not there within ten seconds, and starts long before it.
-        _wait_until_served(f"http://127.0.0.1:{agent}/api/healthz", process)
-        yield f"http://127.0.0.1:{dashboard}", environment
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(timeout=DEADLINE_S)
-
-
-def _wait_until_served(url, process):
-    end = time.monotonic() + DEADLINE_S
-    while time.monotonic() < end:
-        assert process.poll() is None, "the head ended"
-        try:
-            with urllib.request.urlopen(url, timeout=5):
-                return
-        except urllib.error.HTTPError:
-            return  # it answers, and asks for the token
-        except OSError:
-            time.sleep(0.2)
-    raise AssertionError(f"{url} did not come up")
-
-
 def submitted(head, checkout, raycloak_home, *command, succeeds=True):
     """Return the output of a command that ran as a job of the cluster, with a copy of the product as its folder."""
-    address, environment = head
     for name in (*PACKAGES, "raycloak", "examples"):
         shutil.copytree(ROOT / name, checkout / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     ray = str(Path(sys.executable).parent / "ray")
-    submit = [ray, "job", "submit", "--address", address, "--working-dir", ".", "--", "python", *command]
+    submit = [ray, "job", "submit", "--address", head.dashboard, "--working-dir", ".", "--", "python", *command]
     done = subprocess.run(
-        submit, cwd=checkout, env=environment | {"RAYCLOAK_HOME": str(raycloak_home)}, capture_output=True, text=True,
-        timeout=DEADLINE_S, check=False,
+        submit, cwd=checkout, env={**head.environment, "RAYCLOAK_HOME": str(raycloak_home)}, capture_output=True,
+        text=True, timeout=DEADLINE_S, check=False,
     )  # fmt: skip
     assert (done.returncode == 0) is succeeds, done.stdout + done.stderr
     return done.stdout

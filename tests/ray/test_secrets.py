@@ -5,21 +5,14 @@ store and raylet, the environment of every process, Ray's session folder, and al
 the search would find them is seen by planting: an actor that is started as the ledger was before.
 """
 
-import hashlib
-import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import ray
-from cryptography.hazmat.primitives.serialization import load_der_private_key
 
-from raycloak.attestation.core.messages import parse
-from raycloak.attestation.simulators.tdx_vendor import VendorKeys
 from raycloak.coordinator.cluster.actors import actor, on_this_node
 from raycloak.coordinator.cluster.ray_calls import ask, fetch
 from raycloak.coordinator.config.run import parse_config
@@ -29,32 +22,15 @@ from raycloak.coordinator.runs.demo import demo_config
 from raycloak.coordinator.runs.trainer import Trainer
 from raycloak.coordinator.vaults.hosted import Hosted
 from raycloak.metrics.errors import ConfigError
-from tests.conftest import ROOT
 from tests.coordinator.ledger.witness_server import url_file, witness_server
-from tests.ray import leaks
+from tests.ray import leaks, planted
 
 DEADLINE_S = 240
-# In two parts, so that no copy of this file holds one.
-PASSWORD = "Planted-" + "pg-password"
-WITNESS_PATH = "Planted-" + "witness-path"
 VARIABLE = "Planted-" + "variable"
-# No bytes in a row, which a table of all bytes would have.
-RUN_SECRET, FINGERPRINT_KEY = (hashlib.sha256(name).digest() for name in (b"run secret", b"fingerprint key"))
 
 
 def _session() -> Path:
     return Path(ray._private.worker._global_node.get_session_dir_path())
-
-
-def _places() -> Iterator[tuple[str, bytes]]:
-    yield from leaks.files_below(_session())
-    yield from leaks.object_stores(_session().name)
-    for process in leaks.ray_processes(_session().name):
-        try:
-            yield f"environment of {leaks.program(process)}", Path(f"/proc/{process.pid}/environ").read_bytes()
-        except OSError:
-            continue
-        yield from leaks.memory_of(process)
 
 
 class Sent:
@@ -79,95 +55,38 @@ class Sent:
 
 @pytest.fixture
 def inputs(tmp_path: Path) -> Path:
-    """Return a folder with data and with each secret of a run in a file of its own; it is not searched."""
-    folder = tmp_path / "inputs"
-    folder.mkdir()
-    generator = np.random.default_rng(5)
-    np.savez(folder / "data.npz", images=generator.random((60, 64), np.float32), labels=np.arange(60) % 10)
-    contents = {
-        "run.secret": RUN_SECRET.hex(),
-        "data.key": FINGERPRINT_KEY.hex(),
-        "pgpass": f"*:*:*:*:{PASSWORD}\n",
-    }
-    for name, content in contents.items():
-        (folder / name).touch(0o600)
-        (folder / name).write_text(content)
-    return folder
-
-
-def _vendor_key(home: Path) -> bytes:
-    """Return the number that is the private key of the simulated platforms' certificate authority."""
-    keys = parse(VendorKeys, (home / "simulator" / "vendor.json").read_bytes())
-    return load_der_private_key(keys.platform_ca.key_pkcs8, None).private_numbers().private_value.to_bytes(32)
-
-
-def _needles(home: Path) -> dict[str, bytes]:
-    return {
-        "password of the ledger": PASSWORD.encode(),
-        "path of the witness": WITNESS_PATH.encode(),
-        **leaks.key_needles("run secret", RUN_SECRET),
-        **leaks.key_needles("key of the fingerprint", FINGERPRINT_KEY),
-        **leaks.key_needles("key of the simulated platforms", _vendor_key(home)),
-    }
-
-
-def _hostile(cluster):
-    """Return what a holder of the cluster's token finds in the process of each actor."""
-    command = [sys.executable, "-m", "tests.ray.hostile"]
-    done = subprocess.run(
-        command, env={**os.environ, **cluster.environment}, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+    """Return a folder with data and secrets; it is not searched."""
+    return planted.inputs(tmp_path)
 
 
 def test_guarantee_no_secret_of_a_run_is_in_what_ray_keeps_or_an_actor_is_given(
     ray_cluster, raycloak_home, inputs, postgres, monkeypatch
 ):
-    sent, found, told = Sent(monkeypatch), [], []
+    sent, found = Sent(monkeypatch), []
 
     def search(report):
         if report.step == 1:
-            found.extend(leaks.leaks(_needles(raycloak_home), [*sent.seen, *_places()]))
-            told.append(_hostile(ray_cluster))
+            found.extend(leaks.leaks(planted.needles(raycloak_home), [*sent.seen, *leaks.what_ray_has(_session())]))
 
     with witness_server() as server:
-        witness = url_file(inputs, f"http://127.0.0.1:{server.server_port}/{WITNESS_PATH}")
-        config = parse_config(
-            demo_config()
-            | {
-                "num_workers": 2,
-                "virtual_workers": 4,
-                "steps": 2,
-                "expected_batch_size": 20,
-                "evaluation": None,
-                "dataset": {"kind": "npz", "path": "data.npz", "fingerprint_key": "data.key"},
-                "ledger": {"url": f"{postgres.url()}&passfile={inputs / 'pgpass'}", "witness": witness},
-            }
-        )
+        witness = url_file(inputs, f"http://127.0.0.1:{server.server_port}/{planted.WITNESS_PATH}")
+        config = parse_config(planted.config(inputs, postgres.url(), witness, 2))
         options = {"config_dir": inputs, "run_secret": inputs / "run.secret", "notice": lambda line: None}
         result = Trainer(config, progress=search, **options).train()
-        assert any(WITNESS_PATH in path for _, path in server.asked), "the ledger has read the file"
+        assert any(planted.WITNESS_PATH in path for _, path in server.asked), "the ledger has read the file"
     assert result["metrics"]["steps"] == 2
     assert not result["metrics"]["rollback_witness"], "the witness is on this machine"
     assert found == []
-    (relays,) = told
-    assert sorted(each["actor"] for each in relays) == sorted(
-        ["LedgerActor", "OrchestratorActor", "MaskedAggregatorActor", "TrainWorkerActor", "TrainWorkerActor"]
-    )
-    for each in relays:
-        assert {*each["attributes"]} <= {"_before", "vault"}, "an actor holds nothing but the way to its vault"
-        assert each["refused"] == ["_run", "_store", "_stage", "__init__", "__reduce__", "receive"]
 
 
 def test_the_search_finds_a_password_that_is_an_actors_argument(ray_cluster, monkeypatch):
     """As it was before: in the control store, and in what was given."""
     sent = Sent(monkeypatch)
-    url = f"postgresql://raycloak:{PASSWORD}@127.0.0.1:9/ledger"
+    url = f"postgresql://raycloak:{planted.PASSWORD}@127.0.0.1:9/ledger"
     handle = actor(PrivacyLedger, scheduling_strategy=on_this_node()).remote(url, True, None)
     with pytest.raises(ConfigError, match="password"):
         fetch(ask(handle, Hosted.opened), DEADLINE_S)
-    found = leaks.leaks({"password": PASSWORD.encode()}, [*sent.seen, *_places()])
+    found = leaks.leaks({"password": planted.PASSWORD.encode()}, [*sent.seen, *leaks.what_ray_has(_session())])
     assert "password in arguments of a constructor" in found
     assert any("memory of" in line and "gcs_server" in line for line in found)
 

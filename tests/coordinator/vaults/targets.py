@@ -25,6 +25,7 @@ class Example(Hosted):
     """A class whose methods show what a vault passes on."""
 
     OPENING = ExampleOpening
+    BESIDE = True
 
     def __init__(self, opening: ExampleOpening, inside: Inside) -> None:
         if opening.text == "refused":
@@ -55,7 +56,7 @@ class Example(Hosted):
         return threading.get_ident()
 
     def leaving(self) -> bool:
-        return self._inside.leaving
+        return self._inside.is_leaving()
 
     def refuse(self) -> None:
         raise BudgetError("exhausted", "nothing is left", "Ask for more.")

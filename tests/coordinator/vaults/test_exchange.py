@@ -17,7 +17,6 @@ from raycloak.coordinator.vaults.exchange import (
     CallCancelled,
     Called,
     Exchange,
-    FramePart,
     LeaveWord,
     pack,
     unpack,
@@ -26,7 +25,7 @@ from raycloak.coordinator.vaults.hosted import Inside
 from raycloak.metrics.errors import ProtocolError
 from tests.attestation.serving import eventually
 
-ONE = FramePart(pieces=(b"a",), grouped=False)
+ONE = b"a"
 
 
 class Ends:
@@ -38,7 +37,7 @@ class Ends:
         self.channel = Channel(second, most_bytes=2**16, most_array_bytes=2**16)
         self.calls, self.words = [], []
         self.exchange = Exchange(self.channel, lambda *taken: self.calls.append(taken), self.words.append)
-        self._thread = threading.Thread(target=self.exchange.read)
+        self._thread = threading.Thread(target=self.exchange.read_until, args=(lambda: False,))
         self._thread.start()
 
     def send(self, message, arrays=()):
@@ -89,14 +88,7 @@ def test_frames_are_packed_and_unpacked_as_they_were():
 
 
 @pytest.mark.parametrize(
-    ("part", "arrays"),
-    [
-        (FramePart(pieces=(None,), grouped=False), []),
-        (FramePart(pieces=(b"a",), grouped=False), [np.zeros(1)]),
-        (FramePart(pieces=(b"a", b"b"), grouped=False), []),
-        (FramePart(pieces=(), grouped=False), []),
-        (FramePart(pieces=(b"a", None), grouped=True), []),
-    ],
+    ("part", "arrays"), [(None, []), (b"a", [np.zeros(1)]), ((b"a", None), []), ((None,), [np.zeros(1), np.zeros(1)])]
 )
 def test_frames_without_their_pieces_are_refused_and_the_next_call_is_taken(ends, part, arrays):
     with pytest.raises(ProtocolError):
@@ -116,10 +108,9 @@ def test_a_call_that_was_taken_before_is_refused(ends):
 
 
 def test_frames_and_arrays_beyond_a_bound_and_messages_of_no_kind_are_refused_and_the_next_call_is_taken(ends):
-    array = FramePart(pieces=(None,), grouped=False)
-    ends.send(call(1, array), [np.zeros(2**14)])
+    ends.send(call(1, None), [np.zeros(2**14)])
     assert ends.refusal() == "arrays_too_large"
-    ends.send(ONE)
+    ends.send(Failed.of(ProtocolError("malformed", "a message of no kind")))
     assert ends.refusal() == "malformed"
     ends.socket.sendall((2**16 + 1).to_bytes(4, "big") + bytes(2**16 + 1))
     assert ends.refusal() == "frame_too_large"
@@ -155,7 +146,7 @@ def test_words_about_calls_that_are_not_under_way_are_not_kept(ends):
 def test_an_answer_without_its_pieces_is_a_refusal(ends):
     asked = ends.exchange.ask("text", 1, (b"a",))
     assert ends.raw.receive(Called, by=Deadline(60)).frames == (ONE,)
-    ends.send(Answered(call=1, frames=(FramePart(pieces=(None,), grouped=False),)))
+    ends.send(Answered(call=1, frames=(None,)))
     with pytest.raises(ActorRefusal):
         asked.result(60)
 

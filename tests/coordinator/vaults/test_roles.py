@@ -15,10 +15,17 @@ from tests.private_memory import memory_is_private, open_memory
 class Inside:
     """The view of a vault that nobody tells anything."""
 
-    leaving = False
+    def __init__(self):
+        self.leaving = False
 
     def is_cancelled(self):
         return False
+
+    def is_leaving(self):
+        return self.leaving
+
+    def leave(self):
+        self.leaving = True
 
     def ask_relay(self, *_):
         raise AssertionError("nobody asked for evidence")
@@ -61,7 +68,7 @@ def test_a_worker_asked_to_end_finishes_its_step_and_says_so_and_the_second_sign
 
 
 def test_a_worker_that_its_relay_tells_to_leave_says_so(worker):
-    worker._inside.leaving = True
+    worker._inside.leave()
     left, _ = worker.step(None, None)
     assert left.leaving
 
