@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from raycloak.attestation.core.messages import Message
 from raycloak.attestation.core.private_memory import keep_memory_private
@@ -26,6 +26,8 @@ from raycloak.coordinator.vaults.calls import ActorRefusal, Receiver
 from raycloak.coordinator.vaults.exchange import CallCancelled, Called, Exchange, LeaveWord, as_told
 from raycloak.metrics.errors import RaycloakError
 
+_LOOK_S: Final = 0.02
+"""How soon a call beside another one is noticed: a view of the metrics, which may come later than that."""
 _Calls = deque[tuple[Called, list[Any]]]
 
 
@@ -34,6 +36,7 @@ class Inside:
 
     def __init__(self, channel: Channel) -> None:
         self._calls, self._beside = _Calls(), _Calls()
+        self._has_beside = threading.Event()
         self._channel = channel
         self._exchange = Exchange(channel, self._put, self._word)
         self._current: int | None = None
@@ -64,8 +67,9 @@ class Inside:
         """Answer calls until the other end is gone; ``beside``: some while others run."""
         threading.Thread(target=self._end_with_relay, name="ends", daemon=True).start()
         if beside:
-            threading.Thread(target=self._answer, args=(receive, self._beside), name="beside", daemon=True).start()
-        self._answer(receive, self._calls)
+            threading.Thread(target=self._answer_beside, args=(receive,), name="beside", daemon=True).start()
+        while self._exchange.read_until(lambda: bool(self._calls)):
+            self._answer(receive, self._calls)
         os._exit(0)
 
     def _end_with_relay(self) -> None:
@@ -76,20 +80,28 @@ class Inside:
         """Take what has come, without a wait: a call that computes does not read."""
         self._exchange.read_until(lambda: False, Deadline(0.0))
 
+    def _answer_beside(self, receive: Callable[..., Any]) -> None:
+        while True:
+            # The main thread reads as long as it answers nothing. To wake this one at each call would delay that.
+            self._has_beside.wait(_LOOK_S)
+            self._has_beside.clear()
+            self._look()
+            while self._beside:
+                self._answer(receive, self._beside)
+
     def _answer(self, receive: Callable[..., Any], calls: _Calls) -> None:
-        while self._exchange.read_until(lambda: bool(calls)):
-            called, frames = calls.popleft()
-            if not called.beside:
-                self._current = called.call
-            self._exchange.answer(called, partial(_answered, receive, called, frames))
-            self._open.discard(called.call)
-            self._cancelled.discard(called.call)
-            # Large arrays, until the next call comes.
-            del frames
+        called, frames = calls.popleft()
+        if not called.beside:
+            self._current = called.call
+        self._exchange.answer(called, partial(_answered, receive, called, frames))
+        self._open.discard(called.call)
+        self._cancelled.discard(called.call)
 
     def _put(self, called: Called, frames: list[Any]) -> None:
         self._open.add(called.call)
         (self._beside if called.beside else self._calls).append((called, frames))
+        if called.beside:
+            self._has_beside.set()
 
     def _word(self, word: CallCancelled | LeaveWord) -> None:
         if isinstance(word, LeaveWord):
