@@ -44,6 +44,7 @@ from raycloak.coordinator.config.secret_variables import SECRET_VARIABLES, requi
 from raycloak.coordinator.console.output import divert_logger
 from raycloak.coordinator.vaults.calls import Reference
 from raycloak.metrics.gpu_readings import GpuReading, GpuSampler
+from raycloak.workers.inputs.user_code import UNPACKED
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -59,8 +60,6 @@ _RELAYED = {
     "raycloak.workers.train_worker.TrainWorker": TrainWorkerActor,
 }
 """By name, since these classes bring torch and more, which only their vaults need."""
-_UNPACKED = "working_dir_files"
-"""The folder in which Ray unpacks working directories."""
 _inherited: dict[str, str] = {}
 """Variables that every process of the present cluster has from its start; of a cluster of others, none is known."""
 
@@ -300,7 +299,7 @@ def job_folder() -> Path | None:
         return None
     # An entry point may have changed into a folder of it.
     working = Path.cwd()
-    return next((each for each in (working, *working.parents) if each.parent.name == _UNPACKED), working)
+    return next((each for each in (working, *working.parents) if each.parent.name == UNPACKED), working)
 
 
 def require_no_secret_in_job() -> None:

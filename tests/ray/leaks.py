@@ -26,8 +26,6 @@ from raycloak.workers.vectors.sampling import draw_ids, row_places
 
 Needles = Mapping[str, bytes]
 WINDOW = 32
-TEXTS = ("hexadecimal", "base 64", "JSON", "words", "text")
-"""Ends of the names of needles that are written forms of others."""
 
 
 def key_needles(name: str, raw: bytes) -> dict[str, bytes]:
@@ -232,16 +230,16 @@ def _nameless_files(process: Process) -> Iterator[tuple[str, bytes]]:
 def ray_processes(session: str) -> list[Process]:
     """Return the processes of the Ray session that Ray itself runs: its own and its workers, not what these start."""
     table = process_table()
-    own = [
-        each
-        for each in table
-        if session in each.title and (program(each) in ("gcs_server", "raylet") or "/ray/dashboard/" in each.title)
-    ]
-    assert {program(each) for each in own} >= {"gcs_server", "raylet"}
+    own = [each for each in table if session in each.title and program(each) in ("gcs_server", "raylet")]
+    assert {program(each) for each in own} == {"gcs_server", "raylet"}
     raylets = {each.pid for each in own if program(each) == "raylet"}
-    dashboards = [each.pid for each in own if "/ray/dashboard/" in each.title]
-    below = [*(each for each in table if each.parent in raylets), *descendants(dashboards, table)]
-    return list({each.pid: each for each in (*own, *below)}.values())
+    heads = [each for each in table if session in each.title and "/ray/dashboard/dashboard.py" in each.title]
+    return [
+        *own,
+        *(each for each in table if each.parent in raylets),
+        *heads,
+        *descendants([each.pid for each in heads], table),
+    ]
 
 
 def program(process: Process) -> str:

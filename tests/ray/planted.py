@@ -22,7 +22,7 @@ def inputs(parent: Path) -> Path:
     """Return a new folder with data and with each secret of a run in a file of its own."""
     folder = parent / "inputs"
     folder.mkdir()
-    np.savez(folder / "data.npz", images=examples(), labels=np.arange(60) % 10)
+    np.savez(folder / "data.npz", images=examples(), labels=np.arange(240) % 10)
     contents = {
         "run.secret": RUN_SECRET.hex(),
         "data.key": FINGERPRINT_KEY.hex(),
@@ -35,8 +35,8 @@ def inputs(parent: Path) -> Path:
 
 
 def examples() -> np.ndarray:
-    """Return the private examples, (60, 64) float32."""
-    return np.random.default_rng(5).random((60, 64), np.float32)
+    """Return the private examples, (240, 64) float32."""
+    return np.random.default_rng(5).random((240, 64), np.float32)
 
 
 def config(folder: Path, postgres: str, witness: str, steps: int) -> dict:
@@ -45,7 +45,7 @@ def config(folder: Path, postgres: str, witness: str, steps: int) -> dict:
         "num_workers": 2,
         "virtual_workers": 4,
         "steps": steps,
-        "expected_batch_size": 20,
+        "expected_batch_size": 80,
         "evaluation": None,
         "dataset": {"kind": "npz", "path": "data.npz", "fingerprint_key": "data.key"},
         "ledger": {"url": f"{postgres}&passfile={folder / 'pgpass'}", "witness": witness},

@@ -23,11 +23,9 @@ class SearchingWorkerVault(WorkerVault):
             sizes.append((place[0], len(place[1])))
             found += leaks.leaks(needles, [place])
         if memory:
-            # As they are in memory, since each needle reads all of it.
-            bare = {name: each for name, each in needles.items() if not name.endswith(leaks.TEXTS)}
             for place in leaks.memory_of_actors(Path(session)):
                 sizes.append((place[0], len(place[1])))
-                found += leaks.leaks(bare, [place])
+                found += leaks.leaks(needles, [place])
         return len(needles), tuple(sizes), tuple(found)
 
     def plant(self, file: str) -> None:

@@ -30,6 +30,8 @@ from typing import Any
 from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.metrics.errors import ConfigError
 
+UNPACKED = "working_dir_files"
+"""The folder in which Ray unpacks working directories."""
 SEE_WHY = "To see its traceback: raycloak plan CONFIG --debug."
 
 _TELLING = ContextVar("telling", default=False)
@@ -60,13 +62,14 @@ def own_words(error: BaseException) -> str:
 
 
 def portable_base(config_dir: Path) -> str:
-    """Return ``config_dir`` as text that means the same folder in a worker's own copy of the working directory.
+    """Return ``config_dir`` as text that means the same folder for a worker; every function here takes it as a base.
 
-    Relative to the working directory if it lies inside, otherwise absolute; every function here takes it as a base.
+    Inside a job's uploaded folder it is relative, since each node has a copy of its own. Elsewhere it is absolute.
     """
     resolved = config_dir.resolve()
     working = Path.cwd().resolve()
-    return resolved.relative_to(working).as_posix() if resolved.is_relative_to(working) else resolved.as_posix()
+    is_copied = UNPACKED in working.parts and resolved.is_relative_to(working)
+    return resolved.relative_to(working).as_posix() if is_copied else resolved.as_posix()
 
 
 def resolve(target: str, base: Path | str) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ from raycloak.coordinator.config.run import parse_config
 from raycloak.coordinator.record.folder import RunFolder
 from raycloak.coordinator.runs import replay
 from raycloak.metrics.errors import ConfigError
-from raycloak.workers.inputs.user_code import portable_base
+from raycloak.workers.inputs.user_code import UNPACKED, portable_base
 from tests.coordinator.config.test_run import GOOD
 
 
@@ -60,8 +60,8 @@ def test_a_replay_finds_the_runs_own_code_from_any_directory(
     def asked(config: object, model: object, base: str, notice: object, phase: object) -> None:
         raise _Asked(base)
 
-    project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
-    project.mkdir()
+    project, elsewhere = tmp_path / UNPACKED / "project", tmp_path / "elsewhere"
+    project.mkdir(parents=True)
     elsewhere.mkdir()
     monkeypatch.setattr(replay, "Execution", asked)
     monkeypatch.setattr(replay, "_charged_steps", lambda config, folder: 0)

@@ -8,6 +8,7 @@ import pytest
 
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.inputs.user_code import (
+    UNPACKED,
     find_in,
     own_folders,
     portable_base,
@@ -56,15 +57,21 @@ def test_a_changed_file_is_loaded_again_and_an_unchanged_one_is_not(tmp_path: Pa
     assert resolve("net:f", tmp_path)() == 2
 
 
-def test_a_relative_base_starts_at_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "examples").mkdir()
-    (tmp_path / "examples" / "net.py").write_text("def f(): return 5\n")
-    monkeypatch.chdir(tmp_path)
-    base = portable_base(tmp_path / "examples")
+def test_a_base_is_relative_in_a_jobs_copy_and_absolute_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every node has a copy of its own; where nothing was copied, a worker starts in any folder."""
+    copied = tmp_path / UNPACKED / "package"
+    (copied / "examples").mkdir(parents=True)
+    (copied / "examples" / "net.py").write_text("def f(): return 5\n")
+    monkeypatch.chdir(copied)
+    base = portable_base(Path("examples"))
     assert base == "examples"
-    assert portable_base(tmp_path) == "."
+    assert portable_base(copied) == "."
     assert resolve("net:f", base)() == 5
-    assert Path(portable_base(tmp_path.parent)).is_absolute()
+    assert portable_base(tmp_path) == str(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert portable_base(Path()) == str(tmp_path)
 
 
 @pytest.mark.parametrize("target", ["net", "net:", ":f", "net:f:g", "../net:f", "a..b:f", "net:f()", ""])
