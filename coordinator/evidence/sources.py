@@ -1,13 +1,10 @@
-"""The evidence sources: on a real machine, every actor asks the kernel of the guest that it runs in."""
+"""The sources of a run's evidence, and the policy and collateral that it is judged by."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from raycloak.attestation.attester.attester import CpuEvidence
-from raycloak.attestation.attester.gpu_collection import GpuCollector, visible_devices
-from raycloak.attestation.attester.tsm import TsmReports
 from raycloak.attestation.collateral.files import load_collateral
 from raycloak.attestation.collateral.keeper import CollateralKeeper
 from raycloak.attestation.core.evidence import CollateralBundle
@@ -15,23 +12,7 @@ from raycloak.attestation.policy.policy import Policy, load_policy
 from raycloak.attestation.simulators.tdx_platform import SimulatedPlatform
 from raycloak.attestation.simulators.tdx_vendor import code_measurement
 from raycloak.coordinator.config import home
-from raycloak.metrics.errors import ConfigError, EvidenceError
-
-ENDORSEMENT_VARIABLE = "RAYCLOAK_ENDORSEMENT"
-"""Names a file with the certificate of an SEV-SNP machine's endorsement key, for hosts that hand out none."""
-
-
-class GuestEvidence:
-    """The `raycloak.attestation.attester.attester.EvidenceSource` of an actor in a guest with a trusted execution
-    environment.
-
-    It examines its surroundings only when asked.
-    """
-
-    def collect(self, report_data: bytes) -> CpuEvidence:
-        """Return evidence of the actor's guest; errors as in `raycloak.attestation.attester.tsm.TsmReports.collect`."""
-        endorsement = os.environ.get(ENDORSEMENT_VARIABLE)
-        return TsmReports(endorsement=Path(endorsement) if endorsement else None).collect(report_data)
+from raycloak.metrics.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,30 +24,6 @@ class LocalPlatform:
     def collect(self, report_data: bytes) -> CpuEvidence:
         """Return simulated evidence for ``report_data``."""
         return CpuEvidence(self.platform.quote(report_data, code_measurement()))
-
-
-@dataclass(frozen=True, slots=True)
-class GuestGpus:
-    """The `raycloak.attestation.attester.attester.GpuSource` of a worker in such a guest: the GPUs that its scheduler
-    gave it.
-
-    Args:
-        count: number of GPUs that the policy asks for.
-    """
-
-    count: int
-
-    def collect(self, nonce: bytes) -> tuple[bytes, ...]:
-        """Return one encoded `GpuEvidence` per GPU; errors as in
-        `raycloak.attestation.attester.gpu_collection.GpuCollector.collect`."""
-        devices = visible_devices(os.environ)
-        if devices is not None and len(devices) != self.count:
-            raise EvidenceError(
-                "gpu_unavailable",
-                f"the policy asks each worker for {self.count} GPUs, and this one was given {len(devices)}.",
-                f"Set use_gpu, and GPU: {self.count} in placement.resources_per_worker.",
-            )
-        return GpuCollector(devices).collect(nonce)
 
 
 @dataclass(frozen=True, slots=True)

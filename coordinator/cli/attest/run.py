@@ -60,10 +60,11 @@ def _terms(
     manifest: "Manifest", policy_file: Path | None, collateral_file: Path | None
 ) -> tuple["Policy", "CollateralBundle", "EvidenceSource"]:
     """Return policy, collateral and own evidence; ConfigError ``policy`` unless it is the policy of the manifest."""
+    from raycloak.attestation.attester.guest import GuestEvidence
     from raycloak.attestation.policy.policy import load_policy, simulated_policy
     from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
     from raycloak.coordinator.config import home
-    from raycloak.coordinator.evidence.sources import GuestEvidence, LocalPlatform, collateral_of
+    from raycloak.coordinator.evidence.sources import LocalPlatform, collateral_of
 
     given = load_policy(policy_file) if policy_file is not None else None
     current = collateral_of(given, str(collateral_file) if collateral_file else None, Path())

@@ -14,13 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raycloak.attestation.attester.attester import EvidenceSource
+from raycloak.attestation.attester.guest import GuestEvidence
 from raycloak.attestation.core.messages import Envelope, Message, parse
 from raycloak.attestation.keys.release import KeyRelease
 from raycloak.attestation.processes.failure import Failed
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
 from raycloak.attestation.trust.channel import ChannelEnd
 from raycloak.coordinator.config import home
-from raycloak.coordinator.evidence.sources import GuestEvidence, LocalPlatform
+from raycloak.coordinator.evidence.sources import LocalPlatform
 from raycloak.coordinator.vaults.calls import ActorRefusal, Wire
 from raycloak.coordinator.vaults.hosted import Hosted, Inside
 from raycloak.coordinator.vaults.vault import Vault, VaultLost

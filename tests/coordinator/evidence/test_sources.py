@@ -4,18 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from raycloak.attestation.attester.guest import GuestEvidence, GuestGpus
 from raycloak.attestation.attester.tsm import tee_nodes
 from raycloak.attestation.core.evidence import CollateralBundle, EvidenceClass
 from raycloak.attestation.policy.policy import Policy, simulated_policy
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
 from raycloak.attestation.trust.roots import pinned_anchors
-from raycloak.coordinator.evidence.sources import (
-    GuestEvidence,
-    GuestGpus,
-    Guests,
-    LocalPlatform,
-    given_collateral,
-)
+from raycloak.coordinator.evidence.sources import Guests, LocalPlatform, given_collateral
 from raycloak.metrics.errors import ConfigError, EvidenceError, RefusedError
 from tests.protocol import trained
 
