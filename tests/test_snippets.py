@@ -3,8 +3,9 @@
 The ``python`` blocks of one document run in order as one program, so a later block may use the names of an earlier one;
 tracebacks carry the document's line numbers. A document that uses Ray has a process of its own, which joins the
 session's cluster by a plain ``ray.init()``. A ``yaml`` block is a file of another program (only parsed), an evidence
-policy, an evidence service, a training service, a whole configuration, or a part of one, which is checked laid over
-the demo's. Every ``raycloak`` command line in a ``console`` or ``sh`` block names commands and options that exist.
+policy, settings of vaults, an evidence service, a training service, a whole configuration, or a part of one, which is
+checked laid over the demo's. Every ``raycloak`` command line in a ``console`` or ``sh`` block names commands and
+options that exist.
 """
 
 import re
@@ -24,6 +25,7 @@ from raycloak.coordinator.config.section import validated
 from raycloak.coordinator.evidence.standalone_service import ServiceConfig
 from raycloak.coordinator.runs.demo import demo_config
 from raycloak.coordinator.service.settings import ServiceSettings
+from raycloak.coordinator.vaults.settings import ROLES
 from raycloak.metrics.errors import ConfigError
 from raycloak_lab.adapter.settings import AdapterSettings
 from raycloak_lab.cli.app import app as lab_app
@@ -111,6 +113,10 @@ def check_yaml(body, folder):
         policy = folder / "policy.yaml"
         policy.write_text(body)
         load_policy(policy)
+        return
+    if "peer" in raw:
+        # Its name, in the first line, tells whose settings they are.
+        validated(ROLES[Path(body.splitlines()[0].split(",")[0].split()[1]).stem][0], raw)
         return
     if "tenants" in raw:
         validated(ServiceSettings, raw)

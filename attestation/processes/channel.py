@@ -63,6 +63,13 @@ class Channel:
         """Return the descriptor of the socket; -1 once it is closed."""
         return self._end.fileno()
 
+    @property
+    def peer_uid(self) -> int:
+        """The user that the process at the other end had when it connected, or when it listened."""
+        size = struct.calcsize("3i")
+        _, uid, _ = struct.unpack("3i", self._end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+        return int(uid)
+
     def send(self, message: Message, arrays: "Sequence[NDArray[Any]]" = (), by: Deadline | None = None) -> None:
         """Send a message, and copy ``arrays`` into memory that the other side maps.
 

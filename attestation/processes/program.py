@@ -101,6 +101,10 @@ class Program:
         """The process id."""
         return self._process.pid
 
+    def fileno(self) -> int:
+        """Return a descriptor that ``poll`` finds readable once it has ended; until its end is waited for."""
+        return self._end
+
     @property
     def alive(self) -> bool:
         """Return whether it has not ended."""

@@ -24,6 +24,7 @@ from raycloak.coordinator.cli.options import RUN_OR_OTHER, ConfigFile, Overrides
 from raycloak.coordinator.cli.package import package
 from raycloak.coordinator.cli.runs import report_command, runs, top_command
 from raycloak.coordinator.cli.serve import serve_command
+from raycloak.coordinator.cli.vault import vault_command
 from raycloak.coordinator.cli.verify import bundle_command, trust_command, verify_command
 from raycloak.coordinator.config.run import RunConfig, load_config, parse_config
 from raycloak.coordinator.console.output import Output, leave_stdout
@@ -101,6 +102,7 @@ def run(
 
 command(app, "init")(init_command)
 command(app, "serve")(serve_command)
+command(app, "vault")(vault_command)
 
 
 @command(app)

@@ -30,7 +30,7 @@ from raycloak.coordinator.cluster.backend import ActorLost
 from raycloak.coordinator.cluster.gpu_actor import NodeGpus
 from raycloak.coordinator.cluster.node_evidence import NodeEvidenceSource
 from raycloak.coordinator.cluster.platform_actor import NodePlatform
-from raycloak.coordinator.cluster.processes import MACHINE_LABEL, machine_name, nvml_missing, own_node
+from raycloak.coordinator.cluster.processes import MACHINE_LABEL, nvml_missing, own_node
 from raycloak.coordinator.cluster.ray_calls import ask, ask_process, fetch, wait
 from raycloak.coordinator.cluster.ray_checks import check_ray, start_failed, unreachable, variables
 from raycloak.coordinator.cluster.relays import (
@@ -43,6 +43,7 @@ from raycloak.coordinator.config.home import ray_token_file
 from raycloak.coordinator.config.secret_variables import SECRET_VARIABLES, require_none_among
 from raycloak.coordinator.console.output import divert_logger
 from raycloak.coordinator.vaults.calls import Reference
+from raycloak.coordinator.vaults.machine_name import machine_name
 from raycloak.metrics.gpu_readings import GpuReading, GpuSampler
 from raycloak.workers.inputs.user_code import UNPACKED
 

@@ -16,10 +16,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, Concatenate, Generic, Literal, ParamSpec, Protocol, TypeVar
 
 from raycloak.attestation.core.evidence import CollateralBundle
+from raycloak.attestation.files.whole import write_whole
 from raycloak.attestation.orchestrator.commits import StepCommit
+from raycloak.attestation.orchestrator.documents import DOCUMENTS_FILE
 from raycloak.attestation.orchestrator.run_terms import RunTerms
 from raycloak.coordinator.cluster.backend import ActorLost
 from raycloak.coordinator.cluster.remote import Actor, Remote
@@ -75,6 +78,7 @@ class Control:
         deadline_s: time to answer; an actor that takes longer counts as lost.
         max_restarts: restarts of both actors together before the run is given up.
         on_restart: called after each restart, when the new incarnation is ready.
+        is_apart: whether the orchestrator is a vault of the machine, which writes no file of the driver's.
         ledger, orchestrator: the methods of each actor.
     """
 
@@ -84,6 +88,7 @@ class Control:
     deadline_s: float
     max_restarts: int
     on_restart: Callable[[Restart], None] = lambda restart: None
+    is_apart: bool = False
     ledger: "LedgerFace" = field(init=False)
     orchestrator: "OrchestratorFace" = field(init=False)
     _restarts: int = 0
@@ -234,7 +239,6 @@ class OrchestratorFace(_Face):
     commit = _Waits(RunOrchestrator.commit)
     committed = _Waits(RunOrchestrator.committed)
     expel = _Waits(RunOrchestrator.expel)
-    export_log = _Waits(RunOrchestrator.export_log)
     held_by_machine = _Waits(RunOrchestrator.held_by_machine)
     key_commitments = _Waits(RunOrchestrator.key_commitments)
     load_state = _Waits(RunOrchestrator.load_state)
@@ -252,6 +256,7 @@ class OrchestratorFace(_Face):
     record_data = _Waits(RunOrchestrator.record_data)
     record_published = _Waits(RunOrchestrator.record_published)
     release = _Waits(RunOrchestrator.release)
+    revocations = _Waits(RunOrchestrator.revocations)
     review = _Waits(RunOrchestrator.review)
     service_address = _Waits(RunOrchestrator.service_address)
     sign_package = _Waits(RunOrchestrator.sign_package)
@@ -271,10 +276,24 @@ class OrchestratorFace(_Face):
             self.begun = replace(terms, collateral=collateral), session
         self._ask(RunOrchestrator.take_collateral, collateral)
 
+    def export_log(self, log_file: str) -> None:
+        """Write the log so far, with its documents beside it."""
+        self._ask(RunOrchestrator.export_log, log_file)
+        self._fetch_log(log_file)
+
+    def _fetch_log(self, log_file: str) -> None:
+        if self._control.is_apart:
+            # In the order in which the orchestrator writes them: documents that the log names are there by then.
+            write_whole(Path(log_file), self._ask(RunOrchestrator.exported_log).tobytes())
+            write_whole(
+                Path(log_file).with_name(DOCUMENTS_FILE), self._ask(RunOrchestrator.exported_documents).tobytes()
+            )
+
     def finish(self, commits: tuple[StepCommit, ...], log_file: str, destroy: bool) -> None:
         """Commit, export the log and end the run; destroy a generated secret if asked."""
         try:
             self._ask(RunOrchestrator.finish, commits, log_file, destroy)
+            self._fetch_log(log_file)
         except ConfigError as error:
             # Raised by a new incarnation: its predecessor destroyed the secret, the last act of finish, and then died.
             if error.code != "secret_destroyed":

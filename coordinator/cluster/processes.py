@@ -4,7 +4,6 @@ Ray is imported late, as the chaos bench labels its nodes and reads the table be
 """
 
 import os
-import re
 import signal
 from collections.abc import Collection, Sequence
 from contextlib import closing, suppress
@@ -12,13 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from raycloak.attestation.core.canonical import digest, length_prefixed
-
 PROCESS_TABLE = Path("/proc")
 MACHINE_LABEL: Final = "raycloak.io/machine"
 """The label by which an operator names the machine of a Ray node; it matters to simulated evidence alone."""
-_MACHINE_ID: Final = Path("/etc/machine-id")
-
 if TYPE_CHECKING:
     from raycloak.coordinator.cluster.relays import Relay
 
@@ -84,8 +79,8 @@ def descendants(ancestors: Collection[int], table: Sequence[Process]) -> list[Pr
 
 
 def own_processes(relay: "Relay") -> list[Process]:
-    """Return the processes of the relay that is asked: its own, and its vault's."""
-    found = (_read(PROCESS_TABLE / str(pid)) for pid in (os.getpid(), relay.vault.pid))
+    """Return the processes of the relay that is asked: its own, and its vault's if that is a child."""
+    found = (_read(PROCESS_TABLE / str(pid)) for pid in (os.getpid(), relay.vault.pid) if pid is not None)
     return [each for each in found if each is not None]
 
 
@@ -102,25 +97,3 @@ def nvml_missing(_: Any, node: str) -> str | None:
 
     with closing(GpuSampler(node)) as sampler:
         return sampler.unavailable_reason()
-
-
-def machine_name(_: Any, label: str | None) -> str:
-    """Return the name of the machine of the asked actor, for its simulated platform: the same for all who ask there.
-
-    Not guaranteed: that nobody on the machine can change the name. Simulated evidence proves nothing about a machine.
-    It stays when Ray or the machine is started again. ``label``, the operator's name for it, comes first. The next is
-    the id that the system keeps, hashed, as it should not get around. Nodes without either share one name: they count
-    as one machine, since two counts for one machine would let it have too many keys.
-
-    Args:
-        label: the node's label `MACHINE_LABEL`; None if it has none.
-    """
-    if label is not None:
-        return f"label {label}"
-    try:
-        found = _MACHINE_ID.read_text(encoding="utf-8").strip()
-    except OSError:
-        found = ""
-    if not re.fullmatch("[0-9a-f]{32}", found):
-        return "unnamed"
-    return f"machine id {digest(length_prefixed('raycloak/simulated-machine/v1', found)).hex()}"

@@ -14,6 +14,7 @@ from raycloak.coordinator.cluster.placement import Placement
 from raycloak.coordinator.cluster.ray_calls import ask, cancel, fetch, put, send, wait
 from raycloak.coordinator.cluster.relays import MaskedAggregatorActor, TrainWorkerActor
 from raycloak.coordinator.cluster.remote import Actor, Aggregator, AggregatorActor, Spare, Worker, WorkerActor
+from raycloak.coordinator.config.sections import BoundaryConfig
 from raycloak.coordinator.vaults.calls import Reference
 from raycloak.workers.gradients.environment import worker_environment
 
@@ -91,10 +92,20 @@ class RayBackend:
         placement: chooses the workers' nodes.
         cpu_capability: instruction set of workers and aggregators.
         threads: of a worker.
+        boundary: where the machines' vaults listen, if the run uses those.
     """
 
-    def __init__(self, platforms: EvidenceSources, placement: Placement, *, cpu_capability: str, threads: int) -> None:
+    def __init__(
+        self,
+        platforms: EvidenceSources,
+        placement: Placement,
+        *,
+        cpu_capability: str,
+        threads: int,
+        boundary: BoundaryConfig | None = None,
+    ) -> None:
         self._platforms = platforms
+        self._sockets = {role: boundary.of(role) if boundary else None for role in ("worker", "aggregator")}
         self._placement = placement
         self._environment = worker_environment(cpu_capability, threads)
         self._members: dict[str, _Started] = {}
@@ -111,7 +122,7 @@ class RayBackend:
             scheduling_strategy=self._placement.take(member_id),
             environment=self._environment,
         )
-        evidence = self._platforms.source(), self._platforms.gpus_per_worker
+        evidence = self._platforms.source(), self._platforms.gpus_per_worker, self._sockets["worker"]
         started = self._members[member_id] = _Started.of(worker.remote(member_id, *evidence))
         return WorkerActor(member_id, started.handle, self.call)
 
@@ -125,7 +136,7 @@ class RayBackend:
         return AggregatorActor(member_id, spare.handle, self.call)
 
     def _new_aggregator(self) -> _Started:
-        return _Started.of(self._aggregator.remote(self._platforms.source()))
+        return _Started.of(self._aggregator.remote(self._platforms.source(), self._sockets["aggregator"]))
 
     def _answers(self, started: _Started) -> bool:
         """Return whether a process answers, or is still starting."""

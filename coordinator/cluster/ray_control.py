@@ -21,6 +21,7 @@ from raycloak.coordinator.cluster.processes import Process, own_processes
 from raycloak.coordinator.cluster.ray_calls import ask, ask_process, fetch, send
 from raycloak.coordinator.cluster.relays import LedgerActor, OrchestratorActor
 from raycloak.coordinator.cluster.remote import Actor
+from raycloak.coordinator.config.sections import BoundaryConfig
 from raycloak.coordinator.vaults.calls import Reference
 from raycloak.coordinator.vaults.hosted import Hosted
 from raycloak.coordinator.vaults.run_orchestrator import RunOrchestrator
@@ -42,6 +43,7 @@ class RayControl:
         witness: witness of the ledger, as `raycloak.coordinator.ledger.ledger.PrivacyLedger` takes it.
         bind: address that the orchestrator serves at, as `EvidenceOrchestrator` takes it.
         source: the simulated platforms; None for machines whose guests give evidence themselves.
+        boundary: where the machine's vaults listen, if the run uses those.
     """
 
     def __init__(
@@ -51,10 +53,12 @@ class RayControl:
         witness: str | None = None,
         bind: str | None = None,
         source: EvidenceSource | None = None,
+        boundary: BoundaryConfig | None = None,
     ) -> None:
+        self._is_apart = boundary is not None
         self._arguments: Mapping[ControlRole, tuple[Any, ...]] = {
-            "ledger": (ledger_url, True, witness),
-            "orchestrator": (orchestrator_folder, bind, source),
+            "ledger": (ledger_url, True, witness, boundary and boundary.of("ledger")),
+            "orchestrator": (orchestrator_folder, bind, source, boundary and boundary.of("orchestrator")),
         }
         self._processes: dict[str, list[Process]] = {}
         self._serial = 0
@@ -81,7 +85,7 @@ class RayControl:
 
     def control(self, deadline_s: float, max_restarts: int) -> Control:
         """Return the control of the run."""
-        return Control(self, self.actors, self._restart, deadline_s, max_restarts)
+        return Control(self, self.actors, self._restart, deadline_s, max_restarts, is_apart=self._is_apart)
 
     def close(self) -> None:
         """End both actors, by Ray where it can within `END_S`.

@@ -1,4 +1,4 @@
-"""The four actors of a run: relays, each of which starts the vault of its role and passes calls on to it.
+"""The four actors of a run: relays, each of which has a vault of its role and passes calls on to it.
 
 Ray places and ends them, moves what they are given and return, and tells of their death. They hold no key, no example
 and no clear vector: whoever runs code in their processes finds none; see `raycloak.coordinator.vaults`.
@@ -20,7 +20,7 @@ from raycloak.coordinator.vaults.openings import (
     OrchestratorOpening,
     WorkerOpening,
 )
-from raycloak.coordinator.vaults.vault import Vault
+from raycloak.coordinator.vaults.vault import Vault, VaultLost
 
 if TYPE_CHECKING:
     from raycloak.attestation.attester.attester import EvidenceSource
@@ -33,12 +33,15 @@ class Relay:
 
     Attributes:
         TARGET: class that the vault hosts.
+
+    Args:
+        socket: where the machine's vaults of this role listen; None starts a child.
     """
 
     TARGET: ClassVar[str]
 
-    def __init__(self, opening: Message, source: "EvidenceSource | None" = None) -> None:
-        self.vault = Vault(self.TARGET, opening, source, self._lost)
+    def __init__(self, opening: Message, source: "EvidenceSource | None" = None, socket: str | None = None) -> None:
+        self.vault = Vault(self.TARGET, opening, source, self._lost, socket)
 
     def receive(self, name: str, returns: int, *frames: Any) -> Any:
         """Pass a call on; see `raycloak.coordinator.vaults.calls.Receiver.receive`."""
@@ -48,9 +51,9 @@ class Relay:
         answer = self.vault.call(name, returns, frames, **options)
         return answer[0] if returns == 1 else tuple(answer)
 
-    def _lost(self, out_of_memory: bool) -> None:
-        if not out_of_memory:
-            os._exit(1)  # Ray tells of the death. A call has to tell of a want of memory, which Ray does not see.
+    def _lost(self, cause: Exception) -> None:
+        if isinstance(cause, VaultLost):
+            os._exit(1)  # Ray tells of the death. A call has to tell of all else, which Ray does not see.
 
 
 class _RelayBeside(Relay):
@@ -65,8 +68,8 @@ class LedgerActor(_RelayBeside):
 
     TARGET = f"{_VAULTS}.ledger_vault:LedgerVault"
 
-    def __init__(self, url: str, create: bool = True, witness: str | None = None) -> None:
-        super().__init__(LedgerOpening(url=url, create=create, witness=witness))
+    def __init__(self, url: str, create: bool = True, witness: str | None = None, socket: str | None = None) -> None:
+        super().__init__(LedgerOpening(url=url, create=create, witness=witness), socket=socket)
 
 
 class OrchestratorActor(_RelayBeside):
@@ -78,9 +81,16 @@ class OrchestratorActor(_RelayBeside):
 
     TARGET = f"{_VAULTS}.orchestrator_vault:OrchestratorVault"
 
-    def __init__(self, state_directory: str, bind: str | None = None, source: "EvidenceSource | None" = None) -> None:
+    def __init__(
+        self,
+        state_directory: str,
+        bind: str | None = None,
+        source: "EvidenceSource | None" = None,
+        socket: str | None = None,
+    ) -> None:
         simulated = source is not None
-        super().__init__(OrchestratorOpening(state_directory=state_directory, bind=bind, simulated=simulated), source)
+        opening = OrchestratorOpening(state_directory=state_directory, bind=bind, simulated=simulated)
+        super().__init__(opening, source, socket)
 
 
 class MaskedAggregatorActor(Relay):
@@ -92,8 +102,8 @@ class MaskedAggregatorActor(Relay):
 
     TARGET = f"{_VAULTS}.aggregator_vault:AggregatorVault"
 
-    def __init__(self, source: "EvidenceSource | None") -> None:
-        super().__init__(AggregatorOpening(simulated=source is not None), source)
+    def __init__(self, source: "EvidenceSource | None", socket: str | None = None) -> None:
+        super().__init__(AggregatorOpening(simulated=source is not None), source, socket)
 
 
 class TrainWorkerActor(Relay):
@@ -110,8 +120,10 @@ class TrainWorkerActor(Relay):
 
     TARGET = f"{_VAULTS}.worker_vault:WorkerVault"
 
-    def __init__(self, member_id: str, source: "EvidenceSource | None", gpus: int = 0) -> None:
-        super().__init__(WorkerOpening(member_id=member_id, simulated=source is not None, gpus=gpus), source)
+    def __init__(
+        self, member_id: str, source: "EvidenceSource | None", gpus: int = 0, socket: str | None = None
+    ) -> None:
+        super().__init__(WorkerOpening(member_id=member_id, simulated=source is not None, gpus=gpus), source, socket)
         # The former handler, which ends the process, is put back at the first signal.
         self._before = signal.signal(signal.SIGTERM, self._asked_to_end)
 

@@ -17,6 +17,7 @@ from raycloak.coordinator.config.section import Section, validated
 from raycloak.coordinator.config.sections import (
     LOSS_OF_TASK,
     AttestationConfig,
+    BoundaryConfig,
     CheckpointConfig,
     DatasetConfig,
     DPConfig,
@@ -124,6 +125,7 @@ class RunConfig(Section):
     attestation: AttestationConfig = AttestationConfig()
     secret_retention: Literal["run", "keep"] = "run"
     failure: FailureConfig = FailureConfig()
+    boundary: BoundaryConfig | None = None
     placement: PlacementConfig = PlacementConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     metrics: MetricsConfig = MetricsConfig()

@@ -605,6 +605,21 @@ class AttestationConfig(Section):
     bind: Address | None = None
 
 
+class BoundaryConfig(Section):
+    """The vaults of the machines, which Ray's user cannot enter; see ``docs/boundary.md``.
+
+    Attributes:
+        socket: absolute path at which they listen, on each machine the same, with ``{role}`` in place of ``ledger``,
+            ``orchestrator``, ``aggregator``, ``worker`` and ``platform``.
+    """
+
+    socket: Annotated[str, Field(pattern=r"^/.*\{role\}")]
+
+    def of(self, role: str) -> str:
+        """Return the socket of a role."""
+        return self.socket.replace("{role}", role)
+
+
 class FailureConfig(Section):
     """The deadlines in seconds, and how many failures a run survives.
 

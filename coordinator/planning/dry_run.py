@@ -29,13 +29,14 @@ from raycloak.coordinator.planning.payer import (
     account_of,
     data_name,
     existing_account,
-    ledger_to_read,
     opening_terms,
+    payers_ledger,
     small_cap,
 )
 from raycloak.coordinator.planning.plan import Plan, make_plan, plan_mechanism, with_notes
 from raycloak.coordinator.planning.public_split import public_split
 from raycloak.coordinator.planning.references import descriptor, evaluation_form, sealed_terms
+from raycloak.coordinator.vaults.machine_ledger import MachineLedger
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.evaluation import Scorer, check_evaluation_form, metric_of
 from raycloak.workers.gradients.clipping import check_batch
@@ -116,7 +117,7 @@ def mechanism_of(config: RunConfig, config_dir: Path) -> Mechanism:
             ``account_known`` for data that is declared public, and that an account of the ledger pays for.
     """
     facts = _facts_of(config, config_dir)
-    with ledger_to_read(config) as ledger:
+    with payers_ledger(config) as ledger:
         view, name, paying = _payer(ledger, config, config_dir, facts.data)
         if paying is None and config.dataset is not None and config.dataset.public:
             check_unknown(name, facts.data, view.known)
@@ -182,7 +183,7 @@ def _device(config: RunConfig) -> str:
 
 def _paid(config: RunConfig, config_dir: Path, facts: _Facts) -> Plan:
     """Return a plan for the account that pays, with what that account has left for it."""
-    with ledger_to_read(config) as ledger:
+    with payers_ledger(config) as ledger:
         view, name, paying = _payer(ledger, config, config_dir, facts.data)
         plan = make_plan(config, *facts.sizes, paying, facts.largest_rows)
         # A run of this plan has no id and no manifest yet.
@@ -205,7 +206,7 @@ def _paid(config: RunConfig, config_dir: Path, facts: _Facts) -> Plan:
 
 
 def _payer(
-    ledger: PrivacyLedger | None, config: RunConfig, config_dir: Path, data: DataMarks
+    ledger: PrivacyLedger | MachineLedger | None, config: RunConfig, config_dir: Path, data: DataMarks
 ) -> tuple[LedgerView, str, PayingAccount | None]:
     """Return the view of the ledger, the name of the account that pays, and it; None if the run is to open it."""
     view = ledger.view() if ledger else LedgerView(b"", 0, Head(), ())

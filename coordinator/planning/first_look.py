@@ -14,7 +14,7 @@ from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.config.secret_variables import require_none_needed
 from raycloak.coordinator.ledger.witness import open_witness
-from raycloak.coordinator.planning.payer import account_of, data_name, existing_account, ledger_to_read, named_marks
+from raycloak.coordinator.planning.payer import account_of, data_name, existing_account, named_marks, payers_ledger
 from raycloak.coordinator.planning.references import preflight, require_in_place
 from raycloak.metrics.errors import BudgetError, ConfigError
 from raycloak.metrics.file_errors import file_error
@@ -43,7 +43,9 @@ def first_look(config: RunConfig, base: Path, run_secret: Path | None = None, re
     preflight(config, base)
     # Asked of Ray only where it is loaded: this look comes before it.
     ray = sys.modules.get("ray")
-    if not os.environ.get("RAY_ADDRESS") and not (ray is not None and ray.is_initialized()):
+    is_local = not os.environ.get("RAY_ADDRESS") and not (ray is not None and ray.is_initialized())
+    # What the vaults of a machine open, this user may not even see.
+    if is_local and config.boundary is None:
         # The workers will be on this machine, in a Ray that is started for the run.
         require_in_place(config, base)
     require_none_needed(config)
@@ -51,7 +53,7 @@ def first_look(config: RunConfig, base: Path, run_secret: Path | None = None, re
     for tool in config.loggers.tools:
         require_library(tool)
     _check_home(home.home_path())
-    if run_secret is not None:
+    if run_secret is not None and config.boundary is None:
         _check_secret(run_secret)
     _check_port(config.metrics.bind, "metrics_bind", "metrics.bind")
     if config.attestation.bind is not None:
@@ -126,7 +128,7 @@ def _check_port(bind: str, code: str, field: str) -> None:
 
 def _check_account(config: RunConfig, base: Path, may_be_registered: bool) -> None:
     """Require that the account would admit a new run, as far as its terms tell; the plan knows what is left."""
-    with ledger_to_read(config) as ledger:
+    with payers_ledger(config) as ledger:
         view = ledger.view() if ledger else None
     if view is None:
         return  # A new account.

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -11,7 +11,6 @@ from raycloak.attestation.core.data_marks import DataMarks, joined
 from raycloak.coordinator.accounting.accountants import AccountLimits, accountant_of
 from raycloak.coordinator.accounting.releases import Releases
 from raycloak.coordinator.accounting.renyi import ORDERS
-from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.config.sections import DatasetConfig
 from raycloak.coordinator.console.figures import epsilon_text
@@ -20,6 +19,7 @@ from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.rules import OpeningTerms
 from raycloak.coordinator.ledger.view import LedgerView
 from raycloak.coordinator.planning.references import descriptor
+from raycloak.coordinator.vaults.machine_ledger import MachineLedger, ledger_to_read
 from raycloak.metrics.errors import BudgetError, ConfigError
 from raycloak.workers.terms.mechanism import AccountantName
 
@@ -84,20 +84,20 @@ def named_marks(dataset: DatasetConfig, base: Path | str) -> DataMarks:
 
 
 @contextmanager
-def ledger_to_read(config: RunConfig) -> Iterator[PrivacyLedger | None]:
+def payers_ledger(config: RunConfig) -> Iterator[PrivacyLedger | MachineLedger | None]:
     """Open the run's ledger and create nothing; None if there is none, and the configuration names no account in it.
 
     Raises:
-        ConfigError: ``ledger_missing`` for a named account, or another one of `PrivacyLedger`.
+        ConfigError: ``ledger_missing`` for a named account, or as `ledger_to_read`.
     """
-    try:
-        ledger = PrivacyLedger(config.ledger.url or f"sqlite:///{home.home_path() / 'ledger.sqlite'}", create=False)
-    except ConfigError as error:
-        if error.code != "ledger_missing" or config.ledger.account is not None:
-            raise
-        yield None
-        return
-    with closing(ledger):
+    with ExitStack() as opened:
+        try:
+            ledger = opened.enter_context(ledger_to_read(config))
+        except ConfigError as error:
+            if error.code != "ledger_missing" or config.ledger.account is not None:
+                raise
+            yield None
+            return
         yield ledger
 
 

@@ -3,8 +3,6 @@
 This is the only module of the room that opens what is not a file of the run: it needs the site's libraries and state.
 """
 
-from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,7 +11,6 @@ from raycloak.attestation.policy.policy import Policy
 from raycloak.attestation.sealed.package_keys import PackageSigner, TrustStore
 from raycloak.coordinator.checkpoints.storage import STORAGE_ERRORS, PackageStorage, one_line, storage_of
 from raycloak.coordinator.config import home
-from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.proof.bundle import (
     DOCUMENTS,
     LEDGER,
@@ -27,6 +24,7 @@ from raycloak.coordinator.proof.bundle import (
 )
 from raycloak.coordinator.proof.trust import Trust
 from raycloak.coordinator.record.folder import RunFolder
+from raycloak.coordinator.vaults.machine_ledger import ledger_to_read
 from raycloak.metrics.errors import ConfigError
 from raycloak.metrics.file_errors import file_error
 from raycloak.workers.terms.manifest import Manifest
@@ -61,7 +59,8 @@ def gather(run_dir: Path) -> tuple[Manifest, RecordParts]:
         raise _incomplete(run_dir, Path(error.filename).name) from None
     except OSError as error:
         raise file_error("run_file", "read", run_dir, error) from None
-    lines = _at_ledger(folder, lambda ledger: ledger.extract(manifest.account))
+    with ledger_to_read(folder.config()) as ledger:
+        lines = ledger.extract(manifest.account)
     found[LEDGER] = RecordPart.of(b"".join(line + b"\n" for line in lines))
     found |= _packages(folder)
     return manifest, RecordParts(found)
@@ -82,9 +81,11 @@ def trust_of(run_dir: Path) -> Trust:
     policy = known.get(manifest.policy_digest)
     if policy is None:
         raise _incomplete(run_dir, "document of its policy")
+    with ledger_to_read(folder.config()) as ledger:
+        ledger_key = ledger.public_key
     return Trust(
         orchestrators=(manifest.log_owner,),
-        ledger=_at_ledger(folder, lambda ledger: ledger.public_key),
+        ledger=ledger_key,
         signers=TrustStore.of("site", site_signer().public),
         policy=policy.open(Policy),
     )
@@ -104,11 +105,6 @@ def _incomplete(run_dir: Path, name: str) -> ConfigError:
         f"{run_dir} has no {name}: the run was killed before it wrote one.",
         "Resume the run and let it end: raycloak run CONFIG --resume.",
     )
-
-
-def _at_ledger(folder: RunFolder, ask: Callable[[PrivacyLedger], T]) -> T:
-    with closing(PrivacyLedger(folder.config().ledger.url or home.ledger_url(), create=False)) as ledger:
-        return ask(ledger)
 
 
 def _packages(folder: RunFolder) -> dict[str, RecordPart]:

@@ -14,7 +14,7 @@ from raycloak.workers.terms.measurement import Released
 from raycloak.workers.terms.mechanism import AccountantName
 
 SIMULATED = "simulated"
-Boundary = Literal["child_processes"]
+Boundary = Literal["child_processes", "vaults"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +65,8 @@ class Verdict:
         data_check: digest of the owner's check that the data passed before; None if none is recorded.
         evaluation_data: ``sealed`` or ``clear``, how the evaluation split was kept; None without one.
         key_service: address of the data owner's key service that gave the second half of every virtual-worker key.
-        boundary: what separates secrets from Ray's processes: ``child_processes``, since each role ran in a vault that
-            its actor started, under Ray's user id.
+        boundary: what separates secrets from Ray's processes: ``child_processes`` where each role ran in a vault that
+            its actor started, under Ray's user id; ``vaults`` where they ran in vaults of the machines.
         colocated: whether orchestrator and aggregator shared a node.
         evidence_service: ``host:port`` where the evidence was served during the run; None if it was not.
         warnings: sentences about limits of this run.

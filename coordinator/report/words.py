@@ -5,11 +5,20 @@ and whether a rollback of the ledger would be noticed.
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
 
 from raycloak.coordinator.console.figures import epsilon_text, size_text
 from raycloak.coordinator.ledger.view import DataStanding
-from raycloak.coordinator.record.verdict import Verdict
+from raycloak.coordinator.record.verdict import Boundary, Verdict
 from raycloak.workers.terms.measurement import Released
+
+BOUNDARIES: Final[Mapping[Boundary, str]] = MappingProxyType(
+    {
+        "child_processes": "child processes; Ray's uid can still reach them",
+        "vaults": "vaults of the machines; the driver says so, and no policy demands it",
+    }
+)
 
 
 def verdict_rows(verdict: Verdict) -> list[tuple[str, str]]:
@@ -34,7 +43,7 @@ def verdict_rows(verdict: Verdict) -> list[tuple[str, str]]:
         *([("evaluation data", evaluation_text(verdict.evaluation_data))] if verdict.evaluation_data else []),
         *keys_rows(verdict.key_service),
         ("ledger rollback", "a witness would notice it" if verdict.rollback_witness else unnoticed),
-        ("boundary", "child processes; Ray's uid can still reach them"),
+        ("boundary", BOUNDARIES[verdict.boundary]),
         *([("colocated", "orchestrator and aggregator on one node")] if verdict.colocated else []),
         *([] if verdict.exact else [("exact", "NOT EXACT: a repeat may differ in last bits, which no noise covers")]),
         ("parameters", verdict.model_digest),

@@ -47,6 +47,7 @@ from raycloak.coordinator.planning.references import descriptor, evaluation_fold
 from raycloak.coordinator.record.folder import RunFolder, run_lock
 from raycloak.coordinator.record.outcome import Ending, Finished
 from raycloak.coordinator.record.same_run import require_same_config
+from raycloak.coordinator.record.verdict import Boundary
 from raycloak.coordinator.runs.evidence_address import announce
 from raycloak.coordinator.runs.ray_session import Launched, launch
 from raycloak.coordinator.runs.ray_start import start_ray
@@ -398,7 +399,8 @@ class Execution:
             self._warn(f"{FILE} was not written ({trouble}); try raycloak report {folder.path}")
 
     def _outcome(self, finished: Finished, folder: RunFolder, ending: str, seconds: float) -> "Outcome":
-        return Outcome(finished, folder, ending, seconds, tuple(self.warnings), self._served)
+        boundary: Boundary = "child_processes" if self.config.boundary is None else "vaults"
+        return Outcome(finished, folder, ending, seconds, tuple(self.warnings), self._served, boundary)
 
     def _setup(self, stack: ExitStack, folder: RunFolder, assignment: Assignment) -> WorkerSetup:
         gpu = self.config.use_gpu and cluster_gpus() > 0
@@ -517,7 +519,7 @@ class Outcome:
     """The result of an execution, where it lies, and how it ended.
 
     Attributes:
-        ending, evidence_service: see `raycloak.coordinator.record.verdict.Verdict`.
+        ending, evidence_service, boundary: see `raycloak.coordinator.record.verdict.Verdict`.
     """
 
     finished: Finished
@@ -526,13 +528,14 @@ class Outcome:
     wall_seconds: float
     warnings: tuple[str, ...]
     evidence_service: str | None = None
+    boundary: Boundary = "child_processes"
 
     # Four accountants compute it, which takes seconds for some plans.
     @cached_property
     def _metrics(self) -> dict[str, Any]:
         warnings = (*self.finished.plan.warnings, *self.warnings)
         verdict = verdict_of(self.finished, self.folder.path, self.wall_seconds, self.ending, warnings)
-        return replace(verdict, evidence_service=self.evidence_service).metrics()
+        return replace(verdict, evidence_service=self.evidence_service, boundary=self.boundary).metrics()
 
     def result(self) -> dict[str, Any]:
         """Return ``run_dir`` and ``metrics``, the fields of the verdict."""

@@ -27,6 +27,7 @@ from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.evidence.sources import Guests, collateral_of, configured_policy
 from raycloak.coordinator.membership.crew import Crew, start_crew
 from raycloak.coordinator.training.assignment import Session
+from raycloak.coordinator.vaults.platforms import MachinePlatform
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,11 @@ class Launched:
             policy=self.policy,
             collateral=self.collateral(),
             collateral_now=self.collateral,
-            revocations=partial(count_revocations, home.orchestrator_file(run_id)),
+            revocations=(
+                control.orchestrator.revocations
+                if control.is_apart
+                else partial(count_revocations, home.orchestrator_file(run_id))
+            ),
             crew=self.crew,
         )
 
@@ -79,7 +84,12 @@ def launch(stack: ExitStack, config: RunConfig, base: Path, placement: Placement
     collateral = collateral_of(policy, config.collateral, base)
     sources: EvidenceSources = Guests(policy.gpus_per_worker if policy else 0)
     present: Mapping[str, Any] = {}
-    if policy is None or policy.accepts_simulated:
+    if (policy is None or policy.accepts_simulated) and config.boundary is not None:
+        platform = MachinePlatform(config.boundary.of("platform"))
+        published = platform.published()
+        policy = policy or simulated_policy(platform, code_measurement())
+        collateral = collateral or (lambda: published)
+    elif policy is None or policy.accepts_simulated:
         vendor = SimulatedVendor.load_or_create(home.simulator_folder())
         sources = platforms = Platforms(vendor)
         stack.callback(platforms.close)
@@ -90,10 +100,17 @@ def launch(stack: ExitStack, config: RunConfig, base: Path, placement: Placement
     assert collateral is not None, "hardware has collateral"
     ledger = config.ledger
     folder = str(home.home() / "orchestrator")
-    control = RayControl(ledger.url or home.ledger_url(), folder, ledger.witness, bind, sources.source())
+    url = ledger.url or home.ledger_url()
+    control = RayControl(url, folder, ledger.witness, bind, sources.source(), config.boundary)
     # Registered as soon as it runs, so that a later failure ends these processes too.
     stack.callback(control.close)
-    backend = RayBackend(sources, placement, cpu_capability=config.cpu_capability, threads=config.threads_per_worker)
+    backend = RayBackend(
+        sources,
+        placement,
+        cpu_capability=config.cpu_capability,
+        threads=config.threads_per_worker,
+        boundary=config.boundary,
+    )
     stack.callback(backend.close)
     crew = start_crew(backend, config)
     samplers = GpuSamplers(present)

@@ -6,17 +6,16 @@ reads the run secret, and the ledger hands out the receipts it has. Nothing is c
 
 import re
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from raycloak.attestation.keys.run_secret import require_kept
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig, parse_config
-from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.planning.model_source import model_source
 from raycloak.coordinator.record.folder import RunFolder
 from raycloak.coordinator.runs.execution import Execution
+from raycloak.coordinator.vaults.machine_ledger import ledger_to_read
 from raycloak.metrics.errors import ConfigError
 from raycloak.metrics.proof_bounds import require_bound
 from raycloak.workers.inputs.user_code import portable_base
@@ -135,6 +134,6 @@ def _with_workers(config: RunConfig, workers: int) -> RunConfig:
 
 def _charged_steps(config: RunConfig, folder: RunFolder) -> int:
     """Count the steps of the run that the ledger has charged."""
-    with closing(PrivacyLedger(config.ledger.url or home.ledger_url(), create=False)) as ledger:
+    with ledger_to_read(config) as ledger:
         runs = (run for account in ledger.view().accounts for run in account.runs)
         return next((run.charged_steps for run in runs if run.run_id == folder.record.run_id), 0)

@@ -1,9 +1,10 @@
 """Vaults: the plain classes of the four roles in processes of their own, where their secrets are.
 
-Hides how a vault is started, called, cancelled, asked to leave and lost. An actor system relays calls to vaults, and
-holds nothing of theirs. The calls are canonical messages, whoever carries them.
+Hides how a vault is started or reached, called, cancelled, asked to leave and lost. An actor system relays calls to
+vaults, and holds nothing of theirs. The calls are canonical messages, whoever carries them.
 
-Doors: aggregator_vault, calls, hosted, openings, run_orchestrator, vault, worker_vault.
+Doors: aggregator_vault, calls, hosted, listener, machine_ledger, machine_name, openings, platforms, run_orchestrator,
+settings, vault, worker_vault.
 
-May import: `evidence` and the rooms below; `workers`, `attestation`, `metrics`.
+May import: `ledger`, `aggregation` and the rooms below; `workers`, `attestation`, `metrics`.
 """

@@ -82,6 +82,23 @@ class LeaveWord(Message):
     DOMAIN: ClassVar[str] = "raycloak/vault/leave/v1"
 
 
+class VaultEnded(Message):
+    """The last word, of the machine's program that started a vault: why there is none, or none any more.
+
+    Attributes:
+        refusal: an encoded `Failed`: the connection was not taken.
+        out_of_memory: whether the kernel killed the vault for want of memory.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/vault/ended/v1"
+    refusal: bytes | None = None
+    out_of_memory: bool = False
+
+
+Word = CallCancelled | LeaveWord | VaultEnded
+_KINDS: Final = (Called, Answered, CallCancelled, LeaveWord, VaultEnded)
+
+
 def pack(frames: Sequence[Any]) -> tuple[Written, list[np.ndarray]]:
     """Return frames as a message holds them, and their arrays."""
     arrays = list[np.ndarray]()
@@ -125,7 +142,7 @@ class Exchange:
         self,
         channel: Channel,
         on_call: Callable[[Called, list[Any]], None],
-        on_word: Callable[[CallCancelled | LeaveWord], None],
+        on_word: Callable[[Word], None],
     ) -> None:
         self._channel = channel
         self._on_call, self._on_word = on_call, on_word
@@ -160,7 +177,7 @@ class Exchange:
         if not awaited(self._channel.fileno(), select.POLLIN, by):
             return
         try:
-            found: Frame[Any] | None = self._channel.receive_frame(Called, Answered, CallCancelled, LeaveWord)
+            found: Frame[Any] | None = self._channel.receive_frame(*_KINDS)
             if found is None:
                 self._ended = True
             else:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from raycloak.attestation.core.messages import Message
@@ -23,8 +24,11 @@ from raycloak.attestation.processes.deadline import Deadline, awaited
 from raycloak.attestation.processes.failure import Failed
 from raycloak.coordinator.quick_imports import quickly
 from raycloak.coordinator.vaults.calls import ActorRefusal, Receiver
-from raycloak.coordinator.vaults.exchange import CallCancelled, Called, Exchange, LeaveWord, as_told
-from raycloak.metrics.errors import RaycloakError
+from raycloak.coordinator.vaults.exchange import CallCancelled, Called, Exchange, LeaveWord, VaultEnded, Word, as_told
+from raycloak.coordinator.vaults.openings import VaultStart
+from raycloak.coordinator.vaults.settings import ROLES, VaultSettings, read_settings
+from raycloak.metrics.errors import ConfigError, ProtocolError, RaycloakError
+from raycloak.workers.gradients.environment import NUMERICS
 
 _LOOK_S: Final = 0.02
 """How soon a call beside another one is noticed: a view of the metrics, which may come later than that."""
@@ -32,9 +36,16 @@ _Calls = deque[tuple[Called, list[Any]]]
 
 
 class Inside:
-    """A hosted object's view of its vault."""
+    """A hosted object's view of its vault.
 
-    def __init__(self, channel: Channel) -> None:
+    Attributes:
+        settings: of a vault of the machine, which decide what it serves; None in a child.
+        peer_uid: the user at the other end.
+    """
+
+    def __init__(self, channel: Channel, settings: VaultSettings | None = None) -> None:
+        self.settings = settings
+        self.peer_uid = channel.peer_uid
         self._calls, self._beside = _Calls(), _Calls()
         self._has_beside = threading.Event()
         self._channel = channel
@@ -103,10 +114,10 @@ class Inside:
         if called.beside:
             self._has_beside.set()
 
-    def _word(self, word: CallCancelled | LeaveWord) -> None:
+    def _word(self, word: Word) -> None:
         if isinstance(word, LeaveWord):
             self._leaving = True
-        elif word.call in self._open:
+        elif isinstance(word, CallCancelled) and word.call in self._open:
             self._cancelled.add(word.call)
 
 
@@ -125,22 +136,46 @@ class Hosted(Receiver):
         """Do nothing: the answer says that the vault is open."""
 
 
-def serve(channel: Channel, target: str) -> None:
-    """Host the class ``module:name`` for the process at the other end of the channel; the function of a child."""
+def serve(channel: Channel, target: str, settings: VaultSettings | None = None) -> None:
+    """Host the class ``module:name`` for the process at the other end of the channel; the function of a child.
+
+    Args:
+        settings: of a vault of the machine.
+    """
     keep_memory_private()
+    start = channel.receive(VaultStart)
+    if start is None:
+        return
+    if not start.variables.keys() <= NUMERICS:
+        raise ProtocolError("malformed", "variables that do not decide the bits of a computation")
+    os.environ.update(start.variables)
     module, _, name = target.partition(":")
     with quickly():
         cls = getattr(import_module(module), name)
     opening: Message | None = channel.receive(cls.OPENING)
     if opening is None:
         return
-    inside = Inside(channel)
+    inside = Inside(channel, settings)
     try:
         receive = cls(opening, inside).receive
     except Exception as error:  # noqa: BLE001 - whoever calls is told, by a defect's type alone
         traceback.print_exc()
         receive = _refusing(as_told(error))
     inside.host(receive, cls.BESIDE)
+
+
+def serve_machine(channel: Channel, role: str, settings: str) -> None:
+    """Host the class of a role for a relay that has connected to the machine's socket; the function of a vault.
+
+    Args:
+        settings: file of the vault's settings.
+    """
+    try:
+        found = read_settings(role, Path(settings))
+    except ConfigError as error:
+        channel.send(VaultEnded(refusal=Failed.of(error).encode()))
+        return
+    serve(channel, ROLES[role][1], found)
 
 
 def _answered(receive: Callable[..., Any], called: Called, frames: list[Any]) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""The first word to a vault: what its role needs to begin.
+"""The first words to a vault: what its process and its role need to begin.
 
 A module of its own, because an actor's process and the driver import no more of a role than this.
 """
@@ -6,6 +6,17 @@ A module of its own, because an actor's process and the driver import no more of
 from typing import ClassVar
 
 from raycloak.attestation.core.messages import Message
+
+
+class VaultStart(Message):
+    """The first word to every vault, before it imports what its role needs.
+
+    Attributes:
+        variables: of `raycloak.workers.gradients.environment.NUMERICS`, and no others.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/vault/start/v1"
+    variables: dict[str, str]
 
 
 class LedgerOpening(Message):
@@ -50,3 +61,9 @@ class WorkerOpening(Message):
     member_id: str
     simulated: bool
     gpus: int
+
+
+class PlatformOpening(Message):
+    """The opening of a platform's vault."""
+
+    DOMAIN: ClassVar[str] = "raycloak/vault/platform/v1"

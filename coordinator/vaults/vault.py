@@ -3,6 +3,7 @@
 The relay passes calls on and holds nothing but what travels: headers, masked words, public parameters.
 """
 
+import math
 import os
 import sys
 import threading
@@ -14,9 +15,13 @@ from raycloak.attestation.core.messages import Message
 from raycloak.attestation.processes.child import Child
 from raycloak.attestation.processes.deadline import Deadline
 from raycloak.attestation.processes.failure import Failed
+from raycloak.attestation.processes.program import Exited
 from raycloak.coordinator.vaults.calls import ActorRefusal
-from raycloak.coordinator.vaults.exchange import SEND_S, Called, Exchange, LeaveWord
+from raycloak.coordinator.vaults.exchange import Called, Exchange, LeaveWord, VaultEnded, Word
+from raycloak.coordinator.vaults.machine_socket import Seat
+from raycloak.coordinator.vaults.openings import VaultStart
 from raycloak.metrics.errors import ProtocolError, RaycloakError
+from raycloak.workers.gradients.environment import NUMERICS
 
 if TYPE_CHECKING:
     from raycloak.attestation.attester.attester import EvidenceSource
@@ -35,26 +40,32 @@ class VaultLost(Exception):
 
 
 class Vault:
-    """The vault of one relay, in a process that ends with this one. Its methods are for any thread.
+    """The vault of one relay, which ends with this process. Its methods are for any thread.
 
     Args:
         target: ``module:name`` of a `raycloak.coordinator.vaults.hosted.Hosted`, which the vault imports.
         opening: what it is opened with.
-        source: the simulated platform that the vault asks through this process; None if it has its guest's.
-        on_lost: called once it has ended, before every call under way fails; gets whether the kernel killed it because
-            memory ran out.
+        source: the simulated platform that the vault asks through this process; None if it asks another one.
+        on_lost: called once it has ended, before every call under way fails; gets what they fail with.
+        socket: where the machine's vaults of this role listen, which have a target of their own; None starts a child.
 
     Raises:
-        OSError: no process can be started.
+        OSError: no process can be started, or nobody listens at the socket.
     """
 
     def __init__(
-        self, target: str, opening: Message, source: "EvidenceSource | None", on_lost: Callable[[bool], None]
+        self,
+        target: str,
+        opening: Message,
+        source: "EvidenceSource | None",
+        on_lost: Callable[[Exception], None],
+        socket: str | None = None,
     ) -> None:
-        self._source = source
+        self._source, self._socket = source, socket
+        self._last: VaultEnded | None = None
         started = threading.Event()
         self._failure: OSError | None = None
-        # The kernel ends the vault with the thread that started it, so that one stays.
+        # The kernel ends a child with the thread that started it, so that one stays.
         self._keeper = threading.Thread(target=self._keep, args=(target, opening, on_lost, started), daemon=True)
         self._keeper.start()
         started.wait()
@@ -62,9 +73,9 @@ class Vault:
             raise self._failure
 
     @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._child.pid
+    def pid(self) -> int | None:
+        """The process id of a child; None of a vault of the machine."""
+        return self._process.pid
 
     def call(
         self,
@@ -74,6 +85,7 @@ class Vault:
         *,
         beside: bool = False,
         is_cancelled: Callable[[], bool] = lambda: False,
+        timeout_s: float = math.inf,
     ) -> list[Any]:
         """Have it answer a call; see `raycloak.coordinator.vaults.calls.Receiver.receive`.
 
@@ -82,48 +94,66 @@ class Vault:
         Args:
             beside: whether it answers while it answers another one.
             is_cancelled: is asked again and again, until it says that nobody waits any more.
+            timeout_s: for the answer, where no actor system bounds the call.
 
         Raises:
+            TimeoutError: there was no answer in time.
             ActorRefusal: it refuses.
             MemoryError: it has too little memory, or was killed for it.
             VaultLost: it has ended.
         """
         asked = self._exchange.ask(name, returns, frames, beside=beside)
-        told = False
+        told, by = False, Deadline(timeout_s)
         while True:
             try:
                 return asked.result(_LOOK_S)
             except TimeoutError:
+                if by.left == 0:
+                    raise
                 if not told and is_cancelled():
                     asked.cancel()
                     told = True
 
     def end(self) -> None:
         """End it at once; every call under way fails, and all that come."""
-        self._child.kill()
+        self._process.kill()
         self._keeper.join(_GONE_S)
 
     def leave(self) -> None:
         """Tell it that its machine is about to end it."""
         self._exchange.tell(LeaveWord())
 
-    def _keep(self, target: str, opening: Message, on_lost: Callable[[bool], None], started: threading.Event) -> None:
+    def _keep(
+        self, target: str, opening: Message, on_lost: Callable[[Exception], None], started: threading.Event
+    ) -> None:
         try:
-            # Modules are found as in this process, and nothing else is, whatever the folder that it works in holds.
-            found = {"PYTHONPATH": os.pathsep.join(each or str(Path.cwd()) for each in sys.path), "PYTHONSAFEPATH": "1"}
-            self._child = child = Child(_SERVE, target, grace_s=0.0, environment={**os.environ, **found})
-            self._exchange = exchange = Exchange(child.channel, self._answer_evidence, lambda _: None)
-            child.send(opening, by=Deadline(SEND_S))
+            self._process = process = Seat(self._socket) if self._socket is not None else _child(target)
+            self._exchange = exchange = Exchange(process.channel, self._answer_evidence, self._word)
+            for word in (VaultStart(variables=_numerics()), opening):
+                exchange.tell(word)
         except OSError as error:
             self._failure = error
             return
         finally:
             started.set()
-        exited = child.wait()
+        exited = process.wait()
         exchange.read_until(lambda: False, Deadline(_ENDS_S))
-        on_lost(exited.out_of_memory)
-        exchange.lose(MemoryError() if exited.out_of_memory else VaultLost(f"a vault ended with {exited.how}"))
-        child.channel.close()
+        cause = self._cause(exited)
+        on_lost(cause)
+        exchange.lose(cause)
+        process.channel.close()
+
+    def _cause(self, exited: Exited | None) -> Exception:
+        """Return why the vault has ended."""
+        if self._last is not None and self._last.refusal is not None:
+            return ActorRefusal(self._last.refusal)
+        if (exited is not None and exited.out_of_memory) or (self._last is not None and self._last.out_of_memory):
+            return MemoryError()
+        return VaultLost(f"a vault ended with {exited.how}" if exited is not None else "a vault has closed its socket")
+
+    def _word(self, word: Word) -> None:
+        if isinstance(word, VaultEnded):
+            self._last = word
 
     def _answer_evidence(self, called: Called, frames: list[Any]) -> None:
         # In a thread of its own: the platform may take its time, and answers to calls come meanwhile.
@@ -136,3 +166,14 @@ class Vault:
             return (self._source.collect(frames[0]).quote,)
         except RaycloakError as error:
             raise ActorRefusal(Failed.of(error).encode()) from None
+
+
+def _child(target: str) -> Child:
+    # Modules are found as in this process, and nothing else is, whatever the folder that it works in holds.
+    found = {"PYTHONPATH": os.pathsep.join(each or str(Path.cwd()) for each in sys.path), "PYTHONSAFEPATH": "1"}
+    return Child(_SERVE, target, grace_s=0.0, environment={**os.environ, **found})
+
+
+def _numerics() -> dict[str, str]:
+    """Return the variables of this process that decide the bits of a computation, which a vault has to share."""
+    return {name: value for name, value in os.environ.items() if name in NUMERICS}

@@ -6,12 +6,17 @@ from types import FrameType
 
 import numpy as np
 
+from raycloak.attestation.attester.guest import GuestGpus
+from raycloak.attestation.core.evidence import Challenge
 from raycloak.attestation.core.messages import Envelope
-from raycloak.coordinator.evidence.sources import GuestGpus
 from raycloak.coordinator.vaults.hosted import Hosted, Inside
 from raycloak.coordinator.vaults.openings import WorkerOpening
 from raycloak.coordinator.vaults.platforms import platform_under
-from raycloak.workers.messages import StepReply, StepRequest
+from raycloak.coordinator.vaults.served_terms import ServedTerms
+from raycloak.coordinator.vaults.settings import WorkerSettings
+from raycloak.workers.messages import Admission, StepReply, StepRequest, WorkerFacts, WorkerSetup
+from raycloak.workers.terms.measurement import Measurement
+from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.train_worker import TrainWorker
 from raycloak.workers.vectors.ring import RingVector
 
@@ -21,6 +26,9 @@ class WorkerVault(Hosted, TrainWorker):
 
     Guarantee: after SIGTERM, here or in its relay, the step under way finishes, and the next `StepReply` says
     ``leaving``. A call that its caller cancels ends between two micro-batches.
+
+    Guarantee: a vault of the machine opens no data, computes nothing of it and shows no evidence on other terms than
+    those of its settings, whatever a relay sends.
     """
 
     OPENING = WorkerOpening
@@ -29,12 +37,33 @@ class WorkerVault(Hosted, TrainWorker):
         gpus = GuestGpus(opening.gpus) if opening.gpus else None
         TrainWorker.__init__(self, opening.member_id, platform_under(inside, opening.simulated), time.time, gpus)
         self._inside = inside
+        self._terms = ServedTerms(inside.settings) if isinstance(inside.settings, WorkerSettings) else None
         # The former handler, which ends the process, is put back at the first signal.
         self._before = signal.signal(signal.SIGTERM, self._asked_to_end)
 
     def _asked_to_end(self, _: int, __: FrameType | None) -> None:
         self._inside.leave()
         signal.signal(signal.SIGTERM, self._before)
+
+    def prepare(self, setup: WorkerSetup) -> WorkerFacts:
+        if self._terms is None:
+            return super().prepare(setup)
+        # None while it is not known which data is open: a failure in between must leave no terms of other data.
+        self._terms.place = None
+        place = self._terms.place_of(setup)
+        facts = super().prepare(setup)
+        self._terms.place = place
+        return facts
+
+    def compute_known_answer(self, mechanism: Mechanism, *measurements: Measurement) -> bytes:
+        if self._terms is not None:
+            self._terms.require_noise(mechanism, *(each.mechanism for each in measurements))
+        return super().compute_known_answer(mechanism, *measurements)
+
+    def present(self, challenge: Challenge, admission: Admission) -> Envelope:
+        if self._terms is not None:
+            self._terms.require_manifest(admission.manifest)
+        return super().present(challenge, admission)
 
     def is_cancelled(self) -> bool:
         return self._inside.is_cancelled()

@@ -59,13 +59,13 @@ def needles(home: Path) -> dict[str, bytes]:
         "path of the witness": WITNESS_PATH.encode(),
         **leaks.key_needles("run secret", RUN_SECRET),
         **leaks.key_needles("key of the fingerprint", FINGERPRINT_KEY),
-        **leaks.key_needles("key of the simulated platforms", _vendor_key(home)),
+        **leaks.key_needles("key of the simulated platforms", vendor_key(home / "simulator")),
         **leaks.array_needles("first example", examples()[0]),
         **leaks.array_needles("last example, float64", examples()[-1].astype(np.float64)),
     }
 
 
-def _vendor_key(home: Path) -> bytes:
+def vendor_key(folder: Path) -> bytes:
     """Return the number that is the private key of the simulated platforms' certificate authority."""
-    keys = parse(VendorKeys, (home / "simulator" / "vendor.json").read_bytes())
+    keys = parse(VendorKeys, (folder / "vendor.json").read_bytes())
     return load_der_private_key(keys.platform_ca.key_pkcs8, None).private_numbers().private_value.to_bytes(32)

@@ -1,5 +1,7 @@
 """The environment of a process that computes gradients. Imports no torch: it is set before a process does."""
 
+from typing import Final
+
 from raycloak.attestation.core.private_memory import NO_GPU_CORE_DUMPS
 
 # The names of oneDNN and MKL for the instruction sets that ATen calls avx2 and avx512.
@@ -12,6 +14,22 @@ _KERNEL_CAPS = {
     },
     "default": {},
 }
+
+
+NUMERICS: Final = frozenset(
+    {
+        *(name for caps in _KERNEL_CAPS.values() for name in caps),
+        "CUBLAS_WORKSPACE_CONFIG",
+        "MKL_DYNAMIC",
+        "OMP_DYNAMIC",
+        "OMP_THREAD_LIMIT",
+        "MKL_NUM_THREADS",
+        "OMP_NUM_THREADS",
+        "TORCHINDUCTOR_DETERMINISTIC",
+        *NO_GPU_CORE_DUMPS,
+    }
+)
+"""The names of all variables that `worker_environment` sets."""
 
 
 def worker_environment(cpu_capability: str, threads: int = 1) -> dict[str, str]:

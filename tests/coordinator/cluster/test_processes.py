@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from raycloak.coordinator.cluster import processes
-from raycloak.coordinator.cluster.processes import Process, descendants, machine_name, process_table
+from raycloak.coordinator.cluster.processes import Process, descendants, process_table
+from raycloak.coordinator.vaults.machine_name import machine_name
 from raycloak_lab.bench.chaos.raylets import end_session
 
 ID = "0123456789abcdef" * 2
@@ -54,7 +54,7 @@ def test_end_session_ends_a_stopped_grandchild_too():
 def machine_id(tmp_path, monkeypatch):
     path = tmp_path / "machine-id"
     path.write_text(f"{ID}\n")
-    monkeypatch.setattr(processes, "_MACHINE_ID", path)
+    monkeypatch.setattr("raycloak.coordinator.vaults.machine_name._MACHINE_ID", path)
     return path
 
 

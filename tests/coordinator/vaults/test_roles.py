@@ -15,6 +15,8 @@ from tests.private_memory import memory_is_private, open_memory
 class Inside:
     """The view of a vault that nobody tells anything."""
 
+    settings = None
+
     def __init__(self):
         self.leaving = False
 

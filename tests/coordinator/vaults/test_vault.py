@@ -36,7 +36,7 @@ class Running:
     """A vault, and calls to it by method."""
 
     def __init__(self, text: str = "a", source: Platform | None = None) -> None:
-        self.lost: list[bool] = []
+        self.lost: list[Exception] = []
         self.vault = Vault(TARGET, ExampleOpening(text=text), source, self.lost.append)
 
     def ask(self, method, *args, returns=1, **options):
@@ -161,7 +161,7 @@ def test_a_vault_that_ends_fails_the_call_under_way_and_all_that_come(number):
     running = Running()
     with pytest.raises(VaultLost, match=f"signal {number.value}"):
         running.ask(Example.end, number.value)
-    assert running.lost == [False]
+    assert [type(each) for each in running.lost] == [VaultLost]
     with pytest.raises(VaultLost):
         running.ask(Example.text)
 
@@ -172,7 +172,7 @@ def test_a_vault_that_the_kernel_killed_for_its_memory_is_told_as_such(monkeypat
     monkeypatch.setattr("raycloak.attestation.processes.program._killed_for_memory", lambda: 10**6)
     with pytest.raises(MemoryError):
         running.ask(Example.end, signal.SIGKILL.value)
-    assert running.lost == [True]
+    assert [type(each) for each in running.lost] == [MemoryError]
     with pytest.raises(MemoryError):
         running.ask(Example.text)
 
