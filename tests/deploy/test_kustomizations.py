@@ -56,6 +56,23 @@ SERVICE = {
 }
 """The fields in which the service may differ from a run."""
 
+VAULTS = {
+    r"PersistentVolumeClaim/raycloak-(ledger|orchestrator)/.*",
+    r"RayJob/raycloak-digits/spec/rayClusterSpec/workerGroupSpecs/0/rayStartParams/num-gpus",
+    *(
+        rf"RayJob/raycloak-digits/spec/rayClusterSpec/{group}/template/spec/{field}"
+        for group, roles in (("headGroupSpec", "ledger|orchestrator"), (r"workerGroupSpecs/0", "aggregator|worker"))
+        for field in (
+            rf"initContainers/vault-({roles})/.*",
+            rf"volumes/({roles})-(socket|memory|state)/.*",
+            rf"containers/[\w-]+/volumeMounts/({roles})-socket/.*",
+            r"containers/[\w-]+/volumeMounts/reports/.*",
+            r"containers/ray-worker/resources/(limits|requests)/nvidia\.com~1pgpu",
+        )
+    ),
+}
+"""The fields in which a run with vaults of the machine may differ from a confidential one."""
+
 
 @cache
 def built(folder):
@@ -85,9 +102,9 @@ def leaves_of(documents):
     return {f"{name}{path}": value for name, each in documents.items() for path, value in leaves(each)}
 
 
-@pytest.fixture(params=["base", "confidential"])
+@pytest.fixture(params=["base", "confidential", "vaults"])
 def run(request):
-    """The RayJob of either kustomization."""
+    """The RayJob of each kustomization of one run."""
     return built(ROOT / "deploy" / request.param)["RayJob/raycloak-digits"]
 
 
@@ -239,6 +256,90 @@ def test_no_cluster_outlives_its_run_and_nothing_deletes_the_state(run):
     for template in pods(run):
         owned = [each for each in template["spec"]["volumes"] if "ephemeral" in each]
         assert owned == [], "such a claim would be deleted with its pod"
+
+
+def test_the_vaults_differ_from_a_confidential_run_in_what_makes_them_vaults_alone():
+    base, overlay = (leaves_of(built(ROOT / "deploy" / name)) for name in ("confidential", "vaults"))
+    changed = {path for path in base.keys() | overlay.keys() if base.get(path) != overlay.get(path)}
+    assert [path for path in sorted(changed) if not any(re.fullmatch(each, path) for each in VAULTS)] == []
+    # The head has no GPU.
+    used = {each for each in VAULTS if any(re.fullmatch(each, path) for path in changed)}
+    assert all("headGroupSpec" in each and "nvidia" in each for each in VAULTS - used)
+
+
+VAULT_PODS = {"head": ("ledger", "orchestrator"), "worker": ("aggregator", "worker")}
+
+
+@pytest.fixture(params=VAULT_PODS)
+def vault_pod(request):
+    """The specification of a pod with vaults, and their roles."""
+    head, worker = pods(built(ROOT / "deploy" / "vaults")["RayJob/raycloak-digits"])
+    return {"head": head, "worker": worker}[request.param]["spec"], VAULT_PODS[request.param]
+
+
+def volumes_of(container):
+    return {each["name"] for each in container["volumeMounts"]}
+
+
+def test_a_vault_has_a_user_of_its_own_and_no_right_beyond_it(vault_pod):
+    users = dict(
+        re.findall(r"useradd --uid (\d+) .* (?:raycloak-)?(\w+) ", (ROOT / "deploy" / "Dockerfile").read_text())
+    )
+    spec, roles = vault_pod
+    assert users[str(spec["securityContext"]["runAsUser"])] == "ray"
+    for role, vault in zip(roles, spec["initContainers"], strict=True):
+        assert vault["command"] == ["raycloak", "vault", role, f"/etc/raycloak/vaults/{role}.yaml"]
+        own = vault["securityContext"]
+        assert users[str(own["runAsUser"])] == role
+        assert own["runAsGroup"] == own["runAsUser"]
+        assert (own["readOnlyRootFilesystem"], own["allowPrivilegeEscalation"]) == (True, False)
+        assert own["capabilities"] == {"drop": ["ALL"]}
+        assert vault["resources"]["requests"] == vault["resources"]["limits"]
+
+
+def test_a_vault_starts_before_ray_and_shares_a_socket_with_it_alone(vault_pod):
+    """Containers of a pod have process namespaces of their own unless the pod says otherwise."""
+    spec, roles = vault_pod
+    assert not {"shareProcessNamespace", "hostPID", "hostIPC"} & spec.keys()
+    (ray,) = spec["containers"]
+    mounts = {each["name"]: each for each in ray["volumeMounts"]}
+    memory = {each["name"] for each in spec["volumes"] if each.get("emptyDir", {}).get("medium") == "Memory"}
+    for role, vault in zip(roles, spec["initContainers"], strict=True):
+        assert vault["restartPolicy"] == "Always"
+        assert volumes_of(vault) & volumes_of(ray) == {f"{role}-socket"}
+        assert mounts[f"{role}-socket"]["readOnly"], "Ray could put a socket of its own there"
+        assert {f"{role}-socket", f"{role}-memory"} <= memory
+        paths = {each["mountPath"]: each["name"] for each in vault["volumeMounts"]}
+        assert paths["/tmp"] == paths["/dev/shm"] == f"{role}-memory"
+    first, second = spec["initContainers"]
+    assert volumes_of(first) & volumes_of(second) <= {"reports"}
+
+
+def test_ray_reaches_neither_the_report_interface_nor_a_gpu_of_a_vault(vault_pod):
+    spec, _ = vault_pod
+    (ray,) = spec["containers"]
+    assert "reports" not in volumes_of(ray)
+    # The ledger presents no evidence.
+    with_reports = {each["name"] for each in spec["initContainers"] if "reports" in volumes_of(each)}
+    assert with_reports == {each["name"] for each in spec["initContainers"]} - {"vault-ledger"}
+    with_gpu = [
+        each["name"]
+        for each in (ray, *spec["initContainers"])
+        if any("gpu" in resource for resource in each["resources"]["limits"])
+    ]
+    assert with_gpu in ([], ["vault-worker"])
+
+
+def test_a_site_names_the_image_of_vaults_by_its_digest_too(tmp_path):
+    shutil.copytree(ROOT / "deploy", tmp_path / "raycloak" / "deploy")
+    folder = tmp_path / "site"
+    folder.mkdir()
+    text = site().replace("deploy/confidential", "deploy/vaults")
+    (folder / "kustomization.yaml").write_text(re.sub(r"^components:.*\n", "", text, flags=re.MULTILINE))
+    for name in ("policy.yaml", "collateral.yaml"):
+        (folder / name).write_text(f"# {name} of the site\n")
+    for template in pods(built(folder)["RayJob/raycloak-digits"]):
+        assert all(DIGEST.search(each["image"]) for each in template["spec"]["initContainers"])
 
 
 def site():
