@@ -57,6 +57,7 @@ SERVICE = {
 """The fields in which the service may differ from a run."""
 
 VAULTS = {
+    r"RayJob/raycloak-digits/spec/entrypoint",
     r"PersistentVolumeClaim/raycloak-(ledger|orchestrator)/.*",
     r"RayJob/raycloak-digits/spec/rayClusterSpec/workerGroupSpecs/0/rayStartParams/num-gpus",
     *(

@@ -102,7 +102,8 @@ def test_guarantee_only_its_vault_makes_a_socket_and_reads_its_settings(tmp_path
     for role in ROLES:
         user = f"raycloak-{role}"
         folder = (tmp_path / "run" / "raycloak" / role).stat()
-        # Set-group-id: the socket gets Ray's group.
-        assert (folder.st_uid, folder.st_gid, folder.st_mode & 0o7777) == (uids[user], groups["ray"], 0o2750)
+        # Set-group-id: the socket gets Ray's group. Of the platform, vaults are peers too.
+        group, mode = (groups[user], 0o755) if role == "platform" else (groups["ray"], 0o2750)
+        assert (folder.st_uid, folder.st_gid, folder.st_mode & 0o7777) == (uids[user], group, mode)
         own = (settings / f"{role}.yaml").stat()
         assert (own.st_uid, own.st_gid, own.st_mode & 0o7777) == (uids[user], groups[user], 0o400)
