@@ -1,18 +1,25 @@
 """Digests of a model: the model digest, which does not depend on ranges, and the content of every tensor."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raycloak.attestation.core.canonical import digest, length_prefixed
+from raycloak.attestation.core.lineage import TensorDigests, parameters_digest
 from raycloak.metrics.errors import ProtocolError
 from raycloak.metrics.proof_bounds import require_bound
 from raycloak.workers.terms.manifest import TensorSpec
 
 ATTRIBUTES = "attributes"
 """The dtype that stands for the plain values of a layer, which are stated together."""
+
+_LARGE = 2**24
+"""Bytes that take 10 ms to hash: below, starting threads would cost more than they spare."""
 
 
 def dimension(tensors: Sequence[TensorSpec]) -> int:
@@ -53,14 +60,48 @@ def model_digest(tensors: Sequence[TensorSpec], digests: Sequence[bytes]) -> byt
 
     Args:
         tensors: all trainable tensors in canonical order.
-        digests: their :func:`tensor_digests`, in the same order. A shape is written like ``32,10``; a scalar's is
-            empty text.
+        digests: their :func:`tensor_digests`, in the same order.
     """
-    # A length-prefixed list: no name can run into the shape or the digest behind it.
-    fields: list[bytes | str] = []
-    for tensor, content in zip(tensors, digests, strict=True):
-        fields += (tensor.name, "float32", ",".join(map(str, tensor.shape)), content)
-    return digest(length_prefixed("raycloak/parameters/v1", *fields))
+    given = zip(tensors, digests, strict=True)
+    return parameters_digest([TensorDigests(name=spec.name, shape=spec.shape, content=each) for spec, each in given])
+
+
+def with_state(
+    flat: NDArray[np.float32], state: Mapping[str, NDArray[Any]], tensors: Sequence[TensorSpec]
+) -> tuple[TensorDigests, ...]:
+    """Return the digests of ``tensors``, and of what an update rule keeps for each.
+
+    Args:
+        flat: float32 [d], as of :func:`tensor_digests`.
+        state: by ``tensor name/field``.
+    """
+    require_bound(flat.dtype == np.dtype("<f4"), "parameters are little-endian float32")
+    names = sorted(state)
+    contents = _contents([*split_flat(flat, tensors), *(state[name] for name in names)])
+    kept: dict[str, list[bytes | str]] = {}
+    for key, content in zip(names, contents[len(tensors) :], strict=True):
+        name, _, field = key.rpartition("/")
+        shape = ",".join(map(str, state[key].shape))
+        kept.setdefault(name, []).extend((field, state[key].dtype.str, shape, content))
+    return tuple(
+        TensorDigests(
+            name=spec.name,
+            shape=spec.shape,
+            content=content,
+            state=digest(length_prefixed("raycloak/tensor-state/v1", *kept[spec.name])) if spec.name in kept else b"",
+        )
+        for spec, content in zip(tensors, contents, strict=False)
+    )
+
+
+def _contents(arrays: Sequence[NDArray[Any]]) -> list[bytes]:
+    """Return the SHA-256 of each array's bytes, in C order."""
+    views = [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays]
+    if sum(view.nbytes for view in views) < _LARGE:
+        return [digest(view) for view in views]
+    # A hash of a large buffer lets other threads run.
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(digest, views))
 
 
 @dataclass(frozen=True, slots=True)

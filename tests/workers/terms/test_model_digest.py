@@ -5,9 +5,10 @@ import hashlib
 import numpy as np
 import pytest
 
+from raycloak.attestation.core.lineage import parameters_digest
 from raycloak.metrics.errors import RefusedError
 from raycloak.workers.terms.manifest import TensorSpec
-from raycloak.workers.terms.model_digest import dimension, model_digest, split_flat, tensor_digests
+from raycloak.workers.terms.model_digest import dimension, model_digest, split_flat, tensor_digests, with_state
 
 TENSORS = (
     TensorSpec(name="0.weight", shape=(3, 2)),
@@ -58,3 +59,33 @@ def test_a_read_only_vector_is_accepted_and_another_size_or_dtype_is_not() -> No
         split_flat(FLAT[:9], TENSORS)
     with pytest.raises(RefusedError, match="proof_bound"):
         tensor_digests(FLAT.astype(np.float64), TENSORS)
+
+
+def test_a_models_digests_are_the_same_whether_threads_share_them_or_not(monkeypatch):
+    state = {f"{tensor.name}/moment": np.arange(tensor.size, dtype=np.float64) for tensor in TENSORS[:2]}
+    alone = with_state(FLAT, state, TENSORS)
+    monkeypatch.setattr("raycloak.workers.terms.model_digest._LARGE", 0)
+    assert with_state(FLAT, state, TENSORS) == alone
+    assert [each.content for each in alone] == tensor_digests(FLAT, TENSORS)
+    assert parameters_digest(alone) == model_digest(TENSORS, tensor_digests(FLAT, TENSORS))
+    assert [bool(each.state) for each in alone] == [True, True, *[False] * (len(TENSORS) - 2)]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"first": np.zeros(2, np.float32)},
+        {"second": np.zeros(3, np.float32)},
+        {"second": np.zeros(2, np.float64)},
+        {"second": np.zeros((2, 1), np.float32)},
+        {"second": np.ones(2, np.float32)},
+        {"second": np.zeros(2, np.float32), "third": np.zeros(0, np.float32)},
+    ],
+    ids=["field", "size", "type", "shape", "values", "one more"],
+)
+def test_any_difference_of_a_rules_state_shows_in_its_digest(other):
+    name = TENSORS[0].name
+    base = with_state(FLAT, {f"{name}/second": np.zeros(2, np.float32)}, TENSORS)
+    changed = with_state(FLAT, {f"{name}/{field}": array for field, array in other.items()}, TENSORS)
+    assert base[0].state != changed[0].state
+    assert base[1:] == changed[1:]
