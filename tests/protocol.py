@@ -21,6 +21,7 @@ from torch import nn
 
 from raycloak.attestation.core.evidence import CollateralBundle
 from raycloak.attestation.core.keys import IdentityKey, Purpose, Secret, derive
+from raycloak.attestation.core.lineage import ModelPoint, SignedStep
 from raycloak.attestation.core.messages import Envelope, parse, seal
 from raycloak.attestation.core.roster import Member, Roster
 from raycloak.attestation.keys.release import RunKeys, VirtualWorkerKeys
@@ -64,7 +65,7 @@ from raycloak.workers.models.models import ModelSource, build_model
 from raycloak.workers.terms.binding import Binding, vectors_digest
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.mechanism import Mechanism
-from raycloak.workers.terms.model_digest import model_digest, tensor_digests
+from raycloak.workers.terms.model_digest import with_state
 from raycloak.workers.terms.receipt import Receipt, data_root
 from raycloak.workers.train_worker import TrainWorker
 from raycloak.workers.vectors.payload import Header, VectorRange
@@ -246,6 +247,7 @@ class HandRun:
         self.place(self.hosting)
         self.parameters = tuple(self.start[owned.start : owned.stop].copy() for owned in self.ranges)
         self.states = tuple(aggregator.initial_state() for aggregator in self.aggregators)
+        self.tensors = with_state(self.start, {}, self.facts.tensors)
         self.digest = self.manifest.computation.initial_parameters
 
     def judged_by(self) -> tuple[Policy, CollateralBundle]:
@@ -353,6 +355,7 @@ class HandRun:
             "head": bytes(32),
             "charged_epsilon": 1.0,
             "data_root": data_root(self.commitments),
+            "lineage": self.manifest.lineage,
         }
         return seal(Receipt(**fields | changes), self.ledger_key)
 
@@ -388,7 +391,11 @@ class HandRun:
         headers = tuple(reply.header for reply, _ in answers if reply.header is not None)
         vectors = list(zip(*(vectors for _, vectors in answers), strict=True))
         return ReduceRequest(
-            roster=roster, headers=headers, input_digest=self.digest, ranges=self.vector_ranges
+            roster=roster,
+            headers=headers,
+            input_digest=self.digest,
+            ranges=self.vector_ranges,
+            before=self.tensors,
         ), vectors
 
     def binding(self, request: ReduceRequest, **changes: Any) -> Envelope:
@@ -425,15 +432,37 @@ class HandRun:
 
     def advance(self, roster: Envelope, step: int = 0) -> StepCommit:
         """Take everybody through one attempt that succeeds."""
-        request, vectors = self.compute(roster, step)
+        return self.finish(roster, self.compute(roster, step), step)
+
+    def finish(
+        self, roster: Envelope, computed: tuple[ReduceRequest, list[tuple[np.ndarray, ...]]], step: int = 0
+    ) -> StepCommit:
+        """Have every range reduced, take the model on, and return the commit."""
+        request, vectors = computed
         answers = [self.reduce(request, vectors, owned.index) for owned in self.ranges]
         self.parameters = tuple(parameters for _, parameters, _ in answers)
         self.states = tuple(state for _, _, state in answers)
-        digests = tensor_digests(np.concatenate(self.parameters), self.facts.tensors)
-        self.digest = model_digest(self.facts.tensors, digests)
+        ranges = tuple(report.release for report, _, _ in answers if report.release is not None)
+        self.tensors = tuple(tensor for part in ranges for tensor in part.tensors)
+        point = ModelPoint.of(self.tensors)
+        self.digest = point.parameters
         return StepCommit(
-            step=step, released_digest=self.digest, attempts=1, ledger_sequence=3 + step, ledger_hash=bytes(32)
+            step=step,
+            released_digest=self.digest,
+            attempts=1,
+            ledger_sequence=3 + step,
+            ledger_hash=bytes(32),
+            state_digest=point.state,
+            released=SignedStep(roster=roster, ranges=ranges),
         )
+
+
+def with_another_tensor(report: ReduceReport) -> ReduceReport:
+    """Return a report whose first tensor has other values than the aggregator signed."""
+    assert report.release is not None
+    first, *rest = report.release.tensors
+    tensors = (first.model_copy(update={"content": bytes(32)}), *rest)
+    return report.model_copy(update={"release": report.release.model_copy(update={"tensors": tensors})})
 
 
 @dataclass(frozen=True)

@@ -254,6 +254,7 @@ class RunMember:
             mechanism_digest=manifest.computation.mechanism_of(roster.query).digest(),
             lowest_fencing=self._fencing,
             dataset_fingerprint=manifest.dataset_fingerprint,
+            lineage=manifest.lineage,
         )
         # Kept, so that an older instance's receipt is refused from now on.
         self._fencing = receipt.fencing

@@ -17,6 +17,7 @@ from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.attestation.core.hpke import HpkeKey, hpke_seal
 from raycloak.attestation.core.hybrid_signature import SignerPublic
 from raycloak.attestation.core.keys import SECRET_BYTES, IdentityKey, Purpose, Secret, derive
+from raycloak.attestation.core.lineage import Lineage
 from raycloak.attestation.core.messages import Envelope, Message, open_envelope, parse, seal
 from raycloak.attestation.log.entries import EntryProof, LogHead
 from raycloak.attestation.log.watch import LogWatch
@@ -47,6 +48,11 @@ class KeyContract(Message):
     @abstractmethod
     def key_owners(self) -> int:
         """The number of virtual workers, each of which has keys in every epoch."""
+
+    @property
+    def lineage(self) -> Lineage | None:
+        """The terms by which each model of a run follows from the one before; None where no aggregator makes them."""
+        return None
 
     @property
     def epochs(self) -> int:

@@ -24,6 +24,7 @@ from raycloak.attestation.appraisal.mutual import present_orchestrator
 from raycloak.attestation.attester.attester import EvidenceSource
 from raycloak.attestation.core.hybrid_signature import HybridSigner
 from raycloak.attestation.core.keys import IdentityKey, Purpose, Secret, derive
+from raycloak.attestation.core.lineage import ModelStanding
 from raycloak.attestation.core.mask_graph import MAX_ATTEMPTS_PER_STEP, draw_circle
 from raycloak.attestation.core.messages import Envelope, open_envelope, parse, seal
 from raycloak.attestation.core.roster import MaskCircle, Member, Query, Roster, RosterMembers
@@ -41,6 +42,7 @@ from raycloak.attestation.orchestrator.loads import StateLoad
 from raycloak.attestation.orchestrator.package_desk import PackageDesk
 from raycloak.attestation.orchestrator.run_terms import RunTerms
 from raycloak.attestation.orchestrator.state import SessionId, state_file
+from raycloak.attestation.orchestrator.succession import Succession
 from raycloak.attestation.sealed.package_keys import run_recipient_key
 from raycloak.metrics.errors import ConfigError, EvidenceError, ProtocolError
 from raycloak.metrics.proof_bounds import require_assertions
@@ -159,14 +161,11 @@ class OpenRun:
         """Return the most virtual workers whose keys of one epoch one machine received, in any session of the run."""
         return self.books.machines.most()
 
-    def finish(self, commits: tuple[StepCommit, ...], log_file: str, destroy: bool) -> None:
-        """Commit the last steps, export the log with its signed head, and destroy a generated secret if asked.
+    def finish(self, log_file: str, destroy: bool) -> None:
+        """Export the log with its signed head, and destroy a generated secret if asked.
 
         A run that failed is finished too, even if it has begun no session. A repeat adds nothing to the log, and does
         what may be missing of the rest.
-
-        Raises:
-            ProtocolError: ``not_reproducible`` as :meth:`RunSession.commit`.
         """
         state = self.books.state
         # Decided once and kept on disk, so that a repeat after a crash does not decide otherwise.
@@ -175,7 +174,6 @@ class OpenRun:
         if destroys is None:
             destroys = destroy and self._generated is not None
             with state.transaction():
-                self.books.commits.record(commits, self._session)
                 self.books.refusals.settle()
                 self.books.log.append("finished", {"secret_destroyed": destroys})
                 state.finish_session(self._session, destroys)
@@ -234,6 +232,8 @@ class RunSession:
         self._id = session
         self._terms = terms
         self.hosting = RunHosting()
+        models = terms.contract.lineage, run.run_id, terms.manifest_digest
+        self._models = Succession(run.books.commits, run.books.loads, *models)
         self._members: tuple[tuple[Member, ...], Document] | None = None
         self._circle: tuple[object, MaskCircle | None] | None = None
         self.admission = Admissions(run, session, terms, self.hosting)
@@ -286,7 +286,7 @@ class RunSession:
             members = tuple(self.admission.entry(i, hosting[i]) for i in sorted(hosting))
             members += tuple(self.admission.entry(i, ()) for i in aggregators)
             self._books.slices.require_opened(hosting)
-            self._books.commits.record(commits, self._id)
+            self._models.record(commits, self._id)
             attempt = self._books.state.next_attempt(query, step)
             if attempt >= MAX_ATTEMPTS_PER_STEP:
                 raise ProtocolError("attempts_exhausted", f"step {step} was tried {attempt} times")
@@ -376,13 +376,31 @@ class RunSession:
     def commit(self, commits: tuple[StepCommit, ...]) -> None:
         """Log finished steps as :meth:`open_step` does, except those that this session has logged already.
 
-        Guarantee: a step is committed with one released digest only, in whatever session of the run.
+        Guarantee: a step is committed with one released digest only, in whatever session of the run. Under a lineage,
+        it is one that the step's aggregators signed, made of the model that the run had before it.
 
         Raises:
-            ProtocolError: ``not_reproducible`` if a step was committed with other parameters; nothing is logged then.
+            ProtocolError: ``not_reproducible`` if a step was committed with other parameters, or as
+                `raycloak.attestation.orchestrator.succession.Succession.record`; nothing is logged then.
         """
         with self._books.transaction_of(self._id):
-            self._books.commits.record(commits, self._id)
+            self._models.record(commits, self._id)
+
+    def model_standing(self, finished_steps: int) -> Envelope:
+        """Return the signed statement about the model after so many steps, by their commit or the last load there.
+
+        Raises:
+            ProtocolError: ``not_committed``.
+        """
+        with self._books.transaction_of(self._id):
+            model = self._models.after(finished_steps)
+        standing = ModelStanding(
+            run_id=self.run.run_id,
+            manifest_digest=self._terms.manifest_digest,
+            finished_steps=finished_steps,
+            model=model,
+        )
+        return seal(standing, self.run.identity)
 
     def load_state(self, load: StateLoad) -> None:
         """Log that the state of an earlier package becomes current; all finished steps are committed before.

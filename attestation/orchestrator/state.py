@@ -38,7 +38,8 @@ CREATE TABLE IF NOT EXISTS documents (place INTEGER PRIMARY KEY, name BLOB NOT N
 CREATE TABLE IF NOT EXISTS data (v INTEGER PRIMARY KEY, commitment BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS commits (
     step INTEGER NOT NULL, released_digest BLOB NOT NULL, attempts INTEGER NOT NULL,
-    ledger_sequence INTEGER NOT NULL, ledger_hash BLOB NOT NULL, query TEXT NOT NULL, session TEXT NOT NULL,
+    ledger_sequence INTEGER NOT NULL, ledger_hash BLOB NOT NULL, query TEXT NOT NULL, state_digest BLOB NOT NULL,
+    session TEXT NOT NULL,
     PRIMARY KEY (query, step)
 );
 """

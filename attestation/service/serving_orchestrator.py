@@ -31,7 +31,7 @@ from raycloak.attestation.files.whole import write_whole
 from raycloak.attestation.keys.release import KeyContract
 from raycloak.attestation.log.evidence_log import EvidenceLog
 from raycloak.attestation.orchestrator.admissions import Admissions, OrchestratorView
-from raycloak.attestation.orchestrator.commits import CommitBook, StepCommit
+from raycloak.attestation.orchestrator.commits import CommitBook
 from raycloak.attestation.orchestrator.key_desk import KeyDesk
 from raycloak.attestation.orchestrator.loads import LoadBook
 from raycloak.attestation.orchestrator.orchestrator import OpenRun, RunSession, open_run
@@ -131,12 +131,12 @@ class EvidenceOrchestrator:
         if self._bind is not None:
             self._server = self._serve(begun, terms.manifest_digest, session, self._bind)
 
-    def finish(self, commits: tuple[StepCommit, ...], log_file: str, destroy: bool) -> None:
+    def finish(self, log_file: str, destroy: bool) -> None:
         """Finish the run, as `raycloak.attestation.orchestrator.orchestrator.OpenRun.finish`; nothing is served or
         logged after it."""
         self._stop_serving()
         with self._turn:
-            self._open.finish(commits, log_file, destroy)
+            self._open.finish(log_file, destroy)
 
     def close(self) -> None:
         """Close the state; another instance may open the run."""
@@ -190,6 +190,7 @@ class EvidenceOrchestrator:
     order_evaluation = _in_turn("_begun", RunSession.order_evaluation)
     commit = _in_turn("_begun", RunSession.commit)
     load_state = _in_turn("_begun", RunSession.load_state)
+    model_standing = _in_turn("_begun", RunSession.model_standing)
 
     # --- packages
 

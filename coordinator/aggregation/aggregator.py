@@ -17,15 +17,18 @@ from numpy.typing import NDArray
 from raycloak.attestation.attester.attester import Attester, EvidenceSource
 from raycloak.attestation.core.evidence import Challenge
 from raycloak.attestation.core.keys import Secret
-from raycloak.attestation.core.messages import Envelope, Message
+from raycloak.attestation.core.lineage import ModelPoint, RangeRelease, StepRelease, TensorDigests
+from raycloak.attestation.core.messages import Envelope, Message, seal
 from raycloak.attestation.core.roster import Roster, open_roster
 from raycloak.coordinator.aggregation.ranges import ParameterRange
 from raycloak.coordinator.aggregation.update_rules import Optimizer, require_source
 from raycloak.metrics.errors import ProtocolError, SenderError
 from raycloak.workers.gradients.numerics import current_numerics, pin_numerics
-from raycloak.workers.terms.binding import check_binding, vectors_digest
+from raycloak.workers.terms.binding import Binding, check_binding, vectors_digest
 from raycloak.workers.terms.manifest import Manifest
-from raycloak.workers.terms.model_digest import tensor_digests
+from raycloak.workers.terms.measurement import values_digest
+from raycloak.workers.terms.model_digest import with_state
+from raycloak.workers.terms.step_input import step_input
 from raycloak.workers.vectors.payload import (
     Header,
     VectorRange,
@@ -51,6 +54,8 @@ class ReduceRequest(Message):
         input_digest: digest of the whole parameters that the step started from, and of the batches that a client
             sent for it; see `raycloak.workers.terms.step_input`.
         ranges: the cut of the parameters.
+        before: digests of all tensors and of their state, where parameters are updated.
+        batches: digests of the batches.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/reduce-request/v1"
@@ -59,13 +64,15 @@ class ReduceRequest(Message):
     headers: tuple[Envelope, ...]
     input_digest: bytes
     ranges: tuple[VectorRange, ...]
+    before: tuple[TensorDigests, ...] = ()
+    batches: tuple[bytes, ...] = ()
 
 
 class ReduceReport(Message):
     """The outcome of an aggregator's work on its range, beside arrays.
 
     Attributes:
-        tensor_digests: digests of the range's updated tensors, in order; empty where an average was released.
+        release: signed, with the range's updated tensors; None of an average that its caller updates by.
         seconds: time inside the aggregator.
         squares: sum of the squares of the range's average gradient, float64; None in a private run, and of an average
             that was released.
@@ -73,7 +80,7 @@ class ReduceReport(Message):
 
     DOMAIN: ClassVar[str] = "raycloak/reduce-report/v1"
 
-    tensor_digests: tuple[bytes, ...] = ()
+    release: RangeRelease | None = None
     seconds: float
     squares: float | None = None
 
@@ -165,33 +172,39 @@ class MaskedAggregator:
         vector per worker of the roster, and together they cover every virtual worker exactly once. The ledger has
         bound the step to the tags in these headers. Anything else is refused and named before a single word is added.
 
+        Guarantee: updates only the parameters that the step was charged for, and signs what they and the rule's state
+        were, and have become.
+
         Args:
             binding: the ledger's, for the step; see `raycloak.workers.terms.binding`.
-            parameters: the range's parameters, float32.
+            parameters: the range's parameters, float32, in memory that nobody else can write to.
             vectors: masked ring words of the range, one per header.
 
         Raises:
             SenderError: a vector or header does not match; it names the sender.
-            ProtocolError: the request itself does not match.
+            ProtocolError: the request itself does not match; ``parameters_mismatch`` for other parameters.
             RunFailedError: ``non_finite_parameters`` or ``update_rule``.
         """
         started = time.perf_counter()
         verified = self._verify(request, updates=True)
         step = verified.roster.step
+        before = self._before(request, parameters, state)
         # In float32, as the rule takes it: the decoded sum is then never in memory as a whole.
-        average = self._average(verified, binding, vectors, np.float32)
+        average, bound = self._average(verified, binding, vectors, np.float32)
         private = self._part.manifest.computation.mechanism.private
         # First: a rule may work in the average's memory.
         squares = None if private else _squares(average)
         updated, new_state = self._part.rule.update(parameters, average, state, step)
-        digests = tuple(tensor_digests(updated, self._part.range.tensors))
-        report = ReduceReport(tensor_digests=digests, seconds=time.perf_counter() - started, squares=squares)
+        after = with_state(updated, new_state, self._part.range.tensors)
+        signed = self._signed(verified, request, bound, before, ModelPoint.of(after))
+        release = RangeRelease(release=signed, tensors=after)
+        report = ReduceReport(release=release, seconds=time.perf_counter() - started, squares=squares)
         return report, updated, new_state
 
     def measure(self, request: ReduceRequest, binding: Envelope, *vectors: RingVector) -> ReleasedAverage:
         """Verify, sum, decode and divide by the public divisor, for a measurement. Parameters and state stay.
 
-        Guarantee: as :meth:`reduce`.
+        Guarantee: as :meth:`reduce`. The digest of the values is signed.
 
         Args:
             binding: the ledger's, for the release.
@@ -201,7 +214,14 @@ class MaskedAggregator:
             SenderError: a vector or header does not match; it names the sender.
             ProtocolError: the request itself does not match; ``query_unknown`` also for a training step.
         """
-        return self._released(request, binding, vectors, updates=False)
+        started = time.perf_counter()
+        verified = self._verify(request, updates=False)
+        average, bound = self._average(verified, binding, vectors, np.float64)
+        values = values_digest(verified.roster.query, verified.roster.step, average)
+        of_model = ModelPoint.of_values(request.input_digest)
+        signed = self._signed(verified, request, bound, of_model, ModelPoint.of_values(values))
+        release = RangeRelease(release=signed)
+        return ReduceReport(release=release, seconds=time.perf_counter() - started), average
 
     def release(self, request: ReduceRequest, binding: Envelope, *vectors: RingVector) -> ReleasedAverage:
         """Verify, sum, decode and divide by the public batch size, for a training step that its caller updates by.
@@ -216,18 +236,37 @@ class MaskedAggregator:
             SenderError: a vector or header does not match; it names the sender.
             ProtocolError: the request itself does not match; ``query_mismatch`` for a measurement.
         """
-        return self._released(request, binding, vectors, updates=True)
-
-    def _released(
-        self, request: ReduceRequest, binding: Envelope, vectors: Sequence[RingVector], *, updates: bool
-    ) -> ReleasedAverage:
         started = time.perf_counter()
-        average = self._average(self._verify(request, updates), binding, vectors, np.float64)
+        average, _ = self._average(self._verify(request, updates=True), binding, vectors, np.float64)
         return ReduceReport(seconds=time.perf_counter() - started), average
+
+    def _before(self, request: ReduceRequest, parameters: NDArray[np.float32], state: State) -> ModelPoint:
+        """Return the whole model that a step starts from; its own range is computed of what was given.
+
+        The other ranges' parameters are in the input digest; for their states, their own aggregators sign the same.
+        """
+        own = with_state(parameters, state, self._part.range.tensors)
+        first = self._part.manifest.computation.tensors.index(self._part.range.tensors[0])
+        before = ModelPoint.of((*request.before[:first], *own, *request.before[first + len(own) :]))
+        if step_input(before.parameters, request.batches) != request.input_digest:
+            raise ProtocolError("parameters_mismatch", "the parameters are not those that the step was charged for")
+        return before
+
+    def _signed(
+        self, verified: _Verified, request: ReduceRequest, bound: Binding, before: ModelPoint, after: ModelPoint
+    ) -> Envelope:
+        release = StepRelease(
+            roster_digest=verified.roster.digest(),
+            binding=bound.head,
+            input_digest=request.input_digest,
+            before=before,
+            after=after,
+        )
+        return seal(release, self._attester.identity)
 
     def _average(
         self, verified: _Verified, binding: Envelope, vectors: Sequence[RingVector], dtype: type[F]
-    ) -> NDArray[F]:
+    ) -> tuple[NDArray[F], Binding]:
         """Verify binding and vectors, decode the vectors' sum and divide it by the public divisor, in float64."""
         manifest, roster = self._part.manifest, verified.roster
         mechanism = manifest.computation.mechanism_of(roster.query)
@@ -249,7 +288,8 @@ class MaskedAggregator:
         for (header, key), vector in zip(verified.expected, vectors, strict=True):
             with _naming(header.sender):
                 check_payload(key, vector, header, range_index=verified.own.index)
-        return decoded_average(vectors, mechanism.ring_bits, mechanism.gamma_log2, mechanism.expected_batch_size, dtype)
+        terms = mechanism.ring_bits, mechanism.gamma_log2, mechanism.expected_batch_size
+        return decoded_average(vectors, *terms, dtype), bound
 
     def _verify(self, request: ReduceRequest, updates: bool) -> _Verified:
         """Verify a request except for its vectors.

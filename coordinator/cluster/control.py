@@ -21,7 +21,6 @@ from typing import Any, ClassVar, Concatenate, Generic, Literal, ParamSpec, Prot
 
 from raycloak.attestation.core.evidence import CollateralBundle
 from raycloak.attestation.files.whole import write_whole
-from raycloak.attestation.orchestrator.commits import StepCommit
 from raycloak.attestation.orchestrator.documents import DOCUMENTS_FILE
 from raycloak.attestation.orchestrator.run_terms import RunTerms
 from raycloak.coordinator.cluster.backend import ActorLost
@@ -245,6 +244,7 @@ class OrchestratorFace(_Face):
     loads = _Waits(RunOrchestrator.loads)
     log_position = _Waits(RunOrchestrator.log_position)
     log_root_at = _Waits(RunOrchestrator.log_root_at)
+    model_standing = _Waits(RunOrchestrator.model_standing)
     most_hosted = _Waits(RunOrchestrator.most_hosted)
     newest_published = _Waits(RunOrchestrator.newest_published)
     open_package = _Waits(RunOrchestrator.open_package)
@@ -289,10 +289,10 @@ class OrchestratorFace(_Face):
                 Path(log_file).with_name(DOCUMENTS_FILE), self._ask(RunOrchestrator.exported_documents).tobytes()
             )
 
-    def finish(self, commits: tuple[StepCommit, ...], log_file: str, destroy: bool) -> None:
-        """Commit, export the log and end the run; destroy a generated secret if asked."""
+    def finish(self, log_file: str, destroy: bool) -> None:
+        """Export the log and end the run; destroy a generated secret if asked."""
         try:
-            self._ask(RunOrchestrator.finish, commits, log_file, destroy)
+            self._ask(RunOrchestrator.finish, log_file, destroy)
             self._fetch_log(log_file)
         except ConfigError as error:
             # Raised by a new incarnation: its predecessor destroyed the secret, the last act of finish, and then died.

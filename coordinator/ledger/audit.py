@@ -211,6 +211,8 @@ class AuditedChain:
         _require(event.step not in charges, entry, f"it charges step {event.step} a second time")
         _require(0 <= event.step < mechanism.steps, entry, "its step was not planned")
         _require(event.mechanism_digest == mechanism.digest(), entry, "it charges for another mechanism")
+        if registered.lineage is not None and event.query == "gradient":
+            _require(event.step == len(charges), entry, "its step does not follow the last one that was charged")
         charges[event.step] = entry.sequence
         spent = self._epsilon(registered.account)
         same = math.isclose(spent, event.charged_epsilon, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)

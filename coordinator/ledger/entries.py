@@ -15,6 +15,7 @@ from typing import ClassVar, get_args
 from raycloak.attestation.core.canonical import DIGEST_BYTES, digest, length_prefixed
 from raycloak.attestation.core.data_marks import DataMarks
 from raycloak.attestation.core.keys import IdentityKey, signature_is_valid
+from raycloak.attestation.core.lineage import Lineage
 from raycloak.attestation.core.messages import Envelope, Message, open_envelope, parse, seal
 from raycloak.attestation.core.roster import Query
 from raycloak.coordinator.ledger.cap_authority import SignedCap
@@ -115,6 +116,7 @@ class RunRegistered(LedgerEvent):
         quote_counts, quote_epsilon: the cost of parts of the run, if the account's accountant holds a fixed plan. Per
             part: releases of each private mechanism, and epsilon. Empty for a Renyi filter.
         accountant_version: libraries that computed ``step_rdp`` and ``quote_epsilon``.
+        lineage: by which each charge was held to the model before; None of a run whose caller makes the updates.
     """
 
     DOMAIN: ClassVar[str] = "run_registered"
@@ -133,6 +135,7 @@ class RunRegistered(LedgerEvent):
     epsilon_cap: float
     delta_slack: float
     accountant_version: str
+    lineage: Lineage | None
 
 
 class RunPrepaid(RunRegistered):
@@ -172,6 +175,7 @@ class StepCharged(RunEvent):
         input_digest: of the parameters, and of the batches that a client sent; see
             `raycloak.workers.terms.step_input`.
         charged_epsilon: the account's epsilon after this charge: the total of all events up to this one.
+        state_digest: of what the update rule keeps at the start of the step; empty without a lineage.
     """
 
     DOMAIN: ClassVar[str] = "step_charged"
@@ -181,6 +185,7 @@ class StepCharged(RunEvent):
     input_digest: bytes
     mechanism_digest: bytes
     charged_epsilon: float
+    state_digest: bytes
 
 
 class VectorsBound(RunEvent):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from raycloak.attestation.core.data_marks import NO_MARKS, DataMarks
+from raycloak.attestation.core.lineage import INITIAL, ModelOrigin
 from raycloak.attestation.core.messages import Envelope, seal
 from raycloak.attestation.core.roster import Query
 from raycloak.coordinator.accounting.accountants import AccountLimits, accountant_of
@@ -40,6 +41,7 @@ from raycloak.coordinator.ledger.entries import (
 )
 from raycloak.coordinator.ledger.export import entries_of, extract_lines, write_export
 from raycloak.coordinator.ledger.known_data import check_addition, check_opening
+from raycloak.coordinator.ledger.lineage_rule import AskedStep, LastStep, state_before
 from raycloak.coordinator.ledger.location import is_apart
 from raycloak.coordinator.ledger.rules import (
     OpeningTerms,
@@ -360,6 +362,8 @@ class PrivacyLedger:
         manifest_digest: bytes,
         query: Query = "gradient",
         start: RunStart | None = None,
+        origin: ModelOrigin = INITIAL,
+        batches: tuple[bytes, ...] = (),
     ) -> Envelope:
         """Charge one step of one mechanism and return the signed :class:`raycloak.workers.terms.receipt.Receipt` for
         it.
@@ -367,22 +371,29 @@ class PrivacyLedger:
         ``input_digest`` is of the step's whole input: see `raycloak.workers.terms.step_input`.
 
         Guarantee: when the receipt is returned its entry is on disk. The witness, if there is one, then holds a head
-        at or behind that entry. The same five arguments give the same entry and charge once, for any caller and any
-        number of calls. For a later instance only the fencing number differs. A charge that would cross the cap is
+        at or behind that entry. The same first five arguments give the same entry and charge once, for any caller and
+        any number of calls. For a later instance only the fencing number differs. A charge that would cross the cap is
         refused and changes nothing. A closed account gives no receipt, not even an old one.
 
         Guarantee: a run that is registered with its first charge, and the account that it opens, are in the ledger
         only if that charge is.
 
+        Guarantee: a step of a run with a lineage is charged only for the model that the aggregators of the step before
+        signed, that the run's orchestrator states, or that the run began with.
+
         Args:
             start: what the run is registered with and bound to, if it is not yet. The same again changes nothing.
+            origin: evidence of where the model comes from; a charge that is there already needs none.
+            batches: SHA-256 of each batch that a client sent for the step.
 
         Raises:
             BudgetError, ConfigError: as :meth:`register_run` and :meth:`bind_data` for a ``start``.
             BudgetError: ``run_unknown``, ``run_mismatch``, ``fenced``, ``step_not_planned``,
                 ``step_already_charged`` (for other parameters), ``data_unbound``, ``account_closed``,
                 ``cap_exceeded``, ``ledger_unavailable``, ``ledger_rolled_back`` or ``witness_unavailable``. The step
-                may be charged after the last two: see :meth:`status`.
+                may be charged after the last two: see :meth:`status`. ``lineage_missing`` or ``lineage_broken`` as
+                `raycloak.coordinator.ledger.lineage_rule.state_before`.
+            ProtocolError: as `raycloak.attestation.core.lineage.open_release`.
         """
         priced = self._priced(start.run) if start else None
         with self._write() as rows:
@@ -397,7 +408,10 @@ class PrivacyLedger:
                 )
             entry = rows.about(run_id, query, step).get(StepCharged.DOMAIN)
             if entry is None:
-                entry = self._charge_new(rows, run, account, query, step, input_digest)
+                asked = AskedStep(query, step, input_digest, origin, batches)
+                last = self._last_step(rows, row) if run.registered.lineage else None
+                state = state_before(run.registered, last, asked)
+                entry = self._charge_new(rows, run, account, asked, state)
             receipt = self._receipt(entry, run.registered, input_digest, data_root)
             self._take(rows, row)
         return receipt
@@ -466,7 +480,7 @@ class PrivacyLedger:
         if found is not None:
             row, _ = found
             known = self._book.run(rows, row).registered
-            alike = ("account", "mechanisms", "manifest_digest")
+            alike = ("account", "mechanisms", "manifest_digest", "lineage")
             same = all(getattr(known, name) == getattr(run, name) for name in alike)
             # Its data may have moved, or gained a key of its account: the fingerprint says whether it is the same.
             same = same and known.data.fingerprint == run.data.fingerprint
@@ -532,11 +546,23 @@ class PrivacyLedger:
         account.require_open()
         return row, run, account
 
+    def _last_step(self, rows: Rows, row: RunRow) -> LastStep | None:
+        """Return the newest training step that a run with a lineage was charged for; None before the first."""
+        newest = row.charged.get("gradient", 0) - 1
+        if newest < 0:
+            return None
+        about = rows.about(row.run_id, "gradient", newest)
+        bound = about.get(VectorsBound.DOMAIN)
+        event = about[StepCharged.DOMAIN].event
+        assert isinstance(event, StepCharged)
+        return LastStep(newest, event.input_digest, event.state_digest, bound.hash if bound else b"")
+
     def _charge_new(
-        self, rows: Rows, run: PricedRun, account: Account, query: Query, step: int, input_digest: bytes
+        self, rows: Rows, run: PricedRun, account: Account, asked: AskedStep, state_digest: bytes
     ) -> LedgerEntry:
         """Charge a step that was not charged before; BudgetError as :meth:`charge`."""
-        run_id, priced = run.registered.run_id, run.priced.get(query)
+        run_id, query, step = run.registered.run_id, asked.query, asked.step
+        priced = run.priced.get(query)
         planned = priced.mechanism.steps if priced else 0
         if priced is None or not 0 <= step < planned:
             raise BudgetError(
@@ -553,11 +579,12 @@ class PrivacyLedger:
             run_id=run_id,
             query=query,
             step=step,
-            input_digest=input_digest,
+            input_digest=asked.input_digest,
             manifest_digest=run.registered.manifest_digest,
             mechanism_digest=priced.digest,
             fencing=self.fencing,
             charged_epsilon=charged,
+            state_digest=state_digest,
         )
         rows.count_charge(run_id, query)
         # It is for people, and in whole seconds.
@@ -576,12 +603,18 @@ class PrivacyLedger:
                 f"step {event.step} of run {event.run_id} was charged for other parameters or batches.",
                 "A rerun that does not reproduce needs a new run id: fresh noise, and a full charge.",
             )
-        fingerprint = run.data.fingerprint
-        return self._sealed(Receipt, entry, account=run.account, dataset_fingerprint=fingerprint, data_root=data_root)
+        return self._sealed(
+            Receipt,
+            entry,
+            account=run.account,
+            dataset_fingerprint=run.data.fingerprint,
+            data_root=data_root,
+            lineage=run.lineage,
+        )
 
     def _sealed(self, kind: type[LedgerStatement], entry: LedgerEntry, **more: Any) -> Envelope:
         """Return this instance's signed statement about a step, which repeats what the step's entry says."""
-        stated = entry.event.model_dump(exclude={"recorded_at", "fencing"})
+        stated = entry.event.model_dump(exclude={"recorded_at", "fencing", "state_digest"})
         place: dict[str, Any] = {"fencing": self.fencing, "sequence": entry.sequence, "head": entry.hash}
         return seal(kind(**stated, **place, **more), self._store.key)
 

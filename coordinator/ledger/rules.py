@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raycloak.attestation.core.data_marks import NO_MARKS, DataMarks
+from raycloak.attestation.core.lineage import Lineage
 from raycloak.attestation.core.messages import checked
 from raycloak.attestation.core.roster import Query
 from raycloak.coordinator.accounting.accountants import AccountLimits, Quote, Spend, accountant_of
@@ -103,6 +104,8 @@ class RegistrationTerms:
         prepaid: whether all that the run plans is charged with its registration, and stays charged if it does less.
         opens: terms of the account if it is not open yet, and the run is to open it; None if somebody has opened it.
         unit: what one example is to the people in the data.
+        lineage: by which each charge is held to the model before; None where the run's caller makes the updates.
+            Workers take no receipt under another one than their manifest's.
     """
 
     run_id: str
@@ -114,6 +117,7 @@ class RegistrationTerms:
     prepaid: bool = False
     opens: OpeningTerms | None = None
     unit: str = UNIT
+    lineage: Lineage | None = None
 
 
 def registration(run: RegistrationTerms, terms: AccountOpened, fixed: bool) -> RunRegistered:
@@ -157,6 +161,7 @@ def registration(run: RegistrationTerms, terms: AccountOpened, fixed: bool) -> R
         epsilon_cap=terms.epsilon_cap,
         delta_slack=0.0,  # set below, because it follows from the event
         accountant_version=accountant.version(),
+        lineage=run.lineage,
     )
     return event.model_copy(update={"delta_slack": slack_at(event, terms.epsilon_cap)})
 

@@ -17,6 +17,7 @@ from raycloak.workers.inputs.user_code import source_digest
 from raycloak.workers.messages import WorkerFacts
 from raycloak.workers.terms.built_in_rules import RULES
 from raycloak.workers.terms.manifest import (
+    BY_HAND,
     Computation,
     Manifest,
     OptimizerSpec,
@@ -27,9 +28,6 @@ from raycloak.workers.terms.manifest import (
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.terms.model_digest import frozen_digest
-
-BY_HAND = "by hand"
-"""The name of an update that the caller of `raycloak.by_hand` makes, and no aggregator; no configuration has it."""
 
 
 def build_computation(

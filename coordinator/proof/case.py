@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from raycloak.attestation.core.lineage import ModelPoint
 from raycloak.attestation.core.messages import parse_stored
 from raycloak.attestation.core.roster import Query
 from raycloak.attestation.log.evidence_log import ExportedLog
@@ -108,6 +109,14 @@ class ProofCase:
             return self.manifest.computation.initial_parameters
         commit = self.history.commits.get(("gradient", steps - 1))
         return commit.released_digest if commit else None
+
+    def model_after(self, steps: int) -> ModelPoint | None:
+        """Return the model that the next step starts from, as :meth:`parameters_after`."""
+        load = self.history.loaded_after.get(steps)
+        commit = self.history.commits.get(("gradient", (load.step if load else steps) - 1))
+        if commit is not None:
+            return ModelPoint(parameters=commit.released_digest, state=commit.state_digest)
+        return ModelPoint.initial(self.manifest.computation.initial_parameters) if steps == 0 else None
 
     def started_from(self, charged: bytes, finished: int, query: Query) -> bool:
         """Return whether a charge was for the parameters after ``finished`` steps, and for batches that were kept.

@@ -19,6 +19,7 @@ from raycloak.attestation.appraisal.enrolment import Enrolment, check_enrolment
 from raycloak.attestation.core.canonical import canonical_json
 from raycloak.attestation.core.evidence import CollateralBundle, Role
 from raycloak.attestation.core.mask_graph import check_circle
+from raycloak.attestation.core.messages import Envelope
 from raycloak.attestation.core.roster import MaskCircle, Member, Query, Roster, RosterMembers, check_roster
 from raycloak.attestation.log.entries import Entry
 from raycloak.attestation.log.evidence_log import ExportedLog
@@ -117,6 +118,8 @@ class Commit(_Body):
     attempts: int
     ledger_sequence: int
     ledger_hash: bytes
+    state_digest: bytes
+    releases: tuple[Envelope, ...]
 
 
 class _Ordered(_Body):
@@ -159,6 +162,7 @@ class History:
         admissions, observers, releases: how many were appraised again, left out, and checked.
         classes: of the evidence of members that took part.
         rosters: digests of the rosters of each release, in the order of their attempts.
+        aggregators: by the digest of a roster, the identity keys of its aggregators, in the order of their ranges.
         fewest_workers: of any roster; 0 without one.
         commits: committed releases; ``made`` is how many of each mechanism.
         data: commitment to the slice of each virtual worker.
@@ -181,6 +185,7 @@ class History:
     releases: int = 0
     classes: set[str] = field(default_factory=set)
     rosters: dict[tuple[Query, int], list[bytes]] = field(default_factory=lambda: defaultdict(list))
+    aggregators: dict[bytes, tuple[bytes, ...]] = field(default_factory=dict)
     fewest_workers: int = 0
     commits: dict[tuple[Query, int], Commit] = field(default_factory=dict)
     made: Counter[Query] = field(default_factory=Counter)
@@ -351,6 +356,7 @@ class History:
             circle=body.circle,
         )
         _require(roster.digest() == body.roster_digest, entry, "the roster that its parts give has another digest")
+        self.aggregators[body.roster_digest] = tuple(owner.identity_key for owner in roster.aggregators)
         self.fewest_workers = min(self.fewest_workers or len(roster.workers), len(roster.workers))
         epoch = self.manifest.computation.epoch_of(body.query, body.step)
         # The same members mostly stay for many steps; what was checked of them stays true until one comes or goes.
@@ -414,7 +420,9 @@ class History:
 
     def _reproduced(self, entry: Entry, body: Commit) -> None:
         known = self.commits.get((body.query, body.step))
-        same = known is not None and known == body.model_copy(update={"attempts": known.attempts})
+        # Another attempt may have given it, and so another aggregator may have signed it.
+        own = {"attempts": known.attempts, "releases": known.releases} if known else {}
+        same = known == body.model_copy(update=own)
         _require(same, entry, f"{body.query} step {body.step} was not committed so before")
 
     def _ordered(self, entry: Entry, body: _Ordered) -> None:

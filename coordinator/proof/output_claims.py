@@ -251,6 +251,7 @@ def verdict(case: ProofCase) -> NoReturn:
         "model_digest": last.hex() if last else None,
         "virtual_workers": mechanism.virtual_workers,
         "max_participations": mechanism.max_participations,
+        "loads": [[each.after_step, each.step] for each in case.history.loads],
         "measurements": [each.model_dump(mode="json") for each in case.released.values()],
     }
     for name, value in expected.items():

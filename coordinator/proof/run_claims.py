@@ -1,5 +1,7 @@
 """Claims about the run itself: its contract, its members, its keys, its rosters, and the chain of its steps."""
 
+from raycloak.attestation.core.lineage import ModelPoint, StepRelease, open_parts
+from raycloak.attestation.core.messages import parse
 from raycloak.attestation.core.roster import Query
 from raycloak.attestation.log.evidence_log import check_exported_log
 from raycloak.attestation.orchestrator.documents import read_documents
@@ -8,7 +10,8 @@ from raycloak.coordinator.proof import history as of
 from raycloak.coordinator.proof.bundle import DOCUMENTS, LOG, MANIFEST, check_index
 from raycloak.coordinator.proof.case import ProofCase
 from raycloak.coordinator.proof.claims import Broken, NotThere, require
-from raycloak.coordinator.proof.history import replay
+from raycloak.coordinator.proof.history import Commit, replay
+from raycloak.metrics.errors import ProtocolError
 from raycloak.workers.terms.receipt import data_root
 
 
@@ -54,6 +57,7 @@ def contract(case: ProofCase) -> str:
         "account": not registered.account == stated.account == case.extract.stated.account,
         "mechanisms": registered.mechanisms != stated.computation.mechanisms,
         "data": registered.data.fingerprint != stated.dataset_fingerprint,
+        "lineage": registered.lineage != stated.lineage,
     }
     for what, differs in differing.items():
         require(not differs, f"ledger, entry {case.run.sequence}", f"it registers the run with another {what}")
@@ -124,6 +128,48 @@ def steps(case: ProofCase) -> str:
     measured = f" and {made - case.steps} measurements" if made > case.steps else ""
     jumps = "".join(f"; the state of step {each.step} loaded after {each.after_step}" for each in case.history.loads)
     return f"{case.steps} steps{measured}, each charged, bound and committed once and in order{later}{jumps}"
+
+
+def lineage(case: ProofCase) -> str:
+    """Each result is what the aggregators of its roster signed, made of the model that the run had before it."""
+    if case.manifest.lineage is None:
+        raise NotThere("the run's caller made the updates by hand, and only its word is there for them")
+    commits = case.history.commits
+    if not commits:
+        raise NotThere("no step was committed")
+    ranges = {_signed_ranges(case, query, step, commit) for (query, step), commit in commits.items()}
+    loads = "".join(f"; parameters loaded at step {each.after_step}" for each in case.history.loads)
+    # A range's digest says nothing of the others', and the digests of its tensors are too many for the log.
+    many = "; that the ranges together are each step's model is the word of ledger and orchestrator"
+    return f"{len(commits)} results, each signed by the aggregators of its roster{loads}{many if ranges != {1} else ''}"
+
+
+def _signed_ranges(case: ProofCase, query: Query, step: int, commit: Commit) -> int:
+    """Require the signatures under one result; return how many ranges it has."""
+    where, computation = f"{query} step {step}", case.manifest.computation
+    require(bool(commit.releases), where, "no aggregator signed its result")
+    try:
+        roster = parse(StepRelease, commit.releases[0].body).roster_digest
+        require(roster in case.history.rosters[query, step], where, "it was released under a roster of another step")
+        parts = open_parts(commit.releases, case.history.aggregators.get(roster, ()), roster)
+    except ProtocolError as refusal:
+        raise Broken(where, f"{refusal.message.rstrip('.')} ({refusal.code})") from None
+    release, charge = parts[0], case.charge(case.run.charges[query][step])
+    result = ModelPoint(parameters=commit.released_digest, state=commit.state_digest)
+    if query == "gradient":
+        before = case.model_after(step)
+    else:
+        after = computation.measurement(query).after(step, computation.mechanism.steps)
+        before = ModelPoint.of_values(case.parameters_after(after) or b"")
+    agrees = {
+        "binding": release.binding == commit.ledger_hash,
+        "charge": release.input_digest == charge.input_digest,
+        "model before": release.before == before,
+        "result": len(parts) > 1 or release.after == result,
+    }
+    for what, is_so in agrees.items():
+        require(is_so, where, f"its aggregators signed another {what} than log and ledger have")
+    return len(parts)
 
 
 def _releases(case: ProofCase, query: Query) -> int:

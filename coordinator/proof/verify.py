@@ -61,18 +61,19 @@ CHECKS: Final = (
     ClaimCheck("rosters", ("evidence log", "key releases", "data"), run_claims.rosters),
     ClaimCheck("documents", ("evidence log", "members' evidence", "rosters"), run_claims.documents),
     ClaimCheck("steps", ("contract", "rosters"), run_claims.steps),
+    ClaimCheck("lineage", ("steps",), run_claims.lineage),
     ClaimCheck("epsilon", ("ledger", "contract"), budget_claims.epsilon),
     ClaimCheck("packages", ("steps", "epsilon"), output_claims.packages),
-    ClaimCheck("released model", ("steps",), output_claims.model),
-    ClaimCheck("measurements", ("steps",), output_claims.measurements),
+    ClaimCheck("released model", ("steps", "lineage"), output_claims.model),
+    ClaimCheck("measurements", ("steps", "lineage"), output_claims.measurements),
     ClaimCheck("metrics.jsonl", ("steps", "measurements"), output_claims.metrics),
     ClaimCheck("verdict.json", ("steps", "epsilon", "measurements"), output_claims.verdict),
 )
 """Every claim, after those that it rests on."""
 
 LIMITS: Final = (
-    "That the parameters are the result of the vectors: sums are masked, so only the members see them. "
-    "`raycloak replay` computes steps again.",
+    "That the parameters are the result of the vectors: sums are masked, so only the members see them. The aggregators "
+    "sign what they made of them, and their measured code answers for that. `raycloak replay` computes steps again.",
     "That the noise was drawn as planned: this rests on the measured code, which the evidence names.",
     "Of data that a client sends: that no example took part in more steps than the manifest's bound, and that the "
     "choice of examples followed from nothing they hold. The training service counts ids, and the ledger sees none.",

@@ -95,6 +95,7 @@ class Finished:
             failed after its charge counts: its sum may have been decoded.
         charged_epsilon: of the account by now, by the ledger's record.
         account: the one that pays. ``data``: of all accounts of the same data by now.
+        loads: as in `raycloak.coordinator.record.verdict.Verdict`.
         released: what the measurements of the run say, earlier executions included.
         outcomes, measurement_outcomes: of the steps and measurements of this execution.
         colocated: whether an aggregator ran on the orchestrator's node.
@@ -114,6 +115,7 @@ class Finished:
     account: str
     data: DataStanding
     evaluation: Evaluation | None
+    loads: tuple[tuple[int, int], ...]
     released: tuple[Released, ...]
     evidence_class: str
     outcomes: tuple[StepOutcome, ...]

@@ -54,6 +54,7 @@ class Verdict:
         evaluation_f1: macro F1 beside the accuracy on a public split; None where the split is sealed.
         evaluation_metrics: values of the user's own metrics on a public split, by name.
         evaluation_perplexity: exp of ``evaluation_loss`` under ``next_token_cross_entropy``; else None.
+        loads: of each load of an earlier state, the number of finished steps at which it was made, and of the package.
         measurements: what was released about the private examples, each with the deviation of its noise.
         evidence_class: ``simulated`` or the hardware class whose root verified.
         model_digest: hexadecimal digest of the final parameters.
@@ -97,6 +98,7 @@ class Verdict:
     evaluation_f1: float | None = None
     evaluation_perplexity: float | None = None
     evaluation_metrics: dict[str, float] = field(default_factory=dict)
+    loads: tuple[tuple[int, int], ...] = ()
     measurements: tuple[Released, ...] = ()
     account: str | None = None
     data: DataStanding | None = None
@@ -132,4 +134,5 @@ class Verdict:
         if metrics.get("data") is not None:
             # The JSON of a run has lists.
             metrics["data"] = DataStanding(**{**metrics["data"], "accounts": tuple(metrics["data"]["accounts"])})
-        return cls(run_dir=Path(result["run_dir"]), measurements=released, **metrics)
+        loads = tuple((after, step) for after, step in metrics.pop("loads", ()))
+        return cls(run_dir=Path(result["run_dir"]), loads=loads, measurements=released, **metrics)

@@ -46,6 +46,7 @@ def verdict_rows(verdict: Verdict) -> list[tuple[str, str]]:
         ("boundary", BOUNDARIES[verdict.boundary]),
         *([("colocated", "orchestrator and aggregator on one node")] if verdict.colocated else []),
         *([] if verdict.exact else [("exact", "NOT EXACT: a repeat may differ in last bits, which no noise covers")]),
+        *(("loaded", f"parameters loaded at step {after}: those of step {step}") for after, step in verdict.loads),
         ("parameters", verdict.model_digest),
         ("run directory", str(verdict.run_dir)),
         ("its model", "raycloak.load(RUN_DIR) in Python, raycloak export for other libraries"),

@@ -31,7 +31,7 @@ def discard(run_dir: Path) -> RunFolder:
                 "run_done", f"the run in {run_dir} is over; there is nothing to discard.", "Nothing needs to be done."
             )
         with closing(open_run(str(home.home() / "orchestrator"), time.time, record.secret_file, record.run_id)) as run:
-            run.finish((), str(folder.path / "evidence.jsonl"), destroy=True)
+            run.finish(str(folder.path / "evidence.jsonl"), destroy=True)
         (folder.path / "examples.npz").unlink(missing_ok=True)
         folder.mark("void")
     return folder

@@ -34,12 +34,10 @@ from raycloak.coordinator.cluster.ray_calls import ask, fetch
 from raycloak.coordinator.cluster.remote import Actor
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig
-from raycloak.coordinator.config.sections import OptimizerConfig
 from raycloak.coordinator.console.output import attach_log, json_text
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.membership.members import Departure
 from raycloak.coordinator.planning.key_files import require_none_in_job
-from raycloak.coordinator.planning.manifest import BY_HAND
 from raycloak.coordinator.planning.model_source import compute_mode, loss_spec
 from raycloak.coordinator.planning.own_metrics import Metric
 from raycloak.coordinator.planning.payer import data_name
@@ -214,10 +212,7 @@ class Execution:
         self._span.set(run=self.folder.record.run_id)
         attach_log(self.folder.path / "run.log")
         control = launched.control.control(self.config.failure.control_deadline_s, self.config.failure.max_failures)
-        order = self._order(stack, launched, key, self.folder, NewRun(None, self.stop), control)
-        return replace(
-            order, config=self.config.model_copy(update={"optimizer": OptimizerConfig.model_construct(name=BY_HAND)})
-        )
+        return self._order(stack, launched, key, self.folder, NewRun(None, self.stop), control)
 
     def _new(self, stack: ExitStack, secret_file: str | None) -> tuple[Launched, SignerPublic, RunFolder]:
         """Start every process of a new run, which ``stack`` ends, and make its directory."""
@@ -334,7 +329,7 @@ class Execution:
         folder.mark("void")
         log = str(folder.path / "evidence.jsonl")
         try:
-            control.orchestrator.finish((), log, self.config.secret_retention == "run")
+            control.orchestrator.finish(log, self.config.secret_retention == "run")
         # The error that ended the run is the one to report.
         except (ActorLost, RaycloakError) as trouble:
             self.notice(f"a generated secret was not destroyed: {trouble}")

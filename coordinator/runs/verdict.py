@@ -68,6 +68,7 @@ def verdict_of(
         evaluation_f1=finished.evaluation.f1 if finished.evaluation else None,
         evaluation_perplexity=perplexity,
         evaluation_metrics=dict(finished.evaluation.own) if finished.evaluation else {},
+        loads=finished.loads,
         measurements=finished.released,
         evidence_class=finished.evidence_class,
         model_digest=finished.model_digest.hex(),

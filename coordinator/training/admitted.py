@@ -286,6 +286,7 @@ def _registration(
         public=config.dataset is not None and config.dataset.public,
         prepaid=config.ledger.prepaid,
         opens=opening_terms(config, paying, plan.mechanism.accountant),
+        lineage=manifest.lineage,
     )
     ledger = session.control.ledger
     if run.prepaid:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from raycloak.attestation.core.lineage import SignedStep
 from raycloak.attestation.core.mask_graph import MaskGraph
 from raycloak.attestation.core.messages import Envelope, parse
 from raycloak.attestation.core.roster import Query, Roster
@@ -104,6 +105,12 @@ class Step:
     def input_digest(self) -> bytes:
         """The digest of the step's input: its model, and the batches."""
         return step_input(self.model.digest, self.batches.digests)
+
+    @property
+    def released(self) -> SignedStep | None:
+        """What the aggregators signed of the attempt that was reduced; None in a loop by hand."""
+        ranges = tuple(report.release for report in self.reports if report.release is not None)
+        return SignedStep(roster=self.roster, ranges=ranges) if ranges else None
 
     def ask(self, receipt: Envelope | Reference[Envelope], roster: Envelope) -> None:
         """Ask every worker.
@@ -322,7 +329,12 @@ class Step:
 
     def _ask_to_reduce(self, binding: Reference[Envelope]) -> list[Reduction]:
         request = ReduceRequest(
-            roster=self.roster, headers=self.headers, input_digest=self.input_digest, ranges=self.ranges
+            roster=self.roster,
+            headers=self.headers,
+            input_digest=self.input_digest,
+            ranges=self.ranges,
+            before=self.model.tensors,
+            batches=self.batches.digests,
         )
         reductions = []
         for aggregator, part in zip(self.context.membership.members.aggregators, self.ranges, strict=False):

@@ -6,12 +6,14 @@ parameters.
 """
 
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raycloak.coordinator.cluster.backend import ActorLost
+from raycloak.coordinator.config.sections import OptimizerConfig
 from raycloak.coordinator.planning.plan import Plan
 from raycloak.coordinator.record.outcome import Ending
 from raycloak.coordinator.training.assignment import Order
@@ -20,6 +22,7 @@ from raycloak.coordinator.training.phases import Coordinator
 from raycloak.coordinator.training.step_context import Model
 from raycloak.metrics.errors import ConfigError, RaycloakError, RunFailedError
 from raycloak.metrics.registry import FAILED
+from raycloak.workers.terms.manifest import BY_HAND
 from raycloak.workers.terms.model_digest import model_digest, tensor_digests
 
 
@@ -31,6 +34,8 @@ class HandLoop:
     loop ends, the run claims ``plan.epsilon_outsiders``: its caller may have looked. Precondition: the caller sees only
     released values.
 
+    The manifest names no update rule. So no aggregator answers for the parameters: they are the caller's word.
+
     Attributes:
         plan: what the steps cost; ``plan.mechanism`` has the noise in each average.
         initial_parameters: float32 [d], in the order of the model's ``named_parameters``.
@@ -40,7 +45,8 @@ class HandLoop:
     """
 
     def __init__(self, order: Order) -> None:
-        self._order = order
+        rule = OptimizerConfig.model_construct(name=BY_HAND)
+        self._order = order = replace(order, config=order.config.model_copy(update={"optimizer": rule}))
         self._is_over = False
         self._coordinator = Coordinator(order)
         try:

@@ -284,6 +284,7 @@ class Coordinator:
             account=account.name,
             data=data_standing(view, account.name),
             evaluation=evaluation,
+            loads=tuple((load.after_step, load.step) for load in control.orchestrator.loads()),
             released=self.order.folder.released(),
             evidence_class=admitted.evidence_class,
             outcomes=tuple(training.outcomes),
@@ -306,4 +307,4 @@ class Coordinator:
 
     def finish_log(self, *, destroy: bool) -> None:
         """End the evidence log for good and export it; a generated secret is destroyed if asked."""
-        self.order.session.control.orchestrator.finish((), str(self.order.folder.path / "evidence.jsonl"), destroy)
+        self.order.session.control.orchestrator.finish(str(self.order.folder.path / "evidence.jsonl"), destroy)

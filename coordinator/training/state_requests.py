@@ -13,6 +13,7 @@ nothing, and the run goes on.
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from raycloak.attestation.core.lineage import ModelOrigin
 from raycloak.attestation.orchestrator.loads import StateLoad
 from raycloak.coordinator.aggregation.ranges import ParameterRange
 from raycloak.coordinator.checkpoints.archive import Restored
@@ -21,6 +22,7 @@ from raycloak.coordinator.cluster.backend import Backend
 from raycloak.coordinator.record.folder import SavedState, write_weights
 from raycloak.coordinator.training.step_context import Model
 from raycloak.metrics.errors import ConfigError, EvidenceError, RefusedError
+from raycloak.workers.terms.model_digest import with_state
 
 if TYPE_CHECKING:
     # It makes the loads of earlier executions again.
@@ -161,11 +163,13 @@ def _load(training: "Training", after: int, place: str) -> StateLoad:
 def take(training: "Training", restored: Restored) -> None:
     """Make a restored state the current one."""
     training.held = restored.package
-    training.model = as_model(restored, training.admitted.ranges, training.order.session.backend)
+    session = training.order.session
+    origin = ModelOrigin(standing=session.control.orchestrator.model_standing(training.finished_steps))
+    training.model = as_model(restored, training.admitted.ranges, session.backend, origin)
 
 
-def as_model(restored: Restored, ranges: tuple[ParameterRange, ...], backend: Backend) -> Model:
-    """Return a restored state as references, cut into ``ranges``."""
+def as_model(restored: Restored, ranges: tuple[ParameterRange, ...], backend: Backend, origin: ModelOrigin) -> Model:
+    """Return a restored state as references, cut into ``ranges``; ``origin`` as in `Model`."""
     # Copies: a view would keep the whole vector alive behind each range.
     parameters = tuple(backend.put(restored.parameters[owned.start : owned.stop].copy()) for owned in ranges)
     names = ({tensor.name for tensor in owned.tensors} for owned in ranges)
@@ -173,7 +177,8 @@ def as_model(restored: Restored, ranges: tuple[ParameterRange, ...], backend: Ba
         backend.put({key: value for key, value in restored.state.items() if key.rpartition("/")[0] in own})
         for own in names
     )
-    return Model(parameters, states, restored.package.manifest.model_digest)
+    tensors = with_state(restored.parameters, restored.state, [each for owned in ranges for each in owned.tensors])
+    return Model(parameters, states, restored.package.manifest.model_digest, tensors, origin)
 
 
 def _require_step(training: "Training", after: int) -> None:

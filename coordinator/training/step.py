@@ -6,6 +6,7 @@
     a worker failed -> move its virtual workers, next attempt                         survivors mask kept vectors again
     binding = ledger.bind_vectors(step, digest of the headers' tags)                  durable before it returns
     report, parameters, state = every aggregator.reduce(roster, headers, binding, vectors)     only what is ready
+    the report is signed, and goes with the next charge and the commit: see `raycloak.attestation.core.lineage`
     the coordinator takes all new references at once
 
 Workers are asked while the ledger charges, and aggregators while it binds. The backend delivers each
@@ -24,6 +25,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from raycloak.attestation.core.lineage import ModelOrigin, ModelPoint
 from raycloak.attestation.core.messages import Envelope, parse
 from raycloak.attestation.core.roster import Query, Roster
 from raycloak.attestation.orchestrator.commits import StepCommit
@@ -39,7 +41,6 @@ from raycloak.coordinator.training.sent import NO_BATCHES, StepBatches
 from raycloak.coordinator.training.step_context import Model, StepContext
 from raycloak.metrics.errors import BudgetError, EvidenceError, RunFailedError
 from raycloak.workers.terms.measurement import Measurement, Released, released, values_digest
-from raycloak.workers.terms.model_digest import model_digest
 from raycloak.workers.terms.receipt import Receipt, data_root
 from raycloak.workers.vectors.payload import VectorRange
 
@@ -96,10 +97,12 @@ class StepRunner:
         """
         step = Step(self.context, "gradient", number, model, self._cut(), self._seen, batches=batches, pace=self.pace)
         self._execute(step)
-        digests = [each for report in step.reports for each in report.tensor_digests]
-        digest = model_digest(self.context.manifest.computation.tensors, digests)
-        updated = Model(tuple(p for p, _ in step.updated), tuple(s for _, s in step.updated), digest)
-        return updated, self.outcome(step, digest)
+        released = step.released
+        tensors = tuple(tensor for part in (released.ranges if released else ()) for tensor in part.tensors)
+        point = ModelPoint.of(tensors)
+        parameters, states = zip(*step.updated, strict=True)
+        updated = Model(parameters, states, point.parameters, tensors, ModelOrigin(released=released))
+        return updated, self.outcome(step, point.parameters, point.state)
 
     def measure(self, measurement: Measurement, number: int, model: Model) -> tuple[Released, StepOutcome]:
         """Make release ``number`` of a measurement of ``model``, which does not change; otherwise as :meth:`run`."""
@@ -172,7 +175,8 @@ class StepRunner:
         commitments = self.context.membership.hosts.commitments
         start = None if self._started else RunStart(self.run_terms, data_root(commitments))
         run_id, manifest = self.context.manifest.run_id, self.context.manifest_digest
-        charge = self.context.control.ledger.charge(run_id, step.number, step.input_digest, manifest, step.query, start)
+        asked = run_id, step.number, step.input_digest, manifest, step.query, start
+        charge = self.context.control.ledger.charge(*asked, step.model.origin, step.batches.digests)
         if start is not None:
             # The ledger may refuse a run's data, and then no worker is asked for anything of them.
             charge.result()
@@ -202,11 +206,12 @@ class StepRunner:
         step.epsilon = paid.charged_epsilon if self.context.manifest.computation.mechanism.private else None
         return receipt
 
-    def outcome(self, step: Step, digest: bytes) -> StepOutcome:
+    def outcome(self, step: Step, digest: bytes, state_digest: bytes = b"") -> StepOutcome:
         """Return the record of a finished step, and leave its commit to the next roster.
 
         Args:
             digest: of the parameters after the step, or of the values of a measurement.
+            state_digest: of what the update rule keeps after it.
         """
         # The binding's entry and not the charge's: the evidence log then pins both against a ledger that is put back.
         commit = StepCommit(
@@ -216,6 +221,8 @@ class StepRunner:
             ledger_sequence=step.binding.sequence,
             ledger_hash=step.binding.head,
             query=step.query,
+            state_digest=state_digest,
+            released=step.released,
         )
         self.uncommitted += (commit,)
         mechanism, vectors = self.context.manifest.computation.mechanism_of(step.query), len(step.headers)
@@ -223,7 +230,8 @@ class StepRunner:
         masked = self.secure_aggregation or (mechanism.private and vectors > 1)
         squares = [report.squares for report in step.reports if report.squares is not None]
         return StepOutcome(
-            commit=commit,
+            # Without the signatures: a run keeps the record of every step.
+            commit=commit.plain,
             charged_epsilon=step.paid.charged_epsilon,
             masked_bytes=vectors * mechanism.dimension * mechanism.ring_bits // 8 if masked else 0,
             seconds=step.seconds,

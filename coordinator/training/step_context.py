@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from raycloak.attestation.core.lineage import INITIAL, ModelOrigin, TensorDigests
 from raycloak.coordinator.aggregation.aggregator import State
 from raycloak.coordinator.cluster.backend import ActorLost, Backend
 from raycloak.coordinator.cluster.control import Control
@@ -38,11 +39,15 @@ class Model:
     Attributes:
         parameters, states: one reference per range: float32 parameters, optimizer state.
         digest: model digest of all ranges together.
+        tensors: digests of all tensors and of their state; empty in a loop by hand.
+        origin: shows ledger and orchestrator where it comes from.
     """
 
     parameters: tuple[Reference[Parameters], ...]
     states: tuple[Reference[State], ...]
     digest: bytes
+    tensors: tuple[TensorDigests, ...] = ()
+    origin: ModelOrigin = INITIAL
 
 
 @dataclass(frozen=True, slots=True)

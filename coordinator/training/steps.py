@@ -11,6 +11,7 @@ from typing import Self
 
 import numpy as np
 
+from raycloak.attestation.core.lineage import ModelOrigin
 from raycloak.attestation.core.roster import Query
 from raycloak.attestation.orchestrator.commits import StepCommit
 from raycloak.attestation.orchestrator.loads import StateLoad
@@ -32,6 +33,7 @@ from raycloak.coordinator.training.step import StepRunner
 from raycloak.coordinator.training.step_context import Model
 from raycloak.metrics.errors import BudgetError, ConfigError, RefusedError, RunFailedError
 from raycloak.workers.inputs.sent_rows import row_bytes
+from raycloak.workers.terms.model_digest import with_state
 from raycloak.workers.terms.step_input import step_input
 
 
@@ -90,12 +92,14 @@ class Training:
             wanted |= {load.package_digest for load in loads}
             checkpoints = assignment.archive.open(control, manifest, admitted.metrics, wanted)
         if restored is not None:
-            model = as_model(restored, admitted.ranges, backend)
+            origin = ModelOrigin(standing=control.orchestrator.model_standing(restored.finished_steps))
+            model = as_model(restored, admitted.ranges, backend, origin)
         else:
             # Copies: a view would keep the whole vector alive behind each range.
             parts = tuple(backend.put(admitted.start[owned.start : owned.stop].copy()) for owned in admitted.ranges)
             states = tuple(aggregator.initial_state() for aggregator in admitted.membership.members.aggregators)
-            model = Model(parts, states, manifest.computation.initial_parameters)
+            tensors = with_state(admitted.start, {}, manifest.computation.tensors)
+            model = Model(parts, states, manifest.computation.initial_parameters, tensors)
         finished_steps = restored.finished_steps if restored is not None else 0
         return cls(
             order=order,
@@ -306,7 +310,7 @@ class Training:
         known = self.admitted.committed.get((commit.query, commit.step))
         if known is not None and known.released_digest != commit.released_digest:
             # Withdrawn, so that the failure's last commits do not log it.
-            self.runner.uncommitted = tuple(each for each in self.runner.uncommitted if each != commit)
+            self.runner.uncommitted = tuple(each for each in self.runner.uncommitted if each.plain != commit)
             raise RunFailedError(
                 "not_reproducible",
                 f"{commit.query} {commit.step} gave the digest {commit.released_digest.hex()}; the evidence log has "

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any, Final
 
+from raycloak.attestation.core.lineage import INITIAL, ModelOrigin
 from raycloak.attestation.core.messages import Envelope
 from raycloak.attestation.core.roster import Query
 from raycloak.attestation.processes.failure import Failed
@@ -58,10 +59,12 @@ class LedgerVault(Hosted, PrivacyLedger):
         manifest_digest: bytes,
         query: Query = "gradient",
         start: RunStart | None = None,
+        origin: ModelOrigin = INITIAL,
+        batches: tuple[bytes, ...] = (),
     ) -> Envelope:
         if start is not None:
             start = replace(start, run=self._on_open_account(start.run))
-        return super().charge(run_id, step, input_digest, manifest_digest, query, start)
+        return super().charge(run_id, step, input_digest, manifest_digest, query, start, origin, batches)
 
     def change_cap(self, account: str, epsilon_cap: float, authorisation: SignedCap | None = None) -> None:
         if self._is_machines and authorisation is None:

@@ -4,7 +4,6 @@ import time
 from pathlib import Path
 
 from raycloak.attestation.core.hybrid_signature import SignerPublic
-from raycloak.attestation.orchestrator.commits import StepCommit
 from raycloak.attestation.orchestrator.run_terms import RunTerms
 from raycloak.coordinator.vaults.hosted import Hosted, Inside
 from raycloak.coordinator.vaults.openings import OrchestratorOpening
@@ -51,8 +50,8 @@ class OrchestratorVault(Hosted, RunOrchestrator):
             raise policy_not_served()
         super().begin(terms, session)
 
-    def finish(self, commits: tuple[StepCommit, ...], log_file: str, destroy: bool) -> None:
-        super().finish(commits, self._log_place(log_file), destroy)
+    def finish(self, log_file: str, destroy: bool) -> None:
+        super().finish(self._log_place(log_file), destroy)
 
     def export_log(self, log_file: str) -> None:
         super().export_log(self._log_place(log_file))

@@ -421,6 +421,7 @@ def receipts(still: HandRun) -> Iterator[tuple[str, Envelope]]:
     yield "receipt_mismatch", still.receipt(manifest_digest=bytes(32))
     yield "receipt_mismatch", still.receipt(account="another")
     yield "receipt_mismatch", still.receipt(mechanism_digest=bytes(32))
+    yield "receipt_mismatch", still.receipt(lineage=None)
     yield "signature", still.roster()
 
 

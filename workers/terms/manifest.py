@@ -15,6 +15,7 @@ from pydantic import ValidationError, model_validator
 
 from raycloak.attestation.core.canonical import canonical_json
 from raycloak.attestation.core.hybrid_signature import SignerPublic
+from raycloak.attestation.core.lineage import Lineage
 from raycloak.attestation.core.mask_graph import SPLIT_PROBABILITY
 from raycloak.attestation.core.messages import Message
 from raycloak.attestation.core.roster import Query
@@ -25,6 +26,9 @@ from raycloak.metrics.errors import ProtocolError
 from raycloak.workers.terms.loss import LossSpec
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.mechanism import Mechanism, check_together
+
+BY_HAND = "by hand"
+"""The name of an update that the caller of `raycloak.by_hand` makes, and no aggregator; no configuration has it."""
 
 
 class TensorSpec(Message):
@@ -308,6 +312,14 @@ class Manifest(KeyContract):
     def key_owners(self) -> int:
         """The number of virtual workers."""
         return self.computation.mechanism.virtual_workers
+
+    @property
+    def lineage(self) -> Lineage | None:
+        """The terms by which each model follows from the one before; None where the run's caller makes the updates."""
+        if self.computation.optimizer.name == BY_HAND:
+            return None
+        initial = self.computation.initial_parameters
+        return Lineage(orchestrator_key=self.orchestrator_key, initial_parameters=initial)
 
     @property
     def stated(self) -> StatedRun:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from raycloak.attestation.core.canonical import digest, length_prefixed
+from raycloak.attestation.core.lineage import Lineage
 from raycloak.attestation.core.messages import Envelope, Message, open_envelope
 from raycloak.attestation.core.roster import Query
 from raycloak.metrics.errors import ProtocolError
@@ -65,6 +66,7 @@ class Receipt(LedgerStatement):
         dataset_fingerprint: of the data that the ledger registered the run for; the account's own, if it has one.
         data_root: of the commitments to all slices, as the ledger bound the run to it; see :func:`data_root`.
         charged_epsilon: the account's epsilon after this charge, at its delta.
+        lineage: by which the ledger has held each model of the run to the one before; None if it has not.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/receipt/v1"
@@ -75,6 +77,7 @@ class Receipt(LedgerStatement):
     charged_epsilon: float
     dataset_fingerprint: bytes = b""
     data_root: bytes
+    lineage: Lineage | None = None
 
 
 def data_root(commitments: Sequence[bytes]) -> bytes:
@@ -95,12 +98,13 @@ def check_receipt(
     lowest_fencing: int,
     query: Query = "gradient",
     dataset_fingerprint: bytes = b"",
+    lineage: Lineage | None = None,
 ) -> Receipt:
     """Verify a receipt for exactly this step.
 
     Guarantee: returns only if ``ledger_key`` signed that this mechanism was charged to this account for (run, query,
-    step, parameters, manifest, dataset). The instance that charged it has a fencing number of at least
-    ``lowest_fencing``.
+    step, parameters, manifest, dataset), and held the run to ``lineage``. The instance that charged it
+    has a fencing number of at least ``lowest_fencing``.
 
     Raises:
         ProtocolError: ``receipt_mismatch``, ``receipt_fenced`` or ``signature``.
@@ -114,5 +118,6 @@ def check_receipt(
         "account": account,
         "mechanism_digest": mechanism_digest,
         "dataset_fingerprint": dataset_fingerprint,
+        "lineage": lineage,
     }
     return open_statement(Receipt, envelope, ledger_key, expected, lowest_fencing, "receipt")

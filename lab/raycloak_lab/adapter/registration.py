@@ -106,6 +106,6 @@ class ClientOrchestrator:
         # A folder of its own: the documents that a log names lie beside it under one name.
         log = self._folder / self._run.run_id / "evidence.jsonl"
         log.parent.mkdir(mode=0o700, exist_ok=True)
-        self._run.finish((), str(log), True)
+        self._run.finish(str(log), True)
         self._run.close()
         return log

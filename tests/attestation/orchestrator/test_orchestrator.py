@@ -167,7 +167,7 @@ def test_a_run_and_its_session_are_whole_after_their_constructors(desk, tmp_path
     begun.admission.admit(attester.present(begun.admission.challenge("worker-0", "worker"), MANIFEST, ANSWER))
     begun.keys.release("worker-0", 0, (0,))
     begun.commit((commit(0, b"p" * 32, 1),))
-    run.finish((), str(tmp_path / "evidence.jsonl"), destroy=False)
+    run.finish(str(tmp_path / "evidence.jsonl"), destroy=False)
     assert [set(vars(part)) for part in parts] == made
     assert set(vars(run)) == opened
     run.close()
@@ -577,7 +577,8 @@ def test_the_exported_log_verifies_and_holds_every_decision(desk, tmp_path):
     desk.admit("worker-0", "worker-1")
     desk.orchestrator.release("worker-0", 0, (0, 2))
     view = desk.roster()
-    desk.orchestrator.finish((commit(0, b"p" * 32, 1),), str(tmp_path / "evidence.jsonl"), destroy=True)
+    desk.orchestrator.commit((commit(0, b"p" * 32, 1),))
+    desk.orchestrator.finish(str(tmp_path / "evidence.jsonl"), destroy=True)
     path = tmp_path / "evidence.jsonl"
     kinds = ["session", "admitted", "admitted", "released", *["data"] * 4, "roster", "committed", "finished"]
     assert len(read_exported_log(path, desk.key).entries) == len(kinds)
@@ -614,7 +615,8 @@ def test_what_the_log_names_by_a_digest_is_exported_beside_it(desk, tmp_path):
     desk.orchestrator.release("worker-0", 0, (0, 2))
     view = desk.roster()
     desk.roster(1)
-    desk.orchestrator.finish((commit(0, b"p" * 32, 1),), str(tmp_path / "evidence.jsonl"), destroy=True)
+    desk.orchestrator.commit((commit(0, b"p" * 32, 1),))
+    desk.orchestrator.finish(str(tmp_path / "evidence.jsonl"), destroy=True)
     found = read_documents((tmp_path / "documents.jsonl").read_bytes().splitlines())
     assert [each.kind for each in found.values()] == ["policy", "presentation", "collateral", "presentation", "members"]
     for kind, content in desk.log():
@@ -631,23 +633,24 @@ def test_what_the_log_names_by_a_digest_is_exported_beside_it(desk, tmp_path):
 
 
 def test_a_generated_secret_is_destroyed_when_asked_and_a_users_own_never(session, desk, tmp_path):
-    desk.orchestrator.finish((), str(tmp_path / "1.jsonl"), destroy=True)
+    desk.orchestrator.finish(str(tmp_path / "1.jsonl"), destroy=True)
     assert (desk.home / "secret").read_text() == SECRET.reveal().hex()
     assert desk.log()[-1] == ("finished", {"secret_destroyed": False})
     for destroy in (True, False):
         own = Desk(session, tmp_path / f"generated-{destroy}", generated=True)
-        own.orchestrator.finish((), str(tmp_path / "2.jsonl"), destroy=destroy)
+        own.orchestrator.finish(str(tmp_path / "2.jsonl"), destroy=destroy)
         assert (own.home / f"{own.run_id}.secret").exists() is not destroy
         assert own.log()[-1] == ("finished", {"secret_destroyed": destroy})
 
 
 def test_finishing_again_adds_nothing_to_the_log_and_writes_it_again(desk, tmp_path):
     """A run that failed is finished on the way out, whatever had been finished before."""
-    desk.orchestrator.finish((commit(0, b"p" * 32, 1),), str(tmp_path / "1.jsonl"), False)
+    desk.orchestrator.commit((commit(0, b"p" * 32, 1),))
+    desk.orchestrator.finish(str(tmp_path / "1.jsonl"), False)
     before = desk.log()
-    desk.orchestrator.finish((commit(0, b"p" * 32, 1),), str(tmp_path / "2.jsonl"), True)
+    desk.orchestrator.finish(str(tmp_path / "2.jsonl"), True)
     desk.restart()
-    desk.orchestrator.finish((), str(tmp_path / "3.jsonl"), True)
+    desk.orchestrator.finish(str(tmp_path / "3.jsonl"), True)
     assert desk.log() == before
     # The entries and the head are the same; ML-DSA signs with fresh randomness.
     logs = [read_exported_log(tmp_path / f"{number}.jsonl", desk.key) for number in (1, 2, 3)]
@@ -656,10 +659,10 @@ def test_finishing_again_adds_nothing_to_the_log_and_writes_it_again(desk, tmp_p
 
 def test_a_run_that_never_began_is_finished_too(session, tmp_path):
     desk = Desk(session, tmp_path / "early", generated=True)
-    desk.orchestrator.finish((), str(tmp_path / "1.jsonl"), destroy=False)
+    desk.orchestrator.finish(str(tmp_path / "1.jsonl"), destroy=False)
     desk.restart(begin=False)
     for _ in range(2):
-        desk.orchestrator.finish((), str(tmp_path / "2.jsonl"), destroy=True)
+        desk.orchestrator.finish(str(tmp_path / "2.jsonl"), destroy=True)
     assert [kind for kind, _ in desk.log()] == ["session", "finished", "finished"]
     assert not list(desk.home.glob("*.secret"))
 

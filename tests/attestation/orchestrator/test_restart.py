@@ -146,7 +146,7 @@ def test_a_run_is_opened_only_with_its_own_secret(session, desk, tmp_path):
 @pytest.mark.parametrize("left", ["nothing", "zeros"])
 def test_a_run_whose_secret_is_gone_cannot_be_opened(session, tmp_path, left):
     desk = Desk(session, tmp_path / "gone", generated=True)
-    desk.orchestrator.finish((), str(tmp_path / "evidence.jsonl"), destroy=True)
+    desk.orchestrator.finish(str(tmp_path / "evidence.jsonl"), destroy=True)
     if left == "zeros":
         (desk.home / f"{desk.run_id}.secret").write_text("0" * 64)
     assert reopening(desk, None, desk.run_id) == "secret_destroyed"
@@ -240,8 +240,8 @@ def test_what_was_committed_is_told_with_the_ledgers_head(desk):
     assert [(each["ledger_sequence"], each["ledger_hash"]) for each in entries] == [(10, "68" * 32), (11, "68" * 32)]
 
 
-@pytest.mark.parametrize("way", ["commit", "open_step", "finish"])
-def test_a_step_that_was_committed_with_other_parameters_is_not_reproducible(desk, tmp_path, way):
+@pytest.mark.parametrize("way", ["commit", "open_step"])
+def test_a_step_that_was_committed_with_other_parameters_is_not_reproducible(desk, way):
     desk.orchestrator.commit((commit(0, b"p" * 32, 1),))
     desk.executions += 1
     desk.restart()
@@ -253,7 +253,6 @@ def test_a_step_that_was_committed_with_other_parameters_is_not_reproducible(des
     ask = {
         "commit": lambda: desk.orchestrator.commit(wrong),
         "open_step": lambda: desk.roster(1, *wrong),
-        "finish": lambda: desk.orchestrator.finish(wrong, str(tmp_path / "evidence.jsonl"), False),
     }
     with pytest.raises(ProtocolError) as error:
         ask[way]()
@@ -282,6 +281,7 @@ def test_a_finish_that_was_cut_off_is_completed_by_the_next_incarnation(session,
     """Killed after the record and before the export, and killed before the destruction of the secret."""
     desk = Desk(session, tmp_path / "cut", generated=True)
     path = tmp_path / "evidence.jsonl"
+    desk.orchestrator.commit((commit(0, b"p" * 32, 1),))
 
     def crash(*_):
         raise KeyboardInterrupt
@@ -290,8 +290,8 @@ def test_a_finish_that_was_cut_off_is_completed_by_the_next_incarnation(session,
         with monkeypatch.context() as patch:
             patch.setattr(f"raycloak.attestation.{place}", crash)
             with pytest.raises(KeyboardInterrupt):
-                desk.orchestrator.finish((commit(0, b"p" * 32, 1),), str(path), destroy=True)
+                desk.orchestrator.finish(str(path), destroy=True)
         desk.restart()
-    desk.orchestrator.finish((commit(0, b"p" * 32, 1),), str(path), destroy=True)
+    desk.orchestrator.finish(str(path), destroy=True)
     assert len(read_exported_log(path, desk.key).entries) == len(desk.log()) == 3
     assert not (desk.home / f"{desk.run_id}.secret").exists()

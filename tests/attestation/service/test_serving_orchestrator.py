@@ -306,7 +306,7 @@ def test_an_address_that_is_taken_is_refused_by_name(session, tmp_path, run, mon
 def test_what_is_finished_answers_nothing_more(run):
     run.begun()
     with run.observing() as client:
-        run.orchestrator.finish((), str(run.home / "log.jsonl"), False)
+        run.orchestrator.finish(str(run.home / "log.jsonl"), False)
         assert refusal(client.log) == "release_denied"
     assert run.orchestrator.service_address() is None
     assert run.kinds[-1] == "finished"

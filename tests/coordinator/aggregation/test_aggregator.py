@@ -8,15 +8,17 @@ import pytest
 from scipy.stats import chi2
 
 from raycloak.attestation.core.keys import IdentityKey
+from raycloak.attestation.core.lineage import ModelPoint, SignedStep, open_release
 from raycloak.attestation.core.messages import Envelope, open_envelope, seal
 from raycloak.attestation.core.roster import Roster
 from raycloak.coordinator.aggregation import aggregator as module
 from raycloak.coordinator.aggregation.aggregator import MaskedAggregator, ReduceRequest, decoded_average, ring_sum
 from raycloak.metrics.errors import ProtocolError, RunFailedError
 from raycloak.workers.terms.binding import Binding
+from raycloak.workers.terms.model_digest import with_state
 from raycloak.workers.vectors.payload import Header, VectorRange
 from raycloak.workers.vectors.ring import CACHE_BLOCK_BYTES, decode, ring_dtype
-from tests.protocol import VIRTUAL_WORKERS, HandRun, correlation
+from tests.protocol import VIRTUAL_WORKERS, HandRun, correlation, orchestrator_key
 
 Answers = tuple[ReduceRequest, list[tuple[np.ndarray, ...]]]
 
@@ -112,7 +114,7 @@ def test_it_decodes_divides_by_the_public_batch_size_and_updates(hand, answers):
         report, updated, state = hand.reduce(request, vectors, owned.index)
         average = total[owned.start : owned.stop] / 20
         assert np.allclose(updated, hand.parameters[owned.index] - 0.5 * average, rtol=1e-6, atol=1e-7)
-        assert len(report.tensor_digests) == len(owned.tensors)
+        assert [tensor.name for tensor in report.release.tensors] == [tensor.name for tensor in owned.tensors]
         assert list(state) == [f"{tensor.name}/momentum_buffer" for tensor in owned.tensors]
 
 
@@ -123,7 +125,7 @@ def test_reducing_is_a_pure_function_of_what_is_given(hand, answers):
     for array in inputs:
         array.setflags(write=False)
     first, second = hand.reduce(request, vectors), hand.reduce(request, vectors)
-    assert first[0].tensor_digests == second[0].tensor_digests
+    assert first[0].release == second[0].release
     assert first[1].tobytes() == second[1].tobytes()
     assert {name: array.tobytes() for name, array in first[2].items()} == {
         name: array.tobytes() for name, array in second[2].items()
@@ -139,9 +141,11 @@ def test_two_attempts_of_a_step_decode_to_one_value(hand, earlier, answers):
 
 def test_a_released_parameter_that_is_not_finite_stops_the_run(hand, answers):
     request, vectors = answers
-    parameters = np.full_like(hand.parameters[0], np.inf)
+    states = {
+        f"{each.name}/momentum_buffer": np.full(each.shape, np.inf, np.float32) for each in hand.ranges[0].tensors
+    }
     with pytest.raises(RunFailedError) as error:
-        hand.aggregators[0].reduce(request, hand.binding(request), parameters, hand.states[0], *vectors[0])
+        hand.aggregators[0].reduce(request, hand.binding(request), hand.parameters[0], states, *vectors[0])
     assert error.value.code == "non_finite_parameters"
 
 
@@ -411,3 +415,47 @@ def test_masks_cancel_in_the_whole_and_in_no_part(wide):
     assert np.array_equal(ring_sum(vectors, 32), sum(clear[1:], clear[0]))
     for absent in range(3):
         assert looks_uniform(ring_sum([vector for i, vector in enumerate(vectors) if i != absent], 32))
+
+
+# --- what it signs
+
+
+def test_guarantee_it_signs_what_it_was_given_and_what_it_made(hand, answers):
+    """By the key of its evidence, for the attempt and the binding; another state is another signature."""
+    request, vectors = answers
+    ranges, states = [], [{}, {}, {}]
+    for owned in hand.ranges:
+        report, updated, states[owned.index] = hand.reduce(request, vectors, owned.index)
+        ranges.append(report.release)
+        assert report.release.tensors == with_state(updated, states[owned.index], owned.tensors)
+    of_run = {"run_id": hand.run_id, "manifest_digest": hand.manifest.digest()}
+    released = SignedStep(roster=request.roster, ranges=tuple(ranges))
+    found = open_release(released, orchestrator_key=orchestrator_key().public, **of_run)
+    tensors = [tensor for part in ranges for tensor in part.tensors]
+    assert (found.query, found.step, found.input_digest) == ("gradient", 0, hand.digest)
+    assert found.binding == Binding.model_validate_json(hand.binding(request).body).head
+    assert found.before == ModelPoint.initial(hand.digest)
+    assert found.after == ModelPoint.of(tensors)
+    own = hand.parameters[0], states[0]
+    other, *_ = hand.aggregators[0].reduce(request, hand.binding(request), *own, *vectors[0])
+    mixed = released.model_copy(update={"ranges": (other.release, *ranges[1:])})
+    with pytest.raises(ProtocolError, match="release_mismatch"):
+        open_release(mixed, orchestrator_key=orchestrator_key().public, **of_run)
+
+
+def test_parameters_that_the_step_was_not_charged_for_are_not_updated(hand, answers):
+    request, vectors = answers
+
+    def code(asked: ReduceRequest, parameters: np.ndarray, index: int = 0) -> str:
+        own = parameters, hand.states[index]
+        with pytest.raises(ProtocolError) as error:
+            hand.aggregators[index].reduce(asked, hand.binding(asked), *own, *vectors[index])
+        return error.value.code
+
+    for index in range(3):
+        assert code(request, hand.parameters[index] + np.float32(1), index) == "parameters_mismatch"
+    first, *rest = request.before
+    other = first.model_copy(update={"content": bytes(32)})
+    assert code(request.model_copy(update={"before": (other, *rest)}), hand.parameters[1], 1) == "parameters_mismatch"
+    for changes in ({"before": ()}, {"before": request.before[:-1]}, {"batches": (b"b" * 32,)}):
+        assert code(request.model_copy(update=changes), hand.parameters[0]) == "parameters_mismatch"

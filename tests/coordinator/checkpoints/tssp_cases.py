@@ -17,7 +17,7 @@ from raycloak.coordinator.checkpoints.writer import Snapshot, write_draft
 from raycloak.metrics.errors import EvidenceError
 from raycloak.workers.gradients.numerics import current_numerics
 from raycloak.workers.terms.loss import LossSpec
-from raycloak.workers.terms.manifest import Computation, Manifest, OptimizerSpec, TensorSpec
+from raycloak.workers.terms.manifest import BY_HAND, Computation, Manifest, OptimizerSpec, TensorSpec
 from raycloak.workers.terms.model_digest import model_digest, tensor_digests
 from tests import protocol
 
@@ -26,9 +26,9 @@ TENSORS = (TensorSpec(name="layer.weight", shape=(3, 4)), TensorSpec(name="layer
 
 
 def run_manifest(tensors: tuple[TensorSpec, ...] = TENSORS, **changes: Any) -> Manifest:
-    """Return the manifest of a run that was never trained."""
+    """Return the manifest of a run that was never trained: its steps are made by hand."""
     optimizer = OptimizerSpec(
-        name="adam", learning_rate=0.5, momentum=0.0, weight_decay=0.0, beta1=0.9, beta2=0.999, eps=1e-8,
+        name=BY_HAND, learning_rate=0.5, momentum=0.0, weight_decay=0.0, beta1=0.9, beta2=0.999, eps=1e-8,
         schedule="constant", warmup_steps=0,
     )  # fmt: skip
     computation = Computation(

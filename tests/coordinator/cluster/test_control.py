@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from raycloak.attestation.core.lineage import INITIAL
 from raycloak.attestation.log.evidence_log import read_exported_log
 from raycloak.coordinator.cluster.backend import ActorLost, LocalBackend, Settled
 from raycloak.coordinator.cluster.control import Control, LedgerFace, Restart, _Overlaps
@@ -22,7 +23,7 @@ AHEAD = {"load_accountant", "price"}
 """Questions that nobody waits for: a later one computes what their loss left undone."""
 LEDGER = {"view", "outlook", "charge", "bind_vectors"} | AHEAD
 ORCHESTRATOR = {"key_commitments", "begin", "challenge", "admit", "release", "record_data"} | {
-    *("open_step", "expel", "commit", "most_hosted", "finish", "view", "review", "present"),
+    *("open_step", "expel", "commit", "most_hosted", "loads", "finish", "view", "review", "present"),
 }
 
 
@@ -258,7 +259,7 @@ def test_a_run_is_finished_where_a_new_orchestrator_finds_the_secret_gone(code, 
     bench.lose("orchestrator")
     bench.fails = [ConfigError(code, "the secret cannot be read")]
     with nullcontext() if is_done else pytest.raises(ConfigError, match=code):
-        bench.control.orchestrator.finish((), "evidence.jsonl", True)
+        bench.control.orchestrator.finish("evidence.jsonl", True)
 
 
 def test_only_finish_takes_a_secret_that_is_gone_for_an_answer():
@@ -273,7 +274,8 @@ def test_keywords_reach_an_actor_in_the_order_of_its_parameters():
     bench = Bench()
     digests = {"manifest_digest": b"manifest", "input_digest": b"parameters"}
     bench.control.ledger.charge("run", step=1, **digests).result()
-    assert bench.started[0].handle.charged == ("run", 1, b"parameters", b"manifest", "gradient", None)
+    defaults = "gradient", None, INITIAL, ()
+    assert bench.started[0].handle.charged == ("run", 1, b"parameters", b"manifest", *defaults)
 
 
 def test_a_face_has_each_method_under_the_name_by_which_it_is_sent():

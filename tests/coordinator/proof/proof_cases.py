@@ -12,6 +12,8 @@ import yaml
 from raycloak.attestation.core.canonical import canonical_json
 from raycloak.attestation.core.hybrid_signature import HybridSigner
 from raycloak.attestation.core.keys import IdentityKey, Purpose, Secret, derive
+from raycloak.attestation.core.lineage import ModelPoint, StepRelease
+from raycloak.attestation.core.messages import seal
 from raycloak.attestation.core.roster import Roster, RosterMembers
 from raycloak.attestation.keys.run_secret import run_id_of
 from raycloak.attestation.log.entries import Entry, LogHead, entry_hash
@@ -61,6 +63,7 @@ class Site:
     ledger: IdentityKey
     orchestrator: HybridSigner
     signer: PackageSigner
+    aggregator: IdentityKey
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,8 @@ def proved(home: Path, run: WholeRun, secret: str = SECRET) -> Proved:
         *(derive(root, each) for each in (Purpose.ORCHESTRATOR_IDENTITY, Purpose.ORCHESTRATOR_ML_DSA))
     )
     with closing(PrivacyLedger(f"sqlite:///{home / 'ledger.sqlite'}", create=False)) as ledger:
-        site = Site(ledger._store.key, orchestrator, signer)
+        (aggregator, *_) = run.coordinator._members.aggregators
+        site = Site(ledger._store.key, orchestrator, signer, aggregator.handle._attester.identity)
     assert (site.orchestrator.public, site.ledger.public) == (manifest.log_owner, manifest.ledger_key)
     return Proved({name: parts.read(name) for name in parts.by_name}, trust, site, run.folder)
 
@@ -194,7 +198,8 @@ def lengthened(record: Proved, steps: int) -> dict[str, bytes]:
     log = check_exported_log(record.lines("evidence.jsonl"), record.site.orchestrator.public)
     body = next(entry.content for entry in log.entries if entry.kind == "roster")
     members = read_documents(record.lines("documents.jsonl"))[bytes.fromhex(body["members"])].open(RosterMembers)
-    digests[0] = next(bytes.fromhex(e.content["released_digest"]) for e in log.entries if e.kind == "committed")
+    first = next(entry.content for entry in log.entries if entry.kind == "committed")
+    digests[0], state = (bytes.fromhex(first[name]) for name in ("released_digest", "state_digest"))
     head, more = Head(entries[-1].sequence, entries[-1].hash), []
     for step in range(1, steps):
         common = {"recorded_at": NOW, "run_id": manifest.run_id, "query": "gradient", "step": step}
@@ -206,6 +211,7 @@ def lengthened(record: Proved, steps: int) -> dict[str, bytes]:
             input_digest=digests[step - 1],
             mechanism_digest=mechanism.digest(),
             charged_epsilon=spent,
+            state_digest=state,
         )
         for event in (charge, VectorsBound(**common, vectors_digest=bytes(32))):
             entries.append(make_entry(head, event, record.site.ledger))
@@ -222,6 +228,15 @@ def lengthened(record: Proved, steps: int) -> dict[str, bytes]:
         asked = {"step": step, "attempt": 1, "ratchet": step, "nonce": roster.nonce.hex()}
         more.append(("roster", body | asked | {"digest": roster.digest().hex()}))
         commit = {"query": "gradient", "step": step, "released_digest": digests[step].hex(), "attempts": 1}
+        commit |= {"state_digest": state.hex()}
+        release = StepRelease(
+            roster_digest=roster.digest(),
+            binding=head.hash,
+            input_digest=digests[step - 1],
+            before=ModelPoint(parameters=digests[step - 1], state=state),
+            after=ModelPoint(parameters=digests[step], state=state),
+        )
+        commit |= {"releases": [seal(release, record.site.aggregator).model_dump(mode="json")]}
         paid = {"ledger_sequence": head.sequence, "ledger_hash": head.hash.hex()}
         more.append(("committed", commit | paid))
     contents = relogged(record, lambda known: known.extend(more))

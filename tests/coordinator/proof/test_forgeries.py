@@ -13,6 +13,8 @@ from safetensors.numpy import load, save
 from raycloak.attestation.core.canonical import canonical_json
 from raycloak.attestation.core.hybrid_signature import HybridSigner
 from raycloak.attestation.core.keys import IdentityKey
+from raycloak.attestation.core.lineage import ModelPoint, StepRelease
+from raycloak.attestation.core.messages import parse, seal
 from raycloak.attestation.core.roster import MaskCircle, Roster, RosterMembers
 from raycloak.attestation.orchestrator.documents import Document, read_documents
 from raycloak.attestation.sealed.package_keys import TrustStore
@@ -628,7 +630,90 @@ def an_earlier_end_of_the_run(record, other):
     return relogged(record, edit)
 
 
+def _gradients(entries):
+    return [body for kind, body in entries if kind == "committed" and body["query"] == "gradient"]
+
+
+@forgery("lineage", "gradient step 1: no aggregator signed its result")
+def a_result_that_no_aggregator_signed(record, other):
+    return relogged(record, lambda entries: _gradients(entries)[1].update(releases=[]))
+
+
+@forgery("lineage", "gradient step 2: .*roster of another step")
+def the_signature_under_another_step(record, other):
+    def edit(entries):
+        _, second, third, *_ = _gradients(entries)
+        third["releases"] = second["releases"]
+
+    return relogged(record, edit)
+
+
+@forgery("lineage", "gradient step 1: .*signature")
+def a_result_that_a_stranger_signed(record, other):
+    def edit(entries):
+        second = _gradients(entries)[1]
+        release = parse(StepRelease, bytes.fromhex(second["releases"][0]["body"]))
+        second["releases"] = [seal(release, IdentityKey.generate()).model_dump(mode="json")]
+
+    return relogged(record, edit)
+
+
+@forgery("lineage", "gradient step 3: .*another result")
+def a_state_that_the_last_step_did_not_leave(record, other):
+    return relogged(record, lambda entries: _gradients(entries)[-1].update(state_digest="00" * 32))
+
+
+@forgery("lineage", "gradient step 1: .*another result")
+def a_state_that_was_exchanged(record, other):
+    """The aggregators signed what they were given; the log has another state in its place."""
+    return relogged(record, lambda entries: _gradients(entries)[1].update(state_digest="00" * 32))
+
+
+@forgery("lineage", "evaluation step 0: .*signature")
+def a_measurement_that_a_stranger_signed(record, other):
+    def edit(entries):
+        body = next(body for kind, body in entries if kind == "committed" and body["query"] == "evaluation")
+        release = parse(StepRelease, bytes.fromhex(body["releases"][0]["body"]))
+        body["releases"] = [seal(release, IdentityKey.generate()).model_dump(mode="json")]
+
+    return relogged(record, edit)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"binding": bytes(32)}, "another binding"),
+        ({"input_digest": bytes(32)}, "another charge"),
+        ({"before": ModelPoint(parameters=bytes(32), state=b"")}, "another model before"),
+        ({"after": ModelPoint(parameters=bytes(32), state=b"")}, "another result"),
+    ],
+)
+@pytest.mark.parametrize("query", ["gradient", "evaluation"])
+def test_what_an_aggregator_signed_is_held_to_log_and_ledger(record, query, changes, words):
+    """Even by one who has the aggregator's key."""
+
+    def edit(entries):
+        *_, last = (body for kind, body in entries if kind == "committed" and body["query"] == query)
+        release = parse(StepRelease, bytes.fromhex(last["releases"][0]["body"])).model_copy(update=changes)
+        last["releases"] = [seal(release, record.site.aggregator).model_dump(mode="json")]
+
+    found = failures(relogged(record, edit), record)
+    assert words in found["lineage"]
+    assert "it rests on 'lineage', which failed" in found["released model"]
+
+
 # --- with both
+
+
+@forgery("contract", "registers the run with another lineage")
+def a_registration_without_the_lineage(record, other):
+    """The ledger would then have charged for any model."""
+
+    def edit(events):
+        at = next(i for i, event in enumerate(events) if isinstance(event, RunRegistered))
+        events[at] = events[at].model_copy(update={"lineage": None})
+
+    return reledgered(record, edit)
 
 
 @forgery("steps", "out of order")

@@ -55,7 +55,7 @@ def _entries(n: int) -> list[Entry]:
         package = f'"package_digest":"{digest}","step":{step + 1}'
         bodies = {
             "committed": f'{{"attempts":1,"ledger_hash":"{digest}","ledger_sequence":{step + 1},"query":"gradient",'
-            f'"released_digest":"{digest}","step":{step}}}',
+            f'"released_digest":"{digest}","releases":[],"state_digest":"","step":{step}}}',
             "sealed": f"{{{package}}}",
             "published": f"{{{package}}}",
             "loaded": f'{{"after_step":{step + 1},"model_digest":"{digest}",{package}}}',

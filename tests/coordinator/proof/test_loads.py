@@ -41,6 +41,7 @@ def test_a_run_with_loads_is_proved_and_the_proof_names_them(record):
     assert found["steps"].endswith(
         f"in order; the state of step 2 loaded after 3; the state of step 2 loaded after {STEPS}"
     )
+    assert found["lineage"].endswith(f"; parameters loaded at step 3; parameters loaded at step {STEPS}")
     assert found["released model"].endswith(f"after step {STEPS}")
     assert "agree" in found["metrics.jsonl"]
 

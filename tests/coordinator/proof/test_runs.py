@@ -14,15 +14,17 @@ from raycloak.coordinator.checkpoints.archive import Archive
 from raycloak.coordinator.ledger.cap_authority import CapAuthorisation, authorise
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.rules import OpeningTerms
-from raycloak.coordinator.proof.claims import ClaimOutcome
+from raycloak.coordinator.proof import run_claims
+from raycloak.coordinator.proof.claims import ClaimOutcome, NotThere
 from raycloak.coordinator.proof.verify import verify_parts
 from raycloak.coordinator.training.assignment import NewRun, ResumedRun
 from raycloak.coordinator.training.pace import StopRequest
-from raycloak.workers.terms.manifest import Manifest
+from raycloak.workers.terms.manifest import BY_HAND, Manifest
 from tests.coordinator.proof.proof_cases import (
     CHECKPOINT,
     STEPS,
     Proved,
+    established_case,
     joined,
     lengthened,
     packed,
@@ -65,6 +67,23 @@ def test_a_run_that_was_killed_and_resumed_is_proved_from_its_first_step(tmp_pat
     assert found["contract"].startswith("2 sessions")
     assert found["steps"].startswith(f"{STEPS} steps, each charged")
     assert found["released model"].endswith(f"after step {STEPS}")
+
+
+def test_several_ranges_are_signed_one_by_one_and_put_together_on_the_word_of_others(tmp_path):
+    found = said(proved(tmp_path, train(tmp_path, aggregators=2)))
+    assert found["lineage"].startswith("7 results, each signed by the aggregators of its roster")
+    assert "the word of ledger and orchestrator" in found["lineage"]
+
+
+def test_a_loop_by_hand_has_nobody_who_answers_for_its_parameters(tmp_path):
+    case = established_case(proved(tmp_path, train(tmp_path)))
+    assert run_claims.lineage(case) == "7 results, each signed by the aggregators of its roster"
+    computation = case.manifest.computation
+    rule = computation.optimizer.model_copy(update={"name": BY_HAND})
+    own = computation.model_copy(update={"optimizer": rule})
+    case.__dict__["manifest"] = case.manifest.model_copy(update={"computation": own})
+    with pytest.raises(NotThere, match="by hand"):
+        run_claims.lineage(case)
 
 
 def test_a_member_that_was_revoked_may_have_a_namesake_in_the_next_session(tmp_path):

@@ -33,7 +33,7 @@ from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.model_digest import model_digest, tensor_digests
 from raycloak.workers.virtual_worker import VirtualWorkerComputer
 from tests.models import small_model
-from tests.protocol import FEW_FAILURES, WholeRun, examples, trained, whole_run
+from tests.protocol import FEW_FAILURES, WholeRun, examples, trained, whole_run, with_another_tensor
 
 STEPS = 6
 RUN_ID = "the one of SECRET"
@@ -333,8 +333,7 @@ def test_a_model_that_does_not_come_out_the_same_is_neither_kept_nor_sealed(tmp_
     first = begun(tmp_path, killed_at("charge", 3), assignment=NewRun())
 
     def another(report, parameters, state):
-        changed = {"tensor_digests": (bytes(32), *report.tensor_digests[1:])}
-        return report.model_copy(update=changed), parameters, state
+        return with_another_tensor(report), parameters, state
 
     second = resumed(tmp_path, first)
     second.stage.disturb = lambda call: another if (call.method, call.index) == ("reduce", 1) else None
@@ -468,8 +467,7 @@ def test_a_replay_of_a_step_that_was_charged_but_not_committed_is_refused(tmp_pa
 
 def test_a_digest_that_differs_ends_a_replay_before_the_next_receipt(tmp_path, finished):
     def another(report, parameters, state):
-        digests = (bytes(32), *report.tensor_digests[1:])
-        return report.model_copy(update={"tensor_digests": digests}), parameters + np.float32(1), state
+        return with_another_tensor(report), parameters + np.float32(1), state
 
     again = replayed(tmp_path, finished, 4, 6)
     again.stage.disturb = lambda call: another if (call.method, call.index) == ("reduce", 0) else None

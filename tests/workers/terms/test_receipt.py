@@ -6,11 +6,13 @@ import pytest
 
 from raycloak.attestation.core.canonical import length_prefixed
 from raycloak.attestation.core.keys import IdentityKey, Secret
+from raycloak.attestation.core.lineage import Lineage
 from raycloak.attestation.core.messages import Envelope, seal
 from raycloak.metrics.errors import ProtocolError
 from raycloak.workers.terms.receipt import Receipt, check_receipt
 
 LEDGER = IdentityKey.from_seed(Secret(bytes(32)))
+LINEAGE = Lineage(orchestrator_key=b"o" * 32, initial_parameters=b"i" * 32)
 RECEIPT = Receipt(
     query="gradient",
     data_root=b"r" * 32,
@@ -49,6 +51,7 @@ def test_the_receipt_of_this_step_is_accepted():
         {"account": "others"},
         {"mechanism_digest": b"e" * 32},
         {"dataset_fingerprint": b"f" * 32},
+        {"lineage": LINEAGE},
     ],
 )
 def test_a_receipt_of_anything_else_is_refused(expected: dict[str, Any]):
@@ -70,7 +73,11 @@ def test_a_receipt_of_another_key_is_refused():
 @pytest.mark.parametrize("field", sorted(Receipt.model_fields))
 def test_no_field_of_a_signed_receipt_can_be_changed(field: str):
     value = getattr(RECEIPT, field)
-    changed = value + 1 if isinstance(value, int | float) else value[:-1] + (b"x" if isinstance(value, bytes) else "x")
+    if field == "lineage":
+        changed = LINEAGE
+    else:
+        last = b"x" if isinstance(value, bytes) else "x"
+        changed = value + 1 if isinstance(value, int | float) else value[:-1] + last
     forged = RECEIPT.model_copy(update={field: changed})
     envelope = seal(RECEIPT, LEDGER)
     with pytest.raises(ProtocolError, match="signature"):
