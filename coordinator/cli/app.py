@@ -312,11 +312,21 @@ def plan(
 
 
 @command(app)
-def doctor(output: Output) -> int:
+def doctor(
+    output: Output,
+    boundary: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Instead check the machine's vaults, whose settings are there as ROLE.yaml."),
+    ] = None,
+) -> int:
     """Check that this machine can run raycloak. Exit code 4 if a check fails."""
     from raycloak.coordinator.cli.doctor import examine
+    from raycloak.coordinator.cli.doctor_boundary import examine_boundary
 
-    checks, styles = examine(), {"ok": "green", "warn": "yellow", "fail": "bold red"}
+    checks, styles = (
+        examine() if boundary is None else examine_boundary(boundary),
+        {"ok": "green", "warn": "yellow", "fail": "bold red"},
+    )
     failed = any(check.status == "fail" for check in checks)
     rows = [(each.name, Text(each.status, style=styles[each.status]), each.finding, each.remedy) for each in checks]
     view = columns_table("raycloak doctor", ("check", "status", "finding", "remedy"), rows)

@@ -182,10 +182,13 @@ def policy_not_served() -> RefusedError:
     )
 
 
-def read_settings(role: str, path: Path) -> VaultSettings:
+def read_settings(role: str, path: Path, owner: int | None = None) -> VaultSettings:
     """Read the settings of a role's vaults.
 
-    Guarantee: nobody but this process's user and root could have written them.
+    Guarantee: nobody but the owner and root could have written them.
+
+    Args:
+        owner: user id of the vaults; None for this process's own.
 
     Raises:
         ConfigError: ``vault_settings`` if the file is missing, is not YAML, or others can write it; ``config`` with
@@ -197,7 +200,9 @@ def read_settings(role: str, path: Path) -> VaultSettings:
             content = file.read()
     except OSError as error:
         raise file_error("vault_settings", "read", path, error) from None
-    if found.st_uid not in (os.getuid(), 0) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if found.st_uid not in (os.getuid() if owner is None else owner, 0) or found.st_mode & (
+        stat.S_IWGRP | stat.S_IWOTH
+    ):
         raise ConfigError(
             "vault_settings",
             f"{path} can be written by others than the vault's user and root.",
