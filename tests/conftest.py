@@ -194,3 +194,21 @@ def run_python(tmp_path: Path) -> Runner:
 def run_python_in() -> type[Runner]:
     """Return the runner of `run_python`, for a folder that the caller gives."""
     return Runner
+
+
+@pytest.fixture
+def own_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let the test take a bundle of code, which a process keeps for good, and take it back afterwards."""
+    from raycloak.workers.inputs import user_code
+    from raycloak.workers.inputs.code_bundle import CodeBundle
+
+    taken: list[CodeBundle] = []
+    monkeypatch.setattr(user_code, "_TAKEN", taken)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    yield
+    own = {Path(name).parts[0].removesuffix(".py") for bundle in taken for name in bundle.files}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if name.partition(".")[0] in own or (file and Path(file).is_relative_to(tmp_path)):
+            del sys.modules[name]

@@ -8,6 +8,8 @@ config file):
 
 A relative base is relative to the process's working directory: see :func:`portable_base`. The base folder is on
 ``sys.path`` only while a file is executed, so the file may import its neighbours.
+
+Another rule holds in a process that took a bundle (:func:`only_from`): a module is one of its files, or refused.
 """
 
 import ast
@@ -22,19 +24,22 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib import metadata
-from importlib.machinery import PathFinder, SourceFileLoader, all_suffixes
+from importlib.machinery import PathFinder, all_suffixes
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from raycloak.attestation.core.canonical import digest, length_prefixed
-from raycloak.metrics.errors import ConfigError
+from raycloak.metrics.errors import ConfigError, EvidenceError
+from raycloak.workers.inputs.code_bundle import CodeBundle, FromContent
 
 UNPACKED = "working_dir_files"
 """The folder in which Ray unpacks working directories."""
 SEE_WHY = "To see its traceback: raycloak plan CONFIG --debug."
 
 _TELLING = ContextVar("telling", default=False)
+_TAKEN: list[CodeBundle] = []
+"""The bundle of this process, once it has one. It stays: what its code imports later is the bundle's as well."""
 
 
 @contextmanager
@@ -78,6 +83,7 @@ def resolve(target: str, base: Path | str) -> Callable[..., Any]:
     Raises:
         ConfigError: ``module_function`` if the text has another form, the module is not found or fails when it is
             executed, or holds no such callable.
+        EvidenceError: ``code_unlisted`` if this process took a bundle that does not have it.
     """
     module_name, function_name = _split(target)
     module = _load(module_name, base)
@@ -88,6 +94,22 @@ def resolve(target: str, base: Path | str) -> Callable[..., Any]:
         )
     function: Callable[..., Any] = found
     return function
+
+
+def only_from(bundle: CodeBundle) -> None:
+    """Let this process take code of the user's from ``bundle`` alone, from now on.
+
+    Guarantee: no function that a run names is found anywhere else, whatever lies on disk or is installed.
+
+    Raises:
+        ConfigError: as `raycloak.workers.inputs.code_bundle.CodeBundle.take`.
+        EvidenceError: ``code_unlisted`` if it has taken another bundle.
+    """
+    if not _TAKEN:
+        bundle.take()
+        _TAKEN.append(bundle)
+    elif _TAKEN[0].digest != bundle.digest:
+        raise EvidenceError("code_unlisted", f"the files of {bundle.folder} changed since this process read them")
 
 
 def source_digest(target: str | Callable[..., Any], base: Path | str) -> bytes:
@@ -144,9 +166,12 @@ def require_module(target: str, base: Path | str) -> None:
 
     Raises:
         ConfigError: ``module_function`` if the text has another form, or its module is not found.
+        EvidenceError: ``code_unlisted`` if this process took a bundle that does not have it.
     """
     module, _ = _split(target)
     # The outermost name alone: a search for a submodule imports the packages that it lies in.
+    if _TAKEN:
+        _TAKEN[0].require_module(module)
     if _local_file(module, base) is None and importlib.util.find_spec(module.partition(".")[0]) is None:
         raise _absent(module, base)
 
@@ -175,7 +200,7 @@ def _files_digest(start: Path, base: Path) -> bytes:
     """Return a SHA-256 over names and content of :func:`_reached` files."""
     found = _reached(start, base)
     # Sorted and relative, so that the digest depends neither on the order of a set nor on the folder.
-    named = sorted((os.path.relpath(path, start.parent), path.read_bytes()) for path in found)
+    named = sorted((os.path.relpath(path, start.parent), _content(path)) for path in found)
     return digest(length_prefixed("raycloak/source/v1", *(field for pair in named for field in pair)))
 
 
@@ -274,7 +299,7 @@ def _imports(path: Path, base: Path) -> set[str]:
     """Return the modules that the import statements in ``path`` may mean, with the packages they lie in."""
     names: set[str] = set()
     inside = list(path.relative_to(base).parts[:-1]) if path.is_relative_to(base) else []
-    for node in ast.walk(ast.parse(path.read_bytes())):
+    for node in ast.walk(ast.parse(_content(path))):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -299,8 +324,15 @@ def _split(target: str) -> tuple[str, str]:
 
 
 def _local_file(module: str, base: Path | str) -> Path | None:
+    if _TAKEN:
+        return _TAKEN[0].module(module)
     stem = Path(base).resolve().joinpath(*module.split("."))
     return next((path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()), None)
+
+
+def _content(path: Path) -> bytes:
+    found = _TAKEN[0].content(path) if _TAKEN else None
+    return path.read_bytes() if found is None else found
 
 
 def absent_import(error: BaseException, target: str, base: Path | str) -> ConfigError | None:
@@ -345,8 +377,10 @@ def find_in(folders: Iterable[str]) -> None:
 
 def _load(name: str, base: Path | str) -> ModuleType:
     path = _local_file(name, base)
+    if _TAKEN:
+        _TAKEN[0].require_module(name)
     try:
-        return importlib.import_module(name) if path is None else _load_file(path, base)
+        return importlib.import_module(name) if _TAKEN or path is None else _load_file(path, base)
     except ModuleNotFoundError as error:
         if path is None and error.name is not None and (name + ".").startswith(error.name + "."):
             raise _absent(name, base) from None
@@ -378,7 +412,7 @@ def _load_file(path: Path, base: Path | str) -> ModuleType:
     name = "_raycloak_user_" + digest(length_prefixed("raycloak/module/v1", str(path), content)).hex()
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path, loader=_FromContent(name, path, content))
+    spec = importlib.util.spec_from_file_location(name, path, loader=FromContent(name, path, content))
     assert spec is not None, "a .py file always has a loader"
     assert spec.loader is not None, "a .py file always has a loader"
     module = importlib.util.module_from_spec(spec)
@@ -398,18 +432,3 @@ def _load_file(path: Path, base: Path | str) -> ModuleType:
         sys.dont_write_bytecode = kept
         sys.path.remove(entry)
     return module
-
-
-class _FromContent(SourceFileLoader):
-    """Loads a module from the very bytes that its name digests, and from no cache.
-
-    Python takes a cache for current whose file has the same size and second; the digest would then be of other code.
-    """
-
-    def __init__(self, name: str, path: Path, content: bytes) -> None:
-        super().__init__(name, str(path))
-        self._content = content
-
-    def get_code(self, fullname: str) -> CodeType:
-        """Return the code of the bytes."""
-        return self.source_to_code(self._content, self.path)
