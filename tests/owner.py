@@ -1,5 +1,6 @@
 """A data owner with a key service of its own on loopback, as tests of whole runs need it."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,9 @@ from raycloak.attestation.core.messages import parse
 from raycloak.attestation.keys.halves import ServiceContract
 from raycloak.attestation.keys.release import RunKeys
 from raycloak.attestation.orchestrator.orchestrator import RunSession
+from raycloak.attestation.policy.policy import simulated_policy
+from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
+from raycloak.coordinator.config import home
 from raycloak.coordinator.config.section import validated
 from raycloak.coordinator.evidence.standalone_service import ServiceConfig, start_service
 from tests.protocol import VIRTUAL_WORKERS
@@ -48,9 +52,19 @@ class Owner:
 
 
 @contextmanager
-def key_service(folder: Path, secret: str = OWN, **contract: int) -> Iterator[Owner]:
+def key_service(
+    folder: Path, secret: str = OWN, listed: tuple[bytes, ...] | None = None, **contract: int
+) -> Iterator[Owner]:
+    """Run a key service; ``listed`` is the list of code of its policy, which is otherwise that of this home."""
     (folder / "own.hex").write_text(secret)
     raw = {"bind": "127.0.0.1:0", "run_secret": "own.hex", "hosting": "any"}
+    if listed is not None:
+        raw |= {"policy": "owner.yaml", "collateral": "collateral.yaml"}
+        vendor = SimulatedVendor.load_or_create(home.simulator_folder())
+        policy = simulated_policy(vendor, code_measurement()).model_copy(update={"code": listed})
+        (folder / "owner.yaml").write_bytes(policy.encode())
+        (folder / "collateral.yaml").write_text("tdx: [tdx.json]")
+        (folder / "tdx.json").write_bytes(vendor.collateral(int(time.time())).tdx[0].encode())
     terms = {"virtual_workers": VIRTUAL_WORKERS, **contract}
     server, session, facts = start_service(validated(ServiceConfig, {**raw, "contract": terms}), folder)
     assert facts.contract is not None

@@ -40,6 +40,7 @@ from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.evidence.sources import LocalPlatform
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.membership.members import Departure, Timer
+from raycloak.coordinator.planning.listed_code import listed_code
 from raycloak.coordinator.planning.manifest import build_computation, build_manifest, epochs, run_terms
 from raycloak.coordinator.planning.model_source import compute_mode, loss_spec, model_source
 from raycloak.coordinator.planning.plan import keys_per_machine, make_plan, plan_mechanism
@@ -215,7 +216,7 @@ class HandRun:
         self.source = LocalPlatform(self.vendor.platform())
         self.policy, self.collateral = self.judged_by()
         self.orchestrator = self.start_orchestrator()
-        self.setup = worker_setup(self.config, home, data)
+        self.setup = worker_setup(self.config, home, data).model_copy(update={"code": self.policy.code})
         self.workers = {f"worker-{i}": self.new_worker(f"worker-{i}") for i in range(workers)}
         self.facts, *_ = [worker.prepare(self.setup) for worker in self.workers.values()]
         self.start = self.workers["worker-0"].initial_parameters()
@@ -279,6 +280,7 @@ class HandRun:
             ledger_key=self.ledger_key.public,
             orchestrator_key=self.orchestrator_key,
             keys_per_machine=keys_per_machine(self.config, VIRTUAL_WORKERS),
+            code=self.facts.code,
         )
         commitments = self.orchestrator.key_commitments(unkeyed.key_context, VIRTUAL_WORKERS, epochs(self.config))
         return unkeyed.with_keys(commitments)
@@ -730,6 +732,7 @@ def whole_run(
     traces: Traces = OFF,
     pace: Pace = OPEN,
     folder: Path | None = None,
+    listed: tuple[bytes, ...] | None = None,
     **fields: Any,
 ) -> WholeRun:
     """Return a run that is ready to be trained; with one ``home`` and ``secret``, a repeat of the same run.
@@ -745,6 +748,7 @@ def whole_run(
         traces: where its spans go.
         pace: when steps may be charged and released, and what a client sent for them.
         folder: the directory of an earlier execution of the run; a new one by default.
+        listed: the policy's list of code, which is then looked up in ``home/data``.
     """
     settings = config(overrides, **{"micro_batch_size": 5, **fields})
     path = secret_file(home, secret) if secret else None
@@ -758,7 +762,8 @@ def whole_run(
     if disturb is not None:
         stage.disturb = disturb
     control = replace(session.control, backend=stage, max_restarts=settings.failure.max_failures)
-    session = replace(session, backend=stage, control=control)
+    policy = session.policy.model_copy(update={"code": listed})
+    session = replace(session, backend=stage, control=control, policy=policy)
     folder = folder or Path(tempfile.mkdtemp(dir=home))
     record = RunRecord(
         run_id=session.run_id,
@@ -779,7 +784,7 @@ def whole_run(
         restart=lambda restart: run.restarts.append((restart.role, restart.cause)),
         traces=traces,
     )
-    setup = worker_setup(settings, home, data)
+    setup = worker_setup(settings, home, data).model_copy(update={"code": policy.code})
     order = Order(
         settings,
         session,
@@ -789,6 +794,7 @@ def whole_run(
         RunFolder(folder, record),
         assignment or NewRun(),
         pace=pace,
+        code=listed_code(policy, settings, [], setup.base),
     )
     coordinator = Coordinator(order, Timer(now=stage.time, sleep=stage.time.sleep))
     run = WholeRun(home, settings, session, stage, folder, coordinator, events)

@@ -28,6 +28,7 @@ class WorkerSetup(Message):
         mode: how the model is computed; part of the numerics class.
         evaluation: folder of a sealed evaluation split, if the workers are to measure on one.
         contents: tensors that the run's model has; None for the first workers, which find them.
+        code: the policy's list of bundles that code of the user's may come from; None if it has no such list.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/worker-setup/v1"
@@ -43,6 +44,7 @@ class WorkerSetup(Message):
     contents: tuple[TensorContent, ...] | None = None
     threads: int = 1
     mode: ComputeMode = PLAIN
+    code: tuple[bytes, ...] | None = None
 
 
 class WorkerFacts(Message):
@@ -57,6 +59,7 @@ class WorkerFacts(Message):
         initial_parameters: parameter digest of the start.
         contents: of all parameters and buffers of the model.
         largest_rows: of a micro-batch; see `raycloak.workers.gradients.row_memory`.
+        code: digest of the bundle that its own code comes from; empty for none, or without a list.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/worker-facts/v1"
@@ -73,6 +76,7 @@ class WorkerFacts(Message):
     tokenizer: bytes = b""
     model_notes: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    code: bytes = b""
 
 
 class Admission(Message):

@@ -82,6 +82,7 @@ class SecondHalves:
             epoch=epoch,
             virtual_workers=sorted(released),
             watch=self._watch,
+            code=manifest.code,
         )
         context = manifest.key_context
         return {

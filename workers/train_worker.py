@@ -22,6 +22,7 @@ from raycloak.attestation.keys.release import KeyRelease
 from raycloak.metrics.errors import ProtocolError
 from raycloak.workers.answer_codes import answer_code, guarded
 from raycloak.workers.evaluation import EvaluationReply
+from raycloak.workers.listed_code import check_code
 from raycloak.workers.messages import Admission, StepReply, StepRequest, WorkerFacts, WorkerSetup
 from raycloak.workers.models.models import read_flat
 from raycloak.workers.peers import Peers
@@ -98,7 +99,7 @@ class TrainWorker:
         Raises:
             ProtocolError: ``manifest_mismatch`` with the field named, ``mechanism_bounds``, ``policy_mismatch``,
                 ``challenge_mismatch``, or ``already_presented`` if this worker is bound to another manifest.
-            EvidenceError: why the orchestrator's own evidence is refused; nothing has been sent then.
+            EvidenceError: ``code_unlisted``, or why the orchestrator's own evidence is refused; nothing has been sent.
         """
         manifest, member = admission.manifest, self._stage
         planned = member.planned if isinstance(member, RunMember) else member
@@ -106,6 +107,7 @@ class TrainWorker:
         planned.check(manifest)
         if admission.policy.digest() != manifest.policy_digest:
             raise ProtocolError("policy_mismatch", "the policy is not the manifest's")
+        check_code(admission, planned.workload.setup, planned.workload.facts)
         if isinstance(member, RunMember) and member.manifest_digest != manifest.digest():
             self._check_unpresented()
         self._peers.appraise_orchestrator(admission)
@@ -116,7 +118,7 @@ class TrainWorker:
         else:
             of_worker = self._attester, planned, self._peers, self._halves
             self._stage = RunMember(*of_worker, admission, self.is_cancelled)
-        return self._attester.present(challenge, manifest.digest(), planned.known_answer)
+        return self._attester.present(challenge, manifest.digest(), planned.known_answer, manifest.code)
 
     @guarded
     def accept_keys(self, release: KeyRelease) -> Envelope:

@@ -27,6 +27,7 @@ from raycloak.workers.inputs.fingerprint import data_marks
 from raycloak.workers.inputs.sealed import Slices
 from raycloak.workers.inputs.sent_rows import SentForm, SentSlots
 from raycloak.workers.known_answer import check_classes, found_classes, known_answer
+from raycloak.workers.listed_code import admit_code
 from raycloak.workers.messages import WorkerFacts, WorkerSetup
 from raycloak.workers.models.fed_by_name import fed_by_name
 from raycloak.workers.models.models import (
@@ -69,6 +70,7 @@ class Workload:
     Raises:
         DatasetError, ModelError, ConfigError: what cannot be trained on, with the layer or array named.
         ProtocolError: ``model_mismatch`` if the model is not that of ``setup.contents``, with the tensor named.
+        EvidenceError: ``code_unlisted``, with the code named.
     """
 
     def __init__(self, setup: WorkerSetup) -> None:
@@ -79,6 +81,8 @@ class Workload:
                 "Install a CUDA build of torch on the nodes, or set use_gpu: false.",
             )
         self.setup, deterministic = setup, not setup.allow_nondeterministic
+        # Before data is opened and any code runs.
+        code = admit_code(setup)
         # First of all: what was computed before it may have other last bits.
         pin_numerics(deterministic, setup.threads)
         opened = setup.dataset.open_slices(setup.base)
@@ -125,6 +129,7 @@ class Workload:
             largest_rows=rows,
             tokenizer=opened.tokenizer,
             left_out=opened.left_out,
+            code=code,
             model_notes=(*notes, *slow_products(self.module, setup.device, torch.backends.cpu.get_cpu_capability())),
         )
         folder = None if setup.evaluation is None else Path(setup.base) / setup.evaluation

@@ -153,6 +153,7 @@ def appraise(
     _check_keys(presentation)
     if claims.report_data != expected_report_data(presentation):
         refuse(Refusal.KEY_NOT_BOUND, f"the quote of '{member_id}' does not vouch for this session and these keys")
+    policy.require_code(presentation.code, f"'{member_id}'")
     # Exactly as many as the policy asks for. An aggregator has none.
     gpus = verify_gpus(
         presentation.gpu_evidence,
@@ -281,6 +282,7 @@ def _steps(
         *([("registers", compared or "not compared")] if presentation.quote_family == "tdx" else []),
         ("session", f"{presentation.run_id} {presentation.member_id} {presentation.role}"),
         ("binding", f"three keys, known answer and {len(gpus)} GPUs"),
+        *([("code", presentation.code.hex() or "none")] if policy.code is not None else []),
         *of_gpus,
         ("machine", claims.platform_id.hex()),
     )

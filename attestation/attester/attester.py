@@ -77,11 +77,14 @@ class Attester:
         if stated != ("worker", self.identity.public, self.agreement.public, self.evidence_digest):
             raise ProtocolError("roster_own_entry", "the roster states other keys or evidence for this worker")
 
-    def present(self, challenge: Challenge, manifest_digest: bytes, known_answer: bytes) -> Envelope:
+    def present(self, challenge: Challenge, manifest_digest: bytes, known_answer: bytes, code: bytes = b"") -> Envelope:
         """Answer a challenge with signed evidence that binds this actor's keys. The signature proves possession.
 
         GPUs report first, over a nonce that follows from the challenge and this actor's key. The quote can then bind
         their reports.
+
+        Args:
+            code: as the run's manifest states it.
 
         Raises:
             ProtocolError: ``challenge_mismatch`` if the challenge is for another member or manifest.
@@ -101,6 +104,7 @@ class Attester:
             known_answer=known_answer,
             quote=b"",
             gpu_evidence=self._gpus.collect(nonce) if self._gpus else (),
+            code=code,
         )
         # Only now, because the quote's report data covers the GPUs' reports.
         found = self._source.collect(expected_report_data(presentation))

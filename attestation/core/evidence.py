@@ -23,6 +23,8 @@ MEASUREMENT_BYTES = 48  # SHA-384, in both formats
 Role = Literal["worker", "aggregator", "orchestrator", "observer"]
 QuoteFamily = Literal["tdx", "sev_snp"]
 Bytes32 = Annotated[bytes, Field(min_length=32, max_length=32)]
+CodeDigest = Bytes32 | Literal[b""]
+"""Digest of the bundle of code that a run's own code is in; empty for none, or under a policy that lists no code."""
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 
 
@@ -81,6 +83,10 @@ class Refusal(StrEnum):
     NONCE_REPLAYED = "nonce_replayed", "nonce", "Ask for a new challenge."
     NONCE_FOREIGN = "nonce_foreign", "nonce", "Ask for a new challenge."
     KEY_NOT_BOUND = "key_not_bound", "binding"
+    CODE_UNLISTED = (
+        *("code_unlisted", "code"),
+        "Run code that the policy lists, or add its digest after review: raycloak attest policy code PROJECT.",
+    )
     PEER_NOT_BOUND = "peer_not_bound", "peer"
     GPU_NOT_BOUND = "gpu_not_bound", "GPU binding"
     GPU_STATE = "gpu_state", "GPU state"
@@ -137,6 +143,7 @@ class Presentation(Message):
         quote_family: the format of ``quote``. It selects the parser; the class follows from the root.
         certificates: in DER, the endorsement key of an SEV-SNP report first. Empty for TDX, whose quotes carry theirs.
         gpu_evidence: one encoded :class:`GpuEvidence` per GPU in a fixed order; empty without a confidential GPU.
+        code: of the run that it is a member of. Left out of the bytes where it is empty.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/presentation/v2"
@@ -154,6 +161,7 @@ class Presentation(Message):
     quote_family: QuoteFamily = "tdx"
     certificates: tuple[bytes, ...] = ()
     gpu_evidence: tuple[bytes, ...] = ()
+    code: CodeDigest = Field(default=b"", exclude_if=lambda code: not code)
 
     @model_validator(mode="after")
     def _known_answer_fits_role(self) -> Self:

@@ -1,7 +1,7 @@
 """The 64 bytes through which a TEE vouches for a session and its keys.
 
-Guarantee: SHA-512 over an injective encoding. So evidence for one nonce, run, member, role, key, manifest, known answer
-or list of GPUs fits no other.
+Guarantee: SHA-512 over an injective encoding. So evidence for one nonce, run, member, role, key, manifest, known
+answer, list of GPUs or bundle of code fits no other.
 """
 
 import hashlib
@@ -23,5 +23,7 @@ def expected_report_data(presentation: Presentation) -> bytes:
     session = (shown.nonce, shown.run_id, shown.member_id, shown.role)
     keys = (shown.hpke_key, shown.mask_key, shown.identity_key)
     gpus = (gpu_list, len(shown.gpu_evidence))
-    bound = length_prefixed(_LABEL, *session, *keys, shown.manifest_digest, shown.known_answer, *gpus)
+    # One more field, and so another encoding than any without.
+    code = (shown.code,) if shown.code else ()
+    bound = length_prefixed(_LABEL, *session, *keys, shown.manifest_digest, shown.known_answer, *gpus, *code)
     return hashlib.sha512(bound).digest()

@@ -148,6 +148,7 @@ class KeyDesk:
                 served another epoch or was appraised by another policy. Also raised if a key was drawn as often as its
                 quota says, or if its machine would get keys of more virtual workers than the terms allow.
                 ``sealed_demand`` if training examples are sealed for other terms than the run's manifest states.
+                ``code_unlisted`` if they are sealed for a policy that does not list the code of the run.
                 ``log_forked`` if the member has seen more of the log than there is. The log has the refusal.
         """
         return self.grant(member_id, epoch, virtual_workers, seen).proved(self._books.log)
@@ -205,7 +206,9 @@ class KeyDesk:
         slices = self._slices.get(kind)
         if slices is not None:
             slices.require_policy(key_terms.evidence_policy)
-            slices.require_demand(self._terms.contract.encode(), self._terms.manifest_digest)
+            manifest = self._terms.contract.encode(), self._terms.manifest_digest
+            slices.require_code(self._terms.policy, *manifest)
+            slices.require_demand(*manifest)
         admitted = self._entitled(member_id, epoch, key_terms)
         if slices is not None:
             keys, commitments = [slices.of(v) for v in virtual_workers], slices.header.key_commitments

@@ -82,6 +82,7 @@ def explain(policy: Policy) -> tuple[Sentence, ...]:
         sentences += _sev_snp(policy)
     sentences += _gpus(policy, "nvidia_gpu" in families)
     sentences += _machines(policy)
+    sentences += _code(policy)
     sentences += _collateral(policy)
     hours = policy.evidence_lifetime_s / 3600
     quotas = policy.key_quotas
@@ -237,6 +238,16 @@ def _machines(policy: Policy) -> Iterator[Sentence]:
     most = policy.workers_per_platform
     limit = "any number of workers" if most is None else f"at most {most} worker(s)"
     yield Sentence("machines", f"One machine may run {limit}.", warning=most is None or most > 1)
+
+
+def _code(policy: Policy) -> Iterator[Sentence]:
+    if policy.code is None:
+        yield Sentence("code", "A run may have any code of its own: model, data, loss, update rule, schedule, metrics.")
+    elif policy.code:
+        text = f"Code of a run's own must come from one of {len(policy.code)} known bundle(s) of files."
+        yield Sentence("code", f"{text} Pickles and a model's remote code are refused.")
+    else:
+        yield Sentence("code", "A run may have no code of its own: built-in parts and Hugging Face models alone.")
 
 
 def _collateral(policy: Policy) -> Iterator[Sentence]:

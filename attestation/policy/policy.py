@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Protocol, Self
 from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 
 from raycloak.attestation.core.canonical import canonical_json
-from raycloak.attestation.core.evidence import EvidenceClass
+from raycloak.attestation.core.evidence import Bytes32, EvidenceClass, Refusal, refuse
 from raycloak.attestation.core.messages import Message
 from raycloak.attestation.files.yaml_reader import read_yaml
 from raycloak.attestation.gpu.rules import GpuRules
@@ -62,6 +62,8 @@ class Policy(Message):
         gpus_per_worker: confidential GPUs that each worker must present, no more and no less.
         key_quotas: limits on how often a key is released, over all recoveries.
         collateral_service: where verifiers fetch collateral; None uses only given files.
+        code: digests of the bundles that code of the user's may come from, as ``raycloak attest policy code`` prints
+            them; an empty list admits none, and None any code. Left out of the bytes where it is None.
         tdx, sev_snp, nvidia_gpu: rules for TDX quotes, SEV-SNP reports and GPU reports.
     """
 
@@ -76,6 +78,7 @@ class Policy(Message):
     gpus_per_worker: Annotated[int, Field(ge=0, lt=2**8)] = 0
     key_quotas: KeyQuotas = KeyQuotas()
     collateral_service: CollateralService | None = None
+    code: tuple[Bytes32, ...] | None = Field(default=None, exclude_if=lambda code: code is None)
     tdx: TdxRules = TdxRules()
     sev_snp: SnpRules = SnpRules()
     nvidia_gpu: GpuRules = GpuRules()
@@ -110,6 +113,19 @@ class Policy(Message):
     def accepts_simulated(self) -> bool:
         """Return whether a run under this policy may rest on simulated evidence. Its outputs then say SIMULATED."""
         return EvidenceClass.SIMULATED in self.accepted_classes
+
+    def require_code(self, code: bytes, whose: str) -> None:
+        """Require that a run may have code of its own from the bundle with this digest.
+
+        Args:
+            code: empty for a run without code of its own, which any policy admits.
+            whose: states it, for the refusal.
+
+        Raises:
+            EvidenceError: ``code_unlisted``.
+        """
+        if self.code is not None and code and code not in self.code:
+            refuse(Refusal.CODE_UNLISTED, f"the code {code.hex()} of {whose} is not on the policy's list.")
 
 
 class HasRoot(Protocol):

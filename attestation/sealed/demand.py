@@ -30,21 +30,23 @@ class StatedRun:
         ledger_key: raw Ed25519 key of the ledger that signs its receipts.
         noise_multipliers: of everything that it may release, as the shares of its virtual workers add up to it; 0 for a
             release without noise.
+        code: digest of the bundle of its own code; empty for none.
     """
 
     ledger_key: bytes
     account: str
     noise_multipliers: tuple[float, ...]
+    code: bytes
 
     @classmethod
-    def of(cls, ledger_key: bytes, account: str, mechanisms: Sequence[NoiseTerms]) -> Self:
+    def of(cls, ledger_key: bytes, account: str, mechanisms: Sequence[NoiseTerms], code: bytes) -> Self:
         """Return what a manifest states.
 
         Args:
             mechanisms: the gradient's first. Its virtual workers are those of the run, whatever the others say.
         """
         workers = mechanisms[0].virtual_workers
-        return cls(ledger_key, account, tuple(_noise_of(each, workers) for each in mechanisms))
+        return cls(ledger_key, account, tuple(_noise_of(each, workers) for each in mechanisms), code)
 
     @classmethod
     def read(cls, manifest: bytes, manifest_digest: bytes) -> Self:
@@ -63,7 +65,7 @@ class StatedRun:
             raise _refusal("the run's manifest does not state ledger, account and mechanisms") from None
         computation = stated.computation
         mechanisms = [computation.mechanism, *(each.mechanism for each in computation.measurements)]
-        return cls.of(stated.ledger_key, stated.account, mechanisms)
+        return cls.of(stated.ledger_key, stated.account, mechanisms, stated.code)
 
 
 class SealedDemand(Message):
@@ -114,6 +116,7 @@ class _StatedManifest(BaseModel, frozen=True, strict=True, val_json_bytes="hex")
     ledger_key: bytes
     account: str
     computation: _StatedComputation
+    code: bytes = b""
 
 
 def _noise_of(terms: NoiseTerms, virtual_workers: int) -> float:

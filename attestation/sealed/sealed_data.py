@@ -21,6 +21,7 @@ from raycloak.attestation.core.keys import Purpose, Secret, derive
 from raycloak.attestation.core.messages import Message, parse_stored
 from raycloak.attestation.files.private import read_hex_key
 from raycloak.attestation.keys.release import key_commitment
+from raycloak.attestation.policy.policy import Policy
 from raycloak.attestation.sealed.demand import SealedDemand, StatedRun
 from raycloak.attestation.sealed.package_manifest import Payload
 from raycloak.metrics.errors import ConfigError, EvidenceError, ProtocolError
@@ -184,6 +185,18 @@ class SliceKeys:
         """
         if self.header.demand is not None:
             self.header.demand.require(StatedRun.read(manifest, manifest_digest))
+
+    def require_code(self, policy: Policy, manifest: bytes, manifest_digest: bytes) -> None:
+        """Require that ``policy``, which the dataset is sealed for, lists the code that the manifest states.
+
+        Args:
+            manifest: as of :meth:`require_demand`.
+
+        Raises:
+            EvidenceError: ``code_unlisted``; ``sealed_demand`` for the bytes of another manifest.
+        """
+        if policy.code is not None:
+            policy.require_code(StatedRun.read(manifest, manifest_digest).code, "the run")
 
     def require_policy(self, evidence_policy: bytes) -> None:
         """Raise EvidenceError ``release_denied`` unless the dataset was sealed for this policy."""

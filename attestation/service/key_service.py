@@ -26,6 +26,7 @@ def fetch_halves(
     epoch: int,
     virtual_workers: Sequence[int],
     watch: LogWatch,
+    code: bytes = b"",
 ) -> Mapping[int, VirtualWorkerKeys]:
     """Fetch the owner's halves of ``virtual_workers`` in ``epoch``, for fresh evidence of ``attester``.
 
@@ -35,6 +36,7 @@ def fetch_halves(
         address: ``host:port`` of the service.
         attester: keys that are shown to no other service.
         watch: the part of the service's log that was seen before.
+        code: digest of the run's bundle of code, which the owner's policy may have to list; empty for none.
 
     Raises:
         EvidenceError: the service's refusal, ``release_denied`` if it does not answer, ``key_package_mismatch`` if
@@ -44,7 +46,7 @@ def fetch_halves(
     with EvidenceClient(
         address, manifest_digest=terms, orchestrator_key=contract.orchestrator_key, attester=attester
     ) as client:
-        client.attest(attester.present(client.challenge(), terms, contract.known_answer))
+        client.attest(attester.present(client.challenge(), terms, contract.known_answer, code))
         release = client.release_keys(epoch, virtual_workers, watch.length)
     of = ExpectedRelease(contract.orchestrator, contract.run_id, attester.member_id, terms, policy, watch)
     of_epoch, halves = open_keys(release, of, hpke_key=attester.hpke, key_commitments=contract.key_commitments)

@@ -143,16 +143,17 @@ class MaskedAggregator:
             ConfigError: as `raycloak.coordinator.aggregation.update_rules.Optimizer`.
             ProtocolError: ``manifest_mismatch`` if this process would round an update differently than the manifest's
                 numerics class, or if an update rule of the user's own has other source here.
+            EvidenceError: ``code_unlisted`` if that rule is not from the bundle that the manifest states.
         """
         if not current_numerics("cpu").computes_like(manifest.computation.numerics):
             raise ProtocolError(
                 "manifest_mismatch", f"the manifest's numerics is not what {self._attester.member_id} has"
             )
         computation = manifest.computation
-        require_source(computation.optimizer, base)
+        require_source(computation.optimizer, base, manifest.code)
         rule = Optimizer(computation.optimizer, owned.tensors, computation.mechanism.steps, base)
         self._part = _Part(manifest, manifest.digest(), owned, rule)
-        return self._attester.present(challenge, self._part.manifest_digest, b"")
+        return self._attester.present(challenge, self._part.manifest_digest, b"", manifest.code)
 
     def initial_state(self) -> State:
         """Return the optimizer state before the first step."""

@@ -34,7 +34,8 @@ from numpy.typing import NDArray
 from raycloak.metrics.errors import ConfigError, ProtocolError, RunFailedError, is_out_of_memory
 from raycloak.metrics.listing import listed
 from raycloak.metrics.proof_bounds import require_bound
-from raycloak.workers.inputs.user_code import own_words, resolve, source_digest
+from raycloak.workers.inputs.code_bundle import CodeBundle
+from raycloak.workers.inputs.user_code import only_from, own_words, resolve, source_digest
 from raycloak.workers.terms.built_in_rules import RULES, rules_with
 from raycloak.workers.terms.manifest import OptimizerSpec, TensorSpec, matches
 from raycloak.workers.terms.model_digest import dimension
@@ -132,13 +133,22 @@ def own_schedule(spec: OptimizerSpec, base: Path | str) -> Callable[[int, int], 
     return factor
 
 
-def require_source(spec: OptimizerSpec, base: Path | str) -> None:
+def require_source(spec: OptimizerSpec, base: Path | str, code: bytes = b"") -> None:
     """Require that the user's own rule and schedule have the source that ``spec`` states.
 
+    Args:
+        code: digest of the bundle that they come from, where the manifest states one.
+
     Raises:
-        ConfigError: ``module_function``.
+        ConfigError: ``module_function``; as `raycloak.workers.inputs.user_code.only_from`.
         ProtocolError: ``manifest_mismatch``.
+        EvidenceError: ``code_unlisted`` if the files in ``base`` are another bundle.
     """
+    own = [name for name in (spec.name, spec.schedule) if ":" in name]
+    if code and own:
+        bundle = CodeBundle.read(base)
+        bundle.require_listed([code], own)
+        only_from(bundle)
     for name, stated in ((spec.name, spec.code), (spec.schedule, spec.schedule_code)):
         if ":" in name and source_digest(name, base) != stated:
             raise ProtocolError("manifest_mismatch", f"the source of {name} is not the one that the manifest states")

@@ -112,6 +112,7 @@ def build_manifest(
     key_service: ServiceContract | None = None,
     keys_per_machine: int | None = None,
     mask_colluders: int | None = None,
+    code: bytes = b"",
 ) -> Manifest:
     """Build the run's contract, but for the commitments to its keys: these derive from what it returns.
 
@@ -131,6 +132,7 @@ def build_manifest(
         key_service=key_service,
         keys_per_machine=keys_per_machine,
         mask_colluders=mask_colluders,
+        code=code,
     )
 
 

@@ -82,11 +82,16 @@ def require_in_place(config: RunConfig, base: Path) -> None:
             require_folder(part.tokenizer, base)
     if isinstance(config.model, ModelConfig):
         require_folder(config.model.hf, base)
+    for target in named_code(config):
+        require_module(target, base)
+
+
+def named_code(config: RunConfig) -> list[str]:
+    """Return each ``module:function`` of the configuration: model, loss, update rule, schedule, metrics and data."""
     measured = config.evaluation.metrics if config.evaluation else []
-    named = [config.model, config.loss, config.optimizer.name, config.optimizer.schedule, *measured]
-    for target in (*named, *(part.function for part in parts)):
-        if isinstance(target, str) and ":" in target:
-            require_module(target, base)
+    functions = [part.function for part in (part_of(config, "training"), part_of(config, "evaluation")) if part]
+    named = [config.model, config.loss, config.optimizer.name, config.optimizer.schedule, *measured, *functions]
+    return [target for target in named if isinstance(target, str) and ":" in target]
 
 
 def descriptor(dataset: DatasetConfig) -> DatasetDescriptor:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from raycloak.attestation.core.hybrid_signature import SignerPublic
 from raycloak.attestation.core.private_memory import keep_memory_private
 from raycloak.attestation.keys.run_secret import exposure
+from raycloak.attestation.policy.policy import Policy
 from raycloak.attestation.service.serving_orchestrator import EvidenceOrchestrator
 from raycloak.coordinator.checkpoints.archive import Archive
 from raycloak.coordinator.cluster.actors import (
@@ -38,6 +39,7 @@ from raycloak.coordinator.console.output import attach_log, json_text
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.membership.members import Departure
 from raycloak.coordinator.planning.key_files import require_none_in_job
+from raycloak.coordinator.planning.listed_code import listed_code
 from raycloak.coordinator.planning.model_source import compute_mode, loss_spec
 from raycloak.coordinator.planning.own_metrics import Metric
 from raycloak.coordinator.planning.payer import data_name
@@ -231,12 +233,15 @@ class Execution:
         assignment: Assignment,
         control: Control,
     ) -> Order:
+        # First, so that nobody is given code that it would refuse.
+        code = listed_code(launched.policy, self.config, self._callables(), self.base)
         evaluator = partial(public_evaluator, self.config, self.model, self.base, self.metrics, self._warn)
         return Order(
             config=self.config,
             session=launched.session(folder.record.run_id, key, control),
             reporting=self._reporting(stack, launched.samplers, folder, control, assignment),
-            setup=self._setup(stack, folder, assignment),
+            setup=self._setup(stack, folder, assignment, launched.policy),
+            code=code,
             evaluator=evaluator if assignment.charges else lambda: None,
             folder=folder,
             assignment=assignment,
@@ -397,7 +402,12 @@ class Execution:
         boundary: Boundary = "child_processes" if self.config.boundary is None else "vaults"
         return Outcome(finished, folder, ending, seconds, tuple(self.warnings), self._served, boundary)
 
-    def _setup(self, stack: ExitStack, folder: RunFolder, assignment: Assignment) -> WorkerSetup:
+    def _callables(self) -> list[str]:
+        """Return the names of the callables that were given in Python."""
+        named = [self.model.name] if self.model.function is not None else []
+        return [*named, *(getattr(metric, "__name__", type(metric).__name__) for metric in self.metrics)]
+
+    def _setup(self, stack: ExitStack, folder: RunFolder, assignment: Assignment, policy: Policy) -> WorkerSetup:
         gpu = self.config.use_gpu and cluster_gpus() > 0
         return WorkerSetup(
             model=self.model,
@@ -410,6 +420,7 @@ class Execution:
             threads=self.config.threads_per_worker,
             mode=compute_mode(self.config),
             evaluation=evaluation_folder(self.config) if assignment.charges else None,
+            code=policy.code,
         )
 
     def _descriptor(self, stack: ExitStack, folder: RunFolder) -> DatasetDescriptor:

@@ -237,6 +237,7 @@ def _manifest(
         keys_per_machine=keys_per_machine(config, plan.mechanism.virtual_workers),
         # A replay by fewer workers masks all pairs, which withstands more than the run promised.
         mask_colluders=recorded.mask_colluders if recorded is not None else masked,
+        code=order.code,
     )
     # Keys derive from all of the manifest but their own commitments, so those come last.
     commitments = session.control.orchestrator.key_commitments(

@@ -113,6 +113,7 @@ class Order:
             or only sealed data is.
         data: name of the account that it opens for data without a fingerprint, see
             `raycloak.coordinator.planning.payer.data_name`.
+        code: digest of the bundle that the run's own code comes from; empty for none, or under a policy with no list.
         small_epsilon: whether a cap that is rarely meant is meant, where the run opens an account.
         pace: when steps may be charged and released.
     """
@@ -127,3 +128,4 @@ class Order:
     data: str = ""
     pace: Pace = OPEN
     small_epsilon: bool = False
+    code: bytes = b""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.attestation.core.messages import Message
-from raycloak.metrics.errors import ConfigError, ModelError, is_out_of_memory
+from raycloak.metrics.errors import ConfigError, EvidenceError, ModelError, is_out_of_memory
 from raycloak.metrics.listing import listed
 from raycloak.workers.inputs.hub_files import library, public_folder, quiet
 from raycloak.workers.inputs.text_data import Tokenizer
@@ -28,6 +28,8 @@ _AUTO = {
     "token_classification": "AutoModelForTokenClassification",
 }
 _SHOWN = 12
+# Of files that run code when they are read.
+_PICKLED = frozenset({".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth"})
 
 
 class LoraSpec(Message):
@@ -104,6 +106,23 @@ class HubSpec(Message):
             if self.lora is None:
                 return model.float(), notes
             return adapted(model, self.lora, _PEFT_TASKS[self.task]), notes
+
+    def require_data_alone(self, base: Path | str) -> None:
+        """Require that the model is safetensors and settings, and brings no code of its own.
+
+        Raises:
+            EvidenceError: ``code_unlisted``, with the Python files or the pickled weights named.
+            ConfigError, ModelError: as :func:`public_folder`.
+        """
+        folder = public_folder(self.hf, base, self.revision)
+        pickled = sorted(each.name for each in folder.iterdir() if each.suffix in _PICKLED)
+        if self.allow_remote_code or pickled:
+            what = "with allow_remote_code may run code" if self.allow_remote_code else f"has {listed(pickled, _SHOWN)}"
+            raise EvidenceError(
+                "code_unlisted",
+                f"the model {self.hf} {what}, which the policy's list of code cannot cover.",
+                "Take a model of transformers itself, with its weights in safetensors and no pickle beside them.",
+            )
 
     def drawn(self, base: Path | str) -> tuple[str, ...]:
         """Return the names of the weights that the checkpoint does not have; errors as :meth:`build`."""

@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import ClassVar, Literal, Self
 
-from pydantic import ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from raycloak.attestation.core.canonical import canonical_json
+from raycloak.attestation.core.evidence import CodeDigest
 from raycloak.attestation.core.hybrid_signature import SignerPublic
 from raycloak.attestation.core.lineage import Lineage
 from raycloak.attestation.core.mask_graph import SPLIT_PROBABILITY
@@ -226,6 +227,13 @@ class Computation(Message):
         return (self.mechanism, *(measurement.mechanism for measurement in self.measurements))
 
     @property
+    def code_elsewhere(self) -> tuple[str, ...]:
+        """The names of the user's own code that no worker runs: update rule, schedule and metrics."""
+        rule = self.optimizer
+        own = ((rule.name, rule.code), (rule.schedule, rule.schedule_code), *((m.name, m.source) for m in self.metrics))
+        return tuple(name for name, source in own if source)
+
+    @property
     def releases(self) -> int:
         """The most releases that the run may make, by all its mechanisms."""
         return sum(mechanism.steps for mechanism in self.mechanisms)
@@ -275,6 +283,8 @@ class Manifest(KeyContract):
             ``key_commitments`` are then of the first half; the contract has the commitments to the second.
         mask_colluders: number of colluding workers that the masks must withstand at least; None where all pairs of
             workers must mask. See `raycloak.attestation.core.mask_graph`.
+        code: digest of the bundle that all code of the user's comes from, under a policy that lists such digests; see
+            `raycloak.workers.inputs.code_bundle`. Left out of the bytes where it is empty.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/manifest/v1"
@@ -288,6 +298,7 @@ class Manifest(KeyContract):
     dataset_fingerprint: bytes = b""
     key_service: ServiceContract | None = None
     mask_colluders: int | None = None
+    code: CodeDigest = Field(default=b"", exclude_if=lambda code: not code)
 
     @model_validator(mode="after")
     def _uncounted_noise_is_bounded(self) -> Self:
@@ -324,7 +335,7 @@ class Manifest(KeyContract):
     @property
     def stated(self) -> StatedRun:
         """The part that an owner of sealed data may make demands of."""
-        return StatedRun.of(self.ledger_key, self.account, self.computation.mechanisms)
+        return StatedRun.of(self.ledger_key, self.account, self.computation.mechanisms, self.code)
 
     @property
     def log_owner(self) -> SignerPublic:

@@ -34,6 +34,21 @@ def check_command(output: Output, file: Annotated[Path, typer.Argument(metavar="
     output.result(data, columns_table(title, ("about", "", "what it says"), rows))
 
 
+@command(policy, "code")
+def code_command(
+    output: Output, project: Annotated[Path, typer.Argument(metavar="PROJECT", help="Folder of the config file.")]
+) -> None:
+    """Print the digest for a policy's list ``code``, and the Python files of a project that it stands for."""
+    from raycloak.workers.inputs.code_bundle import CodeBundle
+
+    bundle = CodeBundle.read(project)
+    if not bundle.files:
+        raise ConfigError("code_unreadable", f"{project} has no Python files.", "Name the folder of the config file.")
+    facts = {"folder": str(bundle.folder), "code": bundle.digest, "files": list(bundle.files)}
+    rows = [("code", bundle.digest.hex()), *(("file", name) for name in bundle.files)]
+    output.show("Code bundle", facts, rows)
+
+
 @command(measure, "simulated")
 def simulated_command(output: Output) -> None:
     """Print the value that SIMULATED platforms report: a hash of raycloak's own code on this machine."""

@@ -226,6 +226,19 @@ def test_evidence_of_another_simulator_is_refused(session: Session) -> None:
     assert refusal(session, session.member().envelope(), policy=policy) == "root_unknown"
 
 
+def test_code_that_the_policy_does_not_list_is_refused(session: Session) -> None:
+    listed, other = b"l" * 32, b"o" * 32
+    policy = session.policy.model_copy(update={"code": (listed,)})
+    member = session.member()
+    assert refusal(session, member.envelope(code=other), policy=policy) == "code_unlisted"
+    assert refusal(session, member.envelope(code=other)) is None
+    for code, shown in ((listed, listed.hex()), (b"", "none")):
+        assert ("code", shown) in session.appraise(member.envelope(code=code), policy=policy).steps
+    # Nor can its sender say another thing of code than its quote does.
+    relabelled = member.presentation(code=other).model_copy(update={"code": listed})
+    assert refusal(session, seal(relabelled, member.identity), policy=policy) == "key_not_bound"
+
+
 def test_platforms_that_are_not_listed_are_refused(session: Session) -> None:
     envelope = session.member().envelope()
     for platforms, code in (
@@ -274,7 +287,7 @@ UNCHANGED = ("role", "gpu_evidence", "quote_family", "certificates")
 @given(st.data())
 def test_whatever_changes_in_the_evidence_it_is_refused_or_the_same(session: Session, data: st.DataObject) -> None:
     member = session.member()
-    honest = member.presentation()
+    honest = member.presentation(code=b"c" * 32)
     name = data.draw(st.sampled_from([name for name in Presentation.model_fields if name not in UNCHANGED]))
     value = getattr(honest, name)
     raw = bytearray(value.encode() if isinstance(value, str) else value)

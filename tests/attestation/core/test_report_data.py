@@ -16,6 +16,7 @@ FIELDS: dict[str, Any] = {
     "manifest_digest": b"m" * 32,
     "known_answer": b"k" * 32,
     "gpu_evidence": (b"gpu 0", b"gpu 1"),
+    "code": b"",
 }
 
 
@@ -26,9 +27,11 @@ def report_data(**fields: Any) -> bytes:
 
 def test_report_data_is_the_documented_hash() -> None:
     gpus = hashlib.sha384(length_prefixed("raycloak/gpu-evidence/v1", b"gpu 0", b"gpu 1")).digest()
-    ordered = [FIELDS[name] for name in list(FIELDS)[:-1]]
+    ordered = [FIELDS[name] for name in list(FIELDS)[:-2]]
     expected = hashlib.sha512(length_prefixed("raycloak/attest/v1", *ordered, gpus, 2)).digest()
     assert report_data(**FIELDS) == expected
+    with_code = hashlib.sha512(length_prefixed("raycloak/attest/v1", *ordered, gpus, 2, b"c" * 32)).digest()
+    assert report_data(**FIELDS | {"code": b"c" * 32}) == with_code
     assert len(expected) == 64
 
 
@@ -51,6 +54,8 @@ CHANGES = [
     {"gpu_evidence": (b"gpu 1", b"gpu 0")},
     {"gpu_evidence": (b"gpu 0", b"gpu 1", b"gpu 1")},
     {"gpu_evidence": (b"gpu 0gpu 1",)},
+    {"code": b"c" * 32},
+    {"code": b"d" * 32},
 ]
 
 

@@ -11,7 +11,7 @@ from raycloak.attestation.policy.policy import KeyQuotas, Policy, load_policy, s
 from raycloak.attestation.snp.rules import SnpRules
 from raycloak.attestation.tdx.rules import REGISTERS, RTMRS, TdxRules
 from raycloak.attestation.trust.roots import INTEL_SGX_ROOT_DER, Anchor
-from raycloak.metrics.errors import ConfigError
+from raycloak.metrics.errors import ConfigError, EvidenceError
 from tests.anchors import INTEL_TDX_ANCHOR
 from tests.attestation.conftest import MEASUREMENT, Session, with_tdx
 
@@ -85,6 +85,8 @@ def test_a_simulated_policy_survives_yaml(tmp_path: Path, session: Session) -> N
         {"gpus_per_worker": -1},
         {"platforms": ["00"]},
         {"platforms": ["0a" * 32]},
+        {"code": ["0a" * 31]},
+        {"code": "any"},
         {1: 2},
     ],
 )
@@ -157,6 +159,7 @@ def test_every_field_is_in_the_digest(session: Session) -> None:
         "gpus_per_worker": 1,
         "key_quotas": KeyQuotas(per_run=1),
         "collateral_service": CollateralService(amd="https://a.example", snp_lists=("vcek/Genoa",)),
+        "code": (),
         "tdx": TdxRules(),
         "sev_snp": SnpRules(require_crl=False),
         "nvidia_gpu": GpuRules(require_rim=False),
@@ -165,6 +168,26 @@ def test_every_field_is_in_the_digest(session: Session) -> None:
     changed = [base.model_copy(update={name: value}) for name, value in changes.items()]
     changed += [with_tdx(base, **{name: value}) for name, value in tdx.items()]
     assert len({policy.digest() for policy in (base, *changed)}) == len(changes) + len(tdx) + 1
+
+
+def test_a_policy_without_a_list_of_code_has_the_bytes_that_it_always_had(session: Session) -> None:
+    base = simulated_policy(session.vendor, MEASUREMENT)
+    assert b'"code"' not in base.encode()
+    assert base.model_copy(update={"code": ()}).encode() == base.encode().replace(
+        b'"collateral_service"', b'"code":[],"collateral_service"'
+    )
+
+
+def test_code_is_admitted_by_its_digest(session: Session) -> None:
+    base, one, two = simulated_policy(session.vendor, MEASUREMENT), b"1" * 32, b"2" * 32
+    for code, admitted in ((None, {b"", one, two}), ((), {b""}), ((one,), {b"", one}), ((two, one), {b"", one, two})):
+        policy = base.model_copy(update={"code": code})
+        for each in (b"", one, two):
+            if each in admitted:
+                policy.require_code(each, "the run")
+            else:
+                with pytest.raises(EvidenceError, match=f"code_unlisted: the code {each.hex()} of the run"):
+                    policy.require_code(each, "the run")
 
 
 def test_every_documented_policy_is_one_for_hardware(tmp_path: Path) -> None:

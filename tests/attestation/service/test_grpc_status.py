@@ -102,6 +102,11 @@ def _without_references(bench: Bench) -> None:
     site.appraise(site.presentation(), collateral=site.collateral.model_copy(update={"gpu_rims": ()}))
 
 
+def _unlisted_code(bench: Bench) -> None:
+    listing = bench.session.policy.model_copy(update={"code": (b"l" * 32,)})
+    bench.session.appraise(bench.session.member().envelope(code=b"c" * 32), policy=listing)
+
+
 def _one_gpu_of_two(bench: Bench) -> None:
     site = bench.site
     site.appraise(site.presentation(gpu_evidence=site.gpu_evidence(site.gpus[0])))
@@ -130,6 +135,7 @@ PROVOKED: Final[Mapping[Refusal, Callable[[Bench], object]]] = MappingProxyType(
         Refusal.NONCE_REPLAYED: _presented_twice,
         Refusal.NONCE_FOREIGN: _never_challenged,
         Refusal.KEY_NOT_BOUND: lambda b: b.changed(lambda _: {"hpke_key": HpkeKey.generate().public}),
+        Refusal.CODE_UNLISTED: _unlisted_code,
         Refusal.PEER_NOT_BOUND: lambda b: b.session.appraise(
             seal(b.session.member().presentation(), IdentityKey.generate())
         ),
@@ -143,10 +149,11 @@ PROVOKED: Final[Mapping[Refusal, Callable[[Bench], object]]] = MappingProxyType(
 IN_NO_FILE: Final = {
     Refusal.NONCE_REPLAYED,
     Refusal.PEER_NOT_BOUND,
+    Refusal.CODE_UNLISTED,
     Refusal.GPU_NOT_BOUND,
     Refusal.RELEASE_DENIED,
 }
-"""Refusals that need an orchestrator or a second member; no recorded case can show them."""
+"""Refusals that need an orchestrator, a second member or a list of code; no recorded case can show them."""
 
 
 @pytest.fixture(scope="module")

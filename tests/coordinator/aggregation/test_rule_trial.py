@@ -1,19 +1,25 @@
 """Update rules and schedules of the user's own: exact, and equal to torch's own loop, or refused by name."""
 
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from raycloak.attestation.core.evidence import Presentation
+from raycloak.attestation.core.messages import parse
+from raycloak.coordinator.aggregation.aggregator import MaskedAggregator
 from raycloak.coordinator.aggregation.ranges import split_ranges
 from raycloak.coordinator.aggregation.rule_trial import try_rule
 from raycloak.coordinator.aggregation.update_rules import Optimizer, own_rule, require_source
 from raycloak.coordinator.config.sections import OptimizerConfig, ParameterGroupConfig
 from raycloak.coordinator.planning.manifest import optimizer_spec
-from raycloak.metrics.errors import ConfigError, ProtocolError, RunFailedError
+from raycloak.metrics.errors import ConfigError, EvidenceError, ProtocolError, RunFailedError
+from raycloak.workers.inputs.code_bundle import CodeBundle
 from raycloak.workers.terms.manifest import OptimizerSpec, TensorSpec
 from tests.own_code import Lion
+from tests.protocol import HandRun
 
 TENSORS = tuple(TensorSpec(name=name, shape=shape) for name, shape in (("w", (30, 4)), ("b", (4,)), ("scale", ())))
 BASE = Path(__file__).parent
@@ -182,6 +188,60 @@ def test_guarantee_only_the_source_that_the_manifest_states_is_applied(tmp_path)
     for named in (stated, stated.model_copy(update={"name": "sgd"})):
         with pytest.raises(ProtocolError, match="manifest_mismatch"):
             require_source(named, tmp_path)
+
+
+SOURCE = """
+import torch
+from bundled_half import half
+
+class Rule(torch.optim.SGD):
+    pass
+
+def schedule(step, steps):
+    return half()
+"""
+
+
+@pytest.mark.parametrize("own", [{"name": "bundled_rules:Rule"}, {"schedule": "bundled_rules:schedule"}])
+def test_guarantee_a_rule_or_schedule_comes_from_the_bundle_that_the_contract_states(
+    tmp_path, own_imports, own
+) -> None:
+    """Not even a file that changes once it was compared is executed."""
+    (tmp_path / "bundled_rules.py").write_text(SOURCE)
+    (tmp_path / "bundled_half.py").write_text("def half():\n    return 0.5\n")
+    listed = CodeBundle.read(tmp_path).digest
+    stated = optimizer_spec(OptimizerConfig(**own), tmp_path)
+    for name in ("bundled_half", "bundled_rules"):
+        sys.modules.pop(name, None)
+    with pytest.raises(EvidenceError, match=f"code_unlisted: bundled_rules:.*{listed.hex()}"):
+        require_source(stated, tmp_path, b"x" * 32)
+    require_source(stated, tmp_path, listed)
+    for name in ("bundled_rules", "bundled_half"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit\n")
+    rule = Optimizer(stated, TENSORS, STEPS, tmp_path)
+    vector, gradient, *_ = drawn()
+    assert not np.array_equal(rule.update(vector, gradient, {}, 0)[0], vector)
+    with pytest.raises(EvidenceError, match="code_unlisted"):
+        require_source(stated, tmp_path, CodeBundle.read(tmp_path).digest)
+
+
+@pytest.mark.usefixtures("own_imports")
+def test_an_aggregator_presents_itself_only_with_a_rule_of_the_bundle_that_the_contract_states(tmp_path, monkeypatch):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "bundled_rules.py").write_text("import torch\n\nclass Rule(torch.optim.SGD):\n    pass\n")
+    monkeypatch.chdir(tmp_path / "data")
+    hand = HandRun(tmp_path, optimizer={"name": "bundled_rules:Rule", "learning_rate": 0.5})
+    listed = CodeBundle.read(Path()).digest
+    actor = MaskedAggregator("aggregator-9", hand.source)
+    for code in (b"x" * 32, listed):
+        stated = hand.manifest.model_copy(update={"code": code})
+        challenge = hand.orchestrator.challenge("aggregator-9", "aggregator")
+        of_stated = challenge.model_copy(update={"manifest_digest": stated.digest()}), stated, hand.ranges[0]
+        if code == listed:
+            assert parse(Presentation, actor.present(*of_stated).body).code == listed
+        else:
+            with pytest.raises(EvidenceError, match="code_unlisted: bundled_rules:Rule"):
+                actor.present(*of_stated)
 
 
 def test_a_rule_that_fails_in_a_step_is_told_with_the_step() -> None:

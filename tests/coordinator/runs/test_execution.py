@@ -15,10 +15,12 @@ from raycloak.coordinator.runs import execution
 from raycloak.coordinator.runs.execution import Execution
 from raycloak.coordinator.training.assignment import NewRun, Order, ResumedRun
 from raycloak.coordinator.training.reporting import StepReport
-from raycloak.metrics.errors import RunFailedError
+from raycloak.metrics.errors import EvidenceError, RunFailedError
+from raycloak.workers.inputs.code_bundle import CodeBundle
 from raycloak.workers.inputs.fingerprint import data_marks
 from raycloak.workers.models.models import ModelSource
 from tests.coordinator.config.test_run import GOOD
+from tests.models import small_model
 
 
 class Handed(Exception):
@@ -33,6 +35,17 @@ def refuse(order: Order) -> None:
     raise Handed(order)
 
 
+def launched_under(code: tuple[bytes, ...] | None) -> Any:
+    """Return a session of no processes, whose policy has this list of code."""
+    return SimpleNamespace(
+        began=0.0,
+        control=SimpleNamespace(control=lambda *_: None),
+        session=lambda *_: None,
+        samplers=None,
+        policy=SimpleNamespace(code=code),
+    )
+
+
 @pytest.mark.parametrize("public", [False, True])
 def test_guarantee_an_execution_names_the_account_of_its_data(
     public: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -43,15 +56,43 @@ def test_guarantee_an_execution_names_the_account_of_its_data(
         monkeypatch.setattr(Execution, method, lambda *_: None)
     monkeypatch.setattr(execution, "Coordinator", refuse)
     monkeypatch.setattr(execution, "public_evaluator", lambda *_: None)
-    launched: Any = SimpleNamespace(
-        began=0.0, control=SimpleNamespace(control=lambda *_: None), session=lambda *_: None, samplers=None
-    )
+    launched = launched_under(None)
     run = Execution(config, ModelSource.of("m:f"), str(tmp_path), notice=print)
     folder = RunFolder.create(config, "ab12", str(tmp_path), None)
     with ExitStack() as stack, pytest.raises(Handed) as handed:
         run._conduct(stack, launched, None, folder, NewRun())  # type: ignore[arg-type]
     assert handed.value.order.data == data_name(config.dataset, tmp_path)
     assert (handed.value.order.data == "") == public
+
+
+def test_an_execution_hands_on_the_policys_list_of_code_or_refuses_what_is_not_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "m.py").write_text("raise SystemExit\n")
+    listed = CodeBundle.read(tmp_path).digest
+    config = parse_config({**GOOD, "dataset": {"kind": "digits"}, "model": "m:f"})
+    for method in ("_reporting", "_void"):
+        monkeypatch.setattr(Execution, method, lambda *_: None)
+    monkeypatch.setattr(execution, "Coordinator", refuse)
+
+    def handed(model: ModelSource, code: tuple[bytes, ...] | None, **given: Any) -> Order:
+        folder = RunFolder.create(config, "ab12", str(tmp_path), None)
+        run = Execution(config, model, str(tmp_path), notice=print, **given)
+        with ExitStack() as stack, pytest.raises(Handed) as caught:
+            run._conduct(stack, launched_under(code), None, folder, NewRun())  # type: ignore[arg-type]
+        return caught.value.order
+
+    named = ModelSource.of("m:f")
+    for code, stated in ((None, b""), ((listed,), listed)):
+        order = handed(named, code)
+        assert (order.setup.code, order.code) == (code, stated)
+    for why, model, code, given in (
+        ("m:f", named, (b"x" * 32,), {}),
+        ("small_model", ModelSource.of(small_model), (listed,), {}),
+        ("small_model", named, (listed,), {"metrics": [small_model]}),
+    ):
+        with pytest.raises(EvidenceError, match=f"code_unlisted: {why}"):
+            handed(model, code, **given)
 
 
 def test_a_resumed_run_says_where_it_begins_and_what_its_account_has_been_charged(tmp_path: Path):
@@ -88,9 +129,7 @@ def test_an_interrupted_run_counts_as_killed_since_its_log_was_not_exported(
     for method in ("_reporting", "_setup"):
         monkeypatch.setattr(Execution, method, lambda *_: None)
     monkeypatch.setattr(execution, "Coordinator", lambda order: SimpleNamespace(run=interrupt))
-    launched: Any = SimpleNamespace(
-        began=0.0, control=SimpleNamespace(control=lambda *_: None), session=lambda *_: None, samplers=None
-    )
+    launched = launched_under(None)
     run = Execution(config, ModelSource.of("m:f"), str(tmp_path), notice=print)
     folder = RunFolder.create(config, "ab12", str(tmp_path), None)
     folder.mark("stopped")

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from raycloak.attestation.attester.attester import Attester
+from raycloak.attestation.core.evidence import Presentation
 from raycloak.attestation.core.keys import Purpose, Secret, derive
+from raycloak.attestation.core.messages import parse
 from raycloak.attestation.keys.release import RunKeys, VirtualWorkerKeys
 from raycloak.attestation.log.watch import LogWatch
 from raycloak.attestation.orchestrator.orchestrator import RunSession
@@ -23,6 +25,7 @@ from raycloak.coordinator.evidence.standalone_service import ServiceConfig
 from raycloak.coordinator.report.words import keys_rows, verdict_rows
 from raycloak.coordinator.runs.verdict import verdict_of
 from raycloak.metrics.errors import ConfigError, EvidenceError, RefusedError
+from raycloak.workers.inputs.code_bundle import CodeBundle
 from tests.owner import Owner, key_service
 from tests.protocol import SECRET, VIRTUAL_WORKERS, trained, whole_run
 
@@ -61,10 +64,12 @@ def session() -> tuple[LocalPlatform, Policy]:
     return LocalPlatform(vendor.platform()), simulated_policy(vendor, code_measurement())
 
 
-def fetch(owner: Owner, attester: Attester, policy: Policy, v: int) -> Mapping[int, VirtualWorkerKeys]:
+def fetch(
+    owner: Owner, attester: Attester, policy: Policy, v: int, code: bytes = b""
+) -> Mapping[int, VirtualWorkerKeys]:
     """Return the half of one key in epoch 0, for somebody who was never here before."""
     at = owner.contract, owner.address, attester
-    return fetch_halves(*at, policy=policy, epoch=0, virtual_workers=(v,), watch=LogWatch())
+    return fetch_halves(*at, policy=policy, epoch=0, virtual_workers=(v,), watch=LogWatch(), code=code)
 
 
 def test_a_run_needs_both_halves_and_repeats_with_them(owner, undisturbed):
@@ -80,6 +85,37 @@ def test_a_run_needs_both_halves_and_repeats_with_them(owner, undisturbed):
     assert set(keys_rows(owner.address)) <= set(plan_rows(run.finished.plan))
     assert run.digests != undisturbed, "the same run secret alone gave the same weights"
     assert trained(home.home(), key_service=owner.section()).digests == run.digests
+
+
+def test_the_service_gives_no_half_for_code_that_its_policy_does_not_list(tmp_path):
+    listed, other = b"l" * 32, b"o" * 32
+    machine, policy = session()
+    policy = policy.model_copy(update={"code": (listed,)})
+    with key_service(tmp_path, listed=(listed,)) as owner:
+        with pytest.raises(EvidenceError, match=f"code_unlisted: the code {other.hex()}"):
+            fetch(owner, Attester("worker-0", machine), policy, 0, other)
+        assert [kind for kind, _ in owner.log] == ["session", "refused"]
+        for code in (listed, b""):
+            assert set(fetch(owner, Attester("worker-0", machine).beside(), policy, 0, code)) == {0}
+
+
+def test_a_run_of_listed_code_states_it_to_the_service(tmp_path, monkeypatch, own_imports):
+    shown, genuine = [], EvidenceClient.attest
+
+    def attest(client, envelope):
+        shown.append(parse(Presentation, envelope.body).code)
+        return genuine(client, envelope)
+
+    monkeypatch.setattr(EvidenceClient, "attest", attest)
+    base = home.home() / "data"
+    base.mkdir(parents=True)
+    (base / "bundled_code.py").write_text("from torch import nn\n\ndef model():\n    return nn.Linear(6, 3)\n")
+    listed = (CodeBundle.read(base).digest,)
+    with key_service(tmp_path, listed=listed) as owner:
+        run = trained(home.home(), listed=listed, model="bundled_code:model", key_service=owner.section())
+    assert run.finished is not None
+    assert run.finished.manifest.code == listed[0]
+    assert shown == [listed[0]] * 3
 
 
 def test_each_epoch_needs_fresh_evidence_at_the_service_too(tmp_path):

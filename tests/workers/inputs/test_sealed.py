@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from raycloak.attestation.attester.attester import Attester
 from raycloak.attestation.core.data_marks import DataMarks, Likeness, likeness
 from raycloak.attestation.core.keys import Purpose, Secret, derive
 from raycloak.attestation.core.messages import parse
@@ -33,6 +34,8 @@ from raycloak.metrics.errors import (
     RaycloakError,
     RefusedError,
 )
+from raycloak.workers import train_worker
+from raycloak.workers.inputs.code_bundle import CodeBundle
 from raycloak.workers.inputs.datasets import ArrayDataset, dataset_form, slice_ids
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.inputs.example_codes import example_marks
@@ -232,13 +235,13 @@ def test_a_measurement_without_noise_needs_public_data_too(tmp_path):
         worker.compute_known_answer(mechanism(), counts)
 
 
-def sealed_run(home, policy_digest=None, demand=(), fingerprint=None, **arguments):
+def sealed_run(home, policy_digest=None, demand=(), fingerprint=None, listed=None, **arguments):
     """Return a run on sealed examples; sealed for its own policy, ledger and account, unless something else is given.
 
     The account is bound to them, or to the data of another fingerprint.
     """
     vendor = SimulatedVendor.load_or_create(home / "simulator")
-    own = simulated_policy(vendor, code_measurement()).digest()
+    own = simulated_policy(vendor, code_measurement()).model_copy(update={"code": listed}).digest()
     with closing(PrivacyLedger(f"sqlite:///{home / 'ledger.sqlite'}")) as ledger:
         demanded = DEMAND.model_copy(update={"ledger_key": ledger.public_key, **dict(demand)})
         judged_by, data = policy_digest or own, ArrayDataset(*examples())
@@ -252,7 +255,8 @@ def sealed_run(home, policy_digest=None, demand=(), fingerprint=None, **argument
     dataset = {"kind": "sealed", "path": str(home / "sealed"), "key_file": str(home / "data.key")}
     evaluation = {"dataset": dataset | {"path": str(home / "split"), "public": True}, "every": 2}
     named = {"account": "patients"}
-    return whole_run(home, **{"dataset": dataset, "evaluation": evaluation, "ledger": named} | arguments)
+    fields = {"dataset": dataset, "evaluation": evaluation, "ledger": named}
+    return whole_run(home, listed=listed, **fields | arguments)
 
 
 def split():
@@ -316,6 +320,34 @@ def test_data_sealed_for_another_policy_is_not_released(tmp_path):
         run.train()
     assert "release_refused" in log_of(run)
     assert "released" not in log_of(run)
+
+
+def project(home):
+    """Write code of a run's own; return its digest."""
+    (home / "data").mkdir()
+    (home / "data" / "bundled_code.py").write_text("from torch import nn\n\ndef model():\n    return nn.Linear(6, 3)\n")
+    return CodeBundle.read(home / "data").digest
+
+
+def test_a_run_of_code_that_the_policy_lists_opens_the_seal(tmp_path, own_imports):
+    run = sealed_run(tmp_path, listed=(project(tmp_path),), model="bundled_code:model")
+    run.train()
+    assert released(run, "dataset")
+
+
+def test_a_run_of_unlisted_code_gets_no_slice_even_for_members_that_state_none(tmp_path, monkeypatch, own_imports):
+    """The orchestrator reads the run's contract, as every other guard does; here all others are off."""
+    genuine = Attester.present
+    monkeypatch.setattr(Attester, "present", lambda self, challenge, *terms: genuine(self, challenge, *terms[:2]))
+    monkeypatch.setattr(train_worker, "check_code", lambda *_: None)
+    own = simulated_policy(SimulatedVendor.load_or_create(tmp_path / "simulator"), code_measurement())
+    policy, code = own.model_copy(update={"code": (b"x" * 32,)}), project(tmp_path)
+    run = sealed_run(tmp_path, policy.digest(), listed=(code,), model="bundled_code:model")
+    run.change(policy=policy)
+    with pytest.raises(RaycloakError, match=f"code_unlisted.*the code {code.hex()} of the run"):
+        run.train()
+    assert "released" not in log_of(run)
+    assert "release_refused" in log_of(run)
 
 
 def log_of(run):

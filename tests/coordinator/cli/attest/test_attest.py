@@ -3,8 +3,10 @@ from datetime import UTC, datetime
 
 import pytest
 
+from raycloak.attestation.policy.policy import load_policy, simulated_policy
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
 from raycloak.coordinator.cli.app import main
+from raycloak.workers.inputs.code_bundle import CodeBundle
 from tests.simulators.gpu import SimulatedGpuVendor
 
 NOW = 1_800_000_000
@@ -122,6 +124,44 @@ def test_policy_check_shows_sentences_to_a_person(tmp_path, capfd):
     code, out, _ = run(capfd, "policy", "check", path)
     assert code == 0
     assert "exactly 8 GPU(s)" in out
+
+
+@pytest.fixture
+def project(tmp_path):
+    (tmp_path / "project" / "parts").mkdir(parents=True)
+    for name in ("model.py", "parts/loss.py"):
+        (tmp_path / "project" / name).write_text("def f():\n    pass\n")
+    return tmp_path / "project"
+
+
+def test_policy_code_prints_the_digest_that_lists_a_project(project, capfd):
+    code, out, _ = run(capfd, "policy", "code", project, "--json")
+    digest = CodeBundle.read(project).digest.hex()
+    assert code == 0
+    assert json.loads(out) == {"folder": str(project), "code": digest, "files": ["model.py", "parts/loss.py"]}
+
+
+def test_policy_code_shows_the_files_to_a_person(project, capfd):
+    code, out, _ = run(capfd, "policy", "code", project)
+    assert code == 0
+    assert [
+        each for each in (CodeBundle.read(project).digest.hex(), "model.py", "parts/loss.py") if each not in out
+    ] == []
+
+
+@pytest.mark.parametrize("folder", ["parts/none", "."])
+def test_policy_code_refuses_a_folder_without_code(tmp_path, folder, capfd):
+    code, out, _ = run(capfd, "policy", "code", tmp_path / folder, "--json")
+    assert (code, json.loads(out)["error"]["code"]) == (2, "code_unreadable")
+
+
+def test_a_policy_with_the_printed_digest_lists_the_project(tmp_path, capfd):
+    (tmp_path / "model.py").write_text("def f():\n    pass\n")
+    _, out, _ = run(capfd, "policy", "code", tmp_path, "--json")
+    vendor = SimulatedVendor.create()
+    raw = json.loads(simulated_policy(vendor, bytes(48)).encode()) | {"code": [json.loads(out)["code"]]}
+    (tmp_path / "policy.yaml").write_text(json.dumps(raw))
+    assert load_policy(tmp_path / "policy.yaml").code == (CodeBundle.read(tmp_path).digest,)
 
 
 def test_policy_check_refuses_what_is_no_policy(tmp_path, capfd):
