@@ -1,7 +1,7 @@
 """The terms on which a machine's worker vault serves: what of its settings a run has to meet.
 
-All of it is checked before it matters: the place before data is opened, the noise before the mechanism is tried, the
-rest before evidence leaves, without which there are no keys.
+All of it is checked before it matters: the code before it runs, the place before data is opened, the noise before the
+mechanism is tried, the rest before evidence leaves, without which there are no keys.
 """
 
 from pathlib import Path
@@ -39,6 +39,18 @@ class ServedTerms:
         if dataset.public and not place.public:
             raise RefusedError("data_not_served", f"the vault knows the data at {shown} as private.", _NAME_IT)
         return place
+
+    def require_code(self, setup: WorkerSetup) -> None:
+        """Require that the worker is held to code of the settings' list, if they have one.
+
+        Raises:
+            RefusedError: ``code_not_served`` if it would admit any other, or any at all.
+        """
+        listed = self._settings.code
+        if listed is not None and (setup.code is None or not {each.hex() for each in setup.code} <= set(listed)):
+            raise RefusedError(
+                "code_not_served", "the vault runs listed code alone, and the policy of the run lists other.", _NAME_IT
+            )
 
     def require_noise(self, *mechanisms: Mechanism) -> None:
         """Require the least noise of the data's place; RefusedError ``noise_not_served``."""

@@ -121,12 +121,15 @@ class WorkerSettings(EvidencedSettings):
         ledgers: public keys of the ledgers whose receipts count, in hexadecimal.
         policies: digests of the policies that a run may have, in hexadecimal.
         data: the places of data.
+        code: digests of the bundles that code of the user's may come from, in hexadecimal, as a policy lists them; an
+            empty list admits none, and absent any code may run.
         devices: for each of the sessions, the number of its GPU; empty for none.
     """
 
     ledgers: tuple[Digest, ...]
     policies: tuple[Digest, ...]
     data: tuple[DataPlace, ...]
+    code: tuple[Digest, ...] | None = None
     devices: tuple[int, ...] = ()
 
     @model_validator(mode="after")

@@ -27,8 +27,8 @@ class WorkerVault(Hosted, TrainWorker):
     Guarantee: after SIGTERM, here or in its relay, the step under way finishes, and the next `StepReply` says
     ``leaving``. A call that its caller cancels ends between two micro-batches.
 
-    Guarantee: a vault of the machine opens no data, computes nothing of it and shows no evidence on other terms than
-    those of its settings, whatever a relay sends.
+    Guarantee: a vault of the machine opens no data, runs no code, computes nothing of data and shows no evidence on
+    other terms than those of its settings, whatever a relay sends.
     """
 
     OPENING = WorkerOpening
@@ -50,6 +50,7 @@ class WorkerVault(Hosted, TrainWorker):
             return super().prepare(setup)
         # None while it is not known which data is open: a failure in between must leave no terms of other data.
         self._terms.place = None
+        self._terms.require_code(setup)
         place = self._terms.place_of(setup)
         facts = super().prepare(setup)
         self._terms.place = place
