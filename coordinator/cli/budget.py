@@ -23,6 +23,7 @@ from raycloak.coordinator.cli.options import (
     existing_ledger,
     hexadecimal,
     ledger_at,
+    ledger_shown,
 )
 from raycloak.coordinator.config.run import load_config
 from raycloak.coordinator.console.figures import epsilon_text
@@ -46,9 +47,16 @@ _DAY_S = 86_400
 
 
 @command(budget, "show")
-def show_command(output: Output, account: SomeAccount = None, ledger: LedgerUrl = None) -> None:
+def show_command(
+    output: Output,
+    account: SomeAccount = None,
+    ledger: Annotated[
+        str | None,
+        typer.Option(help="URL of the ledger, or vault:PATH of a vault's socket; default: the one in RAYCLOAK_HOME."),
+    ] = None,
+) -> None:
     """Show what each account may spend, has spent, and on which runs."""
-    with ledger_at(ledger, create=False) as books:
+    with ledger_shown(ledger) as books:
         view = books.view()
     accounts = [each for each in view.accounts if account in (None, each.name)]
     if account is not None and not accounts:

@@ -4,7 +4,7 @@ import inspect
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -18,6 +18,7 @@ from raycloak.metrics.errors import ConfigError, RaycloakError, is_out_of_memory
 
 if TYPE_CHECKING:
     from raycloak.coordinator.ledger.ledger import PrivacyLedger
+    from raycloak.coordinator.vaults.machine_ledger import MachineLedger
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
 Overrides = Annotated[
@@ -136,6 +137,7 @@ def run_or_path(named: str) -> Path:
         return path
 
 
+_VAULT = "vault:"
 SmallEpsilon = Annotated[
     bool, typer.Option("--yes", help="Yes, an epsilon below 0.1 is meant: data keeps the account of its first run.")
 ]
@@ -153,6 +155,15 @@ def ledger_at(url: str | None, create: bool, witness: str | None = None) -> "clo
     from raycloak.coordinator.ledger.ledger import PrivacyLedger
 
     return closing(PrivacyLedger(ledger_url() if url is None else url, create, witness))
+
+
+def ledger_shown(url: str | None) -> "AbstractContextManager[PrivacyLedger | MachineLedger]":
+    """Open a ledger to show it: at ``url``, as :func:`ledger_at`; ``vault:PATH`` is that of a vault's socket."""
+    if url is None or not url.startswith(_VAULT):
+        return ledger_at(url, create=False)
+    from raycloak.coordinator.vaults.machine_ledger import MachineLedger
+
+    return MachineLedger(url.removeprefix(_VAULT))
 
 
 def existing_ledger(url: str | None, witness: str | None) -> "closing[PrivacyLedger]":

@@ -141,11 +141,33 @@ def _needles(boundary: Boundary) -> dict[str, bytes]:
     }
 
 
-def _vaults() -> list[int]:
-    return [each.pid for each in process_table() if "vaults.hosted:serve_machine" in each.title and each.state != "Z"]
+def _restored(made: apart.Machine, role: str) -> None:
+    """Have the user of a role copy its folder, lose it, and put the copy back."""
+    own, kept = made.folder / role, made.folder / "backup" / role
+    kept.parent.mkdir(mode=0o755, exist_ok=True)
+    kept.mkdir()
+    made.own(kept, role, 0o700)
+    script = "import pathlib, shutil, sys; own, kept = sys.argv[1:]\n"
+    copies = "shutil.copytree(own, kept, dirs_exist_ok=True)\n"
+    loses = "[shutil.rmtree(p) if p.is_dir() else p.unlink() for p in pathlib.Path(own).iterdir()]\n"
+    puts_back = "shutil.copytree(kept, own, dirs_exist_ok=True)\n"
+    done = made.run(USERS[role], "-c", script + copies + loses + puts_back, str(own), str(kept))
+    assert done.returncode == 0, done.stderr
+
+
+def _vaults(folder: Path) -> list[int]:
+    """Return the processes of a run's vaults; those of the platform live for a quote."""
+    serving = "vaults.hosted:serve_machine"
+    roles = [f"{role} {folder / role}.yaml" for role in USERS if role != "platform"]
+    return [
+        each.pid
+        for each in process_table()
+        if serving in each.title and any(role in each.title for role in roles) and each.state != "Z"
+    ]
 
 
 def test_guarantee_rays_user_gets_nothing_of_a_run_that_is_apart_and_its_model_is_the_same(folder):
+    """Also after ledger and orchestrator were restored from copies, by their own users."""
     with machine(folder) as made:
         boundary = Boundary(made)
         boundary.listen()
@@ -156,7 +178,7 @@ def test_guarantee_rays_user_gets_nothing_of_a_run_that_is_apart_and_its_model_i
         assert run.poll() is None, (folder / "run.log").read_text()
         # Held in the middle, with all its keys in use.
         os.kill(run.pid, signal.SIGSTOP)
-        vaults = _vaults()
+        vaults = _vaults(folder)
         assert len(vaults) >= 5
         found = folder / "ray" / "found"
         told = {
@@ -167,9 +189,14 @@ def test_guarantee_rays_user_gets_nothing_of_a_run_that_is_apart_and_its_model_i
         assert done.returncode == 0, done.stderr[-3000:]
         tried = json.loads(done.stdout)
         leaked = leaks.leaks(_needles(boundary), [("what Ray's user can read", found.read_bytes())])
-        os.kill(run.pid, signal.SIGCONT)
+        # Its first step ends, and the run with it.
+        for number in (signal.SIGTERM, signal.SIGCONT):
+            os.kill(run.pid, number)
         eventually(lambda: run.poll() is not None, DEADLINE_S)
-        ended = json.loads((folder / "run.log").read_text().splitlines()[-1])
+        assert 3 <= len(_steps(boundary.runs)) < STEPS
+        for role in ("ledger", "orchestrator"):
+            _restored(made, role)
+        ended = result(made.run(RAY, *boundary.command("--resume"), RAY_TMPDIR=str(folder / "ray")))
     assert tried["attempts"] == {
         "forged evidence": "vault_peer",
         "an account of his own": "account_of_its_owner",
