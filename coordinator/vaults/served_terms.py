@@ -41,13 +41,13 @@ class ServedTerms:
         return place
 
     def require_code(self, setup: WorkerSetup) -> None:
-        """Require that the worker is held to code of the settings' list, if they have one.
+        """Require that the worker is held to code of the settings' list, unless that is ``any``.
 
         Raises:
             RefusedError: ``code_not_served`` if it would admit any other, or any at all.
         """
         listed = self._settings.code
-        if listed is not None and (setup.code is None or not {each.hex() for each in setup.code} <= set(listed)):
+        if listed != "any" and (setup.code is None or not {each.hex() for each in setup.code} <= set(listed)):
             raise RefusedError(
                 "code_not_served", "the vault runs listed code alone, and the policy of the run lists other.", _NAME_IT
             )

@@ -11,7 +11,7 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import yaml
 from pydantic import Field, field_validator, model_validator
@@ -122,14 +122,14 @@ class WorkerSettings(EvidencedSettings):
         policies: digests of the policies that a run may have, in hexadecimal.
         data: the places of data.
         code: digests of the bundles that code of the user's may come from, in hexadecimal, as a policy lists them; an
-            empty list admits none, and absent any code may run.
+            empty list admits none. ``any`` runs whatever the driver names, which sees examples.
         devices: for each of the sessions, the number of its GPU; empty for none.
     """
 
     ledgers: tuple[Digest, ...]
     policies: tuple[Digest, ...]
     data: tuple[DataPlace, ...]
-    code: tuple[Digest, ...] | None = None
+    code: tuple[Digest, ...] | Literal["any"]
     devices: tuple[int, ...] = ()
 
     @model_validator(mode="after")

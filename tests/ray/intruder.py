@@ -1,7 +1,8 @@
 """What Ray's user, without any capability, tries at a machine whose vaults are apart; beside `hostile`.
 
 Its argument is JSON: ``{"folder": of the machine, "socket": with {role}, "private": path of data, "other": of data that
-nobody lists, "vaults": process ids, "found": file}``. It prints what each attempt gave, and copies all files that it
+nobody lists, "vaults": process ids, "found": file,
+"code": digest that is listed}``. It prints what each attempt gave, and copies all files that it
 can read into ``found``.
 """
 
@@ -23,6 +24,7 @@ from raycloak.coordinator.vaults.openings import LedgerOpening, OrchestratorOpen
 from raycloak.coordinator.vaults.platform_vault import PlatformVault
 from raycloak.coordinator.vaults.run_orchestrator import RunOrchestrator
 from raycloak.metrics.errors import RaycloakError
+from raycloak.workers.inputs.code_bundle import CodeBundle
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.messages import WorkerSetup
 from raycloak.workers.models.models import ModelSource
@@ -64,18 +66,33 @@ def attempts(told: dict) -> Iterator[tuple[str, str]]:
         "a run secret that he knows",
         at("orchestrator", state, lambda vault: vault.ask(RunOrchestrator.open_run, secret, None)),
     )
+    listed = bytes.fromhex(told["code"])
     opening = WorkerOpening(member_id="worker-9", simulated=False, gpus=0)
     setups = {
         "data that nobody lists": DatasetDescriptor(kind="npz", path=told["other"]),
         "data by a path around": DatasetDescriptor(kind="npz", path=f"{told['private']}/../../ray/data.npz"),
         "private data as public": DatasetDescriptor(kind="npz", path=told["private"], public=True),
     }
+    project = Path(told["folder"]) / "project"
     for name, dataset in setups.items():
-        yield name, at("worker", opening, lambda vault, dataset=dataset: vault.ask(TrainWorker.prepare, setup(dataset)))
+        own = setup(dataset, project, "own_model:model", (listed,))
+        yield name, at("worker", opening, lambda vault, own=own: vault.ask(TrainWorker.prepare, own))
+
+    evil = Path(told["folder"]) / "open" / "evil"
+    evil.mkdir()
+    (evil / "own_model.py").write_text("def model():\n    raise SystemExit('examples')\n")
+    private = DatasetDescriptor(kind="npz", path=told["private"])
+    codes = {
+        "code that nobody lists": (CodeBundle.read(evil).digest,),
+        "any code": None,
+        "other code under a listed name": (listed,),
+    }
+    for name, code in codes.items():
+        own = setup(private, evil, "own_model:model", code)
+        yield name, at("worker", opening, lambda vault, own=own: vault.ask(TrainWorker.prepare, own))
 
     def little_noise(vault: MachineVault) -> object:
-        dataset = DatasetDescriptor(kind="npz", path=told["private"])
-        vault.ask(TrainWorker.prepare, setup(dataset))
+        vault.ask(TrainWorker.prepare, setup(private, project, "own_model:model", (listed,)))
         # Planned for data of his own, of the same shape.
         own = demo_config() | {
             "num_workers": 2,
@@ -92,12 +109,12 @@ def attempts(told: dict) -> Iterator[tuple[str, str]]:
     yield "little noise", at("worker", opening, little_noise)
 
 
-def setup(dataset: DatasetDescriptor) -> WorkerSetup:
+def setup(dataset: DatasetDescriptor, base: Path, model: str, code: tuple[bytes, ...] | None) -> WorkerSetup:
     """Return the setup of a run of his own."""
+    loss = LossSpec.of("cross_entropy")
     return WorkerSetup(
-        model=ModelSource(name="raycloak.coordinator.runs.demo:digits_model"), loss=LossSpec.of("cross_entropy"),
-        dataset=dataset, base="/tmp", seed=0, device="cpu",
-    )  # fmt: skip
+        model=ModelSource(name=model), loss=loss, dataset=dataset, base=str(base), seed=0, device="cpu", code=code
+    )
 
 
 def reached(vaults: list[int]) -> Iterator[tuple[str, str]]:

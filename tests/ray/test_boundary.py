@@ -13,9 +13,12 @@ import pytest
 import yaml
 
 from raycloak.attestation.core.keys import Secret
+from raycloak.attestation.policy.policy import simulated_policy
+from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
 from raycloak.coordinator.cluster.processes import process_table
 from raycloak.coordinator.ledger.store import LedgerStore
 from raycloak.coordinator.runs.demo import demo_config
+from raycloak.workers.inputs.code_bundle import CodeBundle
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.terms.manifest import Manifest
 from tests.attestation.serving import eventually
@@ -24,6 +27,7 @@ from tests.ray.apart import RAY, USERS, machine, result
 
 DEADLINE_S = 300
 STEPS = 60
+MODEL = "from raycloak.coordinator.runs.demo import digits_model\n\n\ndef model():\n    return digits_model()\n"
 EVIDENCED = ("orchestrator", "aggregator", "worker")
 
 
@@ -61,7 +65,13 @@ class Boundary:
         made.own(self.secret, "orchestrator")
         account = ("budget", "open", "hospital", "--epsilon-cap", "8", "--ledger", self.ledger)
         result(made.run(USERS["ledger"], "-m", "raycloak", *account, "--json"))
-        (self.folder / "project").mkdir()
+        self.project = self.folder / "project"
+        self.project.mkdir()
+        # Of Ray's user, and readable for vaults.
+        (self.folder / "open").mkdir()
+        os.chown(self.folder / "open", RAY, RAY)
+        (self.project / "own_model.py").write_text(MODEL)
+        self.code = CodeBundle.read(self.project).digest
         self.config = demo_config() | {
             "num_workers": 2,
             "virtual_workers": 4,
@@ -71,6 +81,8 @@ class Boundary:
             "dataset": {"kind": "npz", "path": str(self.data)},
             "dp_config": {"target_epsilon": 8.0, "target_delta": 1e-5, "accountant": "rdp"},
             "ledger": {"account": "hospital"},
+            "model": "own_model:model",
+            "policy": "policy.yaml",
             "boundary": {"socket": made.socket},
             "secret_retention": "keep",
         }
@@ -80,7 +92,11 @@ class Boundary:
         made, platform = self.machine, {"platform": self.machine.socket.replace("{role}", "platform")}
         state = {role: str(self.folder / role / "state") for role in ("platform", "orchestrator")}
         vaults = [str(USERS[each]) for each in EVIDENCED]
-        policy = made.listen("platform", state=state["platform"], vaults=vaults, sessions=8)["simulated_policy"]
+        made.listen("platform", state=state["platform"], vaults=vaults, sessions=8)
+        vendor = SimulatedVendor.load_or_create(Path(state["platform"]))
+        accepted = simulated_policy(vendor, code_measurement()).model_copy(update={"code": (self.code,)})
+        (self.project / "policy.yaml").write_text(yaml.safe_dump(accepted.model_dump(mode="json")))
+        policy = accepted.digest().hex()
         made.listen("ledger", url=self.ledger, sessions=3)
         with closing(LedgerStore(self.ledger, create=False)) as store:
             key = store.public_key.hex()
@@ -90,12 +106,13 @@ class Boundary:
         )
         made.listen("aggregator", sessions=3, **platform)
         place = {"path": str(self.data), "account": "hospital", "least_noise": 0.5}
-        made.listen("worker", ledgers=[key], policies=[policy], data=[place], sessions=6, **platform)
+        code = [self.code.hex()]
+        made.listen("worker", ledgers=[key], policies=[policy], code=code, data=[place], sessions=6, **platform)
 
     def command(self, *more: str) -> tuple[str, ...]:
         """Return the command of the run."""
-        (self.folder / "project" / "run.yaml").write_text(yaml.safe_dump(self.config))
-        return ("-m", "raycloak", "run", str(self.folder / "project" / "run.yaml"), "--json", *more)
+        (self.project / "run.yaml").write_text(yaml.safe_dump(self.config))
+        return ("-m", "raycloak", "run", str(self.project / "run.yaml"), "--json", *more)
 
     @property
     def runs(self) -> Path:
@@ -117,6 +134,8 @@ def _without_boundary(boundary: Boundary) -> str:
     shutil.copytree(boundary.folder / "platform" / "state", home / "simulator")
     (home / "simulator").chmod(0o700)
     config = {key: value for key, value in boundary.config.items() if key != "boundary"}
+    for file in ("own_model.py", "policy.yaml"):
+        shutil.copy(boundary.project / file, home / file)
     (home / "run.yaml").write_text(yaml.safe_dump(config))
     done = boundary.machine.run(
         0, "-m", "raycloak", "run", str(home / "run.yaml"), "--json", "--run-secret", str(boundary.secret),
@@ -183,7 +202,7 @@ def test_guarantee_rays_user_gets_nothing_of_a_run_that_is_apart_and_its_model_i
         found = folder / "ray" / "found"
         told = {
             "folder": str(folder), "socket": made.socket, "private": str(boundary.data), "other": str(boundary.other),
-            "vaults": vaults, "found": str(found),
+            "vaults": vaults, "found": str(found), "code": boundary.code.hex(),
         }  # fmt: skip
         done = made.run(RAY, "-m", "tests.ray.intruder", json.dumps(told))
         assert done.returncode == 0, done.stderr[-3000:]
@@ -205,6 +224,9 @@ def test_guarantee_rays_user_gets_nothing_of_a_run_that_is_apart_and_its_model_i
         "data that nobody lists": "data_not_served",
         "data by a path around": "data_not_served",
         "private data as public": "data_not_served",
+        "code that nobody lists": "code_not_served",
+        "any code": "code_not_served",
+        "other code under a listed name": "code_unlisted",
         "little noise": "noise_not_served",
     }
     assert {outcome for _, outcome in tried["reached"]} == {"PermissionError"}
