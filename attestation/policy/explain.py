@@ -83,6 +83,7 @@ def explain(policy: Policy) -> tuple[Sentence, ...]:
     sentences += _gpus(policy, "nvidia_gpu" in families)
     sentences += _machines(policy)
     sentences += _code(policy)
+    sentences += _boundary(policy)
     sentences += _collateral(policy)
     hours = policy.evidence_lifetime_s / 3600
     quotas = policy.key_quotas
@@ -238,6 +239,14 @@ def _machines(policy: Policy) -> Iterator[Sentence]:
     most = policy.workers_per_platform
     limit = "any number of workers" if most is None else f"at most {most} worker(s)"
     yield Sentence("machines", f"One machine may run {limit}.", warning=most is None or most > 1)
+
+
+def _boundary(policy: Policy) -> Iterator[Sentence]:
+    if policy.require_boundary is None:
+        yield Sentence("boundary", "A run may have its secrets in processes of Ray's user.")
+    else:
+        shown = f" Evidence shows them in {', '.join(policy.require_boundary)}." if policy.require_boundary else ""
+        yield Sentence("boundary", f"A run has its secrets in vaults of the machines, under users of their own.{shown}")
 
 
 def _code(policy: Policy) -> Iterator[Sentence]:

@@ -3,8 +3,10 @@
 The rules of each family of evidence have their own file. The roots are in `raycloak.attestation.trust.roots`.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Protocol, Self
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Final, Literal, Protocol, Self
 
 from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 
@@ -32,6 +34,14 @@ def _of_a_machine(platform_id: bytes) -> bytes:
 PlatformId = Annotated[bytes, AfterValidator(_of_a_machine)]
 
 DEFAULT_LIFETIME_S = 24 * 3600
+
+
+BoundaryRule = Literal[
+    "tdx.rtmr0", "tdx.rtmr1", "tdx.rtmr2", "tdx.rtmr3", "tdx.mr_config_id", "sev_snp.measurements", "sev_snp.host_data"
+]
+_CARRIED_BY: Final[Mapping[EvidenceClass, str]] = MappingProxyType(
+    {EvidenceClass.INTEL_TDX: "tdx.", EvidenceClass.AMD_SEV_SNP: "sev_snp."}
+)
 
 
 class KeyQuotas(Message):
@@ -64,6 +74,9 @@ class Policy(Message):
         collateral_service: where verifiers fetch collateral; None uses only given files.
         code: digests of the bundles that code of the user's may come from, as ``raycloak attest policy code`` prints
             them; an empty list admits none, and None any code. Left out of the bytes where it is None.
+        require_boundary: what of hardware evidence covers the vaults of the machine, their users and settings, such as
+            ``tdx.rtmr2``: it names the rule whose accepted values say so. The run has to have a boundary. None demands
+            none, and is left out of the bytes.
         tdx, sev_snp, nvidia_gpu: rules for TDX quotes, SEV-SNP reports and GPU reports.
     """
 
@@ -79,6 +92,7 @@ class Policy(Message):
     key_quotas: KeyQuotas = KeyQuotas()
     collateral_service: CollateralService | None = None
     code: tuple[Bytes32, ...] | None = Field(default=None, exclude_if=lambda code: code is None)
+    require_boundary: tuple[BoundaryRule, ...] | None = Field(default=None, exclude_if=lambda rules: rules is None)
     tdx: TdxRules = TdxRules()
     sev_snp: SnpRules = SnpRules()
     nvidia_gpu: GpuRules = GpuRules()
@@ -107,6 +121,21 @@ class Policy(Message):
         if EvidenceClass.INTEL_TDX in self.accepted_classes and open_registers:
             names = ", ".join(f"tdx.{name}" for name in open_registers)
             raise ValueError(f"{names}: list accepted values or say 'any', as the measurement is of firmware alone")
+        return self
+
+    @model_validator(mode="after")
+    def _a_boundary_is_carried_by_what_is_compared(self) -> Self:
+        """Refuse a boundary that evidence of an accepted class would not show."""
+        if self.require_boundary is None:
+            return self
+        for rule in self.require_boundary:
+            family, _, name = rule.partition(".")
+            rules = self.tdx if family == "tdx" else self.sev_snp
+            if rules.registers.get(name, rules.measurements) is None:
+                raise ValueError(f"require_boundary: {rule} compares nothing; list accepted values")
+        for accepted, prefix in _CARRIED_BY.items():
+            if accepted in self.accepted_classes and not any(each.startswith(prefix) for each in self.require_boundary):
+                raise ValueError(f"require_boundary: name what of {prefix.rstrip('.')} evidence carries it")
         return self
 
     @property

@@ -14,7 +14,7 @@ from raycloak.workers.terms.measurement import Released
 from raycloak.workers.terms.mechanism import AccountantName
 
 SIMULATED = "simulated"
-Boundary = Literal["child_processes", "vaults"]
+Boundary = Literal["child_processes", "vaults", "demanded_vaults"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,8 @@ class Verdict:
         evaluation_data: ``sealed`` or ``clear``, how the evaluation split was kept; None without one.
         key_service: address of the data owner's key service that gave the second half of every virtual-worker key.
         boundary: what separates secrets from Ray's processes: ``child_processes`` where each role ran in a vault that
-            its actor started, under Ray's user id; ``vaults`` where they ran in vaults of the machines.
+            its actor started, under Ray's user id; ``vaults`` where they ran in vaults of the machines;
+            ``demanded_vaults`` where the policy demanded that, too.
         colocated: whether orchestrator and aggregator shared a node.
         evidence_service: ``host:port`` where the evidence was served during the run; None if it was not.
         warnings: sentences about limits of this run.

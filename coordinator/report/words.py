@@ -17,6 +17,7 @@ BOUNDARIES: Final[Mapping[Boundary, str]] = MappingProxyType(
     {
         "child_processes": "child processes; Ray's uid can still reach them",
         "vaults": "vaults of the machines; the driver says so, and no policy demands it",
+        "demanded_vaults": "vaults of the machines, which the policy demands",
     }
 )
 

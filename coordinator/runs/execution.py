@@ -130,6 +130,7 @@ class Execution:
     _charged: float = field(init=False, default=0.0)
     # The address of the evidence service; None until members are admitted, and where nothing is served.
     _served: str | None = field(init=False, default=None)
+    _demands_boundary: bool = field(init=False, default=False)
     _traces: Traces = field(init=False, default=OFF)
     _span: Span = field(init=False, default=UNRECORDED)
 
@@ -295,6 +296,7 @@ class Execution:
     ) -> "Outcome":
         """Run the coordinator; an error that ends it early carries the result so far."""
         self.folder, started = folder, launched.began
+        self._demands_boundary = launched.policy.require_boundary is not None
         self.opened(folder)
         self._span.set(run=folder.record.run_id)
         attach_log(folder.path / ("run.log" if assignment.charges else "replay.log"))
@@ -400,6 +402,8 @@ class Execution:
 
     def _outcome(self, finished: Finished, folder: RunFolder, ending: str, seconds: float) -> "Outcome":
         boundary: Boundary = "child_processes" if self.config.boundary is None else "vaults"
+        if boundary == "vaults" and self._demands_boundary:
+            boundary = "demanded_vaults"
         return Outcome(finished, folder, ending, seconds, tuple(self.warnings), self._served, boundary)
 
     def _callables(self) -> list[str]:

@@ -28,6 +28,7 @@ from raycloak.coordinator.evidence.sources import Guests, collateral_of, configu
 from raycloak.coordinator.membership.crew import Crew, start_crew
 from raycloak.coordinator.training.assignment import Session
 from raycloak.coordinator.vaults.platforms import MachinePlatform
+from raycloak.metrics.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +78,17 @@ def launch(stack: ExitStack, config: RunConfig, base: Path, placement: Placement
         bind: where the orchestrator serves, if it does.
 
     Raises:
-        ConfigError: what is wrong with policy or collateral; ``unplaceable`` if there is no room for the workers.
+        ConfigError: what is wrong with policy or collateral; ``boundary_required``; ``unplaceable`` if there is no room
+            for the workers.
     """
     began = time.monotonic()
     policy = configured_policy(config.policy, config.collateral, base)
+    if policy is not None and policy.require_boundary is not None and config.boundary is None:
+        raise ConfigError(
+            "boundary_required",
+            "the policy demands vaults of the machines, and the run names none.",
+            "Name their sockets in boundary; see docs/boundary.md.",
+        )
     collateral = collateral_of(policy, config.collateral, base)
     sources: EvidenceSources = Guests(policy.gpus_per_worker if policy else 0)
     present: Mapping[str, Any] = {}

@@ -9,7 +9,7 @@ from raycloak.coordinator.vaults.hosted import Hosted, Inside
 from raycloak.coordinator.vaults.openings import OrchestratorOpening
 from raycloak.coordinator.vaults.platforms import platform_under
 from raycloak.coordinator.vaults.run_orchestrator import RunOrchestrator
-from raycloak.coordinator.vaults.settings import OrchestratorSettings, policy_not_served
+from raycloak.coordinator.vaults.settings import OrchestratorSettings, policy_not_served, require_apart
 from raycloak.metrics.errors import RefusedError
 from raycloak.workers.terms.manifest import Manifest
 
@@ -46,6 +46,7 @@ class OrchestratorVault(Hosted, RunOrchestrator):
         return super().open_run(secret_file, run_id)
 
     def begin(self, terms: RunTerms[Manifest], session: str) -> None:  # type: ignore[override]  # of a run alone
+        require_apart(self._settings, terms.policy)
         if self._settings is not None and terms.policy.digest().hex() not in self._settings.policies:
             raise policy_not_served()
         super().begin(terms, session)

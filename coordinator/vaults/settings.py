@@ -16,6 +16,7 @@ from typing import Annotated, Final, Literal
 import yaml
 from pydantic import Field, field_validator, model_validator
 
+from raycloak.attestation.policy.policy import Policy
 from raycloak.coordinator.config.section import Section, validated
 from raycloak.metrics.errors import ConfigError, RefusedError
 from raycloak.metrics.file_errors import file_error
@@ -174,6 +175,16 @@ def uid_of(user: str) -> int:
         raise ConfigError(
             "vault_settings", f"there is no user {user} on this machine.", "Make the user, or name another."
         ) from None
+
+
+def require_apart(settings: VaultSettings | None, policy: Policy) -> None:
+    """Require a vault of the machine where the policy demands a boundary; RefusedError ``boundary_required``."""
+    if settings is None and policy.require_boundary is not None:
+        raise RefusedError(
+            "boundary_required",
+            "the policy demands vaults of the machine, and this is a child of Ray's process.",
+            "Name their sockets in boundary; see docs/boundary.md.",
+        )
 
 
 def policy_not_served() -> RefusedError:

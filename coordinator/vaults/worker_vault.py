@@ -13,7 +13,7 @@ from raycloak.coordinator.vaults.hosted import Hosted, Inside
 from raycloak.coordinator.vaults.openings import WorkerOpening
 from raycloak.coordinator.vaults.platforms import platform_under
 from raycloak.coordinator.vaults.served_terms import ServedTerms
-from raycloak.coordinator.vaults.settings import WorkerSettings
+from raycloak.coordinator.vaults.settings import WorkerSettings, require_apart
 from raycloak.workers.messages import Admission, StepReply, StepRequest, WorkerFacts, WorkerSetup
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.mechanism import Mechanism
@@ -62,6 +62,7 @@ class WorkerVault(Hosted, TrainWorker):
         return super().compute_known_answer(mechanism, *measurements)
 
     def present(self, challenge: Challenge, admission: Admission) -> Envelope:
+        require_apart(self._inside.settings, admission.policy)
         if self._terms is not None:
             self._terms.require_manifest(admission.manifest)
         return super().present(challenge, admission)

@@ -37,7 +37,7 @@ def warnings(policy: Policy) -> str:
 def test_a_strict_policy_has_no_warning() -> None:
     assert warnings(strict()) == ""
     assert {each.topic for each in explain(strict())} == {
-        "classes", "roots", "TDX", "SEV-SNP", "GPU", "machines", "code", "collateral", "lifetime", "keys",
+        "classes", "roots", "TDX", "SEV-SNP", "GPU", "machines", "code", "boundary", "collateral", "lifetime", "keys",
     }  # fmt: skip
 
 
@@ -142,6 +142,7 @@ def test_every_rule_makes_a_difference_to_what_is_said() -> None:
         "platforms": [(bytes(16), bytes([1] * 16))],
         "code": [(), (bytes(32),), (bytes(32), bytes([1] * 32))],
         "accepted_classes": [HARDWARE[:2]],
+        "require_boundary": [("tdx.rtmr2", "sev_snp.measurements"), ("tdx.rtmr3", "sev_snp.measurements")],
     }
     plain = explain(strict())
     for name, values in changed.items():
@@ -150,7 +151,7 @@ def test_every_rule_makes_a_difference_to_what_is_said() -> None:
 
 
 NEVER_LAXER = {
-    *("anchors", "platforms", "gpus_per_worker", "collateral_service", "code", "nvidia_gpu.models"),
+    *("anchors", "platforms", "gpus_per_worker", "collateral_service", "code", "require_boundary", "nvidia_gpu.models"),
     *("tdx.measurements", "tdx.rtmr0", "tdx.rtmr1", "tdx.rtmr2", "tdx.rtmr3", "tdx.mr_config_id"),
     *("tdx.rejected_advisories", "tdx.min_tcb_evaluation_data_number"),
     *("tdx.allow_dynamic_platform", "tdx.allow_cached_keys", "tdx.allow_smt"),

@@ -87,6 +87,12 @@ def test_a_simulated_policy_survives_yaml(tmp_path: Path, session: Session) -> N
         {"platforms": ["0a" * 32]},
         {"code": ["0a" * 31]},
         {"code": "any"},
+        {"require_boundary": True},
+        {"require_boundary": ["tdx.rtmr9"]},
+        {"require_boundary": []},
+        {"require_boundary": ["sev_snp.measurements"]},
+        {"require_boundary": ["tdx.mr_config_id"]},
+        {"tdx": TDX | {"rtmr2": "any"}, "require_boundary": ["tdx.rtmr2"]},
         {1: 2},
     ],
 )
@@ -160,6 +166,7 @@ def test_every_field_is_in_the_digest(session: Session) -> None:
         "key_quotas": KeyQuotas(per_run=1),
         "collateral_service": CollateralService(amd="https://a.example", snp_lists=("vcek/Genoa",)),
         "code": (),
+        "require_boundary": (),
         "tdx": TdxRules(),
         "sev_snp": SnpRules(require_crl=False),
         "nvidia_gpu": GpuRules(require_rim=False),
@@ -198,3 +205,19 @@ def test_every_documented_policy_is_one_for_hardware(tmp_path: Path) -> None:
         policy = load(tmp_path, block)
         assert all(anchor.evidence_class.value in block for anchor in policy.anchors)
         assert not policy.accepts_simulated
+
+
+def test_a_boundary_is_carried_by_what_the_policy_compares(tmp_path: Path) -> None:
+    listed = TDX | {"rtmr2": ["00" * 48]}
+    fields = {"accepted_classes": ["intel_tdx"], "anchors": ["intel_tdx"], "tdx": listed}
+    plain, demanding = load(tmp_path, fields), load(tmp_path, fields | {"require_boundary": ["tdx.rtmr2"]})
+    assert demanding.require_boundary == ("tdx.rtmr2",)
+    assert b"require_boundary" not in plain.encode()
+    assert plain.digest() != demanding.digest()
+
+
+def test_each_accepted_class_has_to_carry_the_boundary(tmp_path: Path) -> None:
+    both: dict = {"accepted_classes": ["intel_tdx", "amd_sev_snp"], "anchors": ["intel_tdx", "amd_sev_snp"]}
+    both["tdx"] = TDX | {"rtmr2": ["00" * 48]}
+    with pytest.raises(ConfigError, match="sev_snp evidence"):
+        load(tmp_path, both | {"require_boundary": ["tdx.rtmr2"]})

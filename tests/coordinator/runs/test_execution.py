@@ -7,15 +7,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
+from raycloak.attestation.policy.policy import simulated_policy
+from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
 from raycloak.coordinator.config.run import parse_config
 from raycloak.coordinator.planning.payer import data_name
 from raycloak.coordinator.record.folder import RunFolder
 from raycloak.coordinator.runs import execution
+from raycloak.coordinator.runs.demo import demo_config
 from raycloak.coordinator.runs.execution import Execution
+from raycloak.coordinator.runs.ray_session import launch
 from raycloak.coordinator.training.assignment import NewRun, Order, ResumedRun
 from raycloak.coordinator.training.reporting import StepReport
-from raycloak.metrics.errors import EvidenceError, RunFailedError
+from raycloak.metrics.errors import ConfigError, EvidenceError, RunFailedError
 from raycloak.workers.inputs.code_bundle import CodeBundle
 from raycloak.workers.inputs.fingerprint import data_marks
 from raycloak.workers.models.models import ModelSource
@@ -42,7 +47,7 @@ def launched_under(code: tuple[bytes, ...] | None) -> Any:
         control=SimpleNamespace(control=lambda *_: None),
         session=lambda *_: None,
         samplers=None,
-        policy=SimpleNamespace(code=code),
+        policy=SimpleNamespace(code=code, require_boundary=None),
     )
 
 
@@ -184,3 +189,11 @@ def test_guarantee_a_page_that_cannot_be_written_fails_no_run_and_is_named(tmp_p
     assert said[0].startswith("warning: report.html was not written (")
     assert f"raycloak report {folder.path}" in said[0]
     assert run.warnings == [said[0].removeprefix("warning: ")]
+
+
+def test_a_run_without_the_boundary_that_its_policy_demands_starts_nothing(tmp_path: Path) -> None:
+    policy = simulated_policy(SimulatedVendor.create(), bytes(48)).model_copy(update={"require_boundary": ()})
+    (tmp_path / "policy.yaml").write_text(yaml.safe_dump(policy.model_dump(mode="json")))
+    config = parse_config({**demo_config(), "policy": "policy.yaml"})
+    with ExitStack() as stack, pytest.raises(ConfigError, match=r"boundary_required: .*docs/boundary\.md"):
+        launch(stack, config, tmp_path, None, None)

@@ -5,8 +5,12 @@ import signal
 
 import pytest
 
+from raycloak.attestation.policy.policy import simulated_policy
+from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
 from raycloak.coordinator.cluster.platform_actor import NodePlatform
 from raycloak.coordinator.vaults import aggregator_vault, ledger_vault, openings, orchestrator_vault, worker_vault
+from raycloak.coordinator.vaults.settings import AggregatorSettings, require_apart
+from raycloak.metrics.errors import RefusedError
 from raycloak.workers.messages import StepReply
 from raycloak.workers.train_worker import TrainWorker
 from tests.private_memory import memory_is_private, open_memory
@@ -91,6 +95,15 @@ def test_ledger_and_orchestrator_open_their_files(tmp_path):
     orchestrator = orchestrator_vault.OrchestratorVault(opening, Inside())
     assert len(orchestrator.open_run(None)[0]) > 0
     orchestrator.close()
+
+
+def test_a_child_serves_no_run_whose_policy_demands_a_boundary():
+    policy = simulated_policy(SimulatedVendor.create(), bytes(48))
+    demanding = policy.model_copy(update={"require_boundary": ()})
+    require_apart(None, policy)
+    with pytest.raises(RefusedError, match="boundary_required"):
+        require_apart(None, demanding)
+    require_apart(AggregatorSettings(socket="/run/vault", peer="0"), demanding)
 
 
 def test_guarantee_an_actor_that_holds_keys_closes_its_memory_as_it_starts():
