@@ -2,10 +2,11 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import tempfile
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import yaml
 from raycloak.attestation.core.keys import Secret
 from raycloak.attestation.policy.policy import simulated_policy
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
-from raycloak.coordinator.cluster.processes import process_table
+from raycloak.coordinator.cluster.processes import Process, process_table
 from raycloak.coordinator.ledger.store import LedgerStore
 from raycloak.coordinator.runs.demo import demo_config
 from raycloak.workers.inputs.code_bundle import CodeBundle
@@ -185,6 +186,20 @@ def _vaults(folder: Path) -> list[int]:
     ]
 
 
+def _user(process: Process) -> int | None:
+    with suppress(FileNotFoundError):  # it has just ended
+        return Path(f"/proc/{process.pid}").stat().st_uid
+    return None
+
+
+def _of_rays_user(driver: int) -> list[Process]:
+    """Return the processes of Ray's user that a run's content passes through: its relays and its driver."""
+    found = [each for each in process_table() if _user(each) == RAY]
+    relays = [each for each in found if re.match(r"ray::\w+Actor", each.title)]
+    assert len(relays) >= 5
+    return [*relays, *(each for each in found if each.pid == driver)]
+
+
 def test_guarantee_rays_user_gets_nothing_of_a_run_that_is_apart_and_its_model_is_the_same(folder):
     """Also after ledger and orchestrator were restored from copies, by their own users."""
     with machine(folder) as made:
@@ -207,7 +222,9 @@ def test_guarantee_rays_user_gets_nothing_of_a_run_that_is_apart_and_its_model_i
         done = made.run(RAY, "-m", "tests.ray.intruder", json.dumps(told))
         assert done.returncode == 0, done.stderr[-3000:]
         tried = json.loads(done.stdout)
-        leaked = leaks.leaks(_needles(boundary), [("what Ray's user can read", found.read_bytes())])
+        held = [part for each in _of_rays_user(run.pid) for part in leaks.memory_of(each)]
+        assert len(held) > 5 * 10, "the memory of relays and driver"
+        leaked = leaks.leaks(_needles(boundary), [("what Ray's user can read", found.read_bytes()), *held])
         # Its first step ends, and the run with it.
         for number in (signal.SIGTERM, signal.SIGCONT):
             os.kill(run.pid, number)
