@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, TypeVar
 
 from raycloak.attestation.core.messages import Message
-from raycloak.attestation.core.private_memory import keep_memory_private
+from raycloak.attestation.core.private_memory import NO_GPU_CORE_DUMPS, keep_memory_private
 from raycloak.attestation.processes.channel import Channel
 from raycloak.attestation.processes.deadline import Deadline, awaited
 from raycloak.attestation.processes.failure import Failed
@@ -27,11 +27,14 @@ from raycloak.coordinator.vaults.calls import ActorRefusal, Receiver
 from raycloak.coordinator.vaults.exchange import CallCancelled, Called, Exchange, LeaveWord, VaultEnded, Word, as_told
 from raycloak.coordinator.vaults.openings import VaultStart
 from raycloak.coordinator.vaults.settings import ROLES, VaultSettings, read_settings
-from raycloak.metrics.errors import ConfigError, ProtocolError, RaycloakError
+from raycloak.metrics.errors import ProtocolError, RaycloakError
 from raycloak.workers.gradients.environment import NUMERICS
 
+START_S: Final = 60.0
+"""For each of a relay's first two words, which it sends as it connects: silence must not hold a seat for ever."""
 _LOOK_S: Final = 0.02
 """How soon a call beside another one is noticed: a view of the metrics, which may come later than that."""
+M = TypeVar("M", bound=Message)
 _Calls = deque[tuple[Called, list[Any]]]
 
 
@@ -141,18 +144,23 @@ def serve(channel: Channel, target: str, settings: VaultSettings | None = None) 
 
     Args:
         settings: of a vault of the machine.
+
+    Raises:
+        ProtocolError: ``malformed`` if the first words are not a start and an opening; ``vault_silent`` if they do not
+            come.
     """
     keep_memory_private()
-    start = channel.receive(VaultStart)
+    start = _first_word(channel, VaultStart)
     if start is None:
         return
     if not start.variables.keys() <= NUMERICS:
         raise ProtocolError("malformed", "variables that do not decide the bits of a computation")
-    os.environ.update(start.variables)
+    # Before anything loads a GPU's driver, which reads its own once.
+    os.environ.update({**start.variables, **NO_GPU_CORE_DUMPS})
     module, _, name = target.partition(":")
     with quickly():
         cls = getattr(import_module(module), name)
-    opening: Message | None = channel.receive(cls.OPENING)
+    opening: Message | None = _first_word(channel, cls.OPENING)
     if opening is None:
         return
     inside = Inside(channel, settings)
@@ -171,11 +179,16 @@ def serve_machine(channel: Channel, role: str, settings: str) -> None:
         settings: file of the vault's settings.
     """
     try:
-        found = read_settings(role, Path(settings))
-    except ConfigError as error:
+        serve(channel, ROLES[role][1], read_settings(role, Path(settings)))
+    except RaycloakError as error:
         channel.send(VaultEnded(refusal=Failed.of(error).encode()))
-        return
-    serve(channel, ROLES[role][1], found)
+
+
+def _first_word(channel: Channel, kind: type[M]) -> M | None:
+    try:
+        return channel.receive(kind, by=Deadline(START_S))
+    except TimeoutError:
+        raise ProtocolError("vault_silent", f"no {kind.__name__} came in {START_S:g} seconds.") from None
 
 
 def _answered(receive: Callable[..., Any], called: Called, frames: list[Any]) -> tuple[Any, ...]:

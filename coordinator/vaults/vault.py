@@ -152,7 +152,8 @@ class Vault:
         return VaultLost(f"a vault ended with {exited.how}" if exited is not None else "a vault has closed its socket")
 
     def _word(self, word: Word) -> None:
-        if isinstance(word, VaultEnded):
+        # What a vault says of itself comes first. Then its listener says that it has ended.
+        if isinstance(word, VaultEnded) and self._last is None:
             self._last = word
 
     def _answer_evidence(self, called: Called, frames: list[Any]) -> None:

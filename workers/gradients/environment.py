@@ -26,10 +26,9 @@ NUMERICS: Final = frozenset(
         "MKL_NUM_THREADS",
         "OMP_NUM_THREADS",
         "TORCHINDUCTOR_DETERMINISTIC",
-        *NO_GPU_CORE_DUMPS,
     }
 )
-"""The names of all variables that `worker_environment` sets."""
+"""The names of all variables of `worker_environment` that decide the bits of a computation."""
 
 
 def worker_environment(cpu_capability: str, threads: int = 1) -> dict[str, str]:
