@@ -4,7 +4,7 @@ It runs as the user of its role, before Ray does, and holds no secret. Each vaul
 connection finds no key of a former one.
 
 Guarantee: a vault is started for a process of the peer's user alone, and for at most ``sessions`` at a time. Once a
-connection is closed its vault is killed, even if it is stopped.
+connection is closed its vault is killed, even if it is stopped. No vault outlives its listener.
 """
 
 import os
@@ -32,6 +32,8 @@ _SEAT_S: Final = 10.0
 _TELL_S: Final = 5.0
 """For a relay to read the last word: it reads whenever it waits."""
 _BACKLOG: Final = 16
+_AGAIN_S: Final = 0.1
+"""After a connection that could not be taken, for want of descriptors or threads: others end meanwhile."""
 
 
 class Listener:
@@ -52,6 +54,8 @@ class Listener:
         self._role, self._settings, self._file = role, settings, file.resolve()
         served = (settings.peer, *settings.vaults) if isinstance(settings, PlatformSettings) else (settings.peer,)
         self._peers = {uid_of(each) for each in served}
+        self._overflow = overflow_uid()
+        self._closed = threading.Event()
         self._seats: queue.Queue[int] = queue.Queue()
         for seat in range(settings.sessions):
             self._seats.put(seat)
@@ -77,19 +81,26 @@ class Listener:
 
     def run(self) -> None:
         """Take connections until :meth:`close`."""
-        while True:
+        while not self._closed.is_set():
             try:
                 connection, _ = self._socket.accept()
             except OSError:
-                return  # it was closed
-            threading.Thread(target=self._seat, args=(connection,), daemon=True).start()
+                self._closed.wait(_AGAIN_S)
+                continue
+            try:
+                threading.Thread(target=self._seat, args=(connection,), daemon=True).start()
+            except RuntimeError:
+                connection.close()
+                self._closed.wait(_AGAIN_S)
 
     def close(self) -> None:
         """Take no more connections, and remove the socket."""
+        self._closed.set()
+        # While it still listens: a successor that finds nobody at the socket puts its own there.
+        self.path.unlink(missing_ok=True)
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-        self.path.unlink(missing_ok=True)
 
     def _seat(self, connection: socket.socket) -> None:
         channel = Channel(connection)
@@ -112,7 +123,7 @@ class Listener:
         channel.close()
 
     def _require_peer(self, uid: int) -> None:
-        if uid == overflow_uid():
+        if uid == self._overflow:
             raise RefusedError(
                 "vault_peer",
                 "the relay's user has no name here: it is in another user namespace.",
@@ -127,7 +138,8 @@ class Listener:
 
     def _host(self, connection: socket.socket, seat: int) -> VaultEnded:
         """Run a vault until it has ended or its relay has gone; return the last word to that."""
-        command = [sys.executable, "-m", "raycloak.attestation.processes.inside", "-"]
+        # The kernel also kills it with this thread: its listener may be killed, and then sees no end of the relay.
+        command = [sys.executable, "-m", "raycloak.attestation.processes.inside", "0.0"]
         command += ["raycloak.coordinator.vaults.hosted:serve_machine", self._role, str(self._file)]
         # Modules are those that are installed, whatever the folder holds.
         devices = self._settings.devices if isinstance(self._settings, WorkerSettings) else ()
@@ -147,9 +159,11 @@ class Listener:
 
 
 def _listens(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as tried:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as tried:
         try:
             tried.connect(str(path))
+        except BlockingIOError:
+            return True  # it has no room for one more connection
         except OSError:
             return False
         return True
