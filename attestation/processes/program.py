@@ -87,7 +87,12 @@ class Program:
                 start_new_session=True,
             )
         # It tells of the end without taking it: until it is taken, no other process gets the number of this one.
-        self._end = os.pidfd_open(self._process.pid)
+        try:
+            self._end = os.pidfd_open(self._process.pid)
+        except OSError:
+            self._process.kill()
+            self._process.wait()
+            raise
         self._taking = threading.Lock()
 
     def __enter__(self) -> Self:
