@@ -6,15 +6,15 @@ belongs to the vault's own user, or to root, and nobody else can write it.
 
 import os
 import pwd
-import re
 import stat
 from collections.abc import Mapping
+from itertools import permutations
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Final, Literal
 
 import yaml
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from raycloak.attestation.policy.policy import Policy
 from raycloak.coordinator.config.section import Section, validated
@@ -22,10 +22,19 @@ from raycloak.metrics.errors import ConfigError, RefusedError
 from raycloak.metrics.file_errors import file_error
 
 DESCRIBED_IN: Final = "docs/boundary.md"
+PLACELESS: Final = frozenset({"digits", "module", "sent"})
+"""The kinds of datasets that lie nowhere."""
+
+
+def _absolute(value: str) -> str:
+    # Listener and vaults work in different folders.
+    if not Path(value).is_absolute():
+        raise ValueError("must be an absolute path")
+    return value
+
+
+AbsolutePath = Annotated[str, AfterValidator(_absolute)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-
-
-_KIND: Final = re.compile("[a-z_]+")
 
 
 class VaultSettings(Section):
@@ -37,16 +46,9 @@ class VaultSettings(Section):
         sessions: how many vaults there are at a time.
     """
 
-    socket: str
+    socket: AbsolutePath
     peer: str
     sessions: int = Field(default=1, gt=0, le=1024)
-
-    @field_validator("socket")
-    @classmethod
-    def _absolute(cls, value: str) -> str:
-        if not Path(value).is_absolute():
-            raise ValueError("must be an absolute path")
-        return value
 
 
 class LedgerSettings(VaultSettings):
@@ -67,7 +69,7 @@ class EvidencedSettings(VaultSettings):
         platform: socket of the machine's SIMULATED platform; absent where the guest that it runs in gives evidence.
     """
 
-    platform: str | None = None
+    platform: AbsolutePath | None = None
 
 
 class OrchestratorSettings(EvidencedSettings):
@@ -80,9 +82,9 @@ class OrchestratorSettings(EvidencedSettings):
         bind: ``host:port`` at which it serves evidence and the observers.
     """
 
-    state: str
+    state: AbsolutePath
     policies: tuple[Digest, ...]
-    secrets: str | None = None
+    secrets: AbsolutePath | None = None
     bind: str | None = None
 
 
@@ -94,8 +96,8 @@ class DataPlace(Section):
     """A place of data that workers may open, and on which terms.
 
     Attributes:
-        path: absolute file, or folder with all below it; URL of object storage; or a kind of dataset that has no place,
-            such as ``digits`` or ``module``.
+        path: absolute file, or folder with all below it; URL of object storage, with the options that a run has to
+            give; or a kind of dataset that lies nowhere: ``digits``, ``module`` or ``sent``.
         account: that pays for what is released of it.
         least_noise: the least noise multiplier of a run on it.
         public: whether it may be trained on without noise, and without an account of its own.
@@ -108,9 +110,11 @@ class DataPlace(Section):
 
     @model_validator(mode="after")
     def _stated(self) -> "DataPlace":
-        if not (Path(self.path).is_absolute() or "://" in self.path or _KIND.fullmatch(self.path)):
-            raise ValueError("path must be absolute")
-        if self.public == (self.account is not None and self.least_noise > 0):
+        is_url = "://" in self.path and not self.path.lower().startswith("file:")
+        if not (is_url or Path(self.path).is_absolute() or self.path in PLACELESS):
+            raise ValueError("path must be absolute, a URL of object storage, or a kind of data that lies nowhere")
+        stated = (self.account is not None, self.least_noise > 0)
+        if stated != (not self.public, not self.public):
             raise ValueError("state an account and a least_noise above 0, or public: true")
         return self
 
@@ -139,6 +143,15 @@ class WorkerSettings(EvidencedSettings):
             raise ValueError("devices: name one GPU for each of the sessions")
         return self
 
+    @model_validator(mode="after")
+    def _apart(self) -> "WorkerSettings":
+        # Else the terms of what lies in both would depend on the order, and a folder would serve what lies below.
+        where = (Path(each.path).resolve() if each.path.startswith("/") else Path(each.path) for each in self.data)
+        for one, other in permutations(where, 2):
+            if one.is_relative_to(other):
+                raise ValueError(f"data: {one} lies in {other}, and each place has terms of its own")
+        return self
+
 
 class PlatformSettings(VaultSettings):
     """What the machine's SIMULATED platform serves: quotes to vaults, and to its peer what everybody may know.
@@ -148,7 +161,7 @@ class PlatformSettings(VaultSettings):
         vaults: the users whose processes get quotes.
     """
 
-    state: str
+    state: AbsolutePath
     vaults: tuple[str, ...]
 
 
