@@ -4,10 +4,11 @@ All of it is checked before it matters: the code before it runs, the place befor
 mechanism is tried, the rest before evidence leaves, without which there are no keys.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from raycloak.coordinator.vaults.settings import DataPlace, WorkerSettings, policy_not_served
+from raycloak.coordinator.vaults.settings import PLACELESS, DataPlace, WorkerSettings, policy_not_served
 from raycloak.metrics.errors import RefusedError
 from raycloak.workers.messages import WorkerSetup
 from raycloak.workers.terms.manifest import Manifest
@@ -28,17 +29,25 @@ class ServedTerms:
         self.place: DataPlace | None = None
 
     def place_of(self, setup: WorkerSetup) -> DataPlace:
-        """Return the place that data lies at; RefusedError ``data_not_served`` if it may not be opened as stated."""
+        """Return the place that data lies at; RefusedError ``data_not_served`` if it may not be opened as stated.
+
+        Args:
+            setup: from :func:`located`.
+        """
         dataset = setup.dataset
-        shown = dataset.path if dataset.path is not None else dataset.kind
-        # The file of an audit names other files, which nobody has listed.
-        places = () if dataset.kind == "canaries" else self._settings.data
-        place = next((each for each in places if _lies_at(setup, each)), None)
-        if place is None:
-            raise RefusedError("data_not_served", f"the vault opens no data at {shown}.", _NAME_IT)
-        if dataset.public and not place.public:
-            raise RefusedError("data_not_served", f"the vault knows the data at {shown} as private.", _NAME_IT)
-        return place
+        if dataset.kind in PLACELESS:
+            found = self._place(dataset.kind, lambda place: place.path == dataset.kind)
+        elif dataset.path is None or dataset.kind == "canaries":
+            # The file of an audit names other files, which nobody has listed.
+            raise RefusedError("data_not_served", f"the vault opens no data of kind {dataset.kind}.", _NAME_IT)
+        else:
+            found = self._place_at(dataset.path)
+        if dataset.public and not found.public:
+            raise _known_as_private(dataset.path or dataset.kind)
+        # The results on a split are exact.
+        if setup.evaluation is not None and not self._place_at(setup.evaluation).public:
+            raise _known_as_private(setup.evaluation)
+        return found
 
     def require_code(self, setup: WorkerSetup) -> None:
         """Require that the worker is held to code of the settings' list, unless that is ``any``.
@@ -79,17 +88,46 @@ class ServedTerms:
         if manifest.policy_digest.hex() not in self._settings.policies:
             raise policy_not_served()
 
+    def _place_at(self, path: str) -> DataPlace:
+        return self._place(path, lambda place: _lies_at(path, place.path))
+
+    def _place(self, shown: str, is_it: Callable[[DataPlace], bool]) -> DataPlace:
+        place = next(filter(is_it, self._settings.data), None)
+        if place is None:
+            raise RefusedError("data_not_served", f"the vault opens no data at {shown}.", _NAME_IT)
+        return place
+
     def _known_place(self) -> DataPlace:
         if self.place is None:
             raise RefusedError("data_not_served", "the vault has opened no data.", "Prepare the worker first.")
         return self.place
 
 
-def _lies_at(setup: WorkerSetup, place: DataPlace) -> bool:
-    path = setup.dataset.path
-    if path is None:
-        return setup.dataset.kind == place.path
-    if "://" in path:
-        return path == place.path or path.startswith(place.path.rstrip("/") + "/")
-    # Links lead where the file is; what is named has no say.
-    return (Path(setup.base) / path).resolve().is_relative_to(Path(place.path).resolve())
+def located(setup: WorkerSetup) -> WorkerSetup:
+    """Return a setup whose data is named by absolute paths without links.
+
+    What is checked is then what is opened: whoever set a link could set it anew in between.
+    """
+    base, dataset, evaluation = Path(setup.base), setup.dataset, setup.evaluation
+    if dataset.path is not None and "://" not in dataset.path:
+        dataset = dataset.model_copy(update={"path": str((base / dataset.path).resolve())})
+    if evaluation is not None:
+        evaluation = str((base / evaluation).resolve())
+    return setup.model_copy(update={"dataset": dataset, "evaluation": evaluation})
+
+
+def _known_as_private(shown: str) -> RefusedError:
+    return RefusedError("data_not_served", f"the vault knows the data at {shown} as private.", _NAME_IT)
+
+
+def _lies_at(path: str, place: str) -> bool:
+    """Return whether what a run names lies at a place of the settings."""
+    if "://" not in path:
+        return Path(place).is_absolute() and Path(path).is_relative_to(Path(place).resolve())
+    # The options of a URL say which store it is.
+    (named, _, options), (top, _, own) = path.partition("?"), place.partition("?")
+    below = named.removeprefix(top.rstrip("/"))
+    if options != own or below == named:
+        return False
+    # A store may take dots and escapes as a file system would.
+    return not below or (below.startswith("/") and ".." not in below.split("/") and "%" not in below)

@@ -12,7 +12,7 @@ from raycloak.attestation.core.messages import Envelope
 from raycloak.coordinator.vaults.hosted import Hosted, Inside
 from raycloak.coordinator.vaults.openings import WorkerOpening
 from raycloak.coordinator.vaults.platforms import platform_under
-from raycloak.coordinator.vaults.served_terms import ServedTerms
+from raycloak.coordinator.vaults.served_terms import ServedTerms, located
 from raycloak.coordinator.vaults.settings import WorkerSettings, require_apart
 from raycloak.workers.messages import Admission, StepReply, StepRequest, WorkerFacts, WorkerSetup
 from raycloak.workers.terms.measurement import Measurement
@@ -51,6 +51,7 @@ class WorkerVault(Hosted, TrainWorker):
         # None while it is not known which data is open: a failure in between must leave no terms of other data.
         self._terms.place = None
         self._terms.require_code(setup)
+        setup = located(setup)
         place = self._terms.place_of(setup)
         facts = super().prepare(setup)
         self._terms.place = place

@@ -393,6 +393,13 @@ def _open_canaries(descriptor: DatasetDescriptor, base: Path) -> OpenedDataset:
 
 def _path(descriptor: DatasetDescriptor, base: Path) -> Path:
     assert descriptor.path is not None, "kinds of files and folders come with a path"
+    # Below the base folder a URL would be the name of another file.
+    if "://" in descriptor.path:
+        raise DatasetError(
+            "dataset_unreadable",
+            f"a dataset of kind {descriptor.kind} is read from a disk, and its path is a URL.",
+            "Copy it to a disk, and name that place.",
+        )
     return written(base / descriptor.path)
 
 
