@@ -36,13 +36,15 @@ class OrchestratorVault(Hosted, RunOrchestrator):
 
     def open_run(self, secret_file: str | None, run_id: str | None = None) -> tuple[str, SignerPublic]:
         if self._settings is not None and secret_file is not None:
-            folder, file = self._settings.secrets, Path(secret_file)
-            if folder is None or file.resolve().parent != Path(folder).resolve():
+            # What is checked is what is read: a link could be set anew in between.
+            folder, file = self._settings.secrets, Path(secret_file).resolve()
+            if folder is None or file.parent != Path(folder).resolve():
                 raise RefusedError(
                     "secret_not_served",
                     f"the vault reads no run secret in {file.parent}.",
                     "Give the run none, or name that folder in the secrets of the orchestrator's settings.",
                 )
+            secret_file = str(file)
         return super().open_run(secret_file, run_id)
 
     def begin(self, terms: RunTerms[Manifest], session: str) -> None:  # type: ignore[override]  # of a run alone
