@@ -196,19 +196,26 @@ def cap_change(
 
     Raises:
         ConfigError: ``account_terms``.
-        BudgetError: as :func:`check_cap_change`.
+        BudgetError: as :func:`check_cap_change`; ``authorisation_mismatch`` if one came with a lower cap.
     """
     terms = standing.account.terms
     if not 0 <= epsilon_cap < math.inf:
         raise ConfigError("account_terms", f"account '{terms.account}' cannot have epsilon cap {epsilon_cap}.", _TERMS)
     if epsilon_cap == terms.epsilon_cap and authorisation is None:
         return None
+    # Nothing would check it. So who comes with one may change a cap by its signature alone.
+    if epsilon_cap < terms.epsilon_cap and authorisation is not None:
+        raise BudgetError(
+            "authorisation_mismatch",
+            f"the cap of '{terms.account}' is {terms.epsilon_cap:g}, and an authorisation raises one.",
+            "Lower it without a signature.",
+        )
     event = CapChanged(
         recorded_at=now(),
         account=terms.account,
         old_cap=terms.epsilon_cap,
         epsilon_cap=float(epsilon_cap),
-        authorisation=authorisation if epsilon_cap >= terms.epsilon_cap else None,
+        authorisation=authorisation,
     )
     check_cap_change(standing, event, ledger_key)
     return event

@@ -35,7 +35,8 @@ class LedgerVault(Hosted, PrivacyLedger):
         if isinstance(inside.settings, LedgerSettings):
             # One that is not there is its owner's to make.
             PrivacyLedger(inside.settings.url, create=False).close()
-            PrivacyLedger.__init__(self, inside.settings.url, True, inside.settings.witness)
+            # One that only reads takes no fencing number.
+            PrivacyLedger.__init__(self, inside.settings.url, opening.create, inside.settings.witness)
         else:
             PrivacyLedger.__init__(self, opening.url, opening.create, opening.witness)
 
