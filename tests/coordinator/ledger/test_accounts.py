@@ -172,6 +172,14 @@ def test_an_authorisation_is_good_once_even_if_the_cap_comes_back_to_where_it_wa
         assert content(ledger) == before
 
 
+def test_an_authorisation_that_comes_with_a_lower_cap_is_refused_since_nothing_would_check_it(ledger: PrivacyLedger):
+    before = content(ledger)
+    for cap in (7.0, math.nextafter(CAP, 0.0)):
+        with pytest.raises(BudgetError, match="authorisation_mismatch"):
+            ledger.change_cap("patients", cap, allowed(ledger, 9.0))
+    assert content(ledger) == before
+
+
 def test_an_account_without_an_authority_can_only_be_lowered(ledger: PrivacyLedger):
     ledger.open_account("plain", OpeningTerms(CAP, DELTA))
     with pytest.raises(BudgetError, match="cap_fixed"):

@@ -17,11 +17,14 @@ from tests.private_memory import memory_is_private, open_memory
 
 
 class Inside:
-    """The view of a vault that nobody tells anything."""
+    """The view of a vault that nobody tells anything.
 
-    settings = None
+    Args:
+        settings: of a vault of the machine.
+    """
 
-    def __init__(self):
+    def __init__(self, settings=None):
+        self.settings = settings
         self.leaving = False
 
     def is_cancelled(self):

@@ -161,7 +161,7 @@ def test_a_vault_that_ends_fails_the_call_under_way_and_all_that_come(number):
     running = Running()
     with pytest.raises(VaultLost, match=f"signal {number.value}"):
         running.ask(Example.end, number.value)
-    assert [type(each) for each in running.lost] == [VaultLost]
+    assert list(map(type, running.lost)) == [VaultLost]
     with pytest.raises(VaultLost):
         running.ask(Example.text)
 
@@ -172,7 +172,7 @@ def test_a_vault_that_the_kernel_killed_for_its_memory_is_told_as_such(monkeypat
     monkeypatch.setattr("raycloak.attestation.processes.program._killed_for_memory", lambda: 10**6)
     with pytest.raises(MemoryError):
         running.ask(Example.end, signal.SIGKILL.value)
-    assert [type(each) for each in running.lost] == [MemoryError]
+    assert list(map(type, running.lost)) == [MemoryError]
     with pytest.raises(MemoryError):
         running.ask(Example.text)
 

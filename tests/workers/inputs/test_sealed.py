@@ -144,6 +144,16 @@ def test_a_key_of_a_training_slice_opens_no_evaluation_slice_and_the_other_way(p
         SealedDataset(folder, "evaluation").unlock({0: slice_key(KEY, relabelled, 0)})
 
 
+def test_a_url_is_no_name_of_a_folder_below_the_base(folder, tmp_path):
+    below = tmp_path / "s3:" / "bucket"
+    below.mkdir(parents=True)
+    (below / "sealed").symlink_to(folder)
+    for kind in ("sealed", "ray_data", "canaries"):
+        with pytest.raises(DatasetError, match=rf"dataset_unreadable.*kind {kind} .*URL"):
+            DatasetDescriptor(kind=kind, path="s3://bucket/sealed", function="a:b").open_slices(tmp_path)
+    assert len(DatasetDescriptor(kind="sealed", path="s3:/bucket/sealed").open(tmp_path))
+
+
 def test_a_dataset_is_opened_for_the_use_that_it_was_sealed_for_alone(plain, folder, tmp_path):
     key_file = tmp_path / "data.key"
     key_file.touch(mode=0o600)
