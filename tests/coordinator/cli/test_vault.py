@@ -1,7 +1,6 @@
 """``raycloak vault`` as a process: it says where it listens, serves its peer, and ends with SIGTERM."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from raycloak.coordinator.vaults.machine_vault import MachineVault
 from raycloak.coordinator.vaults.openings import PlatformOpening
 from raycloak.coordinator.vaults.platform_vault import PlatformVault
 from raycloak.metrics.errors import ConfigError
-from tests.coordinator.vaults.listeners import vaults, written
+from tests.coordinator.vaults.listeners import stop, vaults, written
 from tests.process_ends import has_ended
 
 DEADLINE_S = 120
@@ -54,7 +53,7 @@ def test_it_says_where_it_listens_and_ends_with_its_vaults_and_its_socket(tmp_pa
             assert root == SimulatedVendor.load_or_create(state).root_der
             (pid,) = vaults(program.pid)
             # It is stopped, and so does not see the end of its relay.
-            os.kill(pid, signal.SIGSTOP)
+            stop(pid)
             program.send_signal(number)
             assert program.wait(DEADLINE_S) == 0, program.stderr.read()
             assert has_ended(pid, DEADLINE_S)

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from raycloak.coordinator.vaults.listener import Listener
 from raycloak.coordinator.vaults.machine_socket import own_user
 from raycloak.coordinator.vaults.settings import read_settings
 from raycloak.metrics.errors import RaycloakError
+from tests.attestation.serving import eventually
 
 DEADLINE_S = 120.0
 STRANGER = 61_000
@@ -69,6 +71,12 @@ def vaults(parent: int | None = None) -> set[int]:
             if b"hosted:serve_machine" in command:
                 found.add(int(pid))
     return found
+
+
+def stop(pid: int) -> None:
+    """Stop a process, and wait until the kernel has: until then it still sees the end of its relay."""
+    os.kill(pid, signal.SIGSTOP)
+    eventually(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
 
 
 def connected(path: Path) -> Channel:

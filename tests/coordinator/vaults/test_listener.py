@@ -34,6 +34,7 @@ from tests.coordinator.vaults.listeners import (
     platform,
     refusing,
     said,
+    stop,
     unshare_missing,
     vaults,
     written,
@@ -176,7 +177,7 @@ def test_guarantee_a_vault_is_killed_once_its_relay_is_gone_even_if_it_is_stoppe
     with platform(tmp_path) as listener:
         vault, pid = opened(listener.path)
         if stopped:
-            os.kill(pid, signal.SIGSTOP)
+            stop(pid)
         vault.close()
         assert has_ended(pid, DEADLINE_S)
         opened(listener.path)[0].close()
@@ -210,7 +211,7 @@ def test_guarantee_no_vault_outlives_its_listener_even_if_it_is_stopped(tmp_path
     with elsewhere(tmp_path) as (program, path), asked(path) as vault:
         vault.ask(PlatformVault.root)
         (pid,) = vaults(program.pid)
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         program.kill()
         assert has_ended(pid, DEADLINE_S)
 
@@ -301,7 +302,7 @@ def test_want_of_descriptors_refuses_a_connection_and_does_not_end_the_listener(
             pass
         # No room for a connection.
         resource.prlimit(program.pid, resource.RLIMIT_NOFILE, (used, allowed[1]))
-        for _ in range(8):
+        for _ in range(64):
             connected(path).close()
         resource.prlimit(program.pid, resource.RLIMIT_NOFILE, allowed)
         with asked(path) as vault:
