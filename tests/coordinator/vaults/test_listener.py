@@ -302,7 +302,7 @@ def test_want_of_descriptors_refuses_a_connection_and_does_not_end_the_listener(
             pass
         # No room for a connection.
         resource.prlimit(program.pid, resource.RLIMIT_NOFILE, (used, allowed[1]))
-        for _ in range(64):
+        for _ in range(8):
             connected(path).close()
         resource.prlimit(program.pid, resource.RLIMIT_NOFILE, allowed)
         with asked(path) as vault:
