@@ -149,7 +149,7 @@ def test_a_session_knows_nothing_of_the_former_one(tmp_path):
 @needs_root
 def test_the_settings_say_which_gpu_the_vault_of_a_seat_sees(tmp_path):
     """Root reads the environment that the kernel started a process with."""
-    terms = {"ledgers": [], "policies": [], "data": []}
+    terms = {"ledgers": [], "policies": [], "code": [], "data": []}
     with listening(tmp_path, "worker", sessions=2, devices=[3, 5], **terms) as listener:
         channels = [connected(listener.path) for _ in range(2)]
         eventually(lambda: len(vaults()) == 2)

@@ -243,6 +243,7 @@ class MachineRun(protocol.HandRun):
         raw = {
             "ledgers": (self.ledger_key.public.hex(),),
             "policies": (self.policy.digest().hex(),),
+            "code": "any",
             "data": (DataPlace(path=str(self.home / "data"), account="by-hand", least_noise=2.0),),
         }
         worker = worker_vault(self.home, **{**raw, **self.changes["worker"]})
@@ -251,7 +252,12 @@ class MachineRun(protocol.HandRun):
 
 
 def worker_vault(home: Path, **settings) -> WorkerVault:
-    raw = {"ledgers": (), "policies": (), "data": (DataPlace(path=str(home), account="by-hand", least_noise=2.0),)}
+    raw = {
+        "ledgers": (),
+        "policies": (),
+        "code": "any",
+        "data": (DataPlace(path=str(home), account="by-hand", least_noise=2.0),),
+    }
     inside = Inside(WorkerSettings(**SOCKET, **{**raw, **settings}))
     return WorkerVault(WorkerOpening(member_id="worker-0", simulated=False, gpus=0), inside)
 
@@ -269,7 +275,7 @@ def test_a_run_on_the_terms_of_both_is_served_and_leaves_its_log_with_the_orches
     assert vault.revocations() == 0
     revoke(state_file(tmp_path / "orchestrator", run.run_id), "member", "worker-0", reason="lost", now=protocol.NOW)
     assert vault.revocations() == 1
-    vault.finish((), str(log), False)
+    vault.finish(str(log), False)
     assert vault.exported_log().tobytes() == exported.read_bytes()
     assert len(read_exported_log(exported, run.orchestrator_key).entries) > before
     assert not log.parent.exists(), "it writes where the settings say"

@@ -21,7 +21,13 @@ NOISE = 1.5
 def terms(*places: dict) -> ServedTerms:
     paid = {"account": "patients", "least_noise": NOISE}
     data = tuple({**({} if each.get("public") else paid), **each} for each in places)
-    settings = {"ledgers": (LEDGER.hex(),), "policies": (POLICY.hex(),), "socket": "/w.sock", "peer": "root"}
+    settings = {
+        "ledgers": (LEDGER.hex(),),
+        "policies": (POLICY.hex(),),
+        "code": "any",
+        "socket": "/w.sock",
+        "peer": "root",
+    }
     return ServedTerms(WorkerSettings(**settings, data=data))
 
 

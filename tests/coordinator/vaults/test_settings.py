@@ -19,7 +19,7 @@ from raycloak.metrics.errors import ConfigError
 from tests.coordinator.vaults.listeners import STRANGER, needs_root, written
 
 KEY = "ab" * 32
-WORKER = {"ledgers": [KEY], "policies": [KEY], "data": []}
+WORKER = {"ledgers": [KEY], "policies": [KEY], "code": [KEY], "data": []}
 PAID = {"account": "patients", "least_noise": 1.0}
 
 
