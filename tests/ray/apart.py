@@ -46,8 +46,20 @@ def missing() -> str | None:
         return "needs root, to be several users"
     if any(shutil.which(each) is None for each in ("nsenter", "setpriv", "unshare")):
         return "needs nsenter, setpriv and unshare (apt-get install util-linux)"
-    done = subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False)
-    return None if done.returncode == 0 else "needs mount namespaces"
+    tried = {
+        "mount namespaces": ["unshare", "--mount", "sh", "-c", "mount -t tmpfs none /tmp"],
+        "to give up capabilities": [*_become(RAY), "true"],
+    }
+    for what, command in tried.items():
+        if subprocess.run(command, capture_output=True, check=False).returncode != 0:
+            return f"needs {what}"
+    return None
+
+
+def _become(user: int) -> list[str]:
+    """Return the beginning of a command of another user, without any capability and none to be had."""
+    bare = ["--clear-groups", "--no-new-privs", "--bounding-set=-all"]
+    return ["setpriv", f"--reuid={user}", f"--regid={user}", *bare]
 
 
 def _blocked(path: Path) -> Path | None:
@@ -117,9 +129,7 @@ class Machine:
             **variables,
         }
         told = [f"{name}={value}" for name, value in environment.items()]
-        # Without any capability, and none to be had by a program of root's.
-        bare = ["--clear-groups", "--no-new-privs", "--bounding-set=-all"]
-        become = ["setpriv", f"--reuid={user}", f"--regid={user}", *bare] if user else []
+        become = _become(user) if user else []
         return [*self._enter, *become, "env", "-i", "-C", str(home), *told, sys.executable, *command]
 
     def _shown(self) -> list[str]:
