@@ -16,21 +16,6 @@ _KERNEL_CAPS = {
 }
 
 
-NUMERICS: Final = frozenset(
-    {
-        *(name for caps in _KERNEL_CAPS.values() for name in caps),
-        "CUBLAS_WORKSPACE_CONFIG",
-        "MKL_DYNAMIC",
-        "OMP_DYNAMIC",
-        "OMP_THREAD_LIMIT",
-        "MKL_NUM_THREADS",
-        "OMP_NUM_THREADS",
-        "TORCHINDUCTOR_DETERMINISTIC",
-    }
-)
-"""The names of all variables of `worker_environment` that decide the bits of a computation."""
-
-
 def worker_environment(cpu_capability: str, threads: int = 1) -> dict[str, str]:
     """Return the environment variables that must be set before a process of the run imports torch.
 
@@ -56,3 +41,9 @@ def worker_environment(cpu_capability: str, threads: int = 1) -> dict[str, str]:
         "TORCHINDUCTOR_DETERMINISTIC": "1",
         **NO_GPU_CORE_DUMPS,
     }
+
+
+NUMERICS: Final = frozenset(
+    name for capability in _KERNEL_CAPS for name in worker_environment(capability) if name not in NO_GPU_CORE_DUMPS
+)
+"""The names of all variables of `worker_environment` that decide the bits of a computation."""
