@@ -15,7 +15,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Self, TypeVar
 
 from raycloak.attestation.core.canonical import length_prefixed
 from raycloak.attestation.core.messages import Message, parse
@@ -33,6 +33,23 @@ MOST_BYTES: Final = 2**26
 MOST_ARRAY_BYTES: Final = 2**36
 """Of a frame's arrays together."""
 _PIECE: Final = 2**20
+
+
+class Peer(NamedTuple):
+    """The process at the other end of a socket, as it was when it connected, or when it listened.
+
+    Attributes:
+        pid: of the process. uid: of its user.
+    """
+
+    pid: int
+    uid: int
+
+    @classmethod
+    def of(cls, end: socket.socket) -> Self:
+        """Return who the kernel says is at the other end of a connected socket of this machine."""
+        pid, uid, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+        return cls(pid, uid)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +81,9 @@ class Channel:
         return self._end.fileno()
 
     @property
-    def peer_uid(self) -> int:
-        """The user that the process at the other end had when it connected, or when it listened."""
-        size = struct.calcsize("3i")
-        _, uid, _ = struct.unpack("3i", self._end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-        return int(uid)
+    def peer(self) -> Peer:
+        """The process at the other end."""
+        return Peer.of(self._end)
 
     def send(self, message: Message, arrays: "Sequence[NDArray[Any]]" = (), by: Deadline | None = None) -> None:
         """Send a message, and copy ``arrays`` into memory that the other side maps.

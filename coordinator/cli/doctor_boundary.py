@@ -5,12 +5,12 @@ Root sees all of it. For another user, what cannot be looked at is a warning.
 
 import socket
 import stat
-import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
 from raycloak.attestation.attester.tsm import TSM_REPORTS
+from raycloak.attestation.processes.channel import Peer
 from raycloak.coordinator.cli.doctor import Finding
 from raycloak.coordinator.cluster.processes import process_table
 from raycloak.coordinator.vaults.settings import ROLES, PlatformSettings, VaultSettings, read_settings, uid_of
@@ -28,7 +28,7 @@ def examine_boundary(folder: Path, root: Path = Path("/")) -> list[Finding]:
         root: of the file systems that are looked at.
     """
     found: list[Finding] = []
-    listeners: dict[str, tuple[int, int]] = {}
+    listeners: dict[str, Peer] = {}
     peers: set[int] = set()
     for role in ROLES:
         path = folder / f"{role}.yaml"
@@ -42,7 +42,7 @@ def examine_boundary(folder: Path, root: Path = Path("/")) -> list[Finding]:
             found.append(Finding(f"{role} settings", "fail", error.message, error.remedy))
             continue
         listener = _listener(settings)
-        if owner not in (0, None if listener is None else listener[1]):
+        if owner not in (0, None if listener is None else listener.uid):
             mended = f"chown root {path}"
             found.append(Finding(f"{role} settings", "fail", f"{path} belongs to another user than its vaults", mended))
         else:
@@ -52,7 +52,7 @@ def examine_boundary(folder: Path, root: Path = Path("/")) -> list[Finding]:
             found.append(Finding(f"{role} socket", "fail", f"nobody listens at {settings.socket}", remedy))
             continue
         listeners[role] = listener
-        found += _of_listener(role, settings, *listener)
+        found += _of_listener(role, settings, listener)
     if not listeners and not found:
         missing = f"{folder} has no settings of a vault"
         return [Finding("settings", "fail", missing, "Write ROLE.yaml there; see docs/boundary.md.")]
@@ -61,18 +61,18 @@ def examine_boundary(folder: Path, root: Path = Path("/")) -> list[Finding]:
     return [*found, check_swap(root), check_reports(root, peers), *check_devices(root, peers)]
 
 
-def _listener(settings: VaultSettings) -> tuple[int, int] | None:
-    """Return process and user of whoever listens at a socket."""
+def _listener(settings: VaultSettings) -> Peer | None:
+    """Return the process that listens at a socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end:
         try:
             end.connect(settings.socket)
         except OSError:
             return None
-        process, uid, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return int(process), int(uid)
+        return Peer.of(end)
 
 
-def _of_listener(role: str, settings: VaultSettings, process: int, uid: int) -> Iterator[Finding]:
+def _of_listener(role: str, settings: VaultSettings, listener: Peer) -> Iterator[Finding]:
+    process, uid = listener
     others = [settings.peer, *(settings.vaults if isinstance(settings, PlatformSettings) else ())]
     if uid == 0 or uid in map(uid_of, others):
         what = "root" if uid == 0 else "the user of a relay or another vault"
@@ -112,11 +112,11 @@ def _closed(name: str, process: int, allowed: int) -> Iterator[Finding]:
         yield Finding(f"{name} namespace", "ok", "it is in this user namespace")
 
 
-def _apart(listeners: Mapping[str, tuple[int, int]]) -> Finding:
+def _apart(listeners: Mapping[str, Peer]) -> Finding:
     """Check that no two roles have one user."""
     by_user: dict[int, list[str]] = {}
-    for role, (_, uid) in listeners.items():
-        by_user.setdefault(uid, []).append(role)
+    for role, listener in listeners.items():
+        by_user.setdefault(listener.uid, []).append(role)
     shared = next((roles for roles in by_user.values() if len(roles) > 1), None)
     if shared is not None:
         return Finding("users", "fail", f"{' and '.join(shared)} have one user", f"Give each role its own {_UNIT}.")

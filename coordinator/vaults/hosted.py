@@ -3,11 +3,11 @@
 The first message opens the vault: its class says which it is. The main thread answers calls one after the other. In a
 vault that has calls beside them, another thread answers those.
 
-Guarantee: the process is gone as soon as its relay is, even if it is stopped, and its keys with it.
+Guarantee: the process is gone as soon as its relay is, even if it is stopped, and its keys with it. It has no grace
+(`raycloak.attestation.processes.inside`).
 """
 
 import os
-import select
 import threading
 import traceback
 from collections import deque
@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Final, TypeVar
 from raycloak.attestation.core.messages import Message
 from raycloak.attestation.core.private_memory import NO_GPU_CORE_DUMPS, keep_memory_private
 from raycloak.attestation.processes.channel import Channel
-from raycloak.attestation.processes.deadline import Deadline, awaited
+from raycloak.attestation.processes.deadline import Deadline
 from raycloak.attestation.processes.failure import Failed
 from raycloak.coordinator.quick_imports import quickly
 from raycloak.coordinator.vaults.calls import ActorRefusal, Receiver
@@ -43,12 +43,12 @@ class Inside:
 
     Attributes:
         settings: of a vault of the machine, which decide what it serves; None in a child.
-        peer_uid: the user at the other end.
+        peer: the process at the other end.
     """
 
     def __init__(self, channel: Channel, settings: VaultSettings | None = None) -> None:
         self.settings = settings
-        self.peer_uid = channel.peer_uid
+        self.peer = channel.peer
         self._calls, self._beside = _Calls(), _Calls()
         self._has_beside = threading.Event()
         self._channel = channel
@@ -79,16 +79,11 @@ class Inside:
 
     def host(self, receive: Callable[..., Any], beside: bool) -> None:
         """Answer calls until the other end is gone; ``beside``: some while others run."""
-        threading.Thread(target=self._end_with_relay, name="ends", daemon=True).start()
         if beside:
             threading.Thread(target=self._answer_beside, args=(receive,), name="beside", daemon=True).start()
         while self._exchange.read_until(lambda: bool(self._calls)):
             self._answer(receive, self._calls)
         os._exit(0)
-
-    def _end_with_relay(self) -> None:
-        awaited(self._channel.fileno(), select.POLLRDHUP, None)
-        os._exit(0)  # whatever is under way: nobody is left to have its answer
 
     def _look(self) -> None:
         """Take what has come, without a wait: a call that computes does not read."""

@@ -22,7 +22,6 @@ from raycloak.attestation.processes.deadline import Deadline
 from raycloak.attestation.processes.failure import Failed
 from raycloak.attestation.processes.program import Program
 from raycloak.coordinator.vaults.exchange import VaultEnded
-from raycloak.coordinator.vaults.machine_socket import overflow_uid, own_user, user_name
 from raycloak.coordinator.vaults.settings import PlatformSettings, VaultSettings, WorkerSettings, uid_of
 from raycloak.metrics.errors import ConfigError, ProtocolError, RefusedError
 from raycloak.metrics.file_errors import file_error
@@ -32,6 +31,8 @@ _SEAT_S: Final = 10.0
 _TELL_S: Final = 5.0
 """For a relay to read the last word: it reads whenever it waits."""
 _BACKLOG: Final = 16
+_OVERFLOW_UID: Final = Path("/proc/sys/kernel/overflowuid")
+"""The user id that the kernel shows for every user of a user namespace in which it has no name."""
 _AGAIN_S: Final = 0.1
 """After a connection that could not be taken, for want of descriptors or threads: others end meanwhile."""
 
@@ -54,7 +55,7 @@ class Listener:
         self._role, self._settings, self._file = role, settings, file.resolve()
         served = (settings.peer, *settings.vaults) if isinstance(settings, PlatformSettings) else (settings.peer,)
         self._peers = {uid_of(each) for each in served}
-        self._overflow = overflow_uid()
+        self._overflow = int(_OVERFLOW_UID.read_text(encoding="ascii"))
         self._closed = threading.Event()
         self._seats: queue.Queue[int] = queue.Queue()
         for seat in range(settings.sessions):
@@ -105,7 +106,7 @@ class Listener:
     def _seat(self, connection: socket.socket) -> None:
         channel = Channel(connection)
         try:
-            self._require_peer(channel.peer_uid)
+            self._require_peer(channel.peer.uid)
             try:
                 seat = self._seats.get(timeout=_SEAT_S)
             except queue.Empty:
@@ -132,7 +133,7 @@ class Listener:
         if uid not in self._peers:
             raise RefusedError(
                 "vault_peer",
-                f"{user_name(uid)} asks {own_user()} for a vault, which serves {self._settings.peer} alone.",
+                f"user {uid} asks for a vault of user {os.getuid()}, which serves {self._settings.peer} alone.",
                 f"Run Ray as {self._settings.peer}, or name its user in the vault's settings.",
             )
 

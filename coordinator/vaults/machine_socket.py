@@ -1,17 +1,11 @@
-"""The socket of a machine's vaults: who is at its other end, and a seat that a relay takes there."""
+"""A relay's seat at the socket of a machine's vaults."""
 
-import os
 import select
 import socket
 from contextlib import suppress
-from pathlib import Path
-from typing import Final
 
 from raycloak.attestation.processes.channel import Channel
 from raycloak.attestation.processes.deadline import awaited
-
-OVERFLOW_UID: Final = Path("/proc/sys/kernel/overflowuid")
-"""The user id that the kernel shows for every user of a user namespace in which it has no name."""
 
 
 class Seat:
@@ -43,23 +37,3 @@ class Seat:
         """Close the connection, which ends the vault."""
         with suppress(OSError):  # it has ended
             self._end.shutdown(socket.SHUT_RDWR)
-
-
-def overflow_uid() -> int:
-    """Return the user id that stands for users without a name here."""
-    return int(OVERFLOW_UID.read_text(encoding="ascii"))
-
-
-def user_name(uid: int) -> str:
-    """Return a user's name, or its number where it has none."""
-    import pwd
-
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
-
-
-def own_user() -> str:
-    """Return the name of this process's user."""
-    return user_name(os.getuid())

@@ -26,7 +26,7 @@ class PlatformVault(Hosted):
     def __init__(self, opening: PlatformOpening, inside: Inside) -> None:
         settings = inside.settings
         assert isinstance(settings, PlatformSettings), "no child hosts a platform"
-        self._quotes = inside.peer_uid in {uid_of(each) for each in settings.vaults}
+        self._quotes = inside.peer.uid in {uid_of(each) for each in settings.vaults}
         self._vendor = SimulatedVendor.load_or_create(Path(settings.state))
 
     def root(self) -> bytes:

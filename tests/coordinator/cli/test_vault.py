@@ -1,6 +1,7 @@
 """``raycloak vault`` as a process: it says where it listens, serves its peer, and ends with SIGTERM."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,7 +13,6 @@ import pytest
 
 from raycloak.attestation.policy.policy import simulated_policy
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
-from raycloak.coordinator.vaults.machine_socket import own_user
 from raycloak.coordinator.vaults.machine_vault import MachineVault
 from raycloak.coordinator.vaults.openings import PlatformOpening
 from raycloak.coordinator.vaults.platform_vault import PlatformVault
@@ -37,14 +37,14 @@ def vault(role: str, settings: Path) -> Iterator[subprocess.Popen[str]]:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_says_where_it_listens_and_ends_with_its_vaults_and_its_socket(tmp_path, number):
     state, socket = tmp_path / "vendor", tmp_path / "platform.sock"
-    settings = written(tmp_path, "platform", state=str(state), vaults=[own_user()], sessions=2)
+    settings = written(tmp_path, "platform", state=str(state), vaults=[str(os.getuid())], sessions=2)
     with vault("platform", settings) as program:
         facts = json.loads(program.stdout.readline())
         policy = simulated_policy(SimulatedVendor.load_or_create(state), code_measurement())
         assert facts == {
             "role": "platform",
             "socket": str(socket),
-            "peer": own_user(),
+            "peer": str(os.getuid()),
             "sessions": 2,
             "simulated_policy": policy.digest().hex(),
         }

@@ -20,7 +20,6 @@ from raycloak.attestation.processes.deadline import Deadline
 from raycloak.attestation.processes.failure import Failed
 from raycloak.coordinator.vaults.exchange import Answered, Called, VaultEnded
 from raycloak.coordinator.vaults.listener import Listener
-from raycloak.coordinator.vaults.machine_socket import own_user
 from raycloak.coordinator.vaults.settings import read_settings
 from raycloak.metrics.errors import RaycloakError
 from tests.attestation.serving import eventually
@@ -36,7 +35,7 @@ needs_root = pytest.mark.skipif(os.getuid() != 0, reason=ONE_USER)
 def written(folder: Path, role: str, **settings: Any) -> Path:
     """Write the settings of a role, whose vaults listen in the same folder and serve this user."""
     file = folder / f"{role}.yaml"
-    raw = {"socket": str(folder / f"{role}.sock"), "peer": own_user(), **settings}
+    raw = {"socket": str(folder / f"{role}.sock"), "peer": str(os.getuid()), **settings}
     file.write_text(yaml.safe_dump(raw))
     file.chmod(0o644)
     return file
