@@ -8,19 +8,21 @@ A relay's process imports none of what its vault does.
 
 import os
 import signal
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
 
 from raycloak.attestation.core.messages import Message
+from raycloak.coordinator.vaults.machine_socket import Seat
 from raycloak.coordinator.vaults.openings import (
     AggregatorOpening,
     LedgerOpening,
     OrchestratorOpening,
     WorkerOpening,
 )
-from raycloak.coordinator.vaults.vault import Vault, VaultLost
+from raycloak.coordinator.vaults.vault import Vault, VaultLost, child
 
 if TYPE_CHECKING:
     from raycloak.attestation.attester.attester import EvidenceSource
@@ -41,7 +43,8 @@ class Relay:
     TARGET: ClassVar[str]
 
     def __init__(self, opening: Message, source: "EvidenceSource | None" = None, socket: str | None = None) -> None:
-        self.vault = Vault(self.TARGET, opening, source, self._lost, socket)
+        start = partial(child, self.TARGET) if socket is None else partial(Seat, socket)
+        self.vault = Vault(start, opening, source, self._lost)
 
     def receive(self, name: str, returns: int, *frames: Any) -> Any:
         """Pass a call on; see `raycloak.coordinator.vaults.calls.Receiver.receive`."""

@@ -108,7 +108,7 @@ class Step:
 
     @property
     def released(self) -> SignedStep | None:
-        """What the aggregators signed of the attempt that was reduced; None in a loop by hand."""
+        """The aggregators' signatures of the attempt that was reduced; None in a loop by hand."""
         ranges = tuple(report.release for report in self.reports if report.release is not None)
         return SignedStep(roster=self.roster, ranges=ranges) if ranges else None
 

@@ -3,13 +3,13 @@
 from dataclasses import replace
 from typing import Any, Final
 
-from raycloak.attestation.core.lineage import INITIAL, ModelOrigin
-from raycloak.attestation.core.messages import Envelope
-from raycloak.attestation.core.roster import Query
 from raycloak.attestation.processes.failure import Failed
+from raycloak.coordinator.ledger.accounts import Account
 from raycloak.coordinator.ledger.cap_authority import SignedCap
-from raycloak.coordinator.ledger.ledger import PrivacyLedger, RunStart
+from raycloak.coordinator.ledger.entries import RunRegistered
+from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.rules import RegistrationTerms
+from raycloak.coordinator.ledger.store import Rows
 from raycloak.coordinator.vaults.calls import ActorRefusal
 from raycloak.coordinator.vaults.hosted import Hosted, Inside
 from raycloak.coordinator.vaults.openings import LedgerOpening
@@ -49,32 +49,14 @@ class LedgerVault(Hosted, PrivacyLedger):
         """Return the key that receipts are verified with."""
         return self.public_key
 
-    def register_run(self, run: RegistrationTerms) -> None:
-        super().register_run(self._on_open_account(run))
-
-    def charge(
-        self,
-        run_id: str,
-        step: int,
-        input_digest: bytes,
-        manifest_digest: bytes,
-        query: Query = "gradient",
-        start: RunStart | None = None,
-        origin: ModelOrigin = INITIAL,
-        batches: tuple[bytes, ...] = (),
-    ) -> Envelope:
-        if start is not None:
-            start = replace(start, run=self._on_open_account(start.run))
-        return super().charge(run_id, step, input_digest, manifest_digest, query, start, origin, batches)
-
     def change_cap(self, account: str, epsilon_cap: float, authorisation: SignedCap | None = None) -> None:
         if self._is_machines and authorisation is None:
             raise _of_its_owner("change_cap")
         super().change_cap(account, epsilon_cap, authorisation)
 
-    def _on_open_account(self, run: RegistrationTerms) -> RegistrationTerms:
-        """Return a run's terms as one that opens no account, in a vault of the machine."""
-        return replace(run, opens=None) if self._is_machines else run
+    def _register(self, rows: Rows, run: RegistrationTerms, priced: tuple[Account, RunRegistered] | None) -> None:
+        # As a run that opens no account.
+        super()._register(rows, replace(run, opens=None) if self._is_machines else run, priced)
 
 
 def _of_its_owner(name: str) -> RefusedError:

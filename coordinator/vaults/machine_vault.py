@@ -1,11 +1,13 @@
 """A vault of the machine, asked by a process that is no relay: a command that reads, or another vault."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar
 
 from raycloak.attestation.core.messages import Message, parse
 from raycloak.attestation.processes.failure import Failed
 from raycloak.coordinator.vaults.calls import ActorRefusal, Wire
+from raycloak.coordinator.vaults.machine_socket import Seat
 from raycloak.coordinator.vaults.vault import Vault, VaultLost
 from raycloak.metrics.errors import ConfigError, RunFailedError
 from raycloak.metrics.file_errors import file_error
@@ -30,7 +32,7 @@ class MachineVault:
 
     def __init__(self, socket: str, opening: Message) -> None:
         try:
-            self._vault = Vault("", opening, None, lambda _: None, socket)
+            self._vault = Vault(partial(Seat, socket), opening, None, lambda _: None)
         except OSError as error:
             raise file_error("vault_unreachable", "connect to", socket, error, ConfigError) from None
 

@@ -38,7 +38,7 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class VaultSettings(Section):
-    """What the vaults of every role have.
+    """The settings that the vaults of every role have.
 
     Attributes:
         socket: absolute path that they listen at.
@@ -52,7 +52,7 @@ class VaultSettings(Section):
 
 
 class LedgerSettings(VaultSettings):
-    """What a ledger's vault serves.
+    """The settings of a ledger's vault.
 
     Attributes:
         url, witness: as `raycloak.coordinator.ledger.ledger.PrivacyLedger` takes them.
@@ -63,7 +63,7 @@ class LedgerSettings(VaultSettings):
 
 
 class EvidencedSettings(VaultSettings):
-    """What the vaults have that give evidence of themselves.
+    """The settings of vaults that give evidence of themselves.
 
     Attributes:
         platform: socket of the machine's SIMULATED platform; absent where the guest that it runs in gives evidence.
@@ -73,7 +73,7 @@ class EvidencedSettings(VaultSettings):
 
 
 class OrchestratorSettings(EvidencedSettings):
-    """What an orchestrator's vault serves.
+    """The settings of an orchestrator's vault.
 
     Attributes:
         state: absolute folder of its state.
@@ -89,7 +89,7 @@ class OrchestratorSettings(EvidencedSettings):
 
 
 class AggregatorSettings(EvidencedSettings):
-    """What an aggregator's vault serves: it holds no secret but its own keys."""
+    """The settings of an aggregator's vault, which holds no secret but its own keys."""
 
 
 class DataPlace(Section):
@@ -120,7 +120,7 @@ class DataPlace(Section):
 
 
 class WorkerSettings(EvidencedSettings):
-    """What a worker's vault serves.
+    """The settings of a worker's vault.
 
     Attributes:
         ledgers: public keys of the ledgers whose receipts count, in hexadecimal.
@@ -154,7 +154,7 @@ class WorkerSettings(EvidencedSettings):
 
 
 class PlatformSettings(VaultSettings):
-    """What the machine's SIMULATED platform serves: quotes to vaults, and to its peer what everybody may know.
+    """The settings of the machine's SIMULATED platform, which quotes for vaults and tells its peer public facts.
 
     Attributes:
         state: absolute folder of the vendor's keys.
@@ -227,9 +227,8 @@ def read_settings(role: str, path: Path, owner: int | None = None) -> VaultSetti
             content = file.read()
     except OSError as error:
         raise file_error("vault_settings", "read", path, error) from None
-    if found.st_uid not in (os.getuid() if owner is None else owner, 0) or found.st_mode & (
-        stat.S_IWGRP | stat.S_IWOTH
-    ):
+    owners = (os.getuid() if owner is None else owner, 0)
+    if found.st_uid not in owners or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ConfigError(
             "vault_settings",
             f"{path} can be written by others than the vault's user and root.",

@@ -43,30 +43,28 @@ class Vault:
     """The vault of one relay, which ends with this process. Its methods are for any thread.
 
     Args:
-        target: ``module:name`` of a `raycloak.coordinator.vaults.hosted.Hosted`, which the vault imports.
+        start: starts the process, or takes a seat at the machine's, in the thread that it ends with.
         opening: what it is opened with.
         source: the simulated platform that the vault asks through this process; None if it asks another one.
         on_lost: called once it has ended, before every call under way fails; gets what they fail with.
-        socket: where the machine's vaults of this role listen, which have a target of their own; None starts a child.
 
     Raises:
-        OSError: no process can be started, or nobody listens at the socket.
+        OSError: whatever ``start`` raises.
     """
 
     def __init__(
         self,
-        target: str,
+        start: Callable[[], Child | Seat],
         opening: Message,
         source: "EvidenceSource | None",
         on_lost: Callable[[Exception], None],
-        socket: str | None = None,
     ) -> None:
-        self._source, self._socket = source, socket
+        self._source = source
         self._last: VaultEnded | None = None
         started = threading.Event()
         self._failure: OSError | None = None
         # The kernel ends a child with the thread that started it, so that one stays.
-        self._keeper = threading.Thread(target=self._keep, args=(target, opening, on_lost, started), daemon=True)
+        self._keeper = threading.Thread(target=self._keep, args=(start, opening, on_lost, started), daemon=True)
         self._keeper.start()
         started.wait()
         if self._failure is not None:
@@ -124,10 +122,14 @@ class Vault:
         self._exchange.tell(LeaveWord())
 
     def _keep(
-        self, target: str, opening: Message, on_lost: Callable[[Exception], None], started: threading.Event
+        self,
+        start: Callable[[], Child | Seat],
+        opening: Message,
+        on_lost: Callable[[Exception], None],
+        started: threading.Event,
     ) -> None:
         try:
-            self._process = process = Seat(self._socket) if self._socket is not None else _child(target)
+            self._process = process = start()
             self._exchange = exchange = Exchange(process.channel, self._answer_evidence, self._word)
             for word in (VaultStart(variables=_numerics()), opening):
                 exchange.tell(word)
@@ -169,7 +171,12 @@ class Vault:
             raise ActorRefusal(Failed.of(error).encode()) from None
 
 
-def _child(target: str) -> Child:
+def child(target: str) -> Child:
+    """Start a vault as a child of this process.
+
+    Args:
+        target: ``module:name`` of the `raycloak.coordinator.vaults.hosted.Hosted` that it imports.
+    """
     # Modules are found as in this process, and nothing else is, whatever the folder that it works in holds.
     found = {"PYTHONPATH": os.pathsep.join(each or str(Path.cwd()) for each in sys.path), "PYTHONSAFEPATH": "1"}
     return Child(_SERVE, target, grace_s=0.0, environment={**os.environ, **found})

@@ -7,6 +7,7 @@ and every later call is refused. A worker that hangs is killed.
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -24,7 +25,7 @@ from raycloak.coordinator.config import home
 from raycloak.coordinator.evidence.sources import LocalPlatform
 from raycloak.coordinator.vaults.calls import ActorRefusal, Wire
 from raycloak.coordinator.vaults.hosted import Hosted, Inside
-from raycloak.coordinator.vaults.vault import Vault, VaultLost
+from raycloak.coordinator.vaults.vault import Vault, VaultLost, child
 from raycloak.metrics.errors import RefusedError, RunFailedError
 from raycloak_lab.encrypted.adapter_worker import Adapter, AdapterFacts, AdapterWorker, ProjectionFacts
 from raycloak_lab.encrypted.parameters import BlockShape
@@ -135,7 +136,7 @@ class WorkerProcess:
     """
 
     def __init__(self, opening: Message, target: str = f"{__name__}:{AdapterVault.__name__}") -> None:
-        self._vault = Vault(target, opening, None, lambda _: None)
+        self._vault = Vault(partial(child, target), opening, None, lambda _: None)
         try:
             report, shared = self._ask(START_DEADLINE_S, 2, AdapterVault.report)
         except BaseException:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from raycloak.attestation.core.private_memory import NO_GPU_CORE_DUMPS
 from raycloak.attestation.processes.channel import Channel
 from raycloak.coordinator.vaults import hosted
 from raycloak.coordinator.vaults import listener as listeners_module
-from raycloak.coordinator.vaults.machine_socket import own_user
+from raycloak.coordinator.vaults.machine_socket import Seat
 from raycloak.coordinator.vaults.machine_vault import MachineVault
 from raycloak.coordinator.vaults.openings import LedgerOpening, OrchestratorOpening, PlatformOpening, VaultStart
 from raycloak.coordinator.vaults.platform_vault import PlatformVault
@@ -65,7 +66,7 @@ def opened(path: Path) -> tuple[MachineVault, int]:
 def test_guarantee_a_vault_is_started_for_a_process_of_the_peers_user_alone(tmp_path):
     with platform(tmp_path) as listener:
         with refusing(connected_as(STRANGER, listener.path), RefusedError, "vault_peer") as said_why:
-            assert f"{STRANGER} asks {own_user()}" in said_why
+            assert f"user {STRANGER} asks for a vault of user {os.getuid()}" in said_why
         assert vaults() == set()
         with asked(listener.path) as vault:
             vault.ask(PlatformVault.root)
@@ -219,7 +220,7 @@ def test_guarantee_no_vault_outlives_its_listener_even_if_it_is_stopped(tmp_path
 def test_a_vault_that_the_kernel_killed_for_its_memory_is_told_as_such(tmp_path, monkeypatch):
     with platform(tmp_path) as listener:
         lost: list[Exception] = []
-        vault = Vault("", PlatformOpening(), None, lost.append, str(listener.path))
+        vault = Vault(partial(Seat, str(listener.path)), PlatformOpening(), None, lost.append)
         vault.call("opened", 1, (b"{}",))
         (pid,) = vaults()
         # The kernel counts those that it killed; here another process kills in its stead.

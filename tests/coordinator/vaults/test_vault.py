@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from raycloak.attestation.attester.attester import CpuEvidence
 from raycloak.attestation.core.messages import parse
 from raycloak.attestation.processes.failure import Failed
 from raycloak.coordinator.vaults.calls import ActorRefusal, Wire
-from raycloak.coordinator.vaults.vault import Vault, VaultLost
+from raycloak.coordinator.vaults.vault import Vault, VaultLost, child
 from raycloak.metrics.errors import EvidenceError
 from tests.attestation.serving import eventually
 from tests.coordinator.vaults.targets import Example, ExampleOpening
@@ -37,7 +38,7 @@ class Running:
 
     def __init__(self, text: str = "a", source: Platform | None = None) -> None:
         self.lost: list[Exception] = []
-        self.vault = Vault(TARGET, ExampleOpening(text=text), source, self.lost.append)
+        self.vault = Vault(partial(child, TARGET), ExampleOpening(text=text), source, self.lost.append)
 
     def ask(self, method, *args, returns=1, **options):
         wire = Wire.of(method)
@@ -179,9 +180,10 @@ def test_a_vault_that_the_kernel_killed_for_its_memory_is_told_as_such(monkeypat
 
 RELAY = f"""
 import os, signal, sys
-from raycloak.coordinator.vaults.vault import Vault
+from functools import partial
+from raycloak.coordinator.vaults.vault import Vault, child
 from tests.coordinator.vaults.targets import ExampleOpening
-vault = Vault({TARGET!r}, ExampleOpening(text="a"), None, print)
+vault = Vault(partial(child, {TARGET!r}), ExampleOpening(text="a"), None, print)
 vault.call("text", 1, (b"{{}}",))
 print(vault.pid, flush=True)
 if sys.argv[1] == "stopped":
