@@ -35,7 +35,7 @@ MOST_ARRAY_BYTES: Final = 2**36
 _PIECE: Final = 2**20
 
 
-class Peer(NamedTuple):
+class PeerProcess(NamedTuple):
     """The process at the other end of a socket, as it was when it connected, or when it listened.
 
     Attributes:
@@ -81,9 +81,9 @@ class Channel:
         return self._end.fileno()
 
     @property
-    def peer(self) -> Peer:
+    def peer(self) -> PeerProcess:
         """The process at the other end."""
-        return Peer.of(self._end)
+        return PeerProcess.of(self._end)
 
     def send(self, message: Message, arrays: "Sequence[NDArray[Any]]" = (), by: Deadline | None = None) -> None:
         """Send a message, and copy ``arrays`` into memory that the other side maps.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from raycloak.attestation.attester.tsm import TSM_REPORTS
-from raycloak.attestation.processes.channel import Peer
+from raycloak.attestation.processes.channel import PeerProcess
 from raycloak.coordinator.cli.doctor import Finding
 from raycloak.coordinator.cluster.processes import process_table
 from raycloak.coordinator.vaults.settings import ROLES, PlatformSettings, VaultSettings, read_settings, uid_of
@@ -28,7 +28,7 @@ def examine_boundary(folder: Path, root: Path = Path("/")) -> list[Finding]:
         root: of the file systems that are looked at.
     """
     found: list[Finding] = []
-    listeners: dict[str, Peer] = {}
+    listeners: dict[str, PeerProcess] = {}
     peers: set[int] = set()
     for role in ROLES:
         path = folder / f"{role}.yaml"
@@ -61,17 +61,17 @@ def examine_boundary(folder: Path, root: Path = Path("/")) -> list[Finding]:
     return [*found, check_swap(root), check_reports(root, peers), *check_devices(root, peers)]
 
 
-def _listener(settings: VaultSettings) -> Peer | None:
+def _listener(settings: VaultSettings) -> PeerProcess | None:
     """Return the process that listens at a socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end:
         try:
             end.connect(settings.socket)
         except OSError:
             return None
-        return Peer.of(end)
+        return PeerProcess.of(end)
 
 
-def _of_listener(role: str, settings: VaultSettings, listener: Peer) -> Iterator[Finding]:
+def _of_listener(role: str, settings: VaultSettings, listener: PeerProcess) -> Iterator[Finding]:
     process, uid = listener
     others = [settings.peer, *(settings.vaults if isinstance(settings, PlatformSettings) else ())]
     if uid == 0 or uid in map(uid_of, others):
@@ -112,7 +112,7 @@ def _closed(name: str, process: int, allowed: int) -> Iterator[Finding]:
         yield Finding(f"{name} namespace", "ok", "it is in this user namespace")
 
 
-def _apart(listeners: Mapping[str, Peer]) -> Finding:
+def _apart(listeners: Mapping[str, PeerProcess]) -> Finding:
     """Check that no two roles have one user."""
     by_user: dict[int, list[str]] = {}
     for role, listener in listeners.items():
