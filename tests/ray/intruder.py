@@ -117,8 +117,8 @@ def setup(dataset: DatasetDescriptor, base: Path, model: str, code: tuple[bytes,
     )
 
 
-def reached(vaults: list[int]) -> Iterator[tuple[str, str]]:
-    """Yield each way into the process of a vault, and what came of it."""
+def reached(vaults: list[int]) -> Iterator[tuple[int, str, str]]:
+    """Yield each process of a vault, each way into it, and what came of that."""
     libc = ctypes.CDLL(None, use_errno=True)
 
     def attached(process: int) -> object:
@@ -128,12 +128,12 @@ def reached(vaults: list[int]) -> Iterator[tuple[str, str]]:
 
     for process in vaults:
         proc = Path(f"/proc/{process}")
-        yield "ptrace", outcome(lambda process=process: attached(process))
+        yield process, "ptrace", outcome(lambda process=process: attached(process))
         for name in ("mem", "environ", "maps", "auxv"):
-            yield f"/proc/PID/{name}", outcome(lambda file=proc / name: len(file.read_bytes()))
+            yield process, f"/proc/PID/{name}", outcome(lambda file=proc / name: len(file.read_bytes()))
         for name in ("fd", "map_files"):
-            yield f"/proc/PID/{name}", outcome(lambda folder=proc / name: len(list(folder.iterdir())))
-        yield "a signal", outcome(lambda process=process: os.kill(process, 0))
+            yield process, f"/proc/PID/{name}", outcome(lambda folder=proc / name: len(list(folder.iterdir())))
+        yield process, "a signal", outcome(lambda process=process: os.kill(process, 0))
 
 
 def readable(folder: Path, found: Path) -> list[str]:
@@ -157,7 +157,7 @@ def main() -> None:
     done = {
         "user": os.getuid(),
         "attempts": dict(attempts(told)),
-        "reached": sorted(set(reached(told["vaults"]))),
+        "reached": list(reached(told["vaults"])),
         "refused": readable(Path(told["folder"]), Path(told["found"])),
     }
     sys.stdout.write(json.dumps(done))

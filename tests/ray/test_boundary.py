@@ -213,7 +213,6 @@ def test_guarantee_rays_user_gets_nothing_of_a_run_that_is_apart_and_its_model_i
         # Held in the middle, with all its keys in use.
         os.kill(run.pid, signal.SIGSTOP)
         vaults = _vaults(folder)
-        assert len(vaults) >= 5
         found = folder / "ray" / "found"
         told = {
             "folder": str(folder), "socket": made.socket, "private": str(boundary.data), "other": str(boundary.other),
@@ -222,6 +221,9 @@ def test_guarantee_rays_user_gets_nothing_of_a_run_that_is_apart_and_its_model_i
         done = made.run(RAY, "-m", "tests.ray.intruder", json.dumps(told))
         assert done.returncode == 0, done.stderr[-3000:]
         tried = json.loads(done.stdout)
+        # A vault that was asked a moment before the run was held has ended since.
+        lived = set(vaults) & set(_vaults(folder))
+        assert len(lived) >= 5
         held = [part for each in _of_rays_user(run.pid) for part in leaks.memory_of(each)]
         assert len(held) > 5 * 10, "the memory of relays and driver"
         leaked = leaks.leaks(_needles(boundary), [("what Ray's user can read", found.read_bytes()), *held])
@@ -246,7 +248,7 @@ def test_guarantee_rays_user_gets_nothing_of_a_run_that_is_apart_and_its_model_i
         "other code under a listed name": "code_unlisted",
         "little noise": "noise_not_served",
     }
-    assert {outcome for _, outcome in tried["reached"]} == {"PermissionError"}
+    assert {outcome for process, _, outcome in tried["reached"] if process in lived} == {"PermissionError"}
     assert leaked == []
     assert ended["model_digest"] == expected
     assert ended["boundary"] == "vaults"
