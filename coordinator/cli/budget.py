@@ -171,6 +171,14 @@ def key_command(output: Output, ledger: LedgerUrl = None) -> None:
         output.show("Ledger", {"key": books.public_key})
 
 
+@command(budget, "rotate")
+def rotate_command(output: Output, ledger: LedgerUrl = None, witness: Witness = None) -> None:
+    """Give the ledger a new key: every charge stays, and runs that began before can be charged no more."""
+    with existing_ledger(ledger, witness) as books:
+        former, new = books.public_key, books.rotate_key()
+    output.show("Rotated ledger", {"former_key": former, "key": new})
+
+
 @command(budget, "fingerprint")
 def fingerprint_command(output: Output, config: ConfigFile) -> None:
     """Compute the fingerprint of CONFIG's dataset: with its key, or from the header of a sealed one."""
@@ -268,7 +276,7 @@ def _change(
         checked = check_export(export)
         found = checked.audited.accounts.items()
         now = {name: (each.terms.epsilon_cap, each.changed.hash, each.opened.authority) for name, each in found}
-        ledger_key = checked.public_key
+        ledger_key = checked.audited.keys.current
     if account not in now:
         raise BudgetError(
             "account_unknown", f"there is no account '{account}'.", "List the accounts: raycloak budget show"

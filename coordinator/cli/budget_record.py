@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -40,7 +40,7 @@ def history_command(output: Output, account: SomeAccount = None, ledger: LedgerU
                 str(entry.sequence),
                 datetime.fromtimestamp(entry.event.recorded_at, UTC).isoformat(timespec="seconds"),
                 entry.kind.replace("_", " "),
-                fields.get("run_id") or fields.get("account") or f"{fields['source']} to {fields['target']}",
+                _about(fields),
                 fields.get("query", ""),
                 str(fields.get("step", "")),
                 "" if charged is None else epsilon_text(charged),
@@ -94,13 +94,14 @@ def verify_command(
         if place is not None and not place.is_dir():
             # A mistyped folder holds no heads: nothing would be compared, and no rollback found.
             raise ConfigError("usage", f"there is no folder {place}.", "Name the folder of the packages or runs.")
-    with _record(ledger, export) as (key, audited, hash_at):
-        require_key(hexadecimal(public_key), key)
+    with _record(ledger, export) as (audited, hash_at):
+        keys = audited.keys
+        require_key(hexadecimal(public_key), keys)
         home = state_folder()
         pins = [
-            *package_pins(packages or home / "packages", home / "signer", key),
-            *log_pins(runs or home / "runs", key),
-            *witness_pins(witness, key),
+            *package_pins(packages or home / "packages", home / "signer", keys),
+            *log_pins(runs or home / "runs", keys),
+            *witness_pins(witness, keys),
         ]
         check_pins(pins, hash_at)
     used = [pin for pin in pins if not pin.unusable]
@@ -109,7 +110,8 @@ def verify_command(
         "verified": True,
         "entries": audited.head.sequence,
         "head": audited.head.hash,
-        "public_key": key,
+        "public_key": keys.current,
+        "former_keys": [key for _, key in keys.since[:-1]],
         "accounts": len(audited.accounts),
         "runs": len(audited.runs),
         "rollback_covered_to": covered,
@@ -124,7 +126,8 @@ def verify_command(
     rows = [
         ("chain", f"{held}, all signatures valid"),
         ("head", audited.head.hash.hex()),
-        ("public key", key.hex()),
+        *(("former key", f"{key.hex()}, from entry {since}") for since, key in keys.since[:-1]),
+        ("public key", keys.current.hex()),
         ("rollback", f"noticed up to entry {covered}" if covered else "NOT COVERED: no head kept elsewhere"),
         *((pin.kind, f"{len(pin.heads)} heads in {pin.source}, all in the chain") for pin in used),
         *(("not checked", f"{pin.kind} {pin.source}: {pin.unusable}") for pin in pins if pin.unusable),
@@ -132,18 +135,23 @@ def verify_command(
     output.show("Ledger (verified)", facts, rows)
 
 
+def _about(fields: dict[str, Any]) -> str:
+    """Return the run, account or accounts of an event, or the key that it names."""
+    if "new_key" in fields:
+        return f"new key {fields['new_key'].hex()[:16]}"
+    return fields.get("run_id") or fields.get("account") or f"{fields['source']} to {fields['target']}"
+
+
 @contextmanager
-def _record(
-    url: str | None, export: Path | None
-) -> Iterator[tuple[bytes, "AuditedChain", Callable[[int], bytes | None]]]:
-    """Return key, content and hashes of a ledger that was checked, or of an exported one."""
+def _record(url: str | None, export: Path | None) -> Iterator[tuple["AuditedChain", Callable[[int], bytes | None]]]:
+    """Return content and hashes of a ledger that was checked, or of an exported one."""
     if export is None:
         with ledger_at(url, create=False) as ledger:
-            yield ledger.public_key, ledger.verify(), ledger.hash_at
+            yield ledger.verify(), ledger.hash_at
         return
     if url is not None:
         raise ConfigError("usage", "give --ledger or --export, not both.", "Leave one out.")
     from raycloak.coordinator.ledger.export import check_export
 
     checked = check_export(export)
-    yield checked.public_key, checked.audited, checked.hash_at
+    yield checked.audited, checked.hash_at

@@ -1,6 +1,6 @@
 """Audits a ledger's chain: checks that its events could have happened, and adds them up.
 
-It works on any copy of the entries. A third party needs only the ledger's public key.
+It works on any copy of the entries. A third party needs only one public key of the ledger.
 """
 
 import math
@@ -24,14 +24,16 @@ from raycloak.coordinator.ledger.entries import (
     DataBound,
     DataKnown,
     Head,
+    KeyRotated,
     LedgerEntry,
+    LedgerKeys,
     RunEvent,
     RunPrepaid,
     RunRegistered,
     StepCharged,
     VectorsBound,
     broken,
-    check_chain,
+    check_entry,
 )
 from raycloak.coordinator.ledger.known_data import Known, check_addition, check_opening, check_run_data
 from raycloak.metrics.errors import BudgetError, ProtocolError
@@ -70,13 +72,14 @@ class AuditedRun:
 
 @dataclass(slots=True)
 class AuditedChain:
-    """The totals of a chain: accounts by name, and runs by id. ``public_key`` is the ledger's.
+    """The totals of a chain: accounts by name, and runs by id.
 
     Attributes:
+        keys: of the ledger up to here.
         known: the data that the accounts are known by. An extract has not all accounts of its ledger.
     """
 
-    public_key: bytes
+    keys: LedgerKeys
     accounts: dict[str, Account] = field(default_factory=dict)
     known: Known = field(default_factory=Known)
     runs: dict[str, AuditedRun] = field(default_factory=dict)
@@ -101,6 +104,8 @@ class AuditedChain:
                 self._charge(entry, event)
             case VectorsBound():
                 self._bind_vectors(entry, event)
+            case KeyRotated():
+                self.keys = self.keys.after(entry)
             case _:
                 self._change(entry, event)
 
@@ -129,7 +134,7 @@ class AuditedChain:
         _require(known, entry, "its account was never opened")
         with _held_to(entry):
             if isinstance(event, CapChanged):
-                check_cap_change(self.standing(event.account), event, self.public_key)
+                check_cap_change(self.standing(event.account), event, self.keys.current)
             elif isinstance(event, CapTransferred):
                 check_transfer(self.standing(event.source), self.standing(event.target), event)
             else:
@@ -231,28 +236,24 @@ class AuditedChain:
 def audit(entries: Iterable[LedgerEntry], public_key: bytes) -> AuditedChain:
     """Check chain, signatures and meaning of a whole ledger, from its first entry.
 
-    Guarantee: returns only if ``public_key`` signed every entry and none is missing before the last. No step was
-    charged twice, and each charge costs what its mechanism costs. Each mechanism has the noise it claims. No private
-    charge crosses its account's cap, at the one order that the first private plan of an rdp account fixed. Every cap
-    was set by the opening, a lowering, a signature of the account's authority, or a transfer. Each run was bound to its
-    data once, before its first charge. Each charged step was bound to its vectors once at most, after its charge. No
-    run was charged to another account than the one that its data was known by, and none released such data without
-    noise, as far as the marks of data tell.
+    Guarantee: returns only if ``public_key`` signed every entry up to the first rotation, each later one was signed by
+    the key that the rotation before it names, and none is missing before the last. No step was charged twice, and each
+    charge costs what its mechanism costs. Each mechanism has the noise it claims. No private charge crosses its
+    account's cap, at the one order that the first private plan of an rdp account fixed. Every cap was set by the
+    opening, a lowering, a signature of the account's authority, or a transfer. Each run was bound to its data once,
+    before its first charge. Each charged step was bound to its vectors once at most, after its charge. No run was
+    charged to another account than the one that its data was known by, and none released such data without noise, as
+    far as the marks of data tell.
 
     Raises:
         BudgetError: ``chain_broken``, naming the first entry that is wrong.
         ConfigError: ``assertions_off``.
     """
     require_assertions()
-    audited = AuditedChain(public_key)
-
-    def followed() -> Iterator[LedgerEntry]:
-        # A generator resumes only after the chain check has accepted the entry it was given.
-        for entry in entries:
-            yield entry
-            audited.add(entry)
-
-    audited.head = check_chain(followed(), public_key)
+    audited = AuditedChain(LedgerKeys.of((), public_key))
+    for entry in entries:
+        audited.head = check_entry(entry, audited.keys.current, audited.head)
+        audited.add(entry)
     return audited
 
 

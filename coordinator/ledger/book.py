@@ -1,8 +1,8 @@
 """The reading of one instance of a ledger: the tables say where something is, the signed entries say what it is.
 
 Also the two checks that the tables agree with the chain. The newest entry's signature covers its hash and so, link by
-link, every entry before it. Checking the links is cheap enough for every start of a run. The full check,
-`raycloak.coordinator.ledger.audit.audit`, takes twenty times as long.
+link, every entry before it, whichever key signed that. Checking the links is cheap enough for every start of a run. The
+full check, `raycloak.coordinator.ledger.audit.audit`, takes twenty times as long.
 
 Guarantee: terms, caps and costs come from entries whose signature was checked; the tables say only where they are.
 """
@@ -23,12 +23,13 @@ from raycloak.coordinator.ledger.entries import (
     Event,
     Head,
     LedgerEntry,
+    LedgerKeys,
     RunPrepaid,
     RunRegistered,
     StepCharged,
     VectorsBound,
     broken,
-    check_chain,
+    check_entry,
     check_link,
     make_entry,
 )
@@ -44,7 +45,7 @@ class Book:
     """One instance's memory of a ledger. Every method runs inside the caller's transaction.
 
     Args:
-        store: has the keys that entries are signed and checked with.
+        store: has the key that entries are signed with.
     """
 
     def __init__(self, store: LedgerStore) -> None:
@@ -55,6 +56,14 @@ class Book:
         """Forget everything: a transaction that was undone may have been remembered."""
         self._read: dict[int, tuple[Head, Event]] = {}
         self._runs: dict[int, PricedRun] = {}
+        self._keys: LedgerKeys | None = None
+
+    def keys(self, rows: Rows) -> LedgerKeys:
+        """Return the ledger's keys, read again once another instance has rotated the one that signs."""
+        current = rows.public_key()
+        if self._keys is None or self._keys.current != current:
+            self._keys = LedgerKeys.of(rows.rotations(), current)
+        return self._keys
 
     def account(self, rows: Rows, name: str) -> Account | None:
         """Return an account as it is now, but without its runs; None if it was never opened."""
@@ -181,15 +190,15 @@ class Book:
             entry = rows.entry(sequence)
             if entry is None:
                 raise broken(sequence, "it is missing")
-            check_chain([entry], self._store.public_key, Head(sequence - 1, entry.previous))
+            check_entry(entry, self.keys(rows).at(sequence), Head(sequence - 1, entry.previous))
             found = self._read[sequence] = Head(sequence, entry.hash), entry.event
         return found
 
 
-def check_links(rows: Rows, public_key: bytes) -> None:
+def check_links(rows: Rows, keys: LedgerKeys) -> None:
     """Refuse a ledger with a changed, dropped or moved entry, or with tables that count other charges.
 
-    Guarantee: returns only if ``public_key`` signed the content of each entry, in this order. The tables then count the
+    Guarantee: returns only if ``keys`` signed the content of each entry, in this order. The tables then count the
     same charges as the chain, and name the same data of runs and accounts. Takes 50 us per entry on two busy cores. A
     ledger whose end was cut off, or that was put back as a whole, passes: only a head kept elsewhere shows that.
 
@@ -215,7 +224,7 @@ def check_links(rows: Rows, public_key: bytes) -> None:
             known.follow(entry.sequence, event)
     # The newest signature covers every entry before it, link by link.
     if newest is not None:
-        check_chain([newest], public_key, Head(newest.sequence - 1, newest.previous))
+        check_entry(newest, keys.at(newest.sequence), Head(newest.sequence - 1, newest.previous))
     if rows.known() != known.entries:
         raise broken(head.sequence, "the table of known data disagrees with the chain")
     for row in rows.runs():

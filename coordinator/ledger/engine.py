@@ -120,6 +120,8 @@ def _configure(connection: Any, writes: bool) -> None:
         )
     # Off in SQLite, unless each connection asks for it.
     connection.execute("PRAGMA foreign_keys = ON")
+    # A key that was replaced must not stay in the free space of its page.
+    connection.execute("PRAGMA secure_delete = ON")
 
 
 def _begin(connection: sa.Connection) -> None:

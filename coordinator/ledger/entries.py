@@ -3,14 +3,18 @@
 ``hash = SHA-256(LP("raycloak/ledger-entry/v1", sequence, previous, kind, body))`` covers every field. The signature
 covers the hash. Sequences count from 1, and the first entry's ``previous`` is ``GENESIS``.
 
+A rotation is the entry that hands the ledger over to another key, and both keys sign it. So whoever trusts one key of a
+ledger can check all of it: the new key signs what came before, and the former key names the new one. A former key that
+leaked can still sign another chain. Only a reader who trusts the new key tells the two apart.
+
 A head is a signed line about the newest entry. A witness keeps such lines, and an exported chain ends in one. Its
 holder can show later that the ledger once had this entry. A ledger that was put back to an earlier time, or continued
 differently, cannot produce it.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import ClassVar, get_args
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self, get_args
 
 from raycloak.attestation.core.canonical import DIGEST_BYTES, digest, length_prefixed
 from raycloak.attestation.core.data_marks import DataMarks
@@ -203,10 +207,25 @@ class VectorsBound(RunEvent):
     vectors_digest: bytes
 
 
+class KeyRotated(LedgerEvent):
+    """The rotation of the ledger's key. The former key signs this entry, and the new one all that follow.
+
+    Attributes:
+        former_key, new_key: raw Ed25519 keys.
+        acceptance: the new key's signature over this entry's place and both keys.
+    """
+
+    DOMAIN: ClassVar[str] = "key_rotated"
+
+    former_key: bytes
+    new_key: bytes
+    acceptance: bytes
+
+
 AccountEvent = CapChanged | CapTransferred | AccountClosed
 """The events that change an account."""
 
-Event = AccountOpened | DataKnown | AccountEvent | RunRegistered | DataBound | StepCharged | VectorsBound
+Event = AccountOpened | DataKnown | AccountEvent | RunRegistered | DataBound | StepCharged | VectorsBound | KeyRotated
 _KINDS: dict[str, type[Event]] = {kind.DOMAIN: kind for kind in (*get_args(Event), RunPrepaid)}
 
 
@@ -252,22 +271,91 @@ def make_entry(head: Head, event: Event, key: IdentityKey) -> LedgerEntry:
     return LedgerEntry(sequence, head.hash, event.DOMAIN, body, link, key.sign(_signed(link)))
 
 
-def check_chain(entries: Iterable[LedgerEntry], public_key: bytes, start: Head | None = None) -> Head:
-    """Check that ``entries`` continue ``start`` (default: the beginning) without a gap and are all signed.
+@dataclass(frozen=True, slots=True)
+class LedgerKeys:
+    """The keys of one ledger in their order, each with the first entry that it signs."""
 
-    Guarantee: returns the head only if every field of every entry is what ``public_key`` signed, in this order.
+    since: tuple[tuple[int, bytes], ...]
+
+    @classmethod
+    def of(cls, rotations: Iterable[LedgerEntry], current: bytes) -> Self:
+        """Return the keys of a ledger that has these rotations, in order, and signs with ``current``.
+
+        Raises:
+            BudgetError: ``chain_broken`` if one key does not follow from the other.
+        """
+        entries = tuple(rotations)
+        keys = cls(((1, first_key(entries, current)),))
+        for entry in entries:
+            check_entry(entry, keys.current, Head(entry.sequence - 1, entry.previous))
+            keys = keys.after(entry)
+        if keys.current != current:
+            raise broken(keys.since[-1][0], "the ledger's key is not the one that its last rotation names")
+        return keys
+
+    def __contains__(self, key: bytes) -> bool:
+        return any(key == each for _, each in self.since)
+
+    @property
+    def first(self) -> bytes:
+        """The key that the ledger was made with. It stands for the ledger as long as it lives."""
+        return self.since[0][1]
+
+    @property
+    def current(self) -> bytes:
+        """The key that signs now."""
+        return self.since[-1][1]
+
+    def at(self, sequence: int) -> bytes:
+        """Return the key that signs the entry at ``sequence``."""
+        return next(key for start, key in reversed(self.since) if start <= sequence)
+
+    def after(self, entry: LedgerEntry) -> Self:
+        """Return the keys once ``entry``, a rotation that the current key signed, is in the chain.
+
+        Guarantee: a key is added only if the key before it and the key itself signed that it follows there.
+
+        Raises:
+            BudgetError: ``chain_broken``.
+        """
+        event = entry.event
+        assert isinstance(event, KeyRotated), "its kind says so"
+        if event.former_key != self.current:
+            raise broken(entry.sequence, "it rotates another key than the ledger's")
+        # A key that was replaced because it leaked must not come back.
+        if event.new_key in self:
+            raise broken(entry.sequence, "it returns to a former key")
+        place = Head(entry.sequence - 1, entry.previous)
+        if not signature_is_valid(event.new_key, _accepted(place, event.former_key, event.new_key), event.acceptance):
+            raise broken(entry.sequence, "the new key did not sign it")
+        return replace(self, since=(*self.since, (entry.sequence + 1, event.new_key)))
+
+
+def first_key(entries: Iterable[LedgerEntry], current: bytes) -> bytes:
+    """Return the key that signs the first of ``entries``, which are in order and end under ``current``."""
+    events = (entry.event for entry in entries if entry.kind == KeyRotated.DOMAIN)
+    return next((event.former_key for event in events if isinstance(event, KeyRotated)), current)
+
+
+def rotation(head: Head, former_key: bytes, new_key: IdentityKey, recorded_at: int) -> KeyRotated:
+    """Build the event that hands the chain that ends at ``head`` over to another key."""
+    acceptance = new_key.sign(_accepted(head, former_key, new_key.public))
+    return KeyRotated(recorded_at=recorded_at, former_key=former_key, new_key=new_key.public, acceptance=acceptance)
+
+
+def check_entry(entry: LedgerEntry, public_key: bytes, head: Head) -> Head:
+    """Check that ``entry`` continues ``head`` and is signed; return the head after it.
+
+    Guarantee: returns only if every field of the entry is what ``public_key`` signed.
 
     Raises:
-        BudgetError: ``chain_broken``, naming the first entry that is wrong.
+        BudgetError: ``chain_broken``, naming the entry.
     """
-    head = start or Head()
-    for entry in entries:
-        # First the content: a signature covers only the hash.
-        after = check_link(entry, head)
-        if not signature_is_valid(public_key, _signed(entry.hash), entry.signature):
-            raise broken(entry.sequence, "it is not signed by the ledger's key")
-        head = after
-    return head
+    # First the content: a signature covers only the hash.
+    after = check_link(entry, head)
+    if not signature_is_valid(public_key, _signed(entry.hash), entry.signature):
+        raise broken(entry.sequence, "it is not signed by the ledger's key")
+    return after
 
 
 def check_link(entry: LedgerEntry, head: Head) -> Head:
@@ -298,7 +386,7 @@ class LedgerHead(Message):
     """The ledger's signed statement that its chain has this entry.
 
     Attributes:
-        ledger_key: raw Ed25519 key of the ledger.
+        ledger_key: raw Ed25519 key of the ledger at that time, which signs this.
         sequence, hash: position and hash of the entry; sequence 0 is the empty chain.
         stated_at: Unix time in seconds, by the ledger's own clock.
     """
@@ -332,14 +420,16 @@ def head_line(head: Head, key: IdentityKey, stated_at: int) -> bytes:
     return HeadLine(head=envelope.body, signature=envelope.signature).encode()
 
 
-def read_head_line(line: bytes, public_key: bytes) -> LedgerHead:
-    """Read the head in a line, after checking that ``public_key`` signed it.
+def read_head_line(line: bytes, keys: LedgerKeys) -> LedgerHead:
+    """Read the head in a line, after checking that one of the ledger's ``keys`` signed it.
 
     Raises:
         ProtocolError: ``malformed`` or ``signature``.
     """
     parsed = parse(HeadLine, line)
-    return open_envelope(LedgerHead, Envelope(body=parsed.head, signature=parsed.signature), public_key)
+    stated = parse(LedgerHead, parsed.head).ledger_key
+    signer = stated if stated in keys else keys.current
+    return open_envelope(LedgerHead, Envelope(body=parsed.head, signature=parsed.signature), signer)
 
 
 def rolled_back(source: str, pinned: Head, found: bytes | None) -> BudgetError:
@@ -354,6 +444,10 @@ def rolled_back(source: str, pinned: Head, found: bytes | None) -> BudgetError:
 
 def _link(sequence: int, previous: bytes, kind: str, body: bytes) -> bytes:
     return digest(length_prefixed("raycloak/ledger-entry/v1", sequence, previous, kind, body))
+
+
+def _accepted(head: Head, former_key: bytes, new_key: bytes) -> bytes:
+    return length_prefixed("raycloak/ledger-key-acceptance/v1", head.sequence, head.hash, former_key, new_key)
 
 
 def _signed(link: bytes) -> bytes:

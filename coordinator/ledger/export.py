@@ -2,13 +2,13 @@
 
 Each entry is a line with its hash and signature. Bodies are plain JSON. Their bytes are canonical, so nothing is lost.
 
-An export is the whole ledger in one file. Its first line names the ledger's public key. The last line is the signed
-head, so that a file whose end was cut off is refused.
+An export is the whole ledger in one file. Its first line names the public key that signs the first entry. The last line
+is the signed head, so that a file whose end was cut off is refused.
 
 An extract is all that the ledger holds of one account, with the ledger's statement that this is all of it. The chain
-covers every account of a site, and an auditor of one run needs one of them. An extract has that account's entries in
-full, each with its own signature and place, and nothing of the entries between them. The ledger signs how many there
-are up to its head, and the digest of all of them, so none can be left out.
+covers every account of a site, and an auditor of one run needs one of them. An extract has that account's entries and
+the rotations of the ledger's key in full, each with its own signature and place, and nothing of the entries between.
+The ledger signs how many there are up to its head, and the digest of all of them, so none can be left out.
 
 Guarantee: without the ledger's key nobody can make an extract that lacks an entry, or has one that the ledger does not.
 Not guaranteed: that the owner of that key has not signed two histories. Only heads kept elsewhere show that.
@@ -35,12 +35,15 @@ from raycloak.coordinator.ledger.entries import (
     CapTransferred,
     Event,
     Head,
+    KeyRotated,
     LedgerEntry,
     LedgerHead,
+    LedgerKeys,
     RunEvent,
     RunRegistered,
     broken,
-    check_chain,
+    check_entry,
+    first_key,
     head_line,
     read_head_line,
 )
@@ -92,7 +95,6 @@ class ExportedLedgerEntry(Message):
 class CheckedExport:
     """An accepted export: the totals of its chain, and the hash of each entry in order."""
 
-    public_key: bytes
     audited: AuditedChain
     stated: LedgerHead
     hashes: tuple[bytes, ...]
@@ -102,8 +104,11 @@ class CheckedExport:
         return self.hashes[sequence - 1] if 0 < sequence <= len(self.hashes) else None
 
 
-def write_export(path: Path, entries: Iterable[LedgerEntry], key: IdentityKey, stated_at: int) -> Head:
+def write_export(path: Path, entries: Iterable[LedgerEntry], first: bytes, key: IdentityKey, stated_at: int) -> Head:
     """Write a chain to ``path``, mode 0600, and return the head it ends in. The file appears as a whole.
+
+    Args:
+        first, key: the ledger's first key, and the one that signs now.
 
     Raises:
         ConfigError: ``export_exists`` if the path exists, ``export_file`` if it cannot be written.
@@ -113,7 +118,7 @@ def write_export(path: Path, entries: Iterable[LedgerEntry], key: IdentityKey, s
     head = Head()
     try:
         with whole_file(path, 0o600) as file:
-            file.write(ExportedLedger(public_key=key.public).encode() + b"\n")
+            file.write(ExportedLedger(public_key=first).encode() + b"\n")
             for entry in entries:
                 file.write(ExportedLedgerEntry.of(entry).encode() + b"\n")
                 head = Head(entry.sequence, entry.hash)
@@ -126,8 +131,9 @@ def write_export(path: Path, entries: Iterable[LedgerEntry], key: IdentityKey, s
 def check_export(path: Path) -> CheckedExport:
     """Check an export as :func:`raycloak.coordinator.ledger.audit.audit` checks a ledger.
 
-    Guarantee: returns only if every line is in its place of the chain that the file's public key signed, up to and
-    including the head. The file cannot say whose key that is: compare it with one from elsewhere.
+    Guarantee: returns only if every line is in its place of the chain that the file's public key and its successors
+    signed, up to and including the head. The file cannot say whose keys these are: compare one with a key from
+    elsewhere.
 
     Raises:
         BudgetError: ``chain_broken``, naming the first entry that is wrong.
@@ -151,12 +157,12 @@ def check_export(path: Path) -> CheckedExport:
     if len(ending) != 1:
         raise broken(head.sequence + 1, "the file does not end in the signed head")
     try:
-        stated = read_head_line(ending[0], start.public_key)
+        stated = read_head_line(ending[0], audited.keys)
     except ProtocolError:
         raise broken(head.sequence, "the head is not signed by the ledger's key") from None
-    if (stated.position, stated.ledger_key) != (head, start.public_key):
+    if (stated.position, stated.ledger_key) != (head, audited.keys.current):
         raise broken(head.sequence + 1, f"the head is of entry {stated.sequence}, which is not the last one here")
-    return CheckedExport(start.public_key, audited, stated, tuple(hashes))
+    return CheckedExport(audited, stated, tuple(hashes))
 
 
 def _entries(lines: Iterator[bytes], hashes: list[bytes], ending: list[bytes]) -> Iterator[LedgerEntry]:
@@ -172,12 +178,12 @@ def _entries(lines: Iterator[bytes], hashes: list[bytes], ending: list[bytes]) -
 
 
 class AccountStatement(Message):
-    """The ledger's statement that so many entries are all that it has of an account, up to its head.
+    """The ledger's statement that so many entries are all that it has of an account and of its keys, up to its head.
 
     Attributes:
         account: the one that was asked for; ``accounts`` are all that are stated, in order of their names.
         sequence, hash: the head of the whole chain.
-        count: number of the accounts' entries; ``entries`` is the digest of their hashes, see :func:`entries_digest`.
+        count: number of the extract's entries; ``entries`` is the digest of their hashes, see :func:`entries_digest`.
         stated_at: Unix time in seconds, by the ledger's own clock.
     """
 
@@ -222,7 +228,7 @@ def extract_lines(entries: Sequence[LedgerEntry], account: str, key: IdentityKey
 
     Args:
         entries: the chain, which the caller has audited.
-        key: the ledger's.
+        key: the one that signs now.
     """
     accounts = _connected(account, (entry.event for entry in entries))
     own = entries_of(entries, accounts)
@@ -245,8 +251,8 @@ def extract_lines(entries: Sequence[LedgerEntry], account: str, key: IdentityKey
 def check_extract(lines: Sequence[bytes], ledger_key: bytes) -> CheckedExtract:
     """Check an extract as :func:`raycloak.coordinator.ledger.audit.audit` checks a chain.
 
-    Guarantee: returns only if ``ledger_key`` signed every entry and the statement that these are all of its accounts.
-    Every charge, cap and change then follows the rules of the ledger.
+    Guarantee: returns only if the ledger that has or had the key ``ledger_key`` signed every entry and the statement
+    that these are all of its accounts. Every charge, cap and change then follows the rules of the ledger.
 
     Raises:
         BudgetError: ``chain_broken``, naming the first entry that is wrong.
@@ -256,7 +262,7 @@ def check_extract(lines: Sequence[bytes], ledger_key: bytes) -> CheckedExtract:
         ExportedLedgerEntry.read(line, number, f"line {number} of the extract cannot be read")
         for number, line in enumerate(body, 1)
     ]
-    audited = AuditedChain(ledger_key, known=Known(whole=False))
+    audited = AuditedChain(LedgerKeys.of((), first_key(entries, ledger_key)), known=Known(whole=False))
     before = Head()
     for entry in entries:
         if entry.sequence <= before.sequence:
@@ -264,15 +270,15 @@ def check_extract(lines: Sequence[bytes], ledger_key: bytes) -> CheckedExtract:
         if entry.sequence > _LARGEST:
             raise broken(entry.sequence, "no chain is as long")
         follows = before if entry.sequence == before.sequence + 1 else Head(entry.sequence - 1, entry.previous)
-        before = check_chain([entry], ledger_key, follows)
+        before = check_entry(entry, audited.keys.current, follows)
         audited.add(entry)
-    audited.head = before
+    audited.head, keys = before, audited.keys
     try:
         end = parse(ExtractEnd, last)
-        stated = open_envelope(AccountStatement, Envelope(body=end.statement, signature=end.signature), ledger_key)
+        stated = open_envelope(AccountStatement, Envelope(body=end.statement, signature=end.signature), keys.current)
     except ProtocolError:
         raise broken(before.sequence + 1, "the extract does not end in a statement that the ledger signed") from None
-    if stated.ledger_key != ledger_key:
+    if stated.ledger_key != keys.current or ledger_key not in keys:
         raise broken(before.sequence, "the statement is of another ledger")
     beyond = stated.sequence < before.sequence
     if beyond or (stated.sequence == before.sequence and stated.hash != before.hash):
@@ -297,11 +303,13 @@ def _connected(account: str, events: Iterable[Event]) -> frozenset[str]:
 
 
 def entries_of(entries: Sequence[LedgerEntry], accounts: Set[str]) -> list[LedgerEntry]:
-    """Return the entries of a chain that are about some of its accounts, or about runs that pay from them."""
+    """Return the entries of a chain that are about some of its accounts, runs that pay from them, or its keys."""
     events = [entry.event for entry in entries]
     runs = {event.run_id for event in events if isinstance(event, RunRegistered) and event.account in accounts}
-    return [
-        entry
-        for entry, event in zip(entries, events, strict=True)
-        if (event.run_id in runs if isinstance(event, RunEvent) else not accounts.isdisjoint(named(event)))
-    ]
+
+    def belongs(event: Event) -> bool:
+        if isinstance(event, RunEvent):
+            return event.run_id in runs
+        return isinstance(event, KeyRotated) or not accounts.isdisjoint(named(event))
+
+    return [entry for entry, event in zip(entries, events, strict=True) if belongs(event)]

@@ -38,6 +38,7 @@ from raycloak.coordinator.ledger.entries import (
     RunRegistered,
     StepCharged,
     VectorsBound,
+    rotation,
 )
 from raycloak.coordinator.ledger.export import entries_of, extract_lines, write_export
 from raycloak.coordinator.ledger.known_data import check_addition, check_opening
@@ -105,23 +106,28 @@ class PrivacyLedger:
         self._witnessed: Witnessed | None = None
         self._rollback_witness = False
         self._renewed_at = 0
+        self._first_entry = 1
         try:
             if witness is not None:
-                opened = open_witness(witness, self.public_key)
+                with self._store.read() as rows:
+                    opened = open_witness(witness, self._book.keys(rows))
                 self._witnessed = Witnessed(opened, self._store.key, self.hash_at, now)
                 self._witnessed.check()
                 # Taken once, so that a ledger that is lost later cannot take a run's result with it.
                 self._rollback_witness = is_apart(opened.place, self._store.place())
             if create:
                 with self._store.read() as rows:
-                    check_links(rows, self.public_key)
+                    keys = self._book.keys(rows)
+                    check_links(rows, keys)
+                # The first entry under its key, which lasts as long as the instance.
+                self._first_entry = keys.since[-1][0]
         except BaseException:
             self.close()
             raise
 
     @property
     def public_key(self) -> bytes:
-        """The raw Ed25519 key that signs entries and receipts; the store's, so the same for every instance."""
+        """The raw Ed25519 key that signs entries and receipts; the store's when this instance was opened."""
         return self._store.public_key
 
     @property
@@ -152,7 +158,8 @@ class PrivacyLedger:
                 accounts.append(account_view(account, shown, self._book.spent(rows, runs), data.get(row.name, ())))
             witness = self._witnessed.state if self._witnessed else None
             head, told = rows.head(), self._rollback_witness
-        return LedgerView(self.public_key, self.fencing, head, tuple(accounts), told, witness)
+            key = rows.public_key()
+        return LedgerView(key, self.fencing, head, tuple(accounts), told, witness)
 
     def outlook(self, run: RegistrationTerms) -> Outlook:
         """Return what one more run would find on its account; writes nothing.
@@ -176,7 +183,7 @@ class PrivacyLedger:
         return entry.hash if entry else None
 
     def history(self, account: str | None = None) -> tuple[LedgerEntry, ...]:
-        """Return one account's entries in the order of the chain, or the whole chain, as :func:`audit` expects it."""
+        """Return the whole chain as :func:`audit` expects it, or one account's entries and the ledger's rotations."""
         with self._store.read() as rows:
             entries = tuple(rows.entries())
         return entries if account is None else tuple(entries_of(entries, {account}))
@@ -191,7 +198,7 @@ class PrivacyLedger:
             BudgetError: ``chain_broken``, naming the entry.
         """
         with self._store.read() as rows:
-            audited = audit(rows.entries(), self.public_key)
+            audited = audit(rows.entries(), self._book.keys(rows).first)
             check_tables(rows, audited)
         return audited
 
@@ -203,8 +210,9 @@ class PrivacyLedger:
             ConfigError: ``export_exists`` or ``export_file``.
         """
         with self._store.read() as rows:
-            check_tables(rows, audit(rows.entries(), self.public_key))
-            return write_export(path, rows.entries(), self._store.key, now())
+            first = self._book.keys(rows).first
+            check_tables(rows, audit(rows.entries(), first))
+            return write_export(path, rows.entries(), first, rows.signing_key(), now())
 
     def extract(self, account: str) -> list[bytes]:
         """Check the whole record, and return one account's part; see `raycloak.coordinator.ledger.export`.
@@ -214,15 +222,33 @@ class PrivacyLedger:
         """
         with self._store.read() as rows:
             entries = tuple(rows.entries())
-            check_tables(rows, audit(entries, self.public_key))
+            check_tables(rows, audit(entries, self._book.keys(rows).first))
             self._book.known(rows, account)
-            return extract_lines(entries, account, self._store.key, now())
+            return extract_lines(entries, account, rows.signing_key(), now())
 
     def close(self) -> None:
         """Close all connections. Charges stay charged."""
         if self._witnessed is not None:
             self._witnessed.close()
         self._store.close()
+
+    def rotate_key(self) -> bytes:
+        """Give the ledger another key, and return its public half. All entries and charges stay.
+
+        Every instance that is open now, this one included, is refused with ``ledger_key_rotated`` at its next write.
+        So is every charge of a run that is registered by now, because its workers take receipts of the former key.
+
+        Guarantee: the entry, which both keys sign, and the new key are stored in one transaction. After a crash the
+        ledger has both or neither. No database file of a ledger that was closed has the former key.
+
+        Raises:
+            BudgetError: ``ledger_key_rotated``, ``ledger_unavailable``, ``ledger_rolled_back`` or
+                ``witness_unavailable``. The key may be rotated after the last two.
+        """
+        with self._write() as rows:
+            new = rows.make_key()
+            self._book.append(rows, rotation(rows.head(), self.public_key, new, now()))
+        return new.public
 
     def load_accountant(self, name: AccountantName = "pld") -> None:
         """Import what computes epsilon, which takes seconds. Calling it early spares a registration that wait."""
@@ -487,6 +513,7 @@ class PrivacyLedger:
             if not same or isinstance(known, RunPrepaid) != run.prepaid:
                 raise run_mismatch(row.run_id)
             self._check_fencing(row)
+            self._check_key(row)
             self._take(rows, row)
             return
         if run.opens is not None:
@@ -540,6 +567,7 @@ class PrivacyLedger:
         run = self._book.run(rows, row)
         # Ownership is read in the transaction that writes, so it cannot be out of date.
         self._check_fencing(row)
+        self._check_key(row)
         if manifest_digest != run.registered.manifest_digest:
             raise run_mismatch(run_id)
         account = self._book.account_of(rows, account_row)
@@ -624,6 +652,11 @@ class PrivacyLedger:
         try:
             with self._store.write() as rows:
                 try:
+                    # An instance signs with the key that it was opened with.
+                    if rows.public_key() != self.public_key:
+                        raise _rotated(
+                            "this instance of the ledger", "Start again: the ledger is then opened with its new key."
+                        )
                     yield rows
                 except BaseException:
                     # While the lock is held: entries that are undone now must be remembered by no other thread.
@@ -643,6 +676,11 @@ class PrivacyLedger:
             rows.own_run(row.run_id, self.fencing)
             rows.renew_lease(self.fencing)
 
+    def _check_key(self, row: RunRow) -> None:
+        """Refuse a run whose manifest names a former key: nobody would take the receipt that it is charged for."""
+        if row.sequence < self._first_entry:
+            raise _rotated(f"run {row.run_id}", "Start a new run; what this one was charged stays charged.")
+
     def _check_fencing(self, row: RunRow) -> None:
         if row.fencing > self.fencing:
             raise BudgetError(
@@ -650,3 +688,7 @@ class PrivacyLedger:
                 f"ledger instance {self.fencing} was replaced by {row.fencing} for run {row.run_id}.",
                 "Another process runs it: raycloak budget show tells which; end one of the two.",
             )
+
+
+def _rotated(what: str, remedy: str) -> BudgetError:
+    return BudgetError("ledger_key_rotated", f"{what} has a key that was rotated since.", remedy)

@@ -36,7 +36,7 @@ from raycloak.coordinator.ledger.engine import (
     storage_errors,
     take_write_lock,
 )
-from raycloak.coordinator.ledger.entries import Head, LedgerEntry
+from raycloak.coordinator.ledger.entries import Head, KeyRotated, LedgerEntry
 from raycloak.coordinator.ledger.location import StoragePlace, ledger_missing
 from raycloak.metrics.errors import BudgetError
 
@@ -162,7 +162,7 @@ class LedgerStore:
 
     Attributes:
         fencing: this instance's number, above that of every earlier instance; 0 if it was opened to read.
-        key: signs entries and receipts.
+        key: signs entries and receipts, until another instance rotates it.
 
     Raises:
         ConfigError: ``ledger_url``, ``url_secret``, ``ledger_driver``, ``ledger_missing`` or ``network_file_system``.
@@ -186,7 +186,7 @@ class LedgerStore:
                     self.fencing = rows.open_lease()
                     # Later it would take a connection of its own.
                     self.key = rows.signing_key()
-                self.public_key = bytes.fromhex(rows.meta("public_key"))
+                self.public_key = rows.public_key()
         except BaseException:
             self.close()
             raise
@@ -248,18 +248,31 @@ class Rows:
         """Return the key that signs."""
         return IdentityKey.from_seed(Secret(bytes.fromhex(self.meta("signing_key"))))
 
+    def public_key(self) -> bytes:
+        """Return the public half of the key that signs."""
+        return bytes.fromhex(self.meta("public_key"))
+
+    def make_key(self) -> IdentityKey:
+        """Put a new signing key in the place of the one that is there, and return it."""
+        # The key is in the store, which is why its file must be readable by its owner alone.
+        key = Ed25519PrivateKey.generate()
+        keys = {"signing_key": key.private_bytes_raw(), "public_key": key.public_key().public_bytes_raw()}
+        for name, value in keys.items():
+            self._execute("UPDATE meta SET value = :value WHERE name = :name", name=name, value=value.hex())
+        return IdentityKey(key)
+
     def create_if_empty(self) -> None:
         """Create the tables and the signing key in a database that has no tables."""
         if not sa.inspect(self._connection).get_table_names():
             _tables.create_all(self._connection, checkfirst=False)
-            # The key is in the store, which is why its file must be readable by its owner alone.
-            key = Ed25519PrivateKey.generate()
-            keys = {
-                "signing_key": key.private_bytes_raw().hex(),
-                "public_key": key.public_key().public_bytes_raw().hex(),
-            }
-            for name, value in {"application": APPLICATION, **keys, "fencing": "0"}.items():
+            for name, value in {
+                "application": APPLICATION,
+                "signing_key": "",
+                "public_key": "",
+                "fencing": "0",
+            }.items():
                 self._insert("meta", name=name, value=value)
+            self.make_key()
 
     def check_ours(self) -> None:
         """Refuse anything but a whole ledger: ``ledger_missing``, ``ledger_foreign`` or ``ledger_not_durable``."""
@@ -326,6 +339,11 @@ class Rows:
     def entries(self) -> Iterator[LedgerEntry]:
         """Yield all entries in the order of the chain."""
         for row in self._execute(f"{_SELECT_ENTRY}ORDER BY sequence"):
+            yield LedgerEntry(*row)
+
+    def rotations(self) -> Iterator[LedgerEntry]:
+        """Yield the entries that rotated the ledger's key, in the order of the chain."""
+        for row in self._execute(f"{_SELECT_ENTRY}WHERE kind = '{KeyRotated.DOMAIN}' ORDER BY sequence"):
             yield LedgerEntry(*row)
 
     def known(self) -> list[tuple[int, str]]:

@@ -25,7 +25,7 @@ from urllib.parse import SplitResult, urlsplit
 from raycloak.attestation.core.keys import IdentityKey
 from raycloak.attestation.files.private import read_private
 from raycloak.attestation.files.whole import sync
-from raycloak.coordinator.ledger.entries import Head, LedgerHead, head_line, read_head_line, rolled_back
+from raycloak.coordinator.ledger.entries import Head, LedgerHead, LedgerKeys, head_line, read_head_line, rolled_back
 from raycloak.coordinator.ledger.location import StoragePlace
 from raycloak.metrics.errors import BudgetError, ConfigError, ProtocolError
 from raycloak.metrics.file_errors import file_error
@@ -36,6 +36,7 @@ TIMEOUT_S = 5.0
 # Another instance may put a head between our look and our put; then both are repeated.
 _TRIES = 20
 _TAIL_BYTES = 8192  # several times a line with a head
+_SIGNED = "this ledger signed, unless it was put back to before a rotation of its key"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,8 @@ class WitnessState:
 _MAKE_FILE = "(umask 077; echo https://HOST/PATH > FILE)"
 
 
-def open_witness(location: str, public_key: bytes) -> "Witness":
-    """Open the witness of the ledger with this key.
+def open_witness(location: str, keys: LedgerKeys) -> "Witness":
+    """Open the witness of the ledger with these keys, of which the first names its heads there.
 
     Args:
         location: absolute folder; or absolute file of mode 0600 with one http(s) URL.
@@ -80,7 +81,7 @@ def open_witness(location: str, public_key: bytes) -> "Witness":
             f"Give a folder on other storage than the ledger's, or a file that holds a URL: {_MAKE_FILE}.",
         )
     if not path.is_file():
-        return FolderWitness(path, public_key)
+        return FolderWitness(path, keys)
     try:
         text = read_private(path, "witness").strip()
     except OSError as error:
@@ -90,7 +91,7 @@ def open_witness(location: str, public_key: bytes) -> "Witness":
         url = urlsplit(text.decode())
         with suppress(ValueError):  # of a port that is none
             if url.hostname and url.username is None and (url.port is None or url.port > 0):
-                return UrlWitness(url, public_key)
+                return UrlWitness(url, keys)
     raise ConfigError(
         "witness", f"{path} holds no http(s) URL, or one with a user, which is never sent.", f"Make it: {_MAKE_FILE}."
     )
@@ -99,9 +100,9 @@ def open_witness(location: str, public_key: bytes) -> "Witness":
 class FolderWitness:
     """A witness in a file of an existing folder."""
 
-    def __init__(self, folder: Path, public_key: bytes) -> None:
-        self._key = public_key
-        self._path = folder / f"{public_key.hex()[:32]}.heads.jsonl"
+    def __init__(self, folder: Path, keys: LedgerKeys) -> None:
+        self._keys = keys
+        self._path = folder / f"{keys.first.hex()[:32]}.heads.jsonl"
         self.place = StoragePlace(path=folder)
 
     def newest(self) -> KeptHead:
@@ -172,9 +173,9 @@ class FolderWitness:
 
     def _read(self, line: bytes) -> LedgerHead:
         try:
-            return read_head_line(line, self._key)
+            return read_head_line(line, self._keys)
         except ProtocolError:
-            raise _unavailable(str(self._path), "a line in it is not a head that this ledger signed") from None
+            raise _unavailable(str(self._path), f"a line in it is not a head that {_SIGNED}") from None
 
     def _require_folder(self) -> None:
         if not self._path.parent.is_dir():
@@ -191,10 +192,10 @@ class FolderWitness:
 class UrlWitness:
     """A witness behind a URL. The newest head is the content of ``URL/<key in hexadecimal>``."""
 
-    def __init__(self, url: SplitResult, public_key: bytes) -> None:
+    def __init__(self, url: SplitResult, keys: LedgerKeys) -> None:
         self._url = url
-        self._key = public_key
-        self._path = f"{url.path.rstrip('/')}/{public_key.hex()}" + (f"?{url.query}" if url.query else "")
+        self._keys = keys
+        self._path = f"{url.path.rstrip('/')}/{keys.first.hex()}" + (f"?{url.query}" if url.query else "")
         self.place = StoragePlace(host=str(url.hostname))
         kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
         # It connects with the first request, and again after it was closed.
@@ -208,9 +209,9 @@ class UrlWitness:
         if status != 200 or not etag:
             raise self._unavailable(f"GET was answered with {status} and ETag '{etag}'")
         try:
-            return KeptHead(read_head_line(body, self._key), etag)
+            return KeptHead(read_head_line(body, self._keys), etag)
         except ProtocolError:
-            raise self._unavailable("its content is not a head that this ledger signed") from None
+            raise self._unavailable(f"its content is not a head that {_SIGNED}") from None
 
     def heads(self) -> tuple[LedgerHead, ...]:
         """Return the newest head alone, because a URL shows no others."""
@@ -315,7 +316,8 @@ class Witnessed:
                 self._held = None
                 token = self._witness.put(line, held.token)
                 if token is not None:
-                    self._held = KeptHead(read_head_line(line, self._key.public), token) if token else None
+                    mine = LedgerKeys.of((), self._key.public)
+                    self._held = KeptHead(read_head_line(line, mine), token) if token else None
                     self._state = WitnessState(answers=True, entries=head.sequence)
                     return
             raise _unavailable("the witness", f"its newest head changed {_TRIES} times while keeping a head")

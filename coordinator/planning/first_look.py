@@ -13,6 +13,7 @@ from pathlib import Path
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.config.secret_variables import require_none_needed
+from raycloak.coordinator.ledger.entries import LedgerKeys
 from raycloak.coordinator.ledger.witness import open_witness
 from raycloak.coordinator.planning.payer import account_of, data_name, existing_account, named_marks, payers_ledger
 from raycloak.coordinator.planning.references import preflight, require_in_place
@@ -60,7 +61,7 @@ def first_look(config: RunConfig, base: Path, run_secret: Path | None = None, re
         _check_port(config.attestation.bind, "bind", "attestation.bind")
     if (location := config.ledger.witness) is not None:
         # Any key will do: a witness that holds nothing for it answers so.
-        with closing(open_witness(location, bytes(32))) as witness:
+        with closing(open_witness(location, LedgerKeys.of((), bytes(32)))) as witness:
             witness.newest()
         if Path(location).is_dir() and not os.access(location, os.W_OK | os.X_OK):
             raise BudgetError(

@@ -15,6 +15,7 @@ from raycloak.attestation.sealed.package_keys import load_recipients
 from raycloak.attestation.sealed.sealed_data import SealedHeader, SealedSource, Use
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.config.sections import DatasetConfig, EvaluationConfig, KeyServiceConfig, ModelConfig
+from raycloak.coordinator.ledger.entries import LedgerKeys
 from raycloak.coordinator.ledger.location import usable_url
 from raycloak.coordinator.ledger.witness import open_witness
 from raycloak.metrics.errors import ConfigError, DatasetError, ProtocolError
@@ -53,7 +54,7 @@ def preflight(config: RunConfig, base: Path) -> None:
     if config.ledger.url is not None:
         usable_url(config.ledger.url)
     if config.ledger.witness is not None:
-        open_witness(config.ledger.witness, bytes(32)).close()
+        open_witness(config.ledger.witness, LedgerKeys.of((), bytes(32))).close()
     load_recipients([base / path for path in config.checkpoint.recipients])
     given_contract(config.key_service, base)
 

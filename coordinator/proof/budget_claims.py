@@ -5,7 +5,6 @@ import math
 from raycloak.coordinator.accounting.pld import STATED_ERROR
 from raycloak.coordinator.accounting.releases import merged
 from raycloak.coordinator.console.figures import epsilon_text
-from raycloak.coordinator.ledger.export import check_extract
 from raycloak.coordinator.ledger.rules import account_limits, epsilon_at
 from raycloak.coordinator.planning.cross_check import dp_accounting_rdp, without_prv
 from raycloak.coordinator.proof.bundle import LEDGER
@@ -21,7 +20,6 @@ _LIBRARIES = 1e-3
 
 def ledger(case: ProofCase) -> str:
     """The ledger signed each entry of the account and that these are all; each follows its rules and caps."""
-    case.extract = check_extract(case.parts.lines(LEDGER), case.trust.ledger)
     stated, known = case.extract.stated, case.extract.audited
     if stated.account != case.manifest.account:
         raise Broken(LEDGER, f"it is of account '{stated.account}', the run's is '{case.manifest.account}'")

@@ -13,9 +13,9 @@ from raycloak.attestation.sealed.package_manifest import PackageManifest
 from raycloak.coordinator.accounting.calibration import epsilon_against
 from raycloak.coordinator.ledger.audit import AuditedRun
 from raycloak.coordinator.ledger.entries import StepCharged
-from raycloak.coordinator.ledger.export import CheckedExtract
+from raycloak.coordinator.ledger.export import CheckedExtract, check_extract
 from raycloak.coordinator.planning.measurements import Schedule
-from raycloak.coordinator.proof.bundle import BATCHES, MANIFEST, RecordParts
+from raycloak.coordinator.proof.bundle import BATCHES, LEDGER, MANIFEST, RecordParts
 from raycloak.coordinator.proof.claims import Broken
 from raycloak.coordinator.proof.history import History
 from raycloak.coordinator.proof.trust import Trust
@@ -60,7 +60,6 @@ class ProofCase:
     log: ExportedLog = field(init=False)
     documents: Mapping[bytes, Document] = field(init=False)
     history: History = field(init=False)
-    extract: CheckedExtract = field(init=False)
     packages: dict[str, PackageManifest] = field(default_factory=dict)
     released: Mapping[tuple[Query, int], Released] = field(default_factory=dict)
 
@@ -72,6 +71,11 @@ class ProofCase:
         # Of a former format too: a record with a changed byte may look like one.
         except (ConfigError, ProtocolError) as refusal:
             raise Broken(MANIFEST, refusal.message) from None
+
+    @cached_property
+    def extract(self) -> CheckedExtract:
+        """The account's entries, of a ledger that the auditor trusts; BudgetError ``chain_broken``."""
+        return check_extract(self.parts.lines(LEDGER), self.trust.ledger)
 
     @cached_property
     def run(self) -> AuditedRun:

@@ -22,7 +22,7 @@ class Trust(Message):
 
     Attributes:
         orchestrators: owners of evidence logs. Each run has its own, since the keys derive from the run's secret.
-        ledger: raw Ed25519 key of the site's ledger.
+        ledger: raw Ed25519 key that the site's ledger has or had.
         signers: of packages and bundles.
         policy: what evidence to accept, with the roots of its vendors.
     """

@@ -16,15 +16,15 @@ from raycloak.coordinator.vaults.openings import LedgerOpening
 from raycloak.coordinator.vaults.settings import LedgerSettings
 from raycloak.metrics.errors import RefusedError
 
-_OWNERS: Final = frozenset({"open_account", "add_data", "transfer", "close_account", "export", "close"})
-"""The methods that change what may be spent, or write files: those of the ledger's owner."""
+_OWNERS: Final = frozenset({"open_account", "add_data", "transfer", "close_account", "rotate_key", "export", "close"})
+"""The methods that change what may be spent, rotate the key or write files: those of the ledger's owner."""
 
 
 class LedgerVault(Hosted, PrivacyLedger):
     """A PrivacyLedger that answers calls.
 
     Guarantee: in a vault of the machine no call opens, raises or closes an account, but for a cap that its authority
-    has signed. Its storage and witness are those of its settings, whatever the relay names.
+    has signed, and none rotates the key. Its storage and witness are those of its settings, whatever the relay names.
     """
 
     OPENING = LedgerOpening

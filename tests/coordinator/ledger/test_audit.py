@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from raycloak.coordinator.ledger.audit import audit
-from raycloak.coordinator.ledger.entries import GENESIS, RunRegistered, StepCharged, _link, check_chain, make_entry
+from raycloak.coordinator.ledger.entries import GENESIS, Head, RunRegistered, StepCharged, _link, make_entry
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.rules import OpeningTerms, RegistrationTerms
 from raycloak.metrics.errors import BudgetError
@@ -41,7 +41,7 @@ def test_history_is_the_chain_and_can_be_checked_elsewhere(ledger: PrivacyLedger
     entries = ledger.history()
     assert [entry.sequence for entry in entries] == list(range(1, 9))
     assert entries[0].previous == GENESIS
-    assert check_chain(entries, ledger.public_key) == ledger.view().head
+    assert audit(entries, ledger.public_key).head == ledger.view().head
     assert audit(entries, ledger.public_key).runs["run-b"].charges == {"gradient": {0: 7}}
     assert [entry.kind for entry in ledger.history("others")] == [
         *("account_opened", "run_registered", "data_bound", "step_charged")
@@ -67,7 +67,7 @@ def test_a_cheaper_charge_that_is_hashed_again_is_not_signed(ledger: PrivacyLedg
     body = event.model_copy(update={"charged_epsilon": 0.1}).encode()
     forged = replace(entry, body=body, hash=_link(entry.sequence, entry.previous, entry.kind, body))
     with pytest.raises(BudgetError, match="entry 4: it is not signed"):
-        check_chain([*others, forged], ledger.public_key)
+        audit([*others, forged], ledger.public_key)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +141,6 @@ def test_a_signed_registration_whose_mechanism_is_not_what_it_claims_is_refused(
     event = entry.event
     assert isinstance(event, RunRegistered)
     claimed = event.model_copy(update={"mechanisms": (unchecked(**claim),)})
-    head = check_chain(others, ledger.public_key)
+    head = Head(others[-1].sequence, others[-1].hash)
     with pytest.raises(BudgetError, match="entry 2: its body is a mechanism of query gradient has"):
         audit([*others, make_entry(head, claimed, ledger._store.key)], ledger.public_key)

@@ -17,7 +17,7 @@ from raycloak.attestation.core.keys import IdentityKey
 from raycloak.attestation.log.evidence_log import EvidenceLog
 from raycloak.coordinator.cli import app
 from raycloak.coordinator.ledger.cap_authority import CapAuthorisation, authorise
-from raycloak.coordinator.ledger.entries import Head, LedgerEntry, LedgerHead, head_line, read_head_line
+from raycloak.coordinator.ledger.entries import Head, LedgerEntry, LedgerHead, LedgerKeys, head_line, read_head_line
 from raycloak.coordinator.ledger.export import check_export, write_export
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.rules import OpeningTerms, RegistrationTerms
@@ -203,7 +203,7 @@ def refused_export(path: Path) -> str:
 
 
 def test_an_export_is_checked_without_the_ledger(original: Path, export: Path):
-    checked, entries = check_export(export), entries_of(original)
+    checked, entries, other = check_export(export), entries_of(original), IdentityKey.generate()
     assert checked.hashes == tuple(entry.hash for entry in entries)
     assert checked.audited.head == checked.stated.position == Head(ENTRIES, entries[-1].hash)
     assert {name: len(run.charges["gradient"]) for name, run in checked.audited.runs.items()} == {
@@ -213,7 +213,7 @@ def test_an_export_is_checked_without_the_ledger(original: Path, export: Path):
     }
     assert export.stat().st_mode & 0o777 == 0o600
     with pytest.raises(ConfigError, match="export_exists"):
-        write_export(export, entries, IdentityKey.generate(), 0)
+        write_export(export, entries, other.public, other, 0)
 
 
 @pytest.mark.parametrize("line", range(ENTRIES + 2))
@@ -254,14 +254,14 @@ def test_a_file_that_is_no_export_is_bad_input(tmp_path: Path, text: bytes):
 
 def test_a_head_that_was_signed_by_another_key_or_moved_is_refused(original: Path, tmp_path: Path):
     entries, other = entries_of(original), IdentityKey.generate()
-    write_export(tmp_path / "forged", entries, other, 0)
+    write_export(tmp_path / "forged", entries, other.public, other, 0)
     assert "at entry 1: it is not signed by the ledger's key" in refused_export(tmp_path / "forged")
     line = head_line(Head(3, entries[2].hash), other, 7)
-    assert read_head_line(line, other.public).position == Head(3, entries[2].hash)
+    assert read_head_line(line, LedgerKeys.of((), other.public)).position == Head(3, entries[2].hash)
     with pytest.raises(ProtocolError, match="signature"):
-        read_head_line(line, IdentityKey.generate().public)
+        read_head_line(line, LedgerKeys.of((), IdentityKey.generate().public))
     with pytest.raises(ProtocolError, match="malformed"):
-        read_head_line(line + b" ", other.public)
+        read_head_line(line + b" ", LedgerKeys.of((), other.public))
     assert LedgerHead.DOMAIN != "raycloak/receipt/v1"
 
 
@@ -405,7 +405,7 @@ def test_an_export_is_verified_by_the_command_against_the_same_pins(
 
 def test_a_forged_package_or_log_pins_nothing(raycloak_home: Path, original: Path):
     pinned = Pinned(raycloak_home, original, seen=ENTRIES)
-    key = bytes.fromhex(entries_key(original))
+    key = LedgerKeys.of((), bytes.fromhex(entries_key(original)))
     (name,) = pinned.site.storage.names()
     manifest = raycloak_home / "packages" / pinned.site.manifest.run_id / name / "manifest.json"
     old, new = f'"ledger_sequence":{ENTRIES}'.encode(), b'"ledger_sequence":99'

@@ -14,7 +14,7 @@ import pytest
 
 from raycloak.attestation.core.keys import IdentityKey
 from raycloak.coordinator.config.sections import LedgerConfig
-from raycloak.coordinator.ledger.entries import Head, head_line
+from raycloak.coordinator.ledger.entries import Head, LedgerKeys, head_line
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.rules import OpeningTerms, RegistrationTerms
 from raycloak.coordinator.ledger.witness import FolderWitness, Witnessed, WitnessState, open_witness
@@ -56,7 +56,7 @@ def begin(path: Path, witness: str | None, run_id: str = "run-a") -> PrivacyLedg
 
 
 def newest(ledger: PrivacyLedger, witness: str) -> Head:
-    store = open_witness(witness, ledger.public_key)
+    store = open_witness(witness, LedgerKeys.of((), ledger.public_key))
     held = store.newest().head
     store.close()
     assert held is not None
@@ -219,7 +219,7 @@ def test_a_folder_costs_one_append_and_one_sync_a_charge(path: Path, tmp_path: P
     assert len(synced) == 4
     (file,) = (tmp_path / "witness").iterdir()
     assert len(file.read_bytes().splitlines()) == 3 + 4
-    heads = open_witness(str(tmp_path / "witness"), ledger.public_key).heads()
+    heads = open_witness(str(tmp_path / "witness"), LedgerKeys.of((), ledger.public_key)).heads()
     assert [head.sequence for head in heads] == list(range(1, 8))
     ledger.close()
 
@@ -227,7 +227,7 @@ def test_a_folder_costs_one_append_and_one_sync_a_charge(path: Path, tmp_path: P
 @pytest.mark.parametrize("torn", [b"{", b'{"head":"7b', b"x" * 300])
 def test_a_line_that_a_crash_cut_off_is_taken_away_by_the_next(tmp_path: Path, torn: bytes):
     key = IdentityKey.generate()
-    store = FolderWitness(tmp_path, key.public)
+    store = FolderWitness(tmp_path, LedgerKeys.of((), key.public))
     kept = Witnessed(store, key, lambda sequence: bytes([sequence]) * 32, lambda: 7)
     (file,) = [tmp_path / f"{key.public.hex()[:32]}.heads.jsonl"]
     file.write_bytes(torn)
@@ -247,7 +247,7 @@ def test_what_the_ledger_did_not_sign_is_no_head(tmp_path: Path, server: Witness
     (tmp_path / f"{key.public.hex()[:32]}.heads.jsonl").write_bytes(line + b"\n")
     server.kept[f"/witness/{key.public.hex()}"] = line
     for location in (str(tmp_path), server.named_in(tmp_path)):
-        store = open_witness(location, key.public)
+        store = open_witness(location, LedgerKeys.of((), key.public))
         with pytest.raises(BudgetError, match=r"witness_unavailable: .*not a head that this ledger signed"):
             store.newest()
         store.close()
@@ -299,7 +299,7 @@ def test_guarantee_a_witness_is_named_by_an_absolute_path_alone(path: Path, loca
 )
 def test_the_file_of_a_witness_holds_one_url_and_is_private(tmp_path: Path, content: str, mode: int):
     with pytest.raises(ConfigError, match="witness: ") as refusal:
-        open_witness(url_file(tmp_path, content, mode), bytes(32))
+        open_witness(url_file(tmp_path, content, mode), LedgerKeys.of((), bytes(32)))
     assert SECRET_PATH not in str(refusal.value)
 
 

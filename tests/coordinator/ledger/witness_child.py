@@ -16,6 +16,7 @@ import sqlalchemy as sa
 
 from raycloak.attestation.files import whole
 from raycloak.coordinator.ledger import witness
+from raycloak.coordinator.ledger.entries import LedgerKeys
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.rules import OpeningTerms, RegistrationTerms
 from tests.coordinator.ledger.ledger_cases import CAP, DATA, DELTA, MANIFEST, PARAMETERS, mechanism, receipt_of
@@ -128,7 +129,7 @@ def check(home: Path, given: list[dict[str, Any]]) -> None:
     """Check that the witness has all that was acknowledged, and that the ledger opens under it with the same
     receipts."""
     ledger = begin(home)
-    heads = witness.open_witness(str(home / "witness"), ledger.public_key).heads()
+    heads = witness.open_witness(str(home / "witness"), LedgerKeys.of((), ledger.public_key)).heads()
     newest = max((head.sequence for head in heads), default=0)
     assert all(receipt["sequence"] <= newest for receipt in given)
     assert [head.sequence for head in heads] == sorted({head.sequence for head in heads})

@@ -11,6 +11,7 @@ import pytest
 
 from raycloak.attestation.core.data_marks import DataMarks
 from raycloak.coordinator.ledger import location
+from raycloak.coordinator.ledger.entries import LedgerKeys
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.rules import OpeningTerms
 from raycloak.coordinator.planning.data_check import check_data
@@ -49,7 +50,7 @@ def test_a_run_on_the_accounts_own_data_is_paid_and_says_so_in_manifest_receipt_
         (account,) = ledger.view().accounts
         assert [each.charged_steps for each in account.runs] == [3]
         ledger.verify()
-        key, hash_at = ledger.public_key, ledger.hash_at
+        key, hash_at = LedgerKeys.of((), ledger.public_key), ledger.hash_at
         (pin,) = log_pins(home, key)
         assert pin.newest == ledger.view().head.sequence
         check_pins([pin], hash_at)
