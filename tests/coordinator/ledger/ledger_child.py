@@ -1,4 +1,6 @@
-"""Child process of `test_crash.py`: ``kill URL`` or ``race URL``, the URL of a ledger that does not exist yet.
+"""Child process of `test_crash.py` and `test_key_rotation.py`: ``kill URL``, ``race URL`` or ``rotate URL``.
+
+The URL is of a ledger that does not exist yet.
 
 It never imports torch, so that forking it is safe and fast.
 """
@@ -37,8 +39,7 @@ STRANGERS = DataMarks(fingerprint=b"s" * 32)
 
 def main(mode: str, url: str) -> None:
     """Run one mode and print its result as JSON."""
-    result = kill_sweep(url) if mode == "kill" else race(url)
-    print(json.dumps(result))
+    print(json.dumps({"kill": kill_sweep, "race": race, "rotate": rotation_sweep}[mode](url)))
 
 
 def open_account(name: str) -> Callable[[PrivacyLedger], None]:
@@ -147,6 +148,46 @@ def act_until_killed(url: str, k: int, mute_from: int = len(ACTS)) -> tuple[list
     with os.fdopen(reading) as lines:
         acknowledged = [json.loads(line) for line in lines]
     return acknowledged, os.waitpid(child, 0)[1] == signal.SIGKILL
+
+
+def rotation_sweep(url: str) -> list[bool]:
+    """Kill a process that rotates a key before its k-th statement, for every k until it survives.
+
+    Return of each whether the key was rotated.
+    """
+    found = []
+    for k in range(1, 1000, 1 if url.startswith("sqlite:") else 3):
+        where = empty(url, str(k))
+        ledger = PrivacyLedger(where)
+        former = ledger.public_key
+        for _, act in ACTS[:6]:
+            act(ledger)
+        entries = ledger.history()
+        ledger.close()
+        child = os.fork()
+        if child == 0:
+            kill_before_statement(k)
+            PrivacyLedger(where).rotate_key()
+            os._exit(0)
+        killed = os.waitpid(child, 0)[1] == signal.SIGKILL
+        ledger = PrivacyLedger(where)
+        done = ledger.public_key != former
+        assert [key for _, key in ledger.verify().keys.since] == [former, ledger.public_key][not done :]
+        assert ledger.history()[: len(entries)] == entries
+        assert len(ledger.history()) == len(entries) + done
+        # The next run pays beside what was charged before.
+        envelope = ledger.charge("run-b", 0, PARAMETERS, MANIFEST, start=RunStart(next_run(), DATA))
+        assert open_envelope(Receipt, envelope, ledger.public_key).run_id == "run-b"
+        assert math.isclose(ledger.view().accounts[0].spent_epsilon, expected_epsilon(2))
+        ledger.close()
+        found.append(done)
+        if not killed:
+            return found
+    raise AssertionError("the child was always killed")
+
+
+def next_run() -> RegistrationTerms:
+    return RegistrationTerms("run-b", "patients", (mechanism(),), MANIFEST, PEOPLE)
 
 
 def signed_by(ledger: PrivacyLedger, number: int, envelope: Envelope | None) -> str:

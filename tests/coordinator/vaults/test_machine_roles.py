@@ -70,7 +70,7 @@ def opening(url: str, create: bool = True) -> LedgerOpening:
     return LedgerOpening(url=url, create=create, witness=None)
 
 
-OWNERS = ("open_account", "add_data", "transfer", "close_account", "export", "close")
+OWNERS = ("open_account", "add_data", "transfer", "close_account", "rotate_key", "export", "close")
 SHARED = {
     "bind_data", "bind_vectors", "change_cap", "charge", "extract", "hash_at", "history", "load_accountant",
     "outlook", "price", "register_run", "status", "verify", "view",
