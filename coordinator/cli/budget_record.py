@@ -136,9 +136,9 @@ def verify_command(
 
 
 def _about(fields: dict[str, Any]) -> str:
-    """Return the run, account or accounts of an event, or the key that it names."""
+    """Return the run, account or accounts of an event, or the beginning of its new key."""
     if "new_key" in fields:
-        return f"new key {fields['new_key'].hex()[:16]}"
+        return str(fields["new_key"].hex()[:16])
     return fields.get("run_id") or fields.get("account") or f"{fields['source']} to {fields['target']}"
 
 

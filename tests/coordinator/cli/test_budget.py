@@ -150,6 +150,36 @@ def test_expired_means_expired(raycloak: Any, authority: Path, tmp_path: Path):
     assert raycloak("verify")[1]["entries"] == 1
 
 
+def test_a_rotated_ledger_keeps_its_accounts_and_is_known_by_either_key(raycloak: Any, authority: Path, tmp_path: Path):
+    former = raycloak("key")[1]["key"]
+    raycloak("open", "clinic", "--epsilon-cap", 4, "--authority", f"{authority}.pub")
+    code, found = raycloak("rotate")
+    assert (code, found["former_key"]) == (0, former)
+    assert found["key"] == raycloak("key")[1]["key"] != former
+    raycloak("export", tmp_path / "ledger.jsonl")
+    for key, outcome in ((former, 0), (found["key"], 0), ("ab" * 32, 3)):
+        for source in ((), ("--export", tmp_path / "ledger.jsonl")):
+            assert raycloak("verify", "--public-key", key, *source)[0] == outcome
+    verified = raycloak("verify")[1]
+    assert (verified["public_key"], verified["former_keys"]) == (found["key"], [former])
+    assert f"{former}, from entry 1" in raycloak("verify", as_json=False)[1]
+    # A raise is signed for the key that the ledger has now.
+    sign = ("authorize", "clinic", "--epsilon-cap", 6, "--key", authority, "--export", tmp_path / "ledger.jsonl")
+    raycloak(*sign, "--out", tmp_path / "raise.json")
+    raised = ("cap", "clinic", "--epsilon-cap", 6, "--authorisation", tmp_path / "raise.json")
+    assert raycloak(*raised)[1]["epsilon_cap"] == 6.0
+    kinds = [entry["kind"] for entry in raycloak("history", "clinic")[1]["entries"]]
+    assert kinds == ["account_opened", "key_rotated", "cap_changed"]
+    shown = raycloak("history", as_json=False)[1]
+    assert "key rotated" in shown
+    assert found["key"][:16] in shown
+
+
+def test_a_ledger_that_is_not_there_is_not_made_by_a_rotation(raycloak: Any, tmp_path: Path):
+    assert refused(raycloak("rotate", "--ledger", f"sqlite:///{tmp_path / 'none.sqlite'}")) == (2, "ledger_missing")
+    assert not (tmp_path / "none.sqlite").exists()
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     """Return a configuration of a dataset with a key beside it."""
