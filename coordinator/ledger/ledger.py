@@ -239,7 +239,7 @@ class PrivacyLedger:
         So is every charge of a run that is registered by now, because its workers take receipts of the former key.
 
         Guarantee: the entry, which both keys sign, and the new key are stored in one transaction. After a crash the
-        ledger has both or neither. No database file of a ledger that was closed has the former key.
+        ledger has both or neither. No file of an SQLite ledger that every process closed has the former key.
 
         Raises:
             BudgetError: ``ledger_key_rotated``, ``ledger_unavailable``, ``ledger_rolled_back`` or
