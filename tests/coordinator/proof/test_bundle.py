@@ -224,7 +224,9 @@ def refused(established: ProofCase, record: Proved, name: str, content: bytes) -
     case = ProofCase(parts_of(record.contents | {name: content}), record.trust, None)
     # What earlier claims established does not depend on a part that only later ones read.
     case.log, case.documents, case.history = established.log, established.documents, established.history
-    case.extract, case.released = established.extract, established.released
+    case.released = established.released
+    if name != "ledger.jsonl":
+        case.extract = established.extract
     case.__dict__["own_claim"] = established.own_claim
     if name == "manifest.json" and manifest_of(case) is not None:
         # The first session names the manifest, so the rest of the log need not be replayed.
