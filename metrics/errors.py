@@ -23,8 +23,16 @@ MORE_MEMORY = (
 )
 """The remedy when a worker runs out of memory: neither field changes the expected batch of examples."""
 
-# Torch's allocator for CPUs and its map of a file raise a plain RuntimeError, as does a library under it.
-_NO_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "Cannot allocate memory", "std::bad_alloc", "ALLOC_FAILED")
+# Torch's allocator for CPUs and its map of a file raise a plain RuntimeError, as does a library under it. On a full GPU
+# cuDNN finds no engine that fits, and cuBLAS, which takes memory as it starts, does not start.
+_NO_MEMORY = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "Cannot allocate memory",
+    "std::bad_alloc",
+    "ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED",
+    "unable to find an engine",
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -34,7 +42,18 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
+    if _is_accelerators(error):
+        return "out of memory" in str(error)
     return type(error) is RuntimeError and any(text in str(error) for text in _NO_MEMORY)
+
+
+def is_gpu_error(error: BaseException) -> bool:
+    """Return whether ``error`` says that a GPU failed for good: every later call of the process fails too."""
+    return _is_accelerators(error) and not is_out_of_memory(error)
+
+
+def _is_accelerators(error: BaseException) -> bool:
+    return type(error).__name__ == "AcceleratorError"
 
 
 class RaycloakError(Exception):
@@ -121,7 +140,8 @@ class RunFailedError(RaycloakError):
     """The end of a run: one of its phases failed for good.
 
     Args:
-        code: the cause: ``out_of_memory``, ``preempted``, ``unreachable``, ``refused``, ``worker_error`` ...
+        code: the cause: ``out_of_memory``, ``gpu_error``, ``preempted``, ``unreachable``, ``refused``,
+            ``worker_error`` ...
         message: one sentence that names who failed, in which step and phase.
         remedy: a sentence that says what to do next.
         step: the step that did not commit, if any.

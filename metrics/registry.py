@@ -34,6 +34,7 @@ BUDGET_CODES = (
 LOSS_CAUSES = (
     "deadline",
     "died",
+    "gpu_error",
     "header_mismatch",
     "object_lost",
     "out_of_memory",

@@ -1,17 +1,24 @@
 """The answers of a worker that fails: a code, never the text of an exception.
 
 An exception raised while private data is in reach can carry it (a tensor's repr, an index, a label). Our own errors
-are worded without data and pass. Anything else becomes ``worker_error`` with neither text nor traceback. Prints of
-user code are dropped for the same reason.
+are worded without data and pass. Anything else becomes ``out_of_memory``, ``gpu_error`` or ``worker_error``, with
+neither text nor traceback. Prints of user code are dropped for the same reason.
 """
 
 import contextlib
 import functools
 import os
+import threading
 from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
-from raycloak.metrics.errors import MORE_MEMORY, RaycloakError, RunFailedError, is_out_of_memory
+from raycloak.metrics.errors import MORE_MEMORY, RaycloakError, RunFailedError, is_gpu_error, is_out_of_memory
+
+GPU_ERROR = "gpu_error"
+"""The code of a worker whose GPU failed: whatever it computes from then on fails as well."""
+
+gpu_failed = threading.Event()
+"""Set once a method of this process failed so. The process has to end, since the GPU keeps its memory until then."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -21,7 +28,9 @@ def answer_code(error: BaseException) -> str:
     """Return the code that stands for ``error`` in a worker's answer."""
     if isinstance(error, RaycloakError):
         return error.code
-    return "out_of_memory" if is_out_of_memory(error) else "worker_error"
+    if is_out_of_memory(error):
+        return "out_of_memory"
+    return GPU_ERROR if is_gpu_error(error) else "worker_error"
 
 
 @contextlib.contextmanager
@@ -65,6 +74,8 @@ def guarded(method: Callable[P, R]) -> Callable[P, R]:
             raise
         except BaseException as error:  # noqa: BLE001 - its text may hold private data, that of SystemExit too
             code = answer_code(error)
+            if code == GPU_ERROR:
+                gpu_failed.set()
             remedy = MORE_MEMORY if code == "out_of_memory" else ""
             failure = RunFailedError(code, f"the worker failed in {method.__name__}", remedy)
         raise failure from None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from raycloak.attestation.core.canonical import digest
 from raycloak.attestation.core.keys import Purpose, Secret, derive
 from raycloak.attestation.keys.release import VirtualWorkerKeys
-from raycloak.metrics.errors import ConfigError, is_out_of_memory
+from raycloak.metrics.errors import ConfigError, ModelError, RaycloakError, is_gpu_error, is_out_of_memory
 from raycloak.workers.gradients.gradient_parts import named_operations
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.sum_engines import SumEngine
@@ -159,6 +159,9 @@ def known_answer(
 
     Returns:
         32 bytes.
+
+    Raises:
+        ModelError: ``known_answer``, with the text of the failure: no example is in reach of the model yet.
     """
     # A full batch: every row of every micro-batch is computed, and none is padding.
     count = mechanism.micro_batch_size * mechanism.micro_batches
@@ -169,4 +172,17 @@ def known_answer(
     spare = synthetic.batch(np.zeros(1, np.int64))
     computer = VirtualWorkerComputer(public, engine, synthetic, spare)
     keys = VirtualWorkerKeys(stream=_PUBLIC_KEY, data=_PUBLIC_KEY)
-    return digest(computer.vector(0, keys, 0, bytes(32), bytes(32), parameters).values.data)
+    try:
+        return digest(computer.vector(0, keys, 0, bytes(32), bytes(32), parameters).values.data)
+    except RaycloakError:
+        raise
+    except Exception as error:
+        # These say something of the machine, and their codes are known.
+        if is_out_of_memory(error) or is_gpu_error(error):
+            raise
+        said = str(error).partition("\n")[0] or "it gives no reason"
+        raise ModelError(
+            "known_answer",
+            f"the model passes the checks on a CPU and fails where the run computes: {type(error).__name__}: {said}.",
+            "Let the model hold its tensors as parameters or buffers, which follow it to a GPU.",
+        ) from None

@@ -2,6 +2,8 @@
 
 from typing import ClassVar
 
+from pydantic import Field
+
 from raycloak.attestation.core.data_marks import DataMarks
 from raycloak.attestation.core.evidence import CollateralBundle
 from raycloak.attestation.core.messages import Envelope, Message
@@ -23,6 +25,7 @@ class WorkerSetup(Message):
         base: directory that relative dataset paths and ``module:function`` names start from.
         seed: public seed of the initial parameters.
         device: ``cpu`` or ``cuda``.
+        gpus: number of GPUs that each worker is given; below 1, the share of one. It counts on ``cuda`` alone.
         allow_nondeterministic: whether operations without a deterministic kernel may run; the run is then NOT EXACT.
         threads: per worker; part of the numerics class.
         mode: how the model is computed; part of the numerics class.
@@ -39,6 +42,7 @@ class WorkerSetup(Message):
     base: str
     seed: int
     device: str
+    gpus: float = Field(default=1.0, gt=0, exclude_if=lambda gpus: gpus == 1)
     allow_nondeterministic: bool = False
     evaluation: str | None = None
     contents: tuple[TensorContent, ...] | None = None

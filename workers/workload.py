@@ -13,11 +13,13 @@ from torch import nn
 from raycloak.attestation.core.canonical import digest
 from raycloak.attestation.core.messages import checked
 from raycloak.attestation.core.roster import Query
-from raycloak.metrics.errors import ConfigError, ModelError, ProtocolError, RefusedError
+from raycloak.metrics.errors import ModelError, ProtocolError, RefusedError
 from raycloak.workers.evaluation import open_split
 from raycloak.workers.gradients.clipping import GradientEngine
+from raycloak.workers.gradients.gpus import take_gpu
 from raycloak.workers.gradients.model_checks import check_released, check_rows, check_trainable
 from raycloak.workers.gradients.numerics import current_numerics, pin_numerics, slow_products
+from raycloak.workers.gradients.products import check_products
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.row_memory import largest_rows
 from raycloak.workers.gradients.spare_rows import spare_rows
@@ -74,12 +76,8 @@ class Workload:
     """
 
     def __init__(self, setup: WorkerSetup) -> None:
-        if setup.device == "cuda" and not torch.cuda.is_available():
-            raise ConfigError(
-                "no_cuda",
-                "this worker was given a GPU, but torch sees none.",
-                "Install a CUDA build of torch on the nodes, or set use_gpu: false.",
-            )
+        if setup.device == "cuda":
+            take_gpu(setup.gpus)
         self.setup, deterministic = setup, not setup.allow_nondeterministic
         # Before data is opened and any code runs.
         code = admit_code(setup)
@@ -94,6 +92,7 @@ class Workload:
         loss_fn, loss_code = loss_function(setup.loss, setup.base)
         # Once more: modules of a user may set torch up as they are imported.
         pin_numerics(deterministic, setup.threads)
+        check_products(setup.device)
         contents = tensor_contents(self.module, loss_fn)
         if setup.contents is not None:
             check_same_tensors(setup.contents, contents)

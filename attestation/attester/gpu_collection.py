@@ -48,18 +48,22 @@ class GpuCollector:
     Args:
         devices: NVML indices of the worker's declared GPUs, in the order of presentation. None takes every GPU.
         nvml: the ``pynvml`` module.
+        used: UUIDs of the GPUs that the worker computes on, as NVML writes them.
     """
 
-    def __init__(self, devices: Sequence[int] | None = None, nvml: Any = pynvml) -> None:
+    def __init__(self, devices: Sequence[int] | None = None, nvml: Any = pynvml, used: Sequence[str] = ()) -> None:
         self._devices = devices
+        self._used = used
         self._nvml = nvml
 
     def collect(self, nonce: bytes) -> tuple[bytes, ...]:
         """Return one encoded `GpuEvidence` per GPU over ``nonce`` (32 bytes).
 
+        Guarantee: a worker that computes on a GPU that is not among them gives no evidence.
+
         Raises:
             EvidenceError: ``gpu_unavailable`` if there is no driver, no such GPU, confidential computing is off, or
-                the driver gives no report.
+                the driver gives no report; ``gpu_differs`` for a worker that computes on another GPU.
         """
         if len(nonce) != NONCE_BYTES:
             raise ValueError(f"a GPU reports over {NONCE_BYTES} bytes, not {len(nonce)}")
@@ -75,7 +79,9 @@ class GpuCollector:
                 found = {None: "cannot be asked for its mode", "off": "is not in confidential-computing mode"}
                 what = found.get(state, f"is in mode '{state}', which protects nothing")
                 raise EvidenceError("gpu_unavailable", f"the machine's NVIDIA driver {what}.", _MODE_REMEDY)
-            return tuple(self._evidence(index, nonce) for index in self._indices())
+            indices = self._indices()
+            self._require_used(indices)
+            return tuple(self._evidence(index, nonce) for index in indices)
         finally:
             self._nvml.nvmlShutdown()
 
@@ -92,6 +98,18 @@ class GpuCollector:
                 "gpu_unavailable", f"the worker declares GPU {missing[0]}, and the machine has {count}.", _DRIVER_REMEDY
             )
         return self._devices
+
+    def _require_used(self, indices: Sequence[int]) -> None:
+        try:
+            shown = {self._nvml.nvmlDeviceGetUUID(self._nvml.nvmlDeviceGetHandleByIndex(index)) for index in indices}
+        except pynvml.NVMLError as error:
+            raise EvidenceError("gpu_unavailable", f"a GPU does not tell its UUID: {error}.", _DRIVER_REMEDY) from None
+        if others := sorted(set(self._used) - shown):
+            raise EvidenceError(
+                "gpu_differs",
+                f"the worker computes on {others[0]}, and the evidence would be of {', '.join(sorted(shown))}.",
+                "Leave CUDA_DEVICE_ORDER to raycloak, and CUDA_VISIBLE_DEVICES to Ray or the vault's settings.",
+            )
 
     def _evidence(self, index: int, nonce: bytes) -> bytes:
         try:

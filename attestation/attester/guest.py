@@ -1,6 +1,7 @@
 """The evidence of the guest that a process runs in: on a real machine, every actor asks the kernel of its own."""
 
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,9 +34,11 @@ class GuestGpus:
 
     Args:
         count: number of GPUs that the policy asks for.
+        used: returns the UUIDs of the GPUs that the worker may compute on.
     """
 
     count: int
+    used: Callable[[], Sequence[str]]
 
     def collect(self, nonce: bytes) -> tuple[bytes, ...]:
         """Return one encoded `GpuEvidence` per GPU; errors as in
@@ -47,4 +50,4 @@ class GuestGpus:
                 f"the policy asks each worker for {self.count} GPUs, and this one was given {len(devices)}.",
                 f"Set use_gpu, and GPU: {self.count} in placement.resources_per_worker.",
             )
-        return GpuCollector(devices).collect(nonce)
+        return GpuCollector(devices, used=self.used()).collect(nonce)

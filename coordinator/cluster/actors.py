@@ -236,12 +236,6 @@ def kill_all(handles: Iterable[Any]) -> None:
         ray.kill(handle)
 
 
-def cluster_gpus() -> float:
-    """Return the number of GPUs in the cluster, as Ray counts them."""
-    resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    return float(resources.get("GPU", 0.0))
-
-
 def is_connected() -> bool:
     """Return whether this process is connected to a cluster."""
     return ray.is_initialized()

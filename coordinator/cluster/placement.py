@@ -22,7 +22,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raycloak.coordinator.config.sections import PlacementConfig
+from raycloak.coordinator.config.sections import PlacementConfig, UseGpu
 from raycloak.metrics.errors import ConfigError
 
 LOGGER = logging.getLogger("raycloak.placement")
@@ -155,13 +155,16 @@ class Placement:
     Args:
         config: strategy, resources, labels and deadline.
         num_workers: number of bundles of the shared group.
-        use_gpu: whether each worker reserves a share of the cluster's GPUs.
+        use_gpu: whether each worker reserves a share of the cluster's GPUs; ``if_there`` takes a CPU without any.
         reserved: a group of the caller's, whose first bundle is the caller's own and whose others are for the initial
             workers; None to reserve one. It stays when the run ends.
+
+    Raises:
+        ConfigError: ``config``, ``unplaceable``, or ``no_gpu`` where each worker is to have a GPU and none can.
     """
 
     def __init__(
-        self, config: PlacementConfig, num_workers: int, use_gpu: bool, reserved: PlacementGroup | None = None
+        self, config: PlacementConfig, num_workers: int, use_gpu: UseGpu, reserved: PlacementGroup | None = None
     ) -> None:
         self._config = config
         self._num_workers = num_workers
@@ -169,6 +172,12 @@ class Placement:
         self._reserved = reserved
         self._first_bundle = 0 if reserved is None else 1
         self._request = self._make_request(use_gpu)
+        if use_gpu is True and not self.num_gpus:
+            raise ConfigError(
+                "no_gpu",
+                f"use_gpu is set, and no GPU can be given to each of {num_workers} workers: {self._gpus_found()}.",
+                "Change placement or the cluster, or set use_gpu: if_there: all then compute on the CPU.",
+            )
         self._shared: PlacementGroup | None = None
         self._seats: dict[str, int] = {}
         self._seated = 0
@@ -257,7 +266,7 @@ class Placement:
         for group in groups:
             remove_placement_group(group)
 
-    def _make_request(self, use_gpu: bool) -> BundleRequest:
+    def _make_request(self, use_gpu: UseGpu) -> BundleRequest:
         config = self._config
         given = config.resources_per_worker
         if given.get("GPU") and not use_gpu:
@@ -293,6 +302,12 @@ class Placement:
                 "Give each resource a number above 0.",
             )
         return replace(request, bundle=bundle)
+
+    def _gpus_found(self) -> str:
+        if "GPU" in self._config.resources_per_worker:
+            return "placement.resources_per_worker has GPU: 0"
+        found = [f"node {node.node_id[:12]} has {node.total.get('GPU', 0.0):g}" for node in cluster_nodes()]
+        return f"{'; '.join(found)}, and placement.labels and strategy choose among them"
 
     def _reserve_shared(self) -> PlacementGroup:
         group = self._reserved or self._group(self._num_workers, self._config.strategy)

@@ -34,6 +34,7 @@ from raycloak.coordinator.config.sections import (
     OptimizerConfig,
     PlacementConfig,
     RingConfig,
+    UseGpu,
 )
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.inputs.descriptor import TABLES
@@ -64,6 +65,7 @@ class RunConfig(Section):
         num_workers: TrainWorkers to start, and to keep.
         min_workers: the fewest with which the run continues.
         max_workers: the most that it grows to if the cluster has room; ``num_workers`` by default.
+        use_gpu: gives each worker a share of a GPU; ``if_there`` lets all compute on the CPU where none can be given.
         virtual_workers: V, fixed for the run; the result does not depend on how workers host them. The plan chooses it
             if absent.
         batch_size_per_worker, expected_batch_size: the public batch size, one of the two.
@@ -98,7 +100,7 @@ class RunConfig(Section):
     min_workers: int | None = Field(default=None, gt=0)
     max_workers: int | None = Field(default=None, gt=0)
     virtual_workers: int | None = Field(default=None, gt=0)
-    use_gpu: bool = False
+    use_gpu: UseGpu = False
     batch_size_per_worker: int | None = Field(default=None, gt=0)
     expected_batch_size: float | None = Field(default=None, gt=0)
     micro_batch_size: int | None = Field(default=None, gt=0)

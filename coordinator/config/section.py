@@ -47,7 +47,7 @@ class Section(BaseModel):
     @classmethod
     def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
         kind = cls.model_fields[info.field_name].annotation if info.field_name else None
-        if isinstance(value, bool) and kind is not bool:
+        if isinstance(value, bool) and kind is not bool and value not in get_args(kind):
             raise ValueError(f"{str(value).lower()} is not a valid value here")
         return value
 

@@ -638,6 +638,9 @@ class FailureConfig(Section):
     max_failures: int = Field(default=100, ge=0)
 
 
+UseGpu = Literal[True, False, "if_there"]
+
+
 class PlacementConfig(Section):
     """The nodes that workers run on, in the terms of Ray's placement groups.
 

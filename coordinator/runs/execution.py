@@ -23,7 +23,6 @@ from raycloak.coordinator.checkpoints.archive import Archive
 from raycloak.coordinator.cluster.actors import (
     GpuSamplers,
     alive_nodes,
-    cluster_gpus,
     disconnect,
     job_folder,
     require_no_secret_in_job,
@@ -131,6 +130,8 @@ class Execution:
     # The address of the evidence service; None until members are admitted, and where nothing is served.
     _served: str | None = field(init=False, default=None)
     _demands_boundary: bool = field(init=False, default=False)
+    # That each worker of this execution is given.
+    _gpus: float = field(init=False, default=0.0)
     _traces: Traces = field(init=False, default=OFF)
     _span: Span = field(init=False, default=UNRECORDED)
 
@@ -282,8 +283,9 @@ class Execution:
         with self._traces.span("launch"):
             config = self.config
             placement = Placement(config.placement, config.num_workers, config.use_gpu, self.reserved)
-            if config.use_gpu and not placement.num_gpus:
-                self.warnings.append("use_gpu is set, but the cluster has no GPU: the workers computed on the CPU.")
+            self._gpus = placement.num_gpus
+            if config.use_gpu and not self._gpus:
+                self.warnings.append("No worker was given a GPU: all computed on the CPU.")
             return launch(stack, config, Path(self.base), placement, bind)
 
     def _conduct(
@@ -412,14 +414,14 @@ class Execution:
         return [*named, *(getattr(metric, "__name__", type(metric).__name__) for metric in self.metrics)]
 
     def _setup(self, stack: ExitStack, folder: RunFolder, assignment: Assignment, policy: Policy) -> WorkerSetup:
-        gpu = self.config.use_gpu and cluster_gpus() > 0
         return WorkerSetup(
             model=self.model,
             loss=loss_spec(self.config.loss),
             dataset=self._descriptor(stack, folder),
             base=self.base,
             seed=self.config.seed,
-            device="cuda" if gpu else "cpu",
+            device="cuda" if self._gpus else "cpu",
+            gpus=self._gpus or 1.0,
             allow_nondeterministic=self.config.allow_nondeterministic,
             threads=self.config.threads_per_worker,
             mode=compute_mode(self.config),

@@ -27,6 +27,7 @@ T = TypeVar("T")
 _RESTORE = "Resume from the newest sealed package: raycloak run CONFIG --resume"
 _REMEDIES = {
     "out_of_memory": MORE_MEMORY,
+    "gpu_error": "See the kernel log of its machine for Xid errors; run the model on public data on such a GPU.",
     "nondeterministic_op": "Set allow_nondeterministic: true for a run that is NOT EXACT, or change the model.",
     "worker_error": "The text of the failure stays in the worker; run the model on public data to see it.",
 }

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final, TypeVar
 
 from raycloak.attestation.core.messages import Message
-from raycloak.attestation.core.private_memory import NO_GPU_CORE_DUMPS, keep_memory_private
+from raycloak.attestation.core.private_memory import keep_memory_private
 from raycloak.attestation.processes.channel import Channel
 from raycloak.attestation.processes.deadline import Deadline
 from raycloak.attestation.processes.failure import Failed
@@ -28,10 +28,12 @@ from raycloak.coordinator.vaults.exchange import CallCancelled, Called, Exchange
 from raycloak.coordinator.vaults.openings import VaultStart
 from raycloak.coordinator.vaults.settings import ROLES, VaultSettings, read_settings
 from raycloak.metrics.errors import ProtocolError, RaycloakError
-from raycloak.workers.gradients.environment import NUMERICS
+from raycloak.workers.gradients.environment import CHOSEN, FIXED
 
 START_S: Final = 60.0
 """For each of a relay's first two words, which it sends as it connects: silence must not hold a seat for ever."""
+_LAST_S: Final = 5.0
+"""For the relay of a vault that ends by itself: it goes with the vault, and hands the last answer on before."""
 _LOOK_S: Final = 0.02
 """How soon a call beside another one is noticed: a view of the metrics, which may come later than that."""
 M = TypeVar("M", bound=Message)
@@ -77,12 +79,20 @@ class Inside:
         """Have the relay answer a call; raises as :meth:`raycloak.coordinator.vaults.exchange.Asked.result`."""
         return self._exchange.ask(name, returns, frames).result(deadline_s)
 
-    def host(self, receive: Callable[..., Any], beside: bool) -> None:
-        """Answer calls until the other end is gone; ``beside``: some while others run."""
+    def host(self, receive: Callable[..., Any], beside: bool, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Answer calls until the other end is gone; ``beside``: some while others run.
+
+        Args:
+            is_over: asked after each answer; True ends the process, within seconds or as another call comes.
+        """
         if beside:
             threading.Thread(target=self._answer_beside, args=(receive,), name="beside", daemon=True).start()
         while self._exchange.read_until(lambda: bool(self._calls)):
             self._answer(receive, self._calls)
+            if is_over():
+                self._exchange.read_until(lambda: bool(self._calls), Deadline(_LAST_S))
+                break
+        # Nothing else runs: a library that ends in order may print what it was at.
         os._exit(0)
 
     def _look(self) -> None:
@@ -133,6 +143,10 @@ class Hosted(Receiver):
     def opened(self) -> None:
         """Do nothing: the answer says that the vault is open."""
 
+    def is_over(self) -> bool:
+        """Return whether this vault can answer no further call."""
+        return False
+
 
 def serve(channel: Channel, target: str, settings: VaultSettings | None = None) -> None:
     """Host the class ``module:name`` for the process at the other end of the channel; the function of a child.
@@ -148,10 +162,10 @@ def serve(channel: Channel, target: str, settings: VaultSettings | None = None) 
     start = _first_word(channel, VaultStart)
     if start is None:
         return
-    if not start.variables.keys() <= NUMERICS:
-        raise ProtocolError("malformed", "variables that do not decide the bits of a computation")
-    # Before anything loads a GPU's driver, which reads its own once.
-    os.environ.update({**start.variables, **NO_GPU_CORE_DUMPS})
+    if not start.variables.keys() <= CHOSEN:
+        raise ProtocolError("malformed", "variables that no run chooses")
+    # Before anything loads a library of a CPU or GPU, which reads its own once.
+    os.environ.update({**start.variables, **FIXED})
     module, _, name = target.partition(":")
     with quickly():
         cls = getattr(import_module(module), name)
@@ -160,11 +174,12 @@ def serve(channel: Channel, target: str, settings: VaultSettings | None = None) 
         return
     inside = Inside(channel, settings)
     try:
-        receive = cls(opening, inside).receive
+        made: Hosted = cls(opening, inside)
     except Exception as error:  # noqa: BLE001 - whoever calls is told, by a defect's type alone
         traceback.print_exc()
-        receive = _refusing(as_told(error))
-    inside.host(receive, cls.BESIDE)
+        inside.host(_refusing(as_told(error)), cls.BESIDE)
+    else:
+        inside.host(made.receive, cls.BESIDE, made.is_over)
 
 
 def serve_machine(channel: Channel, role: str, settings: str) -> None:

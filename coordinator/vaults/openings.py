@@ -12,7 +12,7 @@ class VaultStart(Message):
     """The first word to every vault, before it imports what its role needs.
 
     Attributes:
-        variables: of `raycloak.workers.gradients.environment.NUMERICS`, and no others.
+        variables: of `raycloak.workers.gradients.environment.CHOSEN`, and no others.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/vault/start/v1"

@@ -21,7 +21,7 @@ from raycloak.coordinator.vaults.exchange import Called, Exchange, LeaveWord, Va
 from raycloak.coordinator.vaults.machine_socket import Seat
 from raycloak.coordinator.vaults.openings import VaultStart
 from raycloak.metrics.errors import ProtocolError, RaycloakError
-from raycloak.workers.gradients.environment import NUMERICS
+from raycloak.workers.gradients.environment import CHOSEN
 
 if TYPE_CHECKING:
     from raycloak.attestation.attester.attester import EvidenceSource
@@ -183,5 +183,5 @@ def child(target: str) -> Child:
 
 
 def _numerics() -> dict[str, str]:
-    """Return the variables of this process that decide the bits of a computation, which a vault has to share."""
-    return {name: value for name, value in os.environ.items() if name in NUMERICS}
+    """Return the variables of this process that the run chose, which a vault has to share."""
+    return {name: value for name, value in os.environ.items() if name in CHOSEN}

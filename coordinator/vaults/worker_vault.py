@@ -14,6 +14,8 @@ from raycloak.coordinator.vaults.openings import WorkerOpening
 from raycloak.coordinator.vaults.platforms import platform_under
 from raycloak.coordinator.vaults.served_terms import ServedTerms, located
 from raycloak.coordinator.vaults.settings import WorkerSettings, require_apart
+from raycloak.workers.answer_codes import gpu_failed
+from raycloak.workers.gradients.gpus import used_gpus
 from raycloak.workers.messages import Admission, StepReply, StepRequest, WorkerFacts, WorkerSetup
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.mechanism import Mechanism
@@ -27,6 +29,8 @@ class WorkerVault(Hosted, TrainWorker):
     Guarantee: after SIGTERM, here or in its relay, the step under way finishes, and the next `StepReply` says
     ``leaving``. A call that its caller cancels ends between two micro-batches.
 
+    Guarantee: after a call that failed with ``gpu_error``, the process ends by itself.
+
     Guarantee: a vault of the machine opens no data, runs no code, computes nothing of data and shows no evidence on
     other terms than those of its settings, whatever a relay sends.
     """
@@ -34,7 +38,7 @@ class WorkerVault(Hosted, TrainWorker):
     OPENING = WorkerOpening
 
     def __init__(self, opening: WorkerOpening, inside: Inside) -> None:
-        gpus = GuestGpus(opening.gpus) if opening.gpus else None
+        gpus = GuestGpus(opening.gpus, used_gpus) if opening.gpus else None
         TrainWorker.__init__(self, opening.member_id, platform_under(inside, opening.simulated), time.time, gpus)
         self._inside = inside
         self._terms = ServedTerms(inside.settings) if isinstance(inside.settings, WorkerSettings) else None
@@ -70,6 +74,9 @@ class WorkerVault(Hosted, TrainWorker):
 
     def is_cancelled(self) -> bool:
         return self._inside.is_cancelled()
+
+    def is_over(self) -> bool:
+        return gpu_failed.is_set()
 
     def step(
         self, receipt: Envelope, request: StepRequest, *given: np.ndarray

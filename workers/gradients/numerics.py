@@ -18,6 +18,7 @@ from torch import nn
 
 from raycloak.metrics.errors import ConfigError
 from raycloak.metrics.proof_bounds import require_assertions
+from raycloak.workers.gradients.gpus import gpu_class
 from raycloak.workers.gradients.settings import held_settings, pin_settings
 from raycloak.workers.terms.manifest import NumericsClass
 
@@ -103,10 +104,18 @@ def exact_sums() -> Iterator[None]:
 
 
 def current_numerics(device: str | torch.device) -> NumericsClass:
-    """Return the class that this process computes in on ``device``, as it is set now."""
+    """Return the class that this process computes in on ``device``, as it is set now.
+
+    Raises:
+        ConfigError: ``numerics`` if a GPU's libraries do not say which they are.
+    """
+    place = torch.device(device)
+    is_gpu = place.type == "cuda"
     limits = [f"{name}={os.environ[name]}" for name in _DISPATCH_VARIABLES if name in os.environ]
     return NumericsClass(
-        device=_device_model(torch.device(device)),
+        # The CPU's model chooses no kernel of a GPU.
+        device=f"cuda:{torch.cuda.get_device_properties(place).name}" if is_gpu else f"cpu:{_cpu_model()}",
+        gpu=gpu_class(place) if is_gpu else None,
         # ATen's instruction set and the limits of other libraries, for example ``AVX2 ONEDNN_MAX_CPU_ISA=AVX2``.
         cpu_capability=" ".join([torch.backends.cpu.get_cpu_capability(), *limits]),
         threads=torch.get_num_threads(),
@@ -116,17 +125,6 @@ def current_numerics(device: str | torch.device) -> NumericsClass:
         python=platform.python_version(),
         deterministic=torch.are_deterministic_algorithms_enabled()
         and not torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-
-
-def _device_model(device: torch.device) -> str:
-    if device.type == "cpu":
-        return f"cpu:{_cpu_model()}"
-    properties = torch.cuda.get_device_properties(device)
-    cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
-    return (
-        f"{device.type}:{properties.name} {properties.major}.{properties.minor} cuda {torch.version.cuda} "
-        f"cudnn {cudnn} {_cpu_model()}"
     )
 
 

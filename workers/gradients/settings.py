@@ -84,6 +84,8 @@ _SETTINGS = (
         for reduction in ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
     ),
     _own("torch.backends.cuda.matmul.allow_fp16_accumulation", False, "cublas_allow_fp16_accumulation"),
+    # Another library has other kernels.
+    _own("torch.backends.cuda.preferred_blas_library", _C._BlasBackend.Cublas, "blas_preferred_backend"),
     # A benchmark picks the kernel that is fastest today.
     _own("torch.backends.cudnn.benchmark", False, "cudnn_benchmark"),
     _own("torch.backends.cudnn.deterministic", True, "cudnn_deterministic"),

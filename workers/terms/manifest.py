@@ -133,11 +133,34 @@ def settings_text(settings: Mapping[str, object]) -> str:
     return canonical_json(settings).decode()
 
 
+class GpuClass(Message):
+    """Everything that chooses a kernel on a GPU, besides its model.
+
+    Attributes:
+        compute_capability: of the GPU, such as ``9.0``.
+        multiprocessors: that this process may use; a share of a GPU can have fewer.
+        cublas: version of the library that is loaded, whatever torch was built with.
+        cudnn: version of the library that is loaded.
+        triton: version of the package, empty where it is not installed.
+        variables: of the environment that choose kernels or round, as ``NAME=value``, sorted.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/gpu-class/v1"
+
+    compute_capability: str
+    multiprocessors: int
+    cublas: str
+    cudnn: int
+    triton: str
+    variables: tuple[str, ...]
+
+
 class NumericsClass(Message):
     """Everything that the last bits of a gradient depend on, besides code and data.
 
     Attributes:
         device, cpu_capability: model of the device, and the instruction set that CPU kernels are held to.
+        gpu: of a GPU, what else chooses its kernels; None on a CPU.
         threads: per worker.
         engine: how gradients are computed and added up.
         torch, numpy, python: versions.
@@ -147,9 +170,10 @@ class NumericsClass(Message):
         deterministic: whether operations without a deterministic kernel are refused; if not, the run is NOT EXACT.
     """
 
-    DOMAIN: ClassVar[str] = "raycloak/numerics/v3"
+    DOMAIN: ClassVar[str] = "raycloak/numerics/v4"
 
     device: str
+    gpu: GpuClass | None = Field(default=None, exclude_if=lambda gpu: gpu is None)
     cpu_capability: str
     threads: int
     engine: str
@@ -165,6 +189,7 @@ class NumericsClass(Message):
         """Return whether both give the same bits in an update rule, which runs on one thread of the CPU in float32."""
         apart = {
             "device": "",
+            "gpu": None,
             "model_libraries": "",
             "precision": "float32",
             "gradient_checkpointing": False,
