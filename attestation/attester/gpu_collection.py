@@ -80,7 +80,8 @@ class GpuCollector:
                 what = found.get(state, f"is in mode '{state}', which protects nothing")
                 raise EvidenceError("gpu_unavailable", f"the machine's NVIDIA driver {what}.", _MODE_REMEDY)
             indices = self._indices()
-            self._require_used(indices)
+            if self._used:
+                self._require_used(indices)
             return tuple(self._evidence(index, nonce) for index in indices)
         finally:
             self._nvml.nvmlShutdown()

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from raycloak.coordinator.planning.dry_run import plan_of
-from raycloak.metrics.errors import ConfigError
+from raycloak.metrics.errors import ConfigError, ModelError
 from raycloak.workers.gradients.clipping import GradientEngine
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.inputs.datasets import ArrayDataset
@@ -53,6 +53,26 @@ def test_it_reads_shapes_and_dtypes_of_the_data_but_no_example():
     features, labels = examples()
     assert answer(data=(np.full_like(features, np.nan), labels[::-1].copy())) == answer()
     assert answer(data=(features[:8], labels[:8])) == answer()
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "says"),
+    [
+        (RuntimeError("tensors on cuda:0 and cpu\nmore"), ModelError, r"known_answer.*RuntimeError: tensors on cuda:0"),
+        (torch.AcceleratorError("CUDA error: device-side assert"), torch.AcceleratorError, "assert"),
+        (torch.OutOfMemoryError("2 GiB"), torch.OutOfMemoryError, "2 GiB"),
+        (ModelError("nondeterministic_op", "cumsum"), ModelError, "nondeterministic_op"),
+    ],
+    ids=["text", "gpu", "memory", "own"],
+)
+def test_the_text_of_a_failure_on_public_data_is_told_and_what_has_a_code_keeps_it(error, raised, says):
+    class Failing(GradientEngine):
+        def clipped_sum(self, parameters, batches):
+            raise error
+
+    with pytest.raises(raised, match=says) as caught:
+        answer(engine_of=Failing)
+    assert "more" not in str(caught.value)
 
 
 def test_float_labels_are_served():

@@ -50,6 +50,9 @@ class FakeNvml:
     def nvmlDeviceGetHandleByIndex(self, index: int) -> SimulatedGpu:  # noqa: N802
         return self.gpus[index]
 
+    def nvmlDeviceGetUUID(self, gpu: SimulatedGpu) -> str:  # noqa: N802
+        return f"GPU-{self.gpus.index(gpu)}"
+
     def nvmlDeviceGetConfComputeGpuAttestationReport(self, gpu: SimulatedGpu, nonce: bytes) -> Any:  # noqa: N802
         found = pynvml.c_nvmlConfComputeGpuAttestationReport_t()
         report = gpu.report(bytes(nonce))
@@ -133,6 +136,17 @@ def test_a_missing_driver_gpu_or_report_is_named(gpus: tuple[SimulatedGpu, ...])
     short = FakeNvml(gpus)
     short.chain_length = 4
     assert "no chain of 5 certificates" in refusal(short).message
+
+
+def test_guarantee_a_worker_that_computes_on_another_gpu_gives_no_evidence(gpus: tuple[SimulatedGpu, ...]) -> None:
+    nvml = FakeNvml(gpus)
+    assert len(GpuCollector((1,), nvml, used=("GPU-1",)).collect(NONCE)) == 1
+    for used in (("GPU-0",), ("GPU-1", "GPU-0")):
+        with pytest.raises(EvidenceError, match="computes on GPU-0, and the evidence would be of GPU-1") as refused:
+            GpuCollector((1,), nvml, used=used).collect(NONCE)
+        assert refused.value.code == "gpu_differs"
+        assert refused.value.remedy
+    assert nvml.open == 0
 
 
 def test_a_scheduler_says_which_gpus_are_visible() -> None:

@@ -80,6 +80,37 @@ def test_workers_take_the_places_that_the_caller_has_reserved_and_leave_them(mon
         Placement(PlacementConfig(), 3, use_gpu=False, reserved=group)
 
 
+def gpu_node(name, gpus, **labels):
+    amounts = {"CPU": 4.0, "GPU": gpus}
+    return NodeView(name, amounts, amounts, labels)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "config", "gpus"),
+    [
+        ([gpu_node("a", 1.0)], {}, 0.5),
+        ([gpu_node("a", 4.0)], {}, 1.0),
+        ([gpu_node("a", 4.0)], {"resources_per_worker": {"GPU": 2.0}}, 2.0),
+        # The cluster has some, and no worker gets one.
+        ([gpu_node("a", 4.0)], {"resources_per_worker": {"GPU": 0.0}}, 0.0),
+        ([gpu_node("a", 4.0), gpu_node("b", 0.0, pool="cpu")], {"labels": {"pool": "cpu"}}, 0.0),
+        ([gpu_node("a", 4.0), gpu_node("b", 0.0)], {"strategy": "STRICT_SPREAD"}, 0.0),
+        ([gpu_node("a", 0.0)], {}, 0.0),
+    ],
+)
+def test_workers_compute_on_the_gpus_that_they_are_given_or_the_run_is_refused_by_name(
+    monkeypatch, nodes, config, gpus
+):
+    monkeypatch.setattr(placement, "cluster_nodes", lambda: nodes)
+    config = PlacementConfig(**config)
+    assert Placement(config, 2, use_gpu="if_there").num_gpus == gpus
+    if gpus:
+        assert Placement(config, 2, use_gpu=True).num_gpus == gpus
+        return
+    with pytest.raises(ConfigError, match=r"no_gpu: .* each of 2 workers: .*use_gpu: if_there"):
+        Placement(config, 2, use_gpu=True)
+
+
 def node(name, cpus, free=None, **labels):
     return NodeView(name, {"CPU": cpus}, {"CPU": cpus if free is None else free}, labels)
 

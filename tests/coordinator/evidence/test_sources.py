@@ -45,7 +45,7 @@ def test_a_guests_source_asks_the_machine_that_it_is_on() -> None:
 
 
 def test_a_worker_has_the_gpus_that_the_policy_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus = GuestGpus(2)
+    gpus = GuestGpus(2, tuple)
     for given, says in (("", "was given 0"), ("3", "was given 1"), ("GPU-1,GPU-2", "no indices of GPUs")):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
         with pytest.raises(EvidenceError, match=says) as refused:

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from raycloak.coordinator.planning.dry_run import plan_of
-from raycloak.metrics.errors import ConfigError, RunFailedError, is_out_of_memory
+from raycloak.metrics.errors import ConfigError, RunFailedError, is_gpu_error, is_out_of_memory
+from raycloak.workers.answer_codes import answer_code
 from raycloak.workers.gradients.row_loss import RowLoss
 from tests.protocol import RENYI, config, trained, whole_run
 
@@ -86,6 +87,30 @@ def test_a_loss_that_lacks_memory_is_not_taken_for_one_that_needs_rows_one_by_on
 
     with pytest.raises(RuntimeError, match="allocate memory"):
         RowLoss(loss)(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64))
+
+
+# As torch 2.13 words them: of its allocator, the driver, cuDNN, and cuBLAS as it starts and later.
+FULL_GPU = (
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    torch.AcceleratorError("CUDA error: out of memory"),
+    RuntimeError("GET was unable to find an engine to execute this computation"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+)
+
+
+@pytest.mark.parametrize("error", FULL_GPU, ids=lambda error: str(error)[:40])
+def test_a_full_gpu_is_out_of_memory_however_it_says_so(error):
+    assert is_out_of_memory(error)
+    assert not is_gpu_error(error)
+    assert answer_code(error) == "out_of_memory"
+
+
+def test_any_other_failure_of_a_gpu_has_a_code_of_its_own():
+    error = torch.AcceleratorError("CUDA error: device-side assert triggered")
+    assert is_gpu_error(error)
+    assert answer_code(error) == "gpu_error"
+    assert answer_code(RuntimeError("CUDA error: device-side assert triggered")) == "worker_error"
 
 
 def test_an_error_that_only_speaks_of_memory_is_no_want_of_it():

@@ -32,7 +32,7 @@ class Example(Hosted):
             raise ConfigError("no_place", "there is no place for it", "Make room.")
         if opening.text == "defect":
             raise ValueError("planted-text")
-        self._text, self._inside = opening.text, inside
+        self._text, self._inside, self._over = opening.text, inside, False
         self._released = threading.Event()
 
     def text(self) -> str:
@@ -57,6 +57,13 @@ class Example(Hosted):
 
     def leaving(self) -> bool:
         return self._inside.is_leaving()
+
+    def spoil(self) -> str:
+        self._over = True
+        return "spoiled"
+
+    def is_over(self) -> bool:
+        return self._over
 
     def refuse(self) -> None:
         raise BudgetError("exhausted", "nothing is left", "Ask for more.")

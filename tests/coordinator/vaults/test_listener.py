@@ -25,6 +25,7 @@ from raycloak.coordinator.vaults.platform_vault import PlatformVault
 from raycloak.coordinator.vaults.run_orchestrator import RunOrchestrator
 from raycloak.coordinator.vaults.vault import Vault
 from raycloak.metrics.errors import ConfigError, ProtocolError, RefusedError, RunFailedError
+from raycloak.workers.gradients.environment import CHOSEN, FIXED
 from tests.attestation.serving import eventually
 from tests.coordinator.vaults.listeners import (
     STRANGER,
@@ -329,7 +330,7 @@ def test_settings_that_became_bad_after_the_start_are_told_by_name(tmp_path):
         (PlatformOpening(),),
         (VaultStart(variables={"LD_PRELOAD": "/tmp/own.so"}),),
         (VaultStart(variables={"PYTHONPATH": "/tmp"}),),
-        (VaultStart(variables=dict.fromkeys(NO_GPU_CORE_DUMPS, "1")),),
+        *((VaultStart(variables={name: "1"}),) for name in FIXED),
         (START, LedgerOpening(url="", create=False, witness=None)),
         (START, START),
     ],
@@ -345,6 +346,8 @@ def test_other_first_words_than_a_start_and_an_opening_are_refused_by_name(tmp_p
 @pytest.mark.parametrize("words", [(), (START,)])
 def test_a_relay_that_says_nothing_holds_no_vault(tmp_path, monkeypatch, words):
     monkeypatch.setattr(hosted, "START_S", 0.1)
+    for each in FIXED:
+        monkeypatch.setenv(each, "1")  # so that they are put back
     file = written(tmp_path, "platform", state=str(tmp_path / "vendor"), vaults=[])
     ours, its = map(Channel, socket.socketpair())
     said(ours, *words)
@@ -354,14 +357,17 @@ def test_a_relay_that_says_nothing_holds_no_vault(tmp_path, monkeypatch, words):
     its.close()
 
 
-def test_a_vault_lets_no_gpu_write_its_memory_to_a_file(tmp_path, monkeypatch):
+def test_a_vault_sets_itself_what_no_run_chooses(tmp_path, monkeypatch):
+    """That a GPU writes its memory to a file, for one, or that products lose bits."""
+    assert NO_GPU_CORE_DUMPS.items() <= FIXED.items()
+    assert not FIXED.keys() & CHOSEN
     monkeypatch.setattr(hosted, "START_S", 0.1)
-    for each in NO_GPU_CORE_DUMPS:
+    for each in FIXED:
         monkeypatch.setenv(each, "1")
     ours, its = map(Channel, socket.socketpair())
     said(ours, START)
     file = written(tmp_path, "platform", state=str(tmp_path / "vendor"), vaults=[])
     hosted.serve_machine(its, "platform", str(file))
-    assert {each: os.environ[each] for each in NO_GPU_CORE_DUMPS} == NO_GPU_CORE_DUMPS
+    assert {each: os.environ[each] for each in FIXED} == FIXED
     ours.close()
     its.close()

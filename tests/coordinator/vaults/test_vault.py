@@ -104,6 +104,16 @@ def test_a_call_that_nobody_waits_for_is_told_so_and_the_next_one_is_not(fresh):
         assert waiting.result(120) == "released"
 
 
+@pytest.mark.parametrize("asked_again", [True, False])
+def test_a_vault_that_can_answer_no_further_call_answers_the_last_and_ends(fresh, asked_again):
+    assert fresh.ask(Example.text) == "a"
+    assert fresh.ask(Example.spoil) == "spoiled"
+    if asked_again:
+        with pytest.raises(VaultLost):
+            fresh.ask(Example.text)
+    eventually(lambda: fresh.lost)
+
+
 def test_it_is_told_that_its_machine_is_about_to_end_it(fresh):
     assert fresh.ask(Example.leaving) is False
     fresh.vault.leave()
