@@ -342,7 +342,7 @@ def load_flat(module: nn.Module, vector: NDArray[np.float32]) -> None:
     with torch.no_grad():
         for (_, tensor), part in zip(_trainable(module), split_flat(vector, trainable_tensors(module)), strict=True):
             # A copy owns writable, aligned memory; the vector may be a read-only view of shared memory.
-            tensor.copy_(torch.tensor(part).reshape(tensor.shape))
+            tensor.copy_(torch.tensor(part, device="cpu").reshape(tensor.shape))
 
 
 def parameter_count(module: nn.Module) -> int:

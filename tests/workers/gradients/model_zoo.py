@@ -1,4 +1,7 @@
-"""Models of the kinds that people train, small, each with ordinary examples; text models take one tensor of ids."""
+"""Models of the kinds that people train, small, each with ordinary examples; text models take one tensor of ids.
+
+Each makes its tensors on the device of its input, as a model for a GPU does.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,9 +48,9 @@ class Logits(nn.Module):
         count, length = ids.shape
         mask = (ids != 0)[:, None, None, :].expand(count, 1, length, length)
         if self.causal:
-            mask = torch.ones(count, 1, length, length, dtype=torch.bool).tril()
+            mask = torch.ones(count, 1, length, length, dtype=torch.bool, device=ids.device).tril()
         floor = torch.finfo(next(self.parameters()).dtype).min
-        added = torch.zeros(mask.shape, dtype=next(self.parameters()).dtype).masked_fill(~mask, floor)
+        added = torch.zeros_like(mask, dtype=next(self.parameters()).dtype).masked_fill(~mask, floor)
         return self.inner(input_ids=ids, attention_mask=added).logits
 
 
@@ -121,7 +124,11 @@ class OwnParameters(nn.Module):
         self.head = nn.Linear(8, CLASSES)
 
     def forward(self, ids: Tensor) -> Tensor:
-        words = self.words(ids) + self.places(torch.arange(ids.shape[1])) + self.offset[:, : ids.shape[1]]
+        words = (
+            self.words(ids)
+            + self.places(torch.arange(ids.shape[1], device=ids.device))
+            + self.offset[:, : ids.shape[1]]
+        )
         words = torch.cat([self.start.expand(len(ids), -1, -1), words], 1) * self.scale
         words = torch.tanh(words @ self.matrix.T) + torch.einsum("btd,de->bte", words, self.matrix)
         words = self.slope(self.norm(words).transpose(1, 2)).transpose(1, 2)
@@ -146,7 +153,7 @@ class Encoder(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         words = self.words(ids)
         found = self.encoder(words, src_key_padding_mask=ids == 0)
-        causal = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)
+        causal = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).triu(1)
         crossed, weights = self.cross(found, words, words + 1, attn_mask=causal)
         return self.head(crossed.mean(1)) + weights.square().sum(1)[:, :CLASSES]
 
@@ -178,7 +185,7 @@ class Places(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         count, length = ids.shape
-        places = torch.arange(length)
+        places = torch.arange(length, device=ids.device)
         words = self.words(ids) + self.each(places.expand(count, -1))
         # A table of waves, of which each is a place's: no row of it is an example's.
         waves = self.norm(self.waves(torch.log(1.0 + places.to(self.waves.weight.dtype))[:, None]))
@@ -204,7 +211,7 @@ class Written(nn.Module):
         self.words, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, CLASSES)
 
     def forward(self, ids: Tensor) -> Tensor:
-        index, turned, whole, given = (torch.zeros(ids.shape, dtype=torch.int64) for _ in range(4))
+        index, turned, whole, given = (torch.zeros_like(ids) for _ in range(4))
         index[:, :4] = ids[:, :4]
         turned.T[4:] = ids.T[4:]
         whole.view(-1).copy_(ids.reshape(-1))
