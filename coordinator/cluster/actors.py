@@ -30,7 +30,7 @@ from raycloak.coordinator.cluster.backend import ActorLost
 from raycloak.coordinator.cluster.gpu_actor import NodeGpus
 from raycloak.coordinator.cluster.node_evidence import NodeEvidenceSource
 from raycloak.coordinator.cluster.platform_actor import NodePlatform
-from raycloak.coordinator.cluster.processes import MACHINE_LABEL, nvml_missing, own_node
+from raycloak.coordinator.cluster.processes import MACHINE_LABEL, cpu_flags, nvml_missing, own_node
 from raycloak.coordinator.cluster.ray_calls import ask, ask_process, fetch, wait
 from raycloak.coordinator.cluster.ray_checks import check_ray, start_failed, unreachable, variables
 from raycloak.coordinator.cluster.relays import (
@@ -45,6 +45,7 @@ from raycloak.coordinator.console.output import divert_logger
 from raycloak.coordinator.vaults.calls import Reference
 from raycloak.coordinator.vaults.machine_name import machine_name
 from raycloak.metrics.gpu_readings import GpuReading, GpuSampler
+from raycloak.workers.gradients.environment import own_flags, widest_shared
 from raycloak.workers.inputs.user_code import UNPACKED
 
 P = ParamSpec("P")
@@ -173,6 +174,28 @@ def start_platforms(vendor: SimulatedVendor) -> dict[str, Any]:
     platforms = Platforms(vendor)
     platforms.wait()
     return platforms.handles
+
+
+def shared_capability(present: Mapping[str, Any]) -> str:
+    """Return the widest instruction set that the CPUs of all present nodes have, this one's included.
+
+    Any of them may get a worker or an aggregator, and all of a run compute alike.
+
+    Args:
+        present: actors that run anyway, by node id; a node without one gets a process for the question.
+    """
+    others = alive_nodes().keys() - {ray.get_runtime_context().get_node_id()}
+    asked = {node: present.get(node) or _on_node(node, NodeGpus).remote(node[:12]) for node in others}
+    flags = [own_flags()]
+    try:
+        answers = [ask_process(handle, cpu_flags) for handle in asked.values()]
+        for answer in answers:
+            # A node that is gone gets no worker.
+            with suppress(ActorLost):
+                flags.append(fetch(answer, START_DEADLINE_S))
+    finally:
+        kill_all(handle for node, handle in asked.items() if node not in present)
+    return widest_shared(flags)
 
 
 class GpuSamplers:

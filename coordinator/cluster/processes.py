@@ -91,6 +91,13 @@ def own_node(_: Any) -> str:
     return str(ray.get_runtime_context().get_node_id())
 
 
+def cpu_flags(_: Any) -> list[str]:
+    """Return the flags of the CPU of the node of the actor that is asked."""
+    from raycloak.workers.gradients.environment import own_flags  # late, as above
+
+    return own_flags()
+
+
 def nvml_missing(_: Any, node: str) -> str | None:
     """Return why the node of the asked actor, called ``node``, has no GPU readings; None if it has NVML."""
     from raycloak.metrics.gpu_readings import GpuSampler  # late: most actors are never asked this

@@ -86,7 +86,8 @@ class RunConfig(Section):
         collateral: file that names the vendors' collateral; needed if the policy accepts hardware only.
         key_service: the data owner's key service; without one, every key comes from the run secret alone.
         attestation: whether others can follow the run's evidence over gRPC.
-        cpu_capability: instruction set that the CPU kernels keep to: ``avx2``, ``avx512`` or ``default``.
+        cpu_capability: instruction set that the CPU kernels keep to: ``avx2``, ``avx512``, ``avx512_bf16`` or ``amx``;
+            ``auto`` is the widest of these that all nodes share as the run begins, and ``default`` whatever each has.
         threads_per_worker: threads of one torch operation in a worker; another number is another computation.
         precision: of the forward and backward pass, ``float32`` or ``bf16``; parameters and sums stay as they are.
         gradient_checkpointing: recomputes the blocks of a Hugging Face model in the backward pass, for less memory.
@@ -131,7 +132,7 @@ class RunConfig(Section):
     placement: PlacementConfig = PlacementConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     metrics: MetricsConfig = MetricsConfig()
-    cpu_capability: Literal["default", "avx2", "avx512"] = "avx2"
+    cpu_capability: Literal["auto", "default", "avx2", "avx512", "avx512_bf16", "amx"] = "auto"
     threads_per_worker: int = Field(default=1, gt=0, le=1024)
     precision: Literal["float32", "bf16"] = "float32"
     gradient_checkpointing: bool = False

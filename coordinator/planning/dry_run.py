@@ -40,6 +40,7 @@ from raycloak.coordinator.vaults.machine_ledger import MachineLedger
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.evaluation import Scorer, check_evaluation_form, metric_of
 from raycloak.workers.gradients.clipping import check_batch
+from raycloak.workers.gradients.environment import own_flags, widest_shared
 from raycloak.workers.gradients.model_checks import check_rows, check_trainable
 from raycloak.workers.gradients.numerics import slow_products
 from raycloak.workers.gradients.row_memory import largest_rows
@@ -78,7 +79,7 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
     first_look(config, config_dir)
     facts = _facts_of(config, config_dir)
     model, form, loss = facts.model, facts.form, facts.loss
-    slow = slow_products(model, _device(config), config.cpu_capability)
+    slow = _slow_products(model, config)
     split_ranges(trainable_tensors(model), config.aggregators)
     spec = optimizer_spec(config.optimizer, config_dir)
     groups = try_rule(spec, trainable_tensors(model), config.sized(form.num_examples).planned_steps, config_dir)
@@ -175,6 +176,13 @@ def _facts_of(config: RunConfig, config_dir: Path) -> _Facts:
         largest_rows=largest_rows(model, form, loss, deterministic, vocabulary, _device(config)),
         data=data_marks(data, opened, config_dir),
     )
+
+
+def _slow_products(model: nn.Module, config: RunConfig) -> tuple[str, ...]:
+    if config.cpu_capability != "auto":
+        return slow_products(model, _device(config), config.cpu_capability)
+    slow = slow_products(model, _device(config), widest_shared([own_flags()]))
+    return tuple(f"{each} The plan takes the CPUs of the run's nodes to be like this machine's." for each in slow)
 
 
 def _device(config: RunConfig) -> str:

@@ -206,7 +206,8 @@ class Execution:
             self._trace(stack, "resumed" if assignment.charges else "replayed")
             # Locked before anything is opened: two drivers of one run would write the same files.
             stack.enter_context(run_lock(folder.record.run_id))
-            launched = self._launch(stack, self.config.attestation.bind if assignment.charges else None)
+            bind = self.config.attestation.bind if assignment.charges else None
+            launched = self._launch(stack, bind, assignment.recorded)
             _, key = launched.control.open_run(folder.record.secret_file, folder.record.run_id)
             return self._conduct(stack, launched, key, folder, assignment)
 
@@ -221,7 +222,7 @@ class Execution:
     def _new(self, stack: ExitStack, secret_file: str | None) -> tuple[Launched, SignerPublic, RunFolder]:
         """Start every process of a new run, which ``stack`` ends, and make its directory."""
         self._trace(stack, "new")
-        launched = self._launch(stack, self.config.attestation.bind)
+        launched = self._launch(stack, self.config.attestation.bind, None)
         run_id, key = launched.control.open_run(secret_file)
         stack.enter_context(run_lock(run_id))
         return launched, key, RunFolder.create(self.config, run_id, self.base, secret_file)
@@ -266,7 +267,7 @@ class Execution:
         if secret_file is not None and (warning := exposure(Path(secret_file))) is not None:
             self.notice(warning)
 
-    def _launch(self, stack: ExitStack, bind: str | None) -> Launched:
+    def _launch(self, stack: ExitStack, bind: str | None, recorded: Manifest | None) -> Launched:
         """Join or start Ray, take the signals over from it, and start every process of a session."""
         # It may have the examples, and the keys of simulated platforms.
         keep_memory_private()
@@ -286,7 +287,8 @@ class Execution:
             self._gpus = placement.num_gpus
             if config.use_gpu and not self._gpus:
                 self.warnings.append("No worker was given a GPU: all computed on the CPU.")
-            return launch(stack, config, Path(self.base), placement, bind)
+            numerics = None if recorded is None else recorded.computation.numerics
+            return launch(stack, config, Path(self.base), placement, bind, numerics)
 
     def _conduct(
         self,

@@ -17,7 +17,7 @@ from raycloak.attestation.core.hybrid_signature import SignerPublic
 from raycloak.attestation.orchestrator.revocations import count_revocations
 from raycloak.attestation.policy.policy import Policy, simulated_policy
 from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor, code_measurement
-from raycloak.coordinator.cluster.actors import GpuSamplers, Platforms
+from raycloak.coordinator.cluster.actors import GpuSamplers, Platforms, shared_capability
 from raycloak.coordinator.cluster.control import Control
 from raycloak.coordinator.cluster.placement import Placement
 from raycloak.coordinator.cluster.ray_backend import EvidenceSources, RayBackend
@@ -29,6 +29,8 @@ from raycloak.coordinator.membership.crew import Crew, start_crew
 from raycloak.coordinator.training.assignment import Session
 from raycloak.coordinator.vaults.platforms import MachinePlatform
 from raycloak.metrics.errors import ConfigError
+from raycloak.workers.gradients.environment import stated_capability
+from raycloak.workers.terms.manifest import NumericsClass
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +72,20 @@ class Launched:
         )
 
 
-def launch(stack: ExitStack, config: RunConfig, base: Path, placement: Placement, bind: str | None) -> Launched:
+def launch(
+    stack: ExitStack,
+    config: RunConfig,
+    base: Path,
+    placement: Placement,
+    bind: str | None,
+    recorded: NumericsClass | None,
+) -> Launched:
     """Start what a session of ``config`` needs; ``stack`` ends it.
 
     Args:
         base: folder that relative paths start from.
         bind: where the orchestrator serves, if it does.
+        recorded: class of the run that is resumed or replayed; a new one chooses its own.
 
     Raises:
         ConfigError: what is wrong with policy or collateral; ``boundary_required``; ``unplaceable`` if there is no room
@@ -115,7 +125,7 @@ def launch(stack: ExitStack, config: RunConfig, base: Path, placement: Placement
     backend = RayBackend(
         sources,
         placement,
-        cpu_capability=config.cpu_capability,
+        cpu_capability=_capability(config, present, recorded),
         threads=config.threads_per_worker,
         boundary=config.boundary,
     )
@@ -124,3 +134,13 @@ def launch(stack: ExitStack, config: RunConfig, base: Path, placement: Placement
     samplers = GpuSamplers(present)
     stack.callback(samplers.close)
     return Launched(control, policy, collateral, sources, backend, crew, samplers, began)
+
+
+def _capability(config: RunConfig, present: Mapping[str, Any], recorded: NumericsClass | None) -> str:
+    """Return the instruction set that all members keep to.
+
+    Guarantee: a run that is resumed or replayed keeps the one that it began with, whatever its nodes have now.
+    """
+    if config.cpu_capability != "auto":
+        return config.cpu_capability
+    return shared_capability(present) if recorded is None else stated_capability(recorded.cpu_capability)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from raycloak.coordinator.cluster.actors import NO_GPU, connect, disconnect, is_connected
 from raycloak.coordinator.config.run import RunConfig
-from raycloak.workers.gradients.environment import worker_environment
+from raycloak.workers.gradients.environment import own_flags, widest_shared, worker_environment
 
 _ahead = threading.Event()
 """Set while Ray is there for an execution that has not begun; Ray, too, is there once in a process."""
@@ -34,7 +34,9 @@ def start_ray(config: RunConfig, phase: Callable[[str], None]) -> bool:
     if is_connected():
         return False
     phase("connecting to Ray")
-    environment = worker_environment(config.cpu_capability, config.threads_per_worker)
+    # A Ray that is started here has this machine's CPUs alone.
+    capability = widest_shared([own_flags()]) if config.cpu_capability == "auto" else config.cpu_capability
+    environment = worker_environment(capability, config.threads_per_worker)
     # Ray counts the GPUs that it sees, so a run that uses some hides them from each process instead.
     if not config.use_gpu:
         environment |= NO_GPU

@@ -27,8 +27,8 @@ from raycloak.coordinator.vaults.calls import ActorRefusal, Receiver
 from raycloak.coordinator.vaults.exchange import CallCancelled, Called, Exchange, LeaveWord, VaultEnded, Word, as_told
 from raycloak.coordinator.vaults.openings import VaultStart
 from raycloak.coordinator.vaults.settings import ROLES, VaultSettings, read_settings
-from raycloak.metrics.errors import ProtocolError, RaycloakError
-from raycloak.workers.gradients.environment import CHOSEN, FIXED
+from raycloak.metrics.errors import ConfigError, ProtocolError, RaycloakError
+from raycloak.workers.gradients.environment import CHOSEN, FIXED, own_flags, require_instructions
 
 START_S: Final = 60.0
 """For each of a relay's first two words, which it sends as it connects: silence must not hold a seat for ever."""
@@ -166,6 +166,11 @@ def serve(channel: Channel, target: str, settings: VaultSettings | None = None) 
         raise ProtocolError("malformed", "variables that no run chooses")
     # Before anything loads a library of a CPU or GPU, which reads its own once.
     os.environ.update({**start.variables, **FIXED})
+    try:
+        require_instructions(os.environ, own_flags())
+    except ConfigError as refusal:
+        channel.send(VaultEnded(refusal=Failed.of(refusal).encode()))
+        return
     module, _, name = target.partition(":")
     with quickly():
         cls = getattr(import_module(module), name)

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 from raycloak.coordinator.cluster.processes import MACHINE_LABEL
-from raycloak.coordinator.config.run import parse_config
-from raycloak.coordinator.runs.demo import demo_config
-from raycloak.workers.gradients.environment import worker_environment
+from raycloak.workers.gradients.environment import own_flags, widest_shared, worker_environment
 from raycloak_lab.bench.chaos.raylets import Node
 
 HERE = Path(__file__).parent
@@ -24,7 +22,7 @@ def execute(raylets, postgres, run_python):
     def on_new_nodes(part):
         nodes = [raylets.add(Node(2, labels={MACHINE_LABEL: f"machine-{index}"})) for index in range(MACHINES)]
         try:
-            environment = {**raylets.environment, **worker_environment(parse_config(demo_config()).cpu_capability)}
+            environment = {**raylets.environment, **worker_environment(widest_shared([own_flags()]))}
             done = run_python(str(HERE / "colluding.py"), url, part, environment=environment)
         finally:
             for each in nodes:

@@ -17,6 +17,7 @@ import raycloak
 from raycloak.coordinator.cli import app
 from raycloak.coordinator.config.run import load_config
 from raycloak.coordinator.runs.trainer import Trainer
+from raycloak.workers.gradients.environment import own_flags, stated_capability, widest_shared
 from raycloak_lab.cli import app as lab_app
 from raycloak_lab.scale import calibration
 from raycloak_lab.scale.simulation import Scale, ScaleConfig, simulate
@@ -107,7 +108,7 @@ def test_a_new_project_is_trained_and_its_model_loaded_and_exported(here, run_py
     manifest = json.loads((Path(result["run_dir"]) / "manifest.json").read_text())
     numerics = manifest["computation"]["numerics"]
     assert numerics["threads"] == 1, "the processes of a Ray of its own inherit the variables of a worker"
-    assert "ONEDNN_MAX_CPU_ISA=AVX2" in numerics["cpu_capability"]
+    assert stated_capability(numerics["cpu_capability"]) == widest_shared([own_flags()])
     with (run_python.folder / "own" / "public.csv").open() as file:
         rows = list(csv.reader(file))[1:]
     features = torch.tensor([[float(value) for value in row[:-1]] for row in rows])

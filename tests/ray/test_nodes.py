@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 
 from raycloak.coordinator.cluster.processes import process_table
-from raycloak.coordinator.config.run import parse_config
 from raycloak.coordinator.config.sections import FailureConfig
-from raycloak.coordinator.runs.demo import demo_config
-from raycloak.workers.gradients.environment import worker_environment
+from raycloak.workers.gradients.environment import own_flags, widest_shared, worker_environment
 from raycloak_lab.bench.chaos.cluster import role
 from raycloak_lab.bench.chaos.raylets import Node
 
@@ -102,7 +100,7 @@ def test_workers_asked_to_leave_drained_and_dead_nodes_change_no_byte(answers, n
         str(HERE / "disturbed.py"),
         environment={
             **raylets.environment,
-            **worker_environment(parse_config(demo_config()).cpu_capability),
+            **worker_environment(widest_shared([own_flags()])),
             "RAYLETS": json.dumps({each.node_id: each.pid for each in nodes}),
         },
         deadline_s=1200,

@@ -44,7 +44,7 @@ def slow_products(module: nn.Module, device: str, cpu_capability: str) -> tuple[
         return ()
     return (
         "it has bfloat16 weights, and under cpu_capability avx2 a backward pass through them takes up to 300 times as "
-        "long as in float32: set cpu_capability to default if the CPU multiplies bfloat16, else to avx512.",
+        "long as in float32: take machines whose CPUs multiply bfloat16, with cpu_capability auto, or a GPU.",
     )
 
 

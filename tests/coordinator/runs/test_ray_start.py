@@ -9,7 +9,7 @@ from raycloak.coordinator.config.run import parse_config
 from raycloak.coordinator.runs import ray_start
 from raycloak.coordinator.runs.demo import demo_config
 from raycloak.coordinator.runs.ray_start import ray_ahead, start_ray
-from raycloak.workers.gradients.environment import worker_environment
+from raycloak.workers.gradients.environment import own_flags, widest_shared, worker_environment
 
 CONFIG = parse_config(demo_config())
 
@@ -50,8 +50,12 @@ def test_a_local_ray_gives_its_processes_the_environment_of_a_worker(ray):
     assert ray.start(CONFIG) is False, "it is there, and its starter ends it"
     ray.disconnect()
     ray.start(parse_config({**demo_config(), "use_gpu": True, "threads_per_worker": 2}))
-    assert ray.starts == [(4, worker_environment("avx2") | NO_GPU), (4, worker_environment("avx2", 2))]
-    assert ray.phases == ["connecting to Ray"] * 2
+    own = widest_shared([own_flags()])
+    assert ray.starts == [(4, worker_environment(own) | NO_GPU), (4, worker_environment(own, 2))]
+    ray.disconnect()
+    ray.start(parse_config({**demo_config(), "cpu_capability": "avx2"}))
+    assert ray.starts[2] == (4, worker_environment("avx2") | NO_GPU)
+    assert ray.phases == ["connecting to Ray"] * 3
 
 
 def test_the_first_execution_ends_the_ray_that_was_started_ahead_and_the_next_starts_its_own(ray):

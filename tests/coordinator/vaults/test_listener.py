@@ -25,7 +25,7 @@ from raycloak.coordinator.vaults.platform_vault import PlatformVault
 from raycloak.coordinator.vaults.run_orchestrator import RunOrchestrator
 from raycloak.coordinator.vaults.vault import Vault
 from raycloak.metrics.errors import ConfigError, ProtocolError, RefusedError, RunFailedError
-from raycloak.workers.gradients.environment import CHOSEN, FIXED
+from raycloak.workers.gradients.environment import CHOSEN, FIXED, worker_environment
 from tests.attestation.serving import eventually
 from tests.coordinator.vaults.listeners import (
     STRANGER,
@@ -353,6 +353,19 @@ def test_a_relay_that_says_nothing_holds_no_vault(tmp_path, monkeypatch, words):
     said(ours, *words)
     hosted.serve_machine(its, "platform", str(file))
     with refusing(ours, ProtocolError, "vault_silent"):
+        pass
+    its.close()
+
+
+def test_a_vault_on_a_cpu_without_the_instructions_of_the_run_is_refused_by_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(hosted, "own_flags", lambda: ["avx2", "fma"])
+    held = worker_environment("avx512")
+    for each in held:
+        monkeypatch.setenv(each, "1")
+    ours, its = map(Channel, socket.socketpair())
+    said(ours, VaultStart(variables={name: held[name] for name in held if name in CHOSEN}))
+    hosted.serve(its, "not:imported")
+    with refusing(ours, ConfigError, "cpu_capability"):
         pass
     its.close()
 
