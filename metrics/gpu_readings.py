@@ -68,7 +68,7 @@ class GpuSampler:
         if not self._ready:
             return ()
         state = confidential_state()
-        count = _supported(pynvml.nvmlDeviceGetCount) or 0
+        count = supported(pynvml.nvmlDeviceGetCount) or 0
         return tuple(self._read(index, state) for index in range(count))
 
     def close(self) -> None:
@@ -78,20 +78,20 @@ class GpuSampler:
             pynvml.nvmlShutdown()
 
     def _read(self, index: int, state: ConfidentialState | None) -> GpuReading:
-        handle = _supported(pynvml.nvmlDeviceGetHandleByIndex, index)
+        handle = supported(pynvml.nvmlDeviceGetHandleByIndex, index)
         if handle is None:
             return GpuReading(self._node, index, confidential_state=state)
-        memory = _supported(pynvml.nvmlDeviceGetMemoryInfo, handle)
-        rates = _supported(pynvml.nvmlDeviceGetUtilizationRates, handle)
-        milliwatts = _supported(pynvml.nvmlDeviceGetPowerUsage, handle)
+        memory = supported(pynvml.nvmlDeviceGetMemoryInfo, handle)
+        rates = supported(pynvml.nvmlDeviceGetUtilizationRates, handle)
+        milliwatts = supported(pynvml.nvmlDeviceGetPowerUsage, handle)
         # Drivers before 560 lack the versioned call; drivers after CUDA 14 lack the other.
-        celsius = _supported(pynvml.nvmlDeviceGetTemperatureV, handle, pynvml.NVML_TEMPERATURE_GPU)
+        celsius = supported(pynvml.nvmlDeviceGetTemperatureV, handle, pynvml.NVML_TEMPERATURE_GPU)
         if celsius is None:
-            celsius = _supported(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU)
+            celsius = supported(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU)
         # The name is that of NVML before 535, whose symbol newer drivers keep.
-        reasons = _supported(pynvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
+        reasons = supported(pynvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
         if reasons is None:
-            reasons = _supported(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
+            reasons = supported(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
         thermal = pynvml.nvmlClocksEventReasonSwThermalSlowdown | pynvml.nvmlClocksEventReasonHwThermalSlowdown
         return GpuReading(
             node=self._node,
@@ -108,7 +108,7 @@ class GpuSampler:
         )
 
 
-def _supported(query: Callable[..., Any], *arguments: Any) -> Any:
+def supported(query: Callable[..., Any], *arguments: Any) -> Any:
     """Return the query's answer, or None if NVML refuses it (not supported, lost GPU, not in this driver)."""
     try:
         return query(*arguments)
@@ -118,7 +118,7 @@ def _supported(query: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _ecc_errors(handle: Any, kind: int) -> int | None:
-    errors = _supported(pynvml.nvmlDeviceGetTotalEccErrors, handle, kind, pynvml.NVML_AGGREGATE_ECC)
+    errors = supported(pynvml.nvmlDeviceGetTotalEccErrors, handle, kind, pynvml.NVML_AGGREGATE_ECC)
     return None if errors is None else int(errors)
 
 
@@ -127,8 +127,8 @@ def confidential_state(nvml: Any = pynvml) -> ConfidentialState | None:
     # Drivers that lack the settings may have the older state, which knows no protected PCIe.
     settings = pynvml.c_nvmlSystemConfComputeSettings_v1_t()
     # The binding hands its argument to the C function as it is and returns the raw status.
-    if _supported(nvml.nvmlSystemGetConfComputeSettings, ctypes.byref(settings)) != pynvml.NVML_SUCCESS:
-        settings = _supported(nvml.nvmlSystemGetConfComputeState)
+    if supported(nvml.nvmlSystemGetConfComputeSettings, ctypes.byref(settings)) != pynvml.NVML_SUCCESS:
+        settings = supported(nvml.nvmlSystemGetConfComputeState)
     if settings is None:
         return None
     enabled = settings.ccFeature == pynvml.NVML_CC_SYSTEM_FEATURE_ENABLED

@@ -322,9 +322,10 @@ def doctor(
     """Check that this machine can run raycloak. Exit code 4 if a check fails."""
     from raycloak.coordinator.cli.doctor import examine
     from raycloak.coordinator.cli.doctor_boundary import examine_boundary
+    from raycloak.coordinator.cli.doctor_gpu import examine_gpus
 
     checks, styles = (
-        examine() if boundary is None else examine_boundary(boundary),
+        [*examine(), *examine_gpus()] if boundary is None else examine_boundary(boundary),
         {"ok": "green", "warn": "yellow", "fail": "bold red"},
     )
     failed = any(check.status == "fail" for check in checks)

@@ -10,7 +10,6 @@ import socket
 import stat
 import sys
 from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -24,7 +23,6 @@ from raycloak.coordinator.ledger.location import check_file_system, file_system,
 from raycloak.coordinator.ledger.store import LedgerStore
 from raycloak.coordinator.planning.key_files import WHERE, keys_below
 from raycloak.metrics.errors import ConfigError, RaycloakError
-from raycloak.metrics.gpu_readings import GpuSampler
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -64,7 +62,6 @@ def examine() -> list[Finding]:
         check_shared_memory(Path("/dev/shm")),
         check_service_memory(Path("/")),
         *map(check_port, PORTS),
-        check_gpu(),
         check_tee(Path("/")),
     ]
 
@@ -225,16 +222,6 @@ def check_port(port: int) -> Finding:
             finding = f"not free for {PORTS.get(port, 'a server')}: {error.strerror}"
             return Finding(f"port {port}", "warn", finding, "Nothing to do if that server already runs here.")
     return Finding(f"port {port}", "ok", "free")
-
-
-def check_gpu() -> Finding:
-    """Report what NVML sees. A machine without it runs on the CPU."""
-    with closing(GpuSampler("localhost")) as sampler:
-        if (reason := sampler.unavailable_reason()) is not None:
-            return Finding("gpu", "ok", f"none: runs use the CPU ({reason})")
-        readings = sampler.sample()
-    states = sorted({str(reading.confidential_state or "unknown") for reading in readings})
-    return Finding("gpu", "ok", f"{len(readings)} GPUs, confidential computing: {', '.join(states) or 'none'}")
 
 
 def check_tee(root: Path) -> Finding:
