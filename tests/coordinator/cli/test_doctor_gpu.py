@@ -1,5 +1,6 @@
 """The doctor sees what keeps a worker from its GPU; it is given what NVML and torch would say."""
 
+import os
 from types import SimpleNamespace
 
 import pynvml
@@ -112,11 +113,9 @@ def test_torch_is_asked_in_the_environment_of_a_worker(monkeypatch):
     for name in FIXED:
         monkeypatch.setenv(name, "1")
     view = read_torch()
-    import os
-
     assert {name: os.environ[name] for name in FIXED} == FIXED
     assert view.version
 
 
 def test_this_machine_is_examined():
-    assert [check.name for check in examine_gpus()][0] == "gpu"
+    assert examine_gpus()[0].name == "gpu"
