@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from raycloak.coordinator.vaults.worker_vault import WorkerVault
 from raycloak.metrics.errors import ConfigError, ProtocolError, RaycloakError, RunFailedError
-from raycloak.workers.answer_codes import answer_code, guarded
+from raycloak.workers.answer_codes import answer_code, gpu_failed, guarded
 
 PRIVATE = "patient 4711"
 
@@ -40,6 +41,20 @@ def failure(error: BaseException) -> RaycloakError:
     with pytest.raises(RaycloakError) as caught:
         work(error)
     return caught.value
+
+
+def test_guarantee_a_vault_whose_gpu_failed_ends_after_its_answer():
+    vault = WorkerVault.__new__(WorkerVault)
+    try:
+        for error, is_over in (
+            (torch.OutOfMemoryError("CUDA out of memory"), False),
+            (RuntimeError("CUDA error"), False),
+            (torch.AcceleratorError(f"CUDA error: device-side assert, block {PRIVATE}"), True),
+        ):
+            assert PRIVATE not in str(failure(error))
+            assert vault.is_over() is is_over
+    finally:
+        gpu_failed.clear()
 
 
 @pytest.mark.parametrize(

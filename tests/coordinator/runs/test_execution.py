@@ -51,6 +51,25 @@ def launched_under(code: tuple[bytes, ...] | None) -> Any:
     )
 
 
+@pytest.mark.parametrize(("gpus", "device", "share"), [(0.0, "cpu", 1.0), (0.5, "cuda", 0.5), (2.0, "cuda", 2.0)])
+def test_workers_compute_on_what_their_places_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: float, device: str, share: float
+):
+    config = parse_config({**GOOD, "dataset": {"kind": "digits"}, "model": "m:f", "use_gpu": "if_there"})
+    monkeypatch.setattr(execution, "start_ray", lambda *_: False)
+    monkeypatch.setattr(execution, "require_no_secret_in_job", lambda: None)
+    monkeypatch.setattr(execution, "job_folder", lambda: None)
+    monkeypatch.setattr(execution, "Placement", lambda *_: SimpleNamespace(num_gpus=gpus))
+    monkeypatch.setattr(execution, "launch", lambda *_: None)
+    run = Execution(config, ModelSource.of("m:f"), str(tmp_path), notice=print)
+    with ExitStack() as stack:
+        run._launch(stack, None, None)
+        folder = RunFolder.create(config, "ab12", str(tmp_path), None)
+        setup = run._setup(stack, folder, NewRun(), SimpleNamespace(code=None))  # type: ignore[arg-type]
+    assert (setup.device, setup.gpus) == (device, share)
+    assert bool(run.warnings) is (device == "cpu"), "the verdict says that there was none"
+
+
 @pytest.mark.parametrize("public", [False, True])
 def test_guarantee_an_execution_names_the_account_of_its_data(
     public: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -196,4 +215,4 @@ def test_a_run_without_the_boundary_that_its_policy_demands_starts_nothing(tmp_p
     (tmp_path / "policy.yaml").write_text(yaml.safe_dump(policy.model_dump(mode="json")))
     config = parse_config({**demo_config(), "policy": "policy.yaml"})
     with ExitStack() as stack, pytest.raises(ConfigError, match=r"boundary_required: .*docs/boundary\.md"):
-        launch(stack, config, tmp_path, None, None)
+        launch(stack, config, tmp_path, None, None, None)
