@@ -20,7 +20,7 @@ from torch.nn import functional
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.inputs.datasets import DatasetForm
 from raycloak.workers.models.losses import cross_entropy
-from raycloak.workers.models.models import LossFn
+from raycloak.workers.models.models import LossFn, ModelSource
 
 Features = NDArray[np.float32] | NDArray[np.int64]
 SEED: Final = 0
@@ -53,6 +53,12 @@ class BenchCase:
         """Return features [m, ...] and labels [m] or [m, T - 1] of each micro-batch."""
         draw = np.random.default_rng(SEED)
         return [_KINDS[self.name].batch(draw, self.rows) for _ in range(self.micro_batches)]
+
+    @property
+    def source(self) -> ModelSource:
+        """The model by its name, for a process of its own; of one that is a function with a name."""
+        build = _KINDS[self.name].build
+        return ModelSource.of(f"{build.__module__}:{build.__qualname__}")
 
     @property
     def loss_fn(self) -> LossFn:
@@ -106,6 +112,11 @@ class _Kind:
             return draw.random((rows, *self.shape), np.float32), draw.integers(self.classes, size=rows)
         ids = draw.integers(self.vocabulary, size=(rows, *self.shape))
         return ids, ids[:, 1:] if self.loss_fn is next_token else draw.integers(self.classes, size=rows)
+
+
+def _digits() -> nn.Module:
+    """Build the model of examples/digits.yaml."""
+    return nn.Sequential(nn.LayerNorm(64, elementwise_affine=False), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
 
 
 def _cnn() -> nn.Module:
@@ -256,6 +267,7 @@ def _package(name: str) -> Any:
 
 _KINDS: Final[Mapping[str, _Kind]] = MappingProxyType(
     {
+        "digits": _Kind(_digits, (64,)),
         "cnn": _Kind(_cnn, (1, 28, 28)),
         "mlp": _Kind(_mlp, (784,)),
         "bert": _Kind(_bert, (64,), 2, 30_522),

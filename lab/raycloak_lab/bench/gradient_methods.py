@@ -81,7 +81,9 @@ class Ours:
         rows = np.ones(work.case.rows, np.bool_)
         self._batches = [(features, labels, rows) for features, labels in work.batches]
         self._parameters = work.parameters
-        self._engine = GradientEngine(work.module, work.case.loss_fn, _mechanism(work), work.device)
+        self._engine = GradientEngine(
+            work.module, work.case.loss_fn, bench_mechanism(work.case, len(work.parameters)), work.device
+        )
 
     def run(self) -> None:
         """Compute the clipped sum."""
@@ -242,9 +244,9 @@ def _flat(tensors: Any) -> NDArray[np.float64]:
     return np.concatenate([tensor.detach().double().cpu().numpy().reshape(-1) for tensor in tensors])
 
 
-def _mechanism(work: BenchWorkload) -> Mechanism:
-    """Return a mechanism of the workload's shape; its accounting has no say in a clipped sum."""
-    examples = work.case.rows * work.case.micro_batches
+def bench_mechanism(case: BenchCase, dimension: int) -> Mechanism:
+    """Return a mechanism of the case's shape; its accounting has no say in a clipped sum."""
+    examples = case.rows * case.micro_batches
     return Mechanism(
         private=True,
         num_examples=examples,
@@ -255,12 +257,12 @@ def _mechanism(work: BenchWorkload) -> Mechanism:
         noise_multiplier=1.0,
         honest_share=1.0,
         expected_batch_size=float(examples),
-        dimension=len(work.parameters),
+        dimension=dimension,
         ring_bits=32,
         gamma_log2=-20,
         clamp=100.0,
         sigma=2.0**21,
-        micro_batch_size=work.case.rows,
-        micro_batches=work.case.micro_batches,
+        micro_batch_size=case.rows,
+        micro_batches=case.micro_batches,
         overflow_probability=0.0,
     )

@@ -79,7 +79,7 @@ def start_command(
 @command(bench, "gradient")
 def gradient_command(
     output: Output,
-    model: Annotated[str, typer.Argument(help="cnn, mlp, bert, bert-lora, gpt2, gpt2-lora or llama-lora.")],
+    model: Annotated[str, typer.Argument(help="digits, cnn, mlp, bert, bert-lora, gpt2, gpt2-lora or llama-lora.")],
     against: Annotated[
         str, typer.Option(metavar="PEERS", help="Any of opacus, ghost and plain, separated by commas.")
     ] = "opacus,ghost,plain",
@@ -121,6 +121,31 @@ def _gradient_table(result: "GradientBench") -> Table:
 
 def _range_text(spread: "RoundSpread | None") -> str:
     return "" if spread is None else f"{spread.median:.3g} ({spread.low:.3g} to {spread.high:.3g})"
+
+
+@command(bench, "sandbox")
+def sandbox_command(
+    output: Output,
+    rounds: Annotated[int, typer.Option(help="Rounds, in each of which both ways have one turn.")] = 21,
+) -> None:
+    """Time a worker's step with the model behind walls, in a process without keys, network and writable files."""
+    from raycloak_lab.bench.sandbox import bench_sandbox
+
+    result = bench_sandbox(rounds)
+    rows = [
+        (
+            each.model,
+            f"{each.parameters:,}",
+            f"{each.micro_batches} x {each.rows}",
+            value_text(each.processor_ms),
+            value_text(each.sandboxed_processor_ms),
+            _range_text(each.processor_ratio),
+            _range_text(each.wall_ratio),
+        )
+        for each in result.models
+    ]
+    headers = ("model", "parameters", "rows", "processor ms", "behind walls", "ratio", "ratio of wall time")
+    output.result(asdict(result), columns_table(f"bench sandbox, {rounds} rounds", headers, rows))
 
 
 @command(bench, "chaos")
