@@ -60,10 +60,10 @@ _ALLOWED: Final = {
     "dup": 32, "nanosleep": 35, "getpid": 39, "recvfrom": 45, "sendmsg": 46, "recvmsg": 47, "exit": 60, "uname": 63,
     "ftruncate": 77, "getcwd": 79, "readlink": 89, "gettimeofday": 96, "getrusage": 98, "sysinfo": 99, "getuid": 102,
     "getgid": 104, "geteuid": 107, "getegid": 108, "getppid": 110, "sigaltstack": 131, "fstatfs": 138, "gettid": 186,
-    "time": 201, "futex": 202, "sched_getaffinity": 204, "getdents64": 217, "restart_syscall": 219, "clock_gettime": 228,
-    "clock_getres": 229, "clock_nanosleep": 230, "exit_group": 231, "newfstatat": 262, "readlinkat": 267,
-    "faccessat": 269, "ppoll": 271, "set_robust_list": 273, "getcpu": 309, "getrandom": 318, "memfd_create": 319,
-    "membarrier": 324, "statx": 332, "rseq": 334, "faccessat2": 439,
+    "time": 201, "futex": 202, "sched_getaffinity": 204, "getdents64": 217, "restart_syscall": 219,
+    "clock_gettime": 228, "clock_getres": 229, "clock_nanosleep": 230, "exit_group": 231, "newfstatat": 262,
+    "readlinkat": 267, "faccessat": 269, "ppoll": 271, "set_robust_list": 273, "getcpu": 309, "getrandom": 318,
+    "memfd_create": 319, "membarrier": 324, "statx": 332, "rseq": 334, "faccessat2": 439,
 }  # fmt: skip
 _FCNTL, _OPENAT, _CLONE, _CLONE3, _PRLIMIT = 72, 257, 56, 435, 302
 # Copies, flags and seals of a descriptor. Not its owner: F_SETOWN would send signals to other processes.
