@@ -29,8 +29,8 @@ from raycloak.metrics.errors import ConfigError
 _SET_PDEATHSIG: Final = 1
 _SET_NO_NEW_PRIVS: Final = 38
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
-_LANDLOCK_VERSION: Final = 1
-_LEAST_ABI: Final = 3
+_ASKS_VERSION: Final = 1
+LEAST_LANDLOCK: Final = 3
 """Landlock's interface of Linux 6.2, the first that also refuses to truncate a file."""
 _READ_FILE, _READ_FOLDER = 1 << 2, 1 << 3
 _ALL_RIGHTS: Final = (1 << 15) - 1
@@ -102,6 +102,11 @@ def raise_walls(*readable: Path) -> None:
     _told(_call(libc, _SECCOMP, _SET_FILTER, 0, steps), "seccomp filters")
 
 
+def landlock_version() -> int:
+    """Return the version of the kernel's Landlock interface; negative if it has none."""
+    return _call(ctypes.CDLL(None), _LANDLOCK_CREATE, None, 0, _ASKS_VERSION)
+
+
 def _installed() -> list[Path]:
     """Return the folders of Python, its packages, this product's code and the system's libraries."""
     packages = (raycloak.attestation, raycloak.coordinator, raycloak.metrics, raycloak.workers, raycloak_lab)
@@ -112,8 +117,8 @@ def _installed() -> list[Path]:
 
 
 def _close_files(libc: Any, readable: Iterable[Path]) -> None:
-    if _call(libc, _LANDLOCK_CREATE, None, 0, _LANDLOCK_VERSION) < _LEAST_ABI:
-        raise _missing(f"the kernel has no Landlock of version {_LEAST_ABI}")
+    if landlock_version() < LEAST_LANDLOCK:
+        raise _missing(f"the kernel has no Landlock of version {LEAST_LANDLOCK}")
     rules = _told(_call(libc, _LANDLOCK_CREATE, struct.pack("Q", _ALL_RIGHTS), 8, 0), "Landlock")
     try:
         for each in dict.fromkeys(readable):

@@ -1,5 +1,6 @@
 """User code behind walls: what it cannot reach, that its vectors keep their bytes, and what it can still do."""
 
+import dataclasses
 import json
 import os
 import secrets
@@ -20,12 +21,18 @@ from raycloak.workers.inputs.datasets import ArrayDataset, dataset_form
 from raycloak.workers.models.models import ModelSource, build_model, read_flat
 from raycloak.workers.terms.loss import LossSpec
 from raycloak.workers.virtual_worker import VirtualWorkerComputer
-from raycloak_lab.bench import sandbox_walls
+from raycloak_lab.bench import sandbox, sandbox_walls
+from raycloak_lab.bench.gradient import RoundSpread
 from raycloak_lab.bench.gradient_cases import BenchCase
 from raycloak_lab.bench.gradient_methods import bench_mechanism
-from raycloak_lab.bench.sandbox import bench_sandbox
+from raycloak_lab.bench.sandbox import SandboxBench, SandboxFigures, bench_sandbox
 from raycloak_lab.bench.sandbox_engine import SandboxedEngine, UserCode
+from raycloak_lab.cli import app
 
+pytestmark = pytest.mark.skipif(
+    os.uname().machine != "x86_64" or sandbox_walls.landlock_version() < sandbox_walls.LEAST_LANDLOCK,
+    reason="the kernel has no Landlock, or the processor another one's calls",
+)
 HOSTILE = """
 import ctypes, errno, fcntl, gc, json, os, socket, stat, struct, sys, threading
 
@@ -312,6 +319,27 @@ def test_the_bench_measures_both_ways_and_compares_their_bytes():
         assert each > 0
     for ratio in (figures.wall_ratio, figures.processor_ratio):
         assert 0 < ratio.low <= ratio.median <= ratio.high
+
+
+def test_the_command_prints_one_object_with_every_figure(monkeypatch, capfd):
+    monkeypatch.setattr(app, "leave_stdout", lambda: None)
+    spread = RoundSpread(1.2, 1.1, 1.3)
+    figures = SandboxFigures("digits", 4810, 8, 2, 3.0, 5.0, 6.0, 4.0, 4.8, spread, spread)
+    given = []
+    monkeypatch.setattr(sandbox, "bench_sandbox", lambda n: given.append(n) or SandboxBench(n, "6", "2", (figures,)))
+    for arguments in (["--json"], []):
+        with pytest.raises(SystemExit) as ending:
+            app.main(["bench", "sandbox", "--rounds", "4", *arguments])
+        assert ending.value.code == 0
+        shown = capfd.readouterr().out
+        if arguments:
+            assert json.loads(shown) == json.loads(
+                json.dumps(dataclasses.asdict(SandboxBench(4, "6", "2", (figures,))))
+            )
+        else:
+            assert "digits" in shown
+            assert "1.2 (1.1 to 1.3)" in shown
+    assert given == [4, 4]
 
 
 def test_a_bench_without_a_round_is_refused():
