@@ -29,7 +29,7 @@ from raycloak.workers.virtual_worker import EncodedVector, VirtualWorkerComputer
 from raycloak_lab.bench.gradient import RoundSpread
 from raycloak_lab.bench.gradient_cases import SEED, BenchCase
 from raycloak_lab.bench.gradient_methods import bench_mechanism
-from raycloak_lab.bench.sandbox_engine import SandboxedEngine, UserCode
+from raycloak_lab.bench.sandbox_engine import SandboxedCode, SandboxedEngine
 
 CASES: Final = (
     # A virtual worker's rows in examples/digits.yaml, examples/mnist/cnn.yaml and examples/sst2/eps8.yaml, whose model
@@ -107,7 +107,7 @@ def _figures(case: BenchCase, rounds: int) -> SandboxFigures:
     dataset = ArrayDataset(np.concatenate(features), np.concatenate(labels))
     with tempfile.TemporaryDirectory(prefix="raycloak-bench-") as base:
         # The model is code of an installed package: this folder is as empty as a run's own could be.
-        code = UserCode(
+        code = SandboxedCode(
             model=case.source, loss=LossSpec.of("cross_entropy"), base=Path(base), seed=SEED, mechanism=mechanism
         )
 

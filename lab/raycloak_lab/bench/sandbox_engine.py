@@ -8,7 +8,7 @@ Guarantee: the child gets parameters and rows and nothing else; what user code d
 `raycloak_lab.bench.sandbox_walls.raise_walls`. The vectors have the bytes that they have without walls.
 
 It guards no bound: the child clips, so user code that overwrites the engine can answer any sum. The parent sees no
-gradient of a row, and could not tell. Rows are read on the parent's side: code that reads data is outside of the walls.
+gradient of a row, and could not tell. SandboxedRows are read on the parent's side: code that reads data is outside of the walls.
 """
 
 from collections.abc import Iterable, Iterator
@@ -39,14 +39,14 @@ _SUM_S: Final = 600.0
 """Bounds a sum of the largest model that the bench has, on a busy machine."""
 
 
-class UserCode(Message):
+class SandboxedCode(Message):
     """All that the child builds its engine of.
 
     Attributes:
         base: folder of the user's code; the child may read it.
     """
 
-    DOMAIN: ClassVar[str] = "raycloak/bench/user-code/v1"
+    DOMAIN: ClassVar[str] = "raycloak/bench/sandboxed-code/v1"
     model: ModelSource
     loss: LossSpec
     base: Path
@@ -71,12 +71,12 @@ class Built(Message):
 
 
 class Sum(Message):
-    """A request for the clipped sum at the parameters beside it; as many `Rows` follow as there are micro-batches."""
+    """A request for the clipped sum at the parameters beside it; as many `SandboxedRows` follow as there are micro-batches."""
 
     DOMAIN: ClassVar[str] = "raycloak/bench/sum/v1"
 
 
-class Rows(Message):
+class SandboxedRows(Message):
     """One micro-batch beside it: features, labels, valid."""
 
     DOMAIN: ClassVar[str] = "raycloak/bench/rows/v1"
@@ -96,7 +96,7 @@ class SandboxedEngine:
         RaycloakError: as user code is refused without walls.
     """
 
-    def __init__(self, code: UserCode) -> None:
+    def __init__(self, code: SandboxedCode) -> None:
         require_bound(code.mechanism.private, "no sum over public examples leaves the child")
         self._mechanism = code.mechanism
         self.counted: PublicSums | None = None
@@ -129,7 +129,7 @@ class SandboxedEngine:
         try:
             self._child.send(Sum(), [parameters], by=by)
             for batch in batches:
-                self._child.send(Rows(), batch, by=by)
+                self._child.send(SandboxedRows(), batch, by=by)
             found = self._child.receive_frame(Total, by=by).arrays
             # Copied: it is encoded in place, and each page of a mapping that is written costs more than its copy.
             total = np.array(found[0]) if len(found) == 1 else np.empty(0)
@@ -145,7 +145,7 @@ class SandboxedEngine:
 
 def compute(parent: Channel) -> None:
     """Be the child: raise the walls, build the engine of the user's code, and answer sums until the parent ends."""
-    code = parent.receive(UserCode)
+    code = parent.receive(SandboxedCode)
     if code is None:
         return
     raise_walls(code.base.resolve())
@@ -158,7 +158,7 @@ def compute(parent: Channel) -> None:
 
 def _received(parent: Channel, count: int) -> Iterator[MicroBatch]:
     for _ in range(count):
-        if (frame := parent.receive_frame(Rows)) is None:
+        if (frame := parent.receive_frame(SandboxedRows)) is None:
             raise ProtocolError("malformed", "fewer micro-batches than the mechanism has")
         features, labels, valid = frame.arrays
         yield features, labels, valid

@@ -21,7 +21,6 @@ import raycloak.attestation
 import raycloak.coordinator
 import raycloak.metrics
 import raycloak.workers
-import raycloak_lab
 from raycloak.attestation.core.private_memory import keep_memory_private
 from raycloak.metrics.errors import ConfigError
 
@@ -109,10 +108,10 @@ def landlock_version() -> int:
 
 def _installed() -> list[Path]:
     """Return the folders of Python, its packages, this product's code and the system's libraries."""
-    packages = (raycloak.attestation, raycloak.coordinator, raycloak.metrics, raycloak.workers, raycloak_lab)
-    found = [*sysconfig.get_paths().values(), sys.base_prefix, *(str(each.__path__[0]) for each in packages)]
-    own = [Path(each).resolve() for each in found]
+    packages = (raycloak.attestation, raycloak.coordinator, raycloak.metrics, raycloak.workers)
+    found = [*sysconfig.get_paths().values(), sys.base_prefix, *(each.__path__[0] for each in packages)]
     # A checkout holds its packages as links, beside much that is no code.
+    own = [Path(__file__).parents[1], *(Path(each).resolve() for each in found)]
     return [each for each in [*own, *_SYSTEM] if each.exists()]
 
 

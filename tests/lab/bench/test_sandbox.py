@@ -26,7 +26,7 @@ from raycloak_lab.bench.gradient import RoundSpread
 from raycloak_lab.bench.gradient_cases import BenchCase
 from raycloak_lab.bench.gradient_methods import bench_mechanism
 from raycloak_lab.bench.sandbox import SandboxBench, SandboxFigures, bench_sandbox
-from raycloak_lab.bench.sandbox_engine import SandboxedEngine, UserCode
+from raycloak_lab.bench.sandbox_engine import SandboxedCode, SandboxedEngine
 from raycloak_lab.cli import app
 
 pytestmark = pytest.mark.skipif(
@@ -176,10 +176,10 @@ def model():
 """
 
 
-def code_of(folder: Path, text: str, dimension: int = 10) -> UserCode:
+def code_of(folder: Path, text: str, dimension: int = 10) -> SandboxedCode:
     """Return user code of one file, which a run would name as ``own:model``."""
     (folder / "own.py").write_text(text)
-    return UserCode(
+    return SandboxedCode(
         model=ModelSource.of("own:model"),
         loss=LossSpec.of("cross_entropy"),
         base=folder,
