@@ -8,7 +8,7 @@ Guarantee: the child gets parameters and rows and nothing else; what user code d
 `raycloak_lab.bench.sandbox_walls.raise_walls`. The vectors have the bytes that they have without walls.
 
 It guards no bound: the child clips, so user code that overwrites the engine can answer any sum. The parent sees no
-gradient of a row, and could not tell. SandboxedRows are read on the parent's side: code that reads data is outside of the walls.
+gradient of a row, and could not tell. Rows are read on the parent's side: code that reads data is outside of the walls.
 """
 
 from collections.abc import Iterable, Iterator
@@ -71,7 +71,7 @@ class Built(Message):
 
 
 class Sum(Message):
-    """A request for the clipped sum at the parameters beside it; as many `SandboxedRows` follow as there are micro-batches."""
+    """A request for the clipped sum at the parameters beside it; `SandboxedRows` follow for each micro-batch."""
 
     DOMAIN: ClassVar[str] = "raycloak/bench/sum/v1"
 
