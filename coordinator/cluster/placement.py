@@ -201,23 +201,29 @@ class Placement:
         """Return the ids of draining nodes."""
         return self._draining.nodes()
 
-    def take(self, member_id: str) -> PlacementGroupSchedulingStrategy:
-        """Take a place for a new worker: a bundle of the shared group, or a group of its own.
-
-        Only the first call waits, for the shared group.
+    def reserve(self) -> PlacementGroup:
+        """Wait until the initial workers have their places, on nodes that a cluster may have to start for them.
 
         Raises:
             ConfigError: ``unplaceable``, with the request, the cluster's resources and the bundle that does not fit.
         """
         if self._shared is None:
             self._shared = self._reserve_shared()
-        seat = self._free_seat(self._shared)
+        return self._shared
+
+    def take(self, member_id: str) -> PlacementGroupSchedulingStrategy:
+        """Take a place for a new worker: a bundle of the shared group, or a group of its own.
+
+        Only the first call may wait; errors as :meth:`reserve`.
+        """
+        shared = self.reserve()
+        seat = self._free_seat(shared)
         if seat is None:
             own = self._own[member_id] = self._group(1, "PACK")
             self._pending[member_id] = self._reserved_at + self._config.deadline_s
             return PlacementGroupSchedulingStrategy(own, placement_group_bundle_index=0)
         self._seats[member_id] = seat
-        return PlacementGroupSchedulingStrategy(self._shared, placement_group_bundle_index=self._first_bundle + seat)
+        return PlacementGroupSchedulingStrategy(shared, placement_group_bundle_index=self._first_bundle + seat)
 
     def release(self, member_id: str) -> None:
         """Give back the place of a stopped worker. Another worker may take its bundle."""

@@ -122,10 +122,12 @@ def launch(
     control = RayControl(url, folder, ledger.witness, bind, sources.source(), config.boundary)
     # Registered as soon as it runs, so that a later failure ends these processes too.
     stack.callback(control.close)
+    # Its groups, should anything fail before the backend has them.
+    stack.callback(placement.close)
     backend = RayBackend(
         sources,
         placement,
-        cpu_capability=_capability(config, present, recorded),
+        cpu_capability=_capability(config, placement, present, recorded),
         threads=config.threads_per_worker,
         boundary=config.boundary,
     )
@@ -136,11 +138,17 @@ def launch(
     return Launched(control, policy, collateral, sources, backend, crew, samplers, began)
 
 
-def _capability(config: RunConfig, present: Mapping[str, Any], recorded: NumericsClass | None) -> str:
+def _capability(
+    config: RunConfig, placement: Placement, present: Mapping[str, Any], recorded: NumericsClass | None
+) -> str:
     """Return the instruction set that all members keep to.
 
     Guarantee: a run that is resumed or replayed keeps the one that it began with, whatever its nodes have now.
     """
     if config.cpu_capability != "auto":
         return config.cpu_capability
-    return shared_capability(present) if recorded is None else stated_capability(recorded.cpu_capability)
+    if recorded is not None:
+        return stated_capability(recorded.cpu_capability)
+    # A cluster may start nodes for the workers, which count as well.
+    placement.reserve()
+    return shared_capability(present)

@@ -1,5 +1,7 @@
 """What a session on Ray decides before its processes start; sessions themselves are in tests/ray."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from raycloak.coordinator.config.run import parse_config
@@ -17,11 +19,15 @@ def test_guarantee_a_run_that_is_resumed_keeps_the_instruction_set_that_it_began
     recorded = current_numerics("cpu")
     chosen = parse_config(demo_config())
     assert chosen.cpu_capability == "auto"
-    assert ray_session._capability(chosen, {}, None) == "amx"
-    assert ray_session._capability(chosen, {}, recorded) == "avx2"
+    reserved = []
+    places = SimpleNamespace(reserve=lambda: reserved.append(1))
+    assert ray_session._capability(chosen, places, {}, recorded) == "avx2"
+    assert not reserved
+    assert ray_session._capability(chosen, places, {}, None) == "amx"
+    assert reserved, "a cluster may start nodes for the workers, which count as well"
     told = parse_config({**demo_config(), "cpu_capability": "avx512"})
     for numerics in (None, recorded):
-        assert ray_session._capability(told, {}, numerics) == "avx512"
+        assert ray_session._capability(told, places, {}, numerics) == "avx512"
 
 
 @pytest.mark.parametrize("capability", ["auto", "avx512_bf16", "amx"])
