@@ -29,6 +29,9 @@ from raycloak.workers.models.models import LossFn, ModelRuntime, load_flat
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.public_sums import PublicSums
 
+_CPU = torch.device("cpu")
+"""Where measurements are added up: they are small."""
+
 
 class SumEngine(Protocol):
     """Computes one virtual worker's clipped sum."""
@@ -65,10 +68,10 @@ class ClassCountEngine:
         """Return the sum of one-hot labels times ``unit``, float64 [classes]; the parameters do not matter."""
         measurement = self._measurement
         total = _total(measurement)
-        classes = torch.arange(measurement.mechanism.dimension)
+        classes = torch.arange(measurement.mechanism.dimension, device=_CPU)
         for _, labels, valid in batches:
-            hot = (torch.tensor(labels)[:, None] == classes).to(torch.float32) * measurement.unit
-            total.add([DensePart(hot)], torch.tensor(valid))
+            hot = (torch.tensor(labels, device=_CPU)[:, None] == classes).to(torch.float32) * measurement.unit
+            total.add([DensePart(hot)], torch.tensor(valid, device=_CPU))
         return total.total()
 
 
@@ -119,7 +122,7 @@ class PrivateEvaluationEngine:
         with warnings.catch_warnings(action="ignore"), torch.no_grad(), named_operations(self._deterministic):
             for features, labels, valid in batches:
                 on_device = torch.tensor(features, device=self._device), torch.tensor(labels, device=self._device)
-                total.add([DensePart(self._rows(*on_device).cpu())], torch.tensor(valid))
+                total.add([DensePart(self._rows(*on_device).cpu())], torch.tensor(valid, device=_CPU))
                 # Before the next rows meet what these left behind.
                 self._state.check()
         return total.total()
@@ -176,4 +179,4 @@ def check_measurable(measurement: Measurement, form: DatasetForm) -> None:
 
 def _total(measurement: Measurement) -> ClippedSum:
     mechanism = measurement.mechanism
-    return ClippedSum([mechanism.dimension], mechanism.max_grad_norm, torch.device("cpu"))
+    return ClippedSum([mechanism.dimension], mechanism.max_grad_norm, _CPU)

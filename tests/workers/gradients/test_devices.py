@@ -5,19 +5,24 @@ import pytest
 import torch
 from torch import nn
 
+from raycloak.attestation.core.roster import Query
 from raycloak.workers.gradients.clipping import GradientEngine, MicroBatch
 from raycloak.workers.gradients.numerics import pin_numerics
+from raycloak.workers.gradients.sum_engines import ClassCountEngine, PrivateEvaluationEngine
 from raycloak.workers.models.losses import cross_entropy
 from raycloak.workers.models.models import read_flat
+from raycloak.workers.terms.measurement import Measurement
+from tests.protocol import mechanism as protocol_mechanism
 from tests.workers.gradients.model_zoo import ZOO, Case
 from tests.workers.gradients.test_clipping import mechanism
 
 ROWS = 4
+WHOLE_SLICE = 16
 
 
-def batch_of(case: Case) -> MicroBatch:
-    features, labels = case.batch(ROWS)
-    return features.numpy(), labels.numpy(), np.arange(ROWS) < ROWS - 1
+def batch_of(case: Case, rows: int = ROWS) -> MicroBatch:
+    features, labels = case.batch(rows)
+    return features.numpy(), labels.numpy(), np.arange(rows) < rows - 1
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -29,6 +34,26 @@ def test_a_sum_is_the_same_where_a_tensor_without_a_device_has_no_values(name: s
     engine = GradientEngine(case.module, cross_entropy, mechanism(len(parameters), rows=ROWS, batches=1))
     batches = [batch_of(case)]
     usual = engine.clipped_sum(parameters, batches)
+    with torch.device("meta"):
+        assert np.array_equal(engine.clipped_sum(parameters, batches), usual)
+
+
+@pytest.mark.parametrize("query", ["class_counts", "evaluation"])
+def test_so_is_a_measurement(query: Query) -> None:
+    pin_numerics()
+    case = ZOO["mlp"]()
+    sizes = {"sample_rate": 1.0, "max_grad_norm": 1.0, "micro_batch_size": WHOLE_SLICE, "micro_batches": 1}
+    counted = protocol_mechanism(query=query, dimension=3 if query == "class_counts" else 2, **sizes)
+    bound = 0.0 if query == "class_counts" else 10.0
+    measurement = Measurement(mechanism=counted, every=1, loss_bound=bound)
+    engine = (
+        ClassCountEngine(measurement)
+        if query == "class_counts"
+        else PrivateEvaluationEngine(measurement, case.module, cross_entropy)
+    )
+    parameters, batches = read_flat(case.module), [batch_of(case, WHOLE_SLICE)]
+    usual = engine.clipped_sum(parameters, batches)
+    assert usual.any()
     with torch.device("meta"):
         assert np.array_equal(engine.clipped_sum(parameters, batches), usual)
 
