@@ -7,13 +7,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
 import pynvml
 
-from raycloak.coordinator.cli.doctor import Finding
+from raycloak.coordinator.cli.doctor import Finding, installed_version
 from raycloak.metrics.errors import ConfigError
 from raycloak.metrics.gpu_readings import ConfidentialState, GpuSampler, confidential_state, supported
 from raycloak.workers.gradients.environment import FIXED
@@ -118,11 +117,7 @@ def read_torch() -> TorchView:
     # A driver has errors of its own, and this is the place to show them.
     except RuntimeError as error:
         products = f"a product fails: {str(error).partition(chr(10))[0]}"
-    try:
-        triton = metadata.version("triton")
-    except metadata.PackageNotFoundError:
-        triton = None
-    return TorchView(str(torch.__version__), torch.version.cuda, seen, triton, products)
+    return TorchView(str(torch.__version__), torch.version.cuda, seen, installed_version("triton"), products)
 
 
 def check_gpus(found: Boards, environ: Mapping[str, str], ask: Callable[[], TorchView]) -> list[Finding]:
