@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from raycloak.metrics.errors import ModelError
 from raycloak.workers.gradients.numerics import choose_kernels, exact_sums
 from raycloak.workers.gradients.parts import Part
 from raycloak.workers.gradients.row_loss import RowLoss
-from raycloak.workers.gradients.row_places import SilentRows, silences
+from raycloak.workers.gradients.row_places import SilentRows, WeighedRows, silences, weighings
 from raycloak.workers.gradients.settings import held_settings
 from raycloak.workers.gradients.taps import Recording
 from raycloak.workers.models.models import LossFn, content_hash
@@ -22,6 +23,22 @@ _NONDETERMINISTIC = re.compile(
     r"but you set 'torch\.use_deterministic_algorithms\(True\)'\.",
     re.ASCII,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class GradientLook:
+    """The gradients of a batch, and how they came about.
+
+    Attributes:
+        parts: of each trained tensor in canonical order.
+        shared: a digest of each tensor that the forward pass takes as the same for all rows, whatever the examples are,
+            each with the name of a parameter that it meets.
+        moved: name of a parameter where a row's loss gives a gradient to another row's place; None if nowhere.
+    """
+
+    parts: list[Part]
+    shared: tuple[tuple[str, bytes], ...]
+    moved: str | None
 
 
 class GradientParts:
@@ -86,23 +103,45 @@ class GradientParts:
                 recording.backward(losses, silent, places_alone=True)
             return next((silent.first for silent in tried if silent.first is not None), None)
 
-    def shared(self, features: Tensor) -> list[tuple[str, bytes]]:
-        """Return a digest of each tensor that a forward pass takes as the same for all rows, whatever the examples are.
+    def looked_at(self, features: Tensor, labels: Tensor, forward: Callable[[Tensor], Tensor]) -> GradientLook:
+        """Return all that one forward pass and a few backward passes show of how rows stay in their places.
 
-        With each comes the name of a parameter that it meets. Errors as a call.
+        Guarantee: a row's loss that reaches another row's place of a tensor that a trained parameter enters is named.
+
+        Args:
+            forward: runs the module.
+
+        Raises:
+            ModelError: as a call.
         """
-        found: list[tuple[str, bytes]] = []
-        recorded = self._recording(len(features), lambda name, tensor: found.append((name, content_hash(tensor))))
-        with recorded as recording, recording:
-            self._module(features)
-        return found
+        shared: list[tuple[str, bytes]] = []
+        with self._recorded(
+            features, labels, forward, lambda name, tensor: shared.append((name, content_hash(tensor)))
+        ) as (recording, losses):
+            count, device = len(labels), losses.device
+            weighed = [WeighedRows(exponents.to(device)) for exponents in weighings(count)]
+            plain = WeighedRows(torch.zeros(count, dtype=torch.int64, device=device))
+            for each in weighed:
+                recording.backward(losses, each, places_alone=True)
+            recording.backward(losses, plain)
+            with exact_sums():
+                parts = recording.parts()
+        apart = all(each.is_apart_from(plain) for each in weighed)
+        # A narrow type rounds small numbers by their size, so silent rows decide, and they name the parameter.
+        return GradientLook(parts, tuple(shared), None if apart else self.moved_rows(features, labels))
 
     @contextmanager
-    def _recorded(self, features: Tensor, labels: Tensor) -> Iterator[tuple[Recording, Tensor]]:
+    def _recorded(
+        self,
+        features: Tensor,
+        labels: Tensor,
+        forward: Callable[[Tensor], Tensor] | None = None,
+        on_shared: Callable[[str, Tensor], None] | None = None,
+    ) -> Iterator[tuple[Recording, Tensor]]:
         """Lend the record of a forward pass, and the loss of each row [n]."""
-        with self._recording(len(labels)) as recording:
+        with self._recording(len(labels), on_shared) as recording:
             with recording:
-                output = self._module(features)
+                output = (forward or self._module)(features)
             yield recording, self._loss(output, labels)
 
     @contextmanager

@@ -2,20 +2,30 @@
 
 The assumption of the clipping bound is that every tensor keeps the examples in their rows. The checks try it forward
 (another example in the batch moves no output), backward (a row's loss reaches its own place of every tensor alone), and
-by what Python reads of the examples. They run on a copy of the model on the CPU, with slightly moved parameters so that
-a layer initialised to zero hides nothing, and once more with parameters of eight times the size. The start of a run is
-mostly these passes, so each serves several checks. They are evidence, not proof: they miss a layer that misbehaves only
-on certain inputs. No check is needed to keep examples apart in the loss:
-:class:`raycloak.workers.gradients.row_loss.RowLoss` shows it one example at a time.
+by what Python reads of the examples. They run on a copy of the model where the model is, with slightly moved parameters
+so that a layer initialised to zero hides nothing, and once more with parameters of eight times the size. They are
+evidence, not proof: they miss a layer that misbehaves only on certain inputs. No check is needed to keep examples apart
+in the loss: :class:`raycloak.workers.gradients.row_loss.RowLoss` shows it one example at a time.
+
+The start of a run is mostly these passes, so each serves several claims (f forward, b backward):
+
+    evaluation   7 rows, one changed: 2 f. 5 rows: fills 1 f a value, mixed with ordinary rows 1 f a batch, the same
+                 batch twice 2 f, rows alone 2 f, values read 1 f
+    training     the same, and values read in the backward pass 1 b
+                 5 and 7 rows, one changed: outputs, gradients and places 2 f 3 b, the sum 1 f 1 b
+    grown        5 rows: fills 1 f a value; ordinary, mixed and shortened rows: outputs, gradients and places 1 f 2 b
+
+A backward pass of weighed losses and a plain one show all places (:class:`WeighedRows`); the plain one also gives the
+gradients.
 """
 
 import copy
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 import torch
@@ -25,13 +35,15 @@ from raycloak.metrics.errors import ConfigError, ModelError, RaycloakError, is_o
 from raycloak.workers.gradients.gradient_parts import GradientParts, named_operations
 from raycloak.workers.gradients.kept_state import KeptState
 from raycloak.workers.gradients.parts import Part
-from raycloak.workers.gradients.probes import Examples, Pair, Probes, odd_ids
+from raycloak.workers.gradients.probes import Examples, Filling, Probes, odd_ids
 from raycloak.workers.gradients.read_values import ReadValues
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.row_places import moved_rows
 from raycloak.workers.inputs.datasets import DatasetForm
 from raycloak.workers.models.compute_mode import has_autocast, in_full_precision, remove_autocast
+from raycloak.workers.models.losses import BuiltInLoss
 from raycloak.workers.models.models import LossFn, check_layers, compiled_model, content_hash
+from raycloak.workers.models.text_model import TextModel
 from raycloak.workers.terms.mechanism import Mechanism
 
 _BATCH_SIZES = (5, 7)
@@ -39,6 +51,9 @@ _BATCH_SIZES = (5, 7)
 
 _COMPARED = 2**20
 """Elements that are compared at once."""
+
+_TOKENS = 16
+"""Length to which texts are cut for :func:`check_trainable`. What depends on the length shows at the rows of a run."""
 
 _GROWN = 8.0
 """Factor of the trained parameters when the checks are made again: a run may grow them, and with them what is rare."""
@@ -104,7 +119,7 @@ def check_trainable(
     a batch are those of its examples alone; and the per-example gradients add up to the gradient of the summed loss.
     ``module`` itself is not changed.
 
-    Batches are small here; :func:`check_rows` tries the size that a run computes. A model that computes in bfloat16 is
+    Batches are small here, and texts short; :func:`check_rows` tries the size that a run computes. A model that computes in bfloat16 is
     checked twice: in float32, where numbers that differ by more than rounding are told apart, and as it is.
 
     Args:
@@ -119,6 +134,7 @@ def check_trainable(
             ``bf16_unsupported`` if the model fails in bfloat16 alone; the layer is named.
     """
     check_layers(module)
+    form = _shortened(module, form, loss_fn)
     if has_autocast(module):
         with _copy_of(module, form, deterministic) as probe:
             remove_autocast(probe)
@@ -176,10 +192,20 @@ def check_released(
     module.train()
 
 
+def _shortened(module: nn.Module, form: DatasetForm, loss_fn: LossFn) -> DatasetForm:
+    """Return the form of shorter texts, where nothing of the user's own may count on their length."""
+    inner = loss_fn.loss_fn if isinstance(loss_fn, RowLoss) else loss_fn
+    if not isinstance(module, TextModel) or not isinstance(inner, BuiltInLoss):
+        return form
+    shape, labels = form.feature_shape, form.label_shape
+    short = (min(shape[0], _TOKENS),)
+    return form.model_copy(update={"feature_shape": short, "label_shape": short if labels == shape else labels})
+
+
 @contextmanager
 def _copy_of(module: nn.Module, form: DatasetForm, deterministic: bool) -> Iterator[nn.Module]:
     """Lend a copy of ``module`` with moved parameters; the process's random state stays as it is."""
-    probe = copy.deepcopy(module).cpu()
+    probe = copy.deepcopy(module)
     with _undisturbed(form, deterministic):
         with torch.no_grad():
             for tensor in probe.parameters():
@@ -205,28 +231,35 @@ def _undisturbed(form: DatasetForm, deterministic: bool) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Mixed:
-    """A batch of ordinary rows, and others like it.
+class _Seen:
+    """A batch that was looked at.
 
     Attributes:
-        mixes: features [n, ...], and how many of the first rows are others than in the ordinary batch.
+        passed: its forward pass.
+        gradients: by the first row that counts, a digest of those rows' gradients of each trained parameter; empty if
+            there was no backward pass.
+        shared: as of `GradientLook`.
     """
 
-    ordinary: _Pass
-    mixes: tuple[tuple[Tensor, int], ...]
+    passed: _Pass
+    gradients: Mapping[int, Sequence[bytes]] = field(default_factory=dict)
+    shared: tuple[tuple[str, bytes], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Met:
-    """The batches of fills that a model took.
+@dataclass(slots=True)
+class _Fills:
+    """The fills of some ordinary rows that a model takes, by the batches in which they are to meet these.
 
     Attributes:
-        batches: one for each group of values that were tried together; at least one.
-        fills: the values that a whole batch of them may have.
+        groups: examples [1, ...] that fill a batch each, with what the row of that place gives among its equals.
+        values: those of all groups.
+        refused: examples that the model does not take in a batch of their own.
     """
 
-    batches: tuple[_Mixed, ...]
-    fills: tuple[float, ...]
+    ordinary: Tensor
+    groups: list[list[tuple[Tensor, _Pass]]] = field(default_factory=lambda: [[]])
+    values: list[float] = field(default_factory=list)
+    refused: list[Tensor] = field(default_factory=list)
 
 
 class _Checks:
@@ -256,64 +289,52 @@ class _Checks:
 
     def all(self) -> None:
         """Check what :func:`check_trainable` promises."""
-        self._apart_in_both_modes(grown=False)
+        # Private examples are evaluated in evaluation mode, where a module may mix rows that it keeps apart in
+        # training; see `raycloak.workers.gradients.sum_engines.PrivateEvaluationEngine`.
+        for training in (False, True):
+            self._enter_mode(training)
+            self._check_outputs()
         # Another distribution at each size. A fault that hides from one shows in the forward pass, which met all of
         # both.
         for count, index in zip(_BATCH_SIZES, (0, -1), strict=True):
             pair = list(self._probes.draws(count))[index]
-            self._check_places(pair.before)
-            self._check_gradients(pair, slice(1, None))
-            self._check_sum(pair.before)
+            self._check_apart(self._look(pair.before, [1], summed=True), self._look(pair.after, [1]), 1)
         with torch.no_grad():
             for tensor in self._module.parameters():
                 if tensor.requires_grad:
                     tensor.mul_(_GROWN)
-        self._apart_in_both_modes(grown=True)
+        self._enter_mode(training=True)
+        self._check_fills(_BATCH_SIZES[0], gradients=True)
 
     def of_sizes(self, mechanisms: Iterable[Mechanism]) -> None:
         """Check what :func:`check_rows` promises."""
         for mechanism in mechanisms:
             if mechanism.query == "class_counts":
                 continue
-            count = mechanism.micro_batch_size
-            self._enter_mode(mechanism.query == "gradient")
-            met = self._check_fills(count)
-            ordinary = met.batches[-1].ordinary
+            count, gradients = mechanism.micro_batch_size, mechanism.query == "gradient"
+            self._enter_mode(training=gradients)
+            ordinary = self._check_fills(count, gradients=gradients)
             self._check_alone(ordinary.features, ordinary.output)
             if mechanism.query == "evaluation":
                 self._check_draws(count)
-            if mechanism.query == "gradient":
-                # Other rows' gradients show what other rows' outputs would; so these are not compared once more.
-                *_, pair = self._probes.draws(count)
-                self._check_met(met)
-                self._check_gradients(pair, slice(1, None))
-                self._check_sum(pair.before)
 
     def _enter_mode(self, training: bool) -> None:
         self._state = KeptState(self._module.train(training), self._loss.loss_fn, copies=True)
 
-    def _apart_in_both_modes(self, *, grown: bool) -> None:
-        """Check all that holds to the bit; with parameters that did not grow, also what holds up to rounding."""
-        # Private examples are evaluated in evaluation mode, where a module may mix rows that it keeps apart in
-        # training; see `raycloak.workers.gradients.sum_engines.PrivateEvaluationEngine`.
-        for training in (False, True):
-            self._enter_mode(training)
-            for count in _BATCH_SIZES:
-                drawn = self._check_draws(count)
-                if count == _BATCH_SIZES[0]:
-                    features = drawn[0][0].features
-                    if not grown:
-                        self._check_repeats(features)
-                    # Before rows alone: of a batch that is trimmed to its longest text, it names the layer.
-                    met = self._check_fills(count)
-                    for batch, output in () if grown else drawn:
-                        self._check_alone(batch.features, output)
-                    # After what names a layer that mixes rows by such a value.
-                    _check_reads(self._module, features)
-                if training and not grown:
-                    for batch, output in drawn:
-                        self._check_loss(output, batch.labels)
-        self._check_met(met)
+    def _check_outputs(self) -> None:
+        """Check all that outputs and losses show in the mode that the model is in."""
+        few, many = _BATCH_SIZES
+        drawn = self._check_draws(many)
+        features = drawn[0][0].features[:few]
+        self._check_repeats(features)
+        # Before rows alone: of a batch that is trimmed to its longest text, it names the layer.
+        self._check_fills(few)
+        for batch, output in drawn:
+            self._check_alone(batch.features, output)
+        # After what names a layer that mixes rows by such a value.
+        _check_reads(self._module, features)
+        for batch, output in drawn if self._module.training else ():
+            self._check_loss(output, batch.labels)
 
     def _check_draws(self, count: int) -> list[tuple[Examples, Tensor]]:
         """Require that ordinary rows keep their bits when the first one changes; return batches with their output."""
@@ -334,7 +355,7 @@ class _Checks:
             if not _same(*outputs):
                 raise _random_layer(name)
 
-    def _check_fills(self, count: int) -> _Met:
+    def _check_fills(self, count: int, *, gradients: bool = False) -> _Pass:
         """Require that examples that are almost all one value, and ordinary ones, do not move each other.
 
         For each value all rows are filled, then rows of several values stand in one batch with ordinary rows, each
@@ -343,50 +364,57 @@ class _Checks:
         One mixed batch serves for several values. Suppose that what a row gets depends on some statistic of the batch,
         such as its longest text. If that differs between the ordinary batch and a filled one, the mixed batch differs
         from at least one of them, whatever else is in it. Then the ordinary rows or the filled row meet another value.
-        """
-        # At least one row stays ordinary.
-        most = max(1, count - 1)
-        batches, fills = list[_Mixed](), list[float]()
-        for filling in self._probes.fillings(count):
-            ordinary, mixes = self._watched(filling.ordinary), list[tuple[Tensor, int]]()
-            groups: list[list[tuple[Tensor, _Pass]]] = [[]]
-            for fill, example in filling.filled.items():
-                found = self._if_accepted(example.expand_as(filling.ordinary).contiguous())
-                if found is not None:
-                    if len(groups[-1]) == most or not math.isfinite(fill):
-                        groups.append([])
-                    groups[-1].append((example, found.of_row(len(groups[-1]))))
-                    fills.append(fill)
-                    continue
-                # Not in a batch of its own, but perhaps in one with others.
-                alone = self._if_accepted(_with_rows(filling.ordinary, [example]))
-                if alone is not None:
-                    _check_apart(self._module, ordinary, alone, slice(1, None))
-            for group in filter(None, groups):
-                features = _with_rows(filling.ordinary, [example for example, _ in group])
-                mixed = self._watched(features)
-                _check_apart(self._module, ordinary, mixed, slice(len(group), None))
-                for row, (_, found) in enumerate(group):
-                    _check_apart(self._module, found, mixed, slice(row, row + 1))
-                mixes.append((features, len(group)))
-            batches.append(_Mixed(ordinary, tuple(mixes)))
-        return _Met(tuple(batches), tuple(fills))
 
-    def _check_met(self, met: _Met) -> None:
-        """Require that gradients stay apart, and in their places, where ordinary rows meet filled and shorter ones."""
-        # Finite ones alone, and first: what is not finite may hide what it meets.
-        fills = [fill for fill in met.fills if math.isfinite(fill)]
-        varied = self._probes.varied(len(met.batches[0].ordinary.features), fills)
-        self._check_places(varied)
-        self._check_shared(met.batches[0].ordinary.features, varied.features)
-        for mixed in met.batches:
-            ordinary = self._probes.labelled(mixed.ordinary.features)
-            for features, others in mixed.mixes:
-                among = Examples(features, ordinary.labels)
-                # First, because it names what moves rows; gradients that mix in any other way are told apart below.
-                self._check_places(among)
-                if others < len(features):
-                    self._check_gradients(Pair(ordinary, among), slice(others, None))
+        Args:
+            gradients: whether the same is required of gradients, of their places, of those of shortened rows and of
+                ordinary rows that are others, and that the rows add up to the gradient of the sum.
+
+        Returns:
+            The pass of an ordinary batch.
+        """
+        met = [self._filled(filling) for filling in self._probes.fillings(count)]
+        # Finite ones alone: what is not finite may hide what it meets.
+        finite = [fill for each in met for fill in each.values if math.isfinite(fill)]
+        for turn, fills in enumerate(met):
+            examples, groups = self._probes.labelled(fills.ordinary), list(filter(None, fills.groups))
+            if gradients:
+                ordinary = self._look(examples, {1, *map(len, groups)}, summed=turn == 0)
+            else:
+                ordinary = _Seen(self._watched(examples.features))
+            for example in fills.refused:
+                # Not in a batch of its own, but perhaps in one with others.
+                alone = self._if_accepted(_with_rows(fills.ordinary, [example]))
+                if alone is not None:
+                    _check_apart(self._module, ordinary.passed, alone, slice(1, None))
+            if gradients and turn == 0:
+                _check_shared(ordinary, self._look(self._probes.varied(count, finite)))
+                self._check_apart(ordinary, self._look(self._probes.pair(examples).after, [1]), 1)
+            for group in groups:
+                features, labels = (
+                    _with_rows(fills.ordinary, [example for example, _ in group]),
+                    examples.labels.clone(),
+                )
+                labels[: len(group)] = 1 - labels[: len(group)]
+                among = Examples(features, labels)
+                mixed = self._look(among, [len(group)]) if gradients else _Seen(self._watched(features))
+                self._check_apart(ordinary, mixed, len(group))
+                for row, (_, found) in enumerate(group):
+                    _check_apart(self._module, found, mixed.passed, slice(row, row + 1))
+        return ordinary.passed
+
+    def _filled(self, filling: Filling) -> _Fills:
+        """Return the examples of ``filling`` that the model takes, at least one row of each batch kept ordinary."""
+        fills, most = _Fills(filling.ordinary), max(1, len(filling.ordinary) - 1)
+        for fill, example in filling.filled.items():
+            found = self._if_accepted(example.expand_as(filling.ordinary).contiguous())
+            if found is None:
+                fills.refused.append(example)
+                continue
+            if len(fills.groups[-1]) == most or not math.isfinite(fill):
+                fills.groups.append([])
+            fills.groups[-1].append((example, found.of_row(len(fills.groups[-1]))))
+            fills.values.append(fill)
+        return fills
 
     def _if_accepted(self, features: Tensor) -> _Pass | None:
         """Return the pass; None if the model fails on these values, which are then in no batch that it computes."""
@@ -445,22 +473,45 @@ class _Checks:
                 raise _mixing_loss()
             self._state.check()
 
-    def _check_gradients(self, pair: Pair, rows: slice) -> None:
-        """Require that the gradients of ``rows``, which are equal in both batches, have the same bits in both."""
-        named = self._module.named_parameters()
-        trained = {name: tensor.numel() for name, tensor in named if tensor.requires_grad}
-        found = [
-            # One batch's at a time: the gradients of a large model may all be alive at once.
-            [_digest_of(part, rows, size) for part, size in zip(self._gradients(*batch), trained.values(), strict=True)]
-            for batch in ((each.features, each.labels) for each in (pair.before, pair.after))
-        ]
-        for name, before, after in zip(trained, *found, strict=True):
+    def _look(self, examples: Examples, firsts: Iterable[int] = (), *, summed: bool = False) -> _Seen:
+        """Run both passes, and require that a row's loss reaches its own place alone of every tensor that a trained
+        parameter enters, and that nothing was kept.
+
+        Args:
+            firsts: the first rows that gradients are compared from.
+            summed: whether the rows' gradients must add up to autograd's gradient of the summed loss.
+        """
+        passes: list[_Pass] = []
+
+        def forward(features: Tensor) -> Tensor:
+            passes.append(_forward(self._module, features, graph=True))
+            return passes[0].output
+
+        look = self._gradients.looked_at(examples.features, examples.labels, forward)
+        self._state.check()
+        if look.moved is not None:
+            raise moved_rows(f"the loss of one example reaches another's row where parameter '{look.moved}' is used")
+        if summed:
+            self._check_sum(examples, look.parts)
+        sizes = [tensor.numel() for tensor in self._module.parameters() if tensor.requires_grad]
+        # Digests: the gradients of a large model may all be alive at once.
+        gradients = {
+            first: [_digest_of(*each, first) for each in zip(look.parts, sizes, strict=True)] for first in firsts
+        }
+        return _Seen(replace(passes[0], output=passes[0].output.detach()), gradients, look.shared)
+
+    def _check_apart(self, left: _Seen, right: _Seen, first: int) -> None:
+        """Require of the rows from ``first`` on, which are equal in both batches, equal outputs and gradients."""
+        _check_apart(self._module, left.passed, right.passed, slice(first, None))
+        names = [name for name, tensor in self._module.named_parameters() if tensor.requires_grad]
+        pairs = (each.gradients[first] if each.gradients else [b""] * len(names) for each in (left, right))
+        for name, before, after in zip(names, *pairs, strict=True):
             if before != after:
                 raise ModelError("mixing_layer", f"one example changes another's gradient of parameter '{name}'.", _FIX)
 
-    def _check_sum(self, examples: Examples) -> None:
+    def _check_sum(self, examples: Examples, parts: Sequence[Part]) -> None:
         """Require that the rows' gradients add up to autograd's gradient of the summed loss."""
-        module, parts = self._module, self._gradients(examples.features, examples.labels)
+        module = self._module
         self._loss(module(examples.features), examples.labels).sum().backward()  # type: ignore[no-untyped-call]
         wholes = {name: tensor.grad for name, tensor in module.named_parameters() if tensor.requires_grad}
         module.zero_grad(set_to_none=True)
@@ -474,22 +525,16 @@ class _Checks:
                     "Use the parameter in torch's own operations, in every forward pass.",
                 )
 
-    def _check_places(self, examples: Examples) -> None:
-        """Require that a row's loss gives a gradient to its own place alone of every tensor that a parameter enters."""
-        moved = self._gradients.moved_rows(examples.features, examples.labels)
-        if moved is not None:
-            raise moved_rows(f"the loss of one example reaches another's row where parameter '{moved}' is used")
 
-    def _check_shared(self, left: Tensor, right: Tensor) -> None:
-        """Require that what taps take as the same for all rows has the same bits in two batches of other rows."""
-        found = self._gradients.shared(left)
-        for one, other in zip_longest(found, self._gradients.shared(right) if found else []):
-            if one != other:
-                raise ModelError(
-                    "unsupported_layer",
-                    f"parameter '{(one or other)[0]}' meets a tensor that depends on examples and has no row for each.",
-                    "Keep each example in its row of every tensor: pad and mask in place of packing.",
-                )
+def _check_shared(left: _Seen, right: _Seen) -> None:
+    """Require that what taps take as the same for all rows has the same bits in two batches of other rows."""
+    for one, other in zip_longest(left.shared, right.shared):
+        if one != other:
+            raise ModelError(
+                "unsupported_layer",
+                f"parameter '{(one or other)[0]}' meets a tensor that depends on examples and has no row for each.",
+                "Keep each example in its row of every tensor: pad and mask in place of packing.",
+            )
 
 
 def _with_rows(features: Tensor, examples: Sequence[Tensor]) -> Tensor:
@@ -582,16 +627,17 @@ def _mixing_loss() -> ModelError:
     )
 
 
-def _digest_of(part: Part, rows: slice, size: int) -> bytes:
-    """Return digests of ``rows``: of their squares, and of their sum with a weight of its own for each.
+def _digest_of(part: Part, size: int, first: int) -> bytes:
+    """Return digests of the rows from ``first`` on: of their squares, and of their sum with a weight for each.
 
     Whole gradients of every row of a large model would not fit in memory.
     """
     squares = part.squares()
     weights, total = torch.zeros_like(squares), torch.zeros(size, dtype=torch.float64, device=squares.device)
-    weights[rows] = (torch.arange(1, len(squares) + 1, dtype=torch.float64, device=squares.device) / len(squares))[rows]
+    numbers = torch.arange(1, len(squares) + 1, dtype=torch.float64, device=squares.device)
+    weights[first:] = (numbers / len(squares))[first:]
     part.add(weights, total)
-    return content_hash(total) + content_hash(squares[rows].nan_to_num())
+    return content_hash(total) + content_hash(squares[first:].nan_to_num())
 
 
 def _sum(part: Part, count: int, like: Tensor) -> Tensor:
@@ -613,28 +659,29 @@ def _layers_watched(
         yield
 
 
-def _forward(module: nn.Module, features: Tensor, outputs: list[Tensor] | None = None) -> _Pass:
+def _forward(module: nn.Module, features: Tensor, outputs: list[Tensor] | None = None, *, graph: bool = False) -> _Pass:
     """Run the model.
 
     Args:
         outputs: gets a copy of every layer's output. Only an error needs them, and to copy them takes as long as to
             compute them.
+        graph: whether the output keeps autograd's graph.
 
     Raises:
         ModelError: ``random_layer`` if torch's generator is drawn from; ``model_input``.
     """
     layers: list[tuple[str, torch.Size]] = []
-    entered, drew = list[Tensor](), list[str]()
+    entered, drew = list[bytes](), list[str]()
 
     def leave(name: str, output: object) -> None:
-        if not torch.equal(entered.pop(), torch.get_rng_state()):
+        if entered.pop() != _generators(features.device):
             drew.append(name)
         if isinstance(output, Tensor):
             layers.append((name, output.shape))
             if outputs is not None:
                 outputs.append(output.detach().clone())
 
-    with _layers_watched(module, leave, lambda: entered.append(torch.get_rng_state())):
+    with _layers_watched(module, leave, lambda: entered.append(_generators(features.device))):
         output = module(features)
     if drew:
         raise _random_layer(drew[0])
@@ -644,7 +691,13 @@ def _forward(module: nn.Module, features: Tensor, outputs: list[Tensor] | None =
             "the model's output is not one tensor with a row per example.",
             "Let its forward return one. Several heads are its columns, torch.cat([one, two], 1), with a list as loss.",
         )
-    return _Pass(features, layers, output.detach())
+    return _Pass(features, layers, output if graph else output.detach())
+
+
+def _generators(device: torch.device) -> bytes:
+    """Return the states of the generators that a forward pass on ``device`` may draw from."""
+    state = torch.get_rng_state().numpy().tobytes()
+    return state + torch.cuda.get_rng_state(device).numpy().tobytes() if device.type == "cuda" else state
 
 
 def _tolerance_of_gradients(module: nn.Module, wholes: Iterable[Tensor | None]) -> _Tolerance:

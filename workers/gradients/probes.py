@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from raycloak.workers.inputs.datasets import DatasetForm
 from raycloak.workers.inputs.named_inputs import packed, unpacked
+from raycloak.workers.models.text_model import TextModel
 
 # Padding is mostly 0 or 1; -100 is the index that losses of torch ignore; ids may be hashes far above a vocabulary.
 _ODD_IDS = (0, 1, -1, -100, 2**20, 255, 65535, -999, -9999)
@@ -56,7 +57,7 @@ class Probes:
 
     Args:
         ids_below: integer features are drawn below it; at least 2.
-        odd_ids: further ids that may stand for no token.
+        odd_ids: ids that a model may treat otherwise than others.
         device: where the batches are to be.
     """
 
@@ -64,7 +65,7 @@ class Probes:
         self,
         form: DatasetForm,
         ids_below: int = 2,
-        odd_ids: tuple[int, ...] = (),
+        odd_ids: tuple[int, ...] = _ODD_IDS,
         device: torch.device | str = "cpu",
     ) -> None:
         self._form, self._ids_below, self._device = form, ids_below, device
@@ -73,16 +74,19 @@ class Probes:
         forms = zip(alone, form.inputs, strict=True)
         self._parts = [Probes(form.model_copy(update=one), each.vocabulary or 2, odd_ids) for one, each in forms]
         self._integers: bool = all(each.dtype == "int64" for each in form.inputs) and form.feature_dtype == "int64"
-        odd = dict.fromkeys((*_ODD_IDS, ids_below - 1, *odd_ids)) if self._integers else dict.fromkeys(_ODD_VALUES)
+        odd = dict.fromkeys((*odd_ids, ids_below - 1)) if self._integers else dict.fromkeys(_ODD_VALUES)
         self.fills: tuple[float, ...] = tuple(odd)
 
     def draws(self, count: int) -> Iterator[Pair]:
         """Yield pairs of ordinary batches of ``count`` rows: one of ids, or one of each distribution of values."""
         for normal in (False,) if self._integers else (False, True):
-            before = Examples(self._features(count, normal), self._labels(count))
-            labels = before.labels.clone()
-            labels[0] = 1 - labels[0]
-            yield Pair(before, Examples(self._with_other_first(before.features), labels))
+            yield self.pair(Examples(self._features(count, normal), self._labels(count)))
+
+    def pair(self, before: Examples) -> Pair:
+        """Return ``before``, and a batch whose first row has another label and other ordinary features."""
+        labels = before.labels.clone()
+        labels[0] = 1 - labels[0]
+        return Pair(before, Examples(self._with_other_first(before.features), labels))
 
     def fillings(self, count: int) -> Iterator[Filling]:
         """Yield all values to fill with beside ``count`` ordinary rows; one by one where too few other ids are left.
@@ -188,7 +192,10 @@ def _filled(example: Tensor, fill: float) -> Tensor:
 
 
 def odd_ids(module: nn.Module) -> tuple[int, ...]:
-    """Return the ids that the module's embeddings take for padding, and the last id of each."""
+    """Return the ids that the module may treat otherwise than others: of a text model its own, of any other all odd
+    ones, what its embeddings take for padding, and the last id of each."""
+    if isinstance(module, TextModel):
+        return module.odd_ids
     layers = [layer for layer in module.modules() if isinstance(layer, nn.Embedding)]
     padding = {layer.padding_idx for layer in layers if layer.padding_idx is not None}
-    return tuple(sorted(padding | {layer.num_embeddings - 1 for layer in layers}))
+    return (*_ODD_IDS, *sorted(padding | {layer.num_embeddings - 1 for layer in layers}))

@@ -65,6 +65,51 @@ class SilentRows:
         return low.isfinite() & high.isfinite() & ((low != 0) | (high != 0)) & self._rows
 
 
+class WeighedRows:
+    """The sums of the gradients at each place, of a backward pass whose losses are weighed by powers of two.
+
+    A backward pass is linear in the losses, and a power of two changes no bit of a product or a sum. So the sums at the
+    place of row j are those of the plain pass times its weight, to the bit. Where another row's loss reaches it, they
+    are not.
+
+    Args:
+        exponents: int64 [m] on the device of the losses; the weight of row j is two to this power.
+    """
+
+    def __init__(self, exponents: Tensor) -> None:
+        self._weights = torch.exp2(exponents.double())
+        self._met: list[Tensor] = []
+
+    def weights(self, losses: Tensor) -> Tensor:
+        """Return the factor of each loss in the sum that is differentiated, like ``losses`` [m]."""
+        return self._weights.to(losses)
+
+    def meet(self, _name: str, gradient: Tensor) -> None:
+        """Sum the gradient [m * k, ...] of the output of an operation, k places a row."""
+        if gradient.numel():
+            rows = gradient.detach().reshape(len(self._weights), -1)
+            sums = rows.sum(1, dtype=torch.float64), torch.linalg.vector_norm(rows, 1, dim=1, dtype=torch.float64)
+            self._met.append(torch.stack(sums) / self._weights)
+
+    def is_apart_from(self, plain: "WeighedRows") -> bool:
+        """Return whether all sums are those of ``plain`` but for the weights; one that is not finite says nothing."""
+        pairs = zip(self._met, plain._met, strict=True)
+        return all(bool(((one == other) | ~other.isfinite()).all()) for one, other in pairs)
+
+
+# Larger weights would leave the range of float16 sooner, which costs the slower search.
+_DIGIT = 16
+
+
+def weighings(count: int) -> list[Tensor]:
+    """Return exponents int64 [count], each below 16, that tell any two rows apart: the digits of their numbers."""
+    rows, found = torch.arange(count), list[Tensor]()
+    while not found or rows.any():
+        found.append(rows % _DIGIT)
+        rows = rows // _DIGIT
+    return found
+
+
 def silences(count: int) -> list[Tensor]:
     """Return masks bool [count] of rows to silence, so that each ordered pair of rows is told apart by one of them.
 

@@ -30,7 +30,7 @@ from raycloak.workers.gradients.attention import multi_head_attention
 from raycloak.workers.gradients.numerics import exact_sums
 from raycloak.workers.gradients.parts import LookupUse, Part, Products, Use, dense_rows, part_of, settled
 from raycloak.workers.gradients.patches import patches
-from raycloak.workers.gradients.row_places import SilentRows
+from raycloak.workers.gradients.row_places import SilentRows, WeighedRows
 from raycloak.workers.gradients.tensor_table import TensorTable
 
 _FIX = "Use it through Linear, Conv, Embedding or a norm, with the batch as the first dimension, or freeze it."
@@ -166,14 +166,16 @@ class Recording(TorchFunctionMode):
         self._records: list[_Record] = []
         # Gives the first tapped output a backward pass, whatever entered it.
         self._anchor = torch.zeros((), requires_grad=True)
-        self._silent: SilentRows | None = None
+        self._silent: SilentRows | WeighedRows | None = None
         self._uses_wanted = True
 
-    def backward(self, losses: Tensor, silent: SilentRows | None = None, *, places_alone: bool = False) -> None:
+    def backward(
+        self, losses: Tensor, silent: SilentRows | WeighedRows | None = None, *, places_alone: bool = False
+    ) -> None:
         """Run the backward pass of the sum of ``losses`` [m]; what runs again in it is seen as before.
 
         Args:
-            silent: the rows whose losses are zeroed; it meets every captured gradient.
+            silent: the rows whose losses are zeroed, or weighed; it meets every captured gradient.
             places_alone: whether nothing but ``silent`` looks at the pass, which another one may then follow.
         """
         if not losses.requires_grad:

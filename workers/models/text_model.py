@@ -108,6 +108,17 @@ class TextModel(nn.Module):
         head = type(inner).__name__
         return inner.config.num_labels if head.endswith("Classification") else None
 
+    @property
+    def odd_ids(self) -> tuple[int, ...]:
+        """The ids that it may treat otherwise than others: padding, one beyond the vocabulary, and special tokens.
+
+        Every negative id is one and the same to it, and so is every id beyond the vocabulary.
+        """
+        config = _transformer(self.model).config.get_text_config()
+        special = {value for name, value in config.to_dict().items() if name.endswith("_token_id") and value}
+        named = {each for each in special if isinstance(each, int) and each < self.vocabulary}
+        return (-1, 0, 1, *sorted(named | {self._padding, self.vocabulary - 1}), self.vocabulary)
+
     def checkpoint_blocks(self) -> None:
         """Keep only the inputs of the model's blocks for the backward pass, which computes the blocks again.
 
