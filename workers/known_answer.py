@@ -20,6 +20,7 @@ from raycloak.workers.gradients.sum_engines import SumEngine
 from raycloak.workers.inputs.datasets import ArrayDataset, Dataset, named_inputs_of
 from raycloak.workers.inputs.named_inputs import packed
 from raycloak.workers.models.losses import BUILT_IN_LOSSES
+from raycloak.workers.models.models import device_of
 from raycloak.workers.terms.loss import LOSSES_OF_CLASSES
 from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.vectors.streams import KeyStream
@@ -78,13 +79,14 @@ def _outputs(module: nn.Module, loss: RowLoss, dataset: Dataset, vocabulary: int
     if np.issubdtype(labels.dtype, np.floating):
         return 2
     with torch.no_grad(), named_operations(deterministic), warnings.catch_warnings(action="ignore"):
-        output: Tensor = module(torch.tensor(_features(dataset, 1, vocabulary or 1)))
+        device = device_of(module)
+        output: Tensor = module(torch.tensor(_features(dataset, 1, vocabulary or 1), device=device))
         shape = list(output.shape[1:])
         # The first axis or the last, if the others are those of labels.
         others = ((shape[0], shape[1:]), (shape[-1], shape[:-1])) if shape else ()
         classes = next((size for size, rest in others if rest == list(labels.shape[1:])), 2)
         try:
-            loss(output, torch.full((1, *labels.shape[1:]), max(2, classes) - 1))
+            loss(output, torch.full((1, *labels.shape[1:]), max(2, classes) - 1, device=device))
         except Exception as error:
             if is_out_of_memory(error):
                 raise

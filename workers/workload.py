@@ -17,12 +17,12 @@ from raycloak.metrics.errors import ModelError, ProtocolError, RefusedError
 from raycloak.workers.evaluation import open_split
 from raycloak.workers.gradients.clipping import GradientEngine
 from raycloak.workers.gradients.gpus import take_gpu
-from raycloak.workers.gradients.model_checks import check_released, check_rows, check_trainable
+from raycloak.workers.gradients.model_checks import check_released, check_rows, check_trainable, first_look
 from raycloak.workers.gradients.numerics import current_numerics, pin_numerics, slow_products
 from raycloak.workers.gradients.products import check_products
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.row_memory import largest_rows
-from raycloak.workers.gradients.spare_rows import spare_rows
+from raycloak.workers.gradients.spare_rows import CANDIDATES, spare_rows
 from raycloak.workers.gradients.sum_engines import check_measurable, measurement_engine
 from raycloak.workers.inputs.datasets import Dataset, dataset_form
 from raycloak.workers.inputs.fingerprint import data_marks
@@ -109,6 +109,10 @@ class Workload:
         padded = setup.model.hub is not None
         self.sent_form = SentForm(self.form, self.vocabulary, setup.dataset.classes, padded) if is_sent else None
         with opened.naming_features(self.form):
+            if setup.device != "cpu":
+                first_look(self.module, self.form, loss_fn, deterministic, self.vocabulary)
+            # All checks run where the model will: only there do they meet the kernels that it will.
+            self.module.to(setup.device)
             check_trainable(self.module, self.form, loss_fn, deterministic, self.vocabulary)
         classes = setup.dataset.classes
         check_classes(self.module, setup.loss.name, self.dataset, classes, self.vocabulary, deterministic)
@@ -193,8 +197,8 @@ class PlannedWorkload:
         # Columns of several losses have no number of classes together.
         if classes is None or workload.setup.loss.name == SEVERAL:
             classes = found_classes(workload.module, workload.loss, dataset, vocabulary, runtime.deterministic)
-        # Before the engine takes the model to its device.
-        spare = spare_rows(workload.module.train(), workload.form, runtime.deterministic, vocabulary)
+        rows = min(CANDIDATES, mechanism.micro_batch_size)
+        spare = spare_rows(workload.module.train(), workload.form, runtime.deterministic, vocabulary, candidates=rows)
         engine = GradientEngine(workload.module, runtime.loss_fn, mechanism, runtime.device, runtime.deterministic)
         gradient = VirtualWorkerComputer(mechanism, engine, dataset, spare)
         self.computers: dict[Query, VirtualWorkerComputer] = {mechanism.query: gradient}

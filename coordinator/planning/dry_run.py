@@ -43,7 +43,7 @@ from raycloak.workers.gradients.clipping import check_batch
 from raycloak.workers.gradients.environment import own_flags, widest_shared
 from raycloak.workers.gradients.model_checks import check_rows, check_trainable
 from raycloak.workers.gradients.numerics import slow_products
-from raycloak.workers.gradients.row_memory import largest_rows
+from raycloak.workers.gradients.row_memory import FEWEST_ROWS, largest_rows
 from raycloak.workers.gradients.sum_engines import check_measurable
 from raycloak.workers.inputs.datasets import DatasetForm, SteadyDataset, dataset_form
 from raycloak.workers.inputs.descriptor import OpenedDataset
@@ -60,6 +60,9 @@ from raycloak.workers.models.models import (
 )
 from raycloak.workers.models.text_model import check_text
 from raycloak.workers.terms.mechanism import Mechanism
+
+LARGEST_RUN = 2 * 10**9
+"""Bytes of the largest model that a plan itself runs: checks of a larger one take minutes of a machine's time."""
 
 
 def plan_of(config: RunConfig, config_dir: Path) -> Plan:
@@ -79,6 +82,7 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
     first_look(config, config_dir)
     facts = _facts_of(config, config_dir)
     model, form, loss = facts.model, facts.form, facts.loss
+    left = (_left_to_workers(facts.largest_rows),) if _is_left_to_workers(model) else ()
     slow = _slow_products(model, config)
     split_ranges(trainable_tensors(model), config.aggregators)
     spec = optimizer_spec(config.optimizer, config_dir)
@@ -99,9 +103,10 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
     check_batch(plan.mechanism)
     for measurement in plan.measurements:
         check_measurable(measurement, form)
-    check_rows(model, form, loss, _mechanisms(plan), not config.allow_nondeterministic, facts.vocabulary)
+    if not left:
+        check_rows(model, form, loss, _mechanisms(plan), not config.allow_nondeterministic, facts.vocabulary)
     beside = (f"evaluation.dataset: {each}" for each in (split.left_out if split else ()))
-    noted = with_notes(plan, (*facts.notes, *slow), (*facts.opened.left_out, *beside))
+    noted = with_notes(plan, (*facts.notes, *slow, *left), (*facts.opened.left_out, *beside))
     return replace(
         checked(noted),
         features=facts.opened.features_text(form),
@@ -162,9 +167,13 @@ def _facts_of(config: RunConfig, config_dir: Path) -> _Facts:
     fed_by_name(model, form.inputs)
     vocabulary = check_text(model, form, config.loss_name, opened.vocabulary, data.classes)
     deterministic = not config.allow_nondeterministic
-    with opened.naming_features(form):
-        check_trainable(model, form, loss, deterministic, vocabulary)
-    check_classes(model, config.loss_name, opened.examples, data.classes, vocabulary, deterministic)
+    if _is_left_to_workers(model):
+        rows = FEWEST_ROWS
+    else:
+        with opened.naming_features(form):
+            check_trainable(model, form, loss, deterministic, vocabulary)
+        check_classes(model, config.loss_name, opened.examples, data.classes, vocabulary, deterministic)
+        rows = largest_rows(model, form, loss, deterministic, vocabulary, _device(config))
     return _Facts(
         opened=opened,
         model=model,
@@ -173,7 +182,7 @@ def _facts_of(config: RunConfig, config_dir: Path) -> _Facts:
         loss=loss,
         sizes=(form.num_examples, parameter_count(model)),
         vocabulary=vocabulary,
-        largest_rows=largest_rows(model, form, loss, deterministic, vocabulary, _device(config)),
+        largest_rows=rows,
         data=data_marks(data, opened, config_dir),
     )
 
@@ -183,6 +192,18 @@ def _slow_products(model: nn.Module, config: RunConfig) -> tuple[str, ...]:
         return slow_products(model, _device(config), config.cpu_capability)
     slow = slow_products(model, _device(config), widest_shared([own_flags()]))
     return tuple(f"{each} The plan takes the CPUs of the run's nodes to be like this machine's." for each in slow)
+
+
+def _is_left_to_workers(model: nn.Module) -> bool:
+    """Return whether a plan does not run the model: its worker's machine is made for it, and this one may not be."""
+    return sum(each.nbytes for each in (*model.parameters(), *model.buffers())) > LARGEST_RUN
+
+
+def _left_to_workers(rows: int) -> str:
+    return (
+        f"it has over {LARGEST_RUN / 1e9:.0f} GB, so this plan did not run it: each worker checks it before "
+        f"anything is charged, and measures how many rows it holds at once; here {rows} are assumed."
+    )
 
 
 def _device(config: RunConfig) -> str:

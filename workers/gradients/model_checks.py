@@ -42,12 +42,15 @@ from raycloak.workers.gradients.row_places import moved_rows
 from raycloak.workers.inputs.datasets import DatasetForm
 from raycloak.workers.models.compute_mode import has_autocast, in_full_precision, remove_autocast
 from raycloak.workers.models.losses import BuiltInLoss
-from raycloak.workers.models.models import LossFn, check_layers, compiled_model, content_hash
+from raycloak.workers.models.models import LossFn, check_layers, compiled_model, content_hash, device_of
 from raycloak.workers.models.text_model import TextModel
 from raycloak.workers.terms.mechanism import Mechanism
 
 _BATCH_SIZES = (5, 7)
 """Two sizes, so that another extent of the model's tensors cannot pass for the batch at both."""
+
+_FEWEST = 2
+"""Rows of the first look: one that changes, and one that must not."""
 
 _COMPARED = 2**20
 """Elements that are compared at once."""
@@ -119,8 +122,8 @@ def check_trainable(
     a batch are those of its examples alone; and the per-example gradients add up to the gradient of the summed loss.
     ``module`` itself is not changed.
 
-    Batches are small here, and texts short; :func:`check_rows` tries the size that a run computes. A model that computes in bfloat16 is
-    checked twice: in float32, where numbers that differ by more than rounding are told apart, and as it is.
+    Batches are small here, and texts short; :func:`check_rows` tries the size that a run computes. A model in bfloat16
+    is checked twice: in float32, where numbers that differ by more than rounding are told apart, and as it is.
 
     Args:
         deterministic: whether an operation without a deterministic kernel is refused.
@@ -151,6 +154,24 @@ def check_trainable(
             f"in bfloat16 {error.message}",
             "Set precision: float32, or cast to float32 before the operation that is named.",
         ) from error
+
+
+def first_look(
+    module: nn.Module,
+    form: DatasetForm,
+    loss_fn: LossFn,
+    deterministic: bool = True,
+    vocabulary: int | None = None,
+) -> None:
+    """Refuse by few passes of two rows most of what :func:`check_trainable` refuses: before a model is moved to a GPU.
+
+    Raises:
+        ModelError, ConfigError: as :func:`check_trainable`.
+    """
+    check_layers(module)
+    form = _shortened(module, form, loss_fn)
+    with _copy_of(module, form, deterministic) as probe:
+        _Checks(probe, form, loss_fn, deterministic, vocabulary).first()
 
 
 def check_rows(
@@ -281,8 +302,7 @@ class _Checks:
                 "Set dataset.vocabulary to N if they are ids 0 .. N-1, or let the dataset give floating-point "
                 "features.",
             )
-        device = next((tensor.device for tensor in module.parameters()), torch.device("cpu"))
-        self._probes = Probes(form, vocabulary or 2, odd_ids(module), device)
+        self._probes = Probes(form, vocabulary or 2, odd_ids(module), device_of(module))
         self._loss = RowLoss.of(loss_fn)
         # On the module itself: taps keep nothing of a pass in it, and another copy would be all of the model again.
         self._gradients = GradientParts(module, self._loss, deterministic)
@@ -305,6 +325,14 @@ class _Checks:
                     tensor.mul_(_GROWN)
         self._enter_mode(training=True)
         self._check_fills(_BATCH_SIZES[0], gradients=True)
+
+    def first(self) -> None:
+        """Check what :func:`first_look` promises."""
+        for training in (False, True):
+            self._enter_mode(training)
+            self._check_draws(_FEWEST)
+        *_, pair = self._probes.draws(_FEWEST)
+        self._check_apart(self._look(pair.before, [1], summed=True), self._look(pair.after, [1]), 1)
 
     def of_sizes(self, mechanisms: Iterable[Mechanism]) -> None:
         """Check what :func:`check_rows` promises."""
@@ -377,15 +405,14 @@ class _Checks:
         finite = [fill for each in met for fill in each.values if math.isfinite(fill)]
         for turn, fills in enumerate(met):
             examples, groups = self._probes.labelled(fills.ordinary), list(filter(None, fills.groups))
-            if gradients:
-                ordinary = self._look(examples, {1, *map(len, groups)}, summed=turn == 0)
-            else:
-                ordinary = _Seen(self._watched(examples.features))
+            # Where parameters are tapped, a layer may have other shapes: plain passes are compared with plain ones.
+            plain = self._watched(examples.features)
+            ordinary = self._look(examples, {1, *map(len, groups)}, summed=turn == 0) if gradients else _Seen(plain)
             for example in fills.refused:
                 # Not in a batch of its own, but perhaps in one with others.
                 alone = self._if_accepted(_with_rows(fills.ordinary, [example]))
                 if alone is not None:
-                    _check_apart(self._module, ordinary.passed, alone, slice(1, None))
+                    _check_apart(self._module, plain, alone, slice(1, None))
             if gradients and turn == 0:
                 _check_shared(ordinary, self._look(self._probes.varied(count, finite)))
                 self._check_apart(ordinary, self._look(self._probes.pair(examples).after, [1]), 1)
@@ -399,8 +426,9 @@ class _Checks:
                 mixed = self._look(among, [len(group)]) if gradients else _Seen(self._watched(features))
                 self._check_apart(ordinary, mixed, len(group))
                 for row, (_, found) in enumerate(group):
-                    _check_apart(self._module, found, mixed.passed, slice(row, row + 1))
-        return ordinary.passed
+                    met_others = replace(mixed.passed, layers=plain.layers)
+                    _check_apart(self._module, found, met_others, slice(row, row + 1))
+        return plain
 
     def _filled(self, filling: Filling) -> _Fills:
         """Return the examples of ``filling`` that the model takes, at least one row of each batch kept ordinary."""

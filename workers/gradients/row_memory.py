@@ -1,8 +1,9 @@
 """The number of rows of a model that fit in a micro-batch, measured once on public synthetic examples.
 
-The measurement counts the bytes of tensors that are alive at once. So it is a function of model, loss and form of the
-data, and no machine's memory or load enters it. Every process of a run, and a resume elsewhere, finds the same number.
-The model's own tensors do not count: rows take no part of them, and a frozen base may be larger than all rows.
+The measurement counts the bytes of tensors that are alive at once. So it is a function of model, loss, form of the data
+and kind of device, and no machine's memory or load enters it. Every process of a run, and a resume elsewhere, finds the
+same number. The model's own tensors do not count: rows take no part of them, and a frozen base may be larger than all
+rows.
 """
 
 import copy
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from raycloak.workers.gradients.clipping import GradientEngine
 from raycloak.workers.gradients.probes import Probes
 from raycloak.workers.inputs.datasets import DatasetForm
-from raycloak.workers.models.models import LossFn, read_flat
+from raycloak.workers.models.models import LossFn, device_of, read_flat
 from raycloak.workers.terms.mechanism import Mechanism
 
 MICRO_BATCH_BYTES = 2**30
@@ -54,7 +55,8 @@ def largest_rows(
     Args:
         deterministic, vocabulary: as of `raycloak.workers.gradients.model_checks.check_trainable`, which must have
             passed the model.
-        device: ``cpu`` or ``cuda``, where the run computes. The measurement is made on the CPU.
+        device: ``cpu`` or ``cuda``, where the run computes: it has bounds of its own. The measurement is made where
+            ``module`` is.
     """
     few, more = (_peak_bytes(module, form, loss_fn, rows, deterministic, vocabulary) for rows in _TRIED)
     row = max(1, -(-(more - few) // (_TRIED[1] - _TRIED[0])))
@@ -69,9 +71,9 @@ def _peak_bytes(
     module: nn.Module, form: DatasetForm, loss_fn: LossFn, rows: int, deterministic: bool, vocabulary: int | None
 ) -> int:
     """Return the bytes of all tensors that are alive at once while a micro-batch of ``rows`` is computed."""
-    own = copy.deepcopy(module).cpu()
-    parameters = read_flat(own)
-    engine = GradientEngine(own, loss_fn, _mechanism(parameters.size, rows), "cpu", deterministic)
+    own = copy.deepcopy(module)
+    parameters, device = read_flat(own), device_of(own)
+    engine = GradientEngine(own, loss_fn, _mechanism(parameters.size, rows), device, deterministic)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
         torch.default_generator.manual_seed(1)
         examples = next(Probes(form, vocabulary or 2).draws(rows)).before

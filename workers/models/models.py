@@ -332,6 +332,11 @@ def tensor_contents(module: nn.Module, loss_fn: LossFn | None = None) -> tuple[T
     return tuple(contents)
 
 
+def device_of(module: nn.Module) -> torch.device:
+    """Return the device of the module's parameters; the CPU if it has none."""
+    return next((tensor.device for tensor in module.parameters()), torch.device("cpu"))
+
+
 def read_flat(module: nn.Module) -> NDArray[np.float32]:
     """Return a copy of all trained tensors as float32 [d], in canonical order, each in C order."""
     return np.concatenate([tensor.detach().cpu().numpy().reshape(-1) for _, tensor in _trainable(module)])
