@@ -17,7 +17,7 @@ from benchmarks.gpu.place import Place
 from benchmarks.gpu.report import Found
 from raycloak.workers.gradients.clipping import GradientEngine
 from raycloak.workers.gradients.numerics import pin_numerics
-from raycloak.workers.gradients.row_memory import _mechanism
+from raycloak.workers.gradients.row_memory import mechanism_of_rows
 from raycloak.workers.models.compute_mode import ComputeMode, Precision
 from raycloak.workers.models.losses import cross_entropy
 from raycloak.workers.models.models import read_flat
@@ -55,7 +55,7 @@ class Sums:
         ((features, labels),) = work.batches
         self.batch: Batch = features, labels
         self._parameters = work.parameters
-        mechanism = _mechanism(len(work.parameters), case.rows)
+        mechanism = mechanism_of_rows(len(work.parameters), case.rows)
         self._engine = GradientEngine(work.module, case.loss_fn, mechanism, device)
 
     def of(self, batch: Batch, rows: Sequence[int] | None = None) -> NDArray[np.float64]:
@@ -183,7 +183,7 @@ def checkpointing(place: Place) -> Found:
             torch.default_generator.manual_seed(0)
             module = _Blocks(again)
         parameters = read_flat(module)
-        engine = GradientEngine(module, cross_entropy, _mechanism(parameters.size, 8), place.device)
+        engine = GradientEngine(module, cross_entropy, mechanism_of_rows(parameters.size, 8), place.device)
         digests.append(digest(engine.clipped_sum(parameters, [batch])))
     same = digests[0] == digests[1]
     return Found({"same bytes": same}, () if same else ("layers that are computed again give other bytes",))

@@ -14,7 +14,7 @@ from benchmarks.gpu.place import Place
 from benchmarks.gpu.report import Found
 from raycloak.workers.gradients.clipping import GradientEngine
 from raycloak.workers.gradients.numerics import pin_numerics
-from raycloak.workers.gradients.row_memory import _mechanism
+from raycloak.workers.gradients.row_memory import mechanism_of_rows
 from raycloak.workers.models.compute_mode import ComputeMode, Precision
 from raycloak.workers.models.models import load_flat, read_flat
 from raycloak.workers.vectors.ring import RingSpec, encode_into
@@ -88,7 +88,7 @@ def large_step(place: Place, shape: Shape, settings: Mapping[str, int] | None = 
     vocabulary = settings.get("vocab_size", 50_257)
     ids = np.random.default_rng(0).integers(vocabulary, size=(shape.rows, shape.tokens))
     batch = ids, ids[:, 1:], np.ones(shape.rows, np.bool_)
-    engine = GradientEngine(module, next_token, _mechanism(parameters.size, shape.rows), place.device)
+    engine = GradientEngine(module, next_token, mechanism_of_rows(parameters.size, shape.rows), place.device)
     inputs, labels = (torch.tensor(each, device=place.device) for each in batch[:2])
 
     def plain() -> None:

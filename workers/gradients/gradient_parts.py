@@ -118,9 +118,8 @@ class GradientParts:
         with self._recorded(
             features, labels, forward, lambda name, tensor: shared.append((name, content_hash(tensor)))
         ) as (recording, losses):
-            count, device = len(labels), losses.device
-            weighed = [WeighedRows(exponents.to(device)) for exponents in weighings(count)]
-            plain = WeighedRows(torch.zeros(count, dtype=torch.int64, device=device))
+            weighed = [WeighedRows(exponents) for exponents in weighings(len(losses), losses.device)]
+            plain = WeighedRows(torch.zeros_like(losses, dtype=torch.int64))
             for each in weighed:
                 recording.backward(losses, each, places_alone=True)
             recording.backward(losses, plain)

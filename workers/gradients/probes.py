@@ -114,7 +114,7 @@ class Probes:
             turns = [[fill for fill in each._of_turns(fills) if math.isfinite(fill)] for each in self._parts]
             parts = [each.varied(count, own).features for each, own in zip(self._parts, turns, strict=True)]
             return Examples(self._packed(parts), self._labels(count))
-        features, numbers = self._features(count, normal=True), torch.randperm(count).tolist()
+        features, numbers = self._features(count, normal=True), torch.randperm(count, device="cpu").tolist()
         for row, number in zip(features, numbers, strict=True):
             if not self._integers:
                 row *= 10.0 ** (number % 4 - 1)
@@ -161,14 +161,15 @@ class Probes:
             return self._packed([each._features(count, normal and not each._integers) for each in self._parts])
         shape = (count, *self._form.feature_shape)
         if self._integers:
-            return torch.randint(self._ids_below, shape).to(self._device)
-        return (torch.randn(shape) if normal else torch.rand(shape)).to(self._device)
+            return torch.randint(self._ids_below, shape, device="cpu").to(self._device)
+        draw = torch.randn if normal else torch.rand
+        return draw(shape, device="cpu").to(self._device)
 
     def _labels(self, count: int) -> Tensor:
         shape = (count, *self._form.label_shape)
         if self._form.label_dtype == "int64":
-            return torch.randint(2, shape).to(self._device)
-        return torch.rand(shape).to(self._device)
+            return torch.randint(2, shape, device="cpu").to(self._device)
+        return torch.rand(shape, device="cpu").to(self._device)
 
     def _with_other_first(self, before: Tensor) -> Tensor:
         if self._parts:

@@ -73,7 +73,7 @@ def _peak_bytes(
     """Return the bytes of all tensors that are alive at once while a micro-batch of ``rows`` is computed."""
     own = copy.deepcopy(module)
     parameters, device = read_flat(own), device_of(own)
-    engine = GradientEngine(own, loss_fn, _mechanism(parameters.size, rows), device, deterministic)
+    engine = GradientEngine(own, loss_fn, mechanism_of_rows(parameters.size, rows), device, deterministic)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
         torch.default_generator.manual_seed(1)
         examples = next(Probes(form, vocabulary or 2).draws(rows)).before
@@ -82,7 +82,7 @@ def _peak_bytes(
         return _peak(lambda: engine.clipped_sum(parameters, [batch]), held)
 
 
-def _mechanism(dimension: int, rows: int) -> Mechanism:
+def mechanism_of_rows(dimension: int, rows: int) -> Mechanism:
     """Return a mechanism whose step is one micro-batch; nothing is drawn or released under it."""
     return Mechanism(
         private=True,

@@ -101,9 +101,9 @@ class WeighedRows:
 _DIGIT = 16
 
 
-def weighings(count: int) -> list[Tensor]:
+def weighings(count: int, device: torch.device) -> list[Tensor]:
     """Return exponents int64 [count], each below 16, that tell any two rows apart: the digits of their numbers."""
-    rows, found = torch.arange(count), list[Tensor]()
+    rows, found = torch.arange(count, device=device), list[Tensor]()
     while not found or rows.any():
         found.append(rows % _DIGIT)
         rows = rows // _DIGIT
@@ -118,7 +118,7 @@ def silences(count: int) -> list[Tensor]:
     for each row would.
     """
     width = next(n for n in range(1, count + 2) if comb(n, n // 2) >= count)
-    loud = torch.zeros(width, count, dtype=torch.bool)
+    loud = torch.zeros(width, count, dtype=torch.bool, device="cpu")
     for row, members in zip(range(count), combinations(range(width), width // 2), strict=False):
         loud[list(members), row] = True
     return list(~loud)

@@ -95,6 +95,19 @@ def gradient_command(
     output.result(asdict(result), _gradient_table(result))
 
 
+@command(bench, "checks")
+def checks_command(
+    output: Output,
+    layers: Annotated[int, typer.Option(help="Layers of the Llama.", min=1)] = 16,
+    width: Annotated[int, typer.Option(help="Its hidden size, a multiple of 64.", min=64)] = 2048,
+    tokens: Annotated[int, typer.Option(help="Tokens of an example.", min=2)] = 4,
+) -> None:
+    """Time the checks that a worker makes of a Llama with LoRA, frozen in bfloat16, before anything is charged."""
+    from raycloak_lab.bench.checks import bench_checks
+
+    output.show("bench checks", asdict(bench_checks(layers, width, tokens)))
+
+
 def _gradient_table(result: "GradientBench") -> Table:
     title = (
         f"bench gradient {result.model}: {result.parameters:,} trained parameters, {result.micro_batches} x "
