@@ -30,6 +30,7 @@ from raycloak.attestation.orchestrator.evaluation_order import open_order
 from raycloak.metrics.errors import DatasetError, ProtocolError
 from raycloak.workers.gradients.gradient_parts import named_operations
 from raycloak.workers.gradients.row_loss import RowLoss
+from raycloak.workers.gradients.row_memory import scored_rows
 from raycloak.workers.inputs.datasets import Dataset, DatasetForm, dataset_form, slice_ids
 from raycloak.workers.inputs.sealed import SealedDataset
 from raycloak.workers.models.losses import predicted, share_predicted
@@ -41,8 +42,6 @@ from raycloak.workers.terms.model_digest import model_digest, own_copy, tensor_d
 
 Metric = Literal["accuracy", "loss"]
 
-# Not a setting: it decides how a kernel rounds, and a score must have the same bits on every worker.
-_BATCH = 256
 # A score travels as the eight bytes of a float64: every bit arrives, also of a loss that is not finite.
 _FLOAT = struct.Struct(">d")
 
@@ -72,17 +71,25 @@ class Scorer:
     Args:
         module: becomes this object's own.
         loss_fn: one loss per example.
+        rows: as many are scored at once; not a setting, since it may decide how a kernel rounds. See
+            :func:`raycloak.workers.gradients.row_memory.scored_rows`.
         device: ``cpu`` or ``cuda``.
         deterministic: see :func:`raycloak.workers.gradients.clipping.named_operations`.
     """
 
     def __init__(
-        self, module: nn.Module, loss_fn: LossFn, metric: Metric, device: str = "cpu", deterministic: bool = False
+        self,
+        module: nn.Module,
+        loss_fn: LossFn,
+        metric: Metric,
+        rows: int,
+        device: str = "cpu",
+        deterministic: bool = False,
     ) -> None:
         self._device = torch.device(device)
         self._module = module.to(self._device).eval()
         self._loss = RowLoss.of(loss_fn)
-        self._metric = metric
+        self._metric, self._rows = metric, rows
         self._deterministic = deterministic
 
     def load(self, parameters: NDArray[np.float32]) -> None:
@@ -110,8 +117,8 @@ class Scorer:
         # By class: how many rows are predicted rightly, and how often it is a label or a prediction.
         right, either = Counter[int](), Counter[int]()
         with warnings.catch_warnings(action="ignore"), torch.no_grad(), named_operations(self._deterministic):
-            for start in range(0, len(ids), _BATCH):
-                batch = dataset.batch(ids[start : start + _BATCH])
+            for start in range(0, len(ids), self._rows):
+                batch = dataset.batch(ids[start : start + self._rows])
                 features, labels = (torch.tensor(part, device=self._device) for part in batch)
                 output: Tensor = self._module(features)
                 if each is not None:
@@ -244,12 +251,14 @@ class SealedSplit:
         return seal(body, attester.identity)
 
 
-def open_split(folder: Path, loss: str, training: DatasetForm, runtime: ModelRuntime) -> SealedSplit:
-    """Open the header of a sealed split, and build a separate model to score it with.
+def open_split(
+    folder: Path, loss: str, training: DatasetForm, runtime: ModelRuntime, vocabulary: int | None
+) -> SealedSplit:
+    """Open the header of a sealed split, and take a twin of the model to score it with.
 
     Args:
         loss: name of the run's loss, which decides what is scored.
-        training: the form that the model was checked on.
+        training, vocabulary: of the data that the model was checked on.
 
     Raises:
         ConfigError: ``sealed_data``.
@@ -258,7 +267,9 @@ def open_split(folder: Path, loss: str, training: DatasetForm, runtime: ModelRun
     dataset = SealedDataset(folder, "evaluation")
     check_evaluation_form(dataset_form(dataset), training)
     # The training model cannot serve: it stays in train mode.
-    scorer = Scorer(runtime.build(), runtime.loss_fn, metric_of(loss), runtime.device, runtime.deterministic)
+    module = runtime.twin().eval()
+    rows = scored_rows(module, training, runtime.loss_fn, vocabulary)
+    scorer = Scorer(module, runtime.loss_fn, metric_of(loss), rows, runtime.device, runtime.deterministic)
     return SealedSplit(dataset, scorer)
 
 

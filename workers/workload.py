@@ -8,12 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
 
 from raycloak.attestation.core.canonical import digest
 from raycloak.attestation.core.messages import checked
 from raycloak.attestation.core.roster import Query
-from raycloak.metrics.errors import ModelError, ProtocolError, RefusedError
+from raycloak.metrics.errors import ProtocolError, RefusedError
 from raycloak.workers.evaluation import open_split
 from raycloak.workers.gradients.clipping import GradientEngine
 from raycloak.workers.gradients.gpus import take_gpu
@@ -34,13 +33,13 @@ from raycloak.workers.messages import WorkerFacts, WorkerSetup
 from raycloak.workers.models.fed_by_name import fed_by_name
 from raycloak.workers.models.models import (
     ModelRuntime,
-    build_model,
     build_noted,
     load_flat,
     loss_function,
     read_flat,
     tensor_contents,
     trainable_tensors,
+    twin_of,
 )
 from raycloak.workers.models.text_model import check_text, libraries
 from raycloak.workers.terms.loss import SEVERAL
@@ -98,7 +97,7 @@ class Workload:
             check_same_tensors(setup.contents, contents)
         # One for all engines, so that all of them compute as the known answer says.
         self.loss = RowLoss(loss_fn)
-        self.runtime = ModelRuntime(self._build_again, self.loss, setup.device, deterministic)
+        self.runtime = ModelRuntime(lambda: twin_of(self.module), self.loss, setup.device, deterministic)
         self.form = dataset_form(self.dataset)
         # After its contents were read: what hands the inputs over is not the model's.
         fed_by_name(self.module, self.form.inputs)
@@ -136,24 +135,9 @@ class Workload:
             model_notes=(*notes, *slow_products(self.module, setup.device, torch.backends.cpu.get_cpu_capability())),
         )
         folder = None if setup.evaluation is None else Path(setup.base) / setup.evaluation
-        self.split = None if folder is None else open_split(folder, setup.loss.name, self.form, self.runtime)
+        of_run = setup.loss.name, self.form, self.runtime, self.vocabulary
+        self.split = None if folder is None else open_split(folder, *of_run)
         self.evaluation_slices: Slices = Slices() if self.split is None else self.split.dataset
-
-    def _build_again(self) -> nn.Module:
-        """Build another module of the same model.
-
-        Raises:
-            ModelError: ``model_function`` if a frozen tensor is another one now. Measurements would be of a model that
-                no key depends on.
-        """
-        module = build_model(self.setup.model, self.setup.base, self.setup.seed, self.setup.mode)
-        if frozen_digest(tensor_contents(module, self.loss.loss_fn)) != frozen_digest(self.facts.contents):
-            raise ModelError(
-                "model_function",
-                f"{self.setup.model.name} gives other frozen parameters or buffers when it is called again.",
-                "Let it read the same files and draw from torch's generator alone.",
-            )
-        return fed_by_name(module, self.form.inputs)
 
 
 class PlannedWorkload:

@@ -43,7 +43,7 @@ from raycloak.workers.gradients.clipping import check_batch
 from raycloak.workers.gradients.environment import own_flags, widest_shared
 from raycloak.workers.gradients.model_checks import check_rows, check_trainable
 from raycloak.workers.gradients.numerics import slow_products
-from raycloak.workers.gradients.row_memory import FEWEST_ROWS, largest_rows
+from raycloak.workers.gradients.row_memory import FEWEST_ROWS, largest_rows, scored_rows
 from raycloak.workers.gradients.sum_engines import check_measurable
 from raycloak.workers.inputs.datasets import DatasetForm, SteadyDataset, dataset_form
 from raycloak.workers.inputs.descriptor import OpenedDataset
@@ -52,11 +52,11 @@ from raycloak.workers.known_answer import check_classes
 from raycloak.workers.models.fed_by_name import fed_by_name
 from raycloak.workers.models.models import (
     LossFn,
-    build_model,
     build_noted,
     loss_function,
     parameter_count,
     trainable_tensors,
+    twin_of,
 )
 from raycloak.workers.models.text_model import check_text
 from raycloak.workers.terms.mechanism import Mechanism
@@ -92,10 +92,10 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
         split.require_features(facts.opened.features)
         assert config.evaluation is not None, "there is a split"
         if metrics := own_metrics(config.evaluation.metrics, (), config_dir):
-            # A model of its own: the one that is checked stays in train mode.
-            measured = build_model(model_source(config.model), config_dir, config.seed)
-            fed_by_name(measured, split.form.inputs)
-            try_metrics(metrics, Scorer(measured, loss, metric_of(config.loss_name)), split.examples)
+            # A twin: the model that is checked stays in train mode.
+            twin = twin_of(model)
+            rows = scored_rows(twin.eval(), split.form, loss, facts.vocabulary)
+            try_metrics(metrics, Scorer(twin, loss, metric_of(config.loss_name), rows), split.examples)
     sealed = sealed_terms(config, config_dir, "evaluation")
     if sealed is not None:
         check_evaluation_form(evaluation_form(sealed), form)

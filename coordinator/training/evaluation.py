@@ -35,9 +35,11 @@ from raycloak.coordinator.training.step_context import MemberFailures, Model
 from raycloak.metrics.errors import ConfigError, ProtocolError
 from raycloak.workers import evaluation
 from raycloak.workers.evaluation import EvaluationReply, Scorer, metric_of, open_answer
+from raycloak.workers.gradients.row_memory import scored_rows
 from raycloak.workers.inputs.datasets import slice_ids
 from raycloak.workers.models.fed_by_name import fed_by_name
 from raycloak.workers.models.models import ModelSource, build_model, loss_function
+from raycloak.workers.models.text_model import TextModel
 from raycloak.workers.terms.loss import LossSpec
 
 Scores = Mapping[int, float]
@@ -165,7 +167,9 @@ class Evaluator:
         module = fed_by_name(build_model(source, base, seed), split.form.inputs)
         # Now, and not at the first evaluation, when steps are charged.
         split.check(module, loss.name)
-        self._scorer = Scorer(module, loss_fn, self._metric)
+        vocabulary = module.vocabulary if isinstance(module, TextModel) else None
+        rows = scored_rows(module.eval(), split.form, loss_fn, vocabulary)
+        self._scorer = Scorer(module, loss_fn, self._metric, rows)
         self._dataset = split.examples
         try_metrics(self.own, self._scorer, self._dataset)
 

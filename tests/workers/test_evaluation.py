@@ -88,7 +88,7 @@ def code_of(act: Callable[..., Any], *arguments: Any, **more: Any) -> str:
 def test_the_scores_of_the_slices_are_those_of_their_examples(run):
     order = run.order()
     module = build_model(ModelSource.of("tests.models:small_model"), ".", 0)
-    whole = Scorer(module, cross_entropy, "accuracy")
+    whole = Scorer(module, cross_entropy, "accuracy", 256)
     whole.load(np.concatenate(run.parameters))
     found = {}
     for member in parse(EvaluationOrder, order.body).members:
@@ -247,6 +247,6 @@ def test_a_split_of_other_shapes_is_refused_before_anything_is_spent():
 def test_a_loss_that_is_not_finite_is_told_as_it_is():
     """As in the clear: a model that diverged has no other mean."""
     data = ArrayDataset(np.full((3, 1), np.inf, np.float32), np.zeros((3, 1), np.float32))
-    scorer = Scorer(torch.nn.Linear(1, 1), lambda output, labels: (output - labels)[:, 0].square(), "loss")
+    scorer = Scorer(torch.nn.Linear(1, 1), lambda output, labels: (output - labels)[:, 0].square(), "loss", 256)
     total = scorer.total(data, np.arange(3))
     assert not np.isfinite(total)

@@ -103,13 +103,16 @@ class GradientParts:
                 recording.backward(losses, silent, places_alone=True)
             return next((silent.first for silent in tried if silent.first is not None), None)
 
-    def looked_at(self, features: Tensor, labels: Tensor, forward: Callable[[Tensor], Tensor]) -> GradientLook:
+    def looked_at(
+        self, features: Tensor, labels: Tensor, forward: Callable[[Tensor], Tensor], *, places: bool = True
+    ) -> GradientLook:
         """Return all that one forward pass and a few backward passes show of how rows stay in their places.
 
         Guarantee: a row's loss that reaches another row's place of a tensor that a trained parameter enters is named.
 
         Args:
             forward: runs the module.
+            places: whether to look for such a row.
 
         Raises:
             ModelError: as a call.
@@ -118,7 +121,8 @@ class GradientParts:
         with self._recorded(
             features, labels, forward, lambda name, tensor: shared.append((name, content_hash(tensor)))
         ) as (recording, losses):
-            weighed = [WeighedRows(exponents) for exponents in weighings(len(losses), losses.device)]
+            exponents = weighings(len(losses), losses.device) if places else []
+            weighed = [WeighedRows(each) for each in exponents]
             plain = WeighedRows(torch.zeros_like(losses, dtype=torch.int64))
             for each in weighed:
                 recording.backward(losses, each, places_alone=True)

@@ -12,14 +12,16 @@ The start of a run is mostly these passes, so each serves several claims (f forw
     evaluation   7 rows, one changed: 2 f. 5 rows: fills 1 f a value, mixed with ordinary rows 1 f a batch, the same
                  batch twice 2 f, rows alone 2 f, values read 1 f
     training     the same, and values read in the backward pass 1 b
-                 5 and 7 rows, one changed: outputs, gradients and places 2 f 3 b, the sum 1 f 1 b
-    grown        5 rows: fills 1 f a value; ordinary, mixed and shortened rows: outputs, gradients and places 1 f 2 b
+                 5 and 7 rows, one changed: outputs, gradients and places 2 f 3 b; the sum, of 5 alone, 1 f 1 b
+    grown        5 rows: fills 1 f a value; ordinary rows 2 f 1 b; mixed and shortened ones: outputs, gradients and
+                 places 1 f 2 b a batch
+
+:func:`check_rows` does what is said of grown parameters, and has ordinary rows changed, their sum and rows alone too.
 
 A backward pass of weighed losses and a plain one show all places (:class:`WeighedRows`); the plain one also gives the
 gradients.
 """
 
-import copy
 import math
 import sys
 import warnings
@@ -42,7 +44,7 @@ from raycloak.workers.gradients.row_places import moved_rows
 from raycloak.workers.inputs.datasets import DatasetForm
 from raycloak.workers.models.compute_mode import has_autocast, in_full_precision, remove_autocast
 from raycloak.workers.models.losses import BuiltInLoss
-from raycloak.workers.models.models import LossFn, check_layers, compiled_model, content_hash, device_of
+from raycloak.workers.models.models import LossFn, check_layers, compiled_model, content_hash, device_of, twin_of
 from raycloak.workers.models.text_model import TextModel
 from raycloak.workers.terms.mechanism import Mechanism
 
@@ -226,7 +228,7 @@ def _shortened(module: nn.Module, form: DatasetForm, loss_fn: LossFn) -> Dataset
 @contextmanager
 def _copy_of(module: nn.Module, form: DatasetForm, deterministic: bool) -> Iterator[nn.Module]:
     """Lend a copy of ``module`` with moved parameters; the process's random state stays as it is."""
-    probe = copy.deepcopy(module)
+    probe = twin_of(module)
     with _undisturbed(form, deterministic):
         with torch.no_grad():
             for tensor in probe.parameters():
@@ -252,19 +254,18 @@ def _undisturbed(form: DatasetForm, deterministic: bool) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    """A batch that was looked at.
+class _Look:
+    """What the gradients of a batch showed.
 
     Attributes:
-        passed: its forward pass.
-        gradients: by the first row that counts, a digest of those rows' gradients of each trained parameter; empty if
-            there was no backward pass.
-        shared: as of `GradientLook`.
+        gradients: by the first row that counts, a digest of those rows' gradients of each trained parameter.
+        shared, moved: as of `GradientLook`.
     """
 
-    passed: _Pass
-    gradients: Mapping[int, Sequence[bytes]] = field(default_factory=dict)
-    shared: tuple[tuple[str, bytes], ...] = ()
+    examples: Examples
+    gradients: Mapping[int, Sequence[bytes]]
+    shared: tuple[tuple[str, bytes], ...]
+    moved: str | None
 
 
 @dataclass(slots=True)
@@ -302,7 +303,7 @@ class _Checks:
                 "Set dataset.vocabulary to N if they are ids 0 .. N-1, or let the dataset give floating-point "
                 "features.",
             )
-        self._probes = Probes(form, vocabulary or 2, odd_ids(module), device_of(module))
+        self._probes = Probes(form, vocabulary or 2, odd_ids(module, vocabulary or 2), device_of(module))
         self._loss = RowLoss.of(loss_fn)
         # On the module itself: taps keep nothing of a pass in it, and another copy would be all of the model again.
         self._gradients = GradientParts(module, self._loss, deterministic)
@@ -318,7 +319,7 @@ class _Checks:
         # both.
         for count, index in zip(_BATCH_SIZES, (0, -1), strict=True):
             pair = list(self._probes.draws(count))[index]
-            self._check_apart(self._look(pair.before, [1], summed=True), self._look(pair.after, [1]), 1)
+            self._check_pair(pair.before, pair.after, summed=index == 0)
         with torch.no_grad():
             for tensor in self._module.parameters():
                 if tensor.requires_grad:
@@ -332,7 +333,7 @@ class _Checks:
             self._enter_mode(training)
             self._check_draws(_FEWEST)
         *_, pair = self._probes.draws(_FEWEST)
-        self._check_apart(self._look(pair.before, [1], summed=True), self._look(pair.after, [1]), 1)
+        self._check_pair(pair.before, pair.after, summed=True)
 
     def of_sizes(self, mechanisms: Iterable[Mechanism]) -> None:
         """Check what :func:`check_rows` promises."""
@@ -341,9 +342,12 @@ class _Checks:
                 continue
             count, gradients = mechanism.micro_batch_size, mechanism.query == "gradient"
             self._enter_mode(training=gradients)
-            ordinary = self._check_fills(count, gradients=gradients)
+            ordinary, look = self._check_fills(count, gradients=gradients, summed=gradients)
             self._check_alone(ordinary.features, ordinary.output)
-            if mechanism.query == "evaluation":
+            if look is not None:
+                _, other = self._look(self._probes.pair(look.examples).after, [1], places=False)
+                self._check_gradients(look, other, 1)
+            else:
                 self._check_draws(count)
 
     def _enter_mode(self, training: bool) -> None:
@@ -383,7 +387,7 @@ class _Checks:
             if not _same(*outputs):
                 raise _random_layer(name)
 
-    def _check_fills(self, count: int, *, gradients: bool = False) -> _Pass:
+    def _check_fills(self, count: int, *, gradients: bool = False, summed: bool = False) -> tuple[_Pass, _Look | None]:
         """Require that examples that are almost all one value, and ordinary ones, do not move each other.
 
         For each value all rows are filled, then rows of several values stand in one batch with ordinary rows, each
@@ -394,41 +398,49 @@ class _Checks:
         from at least one of them, whatever else is in it. Then the ordinary rows or the filled row meet another value.
 
         Args:
-            gradients: whether the same is required of gradients, of their places, of those of shortened rows and of
-                ordinary rows that are others, and that the rows add up to the gradient of the sum.
+            gradients: whether the same is required of gradients and of their places, also of shortened rows.
+            summed: whether the rows' gradients must add up to the gradient of the sum.
 
         Returns:
-            The pass of an ordinary batch.
+            The plain pass of an ordinary batch, and what its gradients showed.
         """
         met = [self._filled(filling) for filling in self._probes.fillings(count)]
-        # Finite ones alone: what is not finite may hide what it meets.
-        finite = [fill for each in met for fill in each.values if math.isfinite(fill)]
-        for turn, fills in enumerate(met):
-            examples, groups = self._probes.labelled(fills.ordinary), list(filter(None, fills.groups))
+        looks: list[tuple[_Look, _Look, int]] = []
+        for fills in met:
+            features, groups = fills.ordinary, list(filter(None, fills.groups))
             # Where parameters are tapped, a layer may have other shapes: plain passes are compared with plain ones.
-            plain = self._watched(examples.features)
-            ordinary = self._look(examples, {1, *map(len, groups)}, summed=turn == 0) if gradients else _Seen(plain)
+            plain = ordinary = self._watched(features)
             for example in fills.refused:
                 # Not in a batch of its own, but perhaps in one with others.
-                alone = self._if_accepted(_with_rows(fills.ordinary, [example]))
+                alone = self._if_accepted(_with_rows(features, [example]))
                 if alone is not None:
                     _check_apart(self._module, plain, alone, slice(1, None))
-            if gradients and turn == 0:
-                _check_shared(ordinary, self._look(self._probes.varied(count, finite)))
-                self._check_apart(ordinary, self._look(self._probes.pair(examples).after, [1]), 1)
+            if gradients:
+                examples = self._probes.labelled(features)
+                # Its places are those of rows that mixed batches have too.
+                ordinary, look = self._look(examples, {1, *map(len, groups)}, places=False, summed=summed)
             for group in groups:
-                features, labels = (
-                    _with_rows(fills.ordinary, [example for example, _ in group]),
-                    examples.labels.clone(),
-                )
-                labels[: len(group)] = 1 - labels[: len(group)]
-                among = Examples(features, labels)
-                mixed = self._look(among, [len(group)]) if gradients else _Seen(self._watched(features))
-                self._check_apart(ordinary, mixed, len(group))
+                among, others = _with_rows(features, [example for example, _ in group]), len(group)
+                if gradients:
+                    labels = torch.cat([1 - examples.labels[:others], examples.labels[others:]])
+                    mixed, look_among = self._look(Examples(among, labels), [others])
+                    looks.append((look, look_among, others))
+                else:
+                    mixed = self._watched(among)
+                _check_apart(self._module, ordinary, mixed, slice(others, None))
                 for row, (_, found) in enumerate(group):
-                    met_others = replace(mixed.passed, layers=plain.layers)
-                    _check_apart(self._module, found, met_others, slice(row, row + 1))
-        return plain
+                    _check_apart(self._module, found, replace(mixed, layers=plain.layers), slice(row, row + 1))
+        if gradients:
+            # Finite ones alone, and first: what is not finite may hide what it meets.
+            finite = [fill for each in met for fill in each.values if math.isfinite(fill)]
+            _, varied = self._look(self._probes.varied(count, finite))
+            _require_places(varied)
+            _check_shared(look, varied)
+        for look, look_among, others in looks:
+            # First, because it names what moves rows; gradients that mix in any other way are told apart below.
+            _require_places(look_among)
+            self._check_gradients(look, look_among, others)
+        return plain, look if gradients else None
 
     def _filled(self, filling: Filling) -> _Fills:
         """Return the examples of ``filling`` that the model takes, at least one row of each batch kept ordinary."""
@@ -501,12 +513,14 @@ class _Checks:
                 raise _mixing_loss()
             self._state.check()
 
-    def _look(self, examples: Examples, firsts: Iterable[int] = (), *, summed: bool = False) -> _Seen:
-        """Run both passes, and require that a row's loss reaches its own place alone of every tensor that a trained
-        parameter enters, and that nothing was kept.
+    def _look(
+        self, examples: Examples, firsts: Iterable[int] = (), *, places: bool = True, summed: bool = False
+    ) -> tuple[_Pass, _Look]:
+        """Run both passes, and require that nothing was kept.
 
         Args:
             firsts: the first rows that gradients are compared from.
+            places: whether to find out which places a row's loss reaches.
             summed: whether the rows' gradients must add up to autograd's gradient of the summed loss.
         """
         passes: list[_Pass] = []
@@ -515,25 +529,31 @@ class _Checks:
             passes.append(_forward(self._module, features, graph=True))
             return passes[0].output
 
-        look = self._gradients.looked_at(examples.features, examples.labels, forward)
+        found = self._gradients.looked_at(examples.features, examples.labels, forward, places=places)
         self._state.check()
-        if look.moved is not None:
-            raise moved_rows(f"the loss of one example reaches another's row where parameter '{look.moved}' is used")
         if summed:
-            self._check_sum(examples, look.parts)
+            self._check_sum(examples, found.parts)
         sizes = [tensor.numel() for tensor in self._module.parameters() if tensor.requires_grad]
         # Digests: the gradients of a large model may all be alive at once.
-        gradients = {
-            first: [_digest_of(*each, first) for each in zip(look.parts, sizes, strict=True)] for first in firsts
+        digests = {
+            first: [_digest_of(*each, first) for each in zip(found.parts, sizes, strict=True)] for first in firsts
         }
-        return _Seen(replace(passes[0], output=passes[0].output.detach()), gradients, look.shared)
+        passed = replace(passes[0], output=passes[0].output.detach())
+        return passed, _Look(examples, digests, found.shared, found.moved)
 
-    def _check_apart(self, left: _Seen, right: _Seen, first: int) -> None:
-        """Require of the rows from ``first`` on, which are equal in both batches, equal outputs and gradients."""
-        _check_apart(self._module, left.passed, right.passed, slice(first, None))
+    def _check_pair(self, before: Examples, after: Examples, *, summed: bool) -> None:
+        """Require that outputs and gradients keep apart in two batches of which the first row alone differs."""
+        (left, look), (right, other) = self._look(before, [1], summed=summed), self._look(after, [1], places=False)
+        _check_apart(self._module, left, right, slice(1, None))
+        _require_places(look)
+        # Before gradients: it names what may mix them.
+        _check_shared(look, other)
+        self._check_gradients(look, other, 1)
+
+    def _check_gradients(self, left: _Look, right: _Look, first: int) -> None:
+        """Require that the gradients of the rows from ``first`` on, equal in both batches, have the same bits."""
         names = [name for name, tensor in self._module.named_parameters() if tensor.requires_grad]
-        pairs = (each.gradients[first] if each.gradients else [b""] * len(names) for each in (left, right))
-        for name, before, after in zip(names, *pairs, strict=True):
+        for name, before, after in zip(names, left.gradients[first], right.gradients[first], strict=True):
             if before != after:
                 raise ModelError("mixing_layer", f"one example changes another's gradient of parameter '{name}'.", _FIX)
 
@@ -554,7 +574,13 @@ class _Checks:
                 )
 
 
-def _check_shared(left: _Seen, right: _Seen) -> None:
+def _require_places(look: _Look) -> None:
+    """Require that a row's loss reached its own place alone of every tensor that a trained parameter enters."""
+    if look.moved is not None:
+        raise moved_rows(f"the loss of one example reaches another's row where parameter '{look.moved}' is used")
+
+
+def _check_shared(left: _Look, right: _Look) -> None:
     """Require that what taps take as the same for all rows has the same bits in two batches of other rows."""
     for one, other in zip_longest(left.shared, right.shared):
         if one != other:

@@ -57,7 +57,7 @@ class Probes:
 
     Args:
         ids_below: integer features are drawn below it; at least 2.
-        odd_ids: ids that a model may treat otherwise than others.
+        odd_ids: ids that a model may treat otherwise than others, see :func:`odd_ids`; needed for fillings alone.
         device: where the batches are to be.
     """
 
@@ -65,16 +65,19 @@ class Probes:
         self,
         form: DatasetForm,
         ids_below: int = 2,
-        odd_ids: tuple[int, ...] = _ODD_IDS,
+        odd_ids: tuple[int, ...] = (),
         device: torch.device | str = "cpu",
     ) -> None:
         self._form, self._ids_below, self._device = form, ids_below, device
         # Of several inputs by name, each is drawn as if it were alone.
         alone = [{"feature_shape": each.shape, "feature_dtype": each.dtype, "inputs": ()} for each in form.inputs]
         forms = zip(alone, form.inputs, strict=True)
-        self._parts = [Probes(form.model_copy(update=one), each.vocabulary or 2, odd_ids) for one, each in forms]
+        self._parts = [
+            Probes(form.model_copy(update=one), each.vocabulary or 2, (*odd_ids, (each.vocabulary or 2) - 1))
+            for one, each in forms
+        ]
         self._integers: bool = all(each.dtype == "int64" for each in form.inputs) and form.feature_dtype == "int64"
-        odd = dict.fromkeys((*odd_ids, ids_below - 1)) if self._integers else dict.fromkeys(_ODD_VALUES)
+        odd = dict.fromkeys(odd_ids) if self._integers else dict.fromkeys(_ODD_VALUES)
         self.fills: tuple[float, ...] = tuple(odd)
 
     def draws(self, count: int) -> Iterator[Pair]:
@@ -192,11 +195,13 @@ def _filled(example: Tensor, fill: float) -> Tensor:
     return filled
 
 
-def odd_ids(module: nn.Module) -> tuple[int, ...]:
-    """Return the ids that the module may treat otherwise than others: of a text model its own, of any other all odd
-    ones, what its embeddings take for padding, and the last id of each."""
+def odd_ids(module: nn.Module, ids_below: int) -> tuple[int, ...]:
+    """Return the ids that the module may treat otherwise than others: of a text model its own.
+
+    Of any other, all odd ones, what its embeddings take for padding, the last id of each, and the last one of all.
+    """
     if isinstance(module, TextModel):
         return module.odd_ids
     layers = [layer for layer in module.modules() if isinstance(layer, nn.Embedding)]
     padding = {layer.padding_idx for layer in layers if layer.padding_idx is not None}
-    return (*_ODD_IDS, *sorted(padding | {layer.num_embeddings - 1 for layer in layers}))
+    return (*_ODD_IDS, ids_below - 1, *sorted(padding | {layer.num_embeddings - 1 for layer in layers}))

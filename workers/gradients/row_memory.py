@@ -6,7 +6,6 @@ same number. The model's own tensors do not count: rows take no part of them, an
 rows.
 """
 
-import copy
 import gc
 import warnings
 import weakref
@@ -22,8 +21,9 @@ from torch.utils._pytree import tree_leaves
 
 from raycloak.workers.gradients.clipping import GradientEngine
 from raycloak.workers.gradients.probes import Probes
+from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.inputs.datasets import DatasetForm
-from raycloak.workers.models.models import LossFn, device_of, read_flat
+from raycloak.workers.models.models import LossFn, device_of, read_flat, twin_of
 from raycloak.workers.terms.mechanism import Mechanism
 
 MICRO_BATCH_BYTES = 2**30
@@ -35,6 +35,9 @@ below 70 MiB and 0.22 ms at 140; a GPT-2 adapter took 25 ms a row at 62 MiB and 
 
 FEWEST_ROWS, MOST_ROWS = 4, 4096
 """Fewer rows take other kernels, and give other bits; more no longer make a forward pass faster."""
+
+MOST_SCORED = 256
+"""More rows no longer make a forward pass faster."""
 
 _TRIED = (4, 6)
 """Two sizes show what a row adds. Small ones, because the gradients of a large model may all be alive at once."""
@@ -67,11 +70,31 @@ def largest_rows(
     return rows
 
 
+def scored_rows(module: nn.Module, form: DatasetForm, loss_fn: LossFn, vocabulary: int | None = None) -> int:
+    """Return how many rows to score at once, a power of two: as many as a micro-batch's memory holds, at most 256.
+
+    Args as :func:`largest_rows`. As many on every worker, since a kernel may round by their number.
+    """
+    probes, loss = Probes(form, vocabulary or 2, device=device_of(module)), RowLoss.of(loss_fn)
+    peaks = list[int]()
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), warnings.catch_warnings(action="ignore"):
+        torch.default_generator.manual_seed(1)
+        for rows in _TRIED:
+            batch = next(probes.draws(rows)).before
+            held = chain(module.parameters(), module.buffers())
+            peaks.append(_peak(lambda batch=batch: loss(module(batch.features), batch.labels), held))  # type: ignore[misc]
+    row = max(1, -(-(peaks[1] - peaks[0]) // (_TRIED[1] - _TRIED[0])))
+    rows = MOST_SCORED
+    while rows > 1 and rows * row > MICRO_BATCH_BYTES:
+        rows //= 2
+    return rows
+
+
 def _peak_bytes(
     module: nn.Module, form: DatasetForm, loss_fn: LossFn, rows: int, deterministic: bool, vocabulary: int | None
 ) -> int:
     """Return the bytes of all tensors that are alive at once while a micro-batch of ``rows`` is computed."""
-    own = copy.deepcopy(module)
+    own = twin_of(module)
     parameters, device = read_flat(own), device_of(own)
     engine = GradientEngine(own, loss_fn, mechanism_of_rows(parameters.size, rows), device, deterministic)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):

@@ -46,7 +46,7 @@ def spare_rows(
     with torch.random.fork_rng(devices=[]), torch.no_grad(), warnings.catch_warnings(), named_operations(deterministic):
         warnings.simplefilter("ignore")
         torch.default_generator.manual_seed(1)
-        probes = Probes(form, vocabulary or 2, odd_ids(module), device_of(module))
+        probes = Probes(form, vocabulary or 2, odd_ids(module, vocabulary or 2), device_of(module))
         fillings = [filling.filled.items() for filling in probes.fillings(1)]
         tried = [(fill, example) for filled in fillings for fill, example in filled if math.isfinite(fill)]
         taken = _are_finite(module, torch.cat([example for _, example in tried]))

@@ -146,10 +146,10 @@ def _pairs(labels: Tensor, predicted: Tensor, classes: int) -> Tensor:
 
 
 def measurement_engine(measurement: Measurement, runtime: ModelRuntime) -> SumEngine:
-    """Return a new engine for ``measurement``; a model that it needs is built for it alone."""
+    """Return a new engine for ``measurement``; a model that it needs is a twin of the run's."""
     if measurement.query == "class_counts":
         return ClassCountEngine(measurement)
-    return PrivateEvaluationEngine(measurement, runtime.build(), runtime.loss_fn, runtime.device, runtime.deterministic)
+    return PrivateEvaluationEngine(measurement, runtime.twin(), runtime.loss_fn, runtime.device, runtime.deterministic)
 
 
 def check_measurable(measurement: Measurement, form: DatasetForm) -> None:

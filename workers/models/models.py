@@ -3,6 +3,7 @@
 Only tensors with ``requires_grad`` are trained and sent, in the order of ``named_parameters``. All are hashed.
 """
 
+import copy
 import hashlib
 import math
 import sys
@@ -162,13 +163,13 @@ class ModelRuntime:
     """A way to build and run the model of a run in one process.
 
     Attributes:
-        build: gives each caller its own module, with the initial parameters.
+        twin: gives each caller a module of its own, which shares the frozen parameters.
         loss_fn: one loss per example.
         device: ``cpu`` or ``cuda``.
         deterministic: whether an operation without a deterministic kernel is refused.
     """
 
-    build: Callable[[], nn.Module]
+    twin: Callable[[], nn.Module]
     loss_fn: LossFn
     device: str
     deterministic: bool
@@ -335,6 +336,11 @@ def tensor_contents(module: nn.Module, loss_fn: LossFn | None = None) -> tuple[T
 def device_of(module: nn.Module) -> torch.device:
     """Return the device of the module's parameters; the CPU if it has none."""
     return next((tensor.device for tensor in module.parameters()), torch.device("cpu"))
+
+
+def twin_of(module: nn.Module) -> nn.Module:
+    """Return a copy of ``module`` that shares its frozen parameters, which nobody changes: a base may be all memory."""
+    return copy.deepcopy(module, {id(each): each for each in module.parameters() if not each.requires_grad})
 
 
 def read_flat(module: nn.Module) -> NDArray[np.float32]:

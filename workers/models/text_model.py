@@ -117,7 +117,7 @@ class TextModel(nn.Module):
         config = _transformer(self.model).config.get_text_config()
         special = {value for name, value in config.to_dict().items() if name.endswith("_token_id") and value}
         named = {each for each in special if isinstance(each, int) and each < self.vocabulary}
-        return (-1, 0, 1, *sorted(named | {self._padding, self.vocabulary - 1}), self.vocabulary)
+        return (-1, *sorted(named | {self._padding}), self.vocabulary)
 
     def checkpoint_blocks(self) -> None:
         """Keep only the inputs of the model's blocks for the backward pass, which computes the blocks again.

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from torch import nn
 
-from raycloak.workers.gradients.probes import Probes
+from raycloak.workers.gradients.probes import Probes, odd_ids
 from raycloak.workers.inputs.datasets import DatasetForm
 
 TEXTS = DatasetForm(num_examples=9, feature_shape=(8,), feature_dtype="int64", label_shape=(), label_dtype="int64")
@@ -11,7 +12,7 @@ TEXTS = DatasetForm(num_examples=9, feature_shape=(8,), feature_dtype="int64", l
 
 @pytest.mark.parametrize(("ids", "fillings"), [(2, 9), (4, 10), (5, 1), (100, 1)])
 def test_ordinary_rows_have_none_of_the_odd_ids_also_where_there_are_few_ids(ids: int, fillings: int) -> None:
-    probes = Probes(TEXTS, ids)
+    probes = Probes(TEXTS, ids, odd_ids(nn.Identity(), ids))
     found = list(probes.fillings(6))
     assert len(found) == fillings
     values = []

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from raycloak.workers.gradients import row_memory
-from raycloak.workers.gradients.row_memory import FEWEST_ROWS, MOST_ROWS, largest_rows
+from raycloak.workers.gradients.row_memory import FEWEST_ROWS, MOST_ROWS, MOST_SCORED, largest_rows, scored_rows
 from raycloak.workers.inputs.datasets import DatasetForm
 
 
@@ -95,3 +95,12 @@ def test_the_rows_are_a_power_of_two_and_never_below_four(monkeypatch: pytest.Mo
 def test_a_cpu_gets_fewer_rows_than_a_gpu_where_its_caches_would_not_hold_them():
     on = {device: largest_rows(wide(2**14), form(4), loss, device=device) for device in ("cpu", "cuda")}
     assert on["cuda"] == 8 * on["cpu"]
+
+
+def test_fewer_rows_are_scored_at_once_where_an_output_takes_more_memory() -> None:
+    found = [scored_rows(wide(width), form(4), loss) for width in (4, 2**20, 2**22, 2**26)]
+    assert found == sorted(found, reverse=True)
+    assert found[0] == MOST_SCORED
+    assert found[2] == found[1] // 4
+    # One row is scored whatever it takes.
+    assert found[3] == 1

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from raycloak.metrics.errors import ConfigError, DatasetError, ModelError
 from raycloak.workers.gradients.gradient_parts import GradientParts
 from raycloak.workers.gradients.model_checks import check_trainable
-from raycloak.workers.gradients.probes import Probes
+from raycloak.workers.gradients.probes import Probes, odd_ids
 from raycloak.workers.inputs.datasets import DatasetForm, dataset_form
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.inputs.in_memory import export_in_memory
@@ -107,7 +107,7 @@ def test_an_examples_gradient_is_that_of_a_model_with_one_tensor():
 
 
 def test_probes_draw_each_input_over_its_own_range():
-    probes = Probes(form_of(INPUTS))
+    probes = Probes(form_of(INPUTS), odd_ids=odd_ids(nn.Identity(), 2))
     seen = [pair.before.features for pair in probes.draws(64)]
     parts = unpacked(torch.cat(seen).numpy(), INPUTS)
     assert (parts["ids"].min() >= 0, parts["ids"].max() < 50, len(np.unique(parts["ids"])) > 20) == (True, True, True)

@@ -298,7 +298,7 @@ def test_a_file_that_a_model_or_a_loss_was_built_from_is_in_the_frozen_digest(
     assert frozen_digest(one.contents) != frozen_digest(other.contents)
     with pytest.raises(ProtocolError, match="model_mismatch"):
         check_same_tensors(one.contents, other.contents)
-    assert workloads[0]._build_again() is not workloads[0].module
+    assert workloads[0].runtime.twin() is not workloads[0].module
 
 
 def test_the_examples_hold_nothing_that_differs_between_builds() -> None:

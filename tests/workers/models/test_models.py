@@ -26,6 +26,7 @@ from raycloak.workers.models.models import (
     parameter_count,
     read_flat,
     trainable_tensors,
+    twin_of,
 )
 from raycloak.workers.terms.loss import LossSpec
 from tests.protocol import mechanism
@@ -436,16 +437,17 @@ def test_gradients_are_compared_at_each_size(rows: int) -> None:
 
 
 def test_a_micro_batch_is_computed_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once ordinary, once filled with each of ten ids, once mixed, two rows alone; gradients beside it."""
+    """Once ordinary, once filled with each of ten ids, two rows alone; and with gradients ordinary, mixed, of other
+    lengths, and with one other row."""
     counts: list[int] = []
     forward = model_checks._forward
     monkeypatch.setattr(
-        model_checks, "_forward", lambda module, features: counts.append(len(features)) or forward(module, features)
+        model_checks, "_forward", lambda module, rows, **more: counts.append(len(rows)) or forward(module, rows, **more)
     )
     module = nn.Sequential(nn.Embedding(11, 5), nn.Flatten(), nn.Linear(45, 3))
     check_rows(module, TEXTS, cross_entropy, [mechanism(193, micro_batch_size=12)], vocabulary=11)
     # Of the ten, 0, 1 and 10 are in the table: each other one is also tried in one row.
-    assert (counts.count(12), counts.count(1)) == (1 + 10 + 7 + 1, 2)
+    assert (counts.count(12), counts.count(1)) == (1 + 10 + 7 + 4, 2)
 
 
 def refusal_of_rows(module: nn.Module, form: DatasetForm = FORM, vocabulary: int | None = None) -> tuple[str, str]:
@@ -727,3 +729,16 @@ def test_losses_are_found_by_name(tmp_path: Path) -> None:
     assert len(code) == 32
     with pytest.raises(ConfigError):
         loss_function(LossSpec.of("losses:entropy"), tmp_path)
+
+
+def test_a_twin_shares_the_frozen_parameters_and_no_others() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    module[0].requires_grad_(False)
+    twin = twin_of(module)
+    for (name, own), (_, other) in zip(module.named_parameters(), twin.named_parameters(), strict=True):
+        assert (own is other) == (not own.requires_grad), name
+        assert torch.equal(own, other)
+    # Nothing that either computes changes the other.
+    assert not {id(each) for each in module.buffers()} & {id(each) for each in twin.buffers()}
+    twin.eval()
+    assert module.training
