@@ -16,7 +16,7 @@ from raycloak.metrics.errors import ProtocolError, RefusedError
 from raycloak.workers.evaluation import open_split
 from raycloak.workers.gradients.clipping import GradientEngine
 from raycloak.workers.gradients.gpus import take_gpu
-from raycloak.workers.gradients.model_checks import check_released, check_rows, check_trainable, first_look
+from raycloak.workers.gradients.model_checks import check_briefly, check_released, check_rows, check_trainable
 from raycloak.workers.gradients.numerics import current_numerics, pin_numerics, slow_products
 from raycloak.workers.gradients.products import check_products
 from raycloak.workers.gradients.row_loss import RowLoss
@@ -109,7 +109,7 @@ class Workload:
         self.sent_form = SentForm(self.form, self.vocabulary, setup.dataset.classes, padded) if is_sent else None
         with opened.naming_features(self.form):
             if setup.device != "cpu":
-                first_look(self.module, self.form, loss_fn, deterministic, self.vocabulary)
+                check_briefly(self.module, self.form, loss_fn, deterministic, self.vocabulary)
             # All checks run where the model will: only there do they meet the kernels that it will.
             self.module.to(setup.device)
             check_trainable(self.module, self.form, loss_fn, deterministic, self.vocabulary)

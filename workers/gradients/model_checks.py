@@ -158,7 +158,7 @@ def check_trainable(
         ) from error
 
 
-def first_look(
+def check_briefly(
     module: nn.Module,
     form: DatasetForm,
     loss_fn: LossFn,
@@ -328,7 +328,7 @@ class _Checks:
         self._check_fills(_BATCH_SIZES[0], gradients=True)
 
     def first(self) -> None:
-        """Check what :func:`first_look` promises."""
+        """Check what :func:`check_briefly` promises."""
         for training in (False, True):
             self._enter_mode(training)
             self._check_draws(_FEWEST)

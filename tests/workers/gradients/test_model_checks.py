@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from raycloak.metrics.errors import ModelError
 from raycloak.workers.gradients.gradient_parts import GradientParts
-from raycloak.workers.gradients.model_checks import check_rows, check_trainable, first_look
+from raycloak.workers.gradients.model_checks import check_briefly, check_rows, check_trainable
 from raycloak.workers.gradients.numerics import pin_numerics
 from raycloak.workers.gradients.probes import odd_ids
 from raycloak.workers.gradients.row_places import weighings
@@ -57,7 +57,7 @@ def test_the_checks_make_every_tensor_on_the_device_of_the_model() -> None:
     """A device that none of them names is one without memory here, so what names none fails."""
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
     with torch.device("meta"):
-        first_look(model, VALUES, cross_entropy)
+        check_briefly(model, VALUES, cross_entropy)
         check_trainable(model, VALUES, cross_entropy)
         check_rows(model, VALUES, cross_entropy, [mechanism(23, micro_batch_size=6)])
 
@@ -69,7 +69,7 @@ class Centred(nn.Module):
 
 def test_two_rows_show_a_model_that_mixes_them() -> None:
     with pytest.raises(ModelError) as caught:
-        first_look(nn.Sequential(Centred(), nn.Linear(4, 2)), VALUES, cross_entropy)
+        check_briefly(nn.Sequential(Centred(), nn.Linear(4, 2)), VALUES, cross_entropy)
     assert caught.value.code == "mixing_layer"
 
 
