@@ -13,10 +13,12 @@ The start of a run is mostly these passes, so each serves several claims (f forw
                  batch twice 2 f, rows alone 2 f, values read 1 f
     training     the same, and values read in the backward pass 1 b
                  5 and 7 rows, one changed: outputs, gradients and places 2 f 3 b; the sum, of 5 alone, 1 f 1 b
-    grown        5 rows: fills 1 f a value; ordinary rows 2 f 1 b; mixed and shortened ones: outputs, gradients and
-                 places 1 f 2 b a batch
+    grown        evaluation, 5 rows: fills 1 f a value, ordinary and mixed rows 1 f a batch
+                 training: the same, and ordinary rows' gradients 1 f 1 b; outputs, gradients and places of mixed and
+                 shortened rows 1 f 2 b a batch
 
-:func:`check_rows` does what is said of grown parameters, and has ordinary rows changed, their sum and rows alone too.
+:func:`check_rows` does what is said of grown parameters in training, and has ordinary rows changed, their sum, and rows
+alone too.
 
 A backward pass of weighed losses and a plain one show all places (:class:`WeighedRows`); the plain one also gives the
 gradients.
@@ -324,8 +326,9 @@ class _Checks:
             for tensor in self._module.parameters():
                 if tensor.requires_grad:
                     tensor.mul_(_GROWN)
-        self._enter_mode(training=True)
-        self._check_fills(_BATCH_SIZES[0], gradients=True)
+        for training in (False, True):
+            self._enter_mode(training)
+            self._check_fills(_BATCH_SIZES[0], gradients=training)
 
     def first(self) -> None:
         """Check what :func:`check_briefly` promises."""

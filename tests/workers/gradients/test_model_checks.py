@@ -140,3 +140,22 @@ def test_one_look_gives_the_gradients_of_a_call_and_finds_no_row_that_moved(name
     assert look.moved is None
     for part, plain in zip(look.parts, gradients(features, labels), strict=True):
         assert torch.equal(part.rows(), plain.rows())
+
+
+class GrownCentred(nn.Module):
+    """Mixes rows in one mode alone, and only where parameters have grown."""
+
+    def __init__(self, training: bool) -> None:
+        super().__init__()
+        self.layer, self.only = nn.Linear(4, 2), training
+
+    def forward(self, rows: Tensor) -> Tensor:
+        large = torch.where(self.layer.weight.abs().max() > 2, 1.0, 0.0)
+        return self.layer(rows - large * rows.mean(0) if self.training == self.only else rows)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_rows_that_mix_once_parameters_have_grown_are_found_in_both_modes(training: bool) -> None:
+    with pytest.raises(ModelError) as caught:
+        check_trainable(GrownCentred(training), VALUES, cross_entropy)
+    assert caught.value.code == "mixing_layer"
