@@ -18,7 +18,7 @@ from raycloak.metrics.proof_bounds import require_bound
 from raycloak.workers.gradients.gradient_parts import GradientParts
 from raycloak.workers.gradients.kept_state import KeptState
 from raycloak.workers.gradients.numerics import exact_sums
-from raycloak.workers.gradients.parts import Part
+from raycloak.workers.gradients.parts import ROW_BLOCK, Part
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.row_places import SilentRows, moved_rows
 from raycloak.workers.inputs.datasets import Batch, Dataset
@@ -27,9 +27,13 @@ from raycloak.workers.models.models import LossFn, load_flat, trainable_tensors
 from raycloak.workers.terms.mechanism import MAX_CLIP, MAX_DIMENSION, MIN_CLIP, Mechanism
 from raycloak.workers.terms.public_sums import PublicSums
 
-# These two carry the derivation in ClippedSum, as the bounds of a mechanism do: a change needs a new derivation.
+# These carry the derivation in ClippedSum, as the bounds of a mechanism do: a change needs a new derivation.
 MAX_ROWS = 2**17
 CLIP_MARGIN = 2.0**-16
+_GAMMA = (ROW_BLOCK + 2) * 2.0**-24 / (1 - (ROW_BLOCK + 2) * 2.0**-24)
+BLOCK_MARGIN = (2 * ROW_BLOCK + 1) * _GAMMA
+# Gradients that nothing clips are added in float32 too, where no sum may overflow.
+_LARGEST_SQUARE = 2.0**240
 MicroBatch = tuple[NDArray[np.float32] | NDArray[np.int64], NDArray[np.float32] | NDArray[np.int64], NDArray[np.bool_]]
 
 
@@ -38,20 +42,20 @@ class ClippedSum:
 
     Guarantee: let a set of examples differ from another only in that one example is invalid. Their totals differ by
     at most C in the l2 norm, in exact arithmetic on the computed float64 values, for any parts, finite or not, if at
-    most 2^17 rows are added in the same places, d <= 2^31 and 2^-100 <= C <= 2^100.
+    most 2^17 rows are added in the same places, d <= 2^34 and 2^-100 <= C <= 2^100.
 
-    Derivation, with u = 2^-53 and the target T = C * (1 - 2^-16), itself rounded once. Every step is in
-    docs/proofs/006-clipped-gradients.md; this is its frame:
+    Derivation, with u = 2^-53, B = `ROW_BLOCK` and the target T = C * (1 - 2^-16) / (1 + (2B + 1) * gamma), gamma =
+    (B + 2) * 2^-24 / (1 - (B + 2) * 2^-24). Every step is in docs/proofs/006-clipped-gradients.md; this is its frame:
 
-    * What a part adds of a row has at most (1 + 2^-19) * (1 + 2^-22) times the norm that the sum of all squares gives,
-      by the guarantee of :class:`raycloak.workers.gradients.parts.Part`. The weight w = min(1, T / norm) is rounded
-      once more: w * |g| <= T * (1 + 2^-19) * (1 + 2^-21).
+    * A part adds of a row at most (1 + 2^-19) times the norm that the sum of all squares gives, by the guarantee of
+      :class:`raycloak.workers.gradients.parts.Part`. The weight is min(1, T / norm), rounded towards zero to float32.
+      So a weighted row has at most T' = T * (1 + 2^-19) * (1 + 2^-50).
     * A row with a non-finite or invalid gradient has w = 0, and a part adds exactly zero for it.
-    * Each coordinate is a sum of n <= 2^17 products in some fixed order, with or without fused multiply-add: every
-      product enters with a factor (1 + t), |t| <= (n + 3) * u < 2^-35. Both totals carry such errors, hence the
-      difference is at most w_i * |g_i| * (1 + 2^-35) plus 2 * 2^-35 times the sum of all w_k * |g_k|, which is below
-      T * (1 + 2^-19) * (1 + 2^-21) * (1 + 2^-16.9).
-    * (1 - 2^-16) * (1 + u) * (1 + 2^-19) * (1 + 2^-21) * (1 + 2^-16.9) < 1, so the difference is below C.
+    * A CPU adds B rows in float32, in any order that depends on them alone. Only the block of row i differs, and its
+      sums differ by w_i * g_i, but for gamma times twice the weighted rows of the block: T' * (1 + (2B + 1) * gamma).
+    * Blocks, and on a GPU rows, are added in float64. A total of n <= 2^17 terms has errors of at most 2^-35 of each,
+      2^-17 * T' for both totals together.
+    * (1 - 2^-16) * (1 + 2^-19) * (1 + 2^-16.9) < 1, so the difference is below C.
 
     Args:
         sizes: number of coordinates of each tensor, in canonical order.
@@ -63,9 +67,9 @@ class ClippedSum:
     """
 
     def __init__(self, sizes: Sequence[int], clip: float | None, device: torch.device) -> None:
-        require_bound(sum(sizes) <= MAX_DIMENSION, "a sum has at most 2^31 coordinates")
+        require_bound(sum(sizes) <= MAX_DIMENSION, "a sum has at most 2^34 coordinates")
         require_bound(clip is None or MIN_CLIP <= clip <= MAX_CLIP, "a clip is within 2^-100 .. 2^100")
-        self._target = None if clip is None else clip * (1.0 - CLIP_MARGIN)
+        self._target = None if clip is None else clip * (1.0 - CLIP_MARGIN) / (1.0 + BLOCK_MARGIN)
         self._total = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
         self._targets = torch.split(self._total, list(sizes))
         self._rows = 0
@@ -92,8 +96,18 @@ class ClippedSum:
         squares = torch.zeros(len(valid), dtype=torch.float64, device=valid.device)
         for part in parts:
             squares += part.squares()
-        scale = torch.ones_like(squares) if self._target is None else (self._target / squares.sqrt()).clamp(max=1.0)
+        if self._target is None:
+            scale = torch.where(squares <= _LARGEST_SQUARE, 1.0, 0.0)
+        else:
+            scale = _rounded_down((self._target / squares.sqrt()).clamp(max=1.0))
         return torch.where(valid & squares.isfinite(), scale, 0.0)
+
+
+def _rounded_down(values: Tensor) -> Tensor:
+    """Return each number rounded to float32, as float64; down, because a row shall not exceed its target."""
+    narrow = values.float()
+    below = torch.nextafter(narrow, torch.zeros_like(narrow))
+    return torch.where(narrow.double() > values, below, narrow).double()
 
 
 def check_batch(mechanism: Mechanism) -> None:

@@ -2,7 +2,7 @@
 
     DensePart    float32 [m, size], held as it is
     OuterPart    one product per row: g = l rᵀ, never formed
-    RowsPart     a matrix product per row, formed twice in one buffer
+    RowsPart     a matrix product per row, formed twice
     GramPart     the same, with its norm from Gram matrices
     LookupPart   some rows of a table
     AbsentPart   zero: the parameter was not used
@@ -11,6 +11,7 @@ Shapes alone decide which form a parameter gets (:func:`part_of`). Work and shap
 The proofs are in docs/proofs/006-clipped-gradients.md.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
@@ -21,18 +22,22 @@ from torch import Tensor
 
 from raycloak.metrics.proof_bounds import require_bound
 
-# Float64 copies of so many elements at a time: small enough for the cache of a CPU, large enough to fill a GPU.
+ROW_BLOCK = 64
+"""A CPU adds so many rows of a micro-batch in float32 before float64 takes over. The clip pays for it: 0.05 % of C."""
+ROUNDING, UNDERFLOW = 1.01 * 2.0**-24, 1.01 * 2.0**-126
+"""A rounding of float32, and a number that it may lose, with 1 % for terms of higher order: the proof needs both."""
+MAX_GRAM_TOKENS, MAX_GRAM_WIDTH = 2**12, 2**16
+"""The proof holds for so many tokens and for sides of this length."""
+# So many elements at a time: small enough for the cache of a CPU, large enough to fill a GPU.
 _BLOCK = {"cpu": 2**17, "cuda": 2**24}
 # With 4096 columns a block of 64 rows stays in the second cache of a CPU.
 _COLUMNS = {"cpu": 4096, "cuda": 2**18}
-# These four carry the proof of Gram parts, with 1 % for terms of higher order: a change of one needs a new proof.
-_ROUNDING, _UNDERFLOW = 1.01 * 2.0**-24, 1.01 * 2.0**-126
-# Pays for the rounding of a row that is added, up to 2^-18 of its square.
-_ADDED = 2.0**18
-# Below its root no float32 sum of a row overflows.
-_LARGEST_SPREAD = 2.0**252
-MAX_GRAM_TOKENS, MAX_GRAM_WIDTH = 2**10, 2**16
-"""The proof holds for so many tokens and for sides of this length."""
+# The type in which weighted rows are added up. On a CPU it reads half the memory; a GPU's float64 is as fast.
+_SUMS = {"cpu": torch.float32, "cuda": torch.float64}
+# The smallest float32 number.
+_SMALLEST = 2.0**-149
+# Below it no float32 sum of a row overflows.
+_LARGEST_SPREAD = 2.0**126
 # Elements of Gram matrices at once, for as many rows as fit.
 _GRAM_BLOCK = 2**21
 # So many elements are held for all rows together without a second thought: 4 MiB.
@@ -48,17 +53,19 @@ class Part(Protocol):
     def squares(self) -> Tensor:
         """Return a number per row whose root is the row's norm, float64 [m].
 
-        Guarantee: the norm of what :meth:`add` adds of a row, before its weight and in exact arithmetic, is at most
-        (1 + 2^-19) of the root in exact arithmetic, but for a factor of 1 + 2^-23 for the rounding of these sums. A row
-        with an element that is not finite has a square that is not finite.
+        Guarantee: the norm of what :meth:`add` adds of a row, before its weight and in exact arithmetic, is at most the
+        root in exact arithmetic, but for a factor of 1 + 2^-19 for the rounding of these sums. A row with an element
+        that is not finite has a square that is not finite.
         """
         ...
 
     def add(self, weights: Tensor, total: Tensor) -> None:
         """Add every row times its weight to ``total``; a row of weight zero adds exactly zero, whatever it holds.
 
+        Guarantee: on a CPU what a block of `ROW_BLOCK` rows adds depends on these rows and weights alone.
+
         Args:
-            weights: float64 [m], not negative and finite.
+            weights: float64 [m], of which each is a float32 number, not negative and finite.
             total: float64 [size], contiguous; changed in place.
         """
         ...
@@ -80,9 +87,13 @@ class DensePart:
 
     def add(self, weights: Tensor, total: Tensor) -> None:
         """Add the weighted rows; see :class:`Part`."""
-        columns = _COLUMNS[total.device.type]
-        for block, target in zip(torch.split(self._rows, columns, 1), torch.split(total, columns), strict=True):
-            target.addmv_(_finite(block).T, weights)
+        columns, sums = _COLUMNS[total.device.type], _SUMS[total.device.type]
+        for some in _row_blocks(len(weights), total.device):
+            factors = weights[some].to(sums)
+            for block, target in zip(
+                torch.split(self._rows[some], columns, 1), torch.split(total, columns), strict=True
+            ):
+                target += torch.mv(_finite(block.to(sums)).T, factors)
 
     def rows(self) -> Tensor:
         """Return the rows themselves."""
@@ -106,9 +117,16 @@ class OuterPart:
         return dense_squares(self._left) * dense_squares(self._right)
 
     def add(self, weights: Tensor, total: Tensor) -> None:
-        """Add the weighted rows with one float64 product; see :class:`Part`."""
-        left, right = _finite(self._left).mul_(weights[:, None]), _finite(self._right)
-        total.view(left.shape[1], right.shape[1]).addmm_(left.T, right)
+        """Add the weighted rows, those of a block with one product; see :class:`Part`."""
+        left, right = _finite(self._left.double()), _finite(self._right.double())
+        # Without it the weighted side could underflow though the other is large, and so be rounded up by much.
+        largest = right.abs().amax(1, keepdim=True).clamp(min=_SMALLEST)
+        sums, table = _SUMS[total.device.type], total.view(left.shape[1], right.shape[1])
+        left, right = left.mul_(weights[:, None] * largest).to(sums), right.div_(largest).to(sums)
+        height = max(1, _BLOCK[total.device.type] // right.shape[1])
+        for some in _row_blocks(len(weights), total.device):
+            for columns, target in zip(torch.split(left[some], height, 1), torch.split(table, height), strict=True):
+                target += torch.mm(columns.T, right[some])
 
     def rows(self) -> Tensor:
         """Return all products, rounded to float32."""
@@ -159,7 +177,7 @@ class Lookups:
 
     def add_weighted(self, weights: Tensor, table: Tensor) -> None:
         """Add all values times their row's weight to a float64 [entries, width] table."""
-        wide = _finite(self.values).mul_(weights[:, None, None])
+        wide = _finite(self.values.double()).mul_(weights[:, None, None])
         table.index_add_(0, self.ids.flatten(), wide.flatten(0, 1))
 
 
@@ -214,8 +232,9 @@ class LookupPart:
 class RowsPart:
     """A part whose rows are formed one after another, in one buffer, and twice: once measured and once added.
 
-    Guarantee: a row that is added has the bits that were measured. Both come from the same function of the same
-    values, in the same shapes, strides and memory.
+    Guarantee: on a CPU a row that is added has the bits that were measured. Both come from the same function of the
+    same values, in the same shapes, strides and memory. Elsewhere the two may be formed in other orders, and the
+    squares carry a charge for it (docs/proofs/006-clipped-gradients.md, section 3).
 
     Args:
         products: of one shape but for the tokens; at least one.
@@ -226,59 +245,101 @@ class RowsPart:
         self._products, self._lookups = products, lookups
         self._count, self._groups, _, self._height, self._width = products[0].shape
         self._device = products[0].left.device
-        self._block = _BLOCK[self._device.type]
 
     def squares(self) -> Tensor:
-        """Return the squared norms of the rounded rows, from their exact squares."""
+        """Return the squared norms of the rounded rows, from their exact squares, with a charge where one is due."""
         squares = torch.zeros(self._count, dtype=torch.float64, device=self._device)
-        for row, _, block in self._blocks(torch.zeros(self._count, dtype=torch.bool, device=self._device)):
-            squares[row] += torch.dot(block, block)
-        return squares
+        none = torch.zeros(self._count, dtype=torch.bool, device=self._device)
+        for piece in self._pieces():
+            for row in range(self._count):
+                wide = self._formed(piece, row, none).double()
+                squares[row] += torch.dot(wide, wide)
+        return squares if _repeats(self._device) else self._charged(squares)
 
     def add(self, weights: Tensor, total: Tensor) -> None:
         """Add the weighted rows; see :class:`Part`."""
-        factors = weights.tolist()
-        for row, start, block in self._blocks(weights == 0):
-            total[start : start + len(block)].add_(block, alpha=factors[row])
+        dropped, sums = weights == 0, _SUMS[total.device.type]
+        factors = weights.to(sums)
+        for piece in self._pieces():
+            target = total[piece.start : piece.start + piece.size]
+            block = torch.empty(piece.size, dtype=sums, device=total.device)
+            for some in _row_blocks(self._count, total.device):
+                block.zero_()
+                for row in range(some.start, some.stop):
+                    block.addcmul_(self._formed(piece, row, dropped).to(sums), factors[row])
+                target += block
 
     def rows(self) -> Tensor:
         """Return all rows, in float32."""
         found = torch.zeros(self._count, self._groups * self._height * self._width, device=self._device)
-        for row, start, block in self._blocks(torch.zeros(self._count, dtype=torch.bool, device=self._device)):
-            found[row, start : start + len(block)] = block
+        none = torch.zeros(self._count, dtype=torch.bool, device=self._device)
+        for piece in self._pieces():
+            for row in range(self._count):
+                found[row, piece.start : piece.start + piece.size] = self._formed(piece, row, none)
         return found
 
-    def _blocks(self, dropped: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield row, first coordinate and float64 values of each piece of each row, zeros where dropped.
+    def _charged(self, squares: Tensor) -> Tensor:
+        """Return the squares of norms that also bound a row which is formed in another order."""
+        left, right = (
+            torch.cat([vector_norms(getattr(each, side)) for each in self._products], 2).flatten(1)
+            for side in ("left", "right")
+        )
+        for each in self._lookups:
+            left = torch.cat([left, torch.ones_like(each.ids, dtype=torch.float64)], 1)
+            right = torch.cat([right, vector_norms(each.values)], 1)
+        shape = self._groups, self._height, self._width
+        spread = _Spread.of(left, right, _terms(self._products, self._lookups), shape)
+        return spread.capped((squares.sqrt() + 2 * spread.off).square())
 
-        The memory of the values is reused.
-        """
-        height = max(1, min(self._height, self._block // self._width))
+    def _pieces(self) -> Iterator["_Piece"]:
+        """Yield the pieces of a row, in order. Each is formed for all rows while it is in a CPU's cache."""
+        height = max(1, min(self._height, _BLOCK[self._device.type] // self._width))
         buffer = torch.empty(height, self._width, device=self._device)
-        wide = torch.empty(min(self._block, height * self._width), dtype=torch.float64, device=self._device)
-        sides = [_Sides.like(each) for each in self._products]
-        for row in range(self._count):
-            for each, own in zip(self._products, sides, strict=True):
-                own.load(each, row, dropped[row])
-            values = [each.values[row].masked_fill(dropped[row], 0.0) for each in self._lookups]
-            for group in range(self._groups):
-                for low in range(0, self._height, height):
-                    high = min(low + height, self._height)
-                    formed = buffer[: high - low]
-                    torch.mm(sides[0].left[group, :, low:high].T, sides[0].right[group], out=formed)
-                    for side in sides[1:]:
-                        formed.addmm_(side.left[group, :, low:high].T, side.right[group])
-                    for lookup, value in zip(self._lookups, values, strict=True):
-                        _add_lookups(formed, lookup.ids[row] - low, value)
-                    start = (group * self._height + low) * self._width
-                    for piece in torch.split(formed.flatten(), self._block):
-                        yield row, start, wide[: len(piece)].copy_(piece)
-                        start += len(piece)
+        sides = [_Sides.like(each, height) for each in self._products]
+        for group in range(self._groups):
+            for low in range(0, self._height, height):
+                high = min(low + height, self._height)
+                start = (group * self._height + low) * self._width
+                yield _Piece(group, low, high, start, (high - low) * self._width, buffer[: high - low], sides)
+
+    def _formed(self, piece: "_Piece", row: int, dropped: Tensor) -> Tensor:
+        """Return a piece of a row, float32 [size], zeros where dropped; the memory is reused."""
+        formed = piece.buffer
+        for index, (each, side) in enumerate(zip(self._products, piece.sides, strict=True)):
+            left, right = side.loaded(each, piece, row, dropped)
+            if index == 0:
+                torch.mm(left.T, right, out=formed)
+            else:
+                formed.addmm_(left.T, right)
+        for lookup in self._lookups:
+            values = lookup.values[row].masked_fill(dropped[row], 0.0)
+            _add_lookups(formed, lookup.ids[row] - piece.low, values)
+        return formed.flatten()
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Some rows of the matrices of one group.
+
+    Attributes:
+        low, high: those rows of the matrix.
+        start, size: its coordinates.
+        buffer: memory for it, float32 [high - low, width].
+        sides: memory for the sides of the products.
+    """
+
+    group: int
+    low: int
+    high: int
+    start: int
+    size: int
+    buffer: Tensor
+    sides: "list[_Sides]"
 
 
 @dataclass(frozen=True, slots=True)
 class _Sides:
-    """Both sides of one row's products, float32 [groups, tokens, r] and [groups, tokens, c], in separate memory.
+    """Both sides of one row's products for one piece, float32 [tokens, r] and [tokens, c], in separate memory.
 
     A library may choose its kernel by strides and alignment. All rows pass through this memory, so it sees one of each.
     """
@@ -287,14 +348,62 @@ class _Sides:
     right: Tensor
 
     @classmethod
-    def like(cls, products: Products) -> "_Sides":
-        sides = products.left, products.right
-        return cls(*(torch.empty(side.shape[1:], dtype=torch.float32, device=side.device) for side in sides))
+    def like(cls, products: Products, height: int) -> "_Sides":
+        _, _, tokens, _, width = products.shape
+        device = products.left.device
+        return cls(torch.empty(tokens * height, device=device), torch.empty(tokens, width, device=device))
 
-    def load(self, products: Products, row: int, dropped: Tensor) -> None:
+    def loaded(self, products: Products, piece: _Piece, row: int, dropped: Tensor) -> tuple[Tensor, Tensor]:
         # Both sides are zeroed: zero times infinity would be NaN.
-        self.left.copy_(products.left[row]).masked_fill_(dropped, 0.0)
-        self.right.copy_(products.right[row]).masked_fill_(dropped, 0.0)
+        height = piece.high - piece.low
+        left = self.left[: products.shape[2] * height].view(-1, height)
+        left.copy_(products.left[row, piece.group, :, piece.low : piece.high]).masked_fill_(dropped[row], 0.0)
+        self.right.copy_(products.right[row, piece.group]).masked_fill_(dropped[row], 0.0)
+        return left, self.right
+
+
+def _repeats(device: torch.device) -> bool:
+    """Return whether a product that is computed twice has the same bits; on a GPU a library may choose anew."""
+    return device.type == "cpu"
+
+
+def _row_blocks(count: int, device: torch.device) -> list[slice]:
+    """Return the rows of each block that is added before float64 takes over; a GPU adds all rows in float64."""
+    size = ROW_BLOCK if _SUMS[device.type] == torch.float32 else count
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def _terms(products: list[Products], lookups: list[Lookups]) -> int:
+    """Return the number of terms at a coordinate: merged lookups of a table are one more, however many there are."""
+    return sum(each.shape[2] for each in products) + len(lookups)
+
+
+@dataclass(frozen=True, slots=True)
+class _Spread:
+    """The sizes that the errors of a row's products follow where its tokens cancel; section 4 of the proof has names.
+
+    Attributes:
+        spread: S, the sum of |l||r| over tokens, float64 [m].
+        lost: what float32 numbers that are read as zero take of a row, over the smallest of them.
+        off: how far a row that float32 forms, in any order, is off its exact gradient.
+    """
+
+    spread: Tensor
+    lost: Tensor
+    off: Tensor
+
+    @classmethod
+    def of(cls, left: Tensor, right: Tensor, terms: int, shape: tuple[int, int, int]) -> "_Spread":
+        """Return those of tokens with sides of these norms, float64 [m, t], of groups, height and width."""
+        groups, height, width = shape
+        spread = (left * right).sum(1)
+        lost = math.sqrt(height) * right.sum(1) + math.sqrt(width) * left.sum(1)
+        smallest = 2 * terms * groups * math.sqrt(height * width)
+        return cls(spread, lost, ROUNDING * terms * spread + UNDERFLOW * (smallest + lost))
+
+    def capped(self, squares: Tensor) -> Tensor:
+        """Return the squares, infinite where a sum of the row could overflow or a number is not finite."""
+        return torch.where((self.spread <= _LARGEST_SPREAD) & squares.isfinite(), squares, torch.inf)
 
 
 def _add_lookups(table: Tensor, ids: Tensor, values: Tensor) -> None:
@@ -324,9 +433,7 @@ class GramPart:
         self._formed = RowsPart(products, lookups)
         self._height, self._width = products[0].shape[3:]
         self._tokens = sum(each.shape[2] for each in products) + sum(each.ids.shape[1] for each in lookups)
-        # The merged lookups of a table are one more number at a coordinate, however many there are.
-        self._terms = sum(each.shape[2] for each in products) + len(lookups)
-        require_bound(self._tokens <= MAX_GRAM_TOKENS, "a Gram matrix has at most 2^10 tokens")
+        require_bound(self._tokens <= MAX_GRAM_TOKENS, "a Gram matrix has at most 2^12 tokens")
         require_bound(max(self._height, self._width) <= MAX_GRAM_WIDTH, "sides of a Gram part have length 2^16 at most")
 
     def squares(self) -> Tensor:
@@ -349,22 +456,32 @@ class GramPart:
     def _squares(self, rows: slice) -> Tensor:
         left = torch.cat([each.left[rows, 0].float() for each in self._products], 1)
         right = torch.cat([each.right[rows, 0].float() for each in self._products], 1)
-        left_gram, left_norms = _gram(left), left.double().square_().sum(2).sqrt_()
+        left_gram = _gram(left)
+        left_norms = _token_norms(left_gram, self._height)
         if self._lookups:
             ids = torch.cat([each.ids[rows] for each in self._lookups], 1)
             right = torch.cat([right, *(each.values[rows] for each in self._lookups)], 1)
             left_gram = _with_units(left, left_gram, ids)
             left_norms = torch.cat([left_norms, torch.ones_like(ids, dtype=torch.float64)], 1)
-        right_gram, right_norms = _gram(right), right.double().square_().sum(2).sqrt_()
+        right_gram = _gram(right)
+        right_norms = _token_norms(right_gram, self._width)
         estimate = left_gram.mul_(right_gram).sum((1, 2))
-        spread = (left_norms * right_norms).sum(1).square()
-        # A float32 dot product of n numbers is off by n rounding units of the product of both norms, and n underflows.
-        added = min(self._height, _DOT) + min(self._width, _DOT)
-        rounding = _ROUNDING * (added + 4) + _ADDED * (_ROUNDING * self._terms) ** 2
-        lost = self._height * right_norms.sum(1).square() + self._width * left_norms.sum(1).square() + self._tokens**2
-        # Where a Gram matrix overflows, the spread alone bounds the row; where the row may, it counts as not finite.
-        norm = torch.where(estimate.isfinite(), estimate.clamp(min=0.0), spread)
-        return torch.where(spread <= _LARGEST_SPREAD, norm + rounding * spread + _UNDERFLOW * lost, torch.inf)
+        found = _Spread.of(
+            left_norms, right_norms, _terms(self._products, self._lookups), (1, self._height, self._width)
+        )
+        # A float32 dot product of n numbers is off by n rounding units of the product of both norms, and by what it
+        # loses below the smallest number.
+        rounding = ROUNDING * (min(self._height, _DOT) + min(self._width, _DOT) + 4)
+        below = self._height * right_norms.sum(1).square() + self._width * left_norms.sum(1).square() + self._tokens**2
+        charge = rounding * found.spread.square() + 2 * UNDERFLOW * (below + found.spread * found.lost)
+        norm = (estimate.clamp(min=0.0) + charge).sqrt() + found.off
+        return found.capped(norm.square())
+
+
+def _token_norms(gram: Tensor, width: int) -> Tensor:
+    """Return upper bounds of the norms of vectors of length ``width``, float64 [m, t], from Gram matrices [m, t, t]."""
+    squares = gram.diagonal(dim1=1, dim2=2) + 4 * UNDERFLOW * width
+    return (squares * (1 + ROUNDING * (min(width, _DOT) + 2))).sqrt()
 
 
 def _gram(side: Tensor) -> Tensor:
@@ -402,11 +519,16 @@ class AbsentPart:
 
 
 def _finite(values: Tensor) -> Tensor:
-    """Return a float64 copy with zeros for values that are not finite: only rows of weight zero have such values.
+    """Return a copy with zeros for values that are not finite: only rows of weight zero have such values.
 
-    Zero times infinity would be NaN. Finite float32 numbers cannot overflow in what float64 does with them here.
+    Zero times infinity would be NaN. All others times their weight are within the clip, so no sum overflows.
     """
-    return values.double().nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    return values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def vector_norms(vectors: Tensor) -> Tensor:
+    """Return the norms of [..., n], float64 [...]."""
+    return vectors.double().square_().sum(-1).sqrt_()
 
 
 def dense_squares(rows: Tensor) -> Tensor:

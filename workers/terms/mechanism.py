@@ -22,7 +22,7 @@ from raycloak.workers.vectors.noise import MAX_SIGMA, MIN_SIGMA
 from raycloak.workers.vectors.ring import RingDemand, RingSpec
 
 # These carry the derivation in `workers/gradients/clipping.py`: a change of one needs a new derivation.
-MAX_DIMENSION = 2**31
+MAX_DIMENSION = 2**34
 MIN_CLIP, MAX_CLIP = 2.0**-100, 2.0**100
 
 # Every whole number up to here is a float.
@@ -112,7 +112,7 @@ class Mechanism(NoiseTerms, Message):
         yield "sample_rate", "it must be in (0, 1]", 0 < self.sample_rate <= 1
         yield "max_grad_norm", "it must be in [2^-100, 2^100]", MIN_CLIP <= self.max_grad_norm <= MAX_CLIP
         yield "expected_batch_size", "it must be above 0", self.expected_batch_size > 0
-        yield "dimension", "it must be in [1, 2^31]", 1 <= self.dimension <= MAX_DIMENSION
+        yield "dimension", "it must be in [1, 2^34]", 1 <= self.dimension <= MAX_DIMENSION
         for name in ("overflow_probability", "mask_split_probability"):
             yield name, "it must be in [0, 1)", 0 <= getattr(self, name) < 1
         yield "honest_share", "it must be in (0, 1]", 0 < self.honest_share <= 1
