@@ -359,7 +359,7 @@ def _check_sizes(config: RunConfig, num_examples: int, dimension: int) -> None:
     if dimension > MAX_DIMENSION:
         raise ModelError(
             "model_too_large",
-            f"the model has {dimension:,} trainable parameters, over 2^31, for which the sensitivity is proved.",
+            f"the model has {dimension:,} trainable parameters, over 2^34, for which the sensitivity is proved.",
             "Train fewer of them, for example adapters, and set requires_grad = False on the others.",
         )
 

@@ -56,7 +56,7 @@ def clip():
 
 def size():
     from raycloak.workers.gradients.clipping import ClippedSum
-    ClippedSum([2**31, 1], 1.0, torch.device("cpu"))
+    ClippedSum([2**34, 1], 1.0, torch.device("cpu"))
 
 def rows():
     from raycloak.workers.gradients.clipping import ClippedSum
@@ -65,7 +65,7 @@ def rows():
 
 def tokens():
     from raycloak.workers.gradients.parts import GramPart, Products
-    GramPart([Products(torch.zeros(1, 1, 1025, 2), torch.zeros(1, 1, 1025, 2))], [])
+    GramPart([Products(torch.zeros(1, 1, 4097, 2), torch.zeros(1, 1, 4097, 2))], [])
 
 def width():
     from raycloak.workers.gradients.parts import GramPart, Products

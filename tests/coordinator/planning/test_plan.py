@@ -371,7 +371,7 @@ def test_a_shared_accounts_cap_replaces_the_runs_own():
         ({}, 2, 10, DatasetError, "dataset_too_small: 2 examples cannot be spread over 3"),
         ({}, 1436, 10, ConfigError, "batch_too_large: an expected batch of 1437 is more than the 1436"),
         ({}, 1437, 0, ModelError, "no_parameters"),
-        ({}, 1437, 2**31 + 1, ModelError, "model_too_large: the model has 2,147,483,649 trainable parameters"),
+        ({}, 1437, 2**34 + 1, ModelError, "model_too_large: the model has 17,179,869,185 trainable parameters"),
         ({"dp_config": {"noise_multiplier": 1e-3, "epsilon_cap": 8}}, 1437, 10, ConfigError, "noise_too_small"),
         ({"dp_config": {"noise_multiplier": 1.0, "epsilon_cap": 0.5}}, 1437, 10, ConfigError, "cap_too_small.*cap 0.5"),
         ({"dp_config": {"noise_multiplier": 1.0, "epsilon_cap": 90}}, 1437, 10**6, ConfigError, "delta_slack.*sampler"),

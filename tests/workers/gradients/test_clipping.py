@@ -11,6 +11,7 @@ from torch import nn
 
 from raycloak.metrics.errors import ConfigError, ModelError, RefusedError
 from raycloak.workers.gradients.clipping import (
+    BLOCK_MARGIN,
     CLIP_MARGIN,
     MAX_ROWS,
     ClippedSum,
@@ -145,8 +146,9 @@ def test_one_example_moves_the_sum_by_at_most_c(kind: str, clip: float) -> None:
             moved = whole.astype(np.longdouble) - without
             largest = max(largest, float(np.sqrt((moved * moved).sum()) / np.longdouble(clip)))
     assert largest <= 1.0
-    if kind in ("huge", "all_aligned", "exactly_c"):
-        assert largest > 1 - 2.0**-15
+    # Weights are float32 numbers rounded down: a row of more than C times 2^126 counts less, or not at all.
+    if kind in ("all_aligned", "exactly_c") or (kind, clip) == ("huge", 1e20):
+        assert largest > (1 - 2.0**-15) / (1 + BLOCK_MARGIN)
 
 
 def test_the_target_leaves_room_for_rounding_and_needs_it() -> None:
@@ -161,7 +163,7 @@ def test_the_target_leaves_room_for_rounding_and_needs_it() -> None:
 
     bounds = (0.1, 0.3, 0.7 / 3, 0.55)
     assert all(moved(clip) <= clip for clip in bounds)
-    assert any(moved(clip / (1 - CLIP_MARGIN)) > clip for clip in bounds)
+    assert any(moved(clip / (1 - CLIP_MARGIN) * (1 + BLOCK_MARGIN)) > clip for clip in bounds)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -209,7 +211,8 @@ def test_the_engine_sums_the_clipped_gradient_of_each_example() -> None:
     expected = np.zeros(len(parameters))
     for example in drawn:
         gradient = true_gradient(module, data, example)
-        expected += gradient * min(1.0, plan.max_grad_norm / np.linalg.norm(gradient))
+        target = plan.max_grad_norm / (1 + BLOCK_MARGIN)
+        expected += gradient * min(1.0, target / np.linalg.norm(gradient))
     found = engine.clipped_sum(parameters, batches_of(data, drawn, plan))
     assert found.dtype == np.float64
     np.testing.assert_allclose(found, expected, rtol=3e-5, atol=1e-6)
@@ -275,7 +278,8 @@ def test_a_label_that_is_no_class_contributes_zero_and_raises_nothing() -> None:
     found = engine.clipped_sum(parameters, batches_of(ArrayDataset(features, wrong), np.arange(8), plan))
     drawn = np.array([0, 1, 2, 4, 6, 7])
     expected = engine.clipped_sum(parameters, batches_of(ArrayDataset(features, labels), drawn, plan))
-    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
+    # The others stand at other places of a block, which is added in float32.
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("drawn", [0, 1, 7, 8, 9, 23, 24])

@@ -114,7 +114,7 @@ OUT_OF_BOUNDS: list[tuple[str, Any]] = [
     ("expected_batch_size", 0.0),
     ("expected_batch_size", -1.0),
     ("dimension", 0),
-    ("dimension", 2**31 + 1),
+    ("dimension", 2**34 + 1),
     ("gamma_log2", -121),
     ("gamma_log2", 2000),
     ("gamma_log2", 10**400),
