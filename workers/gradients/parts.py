@@ -232,8 +232,8 @@ class LookupPart:
 class RowsPart:
     """A part whose rows are formed one after another, in one buffer, and twice: once measured and once added.
 
-    Guarantee: on a CPU a row that is added has the bits that were measured. Both come from the same function of the
-    same values, in the same shapes, strides and memory. Elsewhere the two may be formed in other orders, and the
+    Guarantee: on a CPU a finite row that is added has the bits that were measured. Both come from the same function of
+    the same values, in the same shapes, strides and alignment. Elsewhere the two may be formed in other orders, and the
     squares carry a charge for it (docs/proofs/006-clipped-gradients.md, section 3).
 
     Args:
@@ -249,16 +249,15 @@ class RowsPart:
     def squares(self) -> Tensor:
         """Return the squared norms of the rounded rows, from their exact squares, with a charge where one is due."""
         squares = torch.zeros(self._count, dtype=torch.float64, device=self._device)
-        none = torch.zeros(self._count, dtype=torch.bool, device=self._device)
         for piece in self._pieces():
             for row in range(self._count):
-                wide = self._formed(piece, row, none).double()
+                wide = self._formed(piece, row).double()
                 squares[row] += torch.dot(wide, wide)
         return squares if _repeats(self._device) else self._charged(squares)
 
     def add(self, weights: Tensor, total: Tensor) -> None:
         """Add the weighted rows; see :class:`Part`."""
-        dropped, sums = weights == 0, _SUMS[total.device.type]
+        sums = _SUMS[total.device.type]
         factors = weights.to(sums)
         for piece in self._pieces():
             target = total[piece.start : piece.start + piece.size]
@@ -266,16 +265,17 @@ class RowsPart:
             for some in _row_blocks(self._count, total.device):
                 block.zero_()
                 for row in range(some.start, some.stop):
-                    block.addcmul_(self._formed(piece, row, dropped).to(sums), factors[row])
+                    # A number that is not finite is of a row of weight zero, and zero times infinity would be NaN.
+                    formed = self._formed(piece, row).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+                    block.addcmul_(formed.to(sums), factors[row])
                 target += block
 
     def rows(self) -> Tensor:
         """Return all rows, in float32."""
         found = torch.zeros(self._count, self._groups * self._height * self._width, device=self._device)
-        none = torch.zeros(self._count, dtype=torch.bool, device=self._device)
         for piece in self._pieces():
             for row in range(self._count):
-                found[row, piece.start : piece.start + piece.size] = self._formed(piece, row, none)
+                found[row, piece.start : piece.start + piece.size] = self._formed(piece, row)
         return found
 
     def _charged(self, squares: Tensor) -> Tensor:
@@ -295,25 +295,24 @@ class RowsPart:
         """Yield the pieces of a row, in order. Each is formed for all rows while it is in a CPU's cache."""
         height = max(1, min(self._height, _BLOCK[self._device.type] // self._width))
         buffer = torch.empty(height, self._width, device=self._device)
-        sides = [_Sides.like(each, height) for each in self._products]
         for group in range(self._groups):
             for low in range(0, self._height, height):
                 high = min(low + height, self._height)
                 start = (group * self._height + low) * self._width
-                yield _Piece(group, low, high, start, (high - low) * self._width, buffer[: high - low], sides)
+                yield _Piece(group, low, high, start, (high - low) * self._width, buffer[: high - low])
 
-    def _formed(self, piece: "_Piece", row: int, dropped: Tensor) -> Tensor:
-        """Return a piece of a row, float32 [size], zeros where dropped; the memory is reused."""
+    def _formed(self, piece: "_Piece", row: int) -> Tensor:
+        """Return a piece of a row, float32 [size]; the memory is reused."""
         formed = piece.buffer
-        for index, (each, side) in enumerate(zip(self._products, piece.sides, strict=True)):
-            left, right = side.loaded(each, piece, row, dropped)
+        for index, each in enumerate(self._products):
+            left = each.left[row, piece.group, :, piece.low : piece.high].float()
+            right = each.right[row, piece.group].float()
             if index == 0:
                 torch.mm(left.T, right, out=formed)
             else:
                 formed.addmm_(left.T, right)
         for lookup in self._lookups:
-            values = lookup.values[row].masked_fill(dropped[row], 0.0)
-            _add_lookups(formed, lookup.ids[row] - piece.low, values)
+            _add_lookups(formed, lookup.ids[row] - piece.low, lookup.values[row])
         return formed.flatten()
 
 
@@ -325,7 +324,6 @@ class _Piece:
         low, high: those rows of the matrix.
         start, size: its coordinates.
         buffer: memory for it, float32 [high - low, width].
-        sides: memory for the sides of the products.
     """
 
     group: int
@@ -334,32 +332,6 @@ class _Piece:
     start: int
     size: int
     buffer: Tensor
-    sides: "list[_Sides]"
-
-
-@dataclass(frozen=True, slots=True)
-class _Sides:
-    """Both sides of one row's products for one piece, float32 [tokens, r] and [tokens, c], in separate memory.
-
-    A library may choose its kernel by strides and alignment. All rows pass through this memory, so it sees one of each.
-    """
-
-    left: Tensor
-    right: Tensor
-
-    @classmethod
-    def like(cls, products: Products, height: int) -> "_Sides":
-        _, _, tokens, _, width = products.shape
-        device = products.left.device
-        return cls(torch.empty(tokens * height, device=device), torch.empty(tokens, width, device=device))
-
-    def loaded(self, products: Products, piece: _Piece, row: int, dropped: Tensor) -> tuple[Tensor, Tensor]:
-        # Both sides are zeroed: zero times infinity would be NaN.
-        height = piece.high - piece.low
-        left = self.left[: products.shape[2] * height].view(-1, height)
-        left.copy_(products.left[row, piece.group, :, piece.low : piece.high]).masked_fill_(dropped[row], 0.0)
-        self.right.copy_(products.right[row, piece.group]).masked_fill_(dropped[row], 0.0)
-        return left, self.right
 
 
 def _repeats(device: torch.device) -> bool:

@@ -41,7 +41,9 @@ class SilentRows:
             name: of a trained parameter that enters the operation.
         """
         if gradient.numel():
-            self._met.append((name, *gradient.detach().reshape(len(self._rows), -1).aminmax(dim=1)))
+            rows = gradient.detach().reshape(len(self._rows), -1)
+            # Two passes: torch's kernel for both at once takes four to twenty times as long.
+            self._met.append((name, rows.amin(1), rows.amax(1)))
 
     @property
     def reached(self) -> Tensor:

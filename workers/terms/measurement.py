@@ -26,9 +26,9 @@ from raycloak.workers.terms.mechanism import Mechanism
 NORM = 1.0
 """l2 bound of one example's contribution to a measurement."""
 
-LARGEST_NORM = 1.0 - 2.0**-15
+LARGEST_NORM = 1.0 - 2.0**-10
 """The norm that a contribution is scaled to at most. It is below what clipping to 1 aims at, so clipping never binds,
-and dividing by it gives counts and means without bias."""
+and dividing by it gives counts and means without bias. A block of counts is exact in float32, as a power of two is."""
 
 
 class Measurement(Message):
