@@ -185,6 +185,8 @@ class RunMember:
         self._check_position(roster)
         # Verified and computed on one copy: shared memory could change in between.
         flat = own_copy(parameters)
+        # So an engine may load it once for all virtual workers.
+        flat.setflags(write=False)
         contents = own_batches(batches, request.batches)
         inputs, paid = self._check_input(receipt, roster, flat, request.batches)
         self._check_data(paid, roster, request.commitments)

@@ -66,12 +66,12 @@ def _parts(place: Place) -> dict[str, Callable[[Kind], Part]]:
 
     def lookup(kind: Kind) -> Part:
         ids = torch.randint(20, (ROWS, 64), generator=torch.Generator().manual_seed(5)).to(place.device)
-        return LookupPart(merged(ids, sides(kind, 64, 48, 1).left), 50)
+        return LookupPart(merged(ids, sides(kind, 64, 48, 1).left, 50))
 
     def tied(kind: Kind) -> Part:
         both = sides(kind, 48, 60, 300)
         ids = torch.randint(60, (ROWS, 48), generator=torch.Generator().manual_seed(5)).to(place.device)
-        return GramPart([both.products()], [merged(ids, -both.right)])
+        return GramPart([both.products()], [merged(ids, -both.right, 60)])
 
     return {
         "dense": lambda kind: DensePart(sides(kind, 1, 5000, 1).left[:, 0]),

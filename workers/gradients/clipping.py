@@ -5,6 +5,7 @@ not depend on the draw: always M micro-batches of m rows, so time and memory say
 """
 
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
@@ -186,6 +187,8 @@ class GradientEngine:
         self._mechanism = mechanism
         self._state = KeptState(self._module, self._loss.loss_fn)
         self.counted: PublicSums | None = None
+        # Weak: the model has them, and a large vector is not held twice.
+        self._loaded: weakref.ref[NDArray[np.float32]] | None = None
 
     def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> NDArray[np.float64]:
         """Return the sum of the clipped gradients of all valid rows, float64 [d], divided by nothing.
@@ -199,7 +202,7 @@ class GradientEngine:
         checked.
 
         Args:
-            parameters: float32 [d].
+            parameters: float32 [d]. An array that owns its memory and is read-only is loaded once for several sums.
             batches: exactly M micro-batches of m rows: features [m, ...], labels [m] or [m, k], valid bool [m].
 
         Raises:
@@ -208,8 +211,7 @@ class GradientEngine:
                 ``moved_rows``.
         """
         mechanism = self._mechanism
-        load_flat(self._module, parameters)
-        self._state.parameters_set()
+        self._load(parameters)
         clipped = ClippedSum(self.sizes, mechanism.max_grad_norm if mechanism.private else None, self._device)
         count, self.counted = 0, None
         moved = torch.zeros((), dtype=torch.bool, device=self._device)
@@ -234,11 +236,25 @@ class GradientEngine:
         if moved:
             raise moved_rows("a row without an example got the gradient of one")
         self.counted = None if counted is None else counted.sums()
+        self._loaded = weakref.ref(parameters) if _is_fixed(parameters) else None
         return clipped.total()
+
+    def _load(self, parameters: NDArray[np.float32]) -> None:
+        """Load parameters, except where the last sum was of the same array, which nobody can have written to since."""
+        if not _is_fixed(parameters) or self._loaded is None or self._loaded() is not parameters:
+            load_flat(self._module, parameters)
+            self._state.parameters_set()
+        # After an error the model may hold anything.
+        self._loaded = None
 
     def _tensor(self, array: NDArray[np.generic]) -> Tensor:
         """Return a copy in torch's own memory: kernels then see one alignment in every process."""
         return torch.tensor(array, device=self._device)
+
+
+def _is_fixed(array: NDArray[np.float32]) -> bool:
+    """Return whether nobody writes to an array: it is read-only, and no view of memory that may be written to."""
+    return array.flags.owndata and not array.flags.writeable
 
 
 def micro_batches(

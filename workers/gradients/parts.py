@@ -169,48 +169,67 @@ class Products:
 class Lookups:
     """Gradients of single rows of a table: of token t of row k, ``values[k, t]`` goes to table row ``ids[k, t]``.
 
-    No id occurs twice with a value other than zero in one row; see :func:`merged`.
+    No id occurs twice in a row. One of ``entries`` or more names no row of the table, and its values are zero; see
+    :func:`merged`.
     """
 
     ids: Tensor
     values: Tensor
+    entries: int
 
     def add_weighted(self, weights: Tensor, table: Tensor) -> None:
         """Add all values times their row's weight to a float64 [entries, width] table."""
         wide = _finite(self.values.double()).mul_(weights[:, None, None])
-        table.index_add_(0, self.ids.flatten(), wide.flatten(0, 1))
+        if _adds_in_turn(table.device):
+            table.index_add_(0, self._named().flatten(), wide.flatten(0, 1))
+            return
+        # A row's ids differ, and so no time depends on how often one of them occurs in the micro-batch.
+        whole = table.new_zeros(self.entries + self.ids.shape[1], table.shape[1])
+        for ids, values in zip(self.ids, wide, strict=True):
+            whole.index_add_(0, ids, values)
+        table += whole[: self.entries]
+
+    def columns(self, left: Tensor) -> Tensor:
+        """Return the elements of ``left`` [m, t, entries] that ids name, [m, t, tokens]; any for an id without row."""
+        return left.gather(2, self._named()[:, None, :].expand(-1, left.shape[1], -1))
+
+    def of_rows(self, rows: slice) -> "Lookups":
+        """Return those of some rows."""
+        return Lookups(self.ids[rows], self.values[rows], self.entries)
+
+    def _named(self) -> Tensor:
+        return self.ids.clamp(max=self.entries - 1)
 
 
-def merged(ids: Tensor, values: Tensor) -> Lookups:
-    """Return lookups in which equal ids of a row are added up in float32, in the order of the tokens.
+def merged(ids: Tensor, values: Tensor, entries: int) -> Lookups:
+    """Return lookups in which equal ids of a row are added up in float32.
 
-    The shape stays as it is, whatever repeats: the sum stands at the first of the equal tokens, zeros at the others.
+    The shape stays as it is, whatever repeats: the sum stands at the first of the equal tokens. The others get zeros
+    and the number of no row, each its own. Work depends on no id.
 
     Args:
-        ids: int64 [m, tokens].
+        ids: int64 [m, tokens], each below ``entries``.
         values: float32 [m, tokens, width].
     """
-    count, tokens, width = values.shape
-    first = torch.empty_like(ids)
+    count, tokens, _ = values.shape
+    place = torch.arange(tokens, device=ids.device)
+    sums, own = torch.empty_like(values), torch.empty_like(ids)
     # The comparison of all pairs takes memory with the square of the tokens, so only some rows are compared at once.
-    step = max(1, 2**24 // tokens**2)
+    step = max(1, 2**22 // tokens**2)
     for start in range(0, count, step):
-        some = ids[start : start + step]
-        first[start : start + step] = (some[:, :, None] == some[:, None, :]).to(torch.uint8).argmax(2)
-    slots = (first + tokens * torch.arange(count, device=ids.device)[:, None]).flatten()
-    sums = torch.zeros(count * tokens, width, device=values.device).index_add_(0, slots, values.reshape(-1, width))
-    return Lookups(ids, sums.view(count, tokens, width))
+        some = slice(start, start + step)
+        equal = ids[some, :, None] == ids[some, None, :]
+        first = equal.to(torch.uint8).argmax(2) == place
+        torch.bmm((equal & first[:, :, None]).float(), values[some], out=sums[some])
+        own[some] = torch.where(first, ids[some], entries + place)
+    return Lookups(own, sums, entries)
 
 
 class LookupPart:
-    """A part of a table's rows, such as an embedding: only the rows that a row's tokens name are not zero.
+    """A part of a table's rows, such as an embedding: only the rows that a row's tokens name are not zero."""
 
-    Args:
-        entries: number of rows of the table.
-    """
-
-    def __init__(self, lookups: Lookups, entries: int) -> None:
-        self._lookups, self._entries = lookups, entries
+    def __init__(self, lookups: Lookups) -> None:
+        self._lookups = lookups
 
     def squares(self) -> Tensor:
         """Return the squared norms of the merged values."""
@@ -218,15 +237,15 @@ class LookupPart:
 
     def add(self, weights: Tensor, total: Tensor) -> None:
         """Add the weighted values to their table rows; see :class:`Part`."""
-        self._lookups.add_weighted(weights, total.view(self._entries, -1))
+        self._lookups.add_weighted(weights, total.view(self._lookups.entries, -1))
 
     def rows(self) -> Tensor:
         """Return whole tables, float32 [m, entries * width]."""
-        ids, values = self._lookups.ids, self._lookups.values
-        table = torch.zeros(len(ids), self._entries, values.shape[2], device=values.device)
+        ids, values, entries = self._lookups.ids, self._lookups.values, self._lookups.entries
+        table = torch.zeros(len(ids), entries + ids.shape[1], values.shape[2], device=values.device)
         for each, row, value in zip(table, ids, values, strict=True):
             each.index_add_(0, row, value)
-        return table.flatten(1)
+        return table[:, :entries].flatten(1)
 
 
 class RowsPart:
@@ -294,16 +313,17 @@ class RowsPart:
     def _pieces(self) -> Iterator["_Piece"]:
         """Yield the pieces of a row, in order. Each is formed for all rows while it is in a CPU's cache."""
         height = max(1, min(self._height, _BLOCK[self._device.type] // self._width))
-        buffer = torch.empty(height, self._width, device=self._device)
+        spare = max((each.ids.shape[1] for each in self._lookups), default=0)
+        buffer = torch.zeros(height + spare, self._width, device=self._device)
         for group in range(self._groups):
             for low in range(0, self._height, height):
                 high = min(low + height, self._height)
                 start = (group * self._height + low) * self._width
-                yield _Piece(group, low, high, start, (high - low) * self._width, buffer[: high - low])
+                yield _Piece(group, low, high, start, (high - low) * self._width, buffer)
 
     def _formed(self, piece: "_Piece", row: int) -> Tensor:
         """Return a piece of a row, float32 [size]; the memory is reused."""
-        formed = piece.buffer
+        formed = piece.buffer[: piece.high - piece.low]
         for index, each in enumerate(self._products):
             left = each.left[row, piece.group, :, piece.low : piece.high].float()
             right = each.right[row, piece.group].float()
@@ -312,7 +332,7 @@ class RowsPart:
             else:
                 formed.addmm_(left.T, right)
         for lookup in self._lookups:
-            _add_lookups(formed, lookup.ids[row] - piece.low, lookup.values[row])
+            _add_lookups(piece, lookup.ids[row], lookup.values[row])
         return formed.flatten()
 
 
@@ -323,7 +343,7 @@ class _Piece:
     Attributes:
         low, high: those rows of the matrix.
         start, size: its coordinates.
-        buffer: memory for it, float32 [high - low, width].
+        buffer: memory for it, float32 [high - low or more, width], and below for the tokens that name none of its rows.
     """
 
     group: int
@@ -378,13 +398,20 @@ class _Spread:
         return torch.where((self.spread <= _LARGEST_SPREAD) & squares.isfinite(), squares, torch.inf)
 
 
-def _add_lookups(table: Tensor, ids: Tensor, values: Tensor) -> None:
-    """Add values to the rows of a piece of a table that ``ids`` name; those beyond the piece add zero.
+def _add_lookups(piece: _Piece, ids: Tensor, values: Tensor) -> None:
+    """Add values to the rows of a piece that ``ids`` name; those of other rows go to memory of their own below it.
 
     A select by boolean indexing would have a shape that tells of the ids.
     """
-    beyond = (ids < 0) | (ids >= len(table))
-    table.index_add_(0, ids.clamp(0, len(table) - 1), values.masked_fill(beyond[:, None], 0.0))
+    height = piece.high - piece.low
+    here = (ids >= piece.low) & (ids < piece.high)
+    places = torch.where(here, ids - piece.low, height + torch.arange(len(ids), device=ids.device))
+    piece.buffer.index_add_(0, places, values)
+
+
+def _adds_in_turn(device: torch.device) -> bool:
+    """Return whether equal ids are added one after the other, in order; a GPU sorts them, in a time that tells."""
+    return device.type == "cpu"
 
 
 class GramPart:
@@ -431,10 +458,11 @@ class GramPart:
         left_gram = _gram(left)
         left_norms = _token_norms(left_gram, self._height)
         if self._lookups:
-            ids = torch.cat([each.ids[rows] for each in self._lookups], 1)
-            right = torch.cat([right, *(each.values[rows] for each in self._lookups)], 1)
-            left_gram = _with_units(left, left_gram, ids)
-            left_norms = torch.cat([left_norms, torch.ones_like(ids, dtype=torch.float64)], 1)
+            lookups = [each.of_rows(rows) for each in self._lookups]
+            right = torch.cat([right, *(each.values for each in lookups)], 1)
+            left_gram = _with_units(left, left_gram, lookups)
+            ones = left_norms.new_ones(len(left), left_gram.shape[1] - left.shape[1])
+            left_norms = torch.cat([left_norms, ones], 1)
         right_gram = _gram(right)
         right_norms = _token_norms(right_gram, self._width)
         estimate = left_gram.mul_(right_gram).sum((1, 2))
@@ -465,9 +493,10 @@ def _gram(side: Tensor) -> Tensor:
     return gram
 
 
-def _with_units(left: Tensor, gram: Tensor, ids: Tensor) -> Tensor:
-    """Return the Gram matrices of ``left`` [m, t, r] followed by the unit vectors of ``ids`` [m, s]; exact in these."""
-    crossed = left.gather(2, ids[:, None, :].expand(-1, left.shape[1], -1))
+def _with_units(left: Tensor, gram: Tensor, lookups: list[Lookups]) -> Tensor:
+    """Return the Gram matrices of ``left`` [m, t, r] followed by the unit vectors of ids; exact in these."""
+    crossed = torch.cat([each.columns(left) for each in lookups], 2)
+    ids = torch.cat([each.ids for each in lookups], 1)
     equal = (ids[:, :, None] == ids[:, None, :]).to(gram.dtype)
     return torch.cat([torch.cat([gram, crossed], 2), torch.cat([crossed.mT, equal], 2)], 1)
 
@@ -548,13 +577,13 @@ def part_of(uses: list[Use], count: int, shape: tuple[int, ...], device: torch.d
     tables = [use for use in uses if isinstance(use, LookupUse)]
     has_rows = len(products) + len(tables) < len(uses)
     if not has_rows and not products:
-        return LookupPart(_joined(tables), shape[0])
+        return LookupPart(_joined(tables, shape[0]))
     if len(uses) == len(products) == 1 and products[0].shape[1:3] == (1, 1):
         left, right = (side.reshape(count, -1) for side in (products[0].left, products[0].right))
         return OuterPart(left, right)
     if has_rows or count * size <= _SMALL or all(each.rows_are_smaller for each in products):
         return DensePart(dense_rows(uses, count, shape))
-    lookups = [_joined(tables)] if tables else []
+    lookups = [_joined(tables, shape[0])] if tables else []
     return GramPart(products, lookups) if _gram_pays(products, lookups) else RowsPart(products, lookups)
 
 
@@ -568,7 +597,7 @@ def dense_rows(uses: list[Use], count: int, shape: tuple[int, ...]) -> Tensor:
             case Products():
                 return use.all_rows()
             case LookupUse(ids, values):
-                return LookupPart(merged(ids, values), shape[0]).rows()
+                return LookupPart(merged(ids, values, shape[0])).rows()
 
     return reduce(torch.add, map(rows, uses))
 
@@ -582,5 +611,5 @@ def _gram_pays(products: list[Products], lookups: list[Lookups]) -> bool:
     return proved and tokens**2 * height + every**2 * width <= tokens * height * width
 
 
-def _joined(uses: list[LookupUse]) -> Lookups:
-    return merged(torch.cat([use.ids for use in uses], 1), torch.cat([use.values for use in uses], 1))
+def _joined(uses: list[LookupUse], entries: int) -> Lookups:
+    return merged(torch.cat([use.ids for use in uses], 1), torch.cat([use.values for use in uses], 1), entries)

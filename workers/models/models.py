@@ -352,8 +352,11 @@ def load_flat(module: nn.Module, vector: NDArray[np.float32]) -> None:
     """Copy float32 [d] into the trained tensors; frozen tensors stay as they are."""
     with torch.no_grad():
         for (_, tensor), part in zip(_trainable(module), split_flat(vector, trainable_tensors(module)), strict=True):
-            # A copy owns writable, aligned memory; the vector may be a read-only view of shared memory.
-            tensor.copy_(torch.tensor(part, device="cpu").reshape(tensor.shape))
+            if (tensor.device.type, tensor.dtype) == ("cpu", torch.float32):
+                np.copyto(tensor.detach().numpy(), part.reshape(tensor.shape))
+            else:
+                # A copy, because the vector may be a read-only view of shared memory.
+                tensor.copy_(torch.tensor(part, device="cpu").reshape(tensor.shape))
 
 
 def parameter_count(module: nn.Module) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from raycloak.metrics.errors import ConfigError, ModelError, RefusedError
+from raycloak.workers.gradients import clipping
 from raycloak.workers.gradients.clipping import (
     BLOCK_MARGIN,
     CLIP_MARGIN,
@@ -246,6 +247,38 @@ def test_the_same_arguments_give_the_same_bytes() -> None:
     second, _, _ = engine_of(module)
     assert first.clipped_sum(parameters, batches_of(data, drawn, plan)).tobytes() == once.tobytes()
     assert second.clipped_sum(parameters, batches_of(data, drawn, plan)).tobytes() == once.tobytes()
+
+
+def test_parameters_are_loaded_once_while_nobody_can_have_changed_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads: list[int] = []
+    load = clipping.load_flat
+
+    def counted(module: nn.Module, vector: np.ndarray) -> None:
+        loads.append(0)
+        load(module, vector)
+
+    monkeypatch.setattr(clipping, "load_flat", counted)
+    data = examples()
+    engine, plan, parameters = engine_of(network())
+
+    def sums(vector: np.ndarray) -> tuple[int, bytes]:
+        loads.clear()
+        found = [engine.clipped_sum(vector, batches_of(data, np.arange(17), plan)).tobytes() for _ in range(3)]
+        assert len(set(found)) == 1
+        return len(loads), found[0]
+
+    times, expected = sums(parameters)
+    assert times == 3, "of an array that anybody may write to"
+    parameters.setflags(write=False)
+    assert sums(parameters) == (1, expected)
+    assert sums(parameters) == (0, expected)
+    assert sums(parameters[:]) == (3, expected), "a view, whose base may be written to"
+    other = parameters * 2
+    other.setflags(write=False)
+    assert sums(other)[0] == 1
+    with pytest.raises(RefusedError):
+        engine.clipped_sum(other, batches_of(data, np.arange(25), plan))
+    assert sums(other)[0] == 1, "after an error"
 
 
 @pytest.mark.parametrize("poison", [1e30, math.nan, math.inf])

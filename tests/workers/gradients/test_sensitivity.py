@@ -97,7 +97,7 @@ def ids_of(seed: int) -> Tensor:
 
 def tied_lookups(right: Tensor, seed: int) -> list[Lookups]:
     """Half of the tokens' gradients once more, with the other sign, as those of a table that is an output, too."""
-    return [merged(ids_of(seed)[:, ::2], -right[:, 0, ::2])]
+    return [merged(ids_of(seed)[:, ::2], -right[:, 0, ::2], HEIGHT)]
 
 
 PARTS: dict[str, Callable[[Tensor, Tensor, int], Part]] = {
@@ -109,7 +109,7 @@ PARTS: dict[str, Callable[[Tensor, Tensor, int], Part]] = {
     "gram": lambda left, right, seed: GramPart([Products(left, right)], []),
     "gram, tied": lambda left, right, seed: GramPart([Products(left, right)], tied_lookups(right, seed)),
     "gram, used twice": lambda left, right, seed: GramPart([Products(left, right), Products(-left, right)], []),
-    "lookup": lambda left, right, seed: LookupPart(merged(ids_of(seed), right[:, 0]), HEIGHT),
+    "lookup": lambda left, right, seed: LookupPart(merged(ids_of(seed), right[:, 0], HEIGHT)),
 }
 
 
@@ -206,11 +206,41 @@ def test_the_rows_that_are_measured_are_those_that_are_added() -> None:
 def test_equal_tokens_of_a_row_are_added_up_before_they_are_measured() -> None:
     ids = torch.tensor([[3, 3, 1, 3]])
     values = torch.tensor([[[1.0], [2.0], [5.0], [4.0]]])
-    found = merged(ids, values)
+    found = merged(ids, values, 6)
     assert found.values.flatten().tolist() == [7, 0, 5, 0]
-    part = LookupPart(found, 6)
+    assert found.ids.tolist() == [[3, 7, 1, 9]], "each repeated one has the number of no row"
+    part = LookupPart(found)
     assert part.squares().tolist() == [49 + 25]
     assert part.rows().tolist() == [[0, 5, 0, 7, 0, 0]]
+
+
+@pytest.mark.parametrize("form", ["lookup", "rows, tied", "gram, tied"])
+def test_no_id_is_added_to_twice_by_one_operation_whose_time_would_tell(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, whose kernel adds equal ids one after the other; the numbers are those of a CPU."""
+    left, right = sides("ordinary", 1)
+    weights = torch.linspace(0.0, 1.0, ROWS, dtype=torch.float64)
+
+    def total() -> Tensor:
+        part = PARTS[form](left, right, 1)
+        added = torch.zeros(part.rows().shape[1], dtype=torch.float64)
+        part.add(weights, added)
+        return added
+
+    expected, seen, add = total(), [], Tensor.index_add_
+
+    def watched(own: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+        seen.append(index)
+        return add(own, dim, index, source)
+
+    monkeypatch.setattr(Tensor, "index_add_", watched)
+    monkeypatch.setattr(parts_module, "_adds_in_turn", lambda device: False)
+    # Some tokens are of another piece.
+    monkeypatch.setitem(parts_module._BLOCK, "cpu", 2 * WIDTH)
+    torch.testing.assert_close(total(), expected, rtol=1e-6, atol=1e-6)
+    assert seen
+    assert all(len(index.unique()) == len(index) for index in seen)
 
 
 # --- each constant is needed
@@ -235,7 +265,7 @@ def test_without_a_charge_the_bound_fails(monkeypatch: pytest.MonkeyPatch, const
 
 def test_without_merging_equal_tokens_the_bound_fails() -> None:
     _, right = sides("aligned", 0)
-    part = LookupPart(Lookups(ids_of(0), right[:, 0]), HEIGHT)
+    part = LookupPart(Lookups(ids_of(0), right[:, 0], HEIGHT))
     assert largest_move([part], 2.0**-14) > 1
 
 
@@ -388,7 +418,7 @@ def blocks_of(form: str, left: Tensor, right: Tensor) -> Part:
             return GramPart([Products(left, right)], [])
         case _:
             ids = torch.arange(TOKENS).expand(count, -1)
-            return LookupPart(merged(ids, right[:, 0]), TOKENS)
+            return LookupPart(merged(ids, right[:, 0], TOKENS))
 
 
 @pytest.mark.parametrize("form", ["dense", "outer", "rows", "gram", "lookup"])
@@ -499,7 +529,7 @@ def test_what_cancels_within_a_row_leaves_no_trace_in_the_total(form: type[GramP
     """The tokens of an output layer and of its tied table are one number before they meet other rows' sum."""
     huge = 2.0**60
     products = Products(torch.tensor([huge, 0.0]).view(1, 1, 1, 2), torch.ones(1, 1, 1, 1))
-    part = form([products], [merged(torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1, 1), -huge))])
+    part = form([products], [merged(torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1, 1), -huge), 2)])
     total = torch.full((2,), 1 / 3, dtype=torch.float64)
     part.add(torch.ones(1, dtype=torch.float64), total)
     assert total.tolist() == [1 / 3, 1 / 3]

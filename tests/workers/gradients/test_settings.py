@@ -241,7 +241,7 @@ def test_no_row_moves_a_total_by_more_than_c_though_tf32_was_switched_on(monkeyp
     # The table's row cancels all but 3 % of it. It rounds to -1 in products and not in the table's terms of the norm,
     # which then find nothing of the 3 %.
     left[..., 5] = -(1 + 2.0**-11 * 0.98)
-    part = GramPart([Products(left, right)], [Lookups(torch.full((4, 1), 5), right[:, 0] * 0.97)])
+    part = GramPart([Products(left, right)], [Lookups(torch.full((4, 1), 5), right[:, 0] * 0.97, 64)])
     clipped = ClippedSum([64 * 96], 1e-3, torch.device("cpu"))
     MATMUL.allow_tf32 = True
     clipped.add([part], torch.tensor([True, False, False, False]))
