@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -93,7 +94,7 @@ class DensePart:
             for block, target in zip(
                 torch.split(self._rows[some], columns, 1), torch.split(total, columns), strict=True
             ):
-                target += torch.mv(_finite(block.to(sums)).T, factors)
+                _add_block(target, torch.mv(_finite(block.to(sums)).T, factors))
 
     def rows(self) -> Tensor:
         """Return the rows themselves."""
@@ -126,7 +127,7 @@ class OuterPart:
         height = max(1, _BLOCK[total.device.type] // right.shape[1])
         for some in _row_blocks(len(weights), total.device):
             for columns, target in zip(torch.split(left[some], height, 1), torch.split(table, height), strict=True):
-                target += torch.mm(columns.T, right[some])
+                _add_block(target, torch.mm(columns.T, right[some]))
 
     def rows(self) -> Tensor:
         """Return all products, rounded to float32."""
@@ -287,7 +288,7 @@ class RowsPart:
                     # A number that is not finite is of a row of weight zero, and zero times infinity would be NaN.
                     formed = self._formed(piece, row).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
                     block.addcmul_(formed.to(sums), factors[row])
-                target += block
+                _add_block(target, block)
 
     def rows(self) -> Tensor:
         """Return all rows, in float32."""
@@ -363,6 +364,15 @@ def _row_blocks(count: int, device: torch.device) -> list[slice]:
     """Return the rows of each block that is added before float64 takes over; a GPU adds all rows in float64."""
     size = ROW_BLOCK if _SUMS[device.type] == torch.float32 else count
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def _add_block(target: Tensor, block: Tensor) -> None:
+    """Add the sums of a block of rows to float64 totals."""
+    if target.device.type == "cpu":
+        # NumPy widens float32 as it adds, in half the time that torch takes. The numbers are the same.
+        np.add(target.numpy(), block.numpy(), out=target.numpy())
+    else:
+        target += block
 
 
 def _terms(products: list[Products], lookups: list[Lookups]) -> int:
