@@ -98,7 +98,7 @@ class ClippedSum:
         for part in parts:
             squares += part.squares()
         if self._target is None:
-            scale = torch.where(squares <= _LARGEST_SQUARE, 1.0, 0.0)
+            scale = (squares <= _LARGEST_SQUARE).double()
         else:
             scale = _rounded_down((self._target / squares.sqrt()).clamp(max=1.0))
         return torch.where(valid & squares.isfinite(), scale, 0.0)
