@@ -311,7 +311,7 @@ class RowsPart:
         spread = _Spread.of(left, right, _terms(self._products, self._lookups), shape)
         return spread.capped((squares.sqrt() + 2 * spread.off).square())
 
-    def _pieces(self) -> Iterator["_Piece"]:
+    def _pieces(self) -> Iterator["_RowPiece"]:
         """Yield the pieces of a row, in order. Each is formed for all rows while it is in a CPU's cache."""
         height = max(1, min(self._height, _BLOCK[self._device.type] // self._width))
         spare = max((each.ids.shape[1] for each in self._lookups), default=0)
@@ -320,9 +320,9 @@ class RowsPart:
             for low in range(0, self._height, height):
                 high = min(low + height, self._height)
                 start = (group * self._height + low) * self._width
-                yield _Piece(group, low, high, start, (high - low) * self._width, buffer)
+                yield _RowPiece(group, low, high, start, (high - low) * self._width, buffer)
 
-    def _formed(self, piece: "_Piece", row: int) -> Tensor:
+    def _formed(self, piece: "_RowPiece", row: int) -> Tensor:
         """Return a piece of a row, float32 [size]; the memory is reused."""
         formed = piece.buffer[: piece.high - piece.low]
         for index, each in enumerate(self._products):
@@ -338,7 +338,7 @@ class RowsPart:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _RowPiece:
     """Some rows of the matrices of one group.
 
     Attributes:
@@ -408,7 +408,7 @@ class _Spread:
         return torch.where((self.spread <= _LARGEST_SPREAD) & squares.isfinite(), squares, torch.inf)
 
 
-def _add_lookups(piece: _Piece, ids: Tensor, values: Tensor) -> None:
+def _add_lookups(piece: _RowPiece, ids: Tensor, values: Tensor) -> None:
     """Add values to the rows of a piece that ``ids`` name; those of other rows go to memory of their own below it.
 
     A select by boolean indexing would have a shape that tells of the ids.

@@ -25,7 +25,7 @@ from raycloak_lab.bench.gradient_methods import METHODS, BenchWorkload, ExactSum
 PEERS: Final = tuple(name for name in METHODS if name != "ours")
 TOLERANCE: Final = 3e-3
 """Above all that is right, such as the margin of the clip and the engine's charge for a tied table
-(docs/proofs/006-clipped-gradients.md, sections 2 and 4). Below one example left out of the largest batch, 1/256 of it."""
+(docs/proofs/006-clipped-gradients.md). Below one example left out of the largest batch, 1/256 of it."""
 _TURN_S: Final = 0.1
 """A method repeats a shorter sum for as long, so that the caches that its neighbour left cold do not decide."""
 _PACKAGES: Final = ("torch", "numpy", "opacus", "transformers", "peft")
