@@ -4,7 +4,7 @@ The worker with the lower id adds the keystream of the pair's mask key as ring w
 sum over a whole roster the masks cancel completely (`docs/proofs/003-mask-cancellation.md`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -17,7 +17,8 @@ from raycloak.metrics.errors import ProtocolError
 from raycloak.metrics.proof_bounds import require_bound
 from raycloak.workers.vectors.payload import VectorRange
 from raycloak.workers.vectors.ring import CACHE_BLOCK_BYTES, RingVector
-from raycloak.workers.vectors.streams import KeyStream
+from raycloak.workers.vectors.streams import BLOCK_BYTES, KeyStream
+from raycloak.workers.vectors.threads import ONE_THREAD, PIECE_WORDS, WordThreads, blocks_of
 
 
 class PairSecret:
@@ -135,31 +136,46 @@ def roster_masks(
     )
 
 
-def masked_sum(vectors: Sequence[RingVector], masks: Sequence[tuple[Secret, int]], out: RingVector) -> None:
+def masked_sum(
+    vectors: Sequence[RingVector],
+    masks: Sequence[tuple[Secret, int]],
+    out: RingVector,
+    threads: WordThreads = ONE_THREAD,
+) -> None:
     """Write the ring sum of ``vectors`` and signed masks to ``out``, all of one length and ring.
 
     Guarantee: ``out`` is Σ vectors + Σ sign·keystream mod 2^bits, in any order of either; no mask exists
-    beyond one cache-sized block, and an unmasked sum of several vectors never exists as a whole.
+    beyond one cache-sized block of each thread, and an unmasked sum of several vectors never exists as a whole.
 
     Args:
         vectors: at least one; they are only read. The first may be ``out`` itself.
         masks: (key, +1 or -1); each keystream starts at block 0 and is read as little-endian ring words.
         out: C-contiguous.
+        threads: that share the blocks.
     """
     alike = all(vector.shape == out.shape and vector.dtype == out.dtype for vector in vectors)
     require_bound(bool(vectors) and alike, "vectors of one ring and length are masked")
     require_bound(all(sign in (1, -1) for _, sign in masks), "a mask is added or subtracted once")
     block = CACHE_BLOCK_BYTES // out.itemsize
-    streams = [(KeyStream(key), np.add if sign > 0 else np.subtract) for key, sign in masks]
-    keystream = np.empty(min(block, len(out)), out.dtype)
-    for start in range(0, len(out), block):
-        target = out[start : start + block]
-        mask = keystream[: len(target)]
-        # The first vector is copied block by block: whole, `out` would be an unmasked sum for a while.
-        if vectors[0] is not out:
-            np.copyto(target, vectors[0][start : start + block])
-        for vector in vectors[1:]:
-            np.add(target, vector[start : start + block], out=target)
-        for stream, combine in streams:
-            stream.into(mask)
-            combine(target, mask, out=target)
+
+    def mask_pieces(pieces: Iterator[range]) -> None:
+        keystream = np.empty(min(block, len(out)), out.dtype)
+        for piece in pieces:
+            # A piece begins where a keystream's block does.
+            counter = piece.start * out.itemsize // BLOCK_BYTES
+            streams = [
+                (KeyStream(key, block_counter=counter), np.add if sign > 0 else np.subtract) for key, sign in masks
+            ]
+            for place in blocks_of([piece], block):
+                target = out[place]
+                mask = keystream[: len(target)]
+                # The first vector is copied block by block: whole, `out` would be an unmasked sum for a while.
+                if vectors[0] is not out:
+                    np.copyto(target, vectors[0][place])
+                for vector in vectors[1:]:
+                    np.add(target, vector[place], out=target)
+                for stream, combine in streams:
+                    stream.into(mask)
+                    combine(target, mask, out=target)
+
+    threads.share(threads.cut(len(out), PIECE_WORDS), mask_pieces)

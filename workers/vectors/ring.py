@@ -5,7 +5,7 @@ coordinate. The bounds used here are proved in `docs/proofs/002-ring-and-sensiti
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from raycloak.attestation.core.counted_noise import ROUNDING_VARIANCE
 from raycloak.metrics.errors import ConfigError, ProtocolError
 from raycloak.metrics.proof_bounds import require_bound
 from raycloak.workers.vectors.noise import MAX_SIGMA, MIN_SIGMA, decompose
+from raycloak.workers.vectors.threads import ONE_THREAD, PIECE_WORDS, WordThreads, blocks_of
 
 RingBits = Literal[32, 64]
 RingVector = NDArray[np.uint32] | NDArray[np.uint64]
@@ -259,15 +260,16 @@ def _remedy(bits: RingBits) -> str:
     return f"Lower the clamp or use fewer virtual workers{', or set the ring to 64 bits' if bits == 32 else ''}."
 
 
-def encode_into(values: FloatVector, spec: RingSpec, out: RingVector) -> None:
+def encode_into(values: FloatVector, spec: RingSpec, out: RingVector, threads: WordThreads = ONE_THREAD) -> None:
     """Clamp ``values`` [d], scale by 2^-gamma_log2, round half to even and write the ring words to ``out`` [d].
 
     Guarantee: for any x, x' the results differ by at most ‖x − x'‖/γ + √d in l2, in centred ring units. The words
-    depend only on the real numbers given, not on their float type or on block boundaries. The work done depends
-    on d alone, not on the values.
+    depend only on the real numbers given, not on their float type, on block boundaries or on threads. The work done
+    depends on d alone, not on the values.
 
     Args:
         out: may be a view of the memory of ``values`` where both have elements of one size.
+        threads: that share the blocks.
 
     Raises:
         ProtocolError: ``encode_non_finite``; a caller's bug, since per-example gradients are made finite before
@@ -279,19 +281,23 @@ def encode_into(values: FloatVector, spec: RingSpec, out: RingVector) -> None:
     ahead = values.itemsize != out.itemsize and np.may_share_memory(values, out)
     require_bound(not ahead, "no word is written over a value that is still to be read")
     block = CACHE_BLOCK_BYTES // values.itemsize
-    scratch, finite = np.empty(block, values.dtype), np.empty(block, np.bool_)
     # Scalars of the input's own type: each is exact in float32 (see RingSpec).
     high, scale = values.dtype.type(spec.clamp), values.dtype.type(math.ldexp(1.0, -spec.gamma_log2))
     words = out.view(np.int32 if spec.bits == 32 else np.int64)
-    for start in range(0, len(values), block):
-        part = values[start : start + block]
-        work = scratch[: len(part)]
-        if not np.isfinite(part, out=finite[: len(part)]).all():
-            raise ProtocolError("encode_non_finite", "a virtual worker's sum is not finite")
-        np.clip(part, -high, high, out=work)
-        np.multiply(work, scale, out=work)
-        np.rint(work, out=work)
-        np.copyto(words[start : start + block], work, casting="unsafe")
+
+    def encode(pieces: Iterator[range]) -> None:
+        scratch, finite = np.empty(block, values.dtype), np.empty(block, np.bool_)
+        for place in blocks_of(pieces, block):
+            part = values[place]
+            work = scratch[: len(part)]
+            if not np.isfinite(part, out=finite[: len(part)]).all():
+                raise ProtocolError("encode_non_finite", "a virtual worker's sum is not finite")
+            np.clip(part, -high, high, out=work)
+            np.multiply(work, scale, out=work)
+            np.rint(work, out=work)
+            np.copyto(words[place], work, casting="unsafe")
+
+    threads.share(threads.cut(len(values), PIECE_WORDS), encode)
 
 
 def decode(total: RingVector, gamma_log2: int) -> NDArray[np.float64]:

@@ -7,8 +7,9 @@ the proof.
 Leaves are hashed without a key, and of words without a mask: their digests must not leave the worker.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, islice, pairwise
 from typing import Self
 
 from cryptography.hazmat.primitives.hashes import SHA256
@@ -18,12 +19,16 @@ from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.attestation.core.keys import Secret
 from raycloak.metrics.proof_bounds import require_bound
 from raycloak.workers.vectors.ring import RingBits, RingVector
+from raycloak.workers.vectors.threads import WordThreads
 
 LEAF_BYTES = 1 << 16
 """What one digest covers: long enough that digests are 0.05 % of the words, short enough to split any tensor's work."""
 
 VECTOR_TAG_BYTES = 16
 """Half an HMAC-SHA-256: another vector has the same tag with a chance of 2^-128, and headers stay small."""
+
+# Leaves that are worth a thread's start: half a millisecond.
+_PIECE = 8
 
 _LABEL = "raycloak/vector-leaves/v2"
 
@@ -54,6 +59,29 @@ def leaf_digests(words: RingVector) -> tuple[bytes, ...]:
     """
     raw = words.data.cast("B")
     return tuple(digest(raw[start : start + LEAF_BYTES]) for start in range(0, len(raw), LEAF_BYTES))
+
+
+def tensor_leaves(vector: RingVector, sizes: Sequence[int], threads: WordThreads) -> list[TensorLeaves]:
+    """Hash a whole vector, tensor by tensor; threads share all leaves of all tensors.
+
+    Args:
+        vector: C-contiguous words [d], which are not copied.
+        sizes: words of each tensor, in order; d together.
+    """
+    require_bound(sum(sizes) == len(vector), "tensors make up a vector")
+    raw, ends = vector.data.cast("B"), [0, *accumulate(size * vector.itemsize for size in sizes)]
+    leaves = [(at, min(at + LEAF_BYTES, end)) for begin, end in pairwise(ends) for at in range(begin, end, LEAF_BYTES)]
+    digests = [b""] * len(leaves)
+
+    def hash_leaves(pieces: Iterator[range]) -> None:
+        for piece in pieces:
+            for index in piece:
+                begin, end = leaves[index]
+                digests[index] = digest(raw[begin:end])
+
+    threads.share(threads.cut(len(leaves), _PIECE), hash_leaves)
+    hashed = iter(digests)
+    return [TensorLeaves(size, tuple(islice(hashed, -(-size * vector.itemsize // LEAF_BYTES)))) for size in sizes]
 
 
 def vector_tag(key: Secret, ring_bits: RingBits, tensors: Sequence[TensorLeaves]) -> bytes:
