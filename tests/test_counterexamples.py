@@ -61,7 +61,7 @@ HONEST = pytest.mark.parametrize("rule", ["kept", "removed"])
 class Silence:
     """A noise that adds nothing."""
 
-    def add_to(self, vector, key):
+    def add_to(self, vector, key, threads):
         pass
 
 

@@ -39,6 +39,7 @@ from raycloak.workers.terms.loss import has_accuracy
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.measurement import macro_f1
 from raycloak.workers.terms.model_digest import model_digest, own_copy, tensor_digests
+from raycloak.workers.vectors.threads import WordThreads
 
 Metric = Literal["accuracy", "loss"]
 
@@ -213,7 +214,12 @@ class SealedSplit:
     scorer: Scorer
 
     def answer(
-        self, envelope: Envelope, parameters: Sequence[np.ndarray], attester: Attester, manifest: Manifest
+        self,
+        envelope: Envelope,
+        parameters: Sequence[np.ndarray],
+        attester: Attester,
+        manifest: Manifest,
+        threads: WordThreads,
     ) -> Envelope:
         """Score the slices that the order in ``envelope`` gives to this worker; returns a signed answer.
 
@@ -223,6 +229,7 @@ class SealedSplit:
             parameters: the float32 parameters of each range, in range order.
             attester: the worker's; the answer is signed in its name and with its key.
             manifest: of the run whose orders are taken; it was checked.
+            threads: that share the copy of the parameters, and its digests.
 
         Raises:
             ProtocolError: ``parameters_mismatch``, ``roster_own_entry``, or why the order is refused.
@@ -238,8 +245,8 @@ class SealedSplit:
         own = order.member(attester.member_id)
         attester.require_own(own)
         tensors = manifest.computation.tensors
-        flat = own_copy(parameters)
-        if model_digest(tensors, tensor_digests(flat, tensors)) != order.model_digest:
+        flat = own_copy(parameters, threads)
+        if model_digest(tensors, tensor_digests(flat, tensors, threads)) != order.model_digest:
             raise ProtocolError("parameters_mismatch", "the order is for other parameters than those that came with it")
         self.scorer.load(flat)
         scores = []

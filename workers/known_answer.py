@@ -24,6 +24,7 @@ from raycloak.workers.models.models import device_of
 from raycloak.workers.terms.loss import LOSSES_OF_CLASSES
 from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.vectors.streams import KeyStream
+from raycloak.workers.vectors.threads import ONE_THREAD, WordThreads
 from raycloak.workers.virtual_worker import VirtualWorkerComputer
 
 # Known to everybody: the answer must be reproducible, and there is nothing to protect in a synthetic batch.
@@ -150,6 +151,7 @@ def known_answer(
     vocabulary: int | None = None,
     *,
     classes: int,
+    threads: WordThreads = ONE_THREAD,
 ) -> bytes:
     """Return the digest of the encoded, noised vector of one synthetic virtual worker.
 
@@ -158,6 +160,7 @@ def known_answer(
         parameters: the run's initial parameters, float32[d].
         vocabulary: public number of ids; needed where features are integers, which are drawn over all of them.
         classes: public number of classes; labels that are integers are drawn over all of them.
+        threads: that share the work on the sum's words.
 
     Returns:
         32 bytes.
@@ -172,7 +175,7 @@ def known_answer(
     synthetic = ArrayDataset(_features(dataset, count, vocabulary or 1), _fill(labels, count, "labels", classes))
     # There are no rows without an example, so any may be the spare one.
     spare = synthetic.batch(np.zeros(1, np.int64))
-    computer = VirtualWorkerComputer(public, engine, synthetic, spare)
+    computer = VirtualWorkerComputer(public, engine, synthetic, spare, threads=threads)
     keys = VirtualWorkerKeys(stream=_PUBLIC_KEY, data=_PUBLIC_KEY)
     try:
         return digest(computer.vector(0, keys, 0, bytes(32), bytes(32), parameters).values.data)

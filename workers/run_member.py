@@ -34,6 +34,7 @@ from raycloak.workers.terms.step_input import step_input
 from raycloak.workers.vectors.masks import masked_sum
 from raycloak.workers.vectors.payload import VectorRange, VerifiedAttempt, payload_key, seal_header, tag_payload
 from raycloak.workers.vectors.ring import RingVector, ring_dtype
+from raycloak.workers.vectors.threads import ONE_THREAD, WordThreads
 from raycloak.workers.virtual_worker import EncodedVector
 from raycloak.workers.workload import PlannedWorkload
 
@@ -47,12 +48,16 @@ class HostedSum:
     Hides how many virtual workers it hosts: memory holds one vector's words for each parameter, and those of another
     vector while it is added. A sum is enough, since only the sum ever leaves, under masks.
 
+    Args:
+        threads: that share an addition.
+
     Attributes:
         tags: by virtual worker, of the vectors in the sum.
         counted: by virtual worker, the exact sums that came with its vector; of public data alone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, threads: WordThreads = ONE_THREAD) -> None:
+        self._threads = threads
         self.tags: dict[int, bytes] = {}
         self.counted: dict[int, PublicSums] = {}
         self._place: Place | None = None
@@ -81,7 +86,7 @@ class HostedSum:
         if self._words is None:
             self._words = vector.values
         else:
-            np.add(self._words, vector.values, out=self._words)
+            masked_sum([self._words, vector.values], (), self._words, self._threads)
         self.tags[v] = vector.tag
         if vector.counted is not None:
             self.counted[v] = vector.counted
@@ -121,8 +126,9 @@ class RunMember:
         self._is_cancelled = is_cancelled
         self._watch = LogWatch()
         self._keys: dict[tuple[int, int], VirtualWorkerKeys] = {}
+        self._threads = planned.workload.word_threads
         # Kept until another step or model is asked for: a new attempt masks it again without computing it.
-        self._hosted = HostedSum()
+        self._hosted = HostedSum(self._threads)
         # The last answer, by the digest of its roster: a reply that was lost on its way is given again. Its vectors are
         # masked anew, with the same masks, since kept they would be as large as the model.
         self._last: tuple[bytes, StepReply, VerifiedAttempt] | None = None
@@ -184,7 +190,7 @@ class RunMember:
             return self._last[1], self._mask(self._last[2])[0]
         self._check_position(roster)
         # Verified and computed on one copy: shared memory could change in between.
-        flat = own_copy(parameters)
+        flat = own_copy(parameters, self._threads)
         # So an engine may load it once for all virtual workers.
         flat.setflags(write=False)
         contents = own_batches(batches, request.batches)
@@ -242,7 +248,7 @@ class RunMember:
     ) -> tuple[bytes, Receipt]:
         """Return the digest of the step's input that really arrived, and the receipt, which was verified for it."""
         manifest, tensors = self.manifest, self.planned.workload.facts.tensors
-        model = model_digest(tensors, tensor_digests(flat, tensors))
+        model = model_digest(tensors, tensor_digests(flat, tensors, self._threads))
         inputs = step_input(model, batches)
         receipt = check_receipt(
             envelope,
@@ -358,7 +364,8 @@ class RunMember:
         vectors, tags = [], []
         for part, aggregator in zip(attempt.ranges, roster.aggregators, strict=True):
             vector = np.empty(part.length, ring_dtype(attempt.ring_bits))
-            masked_sum([self._hosted.words[part.offset : part.offset + part.length]], masks[part.index], vector)
+            clear = self._hosted.words[part.offset : part.offset + part.length]
+            masked_sum([clear], masks[part.index], vector, self._threads)
             key = payload_key(self._attester.agreement, aggregator, attempt, range_index=part.index, sender=own_id)
             vectors.append(vector)
             tags.append(tag_payload(key, vector))

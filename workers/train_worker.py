@@ -31,6 +31,7 @@ from raycloak.workers.second_halves import SecondHalves, check_key_address
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.vectors.ring import RingVector
+from raycloak.workers.vectors.threads import ONE_THREAD, WordThreads
 from raycloak.workers.workload import PlannedWorkload, Workload
 
 
@@ -42,14 +43,21 @@ class TrainWorker:
         source: the platform that issues its evidence.
         clock: seconds since the epoch.
         gpus: its confidential GPUs; None if the policy asks for none.
+        word_threads: that share the work on words.
     """
 
     def __init__(
-        self, member_id: str, source: EvidenceSource, clock: Callable[[], float], gpus: GpuSource | None = None
+        self,
+        member_id: str,
+        source: EvidenceSource,
+        clock: Callable[[], float],
+        gpus: GpuSource | None = None,
+        word_threads: WordThreads = ONE_THREAD,
     ) -> None:
         self._attester = Attester(member_id, source, gpus)
         self._halves = SecondHalves(self._attester.beside())
         self._peers = Peers(self._attester, clock)
+        self._word_threads = word_threads
         # The actor runs before there is a manifest, which states facts that workers find. Until then it has no stage.
         self._stage: Workload | PlannedWorkload | RunMember | None = None
 
@@ -62,7 +70,7 @@ class TrainWorker:
             ProtocolError: ``already_presented``, or ``model_mismatch`` with the tensor named.
         """
         self._check_unpresented()
-        self._stage = workload = Workload(setup)
+        self._stage = workload = Workload(setup, self._word_threads)
         return workload.facts
 
     @guarded
@@ -195,7 +203,8 @@ class TrainWorker:
         member = self._stage
         if not isinstance(member, RunMember) or member.planned.workload.split is None:
             raise ProtocolError("evaluation_unknown", "the run has no sealed evaluation split, or has not begun")
-        return member.planned.workload.split.answer(order, parameters, self._attester, member.manifest)
+        of_worker = self._attester, member.manifest, self._word_threads
+        return member.planned.workload.split.answer(order, parameters, *of_worker)
 
     @property
     def _member(self) -> RunMember:

@@ -22,7 +22,8 @@ from raycloak.workers.terms.public_sums import PublicSums
 from raycloak.workers.vectors.noise import NoiseSampler
 from raycloak.workers.vectors.ring import RingSpec, encode_into, ring_dtype
 from raycloak.workers.vectors.sampling import draw_ids, row_places
-from raycloak.workers.vectors.vector_tag import TensorLeaves, vector_tag
+from raycloak.workers.vectors.threads import ONE_THREAD, WordThreads
+from raycloak.workers.vectors.vector_tag import tensor_leaves, vector_tag
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ class VirtualWorkerComputer:
         spare: synthetic examples for rows that no example was drawn for; see
             `raycloak.workers.gradients.spare_rows`.
         slices: by virtual worker, the slices whose digest is known; computers on one dataset may share them.
+        threads: that share the work on a sum's words.
     """
 
     def __init__(
@@ -68,16 +70,18 @@ class VirtualWorkerComputer:
         dataset: Dataset,
         spare: Batch,
         slices: dict[int, Slice] | None = None,
+        threads: WordThreads = ONE_THREAD,
     ) -> None:
         self._mechanism = mechanism
         self._engine = engine
         self._dataset = dataset
         self._spare = spare
         self._slices = {} if slices is None else slices
+        self._threads = threads
 
     def beside(self, mechanism: Mechanism, engine: SumEngine) -> "VirtualWorkerComputer":
         """Return a computer for another mechanism on the same slices, which are read for their digests only once."""
-        return VirtualWorkerComputer(mechanism, engine, self._dataset, self._spare, self._slices)
+        return VirtualWorkerComputer(mechanism, engine, self._dataset, self._spare, self._slices, self._threads)
 
     def slice(self, v: int) -> Slice:
         """Return the slice of virtual worker ``v``; its digest reads every example once."""
@@ -145,11 +149,12 @@ class VirtualWorkerComputer:
         # In the sum's own memory where the words fit it: of a large model, both would be most of what a worker takes.
         in_place = words.itemsize == clipped_sum.itemsize
         values = clipped_sum.view(words) if in_place else np.empty(mechanism.dimension, words)
-        encode_into(clipped_sum, RingSpec(mechanism.ring_bits, mechanism.gamma_log2, mechanism.clamp), values)
+        spec, threads = RingSpec(mechanism.ring_bits, mechanism.gamma_log2, mechanism.clamp), self._threads
+        encode_into(clipped_sum, spec, values, threads)
         # After the rounding: noise is an integer, so adding it in the ring is exact.
         if mechanism.private:
-            self._noise.add_to(values, derive(keys.stream, Purpose.NOISE, *context))
-        leaves = [TensorLeaves.of(part) for part in np.split(values, np.cumsum(self._engine.sizes)[:-1])]
+            self._noise.add_to(values, derive(keys.stream, Purpose.NOISE, *context), threads=threads)
+        leaves = tensor_leaves(values, self._engine.sizes, threads)
         tag = vector_tag(derive(keys.stream, Purpose.VECTOR_TAG, *context), mechanism.ring_bits, leaves)
         return EncodedVector(values, tag, self._engine.counted)
 

@@ -4,6 +4,7 @@ The workload takes nothing from a manifest: a manifest is compared with it.
 """
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +48,7 @@ from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.mechanism import Mechanism, check_together
 from raycloak.workers.terms.model_digest import check_same_tensors, frozen_digest, model_digest, tensor_digests
+from raycloak.workers.vectors.threads import ONE_THREAD, WordThreads
 from raycloak.workers.virtual_worker import VirtualWorkerComputer
 
 # Marks the known answer of a loss that does not run under vmap: its last bits may be others.
@@ -66,6 +68,7 @@ class Workload:
         loss: the run's loss, one example at a time; the one in ``runtime``.
         module: the model whose gradients are computed.
         split: the sealed split that it is to evaluate on, if there is one.
+        word_threads: that share the work on words.
         facts: its contribution to the manifest.
 
     Raises:
@@ -74,10 +77,11 @@ class Workload:
         EvidenceError: ``code_unlisted``, with the code named.
     """
 
-    def __init__(self, setup: WorkerSetup) -> None:
+    def __init__(self, setup: WorkerSetup, word_threads: WordThreads = ONE_THREAD) -> None:
         if setup.device == "cuda":
             take_gpu(setup.gpus)
         self.setup, deterministic = setup, not setup.allow_nondeterministic
+        self.word_threads = word_threads
         # Before data is opened and any code runs.
         code = admit_code(setup)
         # First of all: what was computed before it may have other last bits.
@@ -122,7 +126,7 @@ class Workload:
         self.facts = WorkerFacts(
             num_examples=len(self.dataset),
             tensors=tensors,
-            initial_parameters=model_digest(tensors, tensor_digests(read_flat(self.module), tensors)),
+            initial_parameters=model_digest(tensors, tensor_digests(read_flat(self.module), tensors, word_threads)),
             contents=contents,
             model_code=setup.model.code_digest(setup.base),
             loss_code=loss_code,
@@ -184,18 +188,19 @@ class PlannedWorkload:
         rows = min(CANDIDATES, mechanism.micro_batch_size)
         spare = spare_rows(workload.module.train(), workload.form, runtime.deterministic, vocabulary, candidates=rows)
         engine = GradientEngine(workload.module, runtime.loss_fn, mechanism, runtime.device, runtime.deterministic)
-        gradient = VirtualWorkerComputer(mechanism, engine, dataset, spare)
+        gradient = VirtualWorkerComputer(mechanism, engine, dataset, spare, threads=workload.word_threads)
         self.computers: dict[Query, VirtualWorkerComputer] = {mechanism.query: gradient}
         # The module has not seen a step yet. Copied late: the checks before take as much memory as a step.
         start = read_flat(workload.module)
-        answers = [known_answer(mechanism, engine, dataset, start, vocabulary, classes=classes)]
+        answering = partial(known_answer, classes=classes, threads=workload.word_threads)
+        answers = [answering(mechanism, engine, dataset, start, vocabulary)]
         for measurement in measurements:
             check_measurable(measurement, workload.form)
             counting = measurement_engine(measurement, runtime)
             self.computers[measurement.query] = gradient.beside(measurement.mechanism, counting)
             # One batch shows how the code computes; a whole slice would take as long as an evaluation.
             small = measurement.mechanism.model_copy(update={"micro_batches": 1})
-            answers.append(known_answer(small, counting, dataset, start, vocabulary, classes=classes))
+            answers.append(answering(small, counting, dataset, start, vocabulary))
         if workload.loss.row_by_row:
             answers.append(_ROW_BY_ROW)
         self.known_answer = answers[0] if len(answers) == 1 else digest(b"".join(answers))

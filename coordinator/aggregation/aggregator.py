@@ -38,6 +38,7 @@ from raycloak.workers.vectors.payload import (
     payload_key,
 )
 from raycloak.workers.vectors.ring import CACHE_BLOCK_BYTES, RingVector, decode, ring_dtype
+from raycloak.workers.vectors.threads import ONE_THREAD, PIECE_WORDS, WordThreads, blocks_of
 
 State = Mapping[str, np.ndarray]
 F = TypeVar("F", np.float32, np.float64)
@@ -123,15 +124,17 @@ class MaskedAggregator:
     Args:
         member_id: name of this incarnation.
         source: the platform that issues its evidence.
+        word_threads: that share sums, decoding and digests.
     """
 
-    def __init__(self, member_id: str, source: EvidenceSource) -> None:
+    def __init__(self, member_id: str, source: EvidenceSource, word_threads: WordThreads = ONE_THREAD) -> None:
         # The update rule's kernels must match the run's numerics class.
         pin_numerics()
         self._attester = Attester(member_id, source)
         # Unset until `present`: an actor can only be told of its range once it is there.
         self._part: _Part
         self._fencing = 0
+        self._threads = word_threads
 
     def present(self, challenge: Challenge, manifest: Manifest, owned: ParameterRange, base: str = ".") -> Envelope:
         """Take the manifest and the range to own, and answer the challenge with evidence.
@@ -196,7 +199,7 @@ class MaskedAggregator:
         # First: a rule may work in the average's memory.
         squares = None if private else _squares(average)
         updated, new_state = self._part.rule.update(parameters, average, state, step)
-        after = with_state(updated, new_state, self._part.range.tensors)
+        after = with_state(updated, new_state, self._part.range.tensors, self._threads)
         signed = self._signed(verified, request, bound, before, ModelPoint.of(after))
         release = RangeRelease(release=signed, tensors=after)
         report = ReduceReport(release=release, seconds=time.perf_counter() - started, squares=squares)
@@ -246,7 +249,7 @@ class MaskedAggregator:
 
         The other ranges' parameters are in the input digest; for their states, their own aggregators sign the same.
         """
-        own = with_state(parameters, state, self._part.range.tensors)
+        own = with_state(parameters, state, self._part.range.tensors, self._threads)
         first = self._part.manifest.computation.tensors.index(self._part.range.tensors[0])
         before = ModelPoint.of((*request.before[:first], *own, *request.before[first + len(own) :]))
         if step_input(before.parameters, request.batches) != request.input_digest:
@@ -290,7 +293,7 @@ class MaskedAggregator:
             with _naming(header.sender):
                 check_payload(key, vector, header, range_index=verified.own.index)
         terms = mechanism.ring_bits, mechanism.gamma_log2, mechanism.expected_batch_size
-        return decoded_average(vectors, *terms, dtype), bound
+        return decoded_average(vectors, *terms, dtype, self._threads), bound
 
     def _verify(self, request: ReduceRequest, updates: bool) -> _Verified:
         """Verify a request except for its vectors.
@@ -357,7 +360,12 @@ def _squares(average: NDArray[np.float32]) -> float:
 
 
 def decoded_average(
-    vectors: Sequence[RingVector], bits: int, gamma_log2: int, divisor: float, dtype: type[F]
+    vectors: Sequence[RingVector],
+    bits: int,
+    gamma_log2: int,
+    divisor: float,
+    dtype: type[F],
+    threads: WordThreads = ONE_THREAD,
 ) -> NDArray[F]:
     """Return the decoded sum of equally long vectors over ``divisor``, block by block: the sum never exists as a whole.
 
@@ -365,10 +373,14 @@ def decoded_average(
     value beyond it becomes infinite.
     """
     found, block = np.empty(len(vectors[0]), dtype), CACHE_BLOCK_BYTES // 8
-    with np.errstate(over="ignore"):
-        for start in range(0, len(found), block):
-            part = slice(start, start + block)
-            found[part] = decode(ring_sum([vector[part] for vector in vectors], bits), gamma_log2) / divisor
+
+    def decode_pieces(pieces: Iterator[range]) -> None:
+        # Here, because a new thread does not inherit it.
+        with np.errstate(over="ignore"):
+            for part in blocks_of(pieces, block):
+                found[part] = decode(ring_sum([vector[part] for vector in vectors], bits), gamma_log2) / divisor
+
+    threads.share(threads.cut(len(found), PIECE_WORDS), decode_pieces)
     return found
 
 

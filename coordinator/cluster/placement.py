@@ -197,6 +197,11 @@ class Placement:
         """The resources that each worker reserves."""
         return dict(self._request.bundle)
 
+    @property
+    def cpus_together(self) -> float:
+        """The CPUs that the initial workers reserve together."""
+        return self._num_workers * self._request.bundle.get("CPU", 0.0)
+
     def draining(self) -> frozenset[str]:
         """Return the ids of draining nodes."""
         return self._draining.nodes()

@@ -91,7 +91,8 @@ class RayBackend:
         platforms: sources of evidence.
         placement: chooses the workers' nodes.
         cpu_capability: instruction set of workers and aggregators.
-        threads: of a worker.
+        threads: of one torch operation in a worker.
+        aggregators: of the run.
         boundary: where the machines' vaults listen, if the run uses those.
     """
 
@@ -102,12 +103,15 @@ class RayBackend:
         *,
         cpu_capability: str,
         threads: int,
+        aggregators: int,
         boundary: BoundaryConfig | None = None,
     ) -> None:
         self._platforms = platforms
         self._sockets = {role: boundary.of(role) if boundary else None for role in ("worker", "aggregator")}
         self._placement = placement
         self._environment = worker_environment(cpu_capability, threads)
+        # An aggregator reserves no CPU. While it works, workers wait, so it may take what they have.
+        self._aggregator_cpus = int(placement.cpus_together / aggregators)
         self._members: dict[str, _Started] = {}
         self._spare: _Started | None = None
         self._first_reduce: float | None = None
@@ -115,7 +119,8 @@ class RayBackend:
 
     def start_worker(self, member_id: str) -> WorkerActor:
         bundle = self._placement.bundle
-        options = {"num_cpus": bundle.pop("CPU", 0.0), "num_gpus": bundle.pop("GPU", 0.0), "resources": bundle}
+        cpus = bundle.pop("CPU", 0.0)
+        options = {"num_cpus": cpus, "num_gpus": bundle.pop("GPU", 0.0), "resources": bundle}
         worker = actor(
             TrainWorkerActor,
             **options,
@@ -123,7 +128,7 @@ class RayBackend:
             environment=self._environment,
         )
         evidence = self._platforms.source(), self._platforms.gpus_per_worker, self._sockets["worker"]
-        started = self._members[member_id] = _Started.of(worker.remote(member_id, *evidence))
+        started = self._members[member_id] = _Started.of(worker.remote(member_id, *evidence, int(cpus)))
         return WorkerActor(member_id, started.handle, self.call)
 
     def start_aggregator(self, member_id: str) -> AggregatorActor:
@@ -136,7 +141,8 @@ class RayBackend:
         return AggregatorActor(member_id, spare.handle, self.call)
 
     def _new_aggregator(self) -> _Started:
-        return _Started.of(self._aggregator.remote(self._platforms.source(), self._sockets["aggregator"]))
+        of_run = self._platforms.source(), self._sockets["aggregator"], self._aggregator_cpus
+        return _Started.of(self._aggregator.remote(*of_run))
 
     def _answers(self, started: _Started) -> bool:
         """Return whether a process answers, or is still starting."""

@@ -101,12 +101,13 @@ class MaskedAggregatorActor(Relay):
 
     Args:
         source: as for :class:`OrchestratorActor`.
+        cpus: its share of its node.
     """
 
     TARGET = f"{_VAULTS}.aggregator_vault:AggregatorVault"
 
-    def __init__(self, source: "EvidenceSource | None", socket: str | None = None) -> None:
-        super().__init__(AggregatorOpening(simulated=source is not None), source, socket)
+    def __init__(self, source: "EvidenceSource | None", socket: str | None = None, cpus: int = 1) -> None:
+        super().__init__(AggregatorOpening(simulated=source is not None, cpus=cpus), source, socket)
 
 
 class TrainWorkerActor(Relay):
@@ -119,14 +120,21 @@ class TrainWorkerActor(Relay):
         member_id: as for `TrainWorker`.
         source: as for :class:`OrchestratorActor`.
         gpus: how many confidential GPUs the policy asks for.
+        cpus: its share of its node.
     """
 
     TARGET = f"{_VAULTS}.worker_vault:WorkerVault"
 
     def __init__(
-        self, member_id: str, source: "EvidenceSource | None", gpus: int = 0, socket: str | None = None
+        self,
+        member_id: str,
+        source: "EvidenceSource | None",
+        gpus: int = 0,
+        socket: str | None = None,
+        cpus: int = 1,
     ) -> None:
-        super().__init__(WorkerOpening(member_id=member_id, simulated=source is not None, gpus=gpus), source, socket)
+        opening = WorkerOpening(member_id=member_id, simulated=source is not None, gpus=gpus, cpus=cpus)
+        super().__init__(opening, source, socket)
         # The former handler, which ends the process, is put back at the first signal.
         self._before = signal.signal(signal.SIGTERM, self._asked_to_end)
 

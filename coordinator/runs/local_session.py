@@ -24,6 +24,7 @@ from raycloak.coordinator.evidence.sources import LocalPlatform
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.training.assignment import Session
 from raycloak.workers.train_worker import TrainWorker
+from raycloak.workers.vectors.threads import WordThreads
 
 
 def local_session(
@@ -47,9 +48,11 @@ def local_session(
     source = LocalPlatform(vendor.platform("this process"))
     orchestrator = EvidenceOrchestrator(str(home / "orchestrator"), clock, bind, source)
     run_id, key = orchestrator.open_run(secret)
+    # For all of them, because they work one after another.
+    threads = WordThreads.of_share()
     backend = LocalBackend(
-        make_worker=lambda member_id: TrainWorker(member_id, source, clock),
-        make_aggregator=lambda member_id: MaskedAggregator(member_id, source),
+        make_worker=lambda member_id: TrainWorker(member_id, source, clock, word_threads=threads),
+        make_aggregator=lambda member_id: MaskedAggregator(member_id, source, threads),
     )
     actors: dict[ControlRole, Actor] = {
         "ledger": Actor("ledger", PrivacyLedger(ledger_url, witness=witness)),

@@ -23,6 +23,7 @@ from raycloak.coordinator.record.folder import SavedState, write_weights
 from raycloak.coordinator.training.step_context import Model
 from raycloak.metrics.errors import ConfigError, EvidenceError, RefusedError
 from raycloak.workers.terms.model_digest import with_state
+from raycloak.workers.vectors.threads import WordThreads
 
 if TYPE_CHECKING:
     # It makes the loads of earlier executions again.
@@ -177,7 +178,8 @@ def as_model(restored: Restored, ranges: tuple[ParameterRange, ...], backend: Ba
         backend.put({key: value for key, value in restored.state.items() if key.rpartition("/")[0] in own})
         for own in names
     )
-    tensors = with_state(restored.parameters, restored.state, [each for owned in ranges for each in owned.tensors])
+    specs = [each for owned in ranges for each in owned.tensors]
+    tensors = with_state(restored.parameters, restored.state, specs, WordThreads.of_share())
     return Model(parameters, states, restored.package.manifest.model_digest, tensors, origin)
 
 

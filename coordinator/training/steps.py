@@ -35,6 +35,7 @@ from raycloak.metrics.errors import BudgetError, ConfigError, RefusedError, RunF
 from raycloak.workers.inputs.sent_rows import row_bytes
 from raycloak.workers.terms.model_digest import with_state
 from raycloak.workers.terms.step_input import step_input
+from raycloak.workers.vectors.threads import WordThreads
 
 
 @dataclass(slots=True)
@@ -98,7 +99,7 @@ class Training:
             # Copies: a view would keep the whole vector alive behind each range.
             parts = tuple(backend.put(admitted.start[owned.start : owned.stop].copy()) for owned in admitted.ranges)
             states = tuple(aggregator.initial_state() for aggregator in admitted.membership.members.aggregators)
-            tensors = with_state(admitted.start, {}, manifest.computation.tensors)
+            tensors = with_state(admitted.start, {}, manifest.computation.tensors, WordThreads.of_share())
             model = Model(parts, states, manifest.computation.initial_parameters, tensors)
         finished_steps = restored.finished_steps if restored is not None else 0
         return cls(

@@ -4,6 +4,7 @@ from raycloak.coordinator.aggregation.aggregator import MaskedAggregator
 from raycloak.coordinator.vaults.hosted import Hosted, Inside
 from raycloak.coordinator.vaults.openings import AggregatorOpening
 from raycloak.coordinator.vaults.platforms import platform_under
+from raycloak.workers.vectors.threads import WordThreads
 
 
 class AggregatorVault(Hosted, MaskedAggregator):
@@ -13,8 +14,8 @@ class AggregatorVault(Hosted, MaskedAggregator):
 
     def __init__(self, opening: AggregatorOpening, inside: Inside) -> None:
         # The rest is built by `take_part`: which member it becomes is known when it is needed.
-        self._platform = platform_under(inside, opening.simulated)
+        self._of_vault = platform_under(inside, opening.simulated), WordThreads.of_share(opening.cpus)
 
     def take_part(self, member_id: str) -> None:
         """Become the member ``member_id``."""
-        MaskedAggregator.__init__(self, member_id, self._platform)
+        MaskedAggregator.__init__(self, member_id, *self._of_vault)

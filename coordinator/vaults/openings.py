@@ -43,10 +43,15 @@ class OrchestratorOpening(Message):
 
 
 class AggregatorOpening(Message):
-    """The opening of an aggregator's vault, before it is known which member it becomes."""
+    """The opening of an aggregator's vault, before it is known which member it becomes.
 
-    DOMAIN: ClassVar[str] = "raycloak/vault/aggregator/v1"
+    Attributes:
+        cpus: its share of its node, for threads that work on words.
+    """
+
+    DOMAIN: ClassVar[str] = "raycloak/vault/aggregator/v2"
     simulated: bool
+    cpus: int
 
 
 class WorkerOpening(Message):
@@ -55,12 +60,14 @@ class WorkerOpening(Message):
     Attributes:
         member_id: of this incarnation.
         gpus: how many confidential GPUs it gives evidence of.
+        cpus: its share of its node, for threads that work on words.
     """
 
-    DOMAIN: ClassVar[str] = "raycloak/vault/worker/v1"
+    DOMAIN: ClassVar[str] = "raycloak/vault/worker/v2"
     member_id: str
     simulated: bool
     gpus: int
+    cpus: int
 
 
 class PlatformOpening(Message):

@@ -21,6 +21,7 @@ from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.train_worker import TrainWorker
 from raycloak.workers.vectors.ring import RingVector
+from raycloak.workers.vectors.threads import WordThreads
 
 
 class WorkerVault(Hosted, TrainWorker):
@@ -39,7 +40,8 @@ class WorkerVault(Hosted, TrainWorker):
 
     def __init__(self, opening: WorkerOpening, inside: Inside) -> None:
         gpus = GuestGpus(opening.gpus, used_gpus) if opening.gpus else None
-        TrainWorker.__init__(self, opening.member_id, platform_under(inside, opening.simulated), time.time, gpus)
+        platform, threads = platform_under(inside, opening.simulated), WordThreads.of_share(opening.cpus)
+        TrainWorker.__init__(self, opening.member_id, platform, time.time, gpus, threads)
         self._inside = inside
         self._terms = ServedTerms(inside.settings) if isinstance(inside.settings, WorkerSettings) else None
         # The former handler, which ends the process, is put back at the first signal.

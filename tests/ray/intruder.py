@@ -67,7 +67,7 @@ def attempts(told: dict) -> Iterator[tuple[str, str]]:
         at("orchestrator", state, lambda vault: vault.ask(RunOrchestrator.open_run, secret, None)),
     )
     listed = bytes.fromhex(told["code"])
-    opening = WorkerOpening(member_id="worker-9", simulated=False, gpus=0)
+    opening = WorkerOpening(member_id="worker-9", simulated=False, gpus=0, cpus=1)
     setups = {
         "data that nobody lists": DatasetDescriptor(kind="npz", path=told["other"]),
         "data by a path around": DatasetDescriptor(kind="npz", path=f"{told['private']}/../../ray/data.npz"),

@@ -24,7 +24,7 @@ PARAMETERS = initial_parameters()
 class Silence:
     """A noise that adds nothing: the encoded sum alone is left."""
 
-    def add_to(self, vector, key):
+    def add_to(self, vector, key, threads):
         pass
 
 

@@ -1,8 +1,6 @@
 """Digests of a model: the model digest, which does not depend on ranges, and the content of every tensor."""
 
-import os
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +12,7 @@ from raycloak.attestation.core.lineage import TensorDigests, parameters_digest
 from raycloak.metrics.errors import ProtocolError
 from raycloak.metrics.proof_bounds import require_bound
 from raycloak.workers.terms.manifest import TensorSpec
+from raycloak.workers.vectors.threads import ONE_THREAD, PIECE_WORDS, WordThreads
 
 ATTRIBUTES = "attributes"
 """The dtype that stands for the plain values of a layer, which are stated together."""
@@ -33,23 +32,38 @@ def split_flat(flat: NDArray[np.float32], tensors: Sequence[TensorSpec]) -> list
     return np.split(flat, np.cumsum([tensor.size for tensor in tensors])[:-1])
 
 
-def own_copy(ranges: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+def own_copy(ranges: Sequence[NDArray[np.float32]], threads: WordThreads = ONE_THREAD) -> NDArray[np.float32]:
     """Return the parameters of all ranges as one float32 [d] in this process's own memory.
 
     The arguments may be views of an object store, whose memory every process of the node can write to. Verified there,
     they could be another model by the time they are used.
     """
-    return np.concatenate(ranges)
+    plain = all(each.dtype == np.dtype("<f4") and each.ndim == 1 for each in ranges)
+    require_bound(plain, "parameters are little-endian float32")
+    flat = np.empty(sum(map(len, ranges)), np.float32)
+    places = np.split(flat, np.cumsum([len(each) for each in ranges])[:-1])
+
+    def copy(pieces: Iterator[tuple[int, range]]) -> None:
+        for index, piece in pieces:
+            part = slice(piece.start, piece.stop)
+            np.copyto(places[index][part], ranges[index][part])
+
+    cut = [(index, piece) for index, each in enumerate(ranges) for piece in threads.cut(len(each), PIECE_WORDS)]
+    threads.share(cut, copy)
+    return flat
 
 
-def tensor_digests(flat: NDArray[np.float32], tensors: Sequence[TensorSpec]) -> list[bytes]:
+def tensor_digests(
+    flat: NDArray[np.float32], tensors: Sequence[TensorSpec], threads: WordThreads = ONE_THREAD
+) -> list[bytes]:
     """Return the SHA-256 of each tensor's little-endian float32 bytes, in order.
 
     Args:
         flat: float32 [d], the tensors one after the other, each in C order.
+        threads: that share the tensors.
     """
     require_bound(flat.dtype == np.dtype("<f4"), "parameters are little-endian float32")
-    return [digest(np.ascontiguousarray(part).data.cast("B")) for part in split_flat(flat, tensors)]
+    return _contents(split_flat(flat, tensors), threads)
 
 
 def model_digest(tensors: Sequence[TensorSpec], digests: Sequence[bytes]) -> bytes:
@@ -67,17 +81,21 @@ def model_digest(tensors: Sequence[TensorSpec], digests: Sequence[bytes]) -> byt
 
 
 def with_state(
-    flat: NDArray[np.float32], state: Mapping[str, NDArray[Any]], tensors: Sequence[TensorSpec]
+    flat: NDArray[np.float32],
+    state: Mapping[str, NDArray[Any]],
+    tensors: Sequence[TensorSpec],
+    threads: WordThreads = ONE_THREAD,
 ) -> tuple[TensorDigests, ...]:
     """Return the digests of ``tensors``, and of what an update rule keeps for each.
 
     Args:
         flat: float32 [d], as of :func:`tensor_digests`.
         state: by ``tensor name/field``.
+        threads: that share the tensors and their state.
     """
     require_bound(flat.dtype == np.dtype("<f4"), "parameters are little-endian float32")
     names = sorted(state)
-    contents = _contents([*split_flat(flat, tensors), *(state[name] for name in names)])
+    contents = _contents([*split_flat(flat, tensors), *(state[name] for name in names)], threads)
     kept: dict[str, list[bytes | str]] = {}
     for key, content in zip(names, contents[len(tensors) :], strict=True):
         name, _, field = key.rpartition("/")
@@ -94,14 +112,20 @@ def with_state(
     )
 
 
-def _contents(arrays: Sequence[NDArray[Any]]) -> list[bytes]:
+def _contents(arrays: Sequence[NDArray[Any]], threads: WordThreads) -> list[bytes]:
     """Return the SHA-256 of each array's bytes, in C order."""
     views = [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays]
-    if sum(view.nbytes for view in views) < _LARGE:
-        return [digest(view) for view in views]
-    # A hash of a large buffer lets other threads run.
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(digest, views))
+    digests = [b""] * len(views)
+
+    def hash_all(places: Iterator[int]) -> None:
+        for place in places:
+            digests[place] = digest(views[place])
+
+    small = sum(view.nbytes for view in views) < _LARGE
+    # The largest first: at the end no thread is alone with it.
+    largest = sorted(range(len(views)), key=lambda place: -views[place].nbytes)
+    (ONE_THREAD if small else threads).share(largest, hash_all)
+    return digests
 
 
 @dataclass(frozen=True, slots=True)

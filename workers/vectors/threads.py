@@ -37,9 +37,14 @@ class WordThreads:
         self._count = count
 
     @classmethod
-    def of_share(cls, cpus: int) -> Self:
-        """Return as many threads as ``cpus``, at least 1 and at most the CPUs that this process may run on."""
-        return cls(max(1, min(cpus, len(os.sched_getaffinity(0)))))
+    def of_share(cls, cpus: int | None = None) -> Self:
+        """Return as many threads as ``cpus``, at least 1 and at most the CPUs that this process may run on.
+
+        Args:
+            cpus: what was reserved for this process; None takes all that it may run on.
+        """
+        usable = len(os.sched_getaffinity(0))
+        return cls(max(1, usable if cpus is None else min(cpus, usable)))
 
     @property
     def count(self) -> int:

@@ -86,12 +86,12 @@ def audited(
 class Silence:
     """A noise that adds nothing."""
 
-    def add_to(self, vector, key):
+    def add_to(self, vector, key, threads):
         pass
 
 
 def without_noise(monkeypatch):
-    monkeypatch.setattr(NoiseSampler, "add_to", lambda self, vector, key, *, start=0: None)
+    monkeypatch.setattr(NoiseSampler, "add_to", lambda self, vector, key, **_: None)
 
 
 def noise_of_one_virtual_worker_only(monkeypatch):

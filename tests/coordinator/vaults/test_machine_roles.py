@@ -259,7 +259,7 @@ def worker_vault(home: Path, **settings) -> WorkerVault:
         "data": (DataPlace(path=str(home), account="by-hand", least_noise=2.0),),
     }
     inside = Inside(WorkerSettings(**SOCKET, **{**raw, **settings}))
-    return WorkerVault(WorkerOpening(member_id="worker-0", simulated=False, gpus=0), inside)
+    return WorkerVault(WorkerOpening(member_id="worker-0", simulated=False, gpus=0, cpus=1), inside)
 
 
 def test_a_run_on_the_terms_of_both_is_served_and_leaves_its_log_with_the_orchestrator(tmp_path):

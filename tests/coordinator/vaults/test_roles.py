@@ -53,7 +53,7 @@ def worker(monkeypatch):
 
     monkeypatch.setattr(TrainWorker, "step", step)
     before = signal.signal(signal.SIGTERM, _end)
-    opening = openings.WorkerOpening(member_id="worker-0", simulated=True, gpus=0)
+    opening = openings.WorkerOpening(member_id="worker-0", simulated=True, gpus=0, cpus=1)
     yield worker_vault.WorkerVault(opening, Inside())
     signal.signal(signal.SIGTERM, before)
 
@@ -83,7 +83,7 @@ def test_a_worker_that_its_relay_tells_to_leave_says_so(worker):
 
 
 def test_a_spare_aggregator_holds_no_key_until_it_takes_part():
-    spare = aggregator_vault.AggregatorVault(openings.AggregatorOpening(simulated=True), Inside())
+    spare = aggregator_vault.AggregatorVault(openings.AggregatorOpening(simulated=True, cpus=1), Inside())
     assert vars(spare).keys() == {"_platform"}
     spare.take_part("aggregator-0-1")
     assert spare._attester.member_id == "aggregator-0-1"

@@ -19,7 +19,7 @@ from raycloak.workers.models.models import ModelSource
 from raycloak.workers.train_worker import TrainWorker
 from tests.protocol import config, worker_setup
 
-OPENING = WorkerOpening(member_id="worker-0", simulated=True, gpus=0)
+OPENING = WorkerOpening(member_id="worker-0", simulated=True, gpus=0, cpus=1)
 
 
 @pytest.fixture
