@@ -70,6 +70,7 @@ from raycloak.workers.terms.model_digest import with_state
 from raycloak.workers.terms.receipt import Receipt, data_root
 from raycloak.workers.train_worker import TrainWorker
 from raycloak.workers.vectors.payload import Header, VectorRange
+from raycloak.workers.vectors.threads import ONE_THREAD, WordThreads
 from raycloak.workers.virtual_worker import VirtualWorkerComputer
 from tests.drawn import spare_of
 from tests.models import small_model, wide_model
@@ -150,14 +151,16 @@ def keys_of(key_context: bytes, v: int, epoch: int = 0, secret: str = SECRET) ->
 
 
 def computer(
-    mechanism: Mechanism, data: Arrays | None = None, model: Callable[[], nn.Module] = small_model
+    mechanism: Mechanism,
+    data: Arrays | None = None,
+    model: Callable[[], nn.Module] = small_model,
+    threads: WordThreads = ONE_THREAD,
 ) -> VirtualWorkerComputer:
     """Return a computer of any virtual worker's vectors, outside of any worker."""
     module = build_model(ModelSource.of(f"tests.models:{model.__name__}"), ".", 0)
     dataset = ArrayDataset(*(examples() if data is None else data))
-    return VirtualWorkerComputer(
-        mechanism, GradientEngine(module, cross_entropy, mechanism), dataset, spare_of(dataset)
-    )
+    engine = GradientEngine(module, cross_entropy, mechanism)
+    return VirtualWorkerComputer(mechanism, engine, dataset, spare_of(dataset), threads=threads)
 
 
 def initial_parameters(model: Callable[[], nn.Module] = small_model) -> np.ndarray:

@@ -10,7 +10,9 @@ from hypothesis.extra.numpy import arrays
 
 from raycloak.attestation.core.keys import Purpose, derive
 from raycloak.workers.inputs.datasets import slice_ids
+from raycloak.workers.vectors import noise, ring, vector_tag
 from raycloak.workers.vectors.noise import NoiseSampler
+from raycloak.workers.vectors.threads import WordThreads
 from raycloak.workers.vectors.vector_tag import TensorLeaves
 from raycloak.workers.virtual_worker import VirtualWorkerComputer
 from tests.models import small_model
@@ -68,6 +70,17 @@ def test_equal_inputs_give_equal_bytes_in_any_process_host_or_order():
         first.vector(0, KEYS, 0, MODEL, DATA_ROOT, PARAMETERS).tag
         == second.vector(0, KEYS, 0, MODEL, DATA_ROOT, PARAMETERS).tag
     )
+
+
+def test_guarantee_the_vector_and_its_tag_are_the_same_on_any_number_of_threads(monkeypatch):
+    alone = computer(mechanism()).vector(0, KEYS, 0, MODEL, DATA_ROOT, PARAMETERS)
+    monkeypatch.setattr(ring, "PIECE_WORDS", 16)
+    monkeypatch.setattr(noise, "_PIECE", 1)
+    monkeypatch.setattr(vector_tag, "_PIECE", 1)
+    for count in (2, 3, 7):
+        threads = WordThreads(count)
+        found = computer(mechanism(), threads=threads).vector(0, KEYS, 0, MODEL, DATA_ROOT, PARAMETERS)
+        assert (found.values.tobytes(), found.tag) == (alone.values.tobytes(), alone.tag)
 
 
 def test_the_tag_is_of_the_models_tensors_in_canonical_order(monkeypatch):

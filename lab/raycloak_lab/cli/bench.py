@@ -33,10 +33,47 @@ def mask_command(
     """Clamp, encode, mask and tag one worker's vector on one core, compared with bare ChaCha20 keystreams."""
     from raycloak_lab.bench.mask import bench_mask
 
+    result = bench_mask(params, workers, _ring_bits(bits), colluding_workers=colluding_workers)
+    output.show("bench mask", asdict(result))
+
+
+def _ring_bits(bits: int) -> "RingBits":
     if bits not in (32, 64):
         raise ConfigError("ring_bits", f"a ring of {bits} bits does not exist.", "Give 32 or 64.")
-    result = bench_mask(params, workers, cast("RingBits", bits), colluding_workers=colluding_workers)
-    output.show("bench mask", asdict(result))
+    return cast("RingBits", bits)
+
+
+@command(bench, "words")
+def words_command(
+    output: Output,
+    params: Annotated[int, typer.Option(help="Coordinates of the vector.")] = 10_000_000,
+    threads: Annotated[int | None, typer.Option(help="Threads beside one; all CPUs of this process if absent.")] = None,
+    peers: Annotated[int, typer.Option(help="Masks of the vector, and vectors of the aggregator's sum.")] = 3,
+    bits: Annotated[int, typer.Option(help="Width of the ring, 32 or 64.")] = 32,
+    rounds: Annotated[int, typer.Option(help="Rounds, in each of which one thread and several have a turn.")] = 7,
+) -> None:
+    """Compare the words of a step on one thread and on several, byte by byte, and time both."""
+    from raycloak.workers.vectors.threads import WordThreads
+    from raycloak_lab.bench.words import bench_words
+
+    count = WordThreads.of_share().count if threads is None else threads
+    result = bench_words(params, count, _ring_bits(bits), peers, rounds)
+    title = (
+        f"bench words: {params:,} parameters, {result.bits} bits, {count} threads on {result.cpus} CPUs, load "
+        f"{result.load:.1f}; of linear {result.together_of_linear:.2f} together, {result.cores_of_linear:.2f} possible"
+    )
+    headers = ("words", "ns a parameter, 1 thread", f"{count} threads", "of linear", "over a copy")
+    rows = [
+        (
+            name,
+            f"{each.alone_seconds / params * 1e9:.2f}",
+            f"{each.seconds / params * 1e9:.2f}",
+            f"{each.of_linear:.2f}",
+            f"{each.over_copy:.1f}",
+        )
+        for name, each in result.phases.items()
+    ]
+    output.result(asdict(result), columns_table(title, headers, rows))
 
 
 @command(bench, "step")

@@ -18,6 +18,7 @@ from raycloak.workers.terms.binding import Binding
 from raycloak.workers.terms.model_digest import with_state
 from raycloak.workers.vectors.payload import Header, VectorRange
 from raycloak.workers.vectors.ring import CACHE_BLOCK_BYTES, decode, ring_dtype
+from raycloak.workers.vectors.threads import WordThreads
 from tests.protocol import VIRTUAL_WORKERS, HandRun, correlation, orchestrator_key
 
 Answers = tuple[ReduceRequest, list[tuple[np.ndarray, ...]]]
@@ -162,6 +163,19 @@ def test_a_sum_that_is_decoded_block_by_block_has_the_bits_of_the_whole_and_take
     tracemalloc.stop()
     assert found.tobytes() == expected.tobytes()
     assert found.nbytes <= peak < found.nbytes + 3 * CACHE_BLOCK_BYTES
+
+
+@pytest.mark.parametrize("bits", [32, 64])
+def test_guarantee_no_bit_of_an_average_depends_on_the_number_of_threads(bits, monkeypatch):
+    monkeypatch.setattr(module, "PIECE_WORDS", 16)
+    for size in (0, 1, 15, 16, 17, 5 * 16 - 1, 1003):
+        rng = np.random.default_rng(size)
+        vectors = [rng.integers(0, 2**bits, size, ring_dtype(bits), endpoint=False) for _ in range(3)]
+        # Beyond float32, so that no thread may warn of infinity.
+        for gamma_log2 in (-20, 110):
+            terms = vectors, bits, gamma_log2, 3, np.float32
+            alone = decoded_average(*terms).tobytes()
+            assert {decoded_average(*terms, WordThreads(count)).tobytes() for count in (2, 3, 7)} == {alone}
 
 
 @pytest.mark.parametrize("bits", [32, 64])

@@ -84,9 +84,23 @@ def test_a_worker_that_its_relay_tells_to_leave_says_so(worker):
 
 def test_a_spare_aggregator_holds_no_key_until_it_takes_part():
     spare = aggregator_vault.AggregatorVault(openings.AggregatorOpening(simulated=True, cpus=1), Inside())
-    assert vars(spare).keys() == {"_platform"}
+    assert vars(spare).keys() == {"_of_vault"}
     spare.take_part("aggregator-0-1")
     assert spare._attester.member_id == "aggregator-0-1"
+
+
+def test_a_vault_has_threads_for_the_cpus_of_its_opening_and_no_more_than_it_may_use(monkeypatch):
+    """Whatever a relay says: a vault of the machine does not trust it."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    for cpus, threads in ((-1, 1), (0, 1), (1, 1), (2, 2), (3, 3), (10**9, 3)):
+        spare = aggregator_vault.AggregatorVault(openings.AggregatorOpening(simulated=True, cpus=cpus), Inside())
+        spare.take_part("aggregator-0-1")
+        assert spare._threads.count == threads
+        before = signal.getsignal(signal.SIGTERM)
+        opening = openings.WorkerOpening(member_id="worker-0", simulated=True, gpus=0, cpus=cpus)
+        worker = worker_vault.WorkerVault(opening, Inside())
+        signal.signal(signal.SIGTERM, before)
+        assert worker._word_threads.count == threads
 
 
 def test_ledger_and_orchestrator_open_their_files(tmp_path):
