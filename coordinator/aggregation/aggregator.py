@@ -369,25 +369,29 @@ def decoded_average(
 ) -> NDArray[F]:
     """Return the decoded sum of equally long vectors over ``divisor``, block by block: the sum never exists as a whole.
 
-    Guarantee: the bits of ``decode(ring_sum(vectors, bits), gamma_log2) / divisor`` in float64, rounded to ``dtype``; a
+    Guarantee: the bits of ``decode(sum, gamma_log2) / divisor`` in float64, rounded to ``dtype``; a
     value beyond it becomes infinite.
     """
-    found, block = np.empty(len(vectors[0]), dtype), CACHE_BLOCK_BYTES // 8
+    found, block = np.empty(len(vectors[0]), dtype), 2 * CACHE_BLOCK_BYTES // 8
 
     def decode_pieces(pieces: Iterator[range]) -> None:
+        total, real = np.empty(block, ring_dtype(bits)), np.empty(block)
         # Here, because a new thread does not inherit it.
         with np.errstate(over="ignore"):
             for part in blocks_of(pieces, block):
-                found[part] = decode(ring_sum([vector[part] for vector in vectors], bits), gamma_log2) / divisor
+                length = part.stop - part.start
+                sums, decoded = total[:length], real[:length]
+                ring_sum([vector[part] for vector in vectors], sums)
+                decode(sums, gamma_log2, decoded)
+                found[part] = np.divide(decoded, divisor, out=decoded)
 
     threads.share(threads.cut(len(found), PIECE_WORDS), decode_pieces)
     return found
 
 
-def ring_sum(vectors: Sequence[RingVector], bits: int) -> RingVector:
-    """Sum equally long vectors in Z_{2^bits}. The inputs are only read."""
-    # A new array, because Ray's arguments are read-only.
-    total = np.zeros(len(vectors[0]), ring_dtype(bits))
-    for vector in vectors:
-        np.add(total, vector, out=total)
-    return total
+def ring_sum(vectors: Sequence[RingVector], out: RingVector) -> None:
+    """Write the sum of equally long vectors to ``out``, in its ring. The inputs are only read."""
+    # To memory of its own, because Ray's arguments are read-only.
+    np.copyto(out, vectors[0])
+    for vector in vectors[1:]:
+        np.add(out, vector, out=out)

@@ -75,7 +75,7 @@ def test_equal_inputs_give_equal_bytes_in_any_process_host_or_order():
 def test_guarantee_the_vector_and_its_tag_are_the_same_on_any_number_of_threads(monkeypatch):
     alone = computer(mechanism()).vector(0, KEYS, 0, MODEL, DATA_ROOT, PARAMETERS)
     monkeypatch.setattr(ring, "PIECE_WORDS", 16)
-    monkeypatch.setattr(noise, "_PIECE", 1)
+    monkeypatch.setattr(noise, "_TOGETHER", 1)
     monkeypatch.setattr(vector_tag, "_PIECE", 1)
     for count in (2, 3, 7):
         threads = WordThreads(count)

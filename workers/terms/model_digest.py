@@ -17,8 +17,8 @@ from raycloak.workers.vectors.threads import ONE_THREAD, PIECE_WORDS, WordThread
 ATTRIBUTES = "attributes"
 """The dtype that stands for the plain values of a layer, which are stated together."""
 
-_LARGE = 2**24
-"""Bytes that take 10 ms to hash: below, starting threads would cost more than they spare."""
+_LARGE = 2**22
+"""Bytes that take 2 to 4 ms to hash: below, starting threads would cost more than they spare."""
 
 
 def dimension(tensors: Sequence[TensorSpec]) -> int:

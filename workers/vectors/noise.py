@@ -26,18 +26,17 @@ from raycloak.attestation.core.keys import Purpose, Secret, derive
 from raycloak.metrics.errors import ConfigError
 from raycloak.metrics.proof_bounds import require_bound
 from raycloak.workers.vectors.streams import BLOCK_BYTES, KeyStream
-from raycloak.workers.vectors.threads import ONE_THREAD, WordThreads
+from raycloak.workers.vectors.threads import ONE_THREAD, WordThreads, blocks_of
 
 # The range of the proof: shares add up well from 16 on (theorem 2), and six base draws reach 2^40 (theorem 1).
 MIN_SIGMA = 16.0
 MAX_SIGMA = 2.0**40
 # Part of the stream layout, so of the bytes of every run.
 BLOCK = 8192
-# Blocks that are drawn together: array operations are then long beside what Python does between them, where threads
-# wait for each other. Twice as many no longer fit a second-level cache. Both numbers change no byte.
-_AT_ONCE = 8
-# Blocks that are worth a thread's start: 1 to 3 ms.
-_PIECE = 2 * _AT_ONCE
+# Blocks that one thread draws together, in base draws: array operations are then long beside what Python does between
+# them, where threads wait for each other, and their buffers still fit a second-level cache of 2 MiB. As many whole
+# blocks are worth a thread's start: 1 to 4 ms. The number changes no byte.
+_TOGETHER = 24
 
 # Total variation between one draw and the ideal discrete Gaussian, for an ideal keystream. V times this also covers
 # the randomised-rounding argument for a sum of V draws (theorem 2 of the proof).
@@ -217,6 +216,8 @@ class NoiseSampler:
         self.ring_bits = ring_bits
         self._word: type[_Word] = np.uint32 if ring_bits == 32 else np.uint64
         self._table = base_table(self.decomposition.base_variance)
+        # Keystream blocks for one block of draws.
+        self._blocks_of_stream = self.decomposition.draws * BLOCK * np.dtype("<u2").itemsize // BLOCK_BYTES
 
     def add_to(self, vector: _Vector, key: Secret, *, start: int = 0, threads: WordThreads = ONE_THREAD) -> None:
         """Add draws [start, start + len(vector)) of ``key`` to ``vector`` in place, modulo 2^ring_bits.
@@ -235,63 +236,63 @@ class NoiseSampler:
         if vector.size == 0:
             return
         first, last = start // BLOCK, -(-(start + vector.size) // BLOCK)
-        streams = _Streams(key, self.decomposition.draws)
+        index_key, residue_key = derive(key, Purpose.NOISE_INDEX), derive(key, Purpose.NOISE_RESIDUE)
         # Starting at the end refuses a range that the stream cannot serve before anything is drawn.
-        streams.indices(last)
+        KeyStream(index_key, block_counter=last * self._blocks_of_stream)
 
         def add(pieces: Iterator[range]) -> None:
-            scratch = _Scratch(self.decomposition, self._table, self._word, min(_AT_ONCE, last - first))
+            scratch = _Scratch(self.decomposition, self._table, self._word, index_key, residue_key)
             for piece in pieces:
-                indices = streams.indices(first + piece.start)
-                for number in range(first + piece.start, first + piece.stop, _AT_ONCE):
-                    count = min(_AT_ONCE, first + piece.stop - number)
-                    drawn = scratch.blocks(number, count, indices, streams)
+                scratch.seek((first + piece.start) * self._blocks_of_stream)
+                for blocks in blocks_of([piece], scratch.room):
+                    drawn = scratch.draw(first + blocks.start, first + blocks.stop)
                     # The place of the first draw in the vector, which the first and the last block may reach beyond.
-                    place = number * BLOCK - start
+                    place = (first + blocks.start) * BLOCK - start
                     part = vector[max(place, 0) : place + drawn.size]
                     np.add(part, drawn[max(-place, 0) :][: part.size], out=part)
 
-        threads.share(threads.cut(last - first, _PIECE), add)
-
-
-class _Streams:
-    """The two keystreams of one noise key."""
-
-    def __init__(self, key: Secret, draws: int) -> None:
-        self._index, self._residue = derive(key, Purpose.NOISE_INDEX), derive(key, Purpose.NOISE_RESIDUE)
-        self._step = draws * BLOCK * np.dtype("<u2").itemsize // BLOCK_BYTES
-
-    def indices(self, number: int) -> KeyStream:
-        """Return the index stream at the start of block ``number``; the words of later blocks follow."""
-        return KeyStream(self._index, block_counter=number * self._step)
-
-    def residues(self, number: int) -> KeyStream:
-        """Return the residue stream of block ``number``."""
-        return KeyStream(self._residue, nonce=number)
+        threads.share(threads.cut(last - first, _TOGETHER), add)
 
 
 class _Scratch:
-    """The buffers of one thread, for ``room`` blocks at once."""
+    """The streams and buffers of one thread.
 
-    def __init__(self, decomposition: Decomposition, table: BaseTable, word: type[_Word], room: int) -> None:
-        shape = (room, decomposition.draws, BLOCK)
+    Attributes:
+        room: most blocks that it draws at once.
+    """
+
+    def __init__(
+        self,
+        decomposition: Decomposition,
+        table: BaseTable,
+        word: type[_Word],
+        index_key: Secret,
+        residue_key: Secret,
+    ) -> None:
+        self.room = max(1, _TOGETHER // decomposition.draws)
+        shape = (self.room, decomposition.draws, BLOCK)
         self._table = table
         self._multiplier = word(decomposition.multiplier)
         self._words = np.empty(shape, "<u2")
         self._positions = np.empty(shape, np.intp)
         self._outcomes = np.empty(shape, np.int16)
-        self._total = np.empty((room, BLOCK), word)
-        self._addend = np.empty((room, BLOCK), word)
+        self._total = np.empty((self.room, BLOCK), word)
+        self._addend = np.empty((self.room, BLOCK), word)
+        self._indices, self._residues = KeyStream(index_key), KeyStream(residue_key)
 
-    def blocks(self, first: int, count: int, indices: KeyStream, streams: _Streams) -> _Vector:
-        """Return the ring words of ``count`` blocks from ``first`` on, [count * BLOCK]; the next call overwrites them.
+    def seek(self, block_counter: int) -> None:
+        """Continue at a block of the index stream."""
+        self._indices.seek(block_counter)
 
-        Args:
-            indices: the index stream, at the start of block ``first``.
+    def draw(self, first: int, last: int) -> _Vector:
+        """Return the ring words of blocks ``first`` to ``last`` (exclusive); the next call overwrites them.
+
+        The index stream must be where block ``first`` begins.
         """
+        count = last - first
         words, positions, outcomes = self._words[:count], self._positions[:count], self._outcomes[:count]
         total, addend = self._total[:count], self._addend[:count]
-        indices.into(words)
+        self._indices.into(words)
         np.copyto(positions, words)
         np.take(self._table.index, positions, out=outcomes, mode="clip")
         flat = outcomes.reshape(-1)
@@ -299,12 +300,13 @@ class _Scratch:
         residues, begin = np.empty((open_words.size, 2), "<u8"), 0
         ends = np.searchsorted(open_words, words[0].size * np.arange(1, count + 1))
         for number, end in enumerate(ends.tolist(), start=first):
-            streams.residues(number).into(residues[begin:end])
+            self._residues.seek(0, nonce=number)
+            self._residues.into(residues[begin:end])
             begin = end
         flat[open_words] = self._table.resolve(words.reshape(-1)[open_words], residues)
         np.copyto(total, outcomes[:, -1], casting="unsafe")
-        for draw in range(outcomes.shape[1] - 2, -1, -1):
-            np.copyto(addend, outcomes[:, draw], casting="unsafe")
+        for base in range(outcomes.shape[1] - 2, -1, -1):
+            np.copyto(addend, outcomes[:, base], casting="unsafe")
             np.multiply(total, self._multiplier, out=total)
             np.add(total, addend, out=total)
         return total.reshape(-1)

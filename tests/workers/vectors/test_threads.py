@@ -33,7 +33,7 @@ def small_pieces(monkeypatch):
     """Cut short vectors into as many pieces as long ones."""
     for module in (ring, masks, model_digest):
         monkeypatch.setattr(module, "PIECE_WORDS", PIECE)
-    monkeypatch.setattr(noise, "_PIECE", 1)
+    monkeypatch.setattr(noise, "_TOGETHER", 1)
     monkeypatch.setattr(vector_tag, "_PIECE", 1)
     monkeypatch.setattr(model_digest, "_LARGE", 0)
 
@@ -101,8 +101,8 @@ def test_guarantee_no_draw_depends_on_the_number_of_threads(bits, sigma):
 
 def test_guarantee_no_draw_depends_on_how_many_blocks_are_drawn_at_once(monkeypatch):
     alone = noised(9 * BLOCK + 5, ONE_THREAD, start=7)
-    for at_once in (1, 2, 9, 64):
-        monkeypatch.setattr(noise, "_AT_ONCE", at_once)
+    for together in (1, 2, 6, 9, 64):
+        monkeypatch.setattr(noise, "_TOGETHER", together)
         assert noised(9 * BLOCK + 5, WordThreads(2), start=7) == alone
 
 
