@@ -101,7 +101,7 @@ def bench_words(params: int, threads: int, bits: RingBits = 32, peers: int = 3, 
                 f"'{name}' has other bytes on {threads} threads than on one.",
                 "A benchmark of wrong words is none: report this as a bug.",
             )
-    turns: dict[str, list[tuple[_Turn, _Turn]]] = {name: [] for name in work.phases}
+    turns: dict[str, list[tuple[_Times, _Times]]] = {name: [] for name in work.phases}
     cores = []
     for number in range(rounds):
         cores.append(_seconds(ONE_THREAD, _hash_alone).wall / _seconds(several, _hash_alone).wall)
@@ -186,18 +186,18 @@ def _hash_alone(threads: WordThreads) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Turn:
+class _Times:
     wall: float
     processor: float
 
 
-def _seconds(threads: WordThreads, phase: Phase) -> _Turn:
+def _seconds(threads: WordThreads, phase: Phase) -> _Times:
     wall, processor = time.perf_counter(), time.process_time()
     phase(threads)
-    return _Turn(time.perf_counter() - wall, time.process_time() - processor)
+    return _Times(time.perf_counter() - wall, time.process_time() - processor)
 
 
-def _figures(turns: list[tuple[_Turn, _Turn]], copies: list[float], threads: int) -> PhaseFigures:
+def _figures(turns: list[tuple[_Times, _Times]], copies: list[float], threads: int) -> PhaseFigures:
     median = statistics.median
     return PhaseFigures(
         alone_seconds=median(alone.wall for alone, _ in turns),
