@@ -16,6 +16,7 @@ from raycloak.workers.known_answer import check_classes, found_classes, known_an
 from raycloak.workers.models.losses import binary_cross_entropy, cross_entropy, mse
 from raycloak.workers.models.models import ModelSource, build_model, read_flat
 from raycloak.workers.terms.measurement import Measurement
+from raycloak.workers.vectors.threads import WordThreads
 from raycloak.workers.workload import PlannedWorkload, Workload
 from tests.protocol import Arrays, config, examples, initial_parameters, mechanism, worker_setup
 
@@ -198,9 +199,9 @@ def test_several_losses_are_tried_on_labels_that_each_of_them_knows(tmp_path, mo
     """Drawn over many classes, most would be none for yes or no, and a row without a gradient tells of no machine."""
     drawn: list[int] = []
 
-    def noted(*arguments, classes: int) -> bytes:
+    def noted(*arguments, classes: int, threads: WordThreads) -> bytes:
         drawn.append(classes)
-        return known_answer(*arguments, classes=classes)
+        return known_answer(*arguments, classes=classes, threads=threads)
 
     monkeypatch.setattr("raycloak.workers.workload.known_answer", noted)
     loss = [{"name": "cross_entropy", "outputs": 2}, {"name": "binary_cross_entropy", "outputs": 1}]
@@ -225,9 +226,9 @@ def test_a_worker_and_a_plan_refuse_them(tmp_path):
 def test_classes_that_a_run_declares_come_before_those_that_are_found(tmp_path, monkeypatch):
     drawn: list[int] = []
 
-    def noted(*arguments, classes: int) -> bytes:
+    def noted(*arguments, classes: int, threads: WordThreads) -> bytes:
         drawn.append(classes)
-        return known_answer(*arguments, classes=classes)
+        return known_answer(*arguments, classes=classes, threads=threads)
 
     monkeypatch.setattr("raycloak.workers.workload.known_answer", noted)
     plan = mechanism(8, query="class_counts", sample_rate=1.0, max_grad_norm=1.0, steps=1)
