@@ -33,7 +33,7 @@ BUILD = pytest.mark.parametrize("build", ["correct", "defective"])
 class Silence:
     """A noise that adds nothing."""
 
-    def add_to(self, vector, key):
+    def add_to(self, vector, key, threads):
         pass
 
 

@@ -30,7 +30,7 @@ INPUT = b"i" * 32
 class Silence:
     """A noise that adds nothing: the encoded sum alone is left."""
 
-    def add_to(self, vector, key):
+    def add_to(self, vector, key, threads):
         pass
 
 
