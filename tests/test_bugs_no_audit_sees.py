@@ -8,7 +8,7 @@ released), or what only destroys the sum (masks). Keys are fixed, so nothing her
 import numpy as np
 import pytest
 
-from raycloak.workers import peers, run_member, virtual_worker
+from raycloak.workers import peers, virtual_worker
 from raycloak.workers.gradients.clipping import GradientEngine
 from raycloak.workers.inputs.datasets import slice_ids
 from raycloak.workers.vectors.ring import decode
@@ -171,18 +171,9 @@ def test_the_sum_of_masked_vectors_is_the_sum_of_the_clear_ones(tmp_path, monkey
     if build == "defective":
         leave_masks_on_one_side(monkeypatch)
     hand = HandRun(tmp_path)
-    if build == "defective":  # masked_sum wants a mask per vector; the highest id has none that is added
-        monkeypatch.setattr(run_member, "masked_sum", _masked_sum_of_any)
     _, (vectors,) = hand.compute(hand.roster())
     clear = sum(hand.clear_vector(v) for v in range(VIRTUAL_WORKERS))
     assert np.array_equal(sum(vectors), clear) == (build == "correct")
-
-
-def _masked_sum_of_any(vectors, masks, out, genuine=run_member.masked_sum):
-    if masks:
-        genuine(vectors, masks, out)
-    else:
-        out[:] = sum(vectors)
 
 
 def test_each_virtual_workers_slice_is_what_these_checks_assume():
