@@ -68,6 +68,7 @@ def test_workers_take_the_places_that_the_caller_has_reserved_and_leave_them(mon
     )
     places = Placement(PlacementConfig(strategy="STRICT_PACK"), 2, use_gpu=False, reserved=group)
     assert places.bundle == {"CPU": 0.5}
+    assert places.cpus_together == 1
     taken = [places.take(name) for name in ("worker-0", "worker-1")]
     assert [(each.placement_group, each.placement_group_bundle_index) for each in taken] == [(group, 1), (group, 2)]
     for name in ("worker-0", "worker-1"):
