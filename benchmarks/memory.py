@@ -53,13 +53,14 @@ def worker(parameters: int, hosted: int) -> int:
     from raycloak.attestation.keys.release import VirtualWorkerKeys
     from raycloak.coordinator.config.run import parse_config
     from raycloak.coordinator.planning.plan import plan_mechanism
+    from raycloak.workers.device.words import CpuWords
     from raycloak.workers.gradients.clipping import GradientEngine
     from raycloak.workers.gradients.numerics import pin_numerics
     from raycloak.workers.inputs.datasets import ArrayDataset
     from raycloak.workers.models.models import read_flat
     from raycloak.workers.run_member import HostedSum
     from raycloak.workers.terms.model_digest import own_copy
-    from raycloak.workers.vectors.masks import masked_sum
+    from raycloak.workers.vectors.payload import VectorRange
     from raycloak.workers.virtual_worker import VirtualWorkerComputer
 
     pin_numerics()
@@ -85,12 +86,11 @@ def worker(parameters: int, hosted: int) -> int:
     received = read_flat(module)
 
     def step(number: int) -> None:
-        flat, kept = own_copy([received]), HostedSum()
+        flat, kept = own_copy([received]), HostedSum(CpuWords())
         for v in range(hosted):
             kept.add(v, computer.vector(v, keys, number, bytes(32), bytes(32), flat))
         del flat
-        out = np.empty_like(kept.words)
-        masked_sum([kept.words], [(Secret(bytes(32)), 1)], out)
+        kept.masked(VectorRange(index=0, offset=0, length=parameters), [(Secret(bytes(32)), 1)])
 
     # A first time, so that libraries' workspaces are there already.
     step(0)

@@ -5,6 +5,7 @@ noise, so it is refused at admission.
 """
 
 import warnings
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from raycloak.attestation.core.canonical import digest
 from raycloak.attestation.core.keys import Purpose, Secret, derive
 from raycloak.attestation.keys.release import VirtualWorkerKeys
 from raycloak.metrics.errors import ConfigError, ModelError, RaycloakError, is_gpu_error, is_out_of_memory
+from raycloak.workers.device.words import Words
 from raycloak.workers.gradients.gradient_parts import named_operations
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.sum_engines import SumEngine
@@ -23,8 +25,8 @@ from raycloak.workers.models.losses import BUILT_IN_LOSSES
 from raycloak.workers.models.models import device_of
 from raycloak.workers.terms.loss import LOSSES_OF_CLASSES
 from raycloak.workers.terms.mechanism import Mechanism
+from raycloak.workers.vectors.payload import VectorRange
 from raycloak.workers.vectors.streams import KeyStream
-from raycloak.workers.vectors.threads import ONE_THREAD, WordThreads
 from raycloak.workers.virtual_worker import VirtualWorkerComputer
 
 # Known to everybody: the answer must be reproducible, and there is nothing to protect in a synthetic batch.
@@ -151,7 +153,7 @@ def known_answer(
     vocabulary: int | None = None,
     *,
     classes: int,
-    threads: WordThreads = ONE_THREAD,
+    words: Words[Any],
 ) -> bytes:
     """Return the digest of the encoded, noised vector of one synthetic virtual worker.
 
@@ -160,7 +162,7 @@ def known_answer(
         parameters: the run's initial parameters, float32[d].
         vocabulary: public number of ids; needed where features are integers, which are drawn over all of them.
         classes: public number of classes; labels that are integers are drawn over all of them.
-        threads: that share the work on the sum's words.
+        words: that compute the vector; it is public, so it leaves their device.
 
     Returns:
         32 bytes.
@@ -175,10 +177,12 @@ def known_answer(
     synthetic = ArrayDataset(_features(dataset, count, vocabulary or 1), _fill(labels, count, "labels", classes))
     # There are no rows without an example, so any may be the spare one.
     spare = synthetic.batch(np.zeros(1, np.int64))
-    computer = VirtualWorkerComputer(public, engine, synthetic, spare, threads=threads)
+    computer = VirtualWorkerComputer(public, engine, synthetic, spare, words=words)
     keys = VirtualWorkerKeys(stream=_PUBLIC_KEY, data=_PUBLIC_KEY)
+    whole = VectorRange(index=0, offset=0, length=mechanism.dimension)
     try:
-        return digest(computer.vector(0, keys, 0, bytes(32), bytes(32), parameters).values.data)
+        vector = computer.vector(0, keys, 0, bytes(32), bytes(32), parameters).values
+        return digest(words.masked(vector, whole, ()).data)
     except RaycloakError:
         raise
     except Exception as error:

@@ -7,6 +7,7 @@ Assumes: its caller, `raycloak.workers.train_worker.TrainWorker`, lets no text o
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from raycloak.attestation.orchestrator.data_commitments import DataCommitments
 from raycloak.attestation.policy.key_policy import KeyKind
 from raycloak.metrics.errors import EvidenceError, ProtocolError
 from raycloak.metrics.proof_bounds import require_bound
+from raycloak.workers.device.words import Words
 from raycloak.workers.messages import Admission, StepReply, StepRequest
 from raycloak.workers.peers import Peers
 from raycloak.workers.second_halves import SecondHalves
@@ -31,10 +33,8 @@ from raycloak.workers.terms.model_digest import model_digest, own_copy, tensor_d
 from raycloak.workers.terms.public_sums import PublicSums, require_public
 from raycloak.workers.terms.receipt import Receipt, check_receipt, data_root
 from raycloak.workers.terms.step_input import step_input
-from raycloak.workers.vectors.masks import masked_sum
 from raycloak.workers.vectors.payload import VectorRange, VerifiedAttempt, payload_key, seal_header, tag_payload
-from raycloak.workers.vectors.ring import RingVector, ring_dtype
-from raycloak.workers.vectors.threads import ONE_THREAD, WordThreads
+from raycloak.workers.vectors.ring import RingVector
 from raycloak.workers.virtual_worker import EncodedVector
 from raycloak.workers.workload import PlannedWorkload
 
@@ -49,25 +49,24 @@ class HostedSum:
     vector while it is added. A sum is enough, since only the sum ever leaves, under masks.
 
     Args:
-        threads: that share an addition.
+        words: that its vectors are of.
 
     Attributes:
         tags: by virtual worker, of the vectors in the sum.
         counted: by virtual worker, the exact sums that came with its vector; of public data alone.
     """
 
-    def __init__(self, threads: WordThreads = ONE_THREAD) -> None:
-        self._threads = threads
+    def __init__(self, words: Words[Any]) -> None:
+        self._device = words
         self.tags: dict[int, bytes] = {}
         self.counted: dict[int, PublicSums] = {}
         self._place: Place | None = None
-        self._words: RingVector | None = None
+        self._words: Any = None
 
-    @property
-    def words(self) -> RingVector:
-        """The sum, uint32 or uint64 [d], in clear; the caller only reads it."""
+    def masked(self, part: VectorRange, masks: Sequence[tuple[Secret, int]]) -> RingVector:
+        """Return one range of the sum, masked; see `raycloak.workers.device.words.Words.masked`."""
         assert self._words is not None, "a vector was added"
-        return self._words
+        return self._device.masked(self._words, part, masks)
 
     def drop_all_but(self, hosted: tuple[int, ...]) -> None:
         """Drop everything if a vector of another virtual worker than these is in it: a sum cannot lose one."""
@@ -86,7 +85,7 @@ class HostedSum:
         if self._words is None:
             self._words = vector.values
         else:
-            masked_sum([self._words, vector.values], (), self._words, self._threads)
+            self._device.add(self._words, vector.values)
         self.tags[v] = vector.tag
         if vector.counted is not None:
             self.counted[v] = vector.counted
@@ -128,7 +127,7 @@ class RunMember:
         self._keys: dict[tuple[int, int], VirtualWorkerKeys] = {}
         self._threads = planned.workload.word_threads
         # Kept until another step or model is asked for: a new attempt masks it again without computing it.
-        self._hosted = HostedSum(self._threads)
+        self._hosted = HostedSum(planned.workload.words)
         # The last answer, by the digest of its roster: a reply that was lost on its way is given again. Its vectors are
         # masked anew, with the same masks, since kept they would be as large as the model.
         self._last: tuple[bytes, StepReply, VerifiedAttempt] | None = None
@@ -363,9 +362,7 @@ class RunMember:
         masks = self._masks(attempt, mechanism.private)
         vectors, tags = [], []
         for part, aggregator in zip(attempt.ranges, roster.aggregators, strict=True):
-            vector = np.empty(part.length, ring_dtype(attempt.ring_bits))
-            clear = self._hosted.words[part.offset : part.offset + part.length]
-            masked_sum([clear], masks[part.index], vector, self._threads)
+            vector = self._hosted.masked(part, masks[part.index])
             key = payload_key(self._attester.agreement, aggregator, attempt, range_index=part.index, sender=own_id)
             vectors.append(vector)
             tags.append(tag_payload(key, vector))

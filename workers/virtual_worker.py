@@ -6,24 +6,22 @@ recovery safe: two attempts of a step decode to one value.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from raycloak.attestation.core.keys import Purpose, derive
 from raycloak.attestation.keys.release import VirtualWorkerKeys
 from raycloak.metrics.errors import ProtocolError
+from raycloak.workers.device.words import CpuWords, Words
 from raycloak.workers.gradients.clipping import MicroBatch, micro_batches
 from raycloak.workers.gradients.sum_engines import SumEngine
 from raycloak.workers.inputs.datasets import Batch, Dataset, slice_digest, slice_ids
 from raycloak.workers.inputs.sent_rows import SentRows, SentSlots
 from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.terms.public_sums import PublicSums
-from raycloak.workers.vectors.noise import NoiseSampler
-from raycloak.workers.vectors.ring import RingSpec, encode_into, ring_dtype
 from raycloak.workers.vectors.sampling import draw_ids, row_places
-from raycloak.workers.vectors.threads import ONE_THREAD, WordThreads
-from raycloak.workers.vectors.vector_tag import tensor_leaves, vector_tag
+from raycloak.workers.vectors.vector_tag import vector_tag
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +40,11 @@ class EncodedVector:
     """A clamped, encoded and noised sum in the ring, with its keyed tag.
 
     Attributes:
+        values: a vector of the computer's words, opaque to all but these.
         counted: exact sums over its examples; None where the mechanism is private, and of measurements.
     """
 
-    values: np.ndarray
+    values: Any
     tag: bytes
     counted: PublicSums | None = None
 
@@ -60,7 +59,7 @@ class VirtualWorkerComputer:
         spare: synthetic examples for rows that no example was drawn for; see
             `raycloak.workers.gradients.spare_rows`.
         slices: by virtual worker, the slices whose digest is known; computers on one dataset may share them.
-        threads: that share the work on a sum's words.
+        words: compute the vectors; a CPU's, of one thread, by default.
     """
 
     def __init__(
@@ -70,18 +69,18 @@ class VirtualWorkerComputer:
         dataset: Dataset,
         spare: Batch,
         slices: dict[int, Slice] | None = None,
-        threads: WordThreads = ONE_THREAD,
+        words: Words[Any] | None = None,
     ) -> None:
         self._mechanism = mechanism
         self._engine = engine
         self._dataset = dataset
         self._spare = spare
         self._slices = {} if slices is None else slices
-        self._threads = threads
+        self._words = CpuWords() if words is None else words
 
     def beside(self, mechanism: Mechanism, engine: SumEngine) -> "VirtualWorkerComputer":
         """Return a computer for another mechanism on the same slices, which are read for their digests only once."""
-        return VirtualWorkerComputer(mechanism, engine, self._dataset, self._spare, self._slices, self._threads)
+        return VirtualWorkerComputer(mechanism, engine, self._dataset, self._spare, self._slices, self._words)
 
     def slice(self, v: int) -> Slice:
         """Return the slice of virtual worker ``v``; its digest reads every example once."""
@@ -117,7 +116,7 @@ class VirtualWorkerComputer:
             is_cancelled: is asked before every micro-batch.
 
         Returns:
-            uint32[d] or uint64[d] in the ring, owned by the caller.
+            d words of the ring, owned by the caller.
 
         Raises:
             ProtocolError: ``cancelled``, and no further micro-batch is computed.
@@ -145,22 +144,12 @@ class VirtualWorkerComputer:
             present=present,
         )
         batches = _until_cancelled(batches, is_cancelled)
-        clipped_sum, words = self._engine.clipped_sum(parameters, batches), ring_dtype(mechanism.ring_bits)
-        # In the sum's own memory where the words fit it: of a large model, both would be most of what a worker takes.
-        in_place = words.itemsize == clipped_sum.itemsize
-        values = clipped_sum.view(words) if in_place else np.empty(mechanism.dimension, words)
-        spec, threads = RingSpec(mechanism.ring_bits, mechanism.gamma_log2, mechanism.clamp), self._threads
-        encode_into(clipped_sum, spec, values, threads)
-        # After the rounding: noise is an integer, so adding it in the ring is exact.
-        if mechanism.private:
-            self._noise.add_to(values, derive(keys.stream, Purpose.NOISE, *context), threads=threads)
-        leaves = tensor_leaves(values, self._engine.sizes, threads)
+        clipped_sum = self._engine.clipped_sum(parameters, batches)
+        noise = derive(keys.stream, Purpose.NOISE, *context) if mechanism.private else None
+        vector = self._words.encoded(clipped_sum, mechanism, noise)
+        leaves = self._words.leaves(vector, self._engine.sizes)
         tag = vector_tag(derive(keys.stream, Purpose.VECTOR_TAG, *context), mechanism.ring_bits, leaves)
-        return EncodedVector(values, tag, self._engine.counted)
-
-    @cached_property
-    def _noise(self) -> NoiseSampler:
-        return NoiseSampler(self._mechanism.sigma, self._mechanism.ring_bits)
+        return EncodedVector(vector, tag, self._engine.counted)
 
 
 def _until_cancelled(batches: Iterable[MicroBatch], is_cancelled: Callable[[], bool]) -> Iterator[MicroBatch]:

@@ -14,6 +14,7 @@ from raycloak.attestation.core.canonical import digest
 from raycloak.attestation.core.messages import checked
 from raycloak.attestation.core.roster import Query
 from raycloak.metrics.errors import ProtocolError, RefusedError
+from raycloak.workers.device.words import words_on
 from raycloak.workers.evaluation import open_split
 from raycloak.workers.gradients.clipping import GradientEngine
 from raycloak.workers.gradients.gpus import take_gpu
@@ -68,7 +69,8 @@ class Workload:
         loss: the run's loss, one example at a time; the one in ``runtime``.
         module: the model whose gradients are computed.
         split: the sealed split that it is to evaluate on, if there is one.
-        word_threads: that share the work on words.
+        word_threads: that share the work on words in the host's memory.
+        words: of all vectors, on the device that the run uses.
         facts: its contribution to the manifest.
 
     Raises:
@@ -82,6 +84,7 @@ class Workload:
             take_gpu(setup.gpus)
         self.setup, deterministic = setup, not setup.allow_nondeterministic
         self.word_threads = word_threads
+        self.words = words_on(torch.device(setup.device), word_threads)
         # Before data is opened and any code runs.
         code = admit_code(setup)
         # First of all: what was computed before it may have other last bits.
@@ -188,11 +191,11 @@ class PlannedWorkload:
         rows = min(CANDIDATES, mechanism.micro_batch_size)
         spare = spare_rows(workload.module.train(), workload.form, runtime.deterministic, vocabulary, candidates=rows)
         engine = GradientEngine(workload.module, runtime.loss_fn, mechanism, runtime.device, runtime.deterministic)
-        gradient = VirtualWorkerComputer(mechanism, engine, dataset, spare, threads=workload.word_threads)
+        gradient = VirtualWorkerComputer(mechanism, engine, dataset, spare, words=workload.words)
         self.computers: dict[Query, VirtualWorkerComputer] = {mechanism.query: gradient}
         # The module has not seen a step yet. Copied late: the checks before take as much memory as a step.
         start = read_flat(workload.module)
-        answering = partial(known_answer, classes=classes, threads=workload.word_threads)
+        answering = partial(known_answer, classes=classes, words=workload.words)
         answers = [answering(mechanism, engine, dataset, start, vocabulary)]
         for measurement in measurements:
             check_measurable(measurement, workload.form)

@@ -1,4 +1,4 @@
-"""Sections on the candidate kernels: do they give the product's bytes, and at what speed."""
+"""Sections on the kernels of words: do they give the product's bytes, and at what speed."""
 
 import hashlib
 from collections import Counter
@@ -9,10 +9,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.gpu import words
 from benchmarks.gpu.golden import Case, cases, digest, key, random_cases, stored, words_of
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.report import Found
+from raycloak.workers.device import launches
+from raycloak.workers.device.launches import Made, NoiseTables
 from raycloak.workers.gradients.numerics import exact_sums
 from raycloak.workers.vectors.noise import NoiseSampler
 from raycloak.workers.vectors.ring import RingBits, RingSpec
@@ -35,16 +36,17 @@ class Speed:
     draws_gb_s: float = 0.0
 
 
-def computed(case: Case, device: torch.device) -> words.Words:
+def computed(case: Case, device: torch.device) -> Made:
     """Compute a case by the kernels."""
     if case.kind == "masks":
-        return words.masked(_moved(case, device), case.signed_masks(), case.start)
+        none = torch.zeros(1, dtype=torch.int32, device=device)
+        return Made(launches.masked(_moved(case, device), case.signed_masks(), case.start), none, none)
     if case.kind == "encoding":
-        return words.encoded(torch.from_numpy(case.values()).to(device), case.spec)
-    tables = words.NoiseTables.of(NoiseSampler(case.sigma, case.bits), device)
+        return launches.encoded(torch.from_numpy(case.values()).to(device), case.spec)
+    tables = NoiseTables.of(NoiseSampler(case.sigma, case.bits), device)
     if case.kind == "noise":
-        return words.add_noise(_moved(case, device), tables, case.noise_key(), case.start)
-    return words.encoded_with_noise(
+        return launches.add_noise(_moved(case, device), tables, case.noise_key(), case.start)
+    return launches.encoded_with_noise(
         torch.from_numpy(case.values()).to(device), case.spec, tables, case.noise_key()
     )  # fmt: skip
 
@@ -67,8 +69,8 @@ def kernel_bytes(place: Place) -> Found:
         expected = right[case.name] if case in known else digest(words_of(case))
         with exact_sums():
             found = computed(case, place.device)
-        if int(found.faults):
-            faults.append(f"{case.name}: {int(found.faults)} words were not computed")
+        if failed := int(found.unfinite) + int(found.unsettled):
+            faults.append(f"{case.name}: {failed} words were not computed")
         elif hashlib.sha256(found.vector.cpu().numpy().tobytes()).hexdigest() != expected:
             faults.append(f"{case.name}: the bytes are not the product's")
         else:
@@ -86,7 +88,7 @@ def _unseen(place: Place) -> Iterator[str]:
     """Yield a sentence if an encoding does not count what is not finite."""
     values = torch.zeros(5000, device=place.device)
     values[[3, 4998, 4999]] = torch.tensor([torch.nan, torch.inf, -torch.inf], device=place.device)
-    found = int(words.encoded(values, RingSpec(32, -20, 1.0)).faults)
+    found = int(launches.encoded(values, RingSpec(32, -20, 1.0)).unfinite)
     if found != 3:
         yield f"the encoding of 3 values that are not finite counts {found}"
 
@@ -98,18 +100,18 @@ def kernel_speed(place: Place) -> Found:
     for bits in rings:
         values = torch.randn(LONG, dtype=torch.float64, device=place.device)
         spec = RingSpec(bits, -20, 2.0**8)
-        vector = words.encoded(values, spec).vector
+        vector = launches.encoded(values, spec).vector
         size = vector.nbytes
-        figures[f"encode, {bits} bits"] = _speed(place, partial(words.encoded, values, spec), values.nbytes + size)
+        figures[f"encode, {bits} bits"] = _speed(place, partial(launches.encoded, values, spec), values.nbytes + size)
         for count in (1, 7, 31):
             masks = [(key(f"mask {each}"), 1) for each in range(count)]
             figures[f"{count} masks, {bits} bits"] = _speed(
-                place, partial(words.masked, vector, masks), 2 * size, count * size
+                place, partial(launches.masked, vector, masks), 2 * size, count * size
             )
         for sigma in (300.0, 2.0**13 + 0.25, 1.5 * 2.0**20, 2.0**33):
-            tables = words.NoiseTables.of(NoiseSampler(sigma, bits), place.device)
+            tables = NoiseTables.of(NoiseSampler(sigma, bits), place.device)
             figures[f"noise of {tables.draws} draws, {bits} bits"] = _speed(
-                place, partial(words.add_noise, vector, tables, key("noise")), 2 * size, 2 * LONG * tables.draws
+                place, partial(launches.add_noise, vector, tables, key("noise")), 2 * size, 2 * LONG * tables.draws
             )
     return Found(figures)
 

@@ -11,7 +11,6 @@ import torch
 import triton
 from torch import Tensor
 
-import benchmarks.gpu.interpreter  # noqa: F401 - before a kernel is run
 from benchmarks.gpu.row_kernel import row_kernel
 
 _TILE = 64

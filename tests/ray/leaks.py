@@ -141,7 +141,7 @@ def _virtual_worker(worker, v, keys, step, model, root):
     places = row_places(placing, mechanism.micro_batch_size, mechanism.micro_batches)
     rows = computer._dataset, ids, mechanism
     batches = micro_batches(*rows, padding=int(data.ids[0]), places=places, spare=computer._spare, present=None)
-    clear = computer._engine.clipped_sum(parameters, batches)
+    clear = computer._engine.clipped_sum(parameters, batches).numpy()
     encoded = np.empty(mechanism.dimension, ring_dtype(mechanism.ring_bits))
     encode_into(clear, RingSpec(mechanism.ring_bits, mechanism.gamma_log2, mechanism.clamp), encoded)
     again = computer.vector(v, keys, step, model, root, parameters)

@@ -9,6 +9,7 @@ from torch import nn
 
 from raycloak.coordinator.planning.dry_run import plan_of
 from raycloak.metrics.errors import ConfigError, ModelError
+from raycloak.workers.device.words import CpuWords
 from raycloak.workers.gradients.clipping import GradientEngine
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.inputs.datasets import ArrayDataset
@@ -28,7 +29,7 @@ def answer(chosen=None, data: Arrays | None = None, parameters=PARAMETERS, engin
     module = build_model(ModelSource.of("tests.models:small_model"), ".", 0)
     loss = cross_entropy if data is None or data[1].dtype.kind == "i" else mse
     dataset = ArrayDataset(*(data or examples()))
-    return known_answer(chosen, engine_of(module, loss, chosen), dataset, parameters, classes=3)
+    return known_answer(chosen, engine_of(module, loss, chosen), dataset, parameters, words=CpuWords(), classes=3)
 
 
 class OtherNumerics(GradientEngine):
@@ -89,7 +90,13 @@ def answer_of_table(rows: torch.Tensor, vocabulary: int) -> bytes:
     chosen = mechanism(39)
     data = ArrayDataset(np.zeros((40, 6), np.int64), examples()[1])
     return known_answer(
-        chosen, GradientEngine(module, cross_entropy, chosen), data, read_flat(module), vocabulary, classes=3
+        chosen,
+        GradientEngine(module, cross_entropy, chosen),
+        data,
+        read_flat(module),
+        vocabulary,
+        words=CpuWords(),
+        classes=3,
     )
 
 
@@ -125,7 +132,7 @@ def test_integer_labels_are_drawn_over_all_classes(heavy: int):
         torch.manual_seed(0)
         module = nn.Linear(6, 5)
         engine = GradientEngine(module, lambda out, y: cross_entropy(out, y) * weights[y], chosen)
-        return known_answer(chosen, engine, ArrayDataset(*data), read_flat(module), classes=classes)
+        return known_answer(chosen, engine, ArrayDataset(*data), read_flat(module), words=CpuWords(), classes=classes)
 
     assert answer_with(0.5, 5) != answer_with(1.0, 5)
     assert (answer_with(0.5, 2) == answer_with(1.0, 2)) == (heavy >= 2), "what a draw of two classes shows"
@@ -199,9 +206,9 @@ def test_several_losses_are_tried_on_labels_that_each_of_them_knows(tmp_path, mo
     """Drawn over many classes, most would be none for yes or no, and a row without a gradient tells of no machine."""
     drawn: list[int] = []
 
-    def noted(*arguments, classes: int, threads: WordThreads) -> bytes:
+    def noted(*arguments, classes: int, words: CpuWords) -> bytes:
         drawn.append(classes)
-        return known_answer(*arguments, classes=classes, threads=threads)
+        return known_answer(*arguments, classes=classes, words=words)
 
     monkeypatch.setattr("raycloak.workers.workload.known_answer", noted)
     loss = [{"name": "cross_entropy", "outputs": 2}, {"name": "binary_cross_entropy", "outputs": 1}]
@@ -226,9 +233,9 @@ def test_a_worker_and_a_plan_refuse_them(tmp_path):
 def test_classes_that_a_run_declares_come_before_those_that_are_found(tmp_path, monkeypatch):
     drawn: list[int] = []
 
-    def noted(*arguments, classes: int, threads: WordThreads) -> bytes:
+    def noted(*arguments, classes: int, words: CpuWords) -> bytes:
         drawn.append(classes)
-        return known_answer(*arguments, classes=classes, threads=threads)
+        return known_answer(*arguments, classes=classes, words=words)
 
     monkeypatch.setattr("raycloak.workers.workload.known_answer", noted)
     plan = mechanism(8, query="class_counts", sample_rate=1.0, max_grad_norm=1.0, steps=1)
@@ -263,5 +270,7 @@ def test_a_loss_that_is_evaluated_row_by_row_is_told_apart_although_no_bit_diffe
     assert under_vmap.known_answer != row_by_row.known_answer
     engines = [each.computers["gradient"]._engine for each in (under_vmap, row_by_row)]
     data = ArrayDataset(*examples())
-    assert len({known_answer(chosen, engine, data, PARAMETERS, classes=3) for engine in engines}) == 1
-    assert under_vmap.known_answer in {known_answer(chosen, engine, data, PARAMETERS, classes=3) for engine in engines}
+    assert len({known_answer(chosen, engine, data, PARAMETERS, words=CpuWords(), classes=3) for engine in engines}) == 1
+    assert under_vmap.known_answer in {
+        known_answer(chosen, engine, data, PARAMETERS, words=CpuWords(), classes=3) for engine in engines
+    }

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from raycloak.attestation.core.keys import Purpose, derive
+from raycloak.workers.device.words import CpuWords
 from raycloak.workers.inputs.datasets import slice_ids
 from raycloak.workers.vectors import noise, ring, vector_tag
 from raycloak.workers.vectors.noise import NoiseSampler
@@ -23,17 +24,17 @@ KEYS = keys_of(COMPUTATION, 0)
 PARAMETERS = initial_parameters()
 
 
-class Silence:
-    """A noise that adds nothing: the encoded sum alone is left."""
+class SilentWords(CpuWords):
+    """Words without noise: the encoded sum alone is left."""
 
-    def add_to(self, vector, key, threads):
-        pass
+    def encoded(self, total, mechanism, noise):
+        return super().encoded(total, mechanism, None)
 
 
 def silent(chosen, data: Arrays | None = None) -> VirtualWorkerComputer:
     """Return a computer without noise; the test's alone, since no option of the product switches it off."""
     quiet = computer(chosen, data)
-    quiet.__dict__["_noise"] = Silence()
+    quiet._words = SilentWords()
     return quiet
 
 

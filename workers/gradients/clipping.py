@@ -89,9 +89,9 @@ class ClippedSum:
             for part, target in zip(parts, self._targets, strict=True):
                 part.add(weights, target)
 
-    def total(self) -> NDArray[np.float64]:
-        """Return the sum, float64 [d]."""
-        return self._total.cpu().numpy()
+    def total(self) -> Tensor:
+        """Return the sum, float64 [d], on its device; it is this object's own memory."""
+        return self._total
 
     def _weights(self, parts: Sequence[Part], valid: Tensor) -> Tensor:
         squares = torch.zeros(len(valid), dtype=torch.float64, device=valid.device)
@@ -190,8 +190,8 @@ class GradientEngine:
         # Weak: the model has them, and a large vector is not held twice.
         self._loaded: weakref.ref[NDArray[np.float32]] | None = None
 
-    def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> NDArray[np.float64]:
-        """Return the sum of the clipped gradients of all valid rows, float64 [d], divided by nothing.
+    def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> Tensor:
+        """Return the sum of the clipped gradients of all valid rows, float64 [d] on the device, divided by nothing.
 
         Guarantee: the bound of :class:`ClippedSum`. The bytes are the same for the same arguments in one numerics
         class, if operations without a deterministic kernel are refused.

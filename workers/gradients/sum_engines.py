@@ -46,8 +46,8 @@ class SumEngine(Protocol):
         """Exact sums over the examples of the last clipped sum; None under a private mechanism, and of measurements."""
         ...
 
-    def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> NDArray[np.float64]:
-        """Return the sum over the valid rows of ``batches``, float64 [d], divided by nothing."""
+    def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> Tensor:
+        """Return the sum over the valid rows of ``batches``, float64 [d] on some device, divided by nothing."""
         ...
 
 
@@ -64,7 +64,7 @@ class ClassCountEngine:
         self.sizes = (measurement.mechanism.dimension,)
         self.counted: PublicSums | None = None
 
-    def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> NDArray[np.float64]:
+    def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> Tensor:
         """Return the sum of one-hot labels times ``unit``, float64 [classes]; the parameters do not matter."""
         measurement = self._measurement
         total = _total(measurement)
@@ -107,7 +107,7 @@ class PrivateEvaluationEngine:
         self._state = KeptState(self._module, self._loss.loss_fn)
         self.counted: PublicSums | None = None
 
-    def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> NDArray[np.float64]:
+    def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> Tensor:
         """Return the sum of (loss / B, correct, pairs) times ``unit``, float64 [1, 2 or 2 + K²].
 
         No warning is shown, since one could depend on an example.

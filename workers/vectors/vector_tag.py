@@ -69,19 +69,30 @@ def tensor_leaves(vector: RingVector, sizes: Sequence[int], threads: WordThreads
         sizes: words of each tensor, in order; d together.
     """
     require_bound(sum(sizes) == len(vector), "tensors make up a vector")
-    raw, ends = vector.data.cast("B"), [0, *accumulate(size * vector.itemsize for size in sizes)]
-    leaves = [(at, min(at + LEAF_BYTES, end)) for begin, end in pairwise(ends) for at in range(begin, end, LEAF_BYTES)]
+    raw, leaves = vector.data.cast("B"), leaf_places(sizes, vector.itemsize)
     digests = [b""] * len(leaves)
 
     def hash_leaves(pieces: Iterator[range]) -> None:
         for piece in pieces:
             for index in piece:
-                begin, end = leaves[index]
-                digests[index] = digest(raw[begin:end])
+                place = leaves[index]
+                digests[index] = digest(raw[place.start : place.stop])
 
     threads.share(threads.cut(len(leaves), _PIECE), hash_leaves)
+    return by_tensor(sizes, vector.itemsize, digests)
+
+
+def leaf_places(sizes: Sequence[int], itemsize: int) -> list[range]:
+    """Return the bytes of each leaf of a vector, in order; ``sizes`` are the words of its tensors."""
+    ends = [0, *accumulate(size * itemsize for size in sizes)]
+    starts = ((at, end) for begin, end in pairwise(ends) for at in range(begin, end, LEAF_BYTES))
+    return [range(at, min(at + LEAF_BYTES, end)) for at, end in starts]
+
+
+def by_tensor(sizes: Sequence[int], itemsize: int, digests: Sequence[bytes]) -> list[TensorLeaves]:
+    """Return the digests of the leaves of :func:`leaf_places`, given to the tensors that they are of."""
     hashed = iter(digests)
-    return [TensorLeaves(size, tuple(islice(hashed, -(-size * vector.itemsize // LEAF_BYTES)))) for size in sizes]
+    return [TensorLeaves(size, tuple(islice(hashed, -(-size * itemsize // LEAF_BYTES)))) for size in sizes]
 
 
 def vector_tag(key: Secret, ring_bits: RingBits, tensors: Sequence[TensorLeaves]) -> bytes:

@@ -83,13 +83,6 @@ def audited(
         )
 
 
-class Silence:
-    """A noise that adds nothing."""
-
-    def add_to(self, vector, key, threads):
-        pass
-
-
 def without_noise(monkeypatch):
     monkeypatch.setattr(NoiseSampler, "add_to", lambda self, vector, key, **_: None)
 
@@ -98,12 +91,10 @@ def noise_of_one_virtual_worker_only(monkeypatch):
     genuine = VirtualWorkerComputer.vector
 
     def vector(self, v, *arguments):
-        noise = self._noise
-        self.__dict__["_noise"] = noise if v == 0 else Silence()
-        try:
+        with pytest.MonkeyPatch.context() as patch:
+            if v:
+                without_noise(patch)
             return genuine(self, v, *arguments)
-        finally:
-            self.__dict__["_noise"] = noise
 
     monkeypatch.setattr(VirtualWorkerComputer, "vector", vector)
 
@@ -133,7 +124,7 @@ class ClippedAverage(Unclipped):
 
     def total(self):
         average = super().total() / max(self._valid, 1)
-        return average * min(1.0, self._clip / max(np.linalg.norm(average), 1e-30)) * self._valid
+        return average * min(1.0, self._clip / max(float(average.norm()), 1e-30)) * self._valid
 
 
 def clipping_after_averaging(monkeypatch):

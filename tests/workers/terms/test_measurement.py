@@ -68,7 +68,7 @@ def clear_sums(of: Measurement, data, each_without) -> list[np.ndarray]:
     measuring = engine(of)
     ids = np.arange(40).reshape(2, 20)
     return [
-        measuring.clipped_sum(PARAMETERS, [(data[0][part], data[1][part], part != without) for part in ids])
+        measuring.clipped_sum(PARAMETERS, [(data[0][part], data[1][part], part != without) for part in ids]).numpy()
         for without in each_without
     ]
 
@@ -133,7 +133,7 @@ def test_an_infinite_loss_contributes_nothing():
     batch = [(features[:20], labels[:20], np.ones(20, np.bool_))]
     without = [(features[:20], labels[:20], ~zeros[:20])]
     assert zeros[:20].any()
-    sums = [engine(EVALUATION, loss).clipped_sum(PARAMETERS, each) for each in (batch, without)]
+    sums = [engine(EVALUATION, loss).clipped_sum(PARAMETERS, each).numpy() for each in (batch, without)]
     assert np.array_equal(*sums)
     assert sums[0][0] > 0
 
@@ -178,8 +178,10 @@ def small_model_at(parameters: np.ndarray) -> torch.nn.Module:
 
 def test_a_loss_without_classes_is_released_alone():
     of = measurement("evaluation", 1)
-    rows = engine(of, mse).clipped_sum(
-        PARAMETERS, [(examples()[0][:4], np.zeros((4, 3), np.float32), np.ones(4, np.bool_))]
+    rows = (
+        engine(of, mse)
+        .clipped_sum(PARAMETERS, [(examples()[0][:4], np.zeros((4, 3), np.float32), np.ones(4, np.bool_))]).numpy()
+        .numpy()
     )
     expected = small_model_at(PARAMETERS)(torch.tensor(examples()[0][:4])).square().mean(1).clamp(max=5).sum() / 5
     assert rows.shape == (1,)
@@ -189,8 +191,10 @@ def test_a_loss_without_classes_is_released_alone():
 @pytest.mark.parametrize("kind", [np.int64, np.float32])
 def test_several_labels_an_example_have_an_accuracy_too(kind: type):
     labels = (np.arange(12).reshape(4, 3) % 2).astype(kind)
-    rows = engine(EVALUATION, binary_cross_entropy).clipped_sum(
-        PARAMETERS, [(examples()[0][:4], labels, np.ones(4, np.bool_))]
+    rows = (
+        engine(EVALUATION, binary_cross_entropy)
+        .clipped_sum(PARAMETERS, [(examples()[0][:4], labels, np.ones(4, np.bool_))]).numpy()
+        .numpy()
     )
     outputs = small_model_at(PARAMETERS)(torch.tensor(examples()[0][:4])).detach().numpy()
     assert rows[1] / EVALUATION.unit == pytest.approx(((outputs > 0) == labels).mean(1).sum(), rel=1e-6)

@@ -7,7 +7,7 @@ the numbers that differ from launch to launch is specialised: that would compile
 import triton
 import triton.language as tl
 
-from benchmarks.gpu.chacha import in_order, joined, keystream
+from raycloak.workers.device.chacha import in_order, joined, keystream
 
 MASK_LANES = tl.constexpr(128)
 ENCODE_WORDS = tl.constexpr(1024)
@@ -15,6 +15,7 @@ ENCODE_WORDS = tl.constexpr(1024)
 DRAW_LANES = tl.constexpr(256)
 DRAW_WORDS = tl.constexpr(8192)
 SETTLE_LANES = tl.constexpr(32)
+ZERO_BYTES = tl.constexpr(1 << 16)
 # The entry of the table's index for a word that decides no outcome.
 OPEN = tl.constexpr(-32768)
 
@@ -179,3 +180,11 @@ def settle_kernel(
                 tl.atomic_add(out_ptr + at, outcome.to(tl.int64).to(tl.uint64) * power, mask=is_here)
             else:
                 tl.atomic_add(out_ptr + at, outcome.to(tl.uint32) * power, mask=is_here)
+
+
+@triton.jit(do_not_specialize=["words"])
+def zero_kernel(place_ptr, words):
+    """Zero ``words`` words of 32 bits from an address on, of which the allocator knows no tensor."""
+    at = tl.program_id(0).to(tl.int64) * (ZERO_BYTES // 4) + tl.arange(0, ZERO_BYTES // 4)
+    begin = tl.load(place_ptr).to(tl.pointer_type(tl.uint32))
+    tl.store(begin + at, at.to(tl.uint32) & 0, mask=at < words)

@@ -8,20 +8,20 @@ import triton.language as tl
 
 
 @triton.jit
-def _turned(word, bits: tl.constexpr):
-    return (word << bits) | (word >> (32 - bits))
-
-
-@triton.jit
 def _quarter_round(a, b, c, d):
+    # Each turn of a word is written out: a call takes the interpreter ten times as long as the turn.
     a += b
-    d = _turned(d ^ a, 16)
+    d ^= a
+    d = (d << 16) | (d >> 16)
     c += d
-    b = _turned(b ^ c, 12)
+    b ^= c
+    b = (b << 12) | (b >> 20)
     a += b
-    d = _turned(d ^ a, 8)
+    d ^= a
+    d = (d << 8) | (d >> 24)
     c += d
-    b = _turned(b ^ c, 7)
+    b ^= c
+    b = (b << 7) | (b >> 25)
     return a, b, c, d
 
 

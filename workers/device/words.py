@@ -1,0 +1,126 @@
+"""The words of a worker's vectors on the device that computes them, from a clipped sum to a masked range.
+
+CpuWords   `raycloak.workers.vectors` over threads; what it gives defines the bytes
+GpuWords   the same bytes by Triton kernels, in a GPU's memory (`raycloak.workers.device.gpu_words`)
+"""
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raycloak.attestation.core.keys import Secret
+from raycloak.metrics.errors import ConfigError
+from raycloak.workers.terms.mechanism import Mechanism
+from raycloak.workers.vectors.masks import masked_sum
+from raycloak.workers.vectors.noise import NoiseSampler
+from raycloak.workers.vectors.payload import VectorRange
+from raycloak.workers.vectors.ring import RingSpec, RingVector, encode_into, ring_dtype
+from raycloak.workers.vectors.threads import ONE_THREAD, WordThreads
+from raycloak.workers.vectors.vector_tag import TensorLeaves, tensor_leaves
+
+V = TypeVar("V")
+
+
+class Words(Protocol[V]):
+    """Computes words on one device. Its vectors, of a type V, are opaque to everybody else.
+
+    Guarantee: words, digests and masked ranges are functions of their inputs alone, the same bytes on every device.
+    """
+
+    def encoded(self, total: Tensor, mechanism: Mechanism, noise: Secret | None) -> V:
+        """Return a sum's words, clamped and rounded to the mechanism's grid, with the draws of ``noise`` added.
+
+        Args:
+            total: float64 [d]; its memory may become the vector's, or is zeroed.
+            noise: the noise key of one vector; None adds none.
+
+        Raises:
+            ProtocolError: ``encode_non_finite``; ``not_reproducible`` if the device gives other words than a CPU.
+        """
+        ...
+
+    def leaves(self, vector: V, sizes: Sequence[int]) -> list[TensorLeaves]:
+        """Hash a vector for its tag; ``sizes`` are the words of each tensor, in order, d together."""
+        ...
+
+    def add(self, total: V, vector: V) -> None:
+        """Add ``vector`` to ``total`` in place, in the ring."""
+        ...
+
+    def masked(self, vector: V, part: VectorRange, masks: Sequence[tuple[Secret, int]]) -> RingVector:
+        """Return one range with signed masks added, uint32 or uint64 [part.length] in the host's memory.
+
+        Args:
+            masks: (key, +1 or -1), as of `raycloak.workers.vectors.masks.masked_sum`. Without any, the range leaves in
+                clear.
+
+        Raises:
+            ProtocolError: ``not_reproducible``, as :meth:`encoded`.
+        """
+        ...
+
+
+class CpuWords:
+    """Words in the host's memory.
+
+    Args:
+        threads: that share the blocks.
+    """
+
+    def __init__(self, threads: WordThreads = ONE_THREAD) -> None:
+        self._threads = threads
+
+    def encoded(self, total: Tensor, mechanism: Mechanism, noise: Secret | None) -> RingVector:
+        """See :meth:`Words.encoded`."""
+        values: Any = total.numpy()
+        dtype = ring_dtype(mechanism.ring_bits)
+        # In the sum's own memory where the words fit it: of a large model, both would be most of what a worker takes.
+        vector = values.view(dtype) if dtype.itemsize == values.itemsize else np.empty(len(values), dtype)
+        encode_into(values, ring_of(mechanism), vector, self._threads)
+        # After the rounding: noise is an integer, so adding it in the ring is exact.
+        if noise is not None:
+            NoiseSampler(mechanism.sigma, mechanism.ring_bits).add_to(vector, noise, threads=self._threads)
+        return vector
+
+    def leaves(self, vector: RingVector, sizes: Sequence[int]) -> list[TensorLeaves]:
+        """See :meth:`Words.leaves`."""
+        return tensor_leaves(vector, sizes, self._threads)
+
+    def add(self, total: RingVector, vector: RingVector) -> None:
+        """See :meth:`Words.add`."""
+        masked_sum([total, vector], (), total, self._threads)
+
+    def masked(self, vector: RingVector, part: VectorRange, masks: Sequence[tuple[Secret, int]]) -> RingVector:
+        """See :meth:`Words.masked`."""
+        out = np.empty(part.length, vector.dtype)
+        masked_sum([vector[part.offset : part.offset + part.length]], masks, out, self._threads)
+        return out
+
+
+def ring_of(mechanism: Mechanism) -> RingSpec:
+    """Return the terms of encoding that a mechanism states."""
+    return RingSpec(mechanism.ring_bits, mechanism.gamma_log2, mechanism.clamp)
+
+
+def words_on(device: torch.device, threads: WordThreads) -> Words[Any]:
+    """Return the words of vectors whose sums are on ``device``.
+
+    Raises:
+        ConfigError: ``no_triton`` for a GPU without Triton, which compiles its kernels.
+    """
+    if device.type == "cpu":
+        return CpuWords(threads)
+    if find_spec("triton") is None:
+        raise ConfigError(
+            "no_triton",
+            "this worker was given a GPU, and Triton, which compiles its kernels, is not installed.",
+            "Install raycloak[gpu] on the nodes, or set use_gpu: false.",
+        )
+    # Imported here: it takes a second, and only a machine with a GPU has it.
+    from raycloak.workers.device.gpu_words import GpuWords
+
+    return GpuWords(device)
