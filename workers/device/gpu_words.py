@@ -19,7 +19,7 @@ from raycloak.attestation.core.keys import Secret
 from raycloak.metrics.errors import ProtocolError
 from raycloak.metrics.proof_bounds import require_bound
 from raycloak.workers.device import launches
-from raycloak.workers.device.launches import Made, NoiseTables
+from raycloak.workers.device.launches import NoiseTables
 from raycloak.workers.device.memory import clear_free_memory
 from raycloak.workers.device.words import CpuWords, ring_of
 from raycloak.workers.terms.mechanism import Mechanism
@@ -183,7 +183,7 @@ def _on_host(words: Tensor) -> RingVector:
 
 @contextmanager
 def _unfilled() -> Iterator[None]:
-    """Let memory be as it is until a kernel writes it; deterministic algorithms else fill it, which is one more pass."""
+    """Leave new memory as it is: a kernel writes all of it, and filling it first is one more pass."""
     settings: Any = torch.utils.deterministic
     filled, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
     try:

@@ -17,8 +17,8 @@ def clear_free_memory(device: torch.device) -> None:
     """Zero all memory on ``device`` that torch's allocator holds and no tensor has.
 
     Guarantee: when the device has done it, nothing that was freed before is left in memory of this process.
-    Assumes that the process uses one GPU, that no other thread allocates meanwhile, and that all work is on one stream: what is freed is then read by
-    nothing that is still to run.
+    Assumes that the process uses one GPU, that no other thread allocates meanwhile, and that all work is on one stream:
+    nothing that is still to run reads what is freed.
     """
     for address, size in free_spans(torch.cuda.memory_snapshot()):  # type: ignore[no-untyped-call]
         zero_span(address, size, device)

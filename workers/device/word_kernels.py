@@ -15,7 +15,7 @@ ENCODE_WORDS = tl.constexpr(1024)
 DRAW_LANES = tl.constexpr(256)
 DRAW_WORDS = tl.constexpr(8192)
 SETTLE_LANES = tl.constexpr(32)
-ZERO_BYTES = tl.constexpr(1 << 16)
+ZERO_BYTES = tl.constexpr(1 << 13)
 # The entry of the table's index for a word that decides no outcome.
 OPEN = tl.constexpr(-32768)
 

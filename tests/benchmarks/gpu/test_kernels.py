@@ -1,25 +1,24 @@
-"""The candidate kernels, in processes with Triton's interpreter: the product's bytes, and wrong ones are found."""
+"""The sections on kernels, in processes with Triton's interpreter: the CPU's bytes, and wrong ones are found."""
 
 import json
 from importlib.util import find_spec
 
 import pytest
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton (pip install triton==3.6.0)")
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton (the extra gpu)")
 
 WRONG = """
 from unittest.mock import patch
 import torch
-from benchmarks.gpu import kernels, proof, words
+from benchmarks.gpu import kernels, proof
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.rows import FusedRows
+from raycloak.workers.device import launches
 
 place = Place(torch.device("cpu"), interpreted=True)
-ring, limits, derive = words._ring, words._limits, words.derive
+limits = launches._limits
 changes = {
-    "every mask is added": (words, "_ring", lambda numbers, *rest: ring([abs(n) for n in numbers], *rest)),
-    "half of the clamp and the scale": (words, "_limits", lambda *given: limits(*given) * 0.5),
-    "residues of the index's key": (words, "derive", lambda key, purpose: derive(key, words.Purpose.NOISE_INDEX)),
+    "half of the clamp and the scale": (launches, "_limits", lambda *given: limits(*given) * 0.5),
     "rows are measured too small": (FusedRows, "squares", lambda part: part.left.double().square().sum((1, 2))),
 }
 kernels.cases = lambda: []
@@ -43,8 +42,6 @@ def test_the_kernels_give_the_products_bytes(run_python, tmp_path):
 def test_wrong_words_and_wrong_rows_are_faults(run_python):
     done = run_python("-c", WRONG, environment={"TRITON_INTERPRET": "1"})
     assert done.stdout.splitlines() == [
-        "every mask is added: 1 0",
         "half of the clamp and the scale: 2 0",
-        "residues of the index's key: 2 0",
         "rows are measured too small: 0 2",
     ], done.stderr

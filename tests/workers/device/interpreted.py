@@ -1,0 +1,171 @@
+"""What `test_gpu_words.py` runs in a process with ``TRITON_INTERPRET=1``: one function by its name, which raises or not."""
+
+import sys
+import tempfile
+from dataclasses import replace
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.gpu.golden import cases, digest, random_cases, stored, words_of
+from benchmarks.gpu.kernels import computed
+from raycloak.attestation.core.keys import Secret
+from raycloak.metrics.errors import ProtocolError, RefusedError
+from raycloak.workers.device import launches
+from raycloak.workers.device.gpu_words import GpuWords
+from raycloak.workers.device.launches import NoiseTables
+from raycloak.workers.device.memory import free_spans, zero_span
+from raycloak.workers.device.words import CpuWords
+from raycloak.workers.gradients.numerics import pin_numerics
+from raycloak.workers.vectors.noise import NoiseSampler
+from raycloak.workers.vectors.payload import VectorRange
+from raycloak.workers.vectors.streams import MAX_BLOCKS
+from tests.protocol import RENYI, mechanism, whole_run
+
+HERE = torch.device("cpu")
+KEY, OTHER = Secret(bytes(range(32))), Secret(bytes(range(1, 33)))
+D = 83
+
+
+def on_interpreter(proven=True):
+    """Return words on the interpreter's device; those that are proven skip the golden words, which take a minute."""
+    words = GpuWords(HERE)
+    if proven:
+        words._prove = lambda *_: None
+    return words
+
+
+def total():
+    return torch.from_numpy(np.random.default_rng(3).normal(size=D))
+
+
+def random_words():
+    """Random keys, lengths, starts, grids and deviations from 2^4 to 2^40."""
+    for case in random_cases(7, 2, 700):
+        made = computed(case, HERE)
+        assert not int(made.unfinite) + int(made.unsettled), case
+        assert np.array_equal(made.vector.numpy(), words_of(case)), case
+
+
+def ends_of_streams():
+    """The last blocks of a keystream, and none after them."""
+    right, last = stored(), [case for case in cases() if case.kind == "masks" and case.start > 1]
+    assert len(last) == 2
+    for case in last:
+        assert digest(computed(case, HERE).vector.numpy()) == right[case.name]
+        with pytest.raises(RefusedError, match="keystream_exhausted"):
+            computed(replace(case, start=MAX_BLOCKS), HERE)
+    tables = NoiseTables.of(NoiseSampler(300.0, 32), HERE)
+    with pytest.raises(RefusedError, match="keystream_exhausted"):
+        launches.add_noise(torch.zeros(1, dtype=torch.uint32), tables, KEY, 2**37)
+
+
+def leaves():
+    """Lengths at which the padding takes a block of its own, and parts that begin anywhere."""
+    words = torch.arange(100, dtype=torch.int32).view(torch.uint32)
+    lengths = (1, 13, 14, 15, 16, 29, 30, 32)
+    parts = [range(4 * at, 4 * (at + length)) for at, length in enumerate(lengths)]
+    raw = words.numpy().tobytes()
+    assert launches.leaf_digests(words, parts) == [sha256(raw[part.start : part.stop]).digest() for part in parts]
+
+
+def vectors():
+    """Encoded, added, hashed and masked words of both rings, with golden words before: those of the CPU."""
+    for bits in (32, 64):
+        chosen, own, cpu = mechanism(ring_bits=bits), on_interpreter(proven=bits == 64), CpuWords()
+        ours, theirs = (words.encoded(total(), chosen, KEY) for words in (own, cpu))
+        for words, vector in ((own, ours), (cpu, theirs)):
+            words.add(vector, words.encoded(total(), chosen, OTHER))
+        assert np.array_equal(ours.numpy(), theirs)
+        sizes = (3, 20, 60)
+        assert own.leaves(ours, sizes) == cpu.leaves(theirs, sizes)
+        masks = [(KEY, 1), (OTHER, -1), (Secret(bytes(32)), 1)]
+        for offset, length in ((0, D), (7, 50), (82, 1)):
+            part = VectorRange(index=0, offset=offset, length=length)
+            assert np.array_equal(own.masked(ours, part, masks), cpu.masked(theirs, part, masks))
+
+
+def sums_and_keys_are_zeroed():
+    given, seen, keys = total(), [], launches._keys
+    with patch.object(launches, "_keys", lambda *given: seen.append(keys(*given)) or seen[-1]):
+        words = on_interpreter()
+        vector = words.encoded(given, mechanism(), KEY)
+        words.masked(vector, VectorRange(index=0, offset=0, length=D), [(OTHER, 1)])
+    assert not given.any()
+    assert len(seen) == 3
+    assert not any(each.view(torch.int32).any() for each in seen)
+
+
+def free_memory_is_zeroed():
+    memory = torch.full((5000,), 7, dtype=torch.int32)
+    begin = memory.data_ptr()
+    states = [("active_allocated", 400), ("inactive", 12_000), ("active_awaiting_free", 100), ("inactive", 400)]
+    segment = {"address": begin + 4, "blocks": [{"size": size, "state": state} for state, size in states]}
+    for address, size in free_spans([segment]):
+        zero_span(address, size, HERE)
+    zeros = set(np.flatnonzero(memory.numpy() == 0))
+    assert zeros == {*range(101, 3101), *range(3126, 3226)}
+
+
+def a_sum_that_is_not_finite():
+    given = total()
+    given[5] = torch.inf
+    with pytest.raises(ProtocolError, match="encode_non_finite"):
+        on_interpreter().encoded(given, mechanism(), KEY)
+    assert not given.any()
+
+
+def a_list_that_is_too_short():
+    """Its words are counted, none is written beyond it, and there is no vector."""
+    with patch.object(launches, "room_for", lambda mean, words: 5), pytest.raises(RefusedError, match="proof_bound"):
+        on_interpreter().encoded(total(), mechanism(), KEY)
+
+
+def wrong_kernels():
+    """Each is found by the golden words, and without them by the block of the vector that it computed."""
+    ring, limits, derive = launches._ring, launches._limits, launches.derive
+    encoding = {
+        "_limits": lambda *given: limits(*given) * 0.5,
+        "derive": lambda key, purpose: derive(key, launches.Purpose.NOISE_INDEX),
+    }
+    for name, change in encoding.items():
+        with patch.object(launches, name, change):
+            for proven in (False, True):
+                with pytest.raises(ProtocolError, match="not_reproducible"):
+                    on_interpreter(proven).encoded(total(), mechanism(), KEY)
+    words = on_interpreter()
+    vector = words.encoded(total(), mechanism(), KEY)
+    added = partial(lambda numbers, *rest: ring([abs(number) for number in numbers], *rest))
+    with patch.object(launches, "_ring", added), pytest.raises(ProtocolError, match="not_reproducible"):
+        words.masked(vector, VectorRange(index=0, offset=0, length=D), [(KEY, -1)])
+
+
+def whole():
+    """A whole run whose vectors are computed by the kernels has the digests that it has on a CPU."""
+    fields = {"num_workers": 2, "virtual_workers": 2, "steps": 1, "dp_config": RENYI}
+    with tempfile.TemporaryDirectory() as folder:
+        usual = whole_run(Path(folder) / "cpu", **fields)
+        usual.train()
+        made = []
+
+        def interpreted(device, threads):
+            made.append(on_interpreter(proven=bool(made)))
+            return made[-1]
+
+        with patch("raycloak.workers.workload.words_on", interpreted):
+            run = whole_run(Path(folder) / "gpu", **fields)
+            run.train()
+        assert len(made) >= 2
+        assert all(words._proven for words in made), "they computed vectors"
+        assert run.digests == usual.digests
+        assert len(usual.digests) == 1
+
+
+if __name__ == "__main__":
+    pin_numerics()
+    globals()[sys.argv[1]]()

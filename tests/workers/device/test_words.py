@@ -1,0 +1,54 @@
+"""`workers/device/words.py`: words in the host's memory are those of `workers/vectors`, and a GPU needs Triton."""
+
+import numpy as np
+import pytest
+import torch
+
+from raycloak.attestation.core.keys import Secret
+from raycloak.metrics.errors import ConfigError
+from raycloak.workers.device import words as module
+from raycloak.workers.device.words import CpuWords, ring_of, words_on
+from raycloak.workers.vectors.masks import masked_sum
+from raycloak.workers.vectors.noise import NoiseSampler
+from raycloak.workers.vectors.payload import VectorRange
+from raycloak.workers.vectors.ring import encode_into, ring_dtype
+from raycloak.workers.vectors.threads import WordThreads
+from raycloak.workers.vectors.vector_tag import TensorLeaves
+from tests.protocol import mechanism
+
+KEY, D = Secret(bytes(range(32))), 300_000
+SUM = np.random.default_rng(0).normal(size=D)
+
+
+@pytest.mark.parametrize("bits", [32, 64])
+def test_words_of_a_cpu_are_those_of_the_vectors_room(bits):
+    chosen = mechanism(ring_bits=bits)
+    expected = np.empty(D, ring_dtype(bits))
+    encode_into(SUM, ring_of(chosen), expected)
+    NoiseSampler(chosen.sigma, bits).add_to(expected, KEY)
+    words, total = CpuWords(WordThreads(2)), torch.tensor(SUM)
+    vector = words.encoded(total, chosen, KEY)
+    assert np.array_equal(vector, expected)
+    assert np.may_share_memory(vector, total.numpy()) == (bits == 64), "in the sum's memory where the words fit it"
+    cut = [100, 200_000, D - 200_100]
+    assert words.leaves(vector, cut) == [TensorLeaves.of(part) for part in np.split(vector, np.cumsum(cut)[:-1])]
+    masked = words.masked(vector, VectorRange(index=1, offset=7, length=1000), [(KEY, -1)])
+    assert np.array_equal(vector, expected), "a later attempt masks it again"
+    right = np.empty(1000, ring_dtype(bits))
+    masked_sum([expected[7:1007]], [(KEY, -1)], right)
+    assert np.array_equal(masked, right)
+    words.add(vector, expected)
+    assert np.array_equal(vector, expected + expected)
+
+
+def test_without_a_key_there_is_no_noise():
+    expected = np.empty(D, np.uint32)
+    encode_into(SUM, ring_of(mechanism()), expected)
+    assert np.array_equal(CpuWords().encoded(torch.tensor(SUM), mechanism(), None), expected)
+
+
+def test_a_gpu_without_triton_is_refused(monkeypatch):
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    assert isinstance(words_on(torch.device("cpu"), WordThreads(1)), CpuWords)
+    with pytest.raises(ConfigError, match="no_triton"):
+        words_on(torch.device("cuda"), WordThreads(1))
