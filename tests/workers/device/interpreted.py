@@ -1,4 +1,4 @@
-"""What `test_gpu_words.py` runs in a process with ``TRITON_INTERPRET=1``: one function by its name, which raises or not."""
+"""The functions that `test_gpu_words.py` runs by name, in processes with ``TRITON_INTERPRET=1``."""
 
 import sys
 import tempfile

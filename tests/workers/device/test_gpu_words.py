@@ -1,9 +1,8 @@
-"""`workers/device`: kernels give the CPU's bytes, in processes with Triton's interpreter, and wrong ones give nothing."""
+"""`workers/device` in Triton's interpreter: the kernels give the bytes of a CPU, and wrong ones give nothing."""
 
 from importlib.util import find_spec
 
 import pytest
-
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton (the extra gpu)")
 
