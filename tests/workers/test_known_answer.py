@@ -17,7 +17,6 @@ from raycloak.workers.known_answer import check_classes, found_classes, known_an
 from raycloak.workers.models.losses import binary_cross_entropy, cross_entropy, mse
 from raycloak.workers.models.models import ModelSource, build_model, read_flat
 from raycloak.workers.terms.measurement import Measurement
-from raycloak.workers.vectors.threads import WordThreads
 from raycloak.workers.workload import PlannedWorkload, Workload
 from tests.protocol import Arrays, config, examples, initial_parameters, mechanism, worker_setup
 
