@@ -58,6 +58,7 @@ from raycloak.metrics.collectors import RunMetrics
 from raycloak.metrics.errors import ProtocolError
 from raycloak.metrics.events import EventWriter
 from raycloak.metrics.traces import OFF, Traces
+from raycloak.workers.device.words import CpuWords
 from raycloak.workers.gradients.clipping import GradientEngine
 from raycloak.workers.inputs.datasets import ArrayDataset
 from raycloak.workers.messages import Admission, StepReply, StepRequest, WorkerSetup
@@ -70,7 +71,6 @@ from raycloak.workers.terms.model_digest import with_state
 from raycloak.workers.terms.receipt import Receipt, data_root
 from raycloak.workers.train_worker import TrainWorker
 from raycloak.workers.vectors.payload import Header, VectorRange
-from raycloak.workers.vectors.threads import ONE_THREAD, WordThreads
 from raycloak.workers.virtual_worker import VirtualWorkerComputer
 from tests.drawn import spare_of
 from tests.models import small_model, wide_model
@@ -150,17 +150,24 @@ def keys_of(key_context: bytes, v: int, epoch: int = 0, secret: str = SECRET) ->
     return RunKeys(own, run_id_of(own)).of(key_context, v, epoch)
 
 
+class SilentWords(CpuWords):
+    """Words without noise: the encoded sum alone is left."""
+
+    def encoded(self, total, mechanism, noise):
+        return super().encoded(total, mechanism, None)
+
+
 def computer(
     mechanism: Mechanism,
     data: Arrays | None = None,
     model: Callable[[], nn.Module] = small_model,
-    threads: WordThreads = ONE_THREAD,
+    words: CpuWords | None = None,
 ) -> VirtualWorkerComputer:
     """Return a computer of any virtual worker's vectors, outside of any worker."""
     module = build_model(ModelSource.of(f"tests.models:{model.__name__}"), ".", 0)
     dataset = ArrayDataset(*(examples() if data is None else data))
     engine = GradientEngine(module, cross_entropy, mechanism)
-    return VirtualWorkerComputer(mechanism, engine, dataset, spare_of(dataset), threads=threads)
+    return VirtualWorkerComputer(mechanism, engine, dataset, spare_of(dataset), words=words)
 
 
 def initial_parameters(model: Callable[[], nn.Module] = small_model) -> np.ndarray:

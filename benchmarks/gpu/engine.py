@@ -64,7 +64,7 @@ class Sums:
         valid = np.ones(len(labels), np.bool_)
         if rows is not None:
             valid = np.isin(np.arange(len(labels)), rows)
-        return self._engine.clipped_sum(self._parameters, [(features, labels, valid)]).numpy().cpu().numpy()
+        return self._engine.clipped_sum(self._parameters, [(features, labels, valid)]).cpu().numpy()
 
 
 def digest(total: NDArray[np.float64]) -> str:

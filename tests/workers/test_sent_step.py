@@ -15,7 +15,16 @@ from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.terms.step_input import step_input
 from raycloak.workers.virtual_worker import VirtualWorkerComputer
 from tests.drawn import spare_of
-from tests.protocol import DATA_ROOT, VIRTUAL_WORKERS, HandRun, examples, initial_parameters, keys_of, mechanism
+from tests.protocol import (
+    DATA_ROOT,
+    VIRTUAL_WORKERS,
+    HandRun,
+    SilentWords,
+    examples,
+    initial_parameters,
+    keys_of,
+    mechanism,
+)
 
 PLACES = 40
 FORM = DatasetForm(
@@ -27,13 +36,6 @@ V = 3
 INPUT = b"i" * 32
 
 
-class Silence:
-    """A noise that adds nothing: the encoded sum alone is left."""
-
-    def add_to(self, vector, key, threads):
-        pass
-
-
 def of_sent() -> Mechanism:
     """Return the small run's mechanism for as many places as it has examples, of which all that are filled are used."""
     return mechanism(sample_rate=1.0, max_participations=2, micro_batch_size=4, micro_batches=2)
@@ -41,12 +43,8 @@ def of_sent() -> Mechanism:
 
 def computer(dataset, chosen: Mechanism, quiet: bool) -> VirtualWorkerComputer:
     module = build_model(ModelSource.of("tests.models:small_model"), ".", 0)
-    made = VirtualWorkerComputer(
-        chosen, GradientEngine(module, cross_entropy, chosen), dataset, spare_of(ArrayDataset(*examples()))
-    )
-    if quiet:
-        made.__dict__["_noise"] = Silence()
-    return made
+    engine, spare = GradientEngine(module, cross_entropy, chosen), spare_of(ArrayDataset(*examples()))
+    return VirtualWorkerComputer(chosen, engine, dataset, spare, words=SilentWords() if quiet else None)
 
 
 def rows(places: list[int]) -> dict[int, bytes]:

@@ -17,25 +17,16 @@ from raycloak.workers.vectors.threads import WordThreads
 from raycloak.workers.vectors.vector_tag import TensorLeaves
 from raycloak.workers.virtual_worker import VirtualWorkerComputer
 from tests.models import small_model
-from tests.protocol import DATA_ROOT, Arrays, computer, examples, initial_parameters, keys_of, mechanism
+from tests.protocol import DATA_ROOT, Arrays, SilentWords, computer, examples, initial_parameters, keys_of, mechanism
 
 COMPUTATION, MODEL = b"c" * 32, b"p" * 32
 KEYS = keys_of(COMPUTATION, 0)
 PARAMETERS = initial_parameters()
 
 
-class SilentWords(CpuWords):
-    """Words without noise: the encoded sum alone is left."""
-
-    def encoded(self, total, mechanism, noise):
-        return super().encoded(total, mechanism, None)
-
-
 def silent(chosen, data: Arrays | None = None) -> VirtualWorkerComputer:
     """Return a computer without noise; the test's alone, since no option of the product switches it off."""
-    quiet = computer(chosen, data)
-    quiet._words = SilentWords()
-    return quiet
+    return computer(chosen, data, words=SilentWords())
 
 
 def vector(
@@ -79,8 +70,8 @@ def test_guarantee_the_vector_and_its_tag_are_the_same_on_any_number_of_threads(
     monkeypatch.setattr(noise, "_TOGETHER", 1)
     monkeypatch.setattr(vector_tag, "_PIECE", 1)
     for count in (2, 3, 7):
-        threads = WordThreads(count)
-        found = computer(mechanism(), threads=threads).vector(0, KEYS, 0, MODEL, DATA_ROOT, PARAMETERS)
+        words = CpuWords(WordThreads(count))
+        found = computer(mechanism(), words=words).vector(0, KEYS, 0, MODEL, DATA_ROOT, PARAMETERS)
         assert (found.values.tobytes(), found.tag) == (alone.values.tobytes(), alone.tag)
 
 
