@@ -1,7 +1,7 @@
 """The words of vectors, on the device that computes them: a CPU, or a GPU by Triton kernels with the CPU's bytes.
 
-It hides where a vector lies, how its words are computed, and what is left of it in memory. Words of a GPU's vector
-leave its memory under masks alone. `raycloak.workers.vectors` says what the words are.
+It hides where a vector lies, how its words are computed, and what is left of them in memory. A vector leaves its device
+through `Words.masked` alone. `raycloak.workers.vectors` says what the words are.
 
 Doors: words.
 

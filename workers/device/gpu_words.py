@@ -45,8 +45,8 @@ _SIGNED = {torch.uint32: torch.int32, torch.uint64: torch.int64}
 class GpuWords:
     """Words in a GPU's memory; a vector is a tensor, uint32 or uint64 [d].
 
-    Guarantee: no word leaves the device in clear. Those that are compared with the CPU's stay there too: the host sends
-    noise and masks of one block. Digests of leaves come to the host, since a tag is made of them.
+    Guarantee: words leave the device through :meth:`masked` alone. To compare a block, the host sends the noise or masks
+    that it computed. Digests of leaves come to the host, since a tag is made of them.
 
     Guarantee: before the first vector of a mechanism, public words by all of its kernels equal the CPU's. Of every
     vector and masked range, a block that nobody can foresee does. Otherwise there is ``not_reproducible`` and no
@@ -71,7 +71,10 @@ class GpuWords:
             drawn = None if sigma is None else _Noise.of(sigma, spec, self._device)
             self._prove(mechanism, drawn)
             self._proven[spec, sigma] = drawn
-        vector = _encoded(total.to(self._device), spec, self._proven[spec, sigma], noise)
+        values = total.to(self._device)
+        if values is not total:
+            total.zero_()
+        vector = _encoded(values, spec, self._proven[spec, sigma], noise)
         if self._device.type == "cuda":
             clear_free_memory(self._device)
         return vector
