@@ -45,8 +45,8 @@ _SIGNED = {torch.uint32: torch.int32, torch.uint64: torch.int64}
 class GpuWords:
     """Words in a GPU's memory; a vector is a tensor, uint32 or uint64 [d].
 
-    Guarantee: words leave the device through :meth:`masked` alone. To compare a block, the host sends the noise or masks
-    that it computed. Digests of leaves come to the host, since a tag is made of them.
+    Guarantee: words leave the device through :meth:`masked` alone. To compare a block, the host sends the noise or
+    masks that it computed. Digests of leaves come to the host, since a tag is made of them.
 
     Guarantee: before the first vector of a mechanism, public words by all of its kernels equal the CPU's. Of every
     vector and masked range, a block that nobody can foresee does. Otherwise there is ``not_reproducible`` and no
