@@ -8,6 +8,7 @@ import secrets
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -45,8 +46,8 @@ _SIGNED = {torch.uint32: torch.int32, torch.uint64: torch.int64}
 class GpuWords:
     """Words in a GPU's memory; a vector is a tensor, uint32 or uint64 [d].
 
-    Guarantee: words leave the device through :meth:`masked` alone. To compare a block, the host sends the noise or
-    masks that it computed. Digests of leaves come to the host, since a tag is made of them.
+    Words leave the device through :meth:`masked` alone. To compare a block, the host sends the noise or masks that it
+    computed. Digests of leaves come to the host, since a tag is made of them.
 
     Guarantee: before the first vector of a mechanism, public words by all of its kernels equal the CPU's. Of every
     vector and masked range, a block that nobody can foresee does. Otherwise there is ``not_reproducible`` and no
@@ -125,11 +126,12 @@ class GpuWords:
         _require_equal(self.leaves(own[hashed], _GOLDEN_SIZES) == cpu.leaves(theirs[hashed], _GOLDEN_SIZES))
 
 
+@dataclass(frozen=True, slots=True)
 class _Noise:
     """One sampler, for the CPU and the device."""
 
-    def __init__(self, sampler: NoiseSampler, tables: NoiseTables) -> None:
-        self.sampler, self.tables = sampler, tables
+    sampler: NoiseSampler
+    tables: NoiseTables
 
     @classmethod
     def of(cls, sigma: float, spec: RingSpec, device: torch.device) -> "_Noise":
