@@ -7,6 +7,7 @@ released), or what only destroys the sum (masks). Keys are fixed, so nothing her
 
 import numpy as np
 import pytest
+import torch
 
 from raycloak.workers import peers, virtual_worker
 from raycloak.workers.gradients.clipping import GradientEngine
@@ -17,6 +18,7 @@ from tests.protocol import (
     DATA_ROOT,
     VIRTUAL_WORKERS,
     HandRun,
+    SilentWords,
     computer,
     examples,
     initial_parameters,
@@ -30,18 +32,9 @@ START = initial_parameters()
 BUILD = pytest.mark.parametrize("build", ["correct", "defective"])
 
 
-class Silence:
-    """A noise that adds nothing."""
-
-    def add_to(self, vector, key, threads):
-        pass
-
-
 def release(chosen, data=None, step=0, noise=True) -> np.ndarray:
     """Return the decoded sum of a step, in real units."""
-    vectors = computer(chosen, data)
-    if not noise:
-        vectors.__dict__["_noise"] = Silence()
+    vectors = computer(chosen, data, words=None if noise else SilentWords())
     total = np.zeros(chosen.dimension, f"<u{chosen.ring_bits // 8}")
     for v in range(VIRTUAL_WORKERS):
         total += vectors.vector(v, keys_of(RUN, v), step, MODEL, DATA_ROOT, START).values
@@ -108,7 +101,9 @@ def test_batch_sizes_vary_as_independent_coins_do(monkeypatch, build):
     chosen = mechanism(sample_rate=0.4)
     drawn, genuine = [], virtual_worker.draw_ids
     monkeypatch.setattr(virtual_worker, "draw_ids", lambda *given: drawn.append(genuine(*given)) or drawn[-1])
-    monkeypatch.setattr(GradientEngine, "clipped_sum", lambda *given: np.zeros(chosen.dimension))
+    monkeypatch.setattr(
+        GradientEngine, "clipped_sum", lambda *given: torch.zeros(chosen.dimension, dtype=torch.float64)
+    )
     for step in range(40):
         release(chosen, step=step, noise=False)
     sizes = np.array([len(each) for each in drawn])

@@ -18,6 +18,7 @@ from raycloak.coordinator.accounting.calibration import epsilon_against, epsilon
 from raycloak.coordinator.planning.manifest import run_terms
 from raycloak.metrics.errors import BudgetError
 from raycloak.workers import virtual_worker
+from raycloak.workers.device.words import CpuWords
 from raycloak.workers.gradients.clipping import ClippedSum, GradientEngine
 from raycloak.workers.gradients.numerics import pin_numerics
 from raycloak.workers.gradients.parts import DensePart
@@ -41,6 +42,7 @@ from tests.protocol import (
     DATA_ROOT,
     VIRTUAL_WORKERS,
     HandRun,
+    SilentWords,
     computer,
     examples,
     initial_parameters,
@@ -58,18 +60,9 @@ KEYS = keys_of(RUN, 0)
 HONEST = pytest.mark.parametrize("rule", ["kept", "removed"])
 
 
-class Silence:
-    """A noise that adds nothing."""
-
-    def add_to(self, vector, key, threads):
-        pass
-
-
 def release(chosen, *, noise=True, data=None, computation=RUN, model=b"p" * 32, parameters=START) -> np.ndarray:
     """Return what the aggregator decodes for step 0: the noised sum of all virtual workers, in real units."""
-    vectors = computer(chosen, data)
-    if not noise:
-        vectors.__dict__["_noise"] = Silence()
+    vectors = computer(chosen, data, words=None if noise else SilentWords())
     total = np.zeros(chosen.dimension, f"<u{chosen.ring_bits // 8}")
     for v in range(VIRTUAL_WORKERS):
         total += vectors.vector(v, keys_of(computation, v), 0, model, DATA_ROOT, parameters).values
@@ -320,7 +313,9 @@ def answer_and_vector() -> tuple[bytes, np.ndarray]:
     dataset = ArrayDataset(*examples())
     # Not the model's own start: drawing it is a computation that differs as well.
     parameters = np.random.default_rng(3).normal(0, 0.3, 5003).astype(np.float32)
-    answer = known_answer(chosen, GradientEngine(module, cross_entropy, chosen), dataset, parameters, classes=3)
+    answer = known_answer(
+        chosen, GradientEngine(module, cross_entropy, chosen), dataset, parameters, words=CpuWords(), classes=3
+    )
     vectors = computer(chosen, model=wide_model)
     return answer, vectors.vector(0, keys_of(RUN, 0), 0, b"p" * 32, DATA_ROOT, parameters).values
 

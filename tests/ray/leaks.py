@@ -86,7 +86,7 @@ def worker_needles(worker) -> dict[str, bytes]:
         needles |= found
         sizes.append(size)
         clear.append(total)
-    needles |= array_needles("unmasked sum of the hosted vectors", member._hosted.words)
+    needles |= array_needles("unmasked sum of the hosted vectors", member._hosted._words)
     needles |= array_needles("clear sum of the hosted sums", np.sum(clear, axis=0))
     return needles | number_needles("realised batch sizes", np.array(sizes))
 
