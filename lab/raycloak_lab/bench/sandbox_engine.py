@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import ClassVar, Final, Self
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from raycloak.attestation.core.messages import Message
 from raycloak.attestation.processes.channel import Channel
@@ -119,7 +121,7 @@ class SandboxedEngine:
         """The child's number."""
         return self._child.pid
 
-    def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> NDArray[np.float64]:
+    def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> Tensor:
         """Return the sum that the child states, float64 [d]; see the module for what it may be.
 
         Raises:
@@ -140,7 +142,7 @@ class SandboxedEngine:
             # It waits for rows that do not come, or is not to be trusted with others.
             self._child.destroy()
             raise
-        return total
+        return torch.from_numpy(total)
 
 
 def compute(parent: Channel) -> None:
@@ -153,7 +155,8 @@ def compute(parent: Channel) -> None:
     parent.send(Built(sizes=engine.sizes))
     while (asked := parent.receive_frame(Sum)) is not None:
         (parameters,) = asked.arrays
-        parent.send(Total(), [engine.clipped_sum(parameters, _received(parent, code.mechanism.micro_batches))])
+        total = engine.clipped_sum(parameters, _received(parent, code.mechanism.micro_batches))
+        parent.send(Total(), [total.numpy()])
 
 
 def _received(parent: Channel, count: int) -> Iterator[MicroBatch]:

@@ -180,7 +180,7 @@ def test_a_loss_without_classes_is_released_alone():
     of = measurement("evaluation", 1)
     rows = (
         engine(of, mse)
-        .clipped_sum(PARAMETERS, [(examples()[0][:4], np.zeros((4, 3), np.float32), np.ones(4, np.bool_))]).numpy()
+        .clipped_sum(PARAMETERS, [(examples()[0][:4], np.zeros((4, 3), np.float32), np.ones(4, np.bool_))])
         .numpy()
     )
     expected = small_model_at(PARAMETERS)(torch.tensor(examples()[0][:4])).square().mean(1).clamp(max=5).sum() / 5
@@ -193,7 +193,7 @@ def test_several_labels_an_example_have_an_accuracy_too(kind: type):
     labels = (np.arange(12).reshape(4, 3) % 2).astype(kind)
     rows = (
         engine(EVALUATION, binary_cross_entropy)
-        .clipped_sum(PARAMETERS, [(examples()[0][:4], labels, np.ones(4, np.bool_))]).numpy()
+        .clipped_sum(PARAMETERS, [(examples()[0][:4], labels, np.ones(4, np.bool_))])
         .numpy()
     )
     outputs = small_model_at(PARAMETERS)(torch.tensor(examples()[0][:4])).detach().numpy()
