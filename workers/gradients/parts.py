@@ -220,8 +220,13 @@ def merged(ids: Tensor, values: Tensor, entries: int) -> Lookups:
     for start in range(0, count, step):
         some = slice(start, start + step)
         equal = ids[some, :, None] == ids[some, None, :]
-        first = equal.to(torch.uint8).argmax(2) == place
-        torch.bmm((equal & first[:, :, None]).float(), values[some], out=sums[some])
+        place_of_first = equal.to(torch.uint8).argmax(2)
+        first = place_of_first == place
+        if _adds_in_turn(ids.device):
+            for row, slots in enumerate(place_of_first, start):
+                sums[row].zero_().index_add_(0, slots, values[row])
+        else:
+            torch.bmm((equal & first[:, :, None]).float(), values[some], out=sums[some])
         own[some] = torch.where(first, ids[some], entries + place)
     return Lookups(own, sums, entries)
 
