@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from threading import Thread
 from typing import Final, Self, TypeVar
 
+from raycloak.metrics.proof_bounds import require_bound
+
 P = TypeVar("P")
 
 PIECE_WORDS: Final = 2**17
@@ -33,7 +35,7 @@ class WordThreads:
     """
 
     def __init__(self, count: int) -> None:
-        assert count > 0, "the caller's thread works too"
+        require_bound(count > 0, "the caller's thread works too")
         self._count = count
 
     @classmethod
