@@ -296,6 +296,23 @@ def test_without_the_charge_for_the_added_row_a_sum_that_rounds_one_way_exceeds_
     assert added > allowed(part.squares()[0].item(), 1)
 
 
+def test_without_the_charge_for_its_gram_matrices_a_row_whose_tokens_almost_cancel_exceeds_its_square(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is left of two tokens is below the rounding of their Gram matrices, and far above that of the added row."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(ROWS, 1, 1, 256, generator=generator) for _ in range(2))
+    part = GramPart([Products(torch.cat([left, -left * (1 + 2.0**-13)], 2), torch.cat([right, right], 2))], [])
+
+    def exceed() -> bool:
+        squares = part.squares()
+        return any(exact_square(part, row) > allowed(squares[row].item(), 1) for row in range(ROWS))
+
+    assert not exceed()
+    monkeypatch.setattr(parts_module, "ROUNDING", 0.0)
+    assert exceed()
+
+
 def test_the_charge_of_many_tokens_that_cancel_is_small() -> None:
     """With 1,024 tokens and a spread of 12 times the norm, 0.07 % for the row and 0.22 % for the wide side."""
     left, right = torch.ones(1, 1, 1024, 512), torch.ones(1, 1, 1024, 512)
