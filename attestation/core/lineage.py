@@ -100,7 +100,7 @@ def _state_digest(kept: Sequence[bytes | str]) -> bytes:
 
 
 class StepRelease(Message):
-    """What an aggregator made of one attempt. It signs this with the key that its evidence binds.
+    """An aggregator's statement of the model that it made of one attempt, signed with the key that its evidence binds.
 
     Attributes:
         roster_digest: of the attempt, and so of run, manifest, query, step and members.

@@ -257,7 +257,7 @@ def _undisturbed(form: DatasetForm, deterministic: bool) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """What the gradients of a batch showed.
+    """The findings of one look at the gradients of a batch.
 
     Attributes:
         gradients: by the first row that counts, a digest of those rows' gradients of each trained parameter.
