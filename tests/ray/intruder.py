@@ -10,11 +10,18 @@ import ctypes
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
+from raycloak.attestation.appraisal.mutual import present_orchestrator
+from raycloak.attestation.core.evidence import Challenge
+from raycloak.attestation.core.keys import IdentityKey
+from raycloak.attestation.policy.policy import load_policy
+from raycloak.attestation.simulators.tdx_vendor import SimulatedVendor
 from raycloak.coordinator.config.run import parse_config
+from raycloak.coordinator.evidence.sources import LocalPlatform
 from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.ledger.rules import OpeningTerms
 from raycloak.coordinator.planning.dry_run import mechanism_of
@@ -26,9 +33,10 @@ from raycloak.coordinator.vaults.run_orchestrator import RunOrchestrator
 from raycloak.metrics.errors import RaycloakError
 from raycloak.workers.inputs.code_bundle import CodeBundle
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
-from raycloak.workers.messages import WorkerSetup
+from raycloak.workers.messages import Admission, WorkerSetup
 from raycloak.workers.models.models import ModelSource
 from raycloak.workers.terms.loss import LossSpec
+from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.train_worker import TrainWorker
 
 _ATTACH = 16
@@ -107,6 +115,48 @@ def attempts(told: dict) -> Iterator[tuple[str, str]]:
         return vault.ask(TrainWorker.compute_known_answer, planned)
 
     yield "little noise", at("worker", opening, little_noise)
+
+    (file,) = (Path(told["folder"]) / "ray").glob("raycloak/runs/*/manifest.json")
+    running = Manifest.model_validate_json(file.read_bytes())
+    policy = load_policy(project / "policy.yaml")
+    own_key = IdentityKey.generate()
+    own_platform = LocalPlatform(SimulatedVendor.load_or_create(Path(told["folder"]) / "ray" / "vendor").platform("x"))
+
+    def joined(**changes: bytes) -> Callable[[MachineVault], object]:
+        """Return how a worker is asked for evidence to a manifest of his own, by an orchestrator of his own."""
+
+        def ask(vault: MachineVault) -> object:
+            facts = vault.ask(TrainWorker.prepare, setup(private, project, "own_model:model", (listed,)))
+            computation = running.computation.model_copy(update={"numerics": facts.numerics})
+            planned = computation.mechanism, *computation.measurements
+            known = vault.ask(TrainWorker.compute_known_answer, *planned)
+            stated = {"computation": computation, "known_answer": known, **changes}
+            manifest = running.model_copy(update=stated)
+            admission = Admission(
+                manifest=manifest,
+                policy=policy,
+                collateral=collateral,
+                secure_aggregation=True,
+                orchestrator=present_orchestrator(own_key, manifest.run_id, manifest.digest(), own_platform),
+            )
+            challenge = Challenge(
+                nonce=bytes(32),
+                run_id=manifest.run_id,
+                member_id="worker-9",
+                role="worker",
+                manifest_digest=manifest.digest(),
+                expires_at=int(time.time()) + 600,
+            )
+            return vault.ask(TrainWorker.present, challenge, admission)
+
+        return ask
+
+    with MachineVault(told["socket"].replace("{role}", "platform"), PlatformOpening()) as vault:
+        collateral = vault.ask(PlatformVault.collateral)
+    own_ledger = PrivacyLedger(f"sqlite:///{told['folder']}/ray/own.sqlite", create=True)
+    with closing(own_ledger):
+        yield "a ledger of his own", at("worker", opening, joined(ledger_key=own_ledger.public_key))
+    yield "an orchestrator of his own", at("worker", opening, joined(orchestrator_key=own_key.public))
 
 
 def setup(dataset: DatasetDescriptor, base: Path, model: str, code: tuple[bytes, ...] | None) -> WorkerSetup:

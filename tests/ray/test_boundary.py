@@ -247,6 +247,8 @@ def test_guarantee_rays_user_gets_nothing_of_a_run_that_is_apart_and_its_model_i
         "any code": "code_not_served",
         "other code under a listed name": "code_unlisted",
         "little noise": "noise_not_served",
+        "a ledger of his own": "ledger_not_served",
+        "an orchestrator of his own": "root_unknown",
     }
     assert {outcome for process, _, outcome in tried["reached"] if process in lived} == {"PermissionError"}
     assert leaked == []
