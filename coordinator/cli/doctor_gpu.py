@@ -1,6 +1,6 @@
 """`raycloak doctor`, of GPUs: finds what keeps a worker of this machine from its GPU, or others' eyes on it.
 
-Without a GPU, torch is not imported. It has never run on a machine with one; tests give it readings.
+Without a GPU, torch is not imported. Tests give it readings; docs/gpu.md tells what ran on a GPU.
 """
 
 import os

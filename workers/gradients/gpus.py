@@ -1,6 +1,6 @@
 """The GPU that a worker computes on: that it is the one it was given, and its class.
 
-It has never run on a GPU. Tests give its parts what CUDA would say.
+Tests give its parts what CUDA would say; docs/gpu.md tells what ran on a GPU.
 """
 
 import ctypes
