@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -95,13 +96,20 @@ CHOSEN: Final = frozenset(name for capability in _KERNEL_CAPS for name in worker
 """The names of the variables of `worker_environment` that a run chooses."""
 
 
-def own_flags() -> list[str]:
-    """Return the flags by which Linux names the instructions of this machine's first CPU, sorted; none on others."""
+@cache
+def own_cpu() -> Mapping[str, str]:
+    """Return the fields of ``/proc/cpuinfo`` for this machine's first CPU; none where the kernel does not tell."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        return []
-    return sorted(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), []))
+        lines = []
+    # Of several CPUs, the first one's lines stay.
+    return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in reversed(lines))}
+
+
+def own_flags() -> list[str]:
+    """Return the flags by which Linux names the instructions of this machine's first CPU, sorted; none on others."""
+    return sorted(own_cpu().get("flags", "").split())
 
 
 def widest_shared(flags: Iterable[Collection[str]]) -> str:

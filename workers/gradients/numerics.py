@@ -8,8 +8,6 @@ import os
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +16,7 @@ from torch import nn
 
 from raycloak.metrics.errors import ConfigError
 from raycloak.metrics.proof_bounds import require_assertions
+from raycloak.workers.gradients.environment import own_cpu
 from raycloak.workers.gradients.gpus import gpu_class
 from raycloak.workers.gradients.settings import held_settings, pin_settings
 from raycloak.workers.terms.manifest import NumericsClass
@@ -128,14 +127,7 @@ def current_numerics(device: str | torch.device) -> NumericsClass:
     )
 
 
-@cache
 def _cpu_model() -> str:
     """Return vendor, family and model of the first CPU, or the architecture's name where the kernel does not tell."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    # Of several CPUs, the first one's lines stay.
-    told = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in reversed(lines))}
-    fields = [told.get(name, "") for name in ("vendor_id", "cpu family", "model")]
+    fields = [own_cpu().get(name, "") for name in ("vendor_id", "cpu family", "model")]
     return " ".join(fields) if all(fields) else platform.machine()
