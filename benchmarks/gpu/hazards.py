@@ -11,12 +11,10 @@ import torch
 from benchmarks.gpu.children import MARK
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.report import Found
+from raycloak.workers.gradients.environment import WHOLE_PRODUCTS
 from raycloak.workers.gradients.numerics import exact_sums
 
-OVERRIDES = (
-    "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_EMULATE_SINGLE_PRECISION",
-    "CUBLAS_EMULATE_DOUBLE_PRECISION",
-)  # fmt: skip
+OVERRIDES = tuple(name for name, value in WHOLE_PRODUCTS.items() if value == "0")
 """Variables that make products of fewer bits than their types have."""
 
 
