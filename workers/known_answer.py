@@ -192,6 +192,6 @@ def known_answer(
         said = str(error).partition("\n")[0] or "it gives no reason"
         raise ModelError(
             "known_answer",
-            f"the model passes the checks on a CPU and fails where the run computes: {type(error).__name__}: {said}.",
+            f"the model passes the checks and fails on a batch of a step: {type(error).__name__}: {said}.",
             "Let the model hold its tensors as parameters or buffers, which follow it to a GPU.",
         ) from None
