@@ -27,8 +27,8 @@ gradients.
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
@@ -43,6 +43,15 @@ from raycloak.workers.gradients.probes import Examples, Filling, Probes, odd_ids
 from raycloak.workers.gradients.read_values import ReadValues
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.row_places import moved_rows
+from raycloak.workers.gradients.watched_pass import (
+    KEEP_APART,
+    WatchedPass,
+    layers_watched,
+    random_layer,
+    require_apart,
+    same_values,
+    watched_pass,
+)
 from raycloak.workers.inputs.datasets import DatasetForm
 from raycloak.workers.models.compute_mode import has_autocast, in_full_precision, remove_autocast
 from raycloak.workers.models.losses import BuiltInLoss
@@ -64,30 +73,6 @@ _TOKENS = 16
 
 _GROWN = 8.0
 """Factor of the trained parameters when the checks are made again: a run may grow them, and with them what is rare."""
-
-_FIX = (
-    "Treat each example alone: GroupNorm or LayerNorm, padding to one fixed length in place of the longest example, "
-    "and an explicit mask."
-)
-
-
-@dataclass(frozen=True, slots=True)
-class _Pass:
-    """A forward pass.
-
-    Attributes:
-        layers: name of every layer and shape of its output, in the order in which layers finish: inner ones before
-            the outer ones, the model itself last.
-        output: of the model, a row per example.
-    """
-
-    features: Tensor
-    layers: list[tuple[str, torch.Size]]
-    output: Tensor
-
-    def of_row(self, row: int) -> "_Pass":
-        """Return the same with the output of one row in the place of every row; outputs of a large model are large."""
-        return replace(self, output=self.output[row : row + 1].clone().expand_as(self.output))
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +266,7 @@ class _Fills:
     """
 
     ordinary: Tensor
-    groups: list[list[tuple[Tensor, _Pass]]] = field(default_factory=lambda: [[]])
+    groups: list[list[tuple[Tensor, WatchedPass]]] = field(default_factory=lambda: [[]])
     values: list[float] = field(default_factory=list)
     refused: list[Tensor] = field(default_factory=list)
 
@@ -376,21 +361,23 @@ class _Checks:
         drawn = []
         for pair in self._probes.draws(count):
             before, after = (self._watched(each.features) for each in (pair.before, pair.after))
-            _check_apart(self._module, before, after, slice(1, None))
+            require_apart(self._module, before, after, slice(1, None))
             drawn.append((pair.before, before.output))
         return drawn
 
     def _check_repeats(self, features: Tensor) -> None:
         """Require that the same batch gives the same output of every layer twice."""
         first, again = list[Tensor](), list[Tensor]()
-        found = _forward(self._module, features, first)
+        found = watched_pass(self._module, features, first)
         self._state.check()
-        _forward(self._module, features, again)
+        watched_pass(self._module, features, again)
         for (name, _), *outputs in zip(found.layers, first, again, strict=True):
-            if not _same(*outputs):
-                raise _random_layer(name)
+            if not same_values(*outputs):
+                raise random_layer(name)
 
-    def _check_fills(self, count: int, *, gradients: bool = False, summed: bool = False) -> tuple[_Pass, _Look | None]:
+    def _check_fills(
+        self, count: int, *, gradients: bool = False, summed: bool = False
+    ) -> tuple[WatchedPass, _Look | None]:
         """Require that examples that are almost all one value, and ordinary ones, do not move each other.
 
         For each value all rows are filled, then rows of several values stand in one batch with ordinary rows, each
@@ -417,7 +404,7 @@ class _Checks:
                 # Not in a batch of its own, but perhaps in one with others.
                 alone = self._if_accepted(_with_rows(features, [example]))
                 if alone is not None:
-                    _check_apart(self._module, plain, alone, slice(1, None))
+                    require_apart(self._module, plain, alone, slice(1, None))
             if gradients:
                 examples = self._probes.labelled(features)
                 # Its places are those of rows that mixed batches have too.
@@ -430,9 +417,9 @@ class _Checks:
                     looks.append((look, look_among, others))
                 else:
                     mixed = self._watched(among)
-                _check_apart(self._module, ordinary, mixed, slice(others, None))
+                require_apart(self._module, ordinary, mixed, slice(others, None))
                 for row, (_, found) in enumerate(group):
-                    _check_apart(self._module, found, replace(mixed, layers=plain.layers), slice(row, row + 1))
+                    require_apart(self._module, found, replace(mixed, layers=plain.layers), slice(row, row + 1))
         if gradients:
             # Finite ones alone, and first: what is not finite may hide what it meets.
             finite = [fill for each in met for fill in each.values if math.isfinite(fill)]
@@ -459,11 +446,11 @@ class _Checks:
             fills.values.append(fill)
         return fills
 
-    def _if_accepted(self, features: Tensor) -> _Pass | None:
+    def _if_accepted(self, features: Tensor) -> WatchedPass | None:
         """Return the pass; None if the model fails on these values, which are then in no batch that it computes."""
         try:
             with named_operations(self._deterministic):
-                return _forward(self._module, features)
+                return watched_pass(self._module, features)
         except RaycloakError:
             raise
         except Exception as error:
@@ -474,9 +461,9 @@ class _Checks:
         finally:
             self._state.check()
 
-    def _watched(self, features: Tensor) -> _Pass:
+    def _watched(self, features: Tensor) -> WatchedPass:
         """Return the pass, and require that nothing of it was kept; the next one might undo it."""
-        found = _forward(self._module, features)
+        found = watched_pass(self._module, features)
         self._state.check()
         return found
 
@@ -494,7 +481,7 @@ class _Checks:
                     "mixing_layer",
                     f"layer '{alone.layers[-1][0]}' gives an example another output alone than in a batch of "
                     f"{len(features)}.",
-                    _FIX,
+                    KEEP_APART,
                 )
 
     def _check_loss(self, output: Tensor, labels: Tensor) -> None:
@@ -512,13 +499,13 @@ class _Checks:
                 # A label of no class may be an error for the user's code.
                 self._state.check()
                 continue
-            if not _same(before[1:], after[1:]):
+            if not same_values(before[1:], after[1:]):
                 raise _mixing_loss()
             self._state.check()
 
     def _look(
         self, examples: Examples, firsts: Iterable[int] = (), *, places: bool = True, summed: bool = False
-    ) -> tuple[_Pass, _Look]:
+    ) -> tuple[WatchedPass, _Look]:
         """Run both passes, and require that nothing was kept.
 
         Args:
@@ -526,10 +513,10 @@ class _Checks:
             places: whether to find out which places a row's loss reaches.
             summed: whether the rows' gradients must add up to autograd's gradient of the summed loss.
         """
-        passes: list[_Pass] = []
+        passes: list[WatchedPass] = []
 
         def forward(features: Tensor) -> Tensor:
-            passes.append(_forward(self._module, features, graph=True))
+            passes.append(watched_pass(self._module, features, graph=True))
             return passes[0].output
 
         found = self._gradients.looked_at(examples.features, examples.labels, forward, places=places)
@@ -547,7 +534,7 @@ class _Checks:
     def _check_pair(self, before: Examples, after: Examples, *, summed: bool) -> None:
         """Require that outputs and gradients keep apart in two batches of which the first row alone differs."""
         (left, look), (right, other) = self._look(before, [1], summed=summed), self._look(after, [1], places=False)
-        _check_apart(self._module, left, right, slice(1, None))
+        require_apart(self._module, left, right, slice(1, None))
         _require_places(look)
         # Before gradients: it names what may mix them.
         _check_shared(look, other)
@@ -558,7 +545,9 @@ class _Checks:
         names = [name for name, tensor in self._module.named_parameters() if tensor.requires_grad]
         for name, before, after in zip(names, left.gradients[first], right.gradients[first], strict=True):
             if before != after:
-                raise ModelError("mixing_layer", f"one example changes another's gradient of parameter '{name}'.", _FIX)
+                raise ModelError(
+                    "mixing_layer", f"one example changes another's gradient of parameter '{name}'.", KEEP_APART
+                )
 
     def _check_sum(self, examples: Examples, parts: Sequence[Part]) -> None:
         """Require that the rows' gradients add up to autograd's gradient of the summed loss."""
@@ -598,48 +587,6 @@ def _with_rows(features: Tensor, examples: Sequence[Tensor]) -> Tensor:
     return torch.cat([*examples, features[len(examples) :]])
 
 
-def _check_apart(module: nn.Module, left: _Pass, right: _Pass, rows: slice) -> None:
-    """Require the same layers in the same shapes, and the same output for ``rows``, which are equal in both batches."""
-    for index, pair in enumerate(zip_longest(left.layers, right.layers)):
-        if pair[0] != pair[1]:
-            # Of two passes, the longer one has the layer that the other skips.
-            raise ModelError(
-                "mixing_layer",
-                f"layer '{max(left.layers, right.layers, key=len)[index][0]}' has another shape, or is skipped, when "
-                "one example of the batch changes, as if the batch were trimmed to its longest text.",
-                _FIX,
-            )
-    if not _same(left.output[rows], right.output[rows]):
-        raise _moved(module, left.features, right.features, rows)
-
-
-def _moved(module: nn.Module, left: Tensor, right: Tensor, rows: slice) -> ModelError:
-    """Return the error for equal rows with other outputs: the first layer that shows it, by computing once more."""
-    outputs: tuple[list[Tensor], ...] = ([], [], [])
-    passes = [_forward(module, *each) for each in zip((left, left, right), outputs, strict=True)]
-    name = passes[0].layers[-1][0]
-    for (layer, _), first, again, other in zip(passes[0].layers, *outputs, strict=False):
-        if not _same(first, again):
-            return _random_layer(layer)
-        # An inner tensor may have another first extent than the batch.
-        if first.shape[:1] == left.shape[:1] == other.shape[:1] and not _same(first[rows], other[rows]):
-            name = layer
-            break
-    return ModelError(
-        "mixing_layer",
-        f"layer '{name}' mixes the examples of a batch, so one example changes another's gradient.",
-        _FIX,
-    )
-
-
-def _random_layer(name: str) -> ModelError:
-    return ModelError(
-        "random_layer",
-        f"layer '{name}' draws random numbers outside the run's keyed streams, so a step could not be repeated.",
-        "Take the randomness out of the forward pass.",
-    )
-
-
 def _backward_of_rows(module: nn.Module, output: Tensor) -> None:
     """Run a backward pass whose gradients depend on the rows from its start, as those of a loss do."""
     trained = tuple(tensor for tensor in module.parameters() if tensor.requires_grad)
@@ -662,7 +609,7 @@ def _check_reads(module: nn.Module, features: Tensor) -> None:
         if values.found is not None and not where:
             where.append(name)
 
-    with _layers_watched(module, leave), values.watching():
+    with layers_watched(module, leave), values.watching():
         output = module(features)
         if module.training and values.found is None:
             _backward_of_rows(module, output)
@@ -703,60 +650,6 @@ def _sum(part: Part, count: int, like: Tensor) -> Tensor:
     return total.view(like.shape)
 
 
-@contextmanager
-def _layers_watched(
-    module: nn.Module, leave: Callable[[str, object], None], enter: Callable[[], None] = lambda: None
-) -> Iterator[None]:
-    """Call ``enter`` before each layer of ``module``, and ``leave`` with name and output after it, inner ones first."""
-    names = {layer: name or "model" for name, layer in module.named_modules()}
-    with ExitStack() as hooks:
-        for each in names:
-            hooks.enter_context(each.register_forward_pre_hook(lambda *_: enter()))
-            hooks.enter_context(each.register_forward_hook(lambda layer, _, output: leave(names[layer], output)))
-        yield
-
-
-def _forward(module: nn.Module, features: Tensor, outputs: list[Tensor] | None = None, *, graph: bool = False) -> _Pass:
-    """Run the model.
-
-    Args:
-        outputs: gets a copy of every layer's output. Only an error needs them, and to copy them takes as long as to
-            compute them.
-        graph: whether the output keeps autograd's graph.
-
-    Raises:
-        ModelError: ``random_layer`` if torch's generator is drawn from; ``model_input``.
-    """
-    layers: list[tuple[str, torch.Size]] = []
-    entered, drew = list[bytes](), list[str]()
-
-    def leave(name: str, output: object) -> None:
-        if entered.pop() != _generators(features.device):
-            drew.append(name)
-        if isinstance(output, Tensor):
-            layers.append((name, output.shape))
-            if outputs is not None:
-                outputs.append(output.detach().clone())
-
-    with _layers_watched(module, leave, lambda: entered.append(_generators(features.device))):
-        output = module(features)
-    if drew:
-        raise _random_layer(drew[0])
-    if not isinstance(output, Tensor) or output.shape[:1] != features.shape[:1]:
-        raise ModelError(
-            "model_input",
-            "the model's output is not one tensor with a row per example.",
-            "Let its forward return one. Several heads are its columns, torch.cat([one, two], 1), with a list as loss.",
-        )
-    return _Pass(features, layers, output if graph else output.detach())
-
-
-def _generators(device: torch.device) -> bytes:
-    """Return the states of the generators that a forward pass on ``device`` may draw from."""
-    state = torch.get_rng_state().numpy().tobytes()
-    return state + torch.cuda.get_rng_state(device).numpy().tobytes() if device.type == "cuda" else state
-
-
 def _tolerance_of_gradients(module: nn.Module, wholes: Iterable[Tensor | None]) -> _Tolerance:
     """Return how far a sum of rows may be from autograd's gradient, given those of all parameters.
 
@@ -782,12 +675,6 @@ def _pieces(values: Tensor) -> Iterator[Tensor]:
     """Yield the values as finite float64, in pieces: whole copies of an embedding would be larger than its model."""
     if values.numel():
         yield from (piece.double().nan_to_num() for piece in torch.split(values.reshape(-1), _COMPARED))
-
-
-def _same(left: Tensor, right: Tensor) -> bool:
-    if left.shape != right.shape:
-        return False
-    return torch.equal(left, right) or torch.equal(left.nan_to_num(), right.nan_to_num())
 
 
 @contextmanager

@@ -440,9 +440,11 @@ def test_a_micro_batch_is_computed_few_times(monkeypatch: pytest.MonkeyPatch) ->
     """Once ordinary, once filled with each of ten ids, two rows alone; and with gradients ordinary, mixed, of other
     lengths, and with one other row."""
     counts: list[int] = []
-    forward = model_checks._forward
+    forward = model_checks.watched_pass
     monkeypatch.setattr(
-        model_checks, "_forward", lambda module, rows, **more: counts.append(len(rows)) or forward(module, rows, **more)
+        model_checks,
+        "watched_pass",
+        lambda module, rows, **more: counts.append(len(rows)) or forward(module, rows, **more),
     )
     module = nn.Sequential(nn.Embedding(11, 5), nn.Flatten(), nn.Linear(45, 3))
     check_rows(module, TEXTS, cross_entropy, [mechanism(193, micro_batch_size=12)], vocabulary=11)
