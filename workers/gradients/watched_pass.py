@@ -137,7 +137,7 @@ def _moved(module: nn.Module, left: Tensor, right: Tensor, rows: slice) -> Model
 
 
 def same_values(left: Tensor, right: Tensor) -> bool:
-    """Return whether two tensors have one shape and equal numbers, where each NaN and infinity counts as its like."""
+    """Return whether two tensors have one shape and equal numbers; a NaN counts as zero, an infinity as the largest."""
     if left.shape != right.shape:
         return False
     return torch.equal(left, right) or torch.equal(left.nan_to_num(), right.nan_to_num())
