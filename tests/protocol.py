@@ -42,7 +42,7 @@ from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.membership.members import Departure, Timer
 from raycloak.coordinator.planning.listed_code import listed_code
 from raycloak.coordinator.planning.manifest import build_computation, build_manifest, epochs, run_terms
-from raycloak.coordinator.planning.model_source import compute_mode, loss_spec, model_source
+from raycloak.coordinator.planning.model_source import compute_mode, loss_spec, micro_batch_bytes, model_source
 from raycloak.coordinator.planning.plan import keys_per_machine, make_plan, plan_mechanism
 from raycloak.coordinator.planning.references import descriptor, evaluation_folder, sealed_terms
 from raycloak.coordinator.record.folder import RunFolder, RunRecord
@@ -134,6 +134,7 @@ def worker_setup(settings: RunConfig, home: Path, data: Arrays | None = None) ->
         device="cpu",
         allow_nondeterministic=settings.allow_nondeterministic,
         evaluation=evaluation_folder(settings),
+        micro_batch_bytes=micro_batch_bytes(settings),
         threads=settings.threads_per_worker,
         mode=compute_mode(settings),
     )

@@ -259,13 +259,14 @@ class SealedSplit:
 
 
 def open_split(
-    folder: Path, loss: str, training: DatasetForm, runtime: ModelRuntime, vocabulary: int | None
+    folder: Path, loss: str, training: DatasetForm, runtime: ModelRuntime, vocabulary: int | None, most_bytes: int
 ) -> SealedSplit:
     """Open the header of a sealed split, and take a twin of the model to score it with.
 
     Args:
         loss: name of the run's loss, which decides what is scored.
         training, vocabulary: of the data that the model was checked on.
+        most_bytes: that one micro-batch may take.
 
     Raises:
         ConfigError: ``sealed_data``.
@@ -275,7 +276,7 @@ def open_split(
     check_evaluation_form(dataset_form(dataset), training)
     # The training model cannot serve: it stays in train mode.
     module = runtime.twin().eval()
-    rows = scored_rows(module, training, runtime.loss_fn, vocabulary)
+    rows = scored_rows(module, training, runtime.loss_fn, vocabulary, most_bytes)
     scorer = Scorer(module, runtime.loss_fn, metric_of(loss), rows, runtime.device, runtime.deterministic)
     return SealedSplit(dataset, scorer)
 

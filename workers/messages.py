@@ -27,6 +27,7 @@ class WorkerSetup(Message):
         device: ``cpu`` or ``cuda``.
         gpus: number of GPUs that each worker is given; below 1, the share of one. It counts on ``cuda`` alone.
         allow_nondeterministic: whether operations without a deterministic kernel may run; the run is then NOT EXACT.
+        micro_batch_bytes: memory that one micro-batch may take; None for what ``device`` spares.
         threads: per worker; part of the numerics class.
         mode: how the model is computed; part of the numerics class.
         evaluation: folder of a sealed evaluation split, if the workers are to measure on one.
@@ -44,6 +45,7 @@ class WorkerSetup(Message):
     device: str
     gpus: float = Field(default=1.0, gt=0, exclude_if=lambda gpus: gpus == 1)
     allow_nondeterministic: bool = False
+    micro_batch_bytes: int | None = Field(default=None, gt=0)
     evaluation: str | None = None
     contents: tuple[TensorContent, ...] | None = None
     threads: int = 1

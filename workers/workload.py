@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 
 from raycloak.attestation.core.canonical import digest
 from raycloak.attestation.core.messages import checked
@@ -17,12 +18,12 @@ from raycloak.metrics.errors import ProtocolError, RefusedError
 from raycloak.workers.device.words import words_on
 from raycloak.workers.evaluation import open_split
 from raycloak.workers.gradients.clipping import GradientEngine
-from raycloak.workers.gradients.gpus import take_gpu
+from raycloak.workers.gradients.gpus import spare_bytes, take_gpu
 from raycloak.workers.gradients.model_checks import check_briefly, check_released, check_rows, check_trainable
 from raycloak.workers.gradients.numerics import current_numerics, pin_numerics, slow_products
 from raycloak.workers.gradients.products import check_products
 from raycloak.workers.gradients.row_loss import RowLoss
-from raycloak.workers.gradients.row_memory import largest_rows
+from raycloak.workers.gradients.row_memory import MICRO_BATCH_BYTES, largest_rows
 from raycloak.workers.gradients.spare_rows import CANDIDATES, spare_rows
 from raycloak.workers.gradients.sum_engines import check_measurable, measurement_engine
 from raycloak.workers.inputs.datasets import Dataset, dataset_form
@@ -36,6 +37,7 @@ from raycloak.workers.models.fed_by_name import fed_by_name
 from raycloak.workers.models.models import (
     ModelRuntime,
     build_noted,
+    held_bytes,
     load_flat,
     loss_function,
     read_flat,
@@ -123,7 +125,8 @@ class Workload:
         classes = setup.dataset.classes
         check_classes(self.module, setup.loss.name, self.dataset, classes, self.vocabulary, deterministic)
         # Before the parameters are copied: it takes as much memory as a step.
-        rows = largest_rows(self.module, self.form, loss_fn, deterministic, self.vocabulary, setup.device)
+        most = _micro_batch_bytes(setup, self.module)
+        rows = largest_rows(self.module, self.form, loss_fn, deterministic, self.vocabulary, setup.device, most)
         tensors = trainable_tensors(self.module)
         computed = {"model_libraries": libraries(self.module), **asdict(setup.mode)}
         self.facts = WorkerFacts(
@@ -142,9 +145,17 @@ class Workload:
             model_notes=(*notes, *slow_products(self.module, setup.device, torch.backends.cpu.get_cpu_capability())),
         )
         folder = None if setup.evaluation is None else Path(setup.base) / setup.evaluation
-        of_run = setup.loss.name, self.form, self.runtime, self.vocabulary
+        of_run = setup.loss.name, self.form, self.runtime, self.vocabulary, most
         self.split = None if folder is None else open_split(folder, *of_run)
         self.evaluation_slices: Slices = Slices() if self.split is None else self.split.dataset
+
+
+def _micro_batch_bytes(setup: WorkerSetup, module: nn.Module) -> int:
+    """Return the memory that one micro-batch may take, in bytes."""
+    if setup.micro_batch_bytes is not None:
+        return setup.micro_batch_bytes
+    usual = MICRO_BATCH_BYTES[setup.device]
+    return min(usual, spare_bytes(setup.gpus, held_bytes(module))) if setup.device == "cuda" else usual
 
 
 class PlannedWorkload:

@@ -52,6 +52,7 @@ KEPT = {
     "allow_nondeterministic",
     "epoch_steps",
     "failure",
+    "micro_batch_bytes",
     "micro_batch_size",
     "min_workers",
     "num_workers",

@@ -56,6 +56,12 @@ ModelField = (
     | None
 )
 
+# For the same reason: a number that is wrong is told without the word that it is not.
+BytesField = Annotated[
+    Annotated[Literal["auto"], Tag("auto")] | Annotated[int, Field(gt=0), Tag("bytes")],
+    Discriminator(lambda given: "auto" if given == "auto" else "bytes"),
+]
+
 
 class RunConfig(Section):
     """A training run.
@@ -70,6 +76,8 @@ class RunConfig(Section):
             if absent.
         batch_size_per_worker, expected_batch_size: the public batch size, one of the two.
         micro_batch_size: most physical rows per forward pass; if absent, as many as memory holds.
+        micro_batch_bytes: memory that one micro-batch may take beside the model, in bytes; ``auto`` is 1 GiB on a CPU,
+            and on a GPU 16 GiB, or half of what the model leaves of the worker's share if that is less.
         steps, epochs: planned steps, or average passes over the data; at most one of the two, 200 steps by default.
         model: ``module:function`` that returns a ``torch.nn.Module``, or a Hugging Face model by configuration; a
             Trainer may be given a callable instead.
@@ -105,6 +113,7 @@ class RunConfig(Section):
     batch_size_per_worker: int | None = Field(default=None, gt=0)
     expected_batch_size: float | None = Field(default=None, gt=0)
     micro_batch_size: int | None = Field(default=None, gt=0)
+    micro_batch_bytes: BytesField = "auto"
     steps: int | None = Field(default=None, gt=0, le=2**31)
     epochs: float | None = Field(default=None, gt=0, le=2**20)
     model: ModelField = None
@@ -169,6 +178,8 @@ class RunConfig(Section):
     def _consistent(self) -> Self:
         if (self.batch_size_per_worker is None) == (self.expected_batch_size is None):
             raise ValueError("give exactly one of batch_size_per_worker and expected_batch_size")
+        if self.micro_batch_size is not None and self.micro_batch_bytes != "auto":
+            raise ValueError("give micro_batch_size, which takes no measurement, or micro_batch_bytes, not both")
         if self.steps is not None and self.epochs is not None:
             raise ValueError("give steps or epochs, not both")
         if self.virtual_workers is not None and self.virtual_workers < self.num_workers:

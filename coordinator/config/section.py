@@ -89,13 +89,20 @@ _USUAL_NAMES = {
 
 
 ALTERNATIVES = frozenset(
-    {("model", "hub"), ("model", "function"), ("loss", "named"), ("loss", "with_settings"), ("loss", "several")}
+    {
+        ("model", "hub"),
+        ("model", "function"),
+        ("loss", "named"),
+        ("loss", "with_settings"),
+        ("loss", "several"),
+        ("micro_batch_bytes", "bytes"),
+    }
 )
 """Fields with alternatives and the tags of these: pydantic also tells which one it tried."""
 
 
 def _field_of(place: tuple[int | str, ...]) -> str:
-    # Of alternatives for a model, pydantic also tells which one was tried.
+    # Of alternatives for a field, pydantic also tells which one was tried.
     return ".".join(str(part) for part in place if (place[0], part) not in ALTERNATIVES)
 
 

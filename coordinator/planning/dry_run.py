@@ -21,7 +21,7 @@ from raycloak.coordinator.planning.cross_check import checked
 from raycloak.coordinator.planning.data_check import recorded_check
 from raycloak.coordinator.planning.first_look import first_look
 from raycloak.coordinator.planning.manifest import optimizer_spec
-from raycloak.coordinator.planning.model_source import compute_mode, loss_spec, model_source
+from raycloak.coordinator.planning.model_source import compute_mode, loss_spec, micro_batch_bytes, model_source
 from raycloak.coordinator.planning.outlook import with_account
 from raycloak.coordinator.planning.own_metrics import own_metrics, try_metrics
 from raycloak.coordinator.planning.payer import (
@@ -53,6 +53,7 @@ from raycloak.workers.models.fed_by_name import fed_by_name
 from raycloak.workers.models.models import (
     LossFn,
     build_noted,
+    held_bytes,
     loss_function,
     parameter_count,
     trainable_tensors,
@@ -173,7 +174,8 @@ def _facts_of(config: RunConfig, config_dir: Path) -> _Facts:
         with opened.naming_features(form):
             check_trainable(model, form, loss, deterministic, vocabulary)
         check_classes(model, config.loss_name, opened.examples, data.classes, vocabulary, deterministic)
-        rows = largest_rows(model, form, loss, deterministic, vocabulary, _device(config))
+        of_device = _device(config), micro_batch_bytes(config)
+        rows = largest_rows(model, form, loss, deterministic, vocabulary, *of_device)
     return _Facts(
         opened=opened,
         model=model,
@@ -196,7 +198,7 @@ def _slow_products(model: nn.Module, config: RunConfig) -> tuple[str, ...]:
 
 def _is_left_to_workers(model: nn.Module) -> bool:
     """Return whether a plan does not run the model: its worker's machine is made for it, and this one may not be."""
-    return sum(each.nbytes for each in (*model.parameters(), *model.buffers())) > LARGEST_RUN
+    return held_bytes(model) > LARGEST_RUN
 
 
 def _left_to_workers(rows: int) -> str:

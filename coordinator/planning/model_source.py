@@ -25,6 +25,11 @@ def compute_mode(config: RunConfig) -> ComputeMode:
     return ComputeMode(config.precision, config.gradient_checkpointing)
 
 
+def micro_batch_bytes(config: RunConfig) -> int | None:
+    """Return the memory that one micro-batch may take, in bytes; None for what its device spares."""
+    return None if config.micro_batch_bytes == "auto" else config.micro_batch_bytes
+
+
 def loss_spec(loss: str | LossConfig | list[LossConfig]) -> LossSpec:
     """Return the loss of a run with all its settings."""
     if isinstance(loss, str):

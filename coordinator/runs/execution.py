@@ -39,7 +39,7 @@ from raycloak.coordinator.ledger.ledger import PrivacyLedger
 from raycloak.coordinator.membership.members import Departure
 from raycloak.coordinator.planning.key_files import require_none_in_job
 from raycloak.coordinator.planning.listed_code import listed_code
-from raycloak.coordinator.planning.model_source import compute_mode, loss_spec
+from raycloak.coordinator.planning.model_source import compute_mode, loss_spec, micro_batch_bytes
 from raycloak.coordinator.planning.own_metrics import Metric
 from raycloak.coordinator.planning.payer import data_name
 from raycloak.coordinator.planning.references import descriptor, evaluation_folder
@@ -425,6 +425,7 @@ class Execution:
             device="cuda" if self._gpus else "cpu",
             gpus=self._gpus or 1.0,
             allow_nondeterministic=self.config.allow_nondeterministic,
+            micro_batch_bytes=micro_batch_bytes(self.config),
             threads=self.config.threads_per_worker,
             mode=compute_mode(self.config),
             evaluation=evaluation_folder(self.config) if assignment.charges else None,

@@ -161,6 +161,8 @@ def _recorded_shape(order: Order) -> RunConfig:
     shape = {
         "virtual_workers": config.virtual_workers or computation.mechanism.virtual_workers,
         "micro_batch_size": config.micro_batch_size or computation.largest_rows,
+        # What it gave are the rows on record.
+        "micro_batch_bytes": "auto",
     }
     # Parsed again, because there may now be more workers than virtual ones.
     return parse_config(config.model_dump(mode="json") | shape)

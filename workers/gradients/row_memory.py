@@ -26,11 +26,12 @@ from raycloak.workers.inputs.datasets import DatasetForm
 from raycloak.workers.models.models import LossFn, device_of, read_flat, twin_of
 from raycloak.workers.terms.mechanism import Mechanism
 
-MICRO_BATCH_BYTES = 2**30
-"""Memory that one micro-batch may take. A worker on a small machine has that much; more rows gain little speed."""
+MICRO_BATCH_BYTES = {"cpu": 2**30, "cuda": 2**34}
+"""Memory that one micro-batch may take where nobody says how much. A worker on a small machine has 1 GiB, and more rows
+gain a CPU little speed. A GPU is filled by larger products only."""
 
-ROWS_BYTES = {"cpu": 2**27, "cuda": MICRO_BATCH_BYTES}
-"""Memory that the rows of it may take. Rows that no CPU cache holds are slower there. MNIST's CNN took 0.16 ms a row
+CACHED_BYTES = 2**27
+"""Memory that the rows of it may take on a CPU: those that no cache holds are slower. MNIST's CNN took 0.16 ms a row
 below 70 MiB and 0.22 ms at 140; a GPT-2 adapter took 25 ms a row at 62 MiB and 33 ms at 250."""
 
 FEWEST_ROWS, MOST_ROWS = 4, 4096
@@ -50,30 +51,39 @@ def largest_rows(
     deterministic: bool = True,
     vocabulary: int | None = None,
     device: str = "cpu",
+    most_bytes: int | None = None,
 ) -> int:
-    """Return the rows of the largest micro-batch within both bounds, a power of two; ``module`` is kept.
+    """Return the rows of the largest micro-batch that memory holds, a power of two; ``module`` is kept.
 
     A power of two, because a byte more or less must not change the shape of a run.
 
     Args:
         deterministic, vocabulary: as of `raycloak.workers.gradients.model_checks.check_trainable`, which must have
             passed the model.
-        device: ``cpu`` or ``cuda``, where the run computes: it has bounds of its own. The measurement is made where
-            ``module`` is.
+        device: ``cpu`` or ``cuda``, where the run computes. The measurement is made where ``module`` is, and so with
+            the blocks that sums are cut into there.
+        most_bytes: that one micro-batch may take; as ``device`` has them by default.
     """
     few, more = (_peak_bytes(module, form, loss_fn, rows, deterministic, vocabulary) for rows in _TRIED)
     row = max(1, -(-(more - few) // (_TRIED[1] - _TRIED[0])))
     fixed = max(0, few - _TRIED[0] * row)
-    rows = MOST_ROWS
-    while rows > FEWEST_ROWS and (rows * row > ROWS_BYTES[device] or fixed + rows * row > MICRO_BATCH_BYTES):
+    most, rows = most_bytes or MICRO_BATCH_BYTES[device], MOST_ROWS
+    cached = CACHED_BYTES if device == "cpu" else most
+    while rows > FEWEST_ROWS and (rows * row > cached or fixed + rows * row > most):
         rows //= 2
     return rows
 
 
-def scored_rows(module: nn.Module, form: DatasetForm, loss_fn: LossFn, vocabulary: int | None = None) -> int:
+def scored_rows(
+    module: nn.Module,
+    form: DatasetForm,
+    loss_fn: LossFn,
+    vocabulary: int | None = None,
+    most_bytes: int | None = None,
+) -> int:
     """Return how many rows to score at once, a power of two: as many as a micro-batch's memory holds, at most 256.
 
-    Args as :func:`largest_rows`. As many on every worker, since a kernel may round by their number.
+    Args as of :func:`largest_rows`. As many on every worker, since a kernel may round by their number.
     """
     probes, loss = Probes(form, vocabulary or 2, device=device_of(module)), RowLoss.of(loss_fn)
     peaks = list[int]()
@@ -84,8 +94,8 @@ def scored_rows(module: nn.Module, form: DatasetForm, loss_fn: LossFn, vocabular
             held = chain(module.parameters(), module.buffers())
             peaks.append(_peak(lambda batch=batch: loss(module(batch.features), batch.labels), held))  # type: ignore[misc]
     row = max(1, -(-(peaks[1] - peaks[0]) // (_TRIED[1] - _TRIED[0])))
-    rows = MOST_SCORED
-    while rows > 1 and rows * row > MICRO_BATCH_BYTES:
+    most, rows = most_bytes or MICRO_BATCH_BYTES[device_of(module).type], MOST_SCORED
+    while rows > 1 and rows * row > most:
         rows //= 2
     return rows
 

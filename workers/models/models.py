@@ -338,6 +338,11 @@ def device_of(module: nn.Module) -> torch.device:
     return next((tensor.device for tensor in module.parameters()), torch.device("cpu"))
 
 
+def held_bytes(module: nn.Module) -> int:
+    """Return the bytes of all parameters and buffers."""
+    return sum(each.nbytes for each in (*module.parameters(), *module.buffers()))
+
+
 def twin_of(module: nn.Module) -> nn.Module:
     """Return a copy of ``module`` that shares its frozen parameters, which nobody changes: a base may be all memory."""
     return copy.deepcopy(module, {id(each): each for each in module.parameters() if not each.requires_grad})

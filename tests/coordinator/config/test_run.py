@@ -103,6 +103,9 @@ def test_the_good_configuration_is_accepted():
         ("steps", 0, "steps"),
         ("optimizer.momentum", 1.0, "optimizer.momentum"),
         ("ring.bits", 24, "ring.bits"),
+        ("micro_batch_bytes", 0, "micro_batch_bytes: Input should be greater than 0"),
+        ("micro_batch_bytes", "2GiB", "micro_batch_bytes: Input should be a valid integer"),
+        ("micro_batch_bytes", True, "micro_batch_bytes: true is not a valid value here"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_by_name(field: str, value: Any, named: str):
@@ -172,6 +175,12 @@ def test_every_wrong_field_is_named_at_once():
     with pytest.raises(ConfigError) as refusal:
         parse_config(with_field("dp_config.target_delta", 2) | {"steps": -1, "typo": 1})
     assert all(name in refusal.value.message for name in ("dp_config.target_delta", "steps", "typo"))
+
+
+def test_the_rows_of_a_micro_batch_and_its_memory_exclude_each_other():
+    assert parse_config(with_field("micro_batch_bytes", 2**28)).micro_batch_bytes == 2**28
+    with pytest.raises(ConfigError, match="micro_batch_size, which takes no measurement, or micro_batch_bytes"):
+        parse_config(with_field("micro_batch_bytes", 2**28) | {"micro_batch_size": 4})
 
 
 def test_overrides_are_yaml_and_dotted():

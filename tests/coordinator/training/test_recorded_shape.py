@@ -40,6 +40,13 @@ def test_a_resume_plans_the_recorded_shape_whatever_it_measures_and_however_many
     assert plan_mechanism(parse_config(RAW | {"num_workers": 3}), 1437, 4810, largest_rows=4096) != first
 
 
+def test_a_resume_takes_the_recorded_rows_in_the_place_of_their_memory():
+    """A later version may measure other rows in the same memory."""
+    first = plan_mechanism(parse_config(RAW | {"micro_batch_bytes": 2**28}), 1437, 4810, largest_rows=16)
+    resumed = _recorded_shape(order(first, 16, micro_batch_bytes=2**28))
+    assert plan_mechanism(resumed, 1437, 4810, largest_rows=4096) == first
+
+
 def test_a_new_run_keeps_its_configuration():
     asked = order(None, 0)
     assert _recorded_shape(asked) is asked.config

@@ -13,12 +13,21 @@ import torch
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.gradients import gpus
 from raycloak.workers.gradients.environment import worker_environment
-from raycloak.workers.gradients.gpus import VisibleGpu, check_visible, cublas_version, take_gpu, used_gpus
+from raycloak.workers.gradients.gpus import (
+    VisibleGpu,
+    check_visible,
+    cublas_version,
+    spare_bytes,
+    spared,
+    take_gpu,
+    used_gpus,
+)
 from raycloak.workers.gradients.numerics import current_numerics, pin_numerics
 from raycloak.workers.terms.manifest import NumericsClass
 
 H100 = VisibleGpu("NVIDIA H100 80GB HBM3", "5e09d8b2-0000-0000-0000-000000000000")
 PART = VisibleGpu("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "5e09d8b2-0000-0000-0000-000000000001")
+MEMORY = 80 * 2**30
 LIBRARY = "int cublasGetProperty(int part, int *value) { *value = 10 * (part + 1); return %d; }"
 
 
@@ -35,6 +44,7 @@ class Cuda:
             "device_count",
             "get_device_properties",
             "set_per_process_memory_fraction",
+            "mem_get_info",
         ):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
         return self
@@ -50,7 +60,12 @@ class Cuda:
 
     def get_device_properties(self, device: Any) -> SimpleNamespace:
         found = self.seen[0 if isinstance(device, torch.device) else device]
-        return SimpleNamespace(name=found.name, uuid=found.uuid, major=9, minor=0, multi_processor_count=132)
+        return SimpleNamespace(
+            name=found.name, uuid=found.uuid, major=9, minor=0, multi_processor_count=132, total_memory=MEMORY
+        )
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        raise AssertionError("what is free depends on who else is there")
 
     def set_per_process_memory_fraction(self, share: float) -> None:
         self.share = share
@@ -84,6 +99,16 @@ def test_a_worker_sees_the_gpu_that_it_was_given_whole_and_no_other(
         take_gpu(given)
     assert (refused.value.code, bool(refused.value.remedy)) == (code, True)
     assert cuda.share == 1.0
+
+
+def test_guarantee_workers_on_one_gpu_spare_the_same_memory_whatever_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    Cuda(H100).put(monkeypatch)
+    assert spare_bytes(0.5, 16 * 2**30) == spare_bytes(0.5, 16 * 2**30) == 12 * 2**30
+    assert spare_bytes(1.0, 16 * 2**30) == 32 * 2**30
+    # Further GPUs hold other parts of a model.
+    assert spare_bytes(2.0, 0) == spare_bytes(1.0, 0)
+    # A model that does not fit is found by its checks.
+    assert spared(8 * 2**30, 1.0, 16 * 2**30) == 1
 
 
 def test_the_variable_that_shows_a_worker_every_gpu_is_named() -> None:

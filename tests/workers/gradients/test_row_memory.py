@@ -41,7 +41,7 @@ def loss(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_row_that_takes_more_memory_leaves_room_for_fewer(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(row_memory, "MICRO_BATCH_BYTES", 2**26)
+    monkeypatch.setitem(row_memory.MICRO_BATCH_BYTES, "cpu", 2**26)
     narrow, wider = rows_of(wide(2**13)), rows_of(wide(2**16))
     assert 4 * wider <= narrow <= 16 * wider
     assert narrow < MOST_ROWS
@@ -59,7 +59,7 @@ def test_the_measured_peak_counts_what_is_alive_at_once():
 def test_a_frozen_base_takes_no_room_from_rows(monkeypatch: pytest.MonkeyPatch):
     """Its 4 MiB are those of 4096 rows of its output, however many rows there are."""
     base = nn.Linear(1024, 1024).requires_grad_(False)
-    monkeypatch.setattr(row_memory, "MICRO_BATCH_BYTES", 2**22)
+    monkeypatch.setitem(row_memory.MICRO_BATCH_BYTES, "cpu", 2**22)
     rows = largest_rows(nn.Sequential(base, nn.Tanh(), nn.Linear(1024, 2)), form(1024), loss)
     assert rows >= 16 * FEWEST_ROWS
 
@@ -84,22 +84,38 @@ def test_the_number_of_rows_is_the_same_each_time_and_leaves_the_model_alone():
 def test_the_rows_are_a_power_of_two_and_never_below_four(monkeypatch: pytest.MonkeyPatch):
     assert rows_of(nn.Linear(4, 2)) == MOST_ROWS
     for budget in (2**20, 2**23, 2**25):
-        monkeypatch.setattr(row_memory, "MICRO_BATCH_BYTES", budget)
+        monkeypatch.setitem(row_memory.MICRO_BATCH_BYTES, "cpu", budget)
         rows = rows_of(wide(2**14))
         assert rows & (rows - 1) == 0
         assert rows >= FEWEST_ROWS
-    monkeypatch.setattr(row_memory, "MICRO_BATCH_BYTES", 1)
+    monkeypatch.setitem(row_memory.MICRO_BATCH_BYTES, "cpu", 1)
     assert rows_of(wide(2**14)) == FEWEST_ROWS
 
 
-def test_a_cpu_gets_fewer_rows_than_a_gpu_where_its_caches_would_not_hold_them():
-    on = {device: largest_rows(wide(2**14), form(4), loss, device=device) for device in ("cpu", "cuda")}
-    assert on["cuda"] == 8 * on["cpu"]
+def test_a_gpu_spares_sixteen_times_a_cpus_memory_and_a_cpus_caches_hold_an_eighth_of_that():
+    module = wide(2**18)
+    on = {device: largest_rows(module, form(4), loss, device=device) for device in ("cpu", "cuda")}
+    assert MOST_ROWS > on["cuda"] == 128 * on["cpu"]
+
+
+def test_the_memory_that_is_given_bounds_a_micro_batch_and_what_is_scored_on_either_device():
+    """On a CPU the caches bound it as well."""
+    module = wide(2**14)
+    rows = {
+        (device, given): largest_rows(module, form(4), loss, device=device, most_bytes=given)
+        for device in ("cpu", "cuda")
+        for given in (2**25, 2**27, 2**30)
+    }
+    assert rows["cuda", 2**30] == 8 * rows["cuda", 2**27] == 32 * rows["cuda", 2**25]
+    assert [rows["cpu", given] for given in (2**25, 2**27)] == [rows["cuda", given] for given in (2**25, 2**27)]
+    assert rows["cpu", 2**30] <= 2 * rows["cpu", 2**27]
+    scored = [scored_rows(module, form(4), loss, most_bytes=given) for given in (2**21, 2**23)]
+    assert scored[1] == 4 * scored[0]
 
 
 def test_fewer_rows_are_scored_at_once_where_an_output_takes_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     # A small bound, so that no row is large.
-    monkeypatch.setattr(row_memory, "MICRO_BATCH_BYTES", 2**22)
+    monkeypatch.setitem(row_memory.MICRO_BATCH_BYTES, "cpu", 2**22)
     found = [scored_rows(wide(width), form(4), loss) for width in (4, 2**12, 2**14, 2**18)]
     assert found == sorted(found, reverse=True)
     assert found[0] == MOST_SCORED

@@ -250,7 +250,7 @@ def test_a_frozen_base_larger_than_a_micro_batch_leaves_room_for_its_rows(name, 
     form = FORM.model_copy(update={"feature_shape": (2,), "label_shape": () if name == "bert" else (2,)})
     loss = cross_entropy if name == "bert" else token_cross_entropy
     base = [(tensor, tensor.data_ptr(), tensor.clone()) for tensor in model.parameters()]
-    monkeypatch.setattr(row_memory, "MICRO_BATCH_BYTES", 2**21)
+    monkeypatch.setitem(row_memory.MICRO_BATCH_BYTES, "cpu", 2**21)
     assert sum(tensor.nbytes for tensor in model.parameters() if not tensor.requires_grad) > 2**21
     rows = largest_rows(model, form, loss, True, check_text(model, form, "mse", None, None))
     assert rows >= 2 * row_memory.FEWEST_ROWS
