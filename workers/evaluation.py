@@ -31,6 +31,7 @@ from raycloak.metrics.errors import DatasetError, ProtocolError
 from raycloak.workers.gradients.gradient_parts import named_operations
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.row_memory import scored_rows
+from raycloak.workers.gradients.vocabulary_loss import ModelLosses
 from raycloak.workers.inputs.datasets import Dataset, DatasetForm, dataset_form, slice_ids
 from raycloak.workers.inputs.sealed import SealedDataset
 from raycloak.workers.models.losses import predicted, share_predicted
@@ -90,6 +91,7 @@ class Scorer:
         self._device = torch.device(device)
         self._module = module.to(self._device).eval()
         self._loss = RowLoss.of(loss_fn)
+        self._losses = ModelLosses(self._module, self._loss)
         self._metric, self._rows = metric, rows
         self._deterministic = deterministic
 
@@ -121,6 +123,9 @@ class Scorer:
             for start in range(0, len(ids), self._rows):
                 batch = dataset.batch(ids[start : start + self._rows])
                 features, labels = (torch.tensor(part, device=self._device) for part in batch)
+                if self._metric == "loss" and each is None:
+                    total += float(self._losses(features, labels).double().sum())
+                    continue
                 output: Tensor = self._module(features)
                 if each is not None:
                     each(output, labels)

@@ -22,6 +22,7 @@ from raycloak.workers.gradients.numerics import exact_sums
 from raycloak.workers.gradients.parts import ROW_BLOCK, Part
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.row_places import SilentRows, moved_rows
+from raycloak.workers.gradients.vocabulary_loss import HeadPart
 from raycloak.workers.inputs.datasets import Batch, Dataset
 from raycloak.workers.inputs.rows import in_turn
 from raycloak.workers.models.models import LossFn, load_flat, trainable_tensors
@@ -85,18 +86,29 @@ class ClippedSum:
         self._rows += len(valid)
         require_bound(self._rows <= MAX_ROWS, "a sum has at most 2^17 rows")
         with exact_sums():
-            weights = self._weights(parts, valid)
-            for part, target in zip(parts, self._targets, strict=True):
-                part.add(weights, target)
+            squares = torch.zeros(len(valid), dtype=torch.float64, device=valid.device)
+            for part in parts:
+                if not isinstance(part, HeadPart):
+                    squares += part.squares()
+            pairs = list(zip(parts, self._targets, strict=True))
+            heads = [(part, target) for part, target in pairs if isinstance(part, HeadPart)]
+            # The rows of a second one would be measured after those of the first were added.
+            require_bound(len(heads) <= 1, "a model has one head whose rows are formed in turn")
+            for part, target in heads:
+                for row, formed in enumerate(part.in_turn()):
+                    squares[row] += formed.square()
+                    formed.add(self._weights(squares[row], valid[row]), target)
+            weights = self._weights(squares, valid)
+            for part, target in pairs:
+                if not isinstance(part, HeadPart):
+                    part.add(weights, target)
 
     def total(self) -> Tensor:
         """Return the sum, float64 [d], on its device; it is this object's own memory."""
         return self._total
 
-    def _weights(self, parts: Sequence[Part], valid: Tensor) -> Tensor:
-        squares = torch.zeros(len(valid), dtype=torch.float64, device=valid.device)
-        for part in parts:
-            squares += part.squares()
+    def _weights(self, squares: Tensor, valid: Tensor) -> Tensor:
+        """Return the weight of each row whose squared norms and validity are given, float64 like the squares."""
         if self._target is None:
             scale = (squares <= _LARGEST_SQUARE).double()
         else:

@@ -15,6 +15,7 @@ from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.row_places import SilentRows, WeighedRows, silences, weighings
 from raycloak.workers.gradients.settings import held_settings
 from raycloak.workers.gradients.taps import Recording
+from raycloak.workers.gradients.vocabulary_loss import ModelLosses
 from raycloak.workers.models.models import LossFn, content_hash
 
 # Torch's whole first sentence is matched, so no other error's text can pass for the name of an operation.
@@ -56,7 +57,7 @@ class GradientParts:
     def __init__(self, module: nn.Module, loss_fn: LossFn, deterministic: bool = True) -> None:
         self._module = module.train()
         self._trained = [(name, tensor) for name, tensor in module.named_parameters() if tensor.requires_grad]
-        self._loss = RowLoss.of(loss_fn)
+        self._losses = ModelLosses(module, RowLoss.of(loss_fn))
         self._deterministic = deterministic
 
     def __call__(
@@ -143,9 +144,9 @@ class GradientParts:
     ) -> Iterator[tuple[Recording, Tensor]]:
         """Lend the record of a forward pass, and the loss of each row [n]."""
         with self._recording(len(labels), on_shared) as recording:
-            with recording:
+            with recording, self._losses.module_form():
                 output = (forward or self._module)(features)
-            yield recording, self._loss(output, labels)
+            yield recording, self._losses.of(output, labels, recording.head)
 
     @contextmanager
     def _recording(self, count: int, on_shared: Callable[[str, Tensor], None] | None = None) -> Iterator[Recording]:

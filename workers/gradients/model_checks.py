@@ -43,6 +43,7 @@ from raycloak.workers.gradients.probes import Examples, Filling, Probes, odd_ids
 from raycloak.workers.gradients.read_values import ReadValues
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.row_places import moved_rows
+from raycloak.workers.gradients.vocabulary_loss import ModelLosses
 from raycloak.workers.gradients.watched_pass import (
     KEEP_APART,
     WatchedPass,
@@ -292,51 +293,55 @@ class _Checks:
             )
         self._probes = Probes(form, vocabulary or 2, odd_ids(module, vocabulary or 2), device_of(module))
         self._loss = RowLoss.of(loss_fn)
+        self._losses = ModelLosses(module, self._loss)
         # On the module itself: taps keep nothing of a pass in it, and another copy would be all of the model again.
         self._gradients = GradientParts(module, self._loss, deterministic)
 
     def all(self) -> None:
         """Check what :func:`check_trainable` promises."""
-        # Private examples are evaluated in evaluation mode, where a module may mix rows that it keeps apart in
-        # training; see `raycloak.workers.gradients.sum_engines.PrivateEvaluationEngine`.
-        for training in (False, True):
-            self._enter_mode(training)
-            self._check_outputs()
-        # Another distribution at each size. A fault that hides from one shows in the forward pass, which met all of
-        # both.
-        for count, index in zip(_BATCH_SIZES, (0, -1), strict=True):
-            pair = list(self._probes.draws(count))[index]
-            self._check_pair(pair.before, pair.after, summed=index == 0)
-        with torch.no_grad():
-            for tensor in self._module.parameters():
-                if tensor.requires_grad:
-                    tensor.mul_(_GROWN)
-        for training in (False, True):
-            self._enter_mode(training)
-            self._check_fills(_BATCH_SIZES[0], gradients=training)
+        with self._losses.module_form():
+            # Private examples are evaluated in evaluation mode, where a module may mix rows that it keeps apart in
+            # training; see `raycloak.workers.gradients.sum_engines.PrivateEvaluationEngine`.
+            for training in (False, True):
+                self._enter_mode(training)
+                self._check_outputs()
+            # Another distribution at each size. A fault that hides from one shows in the forward pass, which met all of
+            # both.
+            for count, index in zip(_BATCH_SIZES, (0, -1), strict=True):
+                pair = list(self._probes.draws(count))[index]
+                self._check_pair(pair.before, pair.after, summed=index == 0)
+            with torch.no_grad():
+                for tensor in self._module.parameters():
+                    if tensor.requires_grad:
+                        tensor.mul_(_GROWN)
+            for training in (False, True):
+                self._enter_mode(training)
+                self._check_fills(_BATCH_SIZES[0], gradients=training)
 
     def first(self) -> None:
         """Check what :func:`check_briefly` promises."""
-        for training in (False, True):
-            self._enter_mode(training)
-            self._check_draws(_FEWEST)
-        *_, pair = self._probes.draws(_FEWEST)
-        self._check_pair(pair.before, pair.after, summed=True)
+        with self._losses.module_form():
+            for training in (False, True):
+                self._enter_mode(training)
+                self._check_draws(_FEWEST)
+            *_, pair = self._probes.draws(_FEWEST)
+            self._check_pair(pair.before, pair.after, summed=True)
 
     def of_sizes(self, mechanisms: Iterable[Mechanism]) -> None:
         """Check what :func:`check_rows` promises."""
-        for mechanism in mechanisms:
-            if mechanism.query == "class_counts":
-                continue
-            count, gradients = mechanism.micro_batch_size, mechanism.query == "gradient"
-            self._enter_mode(training=gradients)
-            ordinary, look = self._check_fills(count, gradients=gradients, summed=gradients)
-            self._check_alone(ordinary.features, ordinary.output)
-            if look is not None:
-                _, other = self._look(self._probes.pair(look.examples).after, [1], places=False)
-                self._check_gradients(look, other, 1)
-            else:
-                self._check_draws(count)
+        with self._losses.module_form():
+            for mechanism in mechanisms:
+                if mechanism.query == "class_counts":
+                    continue
+                count, gradients = mechanism.micro_batch_size, mechanism.query == "gradient"
+                self._enter_mode(training=gradients)
+                ordinary, look = self._check_fills(count, gradients=gradients, summed=gradients)
+                self._check_alone(ordinary.features, ordinary.output)
+                if look is not None:
+                    _, other = self._look(self._probes.pair(look.examples).after, [1], places=False)
+                    self._check_gradients(look, other, 1)
+                else:
+                    self._check_draws(count)
 
     def _enter_mode(self, training: bool) -> None:
         self._state = KeptState(self._module.train(training), self._loss.loss_fn, copies=True)
@@ -486,13 +491,13 @@ class _Checks:
 
     def _check_loss(self, output: Tensor, labels: Tensor) -> None:
         """Require that the loss of a batch is that of each example alone, for odd labels too, and keeps no state."""
-        whole = self._loss_fn(output, labels)
-        if not _close(whole, self._loss(output, labels), _FLOAT32):
+        losses = self._losses.of
+        if self._losses.read_logits and not _close(self._loss_fn(output, labels), losses(output, labels), _FLOAT32):
             raise _mixing_loss()
         self._state.check()
         for pair in self._probes.odd_labels(labels):
             try:
-                before, after = (self._loss(output, each) for each in pair)
+                before, after = (losses(output, each) for each in pair)
             except Exception as error:
                 if is_out_of_memory(error):
                     raise
@@ -552,7 +557,7 @@ class _Checks:
     def _check_sum(self, examples: Examples, parts: Sequence[Part]) -> None:
         """Require that the rows' gradients add up to autograd's gradient of the summed loss."""
         module = self._module
-        self._loss(module(examples.features), examples.labels).sum().backward()  # type: ignore[no-untyped-call]
+        self._losses.backward_by_logits(examples.features, examples.labels)
         wholes = {name: tensor.grad for name, tensor in module.named_parameters() if tensor.requires_grad}
         module.zero_grad(set_to_none=True)
         tolerance = _tolerance_of_gradients(module, wholes.values())

@@ -25,7 +25,7 @@ from raycloak.workers.terms.manifest import NumericsClass
 _DISPATCH_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "CUBLAS_WORKSPACE_CONFIG")
 
 
-ENGINE = "book-keeping/3"
+ENGINE = "book-keeping/4"
 """The way gradients are computed and added up (docs/proofs/006-clipped-gradients.md): changing it changes last bits."""
 
 

@@ -29,12 +29,12 @@ ROUNDING, UNDERFLOW = 1.01 * 2.0**-24, 1.01 * 2.0**-126
 """A rounding of float32, and a number that it may lose, with 1 % for terms of higher order: the proof needs both."""
 MAX_GRAM_TOKENS, MAX_GRAM_WIDTH = 2**12, 2**16
 """The proof holds for so many tokens and for sides of this length."""
+SUMS = {"cpu": torch.float32, "cuda": torch.float64}
+"""The type in which weighted rows are added up. On a CPU it reads half the memory; a GPU's float64 is as fast."""
 # So many elements at a time: small enough for the cache of a CPU, large enough to fill a GPU.
 _BLOCK = {"cpu": 2**17, "cuda": 2**24}
 # With 4096 columns a block of 64 rows stays in the second cache of a CPU.
 _COLUMNS = {"cpu": 4096, "cuda": 2**18}
-# The type in which weighted rows are added up. On a CPU it reads half the memory; a GPU's float64 is as fast.
-_SUMS = {"cpu": torch.float32, "cuda": torch.float64}
 # The smallest float32 number.
 _SMALLEST = 2.0**-149
 # Below it no float32 sum of a row overflows.
@@ -88,13 +88,13 @@ class DensePart:
 
     def add(self, weights: Tensor, total: Tensor) -> None:
         """Add the weighted rows; see :class:`Part`."""
-        columns, sums = _COLUMNS[total.device.type], _SUMS[total.device.type]
+        columns, sums = _COLUMNS[total.device.type], SUMS[total.device.type]
         for some in _row_blocks(len(weights), total.device):
             factors = weights[some].to(sums)
             for block, target in zip(
                 torch.split(self._rows[some], columns, 1), torch.split(total, columns), strict=True
             ):
-                _add_block(target, torch.mv(_finite(block.to(sums)).T, factors))
+                add_block(target, torch.mv(_finite(block.to(sums)).T, factors))
 
     def rows(self) -> Tensor:
         """Return the rows themselves."""
@@ -122,12 +122,12 @@ class OuterPart:
         left, right = _finite(self._left.double()), _finite(self._right.double())
         # Without it the weighted side could underflow though the other is large, and so be rounded up by much.
         largest = right.abs().amax(1, keepdim=True).clamp(min=_SMALLEST)
-        sums, table = _SUMS[total.device.type], total.view(left.shape[1], right.shape[1])
+        sums, table = SUMS[total.device.type], total.view(left.shape[1], right.shape[1])
         left, right = left.mul_(weights[:, None] * largest).to(sums), right.div_(largest).to(sums)
         height = max(1, _BLOCK[total.device.type] // right.shape[1])
         for some in _row_blocks(len(weights), total.device):
             for columns, target in zip(torch.split(left[some], height, 1), torch.split(table, height), strict=True):
-                _add_block(target, torch.mm(columns.T, right[some]))
+                add_block(target, torch.mm(columns.T, right[some]))
 
     def rows(self) -> Tensor:
         """Return all products, rounded to float32."""
@@ -282,7 +282,7 @@ class RowsPart:
 
     def add(self, weights: Tensor, total: Tensor) -> None:
         """Add the weighted rows; see :class:`Part`."""
-        sums = _SUMS[total.device.type]
+        sums = SUMS[total.device.type]
         factors = weights.to(sums)
         for piece in self._pieces():
             target = total[piece.start : piece.start + piece.size]
@@ -293,7 +293,7 @@ class RowsPart:
                     # A number that is not finite is of a row of weight zero, and zero times infinity would be NaN.
                     formed = self._formed(piece, row).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
                     block.addcmul_(formed.to(sums), factors[row])
-                _add_block(target, block)
+                add_block(target, block)
 
     def rows(self) -> Tensor:
         """Return all rows, in float32."""
@@ -367,11 +367,11 @@ def _repeats(device: torch.device) -> bool:
 
 def _row_blocks(count: int, device: torch.device) -> list[slice]:
     """Return the rows of each block that is added before float64 takes over; a GPU adds all rows in float64."""
-    size = ROW_BLOCK if _SUMS[device.type] == torch.float32 else count
+    size = ROW_BLOCK if SUMS[device.type] == torch.float32 else count
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
-def _add_block(target: Tensor, block: Tensor) -> None:
+def add_block(target: Tensor, block: Tensor) -> None:
     """Add the sums of a block of rows to float64 totals."""
     if target.device.type == "cpu":
         # NumPy widens float32 as it adds, in half the time that torch takes. The numbers are the same.
@@ -592,13 +592,13 @@ def part_of(uses: list[Use], count: int, shape: tuple[int, ...], device: torch.d
     tables = [use for use in uses if isinstance(use, LookupUse)]
     has_rows = len(products) + len(tables) < len(uses)
     if not has_rows and not products:
-        return LookupPart(_joined(tables, shape[0]))
+        return LookupPart(joined(tables, shape[0]))
     if len(uses) == len(products) == 1 and products[0].shape[1:3] == (1, 1):
         left, right = (side.reshape(count, -1) for side in (products[0].left, products[0].right))
         return OuterPart(left, right)
     if has_rows or count * size <= _SMALL or all(each.rows_are_smaller for each in products):
         return DensePart(dense_rows(uses, count, shape))
-    lookups = [_joined(tables, shape[0])] if tables else []
+    lookups = [joined(tables, shape[0])] if tables else []
     return GramPart(products, lookups) if _gram_pays(products, lookups) else RowsPart(products, lookups)
 
 
@@ -626,5 +626,6 @@ def _gram_pays(products: list[Products], lookups: list[Lookups]) -> bool:
     return proved and tokens**2 * height + every**2 * width <= tokens * height * width
 
 
-def _joined(uses: list[LookupUse], entries: int) -> Lookups:
+def joined(uses: list[LookupUse], entries: int) -> Lookups:
+    """Return all lookups of a table of so many ``entries``, merged."""
     return merged(torch.cat([use.ids for use in uses], 1), torch.cat([use.values for use in uses], 1), entries)

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from raycloak.workers.gradients.clipping import GradientEngine
 from raycloak.workers.gradients.probes import Probes
 from raycloak.workers.gradients.row_loss import RowLoss
+from raycloak.workers.gradients.vocabulary_loss import ModelLosses
 from raycloak.workers.inputs.datasets import DatasetForm
 from raycloak.workers.models.models import LossFn, device_of, read_flat, twin_of
 from raycloak.workers.terms.mechanism import Mechanism
@@ -85,14 +86,15 @@ def scored_rows(
 
     Args as of :func:`largest_rows`. As many on every worker, since a kernel may round by their number.
     """
-    probes, loss = Probes(form, vocabulary or 2, device=device_of(module)), RowLoss.of(loss_fn)
+    probes = Probes(form, vocabulary or 2, device=device_of(module))
+    losses = ModelLosses(module, RowLoss.of(loss_fn))
     peaks = list[int]()
     with torch.random.fork_rng(devices=[]), torch.no_grad(), warnings.catch_warnings(action="ignore"):
         torch.default_generator.manual_seed(1)
         for rows in _TRIED:
             batch = next(probes.draws(rows)).before
             held = chain(module.parameters(), module.buffers())
-            peaks.append(_peak(lambda batch=batch: loss(module(batch.features), batch.labels), held))  # type: ignore[misc]
+            peaks.append(_peak(lambda batch=batch: losses(batch.features, batch.labels), held))  # type: ignore[misc]
     row = max(1, -(-(peaks[1] - peaks[0]) // (_TRIED[1] - _TRIED[0])))
     most, rows = most_bytes or MICRO_BATCH_BYTES[device_of(module).type], MOST_SCORED
     while rows > 1 and rows * row > most:

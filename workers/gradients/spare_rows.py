@@ -15,6 +15,7 @@ from raycloak.workers.gradients.gradient_parts import named_operations
 from raycloak.workers.gradients.probes import Probes, odd_ids
 from raycloak.workers.inputs.datasets import Batch, DatasetForm
 from raycloak.workers.models.models import device_of
+from raycloak.workers.models.text_model import heads_apart
 
 CANDIDATES = 24
 """Enough that neighbours in a micro-batch differ, and few enough to hold."""
@@ -68,7 +69,9 @@ def _are_finite(module: nn.Module, features: Tensor, together: int = _TOGETHER) 
     found = list[bool]()
     for rows in torch.split(features, together):
         try:
-            output: Tensor = module(rows)
+            # Where hidden states are finite, logits are, which are much larger.
+            with heads_apart():
+                output: Tensor = module(rows)
         except Exception as error:
             if is_out_of_memory(error):
                 raise

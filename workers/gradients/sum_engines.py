@@ -23,6 +23,7 @@ from raycloak.workers.gradients.gradient_parts import named_operations
 from raycloak.workers.gradients.kept_state import KeptState
 from raycloak.workers.gradients.parts import DensePart
 from raycloak.workers.gradients.row_loss import RowLoss
+from raycloak.workers.gradients.vocabulary_loss import ModelLosses
 from raycloak.workers.inputs.datasets import DatasetForm
 from raycloak.workers.models.losses import share_predicted
 from raycloak.workers.models.models import LossFn, ModelRuntime, load_flat
@@ -102,9 +103,10 @@ class PrivateEvaluationEngine:
         self.sizes = (measurement.mechanism.dimension,)
         self._device = torch.device(device)
         self._module = module.to(self._device).eval()
-        self._loss = RowLoss.of(loss_fn)
+        loss = RowLoss.of(loss_fn)
+        self._losses = ModelLosses(self._module, loss)
         self._deterministic = deterministic
-        self._state = KeptState(self._module, self._loss.loss_fn)
+        self._state = KeptState(self._module, loss.loss_fn)
         self.counted: PublicSums | None = None
 
     def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> Tensor:
@@ -128,8 +130,10 @@ class PrivateEvaluationEngine:
         return total.total()
 
     def _rows(self, features: Tensor, labels: Tensor) -> Tensor:
-        output: Tensor = self._module(features)
-        bound, losses = self._measurement.loss_bound, self._loss(output, labels)
+        # Accuracy, which reads logits, is of losses that take logits, too.
+        with self._losses.module_form():
+            output: Tensor = self._module(features)
+        bound, losses = self._measurement.loss_bound, self._losses.of(output, labels)
         # Cutting an infinite loss would make it count; as NaN it takes the whole row out.
         columns = [torch.where(losses.isfinite(), losses.clamp(-bound, bound) / bound, torch.nan)]
         if self._measurement.mechanism.dimension >= 2:

@@ -32,9 +32,10 @@ from raycloak.workers.gradients.parts import LookupUse, Part, Products, Use, den
 from raycloak.workers.gradients.patches import patches
 from raycloak.workers.gradients.row_places import SilentRows, WeighedRows
 from raycloak.workers.gradients.tensor_table import TensorTable
+from raycloak.workers.gradients.vocabulary_loss import Head, HeadPart, HeadUse
 
 _FIX = "Use it through Linear, Conv, Embedding or a norm, with the batch as the first dimension, or freeze it."
-_Finish = Callable[[Tensor, tuple[Tensor, ...]], "list[tuple[Leaf, Use]]"]
+_Finish = Callable[[Tensor, tuple[Tensor, ...]], "list[tuple[Leaf, Use | HeadUse]]"]
 """A function from the gradient of an operation's output, and the kept inputs, to the uses of its trained tensors.
 
 Both come in the model's own types. Sums and elementwise products are formed in float32 (:func:`_wide`); the sides of
@@ -94,7 +95,7 @@ class _Record:
         self._versions = [each._version for each in kept]
         # Until autograd has them.
         self._kept = tuple(each.detach() for each in kept)
-        self.uses: list[tuple[Leaf, Use]] = []
+        self.uses: list[tuple[Leaf, Use | HeadUse]] = []
 
     def hand_over(self) -> tuple[Tensor, ...]:
         """Return the inputs, which this object then no longer holds."""
@@ -122,7 +123,9 @@ class _Record:
         if [each._version for each in kept] != self._versions:
             raise self._overwritten()
         with exact_sums():
-            self.uses = [(leaf, settled(use)) for leaf, use in self._finish(gradient, kept)]
+            self.uses = [
+                (leaf, use if isinstance(use, HeadUse) else settled(use)) for leaf, use in self._finish(gradient, kept)
+            ]
 
     def _overwritten(self) -> ModelError:
         return _unsupported(self._name, "an operation whose input is overwritten in place afterwards")
@@ -195,16 +198,22 @@ class Recording(TorchFunctionMode):
     def parts(self) -> list[Part]:
         """Return the part of each trained parameter in canonical order, after the backward pass; once."""
         uses: list[list[Use]] = [[] for _ in self._trained]
+        heads: dict[int, HeadUse] = {}
         derived: dict[int, tuple[Leaf, list[Use]]] = {}
         while self._records:
             for leaf, use in self._records.pop(0).uses:
+                if isinstance(use, HeadUse):
+                    heads[leaf.roots[0]] = use
+                    continue
                 of_leaf = uses[leaf.roots[0]] if leaf.graph is None else derived.setdefault(id(leaf), (leaf, []))[1]
                 of_leaf.append(use)
         if derived:
             self._chain(list(derived.values()), uses)
         return [
-            part_of(each, self._count, tuple(tensor.shape), tensor.device)
-            for each, (_, tensor) in zip(uses, self._trained, strict=True)
+            HeadPart(heads[index], each, tuple(tensor.shape))
+            if index in heads
+            else part_of(each, self._count, tuple(tensor.shape), tensor.device)
+            for index, (each, (_, tensor)) in enumerate(zip(uses, self._trained, strict=True))
         ]
 
     def _chain(self, derived: Sequence[tuple[Leaf, list[Use]]], uses: list[list[Use]]) -> None:
@@ -275,6 +284,24 @@ class Recording(TorchFunctionMode):
         tapped: Tensor = _Tap.apply(output, self._anchor, record)  # type: ignore[no-untyped-call]
         return tapped
 
+    def head(self, losses: Tensor, head: Head, hidden: Tensor, known: Tensor) -> Tensor:
+        """Return the losses [m, T] of tokens, tapped if the head is trained.
+
+        Args:
+            hidden, known: what the head took them from, [m, T, width] and [m, T].
+        """
+        weights, biases = self.leaf(head.layer.weight), self.leaf(head.layer.bias)
+        tapped = weights or biases
+        if tapped is None:
+            return losses
+
+        def finish(gradient: Tensor, kept: tuple[Tensor, ...]) -> list[tuple[Leaf, Use | HeadUse]]:
+            use = HeadUse(head, kept[0], kept[1], gradient)
+            found: list[tuple[Leaf, Use | HeadUse]] = [(weights, use)] if weights else []
+            return found + ([(biases, use.bias_rows())] if biases else [])
+
+        return self.tap(losses, tapped.name, finish, hidden, known)
+
     # --- operations that have a rule
 
     def _layer(
@@ -302,8 +329,8 @@ class Recording(TorchFunctionMode):
             raise _unsupported(name, f"a {what} without a batch")
         rows = self.batched(input, name)
 
-        def finish(gradient: Tensor, kept: tuple[Tensor, ...]) -> list[tuple[Leaf, Use]]:
-            found: list[tuple[Leaf, Use]] = [(weights, of_weight(gradient, kept[0]))] if weights else []
+        def finish(gradient: Tensor, kept: tuple[Tensor, ...]) -> list[tuple[Leaf, Use | HeadUse]]:
+            found: list[tuple[Leaf, Use | HeadUse]] = [(weights, of_weight(gradient, kept[0]))] if weights else []
             return found + ([(biases, of_bias(gradient))] if biases else [])
 
         return self.tap(function(rows), name, finish, *([rows] if weights else []))
@@ -370,7 +397,7 @@ class Recording(TorchFunctionMode):
         ids = self.batched(input[None] if alone else input, table.name)
         padding = None if padding_idx is None else padding_idx % len(weight)
 
-        def finish(gradient: Tensor, kept: tuple[Tensor, ...]) -> list[tuple[Leaf, Use]]:
+        def finish(gradient: Tensor, kept: tuple[Tensor, ...]) -> list[tuple[Leaf, Use | HeadUse]]:
             rows = kept[0].reshape(self._count, -1)
             values = _wide(gradient).reshape(self._count, rows.shape[1], -1)
             if padding is not None:
@@ -493,7 +520,7 @@ class Recording(TorchFunctionMode):
         if not whole or not spread:
             return self._other(function, (left, right), {})
 
-        def finish(gradient: Tensor, kept: tuple[Tensor, ...]) -> list[tuple[Leaf, Use]]:
+        def finish(gradient: Tensor, kept: tuple[Tensor, ...]) -> list[tuple[Leaf, Use | HeadUse]]:
             rows = _wide(gradient) * _wide(kept[0]) if factor else _wide(gradient)
             shape = (1,) * (rows.ndim - leaf.tensor.ndim) + tuple(leaf.tensor.shape)
             rows = rows.reshape(self._count, -1, *rows.shape[1:])
@@ -578,7 +605,7 @@ class Recording(TorchFunctionMode):
         if len(output) != self._count * shape[0] or any(a not in (1, b) for a, b in zip(shape, repeated, strict=True)):
             raise _unsupported(leaf.name, "a repetition along a dimension of its own")
 
-        def finish(gradient: Tensor, _kept: tuple[Tensor, ...]) -> list[tuple[Leaf, Use]]:
+        def finish(gradient: Tensor, _kept: tuple[Tensor, ...]) -> list[tuple[Leaf, Use | HeadUse]]:
             rows = _wide(gradient).reshape(self._count, *repeated)
             return [(leaf, rows.sum_to_size(self._count, *shape))]
 
@@ -619,7 +646,7 @@ class Recording(TorchFunctionMode):
                 raise _unsupported(leaves[0].name, f"{_name_of(function)}, which gives one row another shape")
             return torch.autograd.grad(output, list(trained.values()), gradient.to(output.dtype))
 
-        def finish(gradient: Tensor, kept: tuple[Tensor, ...]) -> list[tuple[Leaf, Use]]:
+        def finish(gradient: Tensor, kept: tuple[Tensor, ...]) -> list[tuple[Leaf, Use | HeadUse]]:
             wide, given = [_wide(each) for each in kept], _wide(gradient)
             rows = [slice(row, row + 1) for row in range(self._count)]
             own = ([each[row] if has else each for each, has in zip(wide, has_row, strict=True)] for row in rows)

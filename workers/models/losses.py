@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from raycloak.metrics.errors import ModelError
 from raycloak.workers.inputs.void import IGNORED
-from raycloak.workers.terms.loss import LossName, LossTerm
+from raycloak.workers.terms.loss import LOSSES_OF_TOKENS, LossName, LossTerm
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,28 @@ class BuiltInLoss:
             outputs, targets = outputs + term.outputs, targets + term.labels
         # Without a gradient by the other losses either.
         return torch.where(total.isnan(), torch.nan, total)
+
+    @property
+    def of_tokens(self) -> LossTerm | None:
+        """The term of a loss that judges one class a token; None for any other loss."""
+        first = self.terms[0]
+        return first if first.outputs is None and first.name in LOSSES_OF_TOKENS else None
+
+
+def loss_of_tokens(
+    losses_of: Callable[[Tensor], Tensor], hidden: Tensor, labels: Tensor, classes: int, term: LossTerm
+) -> Tensor:
+    """Return the losses [n] of a term of tokens, from what the cross entropy of each token is.
+
+    Args:
+        losses_of: from classes that all exist, int64 [n, T], to the cross entropies [n, T].
+        hidden: [n, T, width], from which it takes them.
+        labels: int64 [n, T].
+
+    Raises:
+        ModelError: ``loss_shape``.
+    """
+    return _mean_of_tokens(losses_of, _labels_of_tokens(hidden, labels, term), classes)
 
 
 def predicted(output: Tensor, labels: Tensor) -> Tensor:
@@ -97,25 +119,26 @@ def _cross_entropy(output: Tensor, labels: Tensor, term: LossTerm) -> Tensor:
     # One list of values: the kernel for a class dimension in the middle has no deterministic form on a GPU.
     if output.ndim == 2:
         known = labels.clamp(0, output.shape[1] - 1)
-        return torch.where(labels == known, _of_classes(output, known, term), torch.nan)
-    return _mean_of_classes(output.movedim(1, -1).flatten(1, -2), labels.flatten(1), term)
+        return torch.where(labels == known, class_losses(output, known, term), torch.nan)
+    return _mean_of_logits(output.movedim(1, -1).flatten(1, -2), labels.flatten(1), term)
 
 
 def _token_cross_entropy(output: Tensor, labels: Tensor, term: LossTerm) -> Tensor:
     """Return the mean cross entropy of each example's own tokens [n], from logits [n, T, classes] and labels [n, T].
 
+    Under ``next_token_cross_entropy`` it is that of each token given those before it: label t + 1 judges output t.
     A token with label -100 is not counted; an example without any other has a loss of 0. A label that is no class gives
     its example a loss of NaN and no gradient: an error would tell of the example.
     """
+    return _mean_of_logits(output, _labels_of_tokens(output, labels, term), term)
+
+
+def _labels_of_tokens(output: Tensor, labels: Tensor, term: LossTerm) -> Tensor:
+    """Return the label of each output [n, T, ...]: under ``next_token_cross_entropy`` that of the token after it."""
     if output.ndim != 3 or output.shape[:2] != labels.shape:
-        raise _shapes(output, labels, "token_cross_entropy needs logits [n, T, classes] and labels [n, T].")
-    return _mean_of_classes(output, labels, term)
-
-
-def _next_token_cross_entropy(output: Tensor, labels: Tensor, term: LossTerm) -> Tensor:
-    """Return :func:`_token_cross_entropy` of each token given those before it: output t is judged by label t + 1."""
+        raise _shapes(output, labels, f"{term.name} needs logits [n, T, classes] and labels [n, T].")
     # The labels are moved, not the logits: a slice of those would be copied.
-    return _token_cross_entropy(output, functional.pad(labels[:, 1:], (0, 1), value=IGNORED), term)
+    return functional.pad(labels[:, 1:], (0, 1), value=IGNORED) if term.name == "next_token_cross_entropy" else labels
 
 
 def _binary_cross_entropy(output: Tensor, labels: Tensor, term: LossTerm) -> Tensor:
@@ -160,17 +183,28 @@ def _errors(output: Tensor, labels: Tensor, term: LossTerm) -> Tensor:
     return output - torch.where(labels.isfinite(), labels, torch.nan).reshape(output.shape)
 
 
-def _mean_of_classes(logits: Tensor, labels: Tensor, term: LossTerm) -> Tensor:
+def _mean_of_logits(logits: Tensor, labels: Tensor, term: LossTerm) -> Tensor:
     """Return the mean over an example's own labels [n, T], but for -100; the logits are [n, T, classes]."""
+    return _mean_of_tokens(
+        lambda known: class_losses(logits.flatten(0, 1), known.flatten(), term).reshape(known.shape),
+        labels,
+        logits.shape[2],
+    )
+
+
+def _mean_of_tokens(losses_of: Callable[[Tensor], Tensor], labels: Tensor, classes: int) -> Tensor:
     counted = labels != IGNORED
-    known = labels.clamp(0, logits.shape[2] - 1)
-    losses = _of_classes(logits.flatten(0, 1), known.flatten(), term).reshape(labels.shape)
-    mean = torch.where(counted, losses, 0.0).sum(1) / counted.sum(1).clamp(min=1)
+    known = labels.clamp(0, classes - 1)
+    mean = torch.where(counted, losses_of(known), 0.0).sum(1) / counted.sum(1).clamp(min=1)
     return torch.where(((labels == known) | ~counted).all(1), mean, torch.nan)
 
 
-def _of_classes(logits: Tensor, known: Tensor, term: LossTerm) -> Tensor:
-    """Return the cross entropies [values] of logits [values, classes] with classes that all exist."""
+def class_losses(logits: Tensor, known: Tensor, term: LossTerm) -> Tensor:
+    """Return the cross entropies [values] of logits [values, classes] with classes that all exist.
+
+    Raises:
+        ModelError: ``loss_shape`` if there are more or fewer weights than classes.
+    """
     if term.class_weights and len(term.class_weights) != logits.shape[1]:
         raise _settings("class_weights", len(term.class_weights), logits.shape[1])
     weights = logits.new_tensor(term.class_weights) if term.class_weights else None
@@ -198,7 +232,7 @@ _LOSSES: Mapping[LossName, Callable[[Tensor, Tensor, LossTerm], Tensor]] = Mappi
     {
         "cross_entropy": _cross_entropy,
         "token_cross_entropy": _token_cross_entropy,
-        "next_token_cross_entropy": _next_token_cross_entropy,
+        "next_token_cross_entropy": _token_cross_entropy,
         "binary_cross_entropy": _binary_cross_entropy,
         "mse": _mse,
         "huber": _huber,

@@ -8,7 +8,7 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from importlib.metadata import version
 from typing import Any, Self
@@ -94,6 +94,15 @@ class TextModel(nn.Module):
         self._first_position = _first_position(inner)
         self._positions = _positions(text, self._first_position)
         self._has_types = bool(getattr(text, "type_vocab_size", 0))
+        self._ends_in_head = False
+
+    @property
+    def head(self) -> nn.Linear | None:
+        """The linear layer whose output is the logits of tokens; None if something else is done to them.
+
+        It is known after :meth:`try_out`.
+        """
+        return _transformer(self.model).get_output_embeddings() if self._ends_in_head else None
 
     @property
     def libraries(self) -> str:
@@ -138,12 +147,18 @@ class TextModel(nn.Module):
         inner.disable_input_require_grads()
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return logits, float32 [m, classes] or [m, T, classes], of ids [m, T]."""
+        """Return logits, float32 [m, classes] or [m, T, classes], of ids [m, T]; see also :func:`heads_apart`."""
+        head = self.head if _HEADS_APART.get() else None
+        with nullcontext() if head is None else _passing_on(head):
+            output = self._logits(features)
+        known = (features < self.vocabulary).all(1)
+        return torch.where(known.view(-1, *[1] * (output.ndim - 1)), output.float(), torch.nan)
+
+    def _logits(self, features: Tensor) -> Tensor:
         given, seen = self._arguments(features), features >= 0
         with _unseen_masks():
-            logits = self._read_twice(given, seen) if self._reads_twice else self.model(**given).logits
-        known = (features < self.vocabulary).all(1)
-        return torch.where(known.view(-1, *[1] * (logits.ndim - 1)), logits.float(), torch.nan)
+            logits: Tensor = self._read_twice(given, seen) if self._reads_twice else self.model(**given).logits
+        return logits
 
     def _read_twice(self, given: dict[str, Any], seen: Tensor) -> Tensor:
         """Return the logits of an encoder-decoder, whose head of classes reads the end of a text.
@@ -261,21 +276,31 @@ class TextModel(nn.Module):
             raise _unfit(inner, "computes something else from explicit inputs than in its own call")
         return dimensions
 
-    def freeze_unused(self) -> tuple[str, ...]:
-        """Freeze all parameters that no logit depends on, and return a sentence that says so; none if there are none.
+    def try_out(self) -> tuple[str, ...]:
+        """Find the head, freeze all parameters that no logit depends on, and return a sentence that says so, if any.
 
-        An example is that of a decoder's attention to an encoder that is not there. They would get noise alone.
+        An example of those is a decoder's attention to an encoder that is not there. They would get noise alone.
         """
         trained = {name: tensor for name, tensor in self.model.named_parameters() if tensor.requires_grad}
         ids, _ = self._probe()
+        head, given = _transformer(self.model).get_output_embeddings(), list[tuple[Tensor, int]]()
+        # A layer of a class of its own, as that of an adapter, computes something else.
+        is_plain = type(head) is nn.Linear
+        hook = head.register_forward_hook(lambda *of: given.append((of[2], of[2]._version))) if is_plain else None
         try:
             with torch.enable_grad(), self._evaluating():
-                used = _reached(self.forward(ids))
+                logits = self._logits(ids)
+            used = _reached(logits)
+            # The very same tensor, which nothing wrote to: no scale or cap follows, as Gemma 2 and Cohere have them.
+            self._ends_in_head = len(given) == 1 and given[0][0] is logits and given[0][1] == logits._version
         except Exception as error:
             if is_out_of_memory(error):
                 raise
             # :meth:`check_fits` says why.
             return ()
+        finally:
+            if hook is not None:
+                hook.remove()
         unused = [name for name, tensor in trained.items() if used and id(tensor) not in used]
         for name in unused:
             trained[name].requires_grad_(False)
@@ -330,7 +355,7 @@ def as_text_model(module: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
     if not is_text:
         return module, notes
     model = TextModel(module)
-    return model, (*notes, *model.freeze_unused())
+    return model, (*notes, *model.try_out())
 
 
 def check_text(
@@ -425,6 +450,30 @@ def _reached(output: Tensor) -> set[int]:
             found.add(id(node.variable))
         nodes += [following for following, _ in node.next_functions]
     return found
+
+
+_HEADS_APART: ContextVar[bool] = ContextVar("raycloak_heads_apart", default=False)
+
+
+@contextmanager
+def heads_apart() -> Iterator[None]:
+    """Let a :class:`TextModel` with a head return that layer's input in place of logits: float32 [m, T, width]."""
+    entered = _HEADS_APART.set(True)
+    try:
+        yield
+    finally:
+        _HEADS_APART.reset(entered)
+
+
+@contextmanager
+def _passing_on(layer: nn.Module) -> Iterator[None]:
+    """Let a layer return its input."""
+    layer.forward = lambda values: values
+    try:
+        yield
+    finally:
+        # The class's own is seen again.
+        del layer.forward
 
 
 # Whether a mask is built in this context for a TextModel.
