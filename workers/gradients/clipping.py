@@ -53,6 +53,7 @@ class ClippedSum:
       :class:`raycloak.workers.gradients.parts.Part`. The weight is min(1, T / norm), rounded towards zero to float32.
       So a weighted row has at most T' = T * (1 + 2^-19) * (1 + 2^-50).
     * A row with a non-finite or invalid gradient has w = 0, and a part adds exactly zero for it.
+    * A head's rows are in memory one after the other: each is measured last of its row's parts, weighed and added.
     * A CPU adds B rows in float32, in any order that depends on them alone. Only the block of row i differs, and its
       sums differ by w_i * g_i, but for gamma times twice the weighted rows of the block: T' * (1 + (2B + 1) * gamma).
     * Blocks, and on a GPU rows, are added in float64. A total of n <= 2^17 terms has errors of at most 2^-35 of each,
@@ -87,21 +88,20 @@ class ClippedSum:
         require_bound(self._rows <= MAX_ROWS, "a sum has at most 2^17 rows")
         with exact_sums():
             squares = torch.zeros(len(valid), dtype=torch.float64, device=valid.device)
-            for part in parts:
-                if not isinstance(part, HeadPart):
-                    squares += part.squares()
             pairs = list(zip(parts, self._targets, strict=True))
-            heads = [(part, target) for part, target in pairs if isinstance(part, HeadPart)]
+            in_turn = [(part, target) for part, target in pairs if isinstance(part, HeadPart)]
+            whole = [(part, target) for part, target in pairs if not isinstance(part, HeadPart)]
+            for part, _ in whole:
+                squares += part.squares()
             # The rows of a second one would be measured after those of the first were added.
-            require_bound(len(heads) <= 1, "a model has one head whose rows are formed in turn")
-            for part, target in heads:
-                for row, formed in enumerate(part.in_turn()):
+            require_bound(len(in_turn) <= 1, "a model has one head whose rows are formed in turn")
+            for head, target in in_turn:
+                for row, formed in enumerate(head.in_turn()):
                     squares[row] += formed.square()
                     formed.add(self._weights(squares[row], valid[row]), target)
             weights = self._weights(squares, valid)
-            for part, target in pairs:
-                if not isinstance(part, HeadPart):
-                    part.add(weights, target)
+            for part, target in whole:
+                part.add(weights, target)
 
     def total(self) -> Tensor:
         """Return the sum, float64 [d], on its device; it is this object's own memory."""

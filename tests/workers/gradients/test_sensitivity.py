@@ -4,7 +4,7 @@ Every row of every case is removed in turn. Each constant that the proof needs i
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from itertools import pairwise
 
@@ -23,12 +23,15 @@ from raycloak.workers.gradients.parts import (
     GramPart,
     LookupPart,
     Lookups,
+    LookupUse,
     OuterPart,
     Part,
     Products,
     RowsPart,
+    Use,
     merged,
 )
+from raycloak.workers.gradients.vocabulary_loss import HeadPart
 
 ROWS, TOKENS, HEIGHT, WIDTH = 5, 12, 4, 3
 CPU = torch.device("cpu")
@@ -100,6 +103,22 @@ def tied_lookups(right: Tensor, seed: int) -> list[Lookups]:
     return [merged(ids_of(seed)[:, ::2], -right[:, 0, ::2], HEIGHT)]
 
 
+class GivenSides:
+    """Sides in the place of a head that computes them, in pieces of five tokens."""
+
+    def __init__(self, left: Tensor, right: Tensor) -> None:
+        self._left, self.hidden = left[:, 0], right[:, 0]
+
+    def pieces(self, row: int) -> Iterator[tuple[slice, Tensor]]:
+        for start in range(0, TOKENS, 5):
+            some = slice(start, min(start + 5, TOKENS))
+            yield some, self._left[row, some]
+
+
+def head_part(left: Tensor, right: Tensor, others: list[Use]) -> HeadPart:
+    return HeadPart(GivenSides(left, right), others, (HEIGHT, WIDTH))
+
+
 PARTS: dict[str, Callable[[Tensor, Tensor, int], Part]] = {
     "dense": lambda left, right, seed: DensePart(Products(left, right).all_rows()),
     "outer": lambda left, right, seed: OuterPart(left[:, 0, 0], right[:, 0, 0]),
@@ -109,6 +128,8 @@ PARTS: dict[str, Callable[[Tensor, Tensor, int], Part]] = {
     "gram": lambda left, right, seed: GramPart([Products(left, right)], []),
     "gram, tied": lambda left, right, seed: GramPart([Products(left, right)], tied_lookups(right, seed)),
     "gram, used twice": lambda left, right, seed: GramPart([Products(left, right), Products(-left, right)], []),
+    "head": lambda left, right, seed: head_part(left, right, []),
+    "head, tied": lambda left, right, seed: head_part(left, right, [LookupUse(ids_of(seed), -right[:, 0])]),
     "lookup": lambda left, right, seed: LookupPart(merged(ids_of(seed), right[:, 0], HEIGHT)),
 }
 
@@ -536,7 +557,7 @@ def test_weights_are_rounded_towards_zero() -> None:
     rows = torch.linspace(1.0, 3.0, 50)[:, None]
     total = ClippedSum([1], clip, CPU)
     target = clip * (1 - clipping.CLIP_MARGIN) / (1 + clipping.BLOCK_MARGIN)
-    weights = total._weights([DensePart(rows)], torch.ones(50, dtype=torch.bool))
+    weights = total._weights(DensePart(rows).squares(), torch.ones(50, dtype=torch.bool))
     assert torch.equal(weights.float().double(), weights)
     assert bool((weights * rows[:, 0].double() <= target * (1 + 2.0**-50)).all())
 
