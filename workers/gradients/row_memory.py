@@ -65,7 +65,7 @@ def largest_rows(
             the blocks that sums are cut into there.
         most_bytes: that one micro-batch may take; as ``device`` has them by default.
     """
-    few, more = (_peak_bytes(module, form, loss_fn, rows, deterministic, vocabulary) for rows in _TRIED)
+    few, more = (_micro_batch_bytes(module, form, loss_fn, rows, deterministic, vocabulary) for rows in _TRIED)
     row = max(1, -(-(more - few) // (_TRIED[1] - _TRIED[0])))
     fixed = max(0, few - _TRIED[0] * row)
     most, rows = most_bytes or MICRO_BATCH_BYTES[device], MOST_ROWS
@@ -94,7 +94,7 @@ def scored_rows(
         for rows in _TRIED:
             batch = next(probes.draws(rows)).before
             held = chain(module.parameters(), module.buffers())
-            peaks.append(_peak(lambda batch=batch: losses(batch.features, batch.labels), held))  # type: ignore[misc]
+            peaks.append(peak_bytes(lambda batch=batch: losses(batch.features, batch.labels), held))  # type: ignore[misc]
     row = max(1, -(-(peaks[1] - peaks[0]) // (_TRIED[1] - _TRIED[0])))
     most, rows = most_bytes or MICRO_BATCH_BYTES[device_of(module).type], MOST_SCORED
     while rows > 1 and rows * row > most:
@@ -102,7 +102,7 @@ def scored_rows(
     return rows
 
 
-def _peak_bytes(
+def _micro_batch_bytes(
     module: nn.Module, form: DatasetForm, loss_fn: LossFn, rows: int, deterministic: bool, vocabulary: int | None
 ) -> int:
     """Return the bytes of all tensors that are alive at once while a micro-batch of ``rows`` is computed."""
@@ -114,7 +114,7 @@ def _peak_bytes(
         examples = next(Probes(form, vocabulary or 2).draws(rows)).before
         batch = examples.features.numpy(), examples.labels.numpy(), np.ones(rows, np.bool_)
         held = chain(own.parameters(), own.buffers())
-        return _peak(lambda: engine.clipped_sum(parameters, [batch]), held)
+        return peak_bytes(lambda: engine.clipped_sum(parameters, [batch]), held)
 
 
 def mechanism_of_rows(dimension: int, rows: int) -> Mechanism:
@@ -140,7 +140,7 @@ def mechanism_of_rows(dimension: int, rows: int) -> Mechanism:
     )
 
 
-def _peak(compute: Callable[[], object], held: Iterable[Tensor] = ()) -> int:
+def peak_bytes(compute: Callable[[], object], held: Iterable[Tensor] = ()) -> int:
     """Return the peak of the bytes that ``compute`` has alive in tensors that it makes.
 
     Args:

@@ -53,7 +53,7 @@ def test_the_measured_peak_counts_what_is_alive_at_once():
             torch.zeros(1000, dtype=torch.float64).add(1)
 
     # A new tensor is made while its predecessor is alive, and both are freed before the next round.
-    assert row_memory._peak(compute) == 2 * 8000
+    assert row_memory.peak_bytes(compute) == 2 * 8000
 
 
 def test_a_frozen_base_takes_no_room_from_rows(monkeypatch: pytest.MonkeyPatch):
@@ -68,7 +68,7 @@ def test_views_are_counted_once():
     def compute() -> None:
         torch.zeros(1000, dtype=torch.float64).view(10, 100).t()
 
-    assert row_memory._peak(compute) == 8000
+    assert row_memory.peak_bytes(compute) == 8000
 
 
 def test_the_number_of_rows_is_the_same_each_time_and_leaves_the_model_alone():

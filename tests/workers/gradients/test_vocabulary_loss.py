@@ -18,7 +18,7 @@ from raycloak.workers.gradients.gradient_parts import GradientParts
 from raycloak.workers.gradients.numerics import pin_numerics
 from raycloak.workers.gradients.parts import Part
 from raycloak.workers.gradients.row_loss import RowLoss
-from raycloak.workers.gradients.row_memory import _peak, largest_rows, mechanism_of_rows, scored_rows
+from raycloak.workers.gradients.row_memory import largest_rows, mechanism_of_rows, peak_bytes, scored_rows
 from raycloak.workers.gradients.vocabulary_loss import HeadPart, ModelLosses
 from raycloak.workers.inputs.datasets import ArrayDataset, DatasetForm
 from raycloak.workers.models.losses import BuiltInLoss, next_token_cross_entropy, token_cross_entropy
@@ -225,7 +225,7 @@ def test_a_step_holds_far_less_than_logits_of_its_tokens(kind, monkeypatch: pyte
     model = kind(n_positions=64)
     parameters, ids = read_flat(model), torch.randint(words, (rows, 64))
     engine = GradientEngine(model, next_token_cross_entropy, mechanism_of_rows(len(parameters), rows))
-    peak = _peak(
+    peak = peak_bytes(
         lambda: engine.clipped_sum(parameters, [(ids.numpy(), ids.numpy(), np.ones(rows, bool))]), model.parameters()
     )
     # The sum itself is float64, and a trained head has one row of its size in memory.
