@@ -32,7 +32,7 @@ from raycloak.workers.gradients.parts import LookupUse, Part, Products, Use, den
 from raycloak.workers.gradients.patches import patches
 from raycloak.workers.gradients.row_places import SilentRows, WeighedRows
 from raycloak.workers.gradients.tensor_table import TensorTable
-from raycloak.workers.gradients.vocabulary_loss import Head, HeadPart, HeadUse
+from raycloak.workers.gradients.vocabulary_loss import HeadPart, HeadUse, VocabularyHead
 
 _FIX = "Use it through Linear, Conv, Embedding or a norm, with the batch as the first dimension, or freeze it."
 _Finish = Callable[[Tensor, tuple[Tensor, ...]], "list[tuple[Leaf, Use | HeadUse]]"]
@@ -284,7 +284,7 @@ class Recording(TorchFunctionMode):
         tapped: Tensor = _Tap.apply(output, self._anchor, record)  # type: ignore[no-untyped-call]
         return tapped
 
-    def head(self, losses: Tensor, head: Head, hidden: Tensor, known: Tensor) -> Tensor:
+    def head(self, losses: Tensor, head: VocabularyHead, hidden: Tensor, known: Tensor) -> Tensor:
         """Return the losses [m, T] of tokens, tapped if the head is trained.
 
         Args:

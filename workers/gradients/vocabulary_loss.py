@@ -32,13 +32,13 @@ twenty tokens of GPT-2, the products took a quarter longer. A GPU needs more tok
 # So many elements of a row are squared and added at a time, as many as a CPU's cache holds.
 _BLOCK = {"cpu": 2**17, "cuda": 2**24}
 
-Tap = Callable[[Tensor, "Head", Tensor, Tensor], Tensor]
+Tap = Callable[[Tensor, "VocabularyHead", Tensor, Tensor], Tensor]
 """A function from the loss of each token [m, T], the head, its input and the classes [m, T] to the same losses, tapped:
 it sees what a trained head does."""
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class VocabularyHead:
     """The linear layer that ends a text model, and the loss of one token by its logits.
 
     Guarantee: what a row gets is computed from this row alone, in memory of its own. Shapes and work depend on those of
@@ -56,7 +56,7 @@ class Head:
     term: LossTerm
 
     @classmethod
-    def of(cls, layer: nn.Linear, dtype: torch.dtype, term: LossTerm) -> "Head":
+    def of(cls, layer: nn.Linear, dtype: torch.dtype, term: LossTerm) -> "VocabularyHead":
         """Return the head whose products are computed in ``dtype``."""
         bias: Tensor | None = layer.bias  # torch's own annotation leaves the None out
         return cls(layer, layer.weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype), term)
@@ -89,7 +89,7 @@ class _TokenLosses(torch.autograd.Function):
     """The loss of every token, [m, T] of hidden states [m, T, width]; the backward pass computes no logits."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Head, known: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, head: VocabularyHead, known: Tensor) -> Tensor:
         losses = torch.empty(known.shape, device=hidden.device)
         kept = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         for row in range(len(hidden)):
@@ -119,7 +119,7 @@ class HeadUse:
         factors: gradients of the token's losses, [m, T].
     """
 
-    head: Head
+    head: VocabularyHead
     hidden: Tensor
     known: Tensor
     factors: Tensor
@@ -240,7 +240,7 @@ class ModelLosses:
         if self._layer is None or self._term is None:
             return self._loss(output, labels)
         narrow = has_autocast(self._module)
-        head = Head.of(self._layer, torch.bfloat16 if narrow else self._layer.weight.dtype, self._term)
+        head = VocabularyHead.of(self._layer, torch.bfloat16 if narrow else self._layer.weight.dtype, self._term)
 
         def losses_of(known: Tensor) -> Tensor:
             losses: Tensor = _TokenLosses.apply(output, head, known)  # type: ignore[no-untyped-call]
