@@ -1,7 +1,7 @@
 """Measures a loss of tokens from hidden states beside one from logits: ``python -m benchmarks.vocabulary``.
 
 A decoder of one block and a whole head computes one micro-batch. The head is frozen, under a trained block; or trained;
-or tied to the embedding and trained with it. Both forms take their turn in each round, on the same model. The clock is
+or tied to the embedding and trained with it. Both forms take their turn in each round, on twins of one model. The clock is
 processor time on one thread, and the figure the median of the rounds. Memory is the peak of the bytes of all tensors
 that are alive at once beside the model: activations, rows and the sum itself, which is float64. Weights and ids are
 random. It prints one JSON object with the conditions.
@@ -51,7 +51,7 @@ def measure(name: str, head: str, tokens: int, rounds: int) -> dict[str, float]:
     from raycloak.workers.gradients.numerics import pin_numerics
     from raycloak.workers.gradients.row_memory import mechanism_of_rows, peak_bytes
     from raycloak.workers.models.losses import next_token_cross_entropy
-    from raycloak.workers.models.models import read_flat
+    from raycloak.workers.models.models import read_flat, twin_of
 
     pin_numerics()
     module = model(name, head, tokens)
@@ -59,22 +59,25 @@ def measure(name: str, head: str, tokens: int, rounds: int) -> dict[str, float]:
     ids = np.random.default_rng(0).integers(SIZES[name][0], size=(ROWS, tokens))
     batch = ids, ids, np.ones(ROWS, np.bool_)
 
-    def engine(ends_in_head: bool) -> Callable[[], object]:
-        module._ends_in_head = ends_in_head
-        found = GradientEngine(module, next_token_cross_entropy, mechanism_of_rows(parameters.size, ROWS))
-        return lambda: found.clipped_sum(parameters, [batch])
+    def engine(ends_in_head: bool) -> tuple[Callable[[], object], Any]:
+        own = twin_of(module)
+        # Without a head of its own to the loss, a text model gives logits.
+        own._ends_in_head = ends_in_head
+        found = GradientEngine(own, next_token_cross_entropy, mechanism_of_rows(parameters.size, ROWS))
+        return lambda: found.clipped_sum(parameters, [batch]), own
 
     forms = {"hidden": engine(True), "logits": engine(False)}
     seconds: dict[str, list[float]] = {form: [] for form in forms}
     for turn in range(rounds + 1):
-        for form, compute in forms.items():
+        for form, (compute, _) in forms.items():
             start = time.process_time()
             compute()
             # The first round warms caches.
             if turn:
                 seconds[form].append(time.process_time() - start)
     found = {f"{form}_s": round(statistics.median(taken), 3) for form, taken in seconds.items()}
-    return found | {f"{form}_mib": round(peak_bytes(each, module.parameters()) / 2**20) for form, each in forms.items()}
+    peaks = {form: peak_bytes(compute, own.parameters()) for form, (compute, own) in forms.items()}
+    return found | {f"{form}_mib": round(peak / 2**20) for form, peak in peaks.items()}
 
 
 def main() -> None:
