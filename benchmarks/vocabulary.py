@@ -1,8 +1,8 @@
 """Measures a loss of tokens from hidden states beside one from logits: ``python -m benchmarks.vocabulary``.
 
 A decoder of one block and a whole head computes one micro-batch. The head is frozen, under a trained block; or trained;
-or tied to the embedding and trained with it. Both forms take their turn in each round, on twins of one model. The clock is
-processor time on one thread, and the figure the median of the rounds. Memory is the peak of the bytes of all tensors
+or tied to the embedding and trained with it. Both forms take their turn in each round, on twins of one model. The clock
+is processor time on one thread, and the figure the median of the rounds. Memory is the peak of the bytes of all tensors
 that are alive at once beside the model: activations, rows and the sum itself, which is float64. Weights and ids are
 random. It prints one JSON object with the conditions.
 """

@@ -57,7 +57,7 @@ from raycloak.workers.inputs.datasets import DatasetForm
 from raycloak.workers.models.compute_mode import has_autocast, in_full_precision, remove_autocast
 from raycloak.workers.models.losses import BuiltInLoss
 from raycloak.workers.models.models import LossFn, check_layers, compiled_model, content_hash, device_of, twin_of
-from raycloak.workers.models.text_model import TextModel
+from raycloak.workers.models.text_model import TextModel, heads_apart
 from raycloak.workers.terms.mechanism import Mechanism
 
 _BATCH_SIZES = (5, 7)
@@ -343,6 +343,10 @@ class _Checks:
                 else:
                     self._check_draws(count)
 
+    @property
+    def _tolerance(self) -> _Tolerance:
+        return _FLOAT32 if in_full_precision(self._module) else _NARROW
+
     def _enter_mode(self, training: bool) -> None:
         self._state = KeptState(self._module.train(training), self._loss.loss_fn, copies=True)
 
@@ -359,7 +363,7 @@ class _Checks:
         # After what names a layer that mixes rows by such a value.
         _check_reads(self._module, features)
         for batch, output in drawn if self._module.training else ():
-            self._check_loss(output, batch.labels)
+            self._check_loss(batch, output)
 
     def _check_draws(self, count: int) -> list[tuple[Examples, Tensor]]:
         """Require that ordinary rows keep their bits when the first one changes; return batches with their output."""
@@ -478,10 +482,9 @@ class _Checks:
         Args:
             output: of the whole batch.
         """
-        tolerance = _FLOAT32 if in_full_precision(self._module) else _NARROW
         for row in {0, len(features) - 1}:
             alone = self._watched(features[row : row + 1])
-            if not _close(alone.output, output[row : row + 1], tolerance):
+            if not _close(alone.output, output[row : row + 1], self._tolerance):
                 raise ModelError(
                     "mixing_layer",
                     f"layer '{alone.layers[-1][0]}' gives an example another output alone than in a batch of "
@@ -489,10 +492,15 @@ class _Checks:
                     KEEP_APART,
                 )
 
-    def _check_loss(self, output: Tensor, labels: Tensor) -> None:
+    def _check_loss(self, batch: Examples, output: Tensor) -> None:
         """Require that the loss of a batch is that of each example alone, for odd labels too, and keeps no state."""
-        losses = self._losses.of
-        if self._losses.read_logits and not _close(self._loss_fn(output, labels), losses(output, labels), _FLOAT32):
+        losses, labels, whole, tolerance = self._losses.of, batch.labels, output, _FLOAT32
+        if not self._losses.read_logits:
+            # The model's own, which shows that nothing but the head follows in training either.
+            with heads_apart(False):
+                whole = self._module(batch.features)
+            tolerance = self._tolerance
+        if not _close(self._loss_fn(whole, labels), losses(output, labels), tolerance):
             raise _mixing_loss()
         self._state.check()
         for pair in self._probes.odd_labels(labels):

@@ -202,10 +202,10 @@ class FormedRow:
 
     def add(self, weight: Tensor, total: Tensor) -> None:
         """Add the row times its weight, a float32 number in float64 [], to float64 [size], in place."""
-        size, factor = _BLOCK[total.device.type], weight.to(SUMS[total.device.type])
+        size, sums = _BLOCK[total.device.type], SUMS[total.device.type]
         for block, target in zip(torch.split(self.values, size), torch.split(total, size), strict=True):
             # Only a row of weight zero has such numbers, and zero times infinity would be NaN.
-            add_block(target, block.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) * factor)
+            add_block(target, block.to(sums).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) * weight.to(sums))
 
 
 class ModelLosses:

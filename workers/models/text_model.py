@@ -456,9 +456,13 @@ _HEADS_APART: ContextVar[bool] = ContextVar("raycloak_heads_apart", default=Fals
 
 
 @contextmanager
-def heads_apart() -> Iterator[None]:
-    """Let a :class:`TextModel` with a head return that layer's input in place of logits: float32 [m, T, width]."""
-    entered = _HEADS_APART.set(True)
+def heads_apart(apart: bool = True) -> Iterator[None]:
+    """Let a :class:`TextModel` with a head return that layer's input in place of logits: float32 [m, T, width].
+
+    Args:
+        apart: False lets it return logits, also within such a block.
+    """
+    entered = _HEADS_APART.set(apart)
     try:
         yield
     finally:
