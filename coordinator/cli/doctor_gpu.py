@@ -13,13 +13,14 @@ from typing import Any, Final
 import pynvml
 
 from raycloak.coordinator.cli.doctor import Finding, installed_version
-from raycloak.metrics.errors import ConfigError
+from raycloak.metrics.errors import RaycloakError
 from raycloak.metrics.gpu_readings import ConfidentialState, GpuSampler, confidential_state, supported
 from raycloak.workers.gradients.environment import FIXED
 
 _MPS_VARIABLE: Final = "CUDA_MPS_PIPE_DIRECTORY"
 _MPS_FOLDER: Final = "/tmp/nvidia-mps"
 """Where NVIDIA's daemon for shared GPUs listens unless its variable says otherwise."""
+_NO_TRITON: Final = "Install raycloak[gpu], or set use_gpu: false."
 _UNHIDDEN: Final = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 
 
@@ -58,7 +59,8 @@ class TorchView:
         cuda: version that torch was built with; None for a build without CUDA.
         seen: number of GPUs.
         triton: version of the package; None where it is not installed.
-        products: what is wrong with the products of the GPUs; empty if nothing is.
+        products, words: what is wrong with the products of the GPUs, and with the words of our kernels; empty if
+            nothing is.
     """
 
     version: str
@@ -66,6 +68,7 @@ class TorchView:
     seen: int
     triton: str | None
     products: str
+    words: str
 
 
 def examine_gpus() -> list[Finding]:
@@ -106,18 +109,24 @@ def read_torch() -> TorchView:
     # Here, as it takes seconds, and reads these variables once.
     import torch
 
+    from raycloak.workers.device.words import check_kernels
     from raycloak.workers.gradients.products import check_products
 
-    seen, products = torch.cuda.device_count() if torch.cuda.is_available() else 0, ""
-    try:
+    seen, triton = torch.cuda.device_count() if torch.cuda.is_available() else 0, installed_version("triton")
+
+    def try_all(check: Callable[[torch.device], None]) -> str:
         for index in range(seen):
-            check_products(f"cuda:{index}")
-    except ConfigError as error:
-        products = error.message
-    # A driver has errors of its own, and this is the place to show them.
-    except RuntimeError as error:
-        products = f"a product fails: {str(error).partition(chr(10))[0]}"
-    return TorchView(str(torch.__version__), torch.version.cuda, seen, installed_version("triton"), products)
+            try:
+                with torch.cuda.device(index):
+                    check(torch.device("cuda", index))
+            # Drivers, Triton and its compiler have errors of their own, and this is the place to show them.
+            except Exception as error:  # noqa: BLE001
+                told = error.message if isinstance(error, RaycloakError) else f"{type(error).__name__}: {error}"
+                return f"GPU {index}: {told.partition(chr(10))[0]}"
+        return ""
+
+    products, words = try_all(check_products), try_all(check_kernels) if triton else ""
+    return TorchView(str(torch.__version__), torch.version.cuda, seen, triton, products, words)
 
 
 def check_gpus(found: Boards, environ: Mapping[str, str], ask: Callable[[], TorchView]) -> list[Finding]:
@@ -138,12 +147,22 @@ def check_gpus(found: Boards, environ: Mapping[str, str], ask: Callable[[], Torc
         *_sharing(found.boards, environ),
         *_memory(found.boards),
     ]
-    if view.seen and view.products:
+    return findings + _computing(view) if view.seen else findings
+
+
+def _computing(view: TorchView) -> list[Finding]:
+    """Check what the GPUs compute: products by NVIDIA's libraries, and words by our kernels."""
+    products = Finding("gpu products", "ok", "those of float32 and float64 have all their bits")
+    if view.products:
         remedy = "Unset variables of NVIDIA's libraries on this machine, or see the driver's log."
-        findings.append(Finding("gpu products", "fail", view.products, remedy))
-    elif view.seen:
-        findings.append(Finding("gpu products", "ok", "those of float32 and float64 have all their bits"))
-    return findings
+        products = Finding("gpu products", "fail", view.products, remedy)
+    words = Finding("gpu words", "ok", "each kernel gives the words of the CPU")
+    if view.triton is None:
+        words = Finding("gpu words", "fail", "Triton, which compiles the kernels, is not installed", _NO_TRITON)
+    elif view.words:
+        remedy = "See docs/gpu.md: Triton needs a C compiler, and wrong words may be errors of the GPU's memory."
+        words = Finding("gpu words", "fail", view.words, remedy)
+    return [products, words]
 
 
 def _described(board: Board) -> str:

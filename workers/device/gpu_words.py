@@ -21,12 +21,12 @@ from raycloak.metrics.errors import ProtocolError
 from raycloak.metrics.proof_bounds import require_bound
 from raycloak.workers.device import launches
 from raycloak.workers.device.launches import NoiseTables
-from raycloak.workers.device.memory import clear_free_memory
+from raycloak.workers.device.memory import clear_free_memory, zero_span
 from raycloak.workers.device.words import CpuWords, ring_of
 from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.vectors.noise import BLOCK, NoiseSampler
 from raycloak.workers.vectors.payload import VectorRange
-from raycloak.workers.vectors.ring import RingSpec, RingVector, ring_dtype
+from raycloak.workers.vectors.ring import RingSpec, RingVector, encode_into, ring_dtype
 from raycloak.workers.vectors.streams import BLOCK_BYTES, KeyStream
 from raycloak.workers.vectors.vector_tag import TensorLeaves, by_tensor, leaf_places
 
@@ -68,10 +68,7 @@ class GpuWords:
     def encoded(self, total: Tensor, mechanism: Mechanism, noise: Secret | None) -> Tensor:
         """See `raycloak.workers.device.words.Words.encoded`."""
         spec, sigma = ring_of(mechanism), None if noise is None else mechanism.sigma
-        if (spec, sigma) not in self._proven:
-            drawn = None if sigma is None else _Noise.of(sigma, spec, self._device)
-            self._prove(mechanism, drawn)
-            self._proven[spec, sigma] = drawn
+        self.prove(spec, sigma)
         values = total.to(self._device)
         if values is not total:
             total.zero_()
@@ -108,15 +105,29 @@ class GpuWords:
         _require_equal(torch.equal(_signed(out[here]), expected))
         return _on_host(out)
 
-    def _prove(self, mechanism: Mechanism, drawn: "_Noise | None") -> None:
-        """Compare public words with the CPU's: ties, both zeros, beyond the clamp, noise, masks and digests."""
-        cpu, spec, noise = CpuWords(), ring_of(mechanism), None if drawn is None else _GOLDEN_KEY
+    def prove(self, spec: RingSpec, sigma: float | None) -> None:
+        """Compare public words by all kernels with the CPU's, the first time that it is asked for these terms.
+
+        Raises:
+            ProtocolError: ``not_reproducible``.
+        """
+        if (spec, sigma) not in self._proven:
+            drawn = None if sigma is None else _Noise.of(sigma, spec, self._device)
+            self._prove(spec, drawn)
+            self._proven[spec, sigma] = drawn
+
+    def _prove(self, spec: RingSpec, drawn: "_Noise | None") -> None:
+        """Compare ties, both zeros, values beyond the clamp, noise, masks, digests, and memory that is zeroed."""
+        cpu, noise = CpuWords(), None if drawn is None else _GOLDEN_KEY
         draws = np.empty(_GOLDEN_WORDS, "<i8")
         KeyStream(_GOLDEN_KEY).into(draws)
         values = np.ldexp(draws.astype(np.float64), -63) * (1.25 * spec.clamp)
         values[::4] = np.ldexp((draws[::4] >> 44) + 0.5, spec.gamma_log2)
         values[1::16], values[2::64], values[3::64] = values[1::16] * 1e-30, 0.0, -0.0
-        theirs = cpu.encoded(torch.tensor(values), mechanism, noise)
+        theirs = np.empty(_GOLDEN_WORDS, ring_dtype(spec.bits))
+        encode_into(values, spec, theirs)
+        if drawn is not None:
+            drawn.sampler.add_to(theirs, _GOLDEN_KEY)
         own = _encoded(torch.tensor(values, device=self._device), spec, drawn, noise)
         # From an odd word on, as a range may begin.
         part = VectorRange(index=0, offset=1, length=_GOLDEN_WORDS - 1)
@@ -124,6 +135,9 @@ class GpuWords:
         _require_equal(np.array_equal(self.masked(own, part, masks), cpu.masked(theirs, part, masks)))
         hashed = slice(sum(_GOLDEN_SIZES))
         _require_equal(self.leaves(own[hashed], _GOLDEN_SIZES) == cpu.leaves(theirs[hashed], _GOLDEN_SIZES))
+        # Words that nobody needs any more, of which the middle goes by its address.
+        zero_span(own.data_ptr() + own.itemsize, own.nbytes - 2 * own.itemsize, self._device)
+        _require_equal(np.array_equal(np.flatnonzero(_on_host(own)), [0, _GOLDEN_WORDS - 1]))
 
 
 @dataclass(frozen=True, slots=True)

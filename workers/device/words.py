@@ -6,23 +6,32 @@ GpuWords   the same bytes by Triton kernels, in a GPU's memory (`raycloak.worker
 
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Any, Protocol, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.attestation.core.keys import Secret
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.vectors.masks import masked_sum
 from raycloak.workers.vectors.noise import NoiseSampler
 from raycloak.workers.vectors.payload import VectorRange
-from raycloak.workers.vectors.ring import RingSpec, RingVector, encode_into, ring_dtype
+from raycloak.workers.vectors.ring import RingBits, RingSpec, RingVector, encode_into, ring_dtype
 from raycloak.workers.vectors.threads import ONE_THREAD, WordThreads
 from raycloak.workers.vectors.vector_tag import TensorLeaves, tensor_leaves
 
+if TYPE_CHECKING:
+    from raycloak.workers.device.gpu_words import GpuWords
+
 V = TypeVar("V")
+_LOOK_GRID: Final = -16, 64.0
+"""Binary exponent of the grid, and clamp, of a look at kernels without a run: words that both rings hold."""
+_LOOK_SIGMA: Final = 3.0e6
+"""Its noise: three base draws, as runs of usual sizes take."""
 
 
 class Words(Protocol[V]):
@@ -112,8 +121,33 @@ def words_on(device: torch.device, threads: WordThreads) -> Words[Any]:
     Raises:
         ConfigError: ``no_triton`` for a GPU without Triton, which compiles its kernels.
     """
-    if device.type == "cpu":
-        return CpuWords(threads)
+    return CpuWords(threads) if device.type == "cpu" else _on_gpu(device)
+
+
+def check_kernels(device: torch.device) -> None:
+    """Compare public words by every kernel with the CPU's, in both rings, as a worker does before its first vector.
+
+    Args:
+        device: a GPU, the current one of this thread.
+
+    Raises:
+        ConfigError: ``no_triton``.
+        ProtocolError: ``not_reproducible``.
+    """
+    words, rings = _on_gpu(device), get_args(RingBits)
+    for bits in rings:
+        words.prove(RingSpec(bits, *_LOOK_GRID), _LOOK_SIGMA)
+
+
+def kernel_digest(folder: Path = Path(__file__).parent) -> bytes:
+    """Return the digest of the source of all modules in ``folder`` that hold a kernel of Triton."""
+    sources = {path.name: path.read_bytes() for path in sorted(folder.glob("*.py"))}
+    # A decorator at the beginning of a line: this module names it too.
+    held = ((name, source) for name, source in sources.items() if b"\n@triton.jit" in source)
+    return digest(length_prefixed("raycloak/kernels/v1", *(part for each in held for part in each)))
+
+
+def _on_gpu(device: torch.device) -> "GpuWords":
     if find_spec("triton") is None:
         raise ConfigError(
             "no_triton",

@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 
 from raycloak.metrics.errors import ConfigError
+from raycloak.workers.device.words import kernel_digest
 from raycloak.workers.gradients.environment import WHOLE_PRODUCTS
 from raycloak.workers.terms.manifest import GpuClass
 
@@ -125,6 +126,7 @@ def gpu_class(device: torch.device) -> GpuClass:
         cublas=cublas_version(Path("/proc/self/maps").read_text(encoding="utf-8")),
         cudnn=torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
         triton=triton,
+        kernels=kernel_digest(),
         variables=tuple(sorted(f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ)),
     )
 

@@ -142,6 +142,7 @@ class GpuClass(Message):
         cublas: version of the library that is loaded, whatever torch was built with.
         cudnn: version of the library that is loaded.
         triton: version of the package, empty where it is not installed.
+        kernels: digest of the source of our kernels, which it compiles.
         variables: of the environment that choose kernels or round, as ``NAME=value``, sorted.
     """
 
@@ -152,6 +153,7 @@ class GpuClass(Message):
     cublas: str
     cudnn: int
     triton: str
+    kernels: bytes
     variables: tuple[str, ...]
 
 

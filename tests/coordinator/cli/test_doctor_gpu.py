@@ -1,11 +1,15 @@
 """The doctor sees what keeps a worker from its GPU; it is given what NVML and torch would say."""
 
 import os
+from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pynvml
 import pytest
+import torch
 
+from raycloak.coordinator.cli import doctor_gpu
 from raycloak.coordinator.cli.doctor_gpu import (
     Board,
     Boards,
@@ -15,12 +19,15 @@ from raycloak.coordinator.cli.doctor_gpu import (
     read_boards,
     read_torch,
 )
+from raycloak.metrics.errors import ProtocolError
+from raycloak.workers.device import words
+from raycloak.workers.gradients import products
 from raycloak.workers.gradients.environment import FIXED
 
 GIB = 2**30
 H100 = Board("NVIDIA H100", 79 * GIB, 80 * GIB, False, True)
 TWO = Boards("570.124", "on", (H100, H100))
-VIEW = TorchView("2.13.0", "12.8", 2, "3.6.0", "")
+VIEW = TorchView("2.13.0", "12.8", 2, "3.6.0", "", "")
 
 
 def found(boards=TWO, view=VIEW, environ=None, folder="/nonexistent"):
@@ -40,9 +47,9 @@ def test_a_machine_whose_gpus_are_well_is_told_of_each():
 @pytest.mark.parametrize(
     ("view", "says"),
     [
-        (TorchView("2.13.0+cpu", None, 0, None, ""), "built without CUDA"),
-        (TorchView("2.13.0", "12.8", 1, None, ""), "with CUDA 12.8 sees 1"),
-        (TorchView("2.13.0", "12.8", 0, None, ""), "with CUDA 12.8 sees 0"),
+        (TorchView("2.13.0+cpu", None, 0, None, "", ""), "built without CUDA"),
+        (TorchView("2.13.0", "12.8", 1, None, "", ""), "with CUDA 12.8 sees 1"),
+        (TorchView("2.13.0", "12.8", 0, None, "", ""), "with CUDA 12.8 sees 0"),
     ],
 )
 def test_gpus_that_torch_does_not_see_are_a_warning(view, says):
@@ -63,8 +70,39 @@ def test_parts_of_gpus_neighbours_and_flipped_bits_are_named(tmp_path):
 
 
 def test_products_without_all_their_bits_fail():
-    check = found(view=TorchView("2.13.0", "12.8", 2, None, "float32 products lack bits"))["gpu products"]
+    check = found(view=replace(VIEW, products="float32 products lack bits"))["gpu products"]
     assert (check.status, check.finding) == ("fail", "float32 products lack bits")
+
+
+def test_kernels_that_are_wrong_do_not_compile_or_cannot_be_compiled_fail():
+    check = found(view=replace(VIEW, words="GPU 1: RuntimeError: Failed to find C compiler."))["gpu words"]
+    assert (check.status, check.finding) == ("fail", "GPU 1: RuntimeError: Failed to find C compiler.")
+    assert "C compiler" in check.remedy
+    check = found(view=replace(VIEW, triton=None))["gpu words"]
+    assert (check.status, check.remedy) == ("fail", "Install raycloak[gpu], or set use_gpu: false.")
+    assert "gpu words" not in found(view=replace(VIEW, seen=0, triton=None)), "there is no GPU to compute on"
+
+
+def test_what_fails_on_a_gpu_is_told_with_its_number(monkeypatch):
+    """Two GPUs, of which the second computes other words, and no product at all."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    monkeypatch.setattr(doctor_gpu, "installed_version", lambda name: "3.7.1")
+
+    def fail_on_second(error):
+        def check(device):
+            if device.index == 1:
+                raise error
+
+        return check
+
+    unequal = ProtocolError("not_reproducible", "this worker's GPU computes other words than its CPU")
+    monkeypatch.setattr(words, "check_kernels", fail_on_second(unequal))
+    monkeypatch.setattr(products, "check_products", fail_on_second(RuntimeError("CUDA error: unknown\nmore")))
+    view = read_torch()
+    assert view.words == "GPU 1: this worker's GPU computes other words than its CPU"
+    assert view.products == "GPU 1: RuntimeError: CUDA error: unknown"
 
 
 def test_without_a_gpu_torch_is_not_asked():

@@ -34,6 +34,10 @@ def test_words_digests_and_masked_ranges_are_functions_of_their_inputs_alone(int
     interpreted("vectors")
 
 
+def test_a_look_at_all_kernels_needs_no_run(interpreted):
+    interpreted("look")
+
+
 def test_a_sum_and_keys_are_zeroed_once_they_are_used(interpreted):
     interpreted("sums_and_keys_are_zeroed")
 

@@ -1,5 +1,8 @@
 """`workers/device/words.py`: words in the host's memory are those of `workers/vectors`, and a GPU needs Triton."""
 
+import shutil
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +10,7 @@ import torch
 from raycloak.attestation.core.keys import Secret
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.device import words as module
-from raycloak.workers.device.words import CpuWords, ring_of, words_on
+from raycloak.workers.device.words import CpuWords, kernel_digest, ring_of, words_on
 from raycloak.workers.vectors.masks import masked_sum
 from raycloak.workers.vectors.noise import NoiseSampler
 from raycloak.workers.vectors.payload import VectorRange
@@ -52,3 +55,19 @@ def test_a_gpu_without_triton_is_refused(monkeypatch):
     assert isinstance(words_on(torch.device("cpu"), WordThreads(1)), CpuWords)
     with pytest.raises(ConfigError, match="no_triton"):
         words_on(torch.device("cuda"), WordThreads(1))
+
+
+def test_kernels_are_known_by_the_source_of_every_module_that_has_one(tmp_path):
+    room = Path(module.__file__).parent
+    for path in room.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    assert kernel_digest(tmp_path) == kernel_digest()
+    found = {kernel_digest()}
+    kernels = [path for path in sorted(tmp_path.glob("*.py")) if "triton.language" in path.read_text()]
+    assert {"chacha.py", "leaf_kernel.py", "word_kernels.py"} <= {path.name for path in kernels}
+    for path in kernels:
+        path.write_text(path.read_text() + "# changed\n")
+        found.add(kernel_digest(tmp_path))
+    assert len(found) == len(kernels) + 1, "each changes the digest"
+    (tmp_path / "words.py").write_text("")
+    assert kernel_digest(tmp_path) in found, "what launches them does not"

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from raycloak.metrics.errors import ConfigError
+from raycloak.workers.device.words import kernel_digest
 from raycloak.workers.gradients import gpus
 from raycloak.workers.gradients.environment import worker_environment
 from raycloak.workers.gradients.gpus import (
@@ -171,6 +172,10 @@ def test_a_gpus_class_has_what_chooses_its_kernels_and_not_the_cpus_model(monkey
     assert {"NVIDIA_TF32_OVERRIDE=0", "CUBLAS_EMULATE_DOUBLE_PRECISION=0"} <= set(found.gpu.variables)
     assert NumericsClass.model_validate_json(found.encode()) == found
     assert class_of(monkeypatch, cublas="12.9.0") != found
+    assert found.gpu.kernels == kernel_digest()
+    with monkeypatch.context() as changed:
+        changed.setattr(gpus, "kernel_digest", lambda: bytes(32))
+        assert class_of(changed) != found
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
     assert class_of(monkeypatch) != found
 
