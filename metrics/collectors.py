@@ -246,6 +246,15 @@ class RunMetrics:
         """
         self._values.observe("raycloak_step_phase_duration_seconds", seconds, self._run, phase, trace_id=trace_id)
 
+    def worker_stepped(self, seconds: Mapping[str, float]) -> None:
+        """Observe one worker's seconds by ``registry.WORKER_PHASES`` in an attempt."""
+        for phase, spent in seconds.items():
+            self._values.observe("raycloak_worker_phase_duration_seconds", spent, self._run, phase)
+
+    def gpu_memory_taken(self, peak_bytes: int) -> None:
+        """Set the most memory that any worker's tensors took on its GPU in an attempt."""
+        self._values.set("raycloak_worker_gpu_memory_peak_bytes", peak_bytes, self._run)
+
     def aggregate_released(self) -> None:
         """Count a noised aggregate that was decoded."""
         self._values.increment("raycloak_aggregates_released_total", self._run)

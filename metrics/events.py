@@ -52,8 +52,8 @@ _DECLARED: Mapping[tuple[type[str] | type[int] | type[float], PrivacyClass], str
         "noise_multiplier sample_rate epsilon_planned epsilon_cap delta learning_rate noise_deviation"
     ),
     (float, _PHYSICAL): (
-        "time seconds charge_seconds roster_seconds compute_seconds mask_seconds reduce_seconds commit_seconds "
-        "evaluate_seconds"
+        "time seconds charge_seconds roster_seconds compute_seconds reduce_seconds commit_seconds evaluate_seconds "
+        "copy_seconds model_seconds sums_seconds words_seconds masks_seconds out_seconds"
     ),
     (str, _RELEASED): "model_digest",
     (float, _RELEASED): "value epsilon epsilon_one_worker evaluation_accuracy evaluation_loss",

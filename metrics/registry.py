@@ -16,6 +16,8 @@ Kind = Literal["counter", "gauge", "histogram"]
 
 OTHER = "other"
 PHASES = ("admission", "charge", "roster", "compute", "reduce", "commit", "evaluate", "checkpoint", "recover")
+# Of a worker's part in a step, in their order.
+WORKER_PHASES = ("copy", "model", "sums", "words", "masks", "out")
 PRIVACY_MARKS = ("private", "NOT_PRIVATE")
 EXACTNESS_MARKS = ("exact", "NOT_EXACT")
 TRAINING = "training"
@@ -257,6 +259,18 @@ _OF_RUN = (
         _PHYSICAL,
         (Label("phase", PHASES),),
         is_histogram=True,
+    ),
+    Series(
+        "raycloak_worker_phase_duration_seconds",
+        "A worker's time for one phase of an answer, on its device; see docs/metrics.md.",
+        _PHYSICAL,
+        (Label("phase", WORKER_PHASES),),
+        is_histogram=True,
+    ),
+    Series(
+        "raycloak_worker_gpu_memory_peak_bytes",
+        "Most GPU memory that tensors of any one worker took in the last attempt; absent on CPUs.",
+        _PHYSICAL,
     ),
     Series("raycloak_masked_bytes_total", "Bytes of masked vectors received."),
     Series("raycloak_last_commit_timestamp_seconds", "Unix time of the last commit.", _PHYSICAL),

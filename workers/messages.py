@@ -8,6 +8,7 @@ from raycloak.attestation.core.data_marks import DataMarks
 from raycloak.attestation.core.evidence import CollateralBundle
 from raycloak.attestation.core.messages import Envelope, Message
 from raycloak.attestation.policy.policy import Policy
+from raycloak.workers.device.step_clock import StepUsage
 from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.models.compute_mode import PLAIN, ComputeMode
 from raycloak.workers.models.models import ModelSource
@@ -130,7 +131,7 @@ class StepReply(Message):
     Attributes:
         header: signed; None unless ``ok``.
         seconds: the worker's own time for the whole answer.
-        compute_seconds, mask_seconds: its parts for computing vectors, and for masking, tagging and signing.
+        usage: what it took of that by phase, and of a GPU's memory.
         leaving: whether the worker was asked to end and should leave after this step.
         counted: exact sums over the examples of each hosted virtual worker, in their order; None in a private run.
     """
@@ -141,7 +142,6 @@ class StepReply(Message):
     code: str
     header: Envelope | None = None
     seconds: float = 0.0
-    compute_seconds: float = 0.0
-    mask_seconds: float = 0.0
+    usage: StepUsage = StepUsage()
     leaving: bool = False
     counted: tuple[PublicSums, ...] | None = None

@@ -128,6 +128,7 @@ class RunMember:
         self._threads = planned.workload.word_threads
         # Kept until another step or model is asked for: a new attempt masks it again without computing it.
         self._hosted = HostedSum(planned.workload.words)
+        self._clock = planned.workload.words.clock
         # The last answer, by the digest of its roster: a reply that was lost on its way is given again. Its vectors are
         # masked anew, with the same masks, since kept they would be as large as the model.
         self._last: tuple[bytes, StepReply, VerifiedAttempt] | None = None
@@ -181,7 +182,8 @@ class RunMember:
         Raises:
             RaycloakError: why there is no vector; anything else is a defect, or comes from user code.
         """
-        began = time.perf_counter()
+        began, clock = time.perf_counter(), self._clock
+        clock.start()
         # First, because a request counts for nothing without the orchestrator's signature over its roster.
         roster = self._open_roster(request.roster)
         # Before the position is checked: a repeat of the last request is not a step back.
@@ -201,22 +203,19 @@ class RunMember:
         self._advance(roster)
         mechanism = self.manifest.computation.mechanism_of(roster.query)
 
-        started = time.perf_counter()
         self._compute(roster, inputs, paid.data_root, flat, sent)
         # The model has them now.
         del flat
-        computed = time.perf_counter()
         attempt = VerifiedAttempt.of(roster, inputs, request.ranges, mechanism.ring_bits)
         vectors, header = self._mask(attempt)
-        masked = time.perf_counter()
+        usage = clock.stop()
 
         reply = StepReply(
             member_id=self._attester.member_id,
             code="ok",
             header=header,
-            seconds=masked - began,
-            compute_seconds=computed - started,
-            mask_seconds=masked - computed,
+            seconds=time.perf_counter() - began,
+            usage=usage,
             counted=self._counted(mechanism, roster),
         )
         self._last = digest(request.roster.body), reply, attempt
@@ -359,10 +358,13 @@ class RunMember:
         own = roster.member(own_id).virtual_workers
         mechanism = self.manifest.computation.mechanism_of(roster.query)
         check_partition(attempt.ranges, mechanism.dimension)
+        self._clock.begin("masks")
         masks = self._masks(attempt, mechanism.private)
         vectors, tags = [], []
         for part, aggregator in zip(attempt.ranges, roster.aggregators, strict=True):
+            self._clock.begin("masks")
             vector = self._hosted.masked(part, masks[part.index])
+            self._clock.begin("out")
             key = payload_key(self._attester.agreement, aggregator, attempt, range_index=part.index, sender=own_id)
             vectors.append(vector)
             tags.append(tag_payload(key, vector))

@@ -144,7 +144,11 @@ class VirtualWorkerComputer:
             present=present,
         )
         batches = _until_cancelled(batches, is_cancelled)
+        clock = self._words.clock
+        # A measurement's engine tells of no phases.
+        clock.begin("model")
         clipped_sum = self._engine.clipped_sum(parameters, batches)
+        clock.begin("words")
         noise = derive(keys.stream, Purpose.NOISE, *context) if mechanism.private else None
         vector = self._words.encoded(clipped_sum, mechanism, noise)
         leaves = self._words.leaves(vector, self._engine.sizes)

@@ -201,7 +201,8 @@ class PlannedWorkload:
             classes = found_classes(workload.module, workload.loss, dataset, vocabulary, runtime.deterministic)
         rows = min(CANDIDATES, mechanism.micro_batch_size)
         spare = spare_rows(workload.module.train(), workload.form, runtime.deterministic, vocabulary, candidates=rows)
-        engine = GradientEngine(workload.module, runtime.loss_fn, mechanism, runtime.device, runtime.deterministic)
+        of_run, clock = (runtime.device, runtime.deterministic), workload.words.clock
+        engine = GradientEngine(workload.module, runtime.loss_fn, mechanism, *of_run, clock)
         gradient = VirtualWorkerComputer(mechanism, engine, dataset, spare, words=workload.words)
         self.computers: dict[Query, VirtualWorkerComputer] = {mechanism.query: gradient}
         # The module has not seen a step yet. Copied late: the checks before take as much memory as a step.

@@ -185,7 +185,7 @@ class Step:
         headers = {each: self._header(each, reply) for each, reply in replies.items() if each not in failures}
         found = [header for header in headers.values() if header is not None]
         failures |= {member_id: "header_mismatch" for member_id, header in headers.items() if header is None}
-        self._trace(replies, failures, began_ns)
+        self._tell(replies, failures, began_ns)
         # Kept only after whole answers: a worker that failed, and one beside it, may not have what it was shown.
         self.seen.clear()
         if failures:
@@ -239,17 +239,23 @@ class Step:
             found |= zip(hosted, reply.counted, strict=True)
         return PublicSums.of(found[v] for v in sorted(found))
 
-    def _trace(self, replies: Mapping[str, StepReply], failures: Mapping[str, str], began_ns: int) -> None:
+    def _tell(self, replies: Mapping[str, StepReply], failures: Mapping[str, str], began_ns: int) -> None:
         """Record what each worker did, by the times that it states itself; a lost one until it was given up."""
-        waited = (time.time_ns() - began_ns) / 1e9
+        waited, metrics = (time.time_ns() - began_ns) / 1e9, self.context.metrics
         for member_id in self.asked:
-            whole, stated, failed = waited, {}, failures.get(member_id, "")
+            whole, stated, failed = waited, dict[str, float](), failures.get(member_id, "")
             if (reply := replies.get(member_id)) is not None:
-                times = (reply.seconds, reply.compute_seconds, reply.mask_seconds)
                 # A worker may state anything, so no time is beyond what was waited; NaN is not within it either.
-                whole, computed, masked = (each if 0 <= each <= waited else waited for each in times)
-                stated = {"compute_seconds": computed, "mask_seconds": masked}
-            self.context.traces.record("worker", began_ns, whole, failed, member=member_id, **stated)
+                times = {"": reply.seconds, **reply.usage.seconds()}
+                stated = {phase: each if 0 <= each <= waited else waited for phase, each in times.items()}
+                whole = stated.pop("")
+                if not failed:
+                    metrics.worker_stepped(stated)
+            spent = {f"{phase}_seconds": each for phase, each in stated.items()}
+            self.context.traces.record("worker", began_ns, whole, failed, member=member_id, **spent)
+        peaks = (reply.usage.gpu_memory_peak_bytes for reply in replies.values())
+        if taken := [peak for peak in peaks if peak is not None]:
+            metrics.gpu_memory_taken(max(taken))
 
     def reduce(self) -> bool:
         """Have the vectors bound for good, and then every range reduced.

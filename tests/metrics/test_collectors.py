@@ -30,6 +30,7 @@ from raycloak.metrics.registry import (
     RUN_SERIES,
     SERVICE_SERIES,
     TRAINING_SERVICE_SERIES,
+    WORKER_PHASES,
 )
 from raycloak.metrics.service_errors import KINDS
 from tests.metrics.samples import sample_names
@@ -106,6 +107,9 @@ def test_every_run_series_is_reachable_through_a_method():
     metrics = RunMetrics(FACTS, clock=lambda: 7.0)
     metrics.attempt_started()
     metrics.phase_finished("compute", 0.2)
+    metrics.worker_stepped({"copy": 0.25, "model": 0.5})
+    metrics.worker_stepped({"copy": 0.5})
+    metrics.gpu_memory_taken(2**30)
     metrics.aggregate_released()
     metrics.step_committed(0.4)
     metrics.step_refused("cap_exceeded")
@@ -127,6 +131,9 @@ def test_every_run_series_is_reachable_through_a_method():
     run = ("run", FACTS.run)
     assert names(read) == {name for series in RUN_SERIES for name in sample_names(series)}
     assert read["raycloak_steps_committed_total", run] == 1
+    seconds = [read["raycloak_worker_phase_duration_seconds_sum", ("phase", each), run] for each in WORKER_PHASES]
+    assert seconds == [0.75, 0.5, 0, 0, 0, 0]
+    assert read["raycloak_worker_gpu_memory_peak_bytes", run] == 2**30
     assert read["raycloak_step_attempts_total", run] == 1
     assert read["raycloak_steps_refused_total", ("code", "cap_exceeded"), run] == 1
     assert read["raycloak_workers_admitted", run] == 3

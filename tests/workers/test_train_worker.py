@@ -3,7 +3,7 @@
 import pickle
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -28,6 +28,8 @@ from raycloak.metrics.errors import (
     RefusedError,
     RunFailedError,
 )
+from raycloak.metrics.registry import WORKER_PHASES
+from raycloak.workers.device.step_clock import StepUsage
 from raycloak.workers.messages import StepReply, StepRequest
 from raycloak.workers.run_member import check_partition
 from raycloak.workers.terms.loss import LossSpec
@@ -113,10 +115,23 @@ def test_an_answer_is_a_signed_header_and_one_masked_vector_per_range(tmp_path):
     assert {vector.dtype for vector in vectors} == {np.dtype("<u4")}
 
 
+def test_an_answer_tells_the_time_of_every_phase(hand):
+    reply, _ = hand.ask("worker-0", hand.request(hand.roster()))
+    spent = reply.usage.seconds()
+    assert tuple(spent) == WORKER_PHASES
+    assert min(spent.values()) > 0
+    assert sum(spent.values()) <= reply.seconds
+    assert reply.usage.gpu_memory_peak_bytes is None
+
+
 def test_an_answer_says_nothing_of_data_but_times_and_codes(hand):
     """Counts of examples, losses and norms are private: one field alone could carry any, and it is of public runs."""
     assert list(StepReply.model_fields) == [
-        "member_id", "code", "header", "seconds", "compute_seconds", "mask_seconds", "leaving", "counted",
+        "member_id", "code", "header", "seconds", "usage", "leaving", "counted",
+    ]  # fmt: skip
+    assert [field.name for field in fields(StepUsage)] == [
+        "copy_seconds", "model_seconds", "sums_seconds", "words_seconds", "masks_seconds", "out_seconds",
+        "gpu_memory_peak_bytes",
     ]  # fmt: skip
     assert set(Header.model_fields) == {
         "run_id", "manifest_digest", "step", "attempt", "roster_digest", "input_digest", "sender",

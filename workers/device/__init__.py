@@ -3,7 +3,7 @@
 It hides where a vector lies, how its words are computed, and what is left of them in memory. A vector leaves its device
 through `Words.masked` alone. `raycloak.workers.vectors` says what the words are.
 
-Doors: words.
+Doors: step_clock, words.
 
 May import: `terms` and the rooms below; `attestation`, `metrics`.
 """

@@ -22,6 +22,7 @@ from raycloak.metrics.proof_bounds import require_bound
 from raycloak.workers.device import launches
 from raycloak.workers.device.launches import NoiseTables
 from raycloak.workers.device.memory import clear_free_memory, zero_span
+from raycloak.workers.device.step_clock import StepClock
 from raycloak.workers.device.words import CpuWords, ring_of
 from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.vectors.noise import BLOCK, NoiseSampler
@@ -62,6 +63,7 @@ class GpuWords:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.clock = StepClock(device)
         # By what their kernels compute: samplers of the mechanisms that gave golden words.
         self._proven: dict[tuple[RingSpec, float | None], _Noise | None] = {}
 
@@ -103,6 +105,7 @@ class GpuWords:
         here = slice(place.start, place.stop)
         expected = _signed(clear[here]) + _signed(torch.from_numpy(mask).to(self._device))
         _require_equal(torch.equal(_signed(out[here]), expected))
+        self.clock.begin("out")
         return _on_host(out)
 
     def prove(self, spec: RingSpec, sigma: float | None) -> None:

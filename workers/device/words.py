@@ -16,6 +16,7 @@ from torch import Tensor
 from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.attestation.core.keys import Secret
 from raycloak.metrics.errors import ConfigError
+from raycloak.workers.device.step_clock import StepClock
 from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.vectors.masks import masked_sum
 from raycloak.workers.vectors.noise import NoiseSampler
@@ -39,6 +40,11 @@ class Words(Protocol[V]):
 
     Guarantee: words, digests and masked ranges are functions of their inputs alone, the same bytes on every device.
     """
+
+    @property
+    def clock(self) -> StepClock:
+        """The clock of the steps that the device works on."""
+        ...
 
     def encoded(self, total: Tensor, mechanism: Mechanism, noise: Secret | None) -> V:
         """Return a sum's words, clamped and rounded to the mechanism's grid, with the draws of ``noise`` added.
@@ -82,6 +88,7 @@ class CpuWords:
 
     def __init__(self, threads: WordThreads = ONE_THREAD) -> None:
         self._threads = threads
+        self.clock = StepClock(torch.device("cpu"))
 
     def encoded(self, total: Tensor, mechanism: Mechanism, noise: Secret | None) -> RingVector:
         """See :meth:`Words.encoded`."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from raycloak.metrics.errors import ConfigError
 from raycloak.metrics.proof_bounds import require_bound
+from raycloak.workers.device.step_clock import StepClock
 from raycloak.workers.gradients.gradient_parts import GradientParts
 from raycloak.workers.gradients.kept_state import KeptState
 from raycloak.workers.gradients.numerics import exact_sums
@@ -171,6 +172,7 @@ class GradientEngine:
         mechanism: C, M, m, d, and whether anything is clipped.
         device: ``cpu`` or ``cuda``.
         deterministic: see :func:`named_operations`.
+        clock: told which phase a sum is in; one of its own by default.
 
     Attributes:
         sizes: number of coordinates of each trained tensor, in canonical order.
@@ -188,11 +190,13 @@ class GradientEngine:
         mechanism: Mechanism,
         device: str | torch.device = "cpu",
         deterministic: bool = True,
+        clock: StepClock | None = None,
     ) -> None:
         self.sizes = tuple(tensor.size for tensor in trainable_tensors(module))
         require_bound(mechanism.dimension == sum(self.sizes), "a mechanism has the dimension of its model")
         check_batch(mechanism)
         self._device = torch.device(device)
+        self._clock = StepClock(self._device) if clock is None else clock
         self._module = module.to(self._device)
         self._loss = RowLoss.of(loss_fn)
         self._gradients = GradientParts(self._module, self._loss, deterministic)
@@ -222,7 +226,8 @@ class GradientEngine:
                 or the loss kept anything of these examples (:class:`raycloak.workers.gradients.kept_state.KeptState`);
                 ``moved_rows``.
         """
-        mechanism = self._mechanism
+        mechanism, clock = self._mechanism, self._clock
+        clock.begin("copy")
         self._load(parameters)
         clipped = ClippedSum(self.sizes, mechanism.max_grad_norm if mechanism.private else None, self._device)
         count, self.counted = 0, None
@@ -233,15 +238,19 @@ class GradientEngine:
                 shaped = len(features) == len(labels) == len(valid) == mechanism.micro_batch_size
                 require_bound(shaped, "every micro-batch has the one fixed shape")
                 on_losses = None if counted is None else partial(counted.add, features, valid)
-                here = self._tensor(valid)
+                here, inputs, targets = map(self._tensor, (valid, features, labels))
                 silent = SilentRows(~here)
-                parts = self._gradients(self._tensor(features), self._tensor(labels), on_losses, silent)
+                clock.begin("model")
+                parts = self._gradients(inputs, targets, on_losses, silent)
+                clock.begin("sums")
                 clipped.add(parts, here)
                 moved |= silent.reached
                 # Before the next rows' are computed: they are most of what an engine takes.
                 del parts
                 # Before the next rows meet what these left behind.
                 self._state.check()
+                # The next rows are read by the loop itself.
+                clock.begin("copy")
                 count += 1
         require_bound(count == mechanism.micro_batches, "every draw takes the same number of forward passes")
         # After the last one: when an error comes says nothing of where.

@@ -33,6 +33,9 @@ _EXHAUSTED = (
     f"(({_SPENT} * (1 + 1 / {_CHARGED}) > bool 1) * ({_LEFT} > bool 0) * (1 - max(raycloak_run_prepaid{RUN})) "
     "or vector(0))"
 )
+_WORKER_PHASE = " / ".join(
+    f"sum by (phase) (rate(raycloak_worker_phase_duration_seconds_{part}{RUN}{RATE}))" for part in ("sum", "count")
+)
 _AHEAD = "(({burn} > bool 1.1) or vector(0))"
 _LASTED = '(max(last_over_time(raycloak_run_state{{run="$run",state="{state}"}}[$__range])) == 1)'
 
@@ -297,6 +300,13 @@ STEP_ROW = Row(
             "s",
         ),
         Panel(
+            "A worker's phases, mean",
+            "What workers do in compute, in the order of a step.",
+            "timeseries",
+            (PromQuery(_WORKER_PHASE, "{{phase}}"),),
+            "s",
+        ),
+        Panel(
             "Masked bytes",
             "Received by the aggregators.",
             "timeseries",
@@ -313,14 +323,12 @@ STEP_ROW = Row(
                 PromQuery(f"sum(increase(raycloak_aggregates_released_total{RUN}{RATE}))", "releases"),
                 PromQuery(f"sum(increase(raycloak_steps_committed_total{RUN}{RATE}))", "commits"),
             ),
-            width=12,
         ),
         Panel(
             "Refused steps",
             "By the ledger or a worker, by code.",
             "timeseries",
             (by_label("raycloak_steps_refused_total", "code"),),
-            width=12,
         ),
     ),
 )

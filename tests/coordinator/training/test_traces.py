@@ -7,6 +7,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from raycloak.coordinator.training.assignment import NewRun, ResumedRun
 from raycloak.metrics.events import FIELD_BY_NAME
 from raycloak.metrics.exporter import Exporter
+from raycloak.metrics.registry import WORKER_PHASES
+from raycloak.workers.device.step_clock import StepUsage
 from tests.coordinator.planning.test_measurements import MEASURED
 from tests.coordinator.runs.test_resumed_runs import Killed, archive, killed_at, manifest_of
 from tests.protocol import RENYI, on, trained, whole_run
@@ -89,7 +91,7 @@ def test_a_worker_took_as_long_as_it_says_within_what_was_waited(tmp_path):
 
     def lie(*answer):
         reply, *vectors = answer
-        lies = {"seconds": float("nan"), "compute_seconds": 1e9, "mask_seconds": -1.0}
+        lies = {"seconds": float("nan"), "usage": StepUsage(model_seconds=1e9, masks_seconds=-1.0)}
         return reply.model_copy(update=lies), *vectors
 
     trained(tmp_path, disturb=on("step", "worker-0", lie), traces=kept, steps=1, dp_config=RENYI)
@@ -97,8 +99,8 @@ def test_a_worker_took_as_long_as_it_says_within_what_was_waited(tmp_path):
     for each in kept.ended:
         if each.name == "worker":
             assert compute.start_time <= each.start_time <= each.end_time <= compute.end_time
-            assert 0 <= attributes(each)["compute_seconds"] <= (compute.end_time - compute.start_time) / 1e9
-            assert 0 <= attributes(each)["mask_seconds"] <= (compute.end_time - compute.start_time) / 1e9
+            for phase in WORKER_PHASES:
+                assert 0 <= attributes(each)[f"{phase}_seconds"] <= (compute.end_time - compute.start_time) / 1e9
 
 
 def test_a_resumed_run_shows_what_it_repeats_and_its_checkpoints(tmp_path):
