@@ -18,9 +18,8 @@ from raycloak.workers.gradients.row_memory import mechanism_of_rows
 from raycloak.workers.models.compute_mode import ComputeMode, Precision
 from raycloak.workers.models.models import load_flat, read_flat
 from raycloak.workers.vectors.ring import RingSpec, encode_into
+from raycloak_lab.bench.gpu_use import GpuUse, gpu_use
 from raycloak_lab.bench.gradient_cases import next_token
-
-LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,7 @@ class Step:
         first_s, second_s: of the clipped sum, after one that is not counted. load_s: of the parameters' way into the
             model. to_host_s: of a float64 total to the host. encode_s: of its words, on the host. plain_s: of a forward
             and backward pass without taps.
-        busy_s: seconds of all kernels together. longest: the kernels that take most, with seconds and launches.
+        use: launches, synchronisations and kernels of a sum.
     """
 
     first_s: float
@@ -56,10 +55,7 @@ class Step:
     encode_s: float
     plain_s: float
     peak_bytes: int | None = None
-    busy_s: float | None = None
-    launches: int | None = None
-    synchronisations: int | None = None
-    longest: tuple[tuple[str, float, int], ...] | None = None
+    use: GpuUse | None = None
 
 
 class _NextToken(nn.Module):
@@ -102,7 +98,8 @@ def large_step(place: Place, shape: Shape, settings: Mapping[str, int] | None = 
     if place.on_gpu:
         torch.cuda.reset_peak_memory_stats(place.device)
     first_s, second_s = place.seconds(clipped), place.seconds(clipped)
-    profile = _profiled(place, clipped) if place.on_gpu else {}
+    peak_bytes = torch.cuda.max_memory_allocated(place.device) if place.on_gpu else None
+    use = gpu_use(clipped, place.device)
     plain()
     plain_s = place.seconds(plain)
     module.zero_grad(set_to_none=True)
@@ -116,7 +113,8 @@ def large_step(place: Place, shape: Shape, settings: Mapping[str, int] | None = 
         to_host_s=place.seconds(total.cpu),
         encode_s=_clock(lambda: encode_into(on_host, RingSpec(32, -16, 4096.0), words)),
         plain_s=plain_s,
-        **profile,
+        peak_bytes=peak_bytes,
+        use=use,
     )
     return Found({"step": step})
 
@@ -128,23 +126,6 @@ def _model(settings: Mapping[str, int]) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         return _NextToken(package.GPT2LMHeadModel(config)).train()
-
-
-def _profiled(place: Place, work: Callable[[], None]) -> dict[str, Any]:
-    peak = torch.cuda.max_memory_allocated(place.device)
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        work()
-        place.wait()
-    events = profile.key_averages()
-    longest = sorted(events, key=lambda each: -each.self_device_time_total)[:12]
-    return {
-        "peak_bytes": peak,
-        "busy_s": sum(each.self_device_time_total for each in events) / 1e6,
-        "launches": sum(each.count for each in events if each.key in LAUNCHES),
-        "synchronisations": sum(each.count for each in events if "Synchronize" in each.key),
-        "longest": tuple((each.key[:60], each.self_device_time_total / 1e6, each.count) for each in longest),
-    }
 
 
 def _clock(work: Callable[[], None]) -> float:

@@ -18,6 +18,7 @@ import torch
 
 from raycloak.metrics.errors import ConfigError, RaycloakError, RunFailedError
 from raycloak.workers.gradients.model_checks import check_trainable
+from raycloak_lab.bench.gpu_use import GpuUse, bench_device, device_name, gpu_use
 from raycloak_lab.bench.gradient_cases import BenchCase
 from raycloak_lab.bench.gradient_memory import peak_extra_bytes, prepare
 from raycloak_lab.bench.gradient_methods import METHODS, BenchWorkload, ExactSums, Method, exact_sums
@@ -58,6 +59,8 @@ class MethodFigures:
         peak_extra_bytes: peak memory beyond model and batch.
         bytes_per_parameter: that, per trained parameter.
         memory_vs_nonprivate: that, over the bytes of plain.
+        gpu: launches, synchronisations and kernels of one sum on a GPU; None on a CPU.
+        gpu_busy: share of ``seconds`` in which a kernel, copy or fill runs there.
     """
 
     refused: str | None = None
@@ -68,6 +71,8 @@ class MethodFigures:
     peak_extra_bytes: int | None = None
     bytes_per_parameter: float | None = None
     memory_vs_nonprivate: float | None = None
+    gpu: GpuUse | None = None
+    gpu_busy: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +126,7 @@ def bench_gradient(case: BenchCase, against: Iterable[str], *, device: str, thre
         RunFailedError: ``wrong_sum`` if our sum is wrong; as `peak_extra_bytes`.
     """
     names = _names(against)
-    place = _device(device)
+    place = bench_device(device)
     if rounds < 1 or threads < 1:
         raise ConfigError("bench_input", "the bench needs at least 1 round and 1 thread.", "Raise the number.")
     prepare(place, threads)
@@ -135,11 +140,12 @@ def bench_gradient(case: BenchCase, against: Iterable[str], *, device: str, thre
         _time_in_turns({name: each for name, each in measured.items() if each.method}, rounds, _clock(place, threads))
         # Again, since only now a sum that grew from run to run shows.
         _check_sums(measured, exact)
+        uses = {name: gpu_use(each.method.run, place) for name, each in measured.items() if each.method}
     for each in measured.values():
         # Its memory is not needed beside the processes that follow.
         each.method = None
     peaks = {name: peak_extra_bytes(case, name, place, threads) for name in names if not measured[name].refused}
-    return _figures(work, measured, peaks, threads, rounds)
+    return _figures(work, measured, peaks, uses, threads, rounds)
 
 
 def _names(against: Iterable[str]) -> list[str]:
@@ -148,14 +154,6 @@ def _names(against: Iterable[str]) -> list[str]:
     if strange:
         raise ConfigError("bench_input", f"the bench has no peer '{strange[0]}'.", f"Name any of {', '.join(PEERS)}.")
     return ["ours", *dict.fromkeys(peers)]
-
-
-def _device(name: str) -> torch.device:
-    if name not in ("cpu", "cuda"):
-        raise ConfigError("bench_input", f"'{name}' is no device of the bench.", "Name cpu or cuda.")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("no_cuda", "torch finds no CUDA device here.", "Measure on the CPU, or install its driver.")
-    return torch.device(name)
 
 
 def _check_sums(measured: dict[str, _Measured], exact: ExactSums) -> None:
@@ -219,7 +217,12 @@ def _time_in_turns(measured: dict[str, _Measured], rounds: int, clock: Callable[
 
 
 def _figures(
-    work: BenchWorkload, measured: dict[str, _Measured], peaks: dict[str, int], threads: int, rounds: int
+    work: BenchWorkload,
+    measured: dict[str, _Measured],
+    peaks: dict[str, int],
+    uses: dict[str, GpuUse | None],
+    threads: int,
+    rounds: int,
 ) -> GradientBench:
     def ratio(above: str, below: str) -> RoundSpread | None:
         pair = [measured[name].seconds if name in measured else [] for name in (above, below)]
@@ -239,6 +242,8 @@ def _figures(
             peak_extra_bytes=peaks.get(name),
             bytes_per_parameter=peaks[name] / parameters if name in peaks else None,
             memory_vs_nonprivate=memory(name),
+            gpu=(use := uses.get(name)),
+            gpu_busy=use.busy_seconds / statistics.median(each.seconds) if use else None,
         )
         for name, each in measured.items()
     }
@@ -248,7 +253,7 @@ def _figures(
         all_parameters=sum(tensor.numel() for tensor in work.module.parameters()),
         rows=work.case.rows,
         micro_batches=work.case.micro_batches,
-        device=torch.cuda.get_device_name(work.device) if work.device.type == "cuda" else "cpu",
+        device=device_name(work.device),
         threads=threads,
         rounds=rounds,
         clock="processor" if work.device.type == "cpu" and threads == 1 else "wall",

@@ -15,7 +15,8 @@ from raycloak.metrics.errors import ConfigError
 
 if TYPE_CHECKING:
     from raycloak.workers.vectors.ring import RingBits
-    from raycloak_lab.bench.gradient import GradientBench, RoundSpread
+    from raycloak_lab.bench.device_words import DeviceWordsBench
+    from raycloak_lab.bench.gradient import GradientBench, MethodFigures, RoundSpread
 
 bench = typer.Typer(help="Measurements on this machine.")
 
@@ -50,13 +51,22 @@ def words_command(
     threads: Annotated[int | None, typer.Option(help="Threads beside one; all CPUs of this process if absent.")] = None,
     peers: Annotated[int, typer.Option(help="Masks of the vector, and vectors of the aggregator's sum.")] = 3,
     bits: Annotated[int, typer.Option(help="Width of the ring, 32 or 64.")] = 32,
-    rounds: Annotated[int, typer.Option(help="Rounds, in each of which one thread and several have a turn.")] = 7,
+    rounds: Annotated[int, typer.Option(help="Rounds, in each of which both sides have a turn.")] = 7,
+    device: Annotated[
+        str, typer.Option(help="cpu, or cuda: the words of a GPU beside the CPU's on its threads.")
+    ] = "cpu",
 ) -> None:
-    """Compare the words of a step on one thread and on several, byte by byte, and time both."""
+    """Compare the words of a step on one thread and on several, byte by byte, and time both; or on a GPU."""
     from raycloak.workers.vectors.threads import WordThreads
+    from raycloak_lab.bench.device_words import bench_device_words
+    from raycloak_lab.bench.gpu_use import bench_device
     from raycloak_lab.bench.words import bench_words
 
-    count = WordThreads.of_share().count if threads is None else threads
+    place, count = bench_device(device), WordThreads.of_share().count if threads is None else threads
+    if place.type != "cpu":
+        found = bench_device_words(place, params, count, _ring_bits(bits), peers, rounds)
+        output.result(asdict(found), _device_words_table(found))
+        return
     result = bench_words(params, count, _ring_bits(bits), peers, rounds)
     title = (
         f"bench words: {params:,} parameters, {result.bits} bits, {count} threads on {result.cpus} CPUs, load "
@@ -74,6 +84,26 @@ def words_command(
         for name, each in result.phases.items()
     ]
     output.result(asdict(result), columns_table(title, headers, rows))
+
+
+def _device_words_table(result: "DeviceWordsBench") -> Table:
+    """Return the table of words on a GPU."""
+    title = (
+        f"bench words: {result.params:,} parameters, {result.bits} bits, {result.device}, which copies "
+        f"{result.copy_bytes_per_second / 1e9:.0f} GB/s"
+    )
+    rows = [
+        (
+            name,
+            value_text(each.cpu_seconds),
+            value_text(each.seconds),
+            f"{each.cpu_seconds / each.seconds:.1f}",
+            "" if each.of_copy is None else f"{each.of_copy:.2f}",
+        )
+        for name, each in result.phases.items()
+    ]
+    headers = ("words", f"CPU, {result.threads} thread(s), s", "device, s", "times as fast", "of a copy")
+    return columns_table(title, headers, rows)
 
 
 @command(bench, "step")
@@ -151,6 +181,11 @@ def _gradient_table(result: "GradientBench") -> Table:
         f"{result.rows} rows, {result.device}, {result.threads} thread(s), {result.rounds} rounds, {result.clock} time"
     )
     ours = {"plain": result.vs_nonprivate, "opacus": result.vs_opacus_hooks, "ghost": result.vs_opacus_ghost}
+
+    def on_gpu(figures: "MethodFigures") -> tuple[str, ...]:
+        use = figures.gpu
+        return (f"{use.launches:,}", f"{use.synchronisations:,}", value_text(figures.gpu_busy)) if use else ()
+
     rows = [
         (name, f"refused: {figures.refused}")
         if figures.refused
@@ -162,10 +197,13 @@ def _gradient_table(result: "GradientBench") -> Table:
             "" if figures.sum_error is None else f"{figures.sum_error:.1e}",
             "" if figures.peak_extra_bytes is None else size_text(figures.peak_extra_bytes),
             value_text(figures.memory_vs_nonprivate),
+            *on_gpu(figures),
         )
         for name, figures in result.methods.items()
     ]
-    headers = ("method", "seconds", "vs non-private", "ours vs it", "error", "peak memory", "vs non-private")
+    headers = ["method", "seconds", "vs non-private", "ours vs it", "error", "peak memory", "vs non-private"]
+    if any(figures.gpu for figures in result.methods.values()):
+        headers += ["launches", "waits", "GPU busy"]
     return columns_table(title, headers, rows)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from raycloak.metrics.errors import ConfigError, RunFailedError
 from raycloak_lab.bench import gradient, gradient_cases, gradient_methods
+from raycloak_lab.bench.gpu_use import GpuUse
 from raycloak_lab.bench.gradient import GradientBench, MethodFigures, bench_gradient
 from raycloak_lab.bench.gradient_cases import CASES, BenchCase, case_named
 from raycloak_lab.bench.gradient_memory import peak_extra_bytes
@@ -103,6 +104,18 @@ def test_the_command_prints_one_object_with_every_figure(monkeypatch, command):
     # Peers that nobody asked for have no figure.
     assert shown["vs_opacus_hooks"] is shown["vs_opacus_ghost"] is None
     assert (shown["model"], shown["clock"], shown["rows"], shown["micro_batches"]) == ("mlp", "processor", 4, 2)
+
+
+@pytest.mark.usefixtures("_peaks_known")
+def test_on_a_gpu_each_method_has_its_launches_waits_and_busy_share(monkeypatch, command):
+    monkeypatch.setattr(gradient_cases, "CASES", {"mlp": SMALL})
+    monkeypatch.setattr(gradient, "gpu_use", lambda work, device: GpuUse(1234, 5, 1e-3, ()))
+    result = _bench(against=("plain",))
+    for figures in result.methods.values():
+        assert figures.gpu_busy == 1e-3 / figures.seconds.median
+    shown = command("mlp", "--against", "plain", "--rounds", "1")[1]
+    assert "GPU busy" in shown
+    assert shown.count("1,234") == 2
 
 
 @pytest.mark.usefixtures("_peaks_known")

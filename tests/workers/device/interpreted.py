@@ -15,7 +15,7 @@ import torch
 from benchmarks.gpu.golden import cases, digest, random_cases, stored, words_of
 from benchmarks.gpu.kernels import computed
 from raycloak.attestation.core.keys import Secret
-from raycloak.metrics.errors import ProtocolError, RefusedError
+from raycloak.metrics.errors import ProtocolError, RefusedError, RunFailedError
 from raycloak.workers.device import gpu_words, launches
 from raycloak.workers.device import words as words_module
 from raycloak.workers.device.gpu_words import GpuWords
@@ -26,6 +26,8 @@ from raycloak.workers.gradients.numerics import pin_numerics
 from raycloak.workers.vectors.noise import NoiseSampler
 from raycloak.workers.vectors.payload import VectorRange
 from raycloak.workers.vectors.streams import MAX_BLOCKS
+from raycloak_lab.bench import device_words
+from raycloak_lab.bench.device_words import bench_device_words
 from tests.protocol import RENYI, mechanism, whole_run
 
 HERE = torch.device("cpu")
@@ -156,6 +158,24 @@ def wrong_kernels():
     added = partial(lambda numbers, *rest: ring([abs(number) for number in numbers], *rest))
     with patch.object(launches, "_ring", added), pytest.raises(ProtocolError, match="not_reproducible"):
         words.masked(vector, VectorRange(index=0, offset=0, length=D), [(KEY, -1)])
+
+
+def bench():
+    """The bench's words on a device are measured where they are the CPU's, and not where they are others."""
+    with patch.object(device_words, "NOISE", {1: 200.0}), patch.object(device_words, "words_on", on_interpreter_of):
+        found = bench_device_words(HERE, D, 1, peers=2, rounds=1)
+        assert set(found.phases) == {"encode", "encode, noise of 1 draws", "add", "tag", "masks", "to the host"}
+        assert min(each.seconds for each in found.phases.values()) > 0
+        digests = launches.leaf_digests
+        with (
+            patch.object(launches, "leaf_digests", lambda *given: digests(*given)[::-1]),
+            pytest.raises(RunFailedError, match="words_differ: 'tag'"),
+        ):
+            bench_device_words(HERE, D, 1, peers=2, rounds=1)
+
+
+def on_interpreter_of(device, threads):
+    return on_interpreter()
 
 
 def whole():

@@ -58,5 +58,9 @@ def test_wrong_kernels_are_not_reproducible(interpreted):
     interpreted("wrong_kernels")
 
 
+def test_the_bench_measures_no_words_but_the_cpus(interpreted):
+    interpreted("bench")
+
+
 def test_a_whole_run_on_the_kernels_has_the_digests_of_the_cpu(interpreted):
     interpreted("whole")
