@@ -86,7 +86,8 @@ def test_the_command_prints_the_devices_figures(capfd, monkeypatch):
     phases = {"masks": DevicePhase(1.0, 0.25, 0.5), "to the host": DevicePhase(1e-6, 0.5, None)}
     found = DeviceWordsBench("A card", 1000, 32, 3, 1, 1, 1e12, phases)
     monkeypatch.setattr(device_words, "bench_device_words", lambda device, *given: found)
-    assert json.loads(run(*small, "--json")[1])["phases"]["masks"] == {"cpu_seconds": 1, "seconds": 0.25, "of_copy": 0.5}
+    told = json.loads(run(*small, "--json")[1])["phases"]
+    assert told["masks"] == {"cpu_seconds": 1, "seconds": 0.25, "of_copy": 0.5}
     shown = run(*small)[1]
     assert "A card, which copies 1000 GB/s" in " ".join(shown.split())
     assert re.search(r"masks\W+1\W+0.25\W+4.0\W+0.50", shown)
