@@ -24,16 +24,11 @@ from raycloak.workers.terms.built_in_rules import RULES
 from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.vectors.noise import decompose
 from raycloak.workers.vectors.ring import RingBits
+from raycloak_lab.scale.devices import FLOAT_BYTES, SUM_BYTES, DeviceConfig, DeviceScale, device_scale
 
 GB = 1e9
-FLOAT_BYTES = 4
-"""Parameters, gradients and moments travel and are kept as float32."""
-
 STORE_SHARE, MOST_STORE_BYTES = 0.3, 200 * GB
 """Ray gives its object store 30 % of a node's memory by default, and never more than 200 GB."""
-
-SUM_BYTES = 8
-"""Clipped sums are added in float64."""
 
 DRIVER_BYTES = 2 * FLOAT_BYTES
 """At the end the driver holds the final parameters, and their bytes on the way to the file; bytes a parameter."""
@@ -57,6 +52,7 @@ class ScaleConfig(Section):
         network_gbit_per_s: of each node, in each direction.
         node_memory_gb: of each node.
         workers_per_node, cores_per_node: for memory, and for the start.
+        device: the GPU of each worker; None for workers on CPUs.
     """
 
     workers: list[int] = Field(default=[8, 64, 1024], min_length=1)
@@ -69,6 +65,7 @@ class ScaleConfig(Section):
     node_memory_gb: float = Field(default=256.0, gt=0)
     workers_per_node: int = Field(default=1, gt=0)
     cores_per_node: int = Field(default=8, gt=0)
+    device: DeviceConfig | None = None
 
     @property
     def bytes_per_second(self) -> float:
@@ -189,6 +186,7 @@ class Scale:
         step_seconds: all of a step but the gradient.
         ledger_steps_per_second: steps of any number of runs that one ledger can charge and bind.
         start_seconds: from an empty cluster to the first step, without the model's own checks.
+        device: a worker's GPU; None for workers on CPUs.
         uses: of each limit. first_limit: the one that is used most; it breaks where its use is above 1.
     """
 
@@ -213,6 +211,7 @@ class Scale:
     step_seconds: float
     ledger_steps_per_second: float
     start_seconds: float
+    device: DeviceScale | None
     uses: Mapping[str, float]
     first_limit: str
 
@@ -305,6 +304,9 @@ def predict(config: ScaleConfig, rates: Rates, workers: int, mechanism: Mechanis
         "aggregator's store": chosen.store_bytes / config.store_limit,
         "driver": (rates.process_bytes + DRIVER_BYTES * size) / config.process_limit,
     }
+    device = None if config.device is None else device_scale(config.device, mechanism, hosted)
+    if device is not None and device.limit_bytes is not None:
+        uses["device"] = device.memory_bytes / device.limit_bytes
     return Scale(
         workers=workers,
         parameters=size,
@@ -327,6 +329,7 @@ def predict(config: ScaleConfig, rates: Rates, workers: int, mechanism: Mechanis
         step_seconds=step,
         ledger_steps_per_second=1 / rates.ledger_wall,
         start_seconds=start_seconds(config, rates, workers),
+        device=device,
         uses=uses,
         first_limit=max(uses, key=lambda limit: uses[limit]),
     )

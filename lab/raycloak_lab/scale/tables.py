@@ -8,6 +8,7 @@ from rich.table import Table
 
 from raycloak.coordinator.console.tables import fields_table
 from raycloak_lab.scale.calibration import Check
+from raycloak_lab.scale.devices import DeviceScale
 from raycloak_lab.scale.simulation import RefusedSize, Scale, ScaleConfig
 
 SIZES = (
@@ -24,11 +25,16 @@ SIZES = (
 )
 """``sent`` is by each worker in a step; ``computing`` is a worker's time and then an aggregator's."""
 
+DEVICES = ("workers", "parameters", "memory", "words, at least", "model, at least")
+"""Of a worker's GPU."""
+
+_UNKNOWN = "not known"
+
 WIDTHS = ("workers", "masks", "control", "start", "ledger")
 
 
 class ScaleTables:
-    """Printed as four tables."""
+    """Printed as four tables, and two more of workers on GPUs."""
 
     def __init__(self, assumed: ScaleConfig, found: Sequence[Scale | RefusedSize], checked: Check) -> None:
         self._assumed, self._found, self._checked = assumed, found, checked
@@ -45,6 +51,10 @@ class ScaleTables:
         predicted = [each for each in self._found if isinstance(each, Scale)]
         rows = [_row(each) if isinstance(each, Scale) else _refused(each) for each in self._found]
         yield _table("A step after the first, without the gradient", SIZES, rows)
+        on_devices = [(each, each.device) for each in predicted if each.device]
+        if on_devices:
+            yield _table("A worker's GPU in a step", DEVICES, [_device(*each) for each in on_devices])
+            yield fields_table("Its rates", [("", source) for source in on_devices[0][1].sources or (_UNKNOWN,)])
         widths = {each.workers: _width(each) for each in reversed(predicted)}
         yield _table("By workers", WIDTHS, [widths[workers] for workers in sorted(widths)])
 
@@ -72,6 +82,17 @@ def _row(size: Scale) -> tuple[str, ...]:
         _seconds(size.worker_seconds + chosen.seconds),
         _seconds(chosen.gather_seconds + chosen.spread_seconds),
         f"[red]{limit}[/red]" if size.breaks else limit,
+    )
+
+
+def _device(size: Scale, device: DeviceScale) -> tuple[str, ...]:
+    limit = _UNKNOWN if device.limit_bytes is None else _size(device.limit_bytes)
+    times = (device.words_seconds, device.model_seconds)
+    return (
+        f"{size.workers:,}",
+        _count(size.parameters),
+        f"{_size(device.memory_bytes)} of {limit}",
+        *(_UNKNOWN if seconds is None else _seconds(seconds) for seconds in times),
     )
 
 

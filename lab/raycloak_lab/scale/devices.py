@@ -1,0 +1,134 @@
+"""A worker's GPU in the prediction of a step: memory, and the least time that its rates allow.
+
+A rate is stated, or a vendor's for a card of that name; nothing is predicted from a rate that nobody states. A vendor's
+rates are peaks, which no program reaches.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from pydantic import Field, field_validator
+
+from raycloak.coordinator.config.section import Section
+from raycloak.workers.terms.mechanism import Mechanism
+
+FLOAT_BYTES: Final = 4
+"""Parameters, gradients and moments travel and are kept as float32."""
+SUM_BYTES: Final = 8
+"""Clipped sums are added in float64."""
+_FROZEN_BYTES: Final = 2
+"""A frozen base lies in bfloat16."""
+_TRAINED_OPERATIONS: Final = 6
+"""For each token and parameter of a matrix: a product and a sum forward, for its input, and for its own gradient."""
+_FROZEN_OPERATIONS: Final = 4
+"""A frozen matrix has no gradient of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """The figures that a vendor states of a card.
+
+    Attributes:
+        memory_gb: 10^9 bytes. copy_gb_per_s: of its memory, read and written together.
+        tflop_per_s: 10^12 operations a second in dense bfloat16 products.
+        source: where the vendor states them.
+    """
+
+    memory_gb: float
+    copy_gb_per_s: float
+    tflop_per_s: float
+    source: str
+
+
+CARDS: Final[Mapping[str, Card]] = MappingProxyType(
+    {
+        "NVIDIA A100-SXM4-80GB": Card(80, 2039, 312, "NVIDIA A100 Tensor Core GPU, data sheet"),
+        "NVIDIA L40S": Card(48, 864, 362, "NVIDIA L40S, data sheet"),
+        # The next three have half of what their sheets state for products with sparsity.
+        "NVIDIA H100 PCIe": Card(80, 2000, 756, "NVIDIA H100 Tensor Core GPU, data sheet"),
+        "NVIDIA H100 80GB HBM3": Card(80, 3350, 989, "NVIDIA H100 Tensor Core GPU, data sheet"),
+        "NVIDIA H200": Card(141, 4800, 989, "NVIDIA H200 Tensor Core GPU, data sheet"),
+    }
+)
+"""By the name that torch and nvidia-smi tell."""
+
+
+class DeviceConfig(Section):
+    """The GPU of each worker, and what of the model its time depends on.
+
+    A rate that is not given is the card's. Without either nobody knows it, and nothing is predicted from it.
+
+    Attributes:
+        card: a name in `CARDS`.
+        memory_gb, copy_gb_per_s: as of `Card`; ``bench words --device cuda`` measures the second.
+        tflop_per_s: of products in the run's precision.
+        tokens_per_example: 1 for a model whose matrices see an example once.
+        frozen_parameters: of a base under LoRA, in bfloat16.
+    """
+
+    card: str | None = None
+    memory_gb: float | None = Field(default=None, gt=0)
+    copy_gb_per_s: float | None = Field(default=None, gt=0)
+    tflop_per_s: float | None = Field(default=None, gt=0)
+    tokens_per_example: int | None = Field(default=None, gt=0)
+    frozen_parameters: int = Field(default=0, ge=0)
+
+    @field_validator("card")
+    @classmethod
+    def _known(cls, name: str | None) -> str | None:
+        if name is not None and name not in CARDS:
+            raise ValueError(f"give the rates of another card than {', '.join(CARDS)}")
+        return name
+
+    def rate(self, name: str) -> float | None:
+        """Return a rate by its name in `Card`: the stated one, the card's, or None if nobody knows it."""
+        stated: float | None = getattr(self, name)
+        if stated is not None or self.card is None:
+            return stated
+        found: float = getattr(CARDS[self.card], name)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceScale:
+    """A worker's GPU in a step.
+
+    Attributes:
+        memory_bytes: of parameters, sums and words, without a micro-batch's activations and gradients. limit_bytes: of
+            the device.
+        words_seconds: at least, for encoding, noise, sums, hashes and masks, which read and write its memory.
+        model_seconds: at least, for the products of all rows, if every parameter is one of a matrix.
+        sources: of the rates. A figure is None where nobody knows its rate.
+    """
+
+    memory_bytes: float
+    limit_bytes: float | None
+    words_seconds: float | None
+    model_seconds: float | None
+    sources: tuple[str, ...]
+
+
+def device_scale(config: DeviceConfig, mechanism: Mechanism, hosted: int) -> DeviceScale:
+    """Return the GPU of a worker that hosts so many virtual workers."""
+    size, word = mechanism.dimension, mechanism.ring_bits // 8
+    held = FLOAT_BYTES + SUM_BYTES + word + (word if hosted > 1 else 0)
+    # Each vector: the sum is read, zeroed, and becomes words, which are hashed. Then all but the first are added, and
+    # the sum is copied under masks.
+    moved = hosted * (2 * SUM_BYTES + 2 * word) + (hosted - 1) * 3 * word + 2 * word
+    rows = hosted * mechanism.micro_batches * mechanism.micro_batch_size
+    operations = _TRAINED_OPERATIONS * size + _FROZEN_OPERATIONS * config.frozen_parameters
+    memory, copy, products = (config.rate(name) for name in ("memory_gb", "copy_gb_per_s", "tflop_per_s"))
+    tokens = config.tokens_per_example
+    rates = ("memory_gb", "copy_gb_per_s", "tflop_per_s")
+    sources = [f"{name.replace('_', ' ')}: stated" for name in rates if getattr(config, name) is not None]
+    if config.card is not None and len(sources) < len(rates):
+        sources.append(f"{config.card}: {CARDS[config.card].source}")
+    return DeviceScale(
+        memory_bytes=held * size + _FROZEN_BYTES * config.frozen_parameters,
+        limit_bytes=None if memory is None else memory * 1e9,
+        words_seconds=None if copy is None else moved * size / (copy * 1e9),
+        model_seconds=None if products is None or tokens is None else rows * tokens * operations / (products * 1e12),
+        sources=tuple(sources),
+    )
