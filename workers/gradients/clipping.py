@@ -20,7 +20,7 @@ from raycloak.workers.device.step_clock import StepClock
 from raycloak.workers.gradients.gradient_parts import GradientParts
 from raycloak.workers.gradients.kept_state import KeptState
 from raycloak.workers.gradients.numerics import exact_sums
-from raycloak.workers.gradients.parts import ROW_BLOCK, Part
+from raycloak.workers.gradients.parts import ROW_BLOCK, DensePart, Part, SmallParts, rounded_down
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.row_places import SilentRows, moved_rows
 from raycloak.workers.gradients.vocabulary_loss import HeadPart
@@ -74,7 +74,7 @@ class ClippedSum:
         require_bound(sum(sizes) <= MAX_DIMENSION, "a sum has at most 2^34 coordinates")
         require_bound(clip is None or MIN_CLIP <= clip <= MAX_CLIP, "a clip is within 2^-100 .. 2^100")
         self._target = None if clip is None else clip * (1.0 - CLIP_MARGIN) / (1.0 + BLOCK_MARGIN)
-        self._total = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
+        self._total = _zeros(sum(sizes), device)
         self._targets = torch.split(self._total, list(sizes))
         self._rows = 0
 
@@ -87,20 +87,30 @@ class ClippedSum:
         """
         self._rows += len(valid)
         require_bound(self._rows <= MAX_ROWS, "a sum has at most 2^17 rows")
+        small, whole = list[tuple[DensePart, Tensor]](), list[tuple[Part, Tensor]]()
+        heads = list[tuple[HeadPart, Tensor]]()
+        for part, target in zip(parts, self._targets, strict=True):
+            match part:
+                case HeadPart():
+                    heads.append((part, target))
+                case DensePart() if part.is_small:
+                    small.append((part, target))
+                case _:
+                    whole.append((part, target))
+        # The rows of a second one would be measured after those of the first were added.
+        require_bound(len(heads) <= 1, "a model has one head whose rows are formed in turn")
         with exact_sums():
+            together = [SmallParts(small)] if small else []
             squares = torch.zeros(len(valid), dtype=torch.float64, device=valid.device)
-            pairs = list(zip(parts, self._targets, strict=True))
-            in_turn = [(part, target) for part, target in pairs if isinstance(part, HeadPart)]
-            whole = [(part, target) for part, target in pairs if not isinstance(part, HeadPart)]
-            for part, _ in whole:
-                squares += part.squares()
-            # The rows of a second one would be measured after those of the first were added.
-            require_bound(len(in_turn) <= 1, "a model has one head whose rows are formed in turn")
-            for head, target in in_turn:
+            for measured in (*together, *(part for part, _ in whole)):
+                squares += measured.squares()
+            for head, target in heads:
                 for row, formed in enumerate(head.in_turn()):
                     squares[row] += formed.square()
                     formed.add(self._weights(squares[row], valid[row]), target)
             weights = self._weights(squares, valid)
+            for each in together:
+                each.add(weights)
             for part, target in whole:
                 part.add(weights, target)
 
@@ -113,15 +123,18 @@ class ClippedSum:
         if self._target is None:
             scale = (squares <= _LARGEST_SQUARE).double()
         else:
-            scale = _rounded_down((self._target / squares.sqrt()).clamp(max=1.0))
+            # Down, because a row shall not exceed its target.
+            scale = rounded_down((self._target / squares.sqrt()).clamp(max=1.0), torch.float32).double()
         return torch.where(valid & squares.isfinite(), scale, 0.0)
 
 
-def _rounded_down(values: Tensor) -> Tensor:
-    """Return each number rounded to float32, as float64; down, because a row shall not exceed its target."""
-    narrow = values.float()
-    below = torch.nextafter(narrow, torch.zeros_like(narrow))
-    return torch.where(narrow.double() > values, below, narrow).double()
+def _zeros(count: int, device: torch.device) -> Tensor:
+    """Return float64 zeros [count]; torch would write to them twice under deterministic algorithms."""
+    if device.type == "cpu":
+        # The system fills a page with zeros when it is first used, and NumPy asks it for large pages.
+        return torch.from_numpy(np.zeros(count))
+    with exact_sums():
+        return torch.zeros(count, dtype=torch.float64, device=device)
 
 
 def check_batch(mechanism: Mechanism) -> None:

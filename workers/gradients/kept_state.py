@@ -36,7 +36,9 @@ class KeptState:
         self._module, self._loss_fn = module, loss_fn
         self._views: list[View] = []
         self._before = {held.name: _Moment(held, copies) for held in held_values(module, loss_fn, self._views)}
-        self._met = [list(view()) for view in self._views]
+        self._met = self._objects()
+        # Plain values are fixed: other ones are other objects.
+        self._written = [each for each in self._before.values() if not isinstance(each.held.value, str)]
 
     def parameters_set(self) -> None:
         """Take what the trained parameters hold now for what they held before."""
@@ -50,9 +52,9 @@ class KeptState:
             ModelError: ``buffer_update``, or ``mixing_loss`` for what the loss holds; the value is named.
         """
         # As long as everything holds the very same objects, only tensors and arrays can have other content.
-        pairs = zip((list(view()) for view in self._views), self._met, strict=True)
-        if all(len(now) == len(met) and all(map(operator.is_, now, met)) for now, met in pairs):
-            for moment in self._before.values():
+        now = self._objects()
+        if len(now) == len(self._met) and all(map(operator.is_, now, self._met)):
+            for moment in self._written:
                 if not moment.is_still(moment.held):
                     _refuse(moment.held)
             return
@@ -63,6 +65,14 @@ class KeptState:
         for name, moment in self._before.items():
             if name not in found:
                 _refuse(moment.held)
+
+    def _objects(self) -> list[object]:
+        """Return what each view holds, and after it the view, which tells where it ends."""
+        found = list[object]()
+        for view in self._views:
+            found.extend(view())
+            found.append(view)
+        return found
 
 
 class _Moment:

@@ -21,6 +21,8 @@ from raycloak.workers.gradients.gpus import gpu_class
 from raycloak.workers.gradients.settings import held_settings, pin_settings
 from raycloak.workers.terms.manifest import NumericsClass
 
+_C: Any = torch._C
+
 # Each of these chooses kernels, so processes that differ in one of them are of different classes.
 _DISPATCH_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "CUBLAS_WORKSPACE_CONFIG")
 
@@ -93,13 +95,13 @@ def exact_sums() -> Iterator[None]:
     Raises:
         ModelError: ``changed_setting`` if one changed in the meantime.
     """
-    settings: Any = torch.utils.deterministic
     with held_settings(), torch.no_grad():
-        filled, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
+        filled = _C._get_deterministic_fill_uninitialized_memory()
+        _C._set_deterministic_fill_uninitialized_memory(False)
         try:
             yield
         finally:
-            settings.fill_uninitialized_memory = filled
+            _C._set_deterministic_fill_uninitialized_memory(filled)
 
 
 def current_numerics(device: str | torch.device) -> NumericsClass:

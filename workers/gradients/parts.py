@@ -12,7 +12,7 @@ The proofs are in docs/proofs/006-clipped-gradients.md.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Protocol
@@ -33,8 +33,10 @@ SUMS = {"cpu": torch.float32, "cuda": torch.float64}
 """The type in which weighted rows are added up. On a CPU it reads half the memory; a GPU's float64 is as fast."""
 # So many elements at a time: small enough for the cache of a CPU, large enough to fill a GPU.
 _BLOCK = {"cpu": 2**17, "cuda": 2**24}
-# With 4096 columns a block of 64 rows stays in the second cache of a CPU.
-_COLUMNS = {"cpu": 4096, "cuda": 2**18}
+# A part of no more elements is measured and weighed together with others like it: 0.25 MB.
+_SIDE_BY_SIDE = 2**16
+# So many elements are squared at a time: wide, they take half a megabyte of a CPU's second cache.
+_SQUARED = {"cpu": 2**16, "cuda": 2**24}
 # The smallest float32 number.
 _SMALLEST = 2.0**-149
 # Below it no float32 sum of a row overflows.
@@ -77,10 +79,20 @@ class Part(Protocol):
 
 
 class DensePart:
-    """A part that is held as it is, float32 [m, ...]."""
+    """A part that is held as it is.
 
-    def __init__(self, rows: Tensor) -> None:
-        self._rows = rows.flatten(1)
+    Args:
+        rows: float32 [m, ...].
+        order: of the elements of a row; see :class:`Products`.
+    """
+
+    def __init__(self, rows: Tensor, order: tuple[int, int] = (1, 1)) -> None:
+        self._rows, self._order = rows.flatten(1), order
+
+    @property
+    def is_small(self) -> bool:
+        """Return whether an operation on the part takes longer to begin than to do."""
+        return self._rows.numel() <= _SIDE_BY_SIDE
 
     def squares(self) -> Tensor:
         """Return the squared norms, in float64 from the exact squares."""
@@ -88,17 +100,46 @@ class DensePart:
 
     def add(self, weights: Tensor, total: Tensor) -> None:
         """Add the weighted rows; see :class:`Part`."""
-        columns, sums = _COLUMNS[total.device.type], SUMS[total.device.type]
+        whole = math.prod(self._order)
         for some in _row_blocks(len(weights), total.device):
-            factors = weights[some].to(sums)
-            for block, target in zip(
-                torch.split(self._rows[some], columns, 1), torch.split(total, columns), strict=True
-            ):
-                add_block(target, torch.mv(_finite(block.to(sums)).T, factors))
+            columns = whole * max(1, _BLOCK[total.device.type] // ((some.stop - some.start) * whole))
+            blocks = torch.split(self._rows[some], columns, 1)
+            for block, target in zip(blocks, torch.split(total, columns), strict=True):
+                add_block(target, _weighed(block, weights[some]), self._order)
 
     def rows(self) -> Tensor:
-        """Return the rows themselves."""
-        return self._rows
+        """Return the rows."""
+        return _canonical(self._rows, self._order).reshape(self._rows.shape)
+
+
+class SmallParts:
+    """Small dense parts of one micro-batch, side by side: each operation on all of them takes the time of one.
+
+    Args:
+        pairs: at least one part, each with its total.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[DensePart, Tensor]]) -> None:
+        self._pairs = pairs
+        self._rows = torch.cat([part._rows for part, _ in pairs], 1)
+
+    def squares(self) -> Tensor:
+        """Return for each row the sum of its squared norms, as :meth:`Part.squares`."""
+        return dense_squares(self._rows)
+
+    def add(self, weights: Tensor) -> None:
+        """Add the weighted rows of each part to its total, as :meth:`Part.add`."""
+        sizes = [part._rows.shape[1] for part, _ in self._pairs]
+        for some in _row_blocks(len(weights), self._rows.device):
+            blocks = torch.split(_weighed(self._rows[some], weights[some]), sizes)
+            for block, (part, total) in zip(blocks, self._pairs, strict=True):
+                add_block(total, block, part._order)
+
+
+def _weighed(rows: Tensor, weights: Tensor) -> Tensor:
+    """Return the sum of rows [m, n] by their weights, [n] in the type in which weighted rows are added up."""
+    sums = SUMS[rows.device.type]
+    return torch.mv(_finite(rows.to(sums)).T, weights.to(sums))
 
 
 class OuterPart:
@@ -119,11 +160,13 @@ class OuterPart:
 
     def add(self, weights: Tensor, total: Tensor) -> None:
         """Add the weighted rows, those of a block with one product; see :class:`Part`."""
-        left, right = _finite(self._left.double()), _finite(self._right.double())
+        sums, table = SUMS[total.device.type], total.view(self._left.shape[1], self._right.shape[1])
+        left, right = _finite(self._left.to(sums)), _finite(self._right.to(sums))
         # Without it the weighted side could underflow though the other is large, and so be rounded up by much.
-        largest = right.abs().amax(1, keepdim=True).clamp(min=_SMALLEST)
-        sums, table = SUMS[total.device.type], total.view(left.shape[1], right.shape[1])
-        left, right = left.mul_(weights[:, None] * largest).to(sums), right.div_(largest).to(sums)
+        largest = right.abs().amax(1, keepdim=True).clamp_(min=_SMALLEST)
+        # Down: a number below the smallest normal one would else be rounded up by much.
+        left.mul_(rounded_down(weights[:, None] * largest.double(), sums))
+        right.div_(largest)
         height = max(1, _BLOCK[total.device.type] // right.shape[1])
         for some in _row_blocks(len(weights), total.device):
             for columns, target in zip(torch.split(left[some], height, 1), torch.split(table, height), strict=True):
@@ -141,10 +184,13 @@ class Products:
     Attributes:
         left, right: [m, groups, tokens, r] and [m, groups, tokens, c], in any strides; float32, or of a
             narrower type and widened before anything is computed with them.
+        order: p and q, where c elements stand as [..., p, q] and the parameter has them as [..., q, p]. A convolution's
+            patches are copied fastest with the channels q innermost.
     """
 
     left: Tensor
     right: Tensor
+    order: tuple[int, int] = (1, 1)
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
@@ -159,7 +205,12 @@ class Products:
         return height * width <= tokens * (height + width)
 
     def all_rows(self) -> Tensor:
-        """Return every row's products, float32 [m, groups * r * c]."""
+        """Return every row's products as the parameter has them, float32 [m, groups * r * c]."""
+        rows = self.unordered_rows()
+        return _canonical(rows, self.order).reshape(rows.shape)
+
+    def unordered_rows(self) -> Tensor:
+        """Return every row's products in their own order, float32 [m, groups * r * c]."""
         count, groups, tokens, height, width = self.shape
         left = self.left.reshape(count * groups, tokens, height).float()
         right = self.right.reshape(count * groups, tokens, width).float()
@@ -262,13 +313,14 @@ class RowsPart:
     squares carry a charge for it (docs/proofs/006-clipped-gradients.md, section 3).
 
     Args:
-        products: of one shape but for the tokens; at least one.
+        products: of one order, and of one shape but for the tokens; at least one.
         lookups: table rows added to the products, as of a table that is also an output layer.
     """
 
     def __init__(self, products: list[Products], lookups: list[Lookups]) -> None:
         self._products, self._lookups = products, lookups
         self._count, self._groups, _, self._height, self._width = products[0].shape
+        self._order = products[0].order
         self._device = products[0].left.device
 
     def squares(self) -> Tensor:
@@ -293,7 +345,7 @@ class RowsPart:
                     # A number that is not finite is of a row of weight zero, and zero times infinity would be NaN.
                     formed = self._formed(piece, row).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
                     block.addcmul_(formed.to(sums), factors[row])
-                add_block(target, block)
+                add_block(target, block, self._order)
 
     def rows(self) -> Tensor:
         """Return all rows, in float32."""
@@ -301,7 +353,7 @@ class RowsPart:
         for piece in self._pieces():
             for row in range(self._count):
                 found[row, piece.start : piece.start + piece.size] = self._formed(piece, row)
-        return found
+        return _canonical(found, self._order).reshape(found.shape)
 
     def _charged(self, squares: Tensor) -> Tensor:
         """Return the squares of norms that also bound a row which is formed in another order."""
@@ -371,8 +423,16 @@ def _row_blocks(count: int, device: torch.device) -> list[slice]:
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
-def add_block(target: Tensor, block: Tensor) -> None:
+def _canonical(elements: Tensor, order: tuple[int, int]) -> Tensor:
+    """Return a view [..., q, p] of elements [..., n * p * q] that stand as [..., n, p, q]."""
+    return elements.view(*elements.shape[:-1], -1, *order).mT
+
+
+def add_block(target: Tensor, block: Tensor, order: tuple[int, int] = (1, 1)) -> None:
     """Add the sums of a block of rows to float64 totals."""
+    if order != (1, 1):
+        block = _canonical(block, order)
+        target = target.view(block.shape)
     if target.device.type == "cpu":
         # NumPy widens float32 as it adds, in half the time that torch takes. The numbers are the same.
         np.add(target.numpy(), block.numpy(), out=target.numpy())
@@ -438,7 +498,7 @@ class GramPart:
     errors of a matrix product follow where its terms cancel.
 
     Args:
-        products: of one group and one shape but for the tokens; at least one.
+        products: of one group, one order, and one shape but for the tokens; at least one.
         lookups: table rows added to the products, as of a table that is also an output layer.
     """
 
@@ -468,13 +528,14 @@ class GramPart:
         return self._formed.rows()
 
     def _squares(self, rows: slice) -> Tensor:
-        left = torch.cat([each.left[rows, 0].float() for each in self._products], 1)
-        right = torch.cat([each.right[rows, 0].float() for each in self._products], 1)
+        left, right = (
+            _tokens_of([getattr(each, side)[rows, 0].float() for each in self._products]) for side in ("left", "right")
+        )
         left_gram = _gram(left)
         left_norms = _token_norms(left_gram, self._height)
         if self._lookups:
             lookups = [each.of_rows(rows) for each in self._lookups]
-            right = torch.cat([right, *(each.values for each in lookups)], 1)
+            right = _tokens_of([right, *(each.values for each in lookups)])
             left_gram = _with_units(left, left_gram, lookups)
             ones = left_norms.new_ones(len(left), left_gram.shape[1] - left.shape[1])
             left_norms = torch.cat([left_norms, ones], 1)
@@ -491,6 +552,11 @@ class GramPart:
         charge = rounding * found.spread.square() + 2 * UNDERFLOW * (below + found.spread * found.lost)
         norm = (estimate.clamp(min=0.0) + charge).sqrt() + found.off
         return found.capped(norm.square())
+
+
+def _tokens_of(tokens: list[Tensor]) -> Tensor:
+    """Return all tokens of each row, [m, t, n]; of one use as they are, since a copy takes a fifth of a product."""
+    return tokens[0] if len(tokens) == 1 else torch.cat(tokens, 1)
 
 
 def _token_norms(gram: Tensor, width: int) -> Tensor:
@@ -552,10 +618,16 @@ def dense_squares(rows: Tensor) -> Tensor:
 
     Squares of float32 numbers are exact in float64 and cannot overflow or underflow there.
     """
-    squares = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
-    for block in torch.split(rows, _COLUMNS[rows.device.type], 1):
-        squares += block.double().square_().sum(1)
-    return squares
+    blocks = torch.split(rows, max(1, _SQUARED[rows.device.type] // len(rows)), 1)
+    # In one pass for a root that is squared again: to square wide numbers and to add them takes twice as long.
+    norms: list[Tensor] = [torch.linalg.vector_norm(block, dim=1, dtype=torch.float64) for block in blocks]
+    return reduce(Tensor.add_, map(Tensor.square_, norms))
+
+
+def rounded_down(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return float64 numbers, none of them negative, each rounded towards zero to one of ``dtype``."""
+    narrow = values.to(dtype)
+    return torch.where(narrow.double() > values, torch.nextafter(narrow, torch.zeros_like(narrow)), narrow)
 
 
 @dataclass(frozen=True, slots=True)
@@ -596,7 +668,10 @@ def part_of(uses: list[Use], count: int, shape: tuple[int, ...], device: torch.d
     if len(uses) == len(products) == 1 and products[0].shape[1:3] == (1, 1):
         left, right = (side.reshape(count, -1) for side in (products[0].left, products[0].right))
         return OuterPart(left, right)
-    if has_rows or count * size <= _SMALL or all(each.rows_are_smaller for each in products):
+    if len(uses) == len(products) == 1 and (count * size <= _SMALL or products[0].rows_are_smaller):
+        return DensePart(products[0].unordered_rows(), products[0].order)
+    unlike = len({(each.shape[1], each.order) for each in products}) > 1
+    if has_rows or unlike or count * size <= _SMALL or all(each.rows_are_smaller for each in products):
         return DensePart(dense_rows(uses, count, shape))
     lookups = [joined(tables, shape[0])] if tables else []
     return GramPart(products, lookups) if _gram_pays(products, lookups) else RowsPart(products, lookups)

@@ -1,6 +1,7 @@
 """The patches that a convolution multiplies with its weight."""
 
 from collections.abc import Sequence
+from math import prod
 
 from torch import Tensor
 from torch.nn import functional
@@ -13,20 +14,31 @@ def patches(
     padding: int | str | Sequence[int],
     dilation: int | Sequence[int],
     groups: int,
-) -> Tensor:
-    """Return the patches of rows [n, channels, ...], float32 [n, groups, channels / groups * kernel, positions].
+) -> tuple[Tensor, tuple[int, int]]:
+    """Return the patches of rows [n, channels, ...], [n, groups, positions, c], and the order of their c elements.
 
     Args:
         stride, padding, dilation: as of torch's convolutions.
+
+    Returns:
+        The patches, and the two extents of a patch if its c elements are to be transposed: places of the kernel, and
+        channels. Both are 1 where they stand as in the convolution's weight.
     """
     size = len(kernel)
     steps, holes = _each(stride, size), _each(dilation, size)
     padded = functional.pad(rows, _sides(kernel, padding, holes))
+    # What is copied in one piece is long: all channels of neighbours in a kernel, or of one channel all positions.
+    whole = groups == 1
+    if whole:
+        padded = padded.movedim(1, -1).contiguous().movedim(-1, 1)
     for axis, (extent, step, hole) in enumerate(zip(kernel, steps, holes, strict=True)):
         padded = padded.unfold(2 + axis, hole * (extent - 1) + 1, step)[..., ::hole]
-    # Channels, then the positions in the kernel, then those of the output.
-    ordered = padded.permute(0, 1, *range(2 + size, 2 + 2 * size), *range(2, 2 + size))
-    return ordered.reshape(len(rows), groups, -1, padded.shape[2 : 2 + size].numel())
+    outputs, places = range(2, 2 + size), range(2 + size, 2 + 2 * size)
+    positions = padded.shape[2 : 2 + size].numel()
+    if whole:
+        found = padded.permute(0, *outputs, *places, 1).reshape(len(rows), 1, positions, -1)
+        return found, (prod(kernel), rows.shape[1])
+    return padded.permute(0, 1, *places, *outputs).reshape(len(rows), groups, -1, positions).mT, (1, 1)
 
 
 def _sides(kernel: tuple[int, ...], padding: int | str | Sequence[int], holes: tuple[int, ...]) -> list[int]:

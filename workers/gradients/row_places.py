@@ -61,7 +61,7 @@ class SilentRows:
         if not self._met:
             return torch.zeros(0, len(self._rows), dtype=torch.bool, device=self._rows.device)
         low, high = (
-            torch.stack([each.to(self._rows.device, torch.float64) for each in side])
+            torch.stack([each.to(self._rows.device) for each in side])
             for side in zip(*((low, high) for _, low, high in self._met), strict=True)
         )
         return low.isfinite() & high.isfinite() & ((low != 0) | (high != 0)) & self._rows

@@ -65,7 +65,6 @@ def _own(name: str, needed: object, own: str, *, legacy: bool = False) -> _Setti
 
 
 _SMALLEST = sys.float_info.min
-_DETERMINISTIC: Any = torch.utils.deterministic
 
 # The first three have a newer interface below, which follows what is set here; so they are written first.
 _SETTINGS = (
@@ -108,8 +107,8 @@ _SETTINGS = (
     _Setting(
         "torch.utils.deterministic.fill_uninitialized_memory",
         True,
-        lambda: _DETERMINISTIC.fill_uninitialized_memory,
-        partial(setattr, _DETERMINISTIC, "fill_uninitialized_memory"),
+        _C._get_deterministic_fill_uninitialized_memory,
+        _C._set_deterministic_fill_uninitialized_memory,
     ),
     _Setting("torch.set_default_dtype", torch.float32, torch.get_default_dtype, torch.set_default_dtype),
     *(

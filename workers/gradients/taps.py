@@ -111,8 +111,10 @@ class _Record:
         Raises:
             ModelError: ``unsupported_layer`` if an input was overwritten in the meantime.
         """
-        if not self._meet(self._name, gradient):
-            return
+        # The record of the forward pass sees what a layer runs again, and no sum.
+        with torch._C.DisableTorchFunction():
+            if not self._meet(self._name, gradient):
+                return
         try:
             kept = take()
         except RuntimeError as error:
@@ -122,7 +124,7 @@ class _Record:
         # Autograd compares no versions of what a checkpointed layer computed again.
         if [each._version for each in kept] != self._versions:
             raise self._overwritten()
-        with exact_sums():
+        with exact_sums(), torch._C.DisableTorchFunction():
             self.uses = [
                 (leaf, use if isinstance(use, HeadUse) else settled(use)) for leaf, use in self._finish(gradient, kept)
             ]
@@ -421,8 +423,8 @@ class Recording(TorchFunctionMode):
 
         def of_weight(gradient: Tensor, rows: Tensor) -> Products:
             left = self._grouped(gradient.reshape(len(gradient), groups, weight.shape[0] // groups, -1))
-            right = patches(rows, tuple(weight.shape[2:]), stride, padding, dilation, groups)
-            return Products(left.mT, self._grouped(right).mT)
+            right, order = patches(rows, tuple(weight.shape[2:]), stride, padding, dilation, groups)
+            return Products(left.mT, self._grouped(right.mT).mT, order)
 
         return self._layer(
             "convolution",

@@ -308,6 +308,24 @@ def test_a_write_is_found_in_a_tensor_of_any_type(dtype: torch.dtype) -> None:
         state.check()
 
 
+class Shelves(nn.Module):
+    """Two lists, and an object in one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shelves: list[list[object]] = [[object()], []]
+
+
+def test_an_object_that_moves_from_one_list_to_the_next_is_found() -> None:
+    """The objects of both lists together are the same, in the same order."""
+    module = Shelves()
+    state = KeptState(module, cross_entropy)
+    state.check()
+    module.shelves[1].append(module.shelves[0].pop())
+    with pytest.raises(ModelError, match="buffer_update"):
+        state.check()
+
+
 def test_the_last_output_kept_for_a_look_is_refused() -> None:
     class Keeping(nn.Module):
         def __init__(self) -> None:

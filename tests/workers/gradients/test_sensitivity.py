@@ -168,8 +168,8 @@ def test_no_row_moves_the_total_by_more_than_c(form: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_parts_of_one_model_are_clipped_together(kind: str) -> None:
     left, right = sides(kind, 7)
-    # A model has one head.
-    parts = [make(left, right, 7) for form, make in PARTS.items() if form != "head"]
+    # A model has one head. Two parts are dense, which are measured and added side by side.
+    parts = [make(left, right, 7) for form, make in PARTS.items() if form != "head"] + [DensePart(right[:, 0])]
     for clip in (0.5, 2.0**-14):
         assert largest_move(parts, clip) <= 1
 
@@ -551,6 +551,14 @@ def test_a_small_side_beside_a_large_one_is_not_rounded_up_with_its_weight() -> 
     total = torch.zeros(1, dtype=torch.float64)
     part.add(torch.tensor([2.0**-50], dtype=torch.float64), total)
     assert total.item() == 1.5 * 2.0**-50
+
+
+def test_a_weight_that_underflows_beside_a_small_side_is_not_rounded_up() -> None:
+    """Weight and side together are three quarters of the smallest number, and would be rounded to all of it."""
+    part = OuterPart(torch.full((1, 1), 2.0**120), torch.full((1, 1), 1.5 * 2.0**-140))
+    total = torch.zeros(1, dtype=torch.float64)
+    part.add(torch.tensor([2.0**-10], dtype=torch.float64), total)
+    assert total.item() <= 2.0**-10 * 1.5 * 2.0**-20
 
 
 def test_weights_are_rounded_towards_zero() -> None:
