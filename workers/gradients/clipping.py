@@ -102,8 +102,8 @@ class ClippedSum:
         with exact_sums():
             together = [SmallParts(small)] if small else []
             squares = torch.zeros(len(valid), dtype=torch.float64, device=valid.device)
-            for measured in (*together, *(part for part, _ in whole)):
-                squares += measured.squares()
+            for measured in [each.squares() for each in together] + [part.squares() for part, _ in whole]:
+                squares += measured
             for head, target in heads:
                 for row, formed in enumerate(head.in_turn()):
                     squares[row] += formed.square()
