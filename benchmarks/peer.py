@@ -18,7 +18,7 @@ from raycloak.coordinator.config.run import RunConfig, load_config
 from raycloak.coordinator.planning.dry_run import plan_of
 from raycloak.coordinator.planning.model_source import model_source
 from raycloak.coordinator.planning.plan import Plan
-from raycloak.coordinator.training.evaluation import public_evaluator
+from raycloak.coordinator.training.evaluation import public_evaluation
 from raycloak.workers.models.models import read_flat
 from raycloak_lab.bench.opacus_steps import OpacusTraining
 
@@ -35,7 +35,8 @@ def main() -> None:
     torch.manual_seed(chosen.seed)
     started = time.perf_counter()
     module, step_seconds = train(config, base, plan)
-    found = public_evaluator(config, model_source(config.model), base).measure(read_flat(module))
+    evaluation = public_evaluation(config, model_source(config.model), base)
+    found = evaluation.evaluator().measure(read_flat(module))
     private = plan.mechanism.private
     result = {
         "private": private,

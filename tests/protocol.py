@@ -44,13 +44,13 @@ from raycloak.coordinator.planning.listed_code import listed_code
 from raycloak.coordinator.planning.manifest import build_computation, build_manifest, epochs, run_terms
 from raycloak.coordinator.planning.model_source import compute_mode, loss_spec, micro_batch_bytes, model_source
 from raycloak.coordinator.planning.plan import keys_per_machine, make_plan, plan_mechanism
-from raycloak.coordinator.planning.references import descriptor, evaluation_folder, sealed_terms
+from raycloak.coordinator.planning.references import descriptor, sealed_terms, split_of_workers
 from raycloak.coordinator.record.folder import RunFolder, RunRecord
 from raycloak.coordinator.record.outcome import Finished
 from raycloak.coordinator.runs.local_session import local_session
 from raycloak.coordinator.runs.verdict import run_facts
 from raycloak.coordinator.training.assignment import Assignment, NewRun, Order, Session
-from raycloak.coordinator.training.evaluation import public_evaluator
+from raycloak.coordinator.training.evaluation import public_evaluation
 from raycloak.coordinator.training.pace import OPEN, Pace
 from raycloak.coordinator.training.phases import Coordinator
 from raycloak.coordinator.training.reporting import Reporting, StepReport
@@ -133,7 +133,7 @@ def worker_setup(settings: RunConfig, home: Path, data: Arrays | None = None) ->
         seed=settings.seed,
         device="cpu",
         allow_nondeterministic=settings.allow_nondeterministic,
-        evaluation=evaluation_folder(settings),
+        evaluation=split_of_workers(settings),
         micro_batch_bytes=micro_batch_bytes(settings),
         threads=settings.threads_per_worker,
         mode=compute_mode(settings),
@@ -800,7 +800,7 @@ def whole_run(
         settings,
         session,
         setup,
-        partial(public_evaluator, settings, setup.model, setup.base),
+        partial(public_evaluation, settings, setup.model, setup.base),
         reporting,
         RunFolder(folder, record),
         assignment or NewRun(),

@@ -1,26 +1,28 @@
-"""The evaluation of released parameters: scores of examples, and a worker's part in evaluating on a sealed split.
+"""The evaluation of released parameters: scores of examples, and a worker's part in evaluating on a split.
 
-The split is confidential and its results are not. A worker opens the slices that it hosts, and answers with the exact
-sum of scores and number of examples of each slice.
+The split is sealed, or it is public and the model is too large for the driver. A worker answers with the exact sum of
+scores and number of examples of each slice that it hosts. Of a public split it also states what its slices hold, and
+counts by class. A sealed split is confidential and its results are not: nothing else about its examples leaves.
 
 Guarantee: a worker evaluates only parameters that its orchestrator ordered to be evaluated
-(`raycloak.attestation.orchestrator.evaluation_order`), on slices whose evaluation keys it was given; nothing else about
-an example leaves. The score of a slice depends only on model, parameters and slice, so it has the same bits on every
-host. Not guaranteed: differential privacy. Results are exact, and reveal as much about the examples as exact results
-can.
+(`raycloak.attestation.orchestrator.evaluation_order`). Slices of a sealed split need the evaluation keys that it was
+given; a split in the clear is declared public, and is not read from where its private training data lies.
+The score of a slice depends only on model, parameters and slice, so it has the same bits on every host.
+Not guaranteed: differential privacy. Results are exact, and reveal as much about the examples as exact results can.
 """
 
 import struct
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import Field
 from torch import Tensor, nn
 
 from raycloak.attestation.attester.attester import Attester
@@ -32,10 +34,13 @@ from raycloak.workers.gradients.gradient_parts import named_operations
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.row_memory import scored_rows
 from raycloak.workers.gradients.vocabulary_loss import ModelLosses
-from raycloak.workers.inputs.datasets import Dataset, DatasetForm, dataset_form, slice_ids
-from raycloak.workers.inputs.sealed import SealedDataset
+from raycloak.workers.inputs.datasets import Dataset, DatasetForm, dataset_form, slice_digest, slice_ids
+from raycloak.workers.inputs.descriptor import DatasetDescriptor, require_public_split, split_is_private
+from raycloak.workers.inputs.places import Places
+from raycloak.workers.inputs.sealed import SealedDataset, Slices
 from raycloak.workers.models.losses import predicted, share_predicted
 from raycloak.workers.models.models import LossFn, ModelRuntime, load_flat
+from raycloak.workers.models.text_model import check_public_text
 from raycloak.workers.terms.loss import has_accuracy
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.measurement import macro_f1
@@ -43,6 +48,8 @@ from raycloak.workers.terms.model_digest import model_digest, own_copy, tensor_d
 from raycloak.workers.vectors.threads import WordThreads
 
 Metric = Literal["accuracy", "loss"]
+Classes = tuple[tuple[int, int, int], ...]
+"""Class, rows predicted rightly, and how often it is a label or a prediction; ascending."""
 
 # A score travels as the eight bytes of a float64: every bit arrives, also of a loss that is not finite.
 _FLOAT = struct.Struct(">d")
@@ -59,12 +66,36 @@ class Scores:
 
     Attributes:
         total: their sum.
-        f1: macro F1 over all labels and predictions, as scikit-learn's; a label that the model has no output for is a
-            class of F1 0. Of several labels an example, each 0 or 1: the mean of the F1 of each. None elsewhere.
+        classes: by class that is a label or predicted, the rows that are predicted rightly, and how often it is either.
+            Of several labels an example, each is a class. Empty where none are predicted.
     """
 
     total: float
-    f1: float | None
+    classes: Classes
+
+    @property
+    def f1(self) -> float | None:
+        """Macro F1 over all labels and predictions, as scikit-learn's; None without classes.
+
+        A label that the model has no output for is a class of F1 0. Of several labels an example, each 0 or 1, it is
+        the mean of the F1 of each.
+        """
+        return macro_f1(*np.array([[right, either] for _, right, either in self.classes], np.int64).reshape(-1, 2).T)
+
+    @classmethod
+    def added(cls, parts: Iterable[Self]) -> Self:
+        """Return the scores of all examples of ``parts``: float64 is added in their order, which decides its bits."""
+        total, right, either = 0.0, Counter[int](), Counter[int]()
+        for part in parts:
+            total += part.total
+            for each, rightly, found in part.classes:
+                right[each] += rightly
+                either[each] += found
+        return cls(total, _classes(right, either))
+
+
+def _classes(right: Counter[int], either: Counter[int]) -> Classes:
+    return tuple((each, right[each], either[each]) for each in sorted(either))
 
 
 class Scorer:
@@ -99,10 +130,6 @@ class Scorer:
         """Score float32 [d] parameters in canonical order from now on."""
         load_flat(self._module, parameters)
 
-    def total(self, dataset: Dataset, ids: NDArray[np.int64]) -> float:
-        """Return the sum of the scores; see :meth:`scores`."""
-        return self.scores(dataset, ids).total
-
     def scores(
         self, dataset: Dataset, ids: NDArray[np.int64], each: Callable[[Tensor, Tensor], None] | None = None
     ) -> Scores:
@@ -117,7 +144,6 @@ class Scorer:
             ModelError: ``nondeterministic_op`` naming the operation.
         """
         total = 0.0
-        # By class: how many rows are predicted rightly, and how often it is a label or a prediction.
         right, either = Counter[int](), Counter[int]()
         with warnings.catch_warnings(action="ignore"), torch.no_grad(), named_operations(self._deterministic):
             for start in range(0, len(ids), self._rows):
@@ -135,8 +161,7 @@ class Scorer:
                     scores = share_predicted(output, labels)
                     _count(output, labels, right, either)
                 total += float(scores.double().sum())
-        counts = (np.array([found[each] for each in sorted(either)], np.int64) for found in (right, either))
-        return Scores(total, macro_f1(*counts))
+        return Scores(total, _classes(right, either))
 
 
 def _count(output: Tensor, labels: Tensor, right: Counter[int], either: Counter[int]) -> None:
@@ -151,21 +176,30 @@ def _count(output: Tensor, labels: Tensor, right: Counter[int], either: Counter[
 
 
 class SliceScore(Message):
-    """The result on one slice: its ``total`` is the sum of scores, an IEEE 754 binary64, big-endian."""
+    """The result on one slice.
+
+    Attributes:
+        total: the sum of scores, an IEEE 754 binary64, big-endian.
+        content: of a public split, the digest of the slice; see `raycloak.workers.inputs.datasets.slice_digest`.
+        classes: of a public split, as of :class:`Scores`.
+
+    The last two are left out of the bytes where they are empty.
+    """
 
     DOMAIN: ClassVar[str] = "raycloak/slice-score/v1"
 
     virtual_worker: int
     total: bytes
     count: int
+    content: bytes = Field(default=b"", exclude_if=lambda content: not content)
+    classes: Classes = Field(default=(), exclude_if=lambda classes: not classes)
 
     @property
-    def value(self) -> float:
-        """The sum; ProtocolError ``malformed`` if ``total`` is not eight bytes long."""
+    def scores(self) -> Scores:
+        """The scores; ProtocolError ``malformed`` if ``total`` is not eight bytes long."""
         if len(self.total) != _FLOAT.size:
             raise ProtocolError("malformed", "a score is not a float64")
-        value: float = _FLOAT.unpack(self.total)[0]
-        return value
+        return Scores(_FLOAT.unpack(self.total)[0], self.classes)
 
 
 class EvaluationAnswer(Message):
@@ -198,25 +232,29 @@ def check_evaluation_form(evaluation: DatasetForm, training: DatasetForm) -> Non
     if evaluation.model_copy(update={"num_examples": training.num_examples}) != training:
         raise DatasetError(
             "evaluation_form",
-            f"the sealed evaluation split has features {evaluation.feature_dtype} {list(evaluation.feature_shape)} and "
+            f"the evaluation split has features {evaluation.feature_dtype} {list(evaluation.feature_shape)} and "
             f"labels {evaluation.label_dtype} {list(evaluation.label_shape)}; the training examples have "
             f"{training.feature_dtype} {list(training.feature_shape)} and {training.label_dtype} "
             f"{list(training.label_shape)}.",
-            "Seal examples of the same shapes and types.",
+            "Give examples of the same shapes and types.",
         )
 
 
 @dataclass(frozen=True, slots=True)
-class SealedSplit:
-    """A sealed evaluation split that a worker has opened; no example is in reach before a key of its slice.
+class HostedSplit:
+    """An evaluation split that a worker has opened; no example of a sealed one is in reach before a key of its slice.
 
     Attributes:
         dataset: its examples.
+        slices: where keys of its slices go.
         scorer: scores them with its own model.
+        is_public: whether its examples are.
     """
 
-    dataset: SealedDataset
+    dataset: Dataset
+    slices: Slices
     scorer: Scorer
+    is_public: bool
 
     def answer(
         self,
@@ -254,53 +292,88 @@ class SealedSplit:
         if model_digest(tensors, tensor_digests(flat, tensors, threads)) != order.model_digest:
             raise ProtocolError("parameters_mismatch", "the order is for other parameters than those that came with it")
         self.scorer.load(flat)
-        scores = []
-        for v in own.virtual_workers:
-            ids = slice_ids(v, self.dataset.header.virtual_workers, len(self.dataset))
-            total = _FLOAT.pack(self.scorer.total(self.dataset, ids))
-            scores.append(SliceScore(virtual_worker=v, total=total, count=len(ids)))
-        body = EvaluationAnswer(member_id=own.member_id, order=order.digest(), scores=tuple(scores))
+        count = manifest.computation.mechanism.virtual_workers
+        scores = tuple(self._slice_score(v, slice_ids(v, count, len(self.dataset))) for v in own.virtual_workers)
+        body = EvaluationAnswer(member_id=own.member_id, order=order.digest(), scores=scores)
         return seal(body, attester.identity)
+
+    def _slice_score(self, v: int, ids: NDArray[np.int64]) -> SliceScore:
+        scores = self.scorer.scores(self.dataset, ids)
+        found = SliceScore(virtual_worker=v, total=_FLOAT.pack(scores.total), count=len(ids))
+        if not self.is_public:
+            return found
+        # Read now, and not as the split was opened: what is scored may have changed since.
+        told = {"content": slice_digest(self.dataset, ids), "classes": scores.classes}
+        return found.model_copy(update=told)
 
 
 def open_split(
-    folder: Path, loss: str, training: DatasetForm, runtime: ModelRuntime, vocabulary: int | None, most_bytes: int
-) -> SealedSplit:
-    """Open the header of a sealed split, and take a twin of the model to score it with.
+    split: DatasetDescriptor,
+    base: Path | str,
+    private: Places,
+    loss: str,
+    training: DatasetForm,
+    runtime: ModelRuntime,
+    vocabulary: int | None,
+    most_bytes: int,
+) -> HostedSplit:
+    """Open a split to measure on, of a sealed one the header alone; a twin of the model will score it.
 
     Args:
+        private: places of training data that no exact result may be of.
         loss: name of the run's loss, which decides what is scored.
         training, vocabulary: of the data that the model was checked on.
         most_bytes: that one micro-batch may take.
 
     Raises:
-        ConfigError: ``sealed_data``.
-        DatasetError: ``evaluation_form``.
+        ConfigError: ``sealed_data``, ``evaluation_not_public`` or ``evaluation_private``; of a public split also what
+            it does not fit a text model by.
+        DatasetError: ``evaluation_form``, or as `DatasetDescriptor.open_slices`.
     """
-    dataset = SealedDataset(folder, "evaluation")
-    check_evaluation_form(dataset_form(dataset), training)
     # The training model cannot serve: it stays in train mode.
     module = runtime.twin().eval()
+    examples: Dataset
+    slices: Slices
+    if split.kind == "sealed":
+        assert split.path is not None, "a sealed dataset has a path"
+        examples = slices = SealedDataset(Path(base) / split.path, "evaluation")
+    else:
+        require_public_split(split.kind, split.public)
+        opened = split.open_slices(base)
+        if opened.places & private:
+            raise split_is_private("both have files or functions in common")
+        examples, slices = opened.examples, Slices()
+        check_public_text(module, examples, loss, opened.vocabulary, split.classes)
+    check_evaluation_form(dataset_form(examples), training)
     rows = scored_rows(module, training, runtime.loss_fn, vocabulary, most_bytes)
     scorer = Scorer(module, runtime.loss_fn, metric_of(loss), rows, runtime.device, runtime.deterministic)
-    return SealedSplit(dataset, scorer)
+    return HostedSplit(examples, slices, scorer, is_public=split.kind != "sealed")
 
 
-def open_answer(envelope: Envelope, order_digest: bytes, member: Member, counts: Mapping[int, int]) -> dict[int, float]:
-    """Verify a worker's answer, and return the sum of scores of each of its slices.
+def open_answer(
+    envelope: Envelope,
+    order_digest: bytes,
+    member: Member,
+    counts: Mapping[int, int],
+    contents: Mapping[int, bytes] | None = None,
+) -> dict[int, Scores]:
+    """Verify a worker's answer, and return the scores of each of its slices.
 
     Guarantee: returns only scores that the holder of ``member``'s identity key signed in answer to that order. They
     cover exactly the slices that the order gives to ``member``, each with all its examples.
 
     Args:
         counts: number of examples of each slice.
+        contents: digest of each slice of a public split; None for a sealed one, of which nothing but sums is taken.
 
     Raises:
         ProtocolError: ``signature``, ``malformed`` or ``answer_mismatch``.
     """
     answer = open_envelope(EvaluationAnswer, envelope, member.identity_key)
-    expected = [(v, counts[v]) for v in member.virtual_workers]
-    stated = [(score.virtual_worker, score.count) for score in answer.scores]
+    expected = [(v, counts[v], contents[v] if contents else b"") for v in member.virtual_workers]
+    stated = [(score.virtual_worker, score.count, score.content) for score in answer.scores]
     if (answer.member_id, answer.order, stated) != (member.member_id, order_digest, expected):
         raise ProtocolError("answer_mismatch", f"{member.member_id} answered another order, or other slices")
-    return {score.virtual_worker: score.value for score in answer.scores}
+    if contents is None and any(score.classes for score in answer.scores):
+        raise ProtocolError("answer_mismatch", f"{member.member_id} told more than sums of a sealed split")
+    return {score.virtual_worker: score.scores for score in answer.scores}

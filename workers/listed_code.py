@@ -30,7 +30,7 @@ def admit_code(setup: WorkerSetup) -> bytes:
     """
     if setup.code is None:
         return b""
-    model, dataset = setup.model, setup.dataset
+    model, data = setup.model, (setup.dataset, setup.evaluation)
     if model.function is not None:
         raise EvidenceError(
             "code_unlisted", f"the model {model.name} is a pickle, which no list of code covers", _REMEDY
@@ -39,7 +39,7 @@ def admit_code(setup: WorkerSetup) -> bytes:
         model.hub.require_data_alone(setup.base)
     named = [model.name] if model.hub is None else []
     named += [setup.loss.name] if not setup.loss.terms else []
-    named += [dataset.function] if dataset.kind == "module" and dataset.function is not None else []
+    named += [each.function for each in data if each is not None and each.kind == "module" and each.function]
     if not named:
         # An empty one: what a file of examples may name, such as an audit's, is refused as well.
         only_from(CodeBundle(Path(setup.base).resolve(), {}))

@@ -31,7 +31,8 @@ class WorkerSetup(Message):
         micro_batch_bytes: memory that one micro-batch may take; None for what ``device`` spares.
         threads: per worker; part of the numerics class.
         mode: how the model is computed; part of the numerics class.
-        evaluation: folder of a sealed evaluation split, if the workers are to measure on one.
+        evaluation: the split to measure on, sealed or public; workers open a public one for a model that
+            :func:`raycloak.workers.models.models.is_left_to_workers`.
         contents: tensors that the run's model has; None for the first workers, which find them.
         code: the policy's list of bundles that code of the user's may come from; None if it has no such list.
     """
@@ -47,7 +48,7 @@ class WorkerSetup(Message):
     gpus: float = Field(default=1.0, gt=0, exclude_if=lambda gpus: gpus == 1)
     allow_nondeterministic: bool = False
     micro_batch_bytes: int | None = Field(default=None, gt=0)
-    evaluation: str | None = None
+    evaluation: DatasetDescriptor | None = None
     contents: tuple[TensorContent, ...] | None = None
     threads: int = 1
     mode: ComputeMode = PLAIN
@@ -67,6 +68,7 @@ class WorkerFacts(Message):
         contents: of all parameters and buffers of the model.
         largest_rows: of a micro-batch; see `raycloak.workers.gradients.row_memory`.
         code: digest of the bundle that its own code comes from; empty for none, or without a list.
+        measures: whether it has opened a split to measure on.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/worker-facts/v1"
@@ -84,6 +86,7 @@ class WorkerFacts(Message):
     model_notes: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     code: bytes = b""
+    measures: bool = False
 
 
 class Admission(Message):

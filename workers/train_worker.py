@@ -22,6 +22,7 @@ from raycloak.attestation.keys.release import KeyRelease
 from raycloak.metrics.errors import ProtocolError
 from raycloak.workers.answer_codes import answer_code, guarded
 from raycloak.workers.evaluation import EvaluationReply
+from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.listed_code import check_code
 from raycloak.workers.messages import Admission, StepReply, StepRequest, WorkerFacts, WorkerSetup
 from raycloak.workers.models.models import read_flat
@@ -70,8 +71,11 @@ class TrainWorker:
             ProtocolError: ``already_presented``, or ``model_mismatch`` with the tensor named.
         """
         self._check_unpresented()
-        self._stage = workload = Workload(setup, self._word_threads)
+        self._stage = workload = Workload(setup, self._word_threads, self.admit_split)
         return workload.facts
+
+    def admit_split(self, split: DatasetDescriptor) -> None:
+        """Refuse a split that this process may not measure on; a vault has terms for it."""
 
     @guarded
     def initial_parameters(self) -> np.ndarray:
@@ -173,9 +177,9 @@ class TrainWorker:
         return (reply, *vectors)
 
     def evaluate(self, order: Envelope, *parameters: np.ndarray) -> EvaluationReply:
-        """Score parameters on the hosted slices of a sealed split.
+        """Score parameters on the hosted slices of the run's split.
 
-        Guarantee: that of `raycloak.workers.evaluation.SealedSplit.answer`. Every failure is answered by a code.
+        Guarantee: that of `raycloak.workers.evaluation.HostedSplit.answer`. Every failure is answered by a code.
 
         Args:
             order: the orchestrator's, for these parameters.
@@ -202,7 +206,7 @@ class TrainWorker:
     def _evaluate(self, order: Envelope, parameters: Sequence[np.ndarray]) -> Envelope:
         member = self._stage
         if not isinstance(member, RunMember) or member.planned.workload.split is None:
-            raise ProtocolError("evaluation_unknown", "the run has no sealed evaluation split, or has not begun")
+            raise ProtocolError("evaluation_unknown", "no split is measured on here, or the run has not begun")
         of_worker = self._attester, member.manifest, self._word_threads
         return member.planned.workload.split.answer(order, parameters, *of_worker)
 

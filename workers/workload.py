@@ -3,9 +3,9 @@
 The workload takes nothing from a manifest: a manifest is compared with it.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -27,7 +27,9 @@ from raycloak.workers.gradients.row_memory import MICRO_BATCH_BYTES, largest_row
 from raycloak.workers.gradients.spare_rows import CANDIDATES, spare_rows
 from raycloak.workers.gradients.sum_engines import check_measurable, measurement_engine
 from raycloak.workers.inputs.datasets import Dataset, dataset_form
+from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.inputs.fingerprint import data_marks
+from raycloak.workers.inputs.places import NOWHERE
 from raycloak.workers.inputs.sealed import Slices
 from raycloak.workers.inputs.sent_rows import SentForm, SentSlots
 from raycloak.workers.known_answer import check_classes, found_classes, known_answer
@@ -38,6 +40,7 @@ from raycloak.workers.models.models import (
     ModelRuntime,
     build_noted,
     held_bytes,
+    is_left_to_workers,
     load_flat,
     loss_function,
     read_flat,
@@ -61,6 +64,9 @@ _ROW_BY_ROW = digest(b"raycloak/loss/row-by-row/v1")
 class Workload:
     """Opens the dataset, builds the model, pins the numerics of this process.
 
+    Args:
+        admit_split: refuses a split to measure on, before it is opened.
+
     Attributes:
         dataset: all examples that this process may open.
         slices, evaluation_slices: where keys of training and evaluation slices go.
@@ -70,7 +76,7 @@ class Workload:
         runtime: how its model is built and run.
         loss: the run's loss, one example at a time; the one in ``runtime``.
         module: the model whose gradients are computed.
-        split: the sealed split that it is to evaluate on, if there is one.
+        split: the split that it is to measure on; None where the driver measures, or nobody.
         word_threads: that share the work on words in the host's memory.
         words: of all vectors, on the device that the run uses.
         facts: its contribution to the manifest.
@@ -81,7 +87,12 @@ class Workload:
         EvidenceError: ``code_unlisted``, with the code named.
     """
 
-    def __init__(self, setup: WorkerSetup, word_threads: WordThreads = ONE_THREAD) -> None:
+    def __init__(
+        self,
+        setup: WorkerSetup,
+        word_threads: WordThreads = ONE_THREAD,
+        admit_split: Callable[[DatasetDescriptor], None] = lambda split: None,
+    ) -> None:
         if setup.device == "cuda":
             take_gpu(setup.gpus)
         self.setup, deterministic = setup, not setup.allow_nondeterministic
@@ -127,6 +138,13 @@ class Workload:
         # Before the parameters are copied: it takes as much memory as a step.
         most = _micro_batch_bytes(setup, self.module)
         rows = largest_rows(self.module, self.form, loss_fn, deterministic, self.vocabulary, setup.device, most)
+        split, self.split = setup.evaluation, None
+        if split is not None and (split.kind == "sealed" or is_left_to_workers(self.module)):
+            admit_split(split)
+            private = NOWHERE if setup.dataset.public else opened.places
+            of_run = setup.loss.name, self.form, self.runtime, self.vocabulary, most
+            self.split = open_split(split, setup.base, private, *of_run)
+        self.evaluation_slices = Slices() if self.split is None else self.split.slices
         tensors = trainable_tensors(self.module)
         computed = {"model_libraries": libraries(self.module), **asdict(setup.mode)}
         self.facts = WorkerFacts(
@@ -142,12 +160,9 @@ class Workload:
             tokenizer=opened.tokenizer,
             left_out=opened.left_out,
             code=code,
+            measures=self.split is not None,
             model_notes=(*notes, *slow_products(self.module, setup.device, torch.backends.cpu.get_cpu_capability())),
         )
-        folder = None if setup.evaluation is None else Path(setup.base) / setup.evaluation
-        of_run = setup.loss.name, self.form, self.runtime, self.vocabulary, most
-        self.split = None if folder is None else open_split(folder, *of_run)
-        self.evaluation_slices: Slices = Slices() if self.split is None else self.split.dataset
 
 
 def _micro_batch_bytes(setup: WorkerSetup, module: nn.Module) -> int:

@@ -51,9 +51,10 @@ from raycloak.workers.inputs.fingerprint import data_marks
 from raycloak.workers.known_answer import check_classes
 from raycloak.workers.models.fed_by_name import fed_by_name
 from raycloak.workers.models.models import (
+    LARGEST_IN_DRIVER,
     LossFn,
     build_noted,
-    held_bytes,
+    is_left_to_workers,
     loss_function,
     parameter_count,
     trainable_tensors,
@@ -61,9 +62,6 @@ from raycloak.workers.models.models import (
 )
 from raycloak.workers.models.text_model import check_text
 from raycloak.workers.terms.mechanism import Mechanism
-
-LARGEST_RUN = 2 * 10**9
-"""Bytes of the largest model that a plan itself runs: checks of a larger one take minutes of a machine's time."""
 
 
 def plan_of(config: RunConfig, config_dir: Path) -> Plan:
@@ -83,7 +81,7 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
     first_look(config, config_dir)
     facts = _facts_of(config, config_dir)
     model, form, loss = facts.model, facts.form, facts.loss
-    left = (_left_to_workers(facts.largest_rows),) if _is_left_to_workers(model) else ()
+    left: tuple[str, ...] = (_left_to_workers(facts.largest_rows),) if is_left_to_workers(model) else ()
     slow = _slow_products(model, config)
     split_ranges(trainable_tensors(model), config.aggregators)
     spec = optimizer_spec(config.optimizer, config_dir)
@@ -92,11 +90,17 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
         split.check(model, config.loss_name)
         split.require_features(facts.opened.features)
         assert config.evaluation is not None, "there is a split"
-        if metrics := own_metrics(config.evaluation.metrics, (), config_dir):
+        metrics = own_metrics(config.evaluation.metrics, (), config_dir)
+        if metrics and not left:
             # A twin: the model that is checked stays in train mode.
             twin = twin_of(model)
-            rows = scored_rows(twin.eval(), split.form, loss, facts.vocabulary)
+            rows = scored_rows(twin.eval(), split.form, loss, facts.vocabulary, micro_batch_bytes(config))
             try_metrics(metrics, Scorer(twin, loss, metric_of(config.loss_name), rows), split.examples)
+        if left and metrics:
+            left += ("evaluation.metrics need its outputs, so the driver runs it on the evaluation split, on a CPU.",)
+        elif left:
+            check_evaluation_form(split.form, form)
+            left += ("the workers measure it on the evaluation split.",)
     sealed = sealed_terms(config, config_dir, "evaluation")
     if sealed is not None:
         check_evaluation_form(evaluation_form(sealed), form)
@@ -168,7 +172,7 @@ def _facts_of(config: RunConfig, config_dir: Path) -> _Facts:
     fed_by_name(model, form.inputs)
     vocabulary = check_text(model, form, config.loss_name, opened.vocabulary, data.classes)
     deterministic = not config.allow_nondeterministic
-    if _is_left_to_workers(model):
+    if is_left_to_workers(model):
         rows = FEWEST_ROWS
     else:
         with opened.naming_features(form):
@@ -196,14 +200,9 @@ def _slow_products(model: nn.Module, config: RunConfig) -> tuple[str, ...]:
     return tuple(f"{each} The plan takes the CPUs of the run's nodes to be like this machine's." for each in slow)
 
 
-def _is_left_to_workers(model: nn.Module) -> bool:
-    """Return whether a plan does not run the model: its worker's machine is made for it, and this one may not be."""
-    return held_bytes(model) > LARGEST_RUN
-
-
 def _left_to_workers(rows: int) -> str:
     return (
-        f"it has over {LARGEST_RUN / 1e9:.0f} GB, so this plan did not run it: each worker checks it before "
+        f"it has over {LARGEST_IN_DRIVER / 1e9:.0f} GB, so this plan did not run it: each worker checks it before "
         f"anything is charged, and measures how many rows it holds at once; here {rows} are assumed."
     )
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from torch import nn
 
 from raycloak.coordinator.config.run import RunConfig
-from raycloak.coordinator.planning.references import descriptor, require_public
+from raycloak.coordinator.planning.references import descriptor
 from raycloak.metrics.errors import DatasetError
 from raycloak.workers.inputs.datasets import Dataset, DatasetForm, dataset_form
-from raycloak.workers.inputs.descriptor import DatasetDescriptor
-from raycloak.workers.models.text_model import TextModel, check_text
+from raycloak.workers.inputs.descriptor import DatasetDescriptor, require_public_split
+from raycloak.workers.models.text_model import check_public_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +51,8 @@ class PublicSplit:
             )
 
     def check(self, module: nn.Module, loss: str) -> None:
-        """Refuse a split that a text model cannot be measured on.
-
-        Guarantee: a token or a label without a place in the model is found here, and not when steps are charged.
-
-        Args:
-            loss: name of the run's loss.
-
-        Raises:
-            ConfigError, ModelError: as `TextModel.check_fits` and `TextModel.check_public`.
-        """
-        check_text(module, self.form, loss, self.vocabulary, self.classes)
-        if isinstance(module, TextModel):
-            module.check_public(self.examples, loss)
+        """Refuse a split that a text model cannot be measured on under the run's ``loss``; as `check_public_text`."""
+        check_public_text(module, self.examples, loss, self.vocabulary, self.classes)
 
 
 def open_public(described: DatasetDescriptor, base: Path | str) -> PublicSplit:
@@ -73,7 +62,7 @@ def open_public(described: DatasetDescriptor, base: Path | str) -> PublicSplit:
         ConfigError: ``evaluation_not_public``; or as `DatasetDescriptor.open_slices`.
         DatasetError: as `DatasetDescriptor.open_slices`.
     """
-    require_public(described.kind, described.public)
+    require_public_split(described.kind, described.public)
     try:
         opened = described.open_slices(base)
     except DatasetError as error:

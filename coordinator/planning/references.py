@@ -21,7 +21,7 @@ from raycloak.coordinator.ledger.witness import open_witness
 from raycloak.metrics.errors import ConfigError, DatasetError, ProtocolError
 from raycloak.metrics.file_errors import file_error
 from raycloak.workers.inputs.datasets import DatasetForm
-from raycloak.workers.inputs.descriptor import DatasetDescriptor
+from raycloak.workers.inputs.descriptor import DatasetDescriptor, require_public_split, split_is_private
 from raycloak.workers.inputs.file_sets import FileSet, named_places
 from raycloak.workers.inputs.fingerprint import data_marks
 from raycloak.workers.inputs.hub_files import require_folder
@@ -48,7 +48,7 @@ def preflight(config: RunConfig, base: Path) -> None:
     """
     if config.evaluation is not None:
         require_measurable(config.evaluation)
-        require_public(config.evaluation.dataset.kind, config.evaluation.dataset.public)
+        require_public_split(config.evaluation.dataset.kind, config.evaluation.dataset.public)
         require_apart(config, base)
         require_same_classes(config, base)
     if config.ledger.url is not None:
@@ -181,16 +181,23 @@ def sealed_terms(config: RunConfig, base: Path, use: Use = "training") -> Sealed
     if dataset is None or dataset.kind != "sealed":
         return None
     if use == "evaluation":
-        require_public(dataset.kind, dataset.public)
+        require_public_split(dataset.kind, dataset.public)
     assert dataset.path is not None, "a sealed dataset has a path"
     assert dataset.key_file is not None, "a sealed dataset has a key"
     return load_terms(base / dataset.path, base / dataset.key_file, config.slices, use)
 
 
-def evaluation_folder(config: RunConfig) -> str | None:
-    """Return the folder of the sealed evaluation split; None if the run has none."""
-    dataset = part_of(config, "evaluation")
-    return dataset.path if dataset is not None and dataset.kind == "sealed" else None
+def split_of_workers(config: RunConfig, own_metrics: bool = False) -> DatasetDescriptor | None:
+    """Return the split that workers may have to measure on; None where the driver does, or nobody.
+
+    Args:
+        own_metrics: whether metrics were given beside those that ``config`` names. They need outputs, which only the
+            driver has, whatever the size of the model.
+    """
+    evaluation = config.evaluation
+    if evaluation is None or evaluation.metrics or own_metrics:
+        return None
+    return descriptor(evaluation.dataset)
 
 
 def evaluation_form(terms: SealedSource) -> DatasetForm:
@@ -209,17 +216,6 @@ def load_terms(folder: Path, key_file: Path, virtual_workers: int, use: Use) -> 
             "Seal it with the virtual_workers of the run.",
         )
     return SealedSource(header, str(key_file.resolve()))
-
-
-def require_public(kind: str, public: bool) -> None:
-    """Require that results on a dataset of this kind may be public; ConfigError ``evaluation_not_public``."""
-    if not public:
-        what = "results on it" if kind == "sealed" else "its examples"
-        raise ConfigError(
-            "evaluation_not_public",
-            "the evaluation dataset is not declared public, so results on it would leak.",
-            f"Set evaluation.dataset.public: true if {what} need no protection.",
-        )
 
 
 def require_measurable(evaluation: EvaluationConfig) -> None:
@@ -260,11 +256,11 @@ def require_apart(config: RunConfig, base: Path) -> None:
     if trained.path is not None and measured.path is not None:
         pairs = product(named_places(trained.path, base), named_places(measured.path, base))
         if any(_overlap(one, other) for one, other in pairs):
-            raise _same_data(f"{measured.path} is, or shares files with, {trained.path}")
+            raise split_is_private(f"{measured.path} is, or shares files with, {trained.path}")
     if trained.function is not None and trained.function == measured.function:
-        raise _same_data(f"both are {measured.function}")
+        raise split_is_private(f"both are {measured.function}")
     if trained.kind == measured.kind == "digits" and trained.split == measured.split:
-        raise _same_data(f"both are the {measured.split} part of the digits")
+        raise split_is_private(f"both are the {measured.split} part of the digits")
 
 
 def require_same_classes(config: RunConfig, base: Path) -> None:
@@ -309,7 +305,7 @@ def require_other_content(config: RunConfig, base: Path, fingerprint: bytes) -> 
         return
     described = descriptor(measured)
     if data_marks(described, described.open_slices(base), base).fingerprint == fingerprint:
-        raise _same_data(f"both have the fingerprint {fingerprint.hex()}")
+        raise split_is_private(f"both have the fingerprint {fingerprint.hex()}")
 
 
 def _overlap(one: Path, other: Path) -> bool:
@@ -319,14 +315,6 @@ def _overlap(one: Path, other: Path) -> bool:
         return True
     # A hard link has no path to resolve, and a file system may not tell upper from lower case.
     return resolved.exists() and against.exists() and resolved.samefile(against)
-
-
-def _same_data(why: str) -> ConfigError:
-    return ConfigError(
-        "evaluation_private",
-        f"evaluation.dataset is data that the run trains on with privacy: {why}.",
-        "Evaluate on other data; measurements.evaluation measures the training examples with noise.",
-    )
 
 
 def part_of(config: RunConfig, use: Use) -> DatasetConfig | None:

@@ -42,7 +42,7 @@ from raycloak.coordinator.planning.listed_code import listed_code
 from raycloak.coordinator.planning.model_source import compute_mode, loss_spec, micro_batch_bytes
 from raycloak.coordinator.planning.own_metrics import Metric
 from raycloak.coordinator.planning.payer import data_name
-from raycloak.coordinator.planning.references import descriptor, evaluation_folder
+from raycloak.coordinator.planning.references import descriptor, split_of_workers
 from raycloak.coordinator.record.folder import RunFolder, run_lock
 from raycloak.coordinator.record.outcome import Ending, Finished
 from raycloak.coordinator.record.same_run import require_same_config
@@ -54,7 +54,7 @@ from raycloak.coordinator.runs.verdict import metrics_view, run_facts, verdict_o
 from raycloak.coordinator.training.assignment import Assignment, NewRun, Order, ReplayedRun, ResumedRun
 from raycloak.coordinator.training.callback_caller import CallbackCaller
 from raycloak.coordinator.training.callbacks import Callback
-from raycloak.coordinator.training.evaluation import public_evaluator
+from raycloak.coordinator.training.evaluation import public_evaluation
 from raycloak.coordinator.training.pace import OPEN, Pace, StopRequest, stop_on_signals
 from raycloak.coordinator.training.phases import Coordinator
 from raycloak.coordinator.training.reporting import Outset, Reporting, StepReport
@@ -238,14 +238,14 @@ class Execution:
     ) -> Order:
         # First, so that nobody is given code that it would refuse.
         code = listed_code(launched.policy, self.config, self._callables(), self.base)
-        evaluator = partial(public_evaluator, self.config, self.model, self.base, self.metrics, self._warn)
+        public = partial(public_evaluation, self.config, self.model, self.base, self.metrics, self._warn)
         return Order(
             config=self.config,
             session=launched.session(folder.record.run_id, key, control),
             reporting=self._reporting(stack, launched.samplers, folder, control, assignment),
             setup=self._setup(stack, folder, assignment, launched.policy),
             code=code,
-            evaluator=evaluator if assignment.charges else lambda: None,
+            public=public if assignment.charges else lambda: None,
             folder=folder,
             assignment=assignment,
             data=data_name(self.config.dataset, self.base),
@@ -428,7 +428,7 @@ class Execution:
             micro_batch_bytes=micro_batch_bytes(self.config),
             threads=self.config.threads_per_worker,
             mode=compute_mode(self.config),
-            evaluation=evaluation_folder(self.config) if assignment.charges else None,
+            evaluation=split_of_workers(self.config, bool(self.metrics)) if assignment.charges else None,
             code=policy.code,
         )
 

@@ -17,7 +17,7 @@ from raycloak.coordinator.cluster.control import Control
 from raycloak.coordinator.config.run import RunConfig
 from raycloak.coordinator.membership.crew import Crew
 from raycloak.coordinator.record.folder import RunFolder
-from raycloak.coordinator.training.evaluation import Evaluator
+from raycloak.coordinator.training.evaluation import PublicEvaluation
 from raycloak.coordinator.training.pace import OPEN, Pace, StopRequest
 from raycloak.coordinator.training.reporting import Reporting
 from raycloak.workers.messages import WorkerSetup
@@ -109,8 +109,8 @@ class Order:
 
     Attributes:
         setup: what each worker opens.
-        evaluator: builds what measures on public data, while workers open theirs; gives None if nothing is measured,
-            or only sealed data is.
+        public: opens the public split, while workers open their data; gives None if nothing is measured, or only
+            sealed data is.
         data: name of the account that it opens for data without a fingerprint, see
             `raycloak.coordinator.planning.payer.data_name`.
         code: digest of the bundle that the run's own code comes from; empty for none, or under a policy with no list.
@@ -121,7 +121,7 @@ class Order:
     config: RunConfig
     session: Session
     setup: WorkerSetup
-    evaluator: Callable[[], Evaluator | None]
+    public: Callable[[], PublicEvaluation | None]
     reporting: Reporting
     folder: RunFolder
     assignment: Assignment

@@ -1,7 +1,7 @@
-"""The evaluation of released models: by the driver on a public split, or by the workers on a sealed one.
+"""The evaluation of released models: by the driver on a public split, or by the workers.
 
-The driver measures on data that it may see and whose results are public. On a sealed split the workers measure the
-slices they host; the driver adds up, and sees no example:
+The driver measures on data that it may see and whose results are public. On a sealed split, and for a model that is too
+large for a driver, the workers measure the slices they host. The driver adds up:
 
     order    orchestrator.order_evaluation(finished steps, model digest, hosting)      logged before it returns
     answers  every worker.evaluate(order, parameters)                                      signed, one score a slice
@@ -9,11 +9,12 @@ slices they host; the driver adds up, and sees no example:
     value    scores added in the order of the slices, divided by the number of examples
 
 A result does not depend on the hosting: a slice's score has the same bits on every worker, and addition has one
-order.
+order. Of a public split, a worker's answer counts only if it read the same examples as the driver.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -25,7 +26,7 @@ from raycloak.attestation.orchestrator.evaluation_order import EvaluationOrder
 from raycloak.attestation.sealed.sealed_data import SealedSource
 from raycloak.coordinator.cluster.backend import ActorLost
 from raycloak.coordinator.config.run import RunConfig
-from raycloak.coordinator.planning.model_source import loss_spec
+from raycloak.coordinator.planning.model_source import loss_spec, micro_batch_bytes
 from raycloak.coordinator.planning.own_metrics import Metric, OwnMetric, Predictions, own_metrics, try_metrics
 from raycloak.coordinator.planning.public_split import PublicSplit, public_split
 from raycloak.coordinator.planning.references import evaluation_form
@@ -34,40 +35,49 @@ from raycloak.coordinator.training.step import StepRunner
 from raycloak.coordinator.training.step_context import MemberFailures, Model
 from raycloak.metrics.errors import ConfigError, ProtocolError
 from raycloak.workers import evaluation
-from raycloak.workers.evaluation import EvaluationReply, Scorer, metric_of, open_answer
+from raycloak.workers.evaluation import EvaluationReply, Scorer, Scores, metric_of, open_answer
 from raycloak.workers.gradients.row_memory import scored_rows
-from raycloak.workers.inputs.datasets import slice_ids
+from raycloak.workers.inputs.datasets import slice_digest, slice_ids
 from raycloak.workers.models.fed_by_name import fed_by_name
 from raycloak.workers.models.models import ModelSource, build_model, loss_function
 from raycloak.workers.models.text_model import TextModel
 from raycloak.workers.terms.loss import LossSpec
 
-Scores = Mapping[int, float]
-
 
 @dataclass(slots=True)
-class SealedEvaluator:
-    """Has released models measured by the workers of a session.
+class OrderedEvaluator:
+    """Has released models measured by the workers of a session, each by an order of the orchestrator.
 
     Attributes:
         runner: the runner of the session whose model is measured.
         metric: what the scores are of.
-        num_examples: of the split, as its header says.
+        counts: number of examples of each slice of the split.
         every: steps between two evaluations.
+        contents: digest of each slice of a public split; None for a sealed one.
     """
 
     runner: StepRunner
     metric: evaluation.Metric
-    num_examples: int
+    counts: Mapping[int, int]
     every: int
+    contents: Mapping[int, bytes] | None
 
     @classmethod
-    def of(cls, config: RunConfig, terms: SealedSource | None, runner: StepRunner) -> Self | None:
-        """Return the evaluator of a run; None if it evaluates on nothing sealed."""
-        if terms is None or config.evaluation is None:
+    def of(cls, config: RunConfig, split: SealedSource | PublicSplit | None, runner: StepRunner) -> Self | None:
+        """Return the evaluator of a run whose workers measure on ``split``; None without one.
+
+        Raises:
+            DatasetError: ``dataset_small`` if a public split has no example for each virtual worker.
+        """
+        if split is None or config.evaluation is None:
             return None
-        count = evaluation_form(terms).num_examples
-        return cls(runner, metric_of(config.loss_name), count, config.evaluation.every)
+        slices = runner.context.manifest.computation.mechanism.virtual_workers
+        count = len(split.examples) if isinstance(split, PublicSplit) else evaluation_form(split).num_examples
+        ids = {v: slice_ids(v, slices, count) for v in range(slices)}
+        counts, contents = {v: len(own) for v, own in ids.items()}, None
+        if isinstance(split, PublicSplit):
+            contents = {v: slice_digest(split.examples, own) for v, own in ids.items()}
+        return cls(runner, metric_of(config.loss_name), counts, config.evaluation.every, contents)
 
     def measure(self, model: Model, finished_steps: int) -> Evaluation:
         """Measure ``model``, which ``finished_steps`` steps gave; they are committed first.
@@ -90,16 +100,18 @@ class SealedEvaluator:
             self.runner.place(epoch)
             scores = self._scores(self.runner.on_fresh_evidence(epoch, order, order), model, failures)
             if scores is not None:
-                return Evaluation(self.metric, added(scores) / self.num_examples, self.num_examples)
+                # In the order of the slices, not of the answers, which would tell who hosts what.
+                whole, count = Scores.added(scores[v] for v in sorted(scores)), sum(self.counts.values())
+                return Evaluation(self.metric, whole.total / count, count, whole.f1)
 
-    def _scores(self, envelope: Envelope, model: Model, failed: MemberFailures) -> Scores | None:
+    def _scores(self, envelope: Envelope, model: Model, failed: MemberFailures) -> dict[int, Scores] | None:
         """Return the score of every slice; None if a worker failed, which is lost then."""
         context = self.runner.context
         order, workers = parse(EvaluationOrder, envelope.body), context.membership.members.workers
         ids = [member.member_id for member in order.members]
         asked = {member_id: workers[member_id].evaluate(envelope, *model.parameters) for member_id in ids}
         ready = context.backend.wait(list(asked.values()), context.deadline_s)
-        scores: dict[int, float] = {}
+        scores: dict[int, Scores] = {}
         failures: dict[str, str] = {}
         for member_id, reference in asked.items():
             try:
@@ -115,22 +127,12 @@ class SealedEvaluator:
         failed.take(failures, everybody=len(failures) == len(asked))
         return None
 
-    def _verified(self, order: EvaluationOrder, member_id: str, reply: EvaluationReply) -> Scores:
+    def _verified(self, order: EvaluationOrder, member_id: str, reply: EvaluationReply) -> dict[int, Scores]:
         """Return the scores in a worker's answer; ProtocolError with its own code if it says that it failed."""
         if reply.answer is None or reply.code != "ok":
             code = "answer_mismatch" if reply.code == "ok" else reply.code
             raise ProtocolError(code, f"{member_id} could not measure")
-        member, count = order.member(member_id), self.runner.context.manifest.computation.mechanism.virtual_workers
-        counts = {v: len(slice_ids(v, count, self.num_examples)) for v in member.virtual_workers}
-        return open_answer(reply.answer, order.digest(), member, counts)
-
-
-def added(scores: Scores) -> float:
-    """Return the sum in the order of the slices, not of the answers: float64 addition depends on the order."""
-    total = 0.0
-    for v in sorted(scores):
-        total += scores[v]
-    return total
+        return open_answer(reply.answer, order.digest(), order.member(member_id), self.counts, self.contents)
 
 
 @dataclass(eq=False)
@@ -142,6 +144,7 @@ class Evaluator:
         split: see `raycloak.coordinator.planning.public_split`.
         every: steps between two evaluations; kept for the caller.
         own: metrics of the user's own.
+        most_bytes: memory of the rows that are scored at once; None for what a CPU spares.
         warned: called once with a sentence about each of them that fails on a model that steps were charged for.
 
     Raises:
@@ -154,12 +157,19 @@ class Evaluator:
     split: InitVar[PublicSplit]
     base: InitVar[Path | str]
     seed: InitVar[int] = 0
+    most_bytes: InitVar[int | None] = None
     every: int = 1
     own: tuple[OwnMetric, ...] = ()
     warned: Callable[[str], None] = lambda sentence: None
 
     def __post_init__(
-        self, source: ModelSource, loss: LossSpec, split: PublicSplit, base: Path | str, seed: int
+        self,
+        source: ModelSource,
+        loss: LossSpec,
+        split: PublicSplit,
+        base: Path | str,
+        seed: int,
+        most_bytes: int | None,
     ) -> None:
         self._warned_of: set[str] = set()
         loss_fn, _ = loss_function(loss, base)
@@ -168,7 +178,7 @@ class Evaluator:
         # Now, and not at the first evaluation, when steps are charged.
         split.check(module, loss.name)
         vocabulary = module.vocabulary if isinstance(module, TextModel) else None
-        rows = scored_rows(module.eval(), split.form, loss_fn, vocabulary)
+        rows = scored_rows(module.eval(), split.form, loss_fn, vocabulary, most_bytes)
         self._scorer = Scorer(module, loss_fn, self._metric, rows)
         self._dataset = split.examples
         try_metrics(self.own, self._scorer, self._dataset)
@@ -199,24 +209,40 @@ class Evaluator:
         return Evaluation(self._metric, scores.total / count, count, scores.f1, own)
 
 
-def public_evaluator(
+@dataclass(frozen=True, slots=True)
+class PublicEvaluation:
+    """What a run measures on its public split, before it is known who does.
+
+    Attributes:
+        split: its examples.
+        own: metrics of the user's own; only the driver measures them.
+        evaluator: builds the model, for a driver that measures itself; errors as :class:`Evaluator`.
+    """
+
+    split: PublicSplit
+    own: tuple[OwnMetric, ...]
+    evaluator: Callable[[], Evaluator]
+
+
+def public_evaluation(
     config: RunConfig,
     model: ModelSource,
     base: Path | str,
     given: Sequence[Metric] = (),
     warned: Callable[[str], None] = lambda sentence: None,
-) -> Evaluator | None:
-    """Return the evaluator of ``config``'s split; None without one, or if it is sealed and the workers measure on it.
+) -> PublicEvaluation | None:
+    """Open ``config``'s public split; None without one.
 
     Args:
         given: metrics of the user's own, beside those that ``config`` names.
         warned: as :class:`Evaluator`.
 
     Raises:
-        ConfigError, DatasetError, ModelError: as `public_split`, `own_metrics` and :class:`Evaluator`.
+        ConfigError, DatasetError: as `public_split` and `own_metrics`.
     """
     split = public_split(config, base)
     if split is None or config.evaluation is None:
         return None
-    own = own_metrics(config.evaluation.metrics, given, base)
-    return Evaluator(model, loss_spec(config.loss), split, base, config.seed, config.evaluation.every, own, warned)
+    own, every = own_metrics(config.evaluation.metrics, given, base), config.evaluation.every
+    of_model = model, loss_spec(config.loss), split, base, config.seed, micro_batch_bytes(config)
+    return PublicEvaluation(split, own, partial(Evaluator, *of_model, every, own, warned))

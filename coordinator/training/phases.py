@@ -24,7 +24,7 @@ from raycloak.coordinator.planning.references import sealed_terms
 from raycloak.coordinator.record.outcome import Ending, Evaluation, Finished
 from raycloak.coordinator.training.admitted import AdmittedRun, admit
 from raycloak.coordinator.training.assignment import Order
-from raycloak.coordinator.training.evaluation import Evaluator
+from raycloak.coordinator.training.evaluation import Evaluator, OrderedEvaluator, PublicEvaluation
 from raycloak.coordinator.training.reporting import Outset, Reporter
 from raycloak.coordinator.training.step import StepRunner
 from raycloak.coordinator.training.step_context import StepContext
@@ -73,6 +73,8 @@ class Coordinator:
         )
         config, session, timer = order.config, order.session, timer or Timer()
         workers: dict[str, WorkerActor] = {}
+        self._public: PublicEvaluation | None = None
+        # None where the workers measure, or nobody.
         self._evaluator: Evaluator | None = None
         self._reporter = Reporter(order.reporting, workers)
         # Ledger and orchestrator are started before there is a run to report to.
@@ -102,7 +104,8 @@ class Coordinator:
             admitted = self.admitted()
             self._enter(Phase.TRAINING)
             with traces.span("train"):
-                training = Training.of(order, admitted, self.step_runner(admitted), self._evaluator)
+                runner = self.step_runner(admitted)
+                training = Training.of(order, admitted, runner, self._evaluator or self._ordered(admitted, runner))
                 self._training = training
                 accounts = order.session.control.ledger.view().accounts
                 account = next((each for each in accounts if each.name == admitted.run.account), None)
@@ -145,13 +148,16 @@ class Coordinator:
         def build() -> None:
             # While each worker does the same for itself.
             load_accountants(self.order.config)
-            self._evaluator = self.order.evaluator()
+            self._public = self.order.public()
 
         self._enter(Phase.PREPARING)
         with traces.span("prepare"):
             founders = Founders.prepare(self._members, self.order.setup, self.order.session.crew, build)
+            if self._public is not None and not founders.facts.measures:
+                # Built now that the workers have found out how large the model is.
+                self._evaluator = self._public.evaluator()
         self._enter(Phase.ADMITTING)
-        metrics = tuple(metric.code for metric in self._evaluator.own) if self._evaluator else ()
+        metrics = tuple(metric.code for metric in self._public.own) if self._public else ()
         with traces.span("admit"):
             return admit(self.order, founders, self._reporter, self._evaluation, metrics)
 
@@ -174,6 +180,11 @@ class Coordinator:
             traces=order.reporting.traces,
         )
         return StepRunner(context, admitted.run, admitted.ranges, order.config.secure_aggregation, order.pace)
+
+    def _ordered(self, admitted: AdmittedRun, runner: StepRunner) -> OrderedEvaluator | None:
+        """Return what has the workers measure; None if nothing is measured."""
+        split = admitted.evaluation or (self._public.split if self._public is not None else None)
+        return OrderedEvaluator.of(self.order.config, split, runner)
 
     def _enter(self, phase: Phase) -> None:
         self.phase = phase

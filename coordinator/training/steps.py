@@ -24,7 +24,7 @@ from raycloak.coordinator.record.outcome import Ending, Evaluation, StepOutcome
 from raycloak.coordinator.training.admitted import AdmittedRun
 from raycloak.coordinator.training.assignment import Order
 from raycloak.coordinator.training.early_stopping import EarlyStopping
-from raycloak.coordinator.training.evaluation import Evaluator, SealedEvaluator
+from raycloak.coordinator.training.evaluation import Evaluator, OrderedEvaluator
 from raycloak.coordinator.training.pace import StepLeft
 from raycloak.coordinator.training.reporting import StepReport
 from raycloak.coordinator.training.sent import NO_BATCHES, BatchesOfSteps, StepBatches
@@ -55,7 +55,7 @@ class Training:
     order: Order
     admitted: AdmittedRun
     runner: StepRunner
-    evaluator: Evaluator | SealedEvaluator | None
+    evaluator: Evaluator | OrderedEvaluator | None
     checkpoints: Checkpoints | None
     model: Model
     finished_steps: int
@@ -70,11 +70,13 @@ class Training:
     _sealed_steps: int = -1
 
     @classmethod
-    def of(cls, order: Order, admitted: AdmittedRun, runner: StepRunner, evaluator: Evaluator | None) -> Self:
+    def of(
+        cls, order: Order, admitted: AdmittedRun, runner: StepRunner, evaluator: Evaluator | OrderedEvaluator | None
+    ) -> Self:
         """Return the steps that are left to an execution, from the model of the newest package or of the manifest.
 
         Args:
-            evaluator: measures on public data; None if nothing is measured, or only sealed data is.
+            evaluator: measures the models; None if nothing is measured.
 
         Raises:
             RaycloakError: why the packages cannot be read; nothing was charged.
@@ -106,7 +108,7 @@ class Training:
             order=order,
             admitted=admitted,
             runner=runner,
-            evaluator=evaluator or SealedEvaluator.of(order.config, admitted.evaluation, runner),
+            evaluator=evaluator,
             checkpoints=checkpoints,
             model=model,
             finished_steps=finished_steps,
@@ -221,7 +223,7 @@ class Training:
 
     def evaluated(self) -> Evaluation | None:
         """Return the result of :meth:`evaluate` if it needs no workers, because a failed run no longer asks them."""
-        if isinstance(self.evaluator, SealedEvaluator):
+        if isinstance(self.evaluator, OrderedEvaluator):
             return self._known_evaluation
         return self.evaluate()
 

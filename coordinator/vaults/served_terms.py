@@ -10,6 +10,7 @@ from typing import Final
 
 from raycloak.coordinator.vaults.settings import PLACELESS, DataPlace, WorkerSettings, policy_not_served
 from raycloak.metrics.errors import RefusedError
+from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.messages import WorkerSetup
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.mechanism import Mechanism
@@ -28,13 +29,12 @@ class ServedTerms:
         self._settings = settings
         self.place: DataPlace | None = None
 
-    def place_of(self, setup: WorkerSetup) -> DataPlace:
+    def place_of(self, dataset: DatasetDescriptor) -> DataPlace:
         """Return the place that data lies at; RefusedError ``data_not_served`` if it may not be opened as stated.
 
         Args:
-            setup: from :func:`located`.
+            dataset: from :func:`located`.
         """
-        dataset = setup.dataset
         if dataset.kind in PLACELESS:
             found = self._place(dataset.kind, lambda place: place.path == dataset.kind)
         elif dataset.path is None or dataset.kind == "canaries":
@@ -44,10 +44,12 @@ class ServedTerms:
             found = self._place_at(dataset.path)
         if dataset.public and not found.public:
             raise _known_as_private(dataset.path or dataset.kind)
-        # The results on a split are exact.
-        if setup.evaluation is not None and not self._place_at(setup.evaluation).public:
-            raise _known_as_private(setup.evaluation)
         return found
+
+    def require_public(self, split: DatasetDescriptor) -> None:
+        """Require that a split may be measured on, since results on it are exact; errors as :meth:`place_of`."""
+        if not self.place_of(split).public:
+            raise _known_as_private(split.path or split.kind)
 
     def require_code(self, setup: WorkerSetup) -> None:
         """Require that the worker is held to code of the settings' list, unless that is ``any``.
@@ -108,12 +110,14 @@ def located(setup: WorkerSetup) -> WorkerSetup:
 
     What is checked is then what is opened: whoever set a link could set it anew in between.
     """
-    base, dataset, evaluation = Path(setup.base), setup.dataset, setup.evaluation
-    if dataset.path is not None and "://" not in dataset.path:
-        dataset = dataset.model_copy(update={"path": str((base / dataset.path).resolve())})
-    if evaluation is not None:
-        evaluation = str((base / evaluation).resolve())
-    return setup.model_copy(update={"dataset": dataset, "evaluation": evaluation})
+
+    def absolute(dataset: DatasetDescriptor) -> DatasetDescriptor:
+        if dataset.path is None or "://" in dataset.path:
+            return dataset
+        return dataset.model_copy(update={"path": str((Path(setup.base) / dataset.path).resolve())})
+
+    evaluation = absolute(setup.evaluation) if setup.evaluation is not None else None
+    return setup.model_copy(update={"dataset": absolute(setup.dataset), "evaluation": evaluation})
 
 
 def _known_as_private(shown: str) -> RefusedError:

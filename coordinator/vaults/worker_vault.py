@@ -16,6 +16,7 @@ from raycloak.coordinator.vaults.served_terms import ServedTerms, located
 from raycloak.coordinator.vaults.settings import WorkerSettings, require_apart
 from raycloak.workers.answer_codes import gpu_failed
 from raycloak.workers.gradients.gpus import used_gpus
+from raycloak.workers.inputs.descriptor import DatasetDescriptor
 from raycloak.workers.messages import Admission, StepReply, StepRequest, WorkerFacts, WorkerSetup
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.mechanism import Mechanism
@@ -58,10 +59,14 @@ class WorkerVault(Hosted, TrainWorker):
         self._terms.place = None
         self._terms.require_code(setup)
         setup = located(setup)
-        place = self._terms.place_of(setup)
+        place = self._terms.place_of(setup.dataset)
         facts = super().prepare(setup)
         self._terms.place = place
         return facts
+
+    def admit_split(self, split: DatasetDescriptor) -> None:
+        if self._terms is not None:
+            self._terms.require_public(split)
 
     def compute_known_answer(self, mechanism: Mechanism, *measurements: Measurement) -> bytes:
         if self._terms is not None:

@@ -95,8 +95,10 @@ def test_the_scores_of_the_slices_are_those_of_their_examples(run):
         reply = run.evaluate(member.member_id, order)
         assert (reply.code, reply.member_id) == ("ok", member.member_id)
         found |= open_answer(reply.answer, parse(EvaluationOrder, order.body).digest(), member, COUNTS)
-    assert found == {v: whole.total(split(), slice_ids(v, VIRTUAL_WORKERS, COUNT)) for v in range(VIRTUAL_WORKERS)}
-    assert 0 < sum(found.values()) < COUNT
+    ids = {v: slice_ids(v, VIRTUAL_WORKERS, COUNT) for v in range(VIRTUAL_WORKERS)}
+    totals = {v: scores.total for v, scores in found.items()}
+    assert totals == {v: whole.scores(split(), own).total for v, own in ids.items()}
+    assert 0 < sum(totals.values()) < COUNT
 
 
 def test_an_order_is_for_committed_parameters_alone_and_in_the_log_before_it_leaves(run):
@@ -170,7 +172,7 @@ def test_what_a_model_raises_stays_in_the_worker(run, monkeypatch):
     def fail(*_):
         raise ValueError("label 7")
 
-    monkeypatch.setattr(Scorer, "total", fail)
+    monkeypatch.setattr(Scorer, "scores", fail)
     assert run.evaluate("worker-0", run.order()) == EvaluationReply(member_id="worker-0", code="worker_error")
 
 
@@ -193,6 +195,8 @@ def test_only_an_answer_to_this_order_with_all_examples_of_the_right_slices_coun
         ({"scores": answer.scores[::-1]}, "answer_mismatch"),
         ({"scores": (first.model_copy(update={"count": first.count - 1}), *answer.scores[1:])}, "answer_mismatch"),
         ({"scores": (short, *answer.scores[1:])}, "malformed"),
+        ({"scores": (first.model_copy(update={"content": bytes(32)}), *answer.scores[1:])}, "answer_mismatch"),
+        ({"scores": (first.model_copy(update={"classes": ((0, 1, 2),)}), *answer.scores[1:])}, "answer_mismatch"),
     ):
         forged = seal(answer.model_copy(update=changes), key)
         assert code_of(open_answer, forged, order.digest(), member, COUNTS) == code, changes
@@ -248,5 +252,5 @@ def test_a_loss_that_is_not_finite_is_told_as_it_is():
     """As in the clear: a model that diverged has no other mean."""
     data = ArrayDataset(np.full((3, 1), np.inf, np.float32), np.zeros((3, 1), np.float32))
     scorer = Scorer(torch.nn.Linear(1, 1), lambda output, labels: (output - labels)[:, 0].square(), "loss", 256)
-    total = scorer.total(data, np.arange(3))
+    total = scorer.scores(data, np.arange(3)).total
     assert not np.isfinite(total)

@@ -107,6 +107,16 @@ def test_guarantee_code_runs_in_a_worker_only_if_the_policy_lists_its_files(setu
     assert "bundled_code" in sys.modules
 
 
+def test_the_function_of_a_split_to_measure_on_is_code_of_the_run(setup):
+    split = setup.dataset.model_copy(
+        update={"kind": "module", "path": None, "function": "bundled_code:data", "public": True}
+    )
+    of_run = {"model": hub(setup, {}).model, "evaluation": split}
+    found = refusal(with_code(setup, (b"x" * 32,), **of_run))
+    assert (found.code, "bundled_code:data" in found.message) == ("code_unlisted", True)
+    assert admit_code(with_code(setup, listing(setup), **of_run)) == listing(setup)[0]
+
+
 @pytest.mark.parametrize("change", ["edited", "edited neighbour", "extra"])
 def test_an_edited_or_an_extra_file_is_other_code(setup, change):
     listed = listing(setup)

@@ -19,7 +19,7 @@ from pydantic import AfterValidator, Field
 from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.attestation.core.messages import Message, parse
 from raycloak.attestation.sealed.sealed_data import HEADER_FILE
-from raycloak.metrics.errors import DatasetError, ModelError, RaycloakError
+from raycloak.metrics.errors import ConfigError, DatasetError, ModelError, RaycloakError
 from raycloak.metrics.file_errors import file_errors
 from raycloak.metrics.listing import all_listed, listed
 from raycloak.workers.inputs.built_rows import PipelineIndex, built_files
@@ -222,6 +222,26 @@ class DatasetDescriptor(Message):
         if self.function is not None:
             named.add(named_function(self.function, base))
         return frozenset(named)
+
+
+def require_public_split(kind: str, public: bool) -> None:
+    """Require that results on a split of this kind may be public; ConfigError ``evaluation_not_public``."""
+    if not public:
+        what = "results on it" if kind == "sealed" else "its examples"
+        raise ConfigError(
+            "evaluation_not_public",
+            "the evaluation dataset is not declared public, so results on it would leak.",
+            f"Set evaluation.dataset.public: true if {what} need no protection.",
+        )
+
+
+def split_is_private(why: str) -> ConfigError:
+    """Return the refusal of a split whose exact results would be of private training data."""
+    return ConfigError(
+        "evaluation_private",
+        f"evaluation.dataset is data that the run trains on with privacy: {why}.",
+        "Evaluate on other data; measurements.evaluation measures the training examples with noise.",
+    )
 
 
 class AuditedExamples(Message):

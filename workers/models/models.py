@@ -43,6 +43,10 @@ from raycloak.workers.terms.loss import LossSpec
 from raycloak.workers.terms.manifest import TensorSpec
 from raycloak.workers.terms.model_digest import ATTRIBUTES, TensorContent, dimension, split_flat
 
+LARGEST_IN_DRIVER = 2 * 10**9
+"""Bytes of the largest model that a driver runs, to plan with it or to measure it: a larger one takes minutes of a
+machine's time."""
+
 # Elements that are hashed at once: bounds the memory beside the model, and changes no digest.
 _PIECE = 2**20
 A = TypeVar("A", Tensor, NDArray[Any])
@@ -341,6 +345,11 @@ def device_of(module: nn.Module) -> torch.device:
 def held_bytes(module: nn.Module) -> int:
     """Return the bytes of all parameters and buffers."""
     return sum(each.nbytes for each in (*module.parameters(), *module.buffers()))
+
+
+def is_left_to_workers(module: nn.Module) -> bool:
+    """Return whether no driver runs a model: machines of workers are made for it, and a driver's may not be."""
+    return held_bytes(module) > LARGEST_IN_DRIVER
 
 
 def twin_of(module: nn.Module) -> nn.Module:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from raycloak.metrics.errors import ConfigError, ModelError, is_out_of_memory
 from raycloak.metrics.listing import listed
-from raycloak.workers.inputs.datasets import Dataset, DatasetForm
+from raycloak.workers.inputs.datasets import Dataset, DatasetForm, dataset_form
 from raycloak.workers.inputs.void import IGNORED
 from raycloak.workers.models.dropout import silence_dropout
 from raycloak.workers.models.experts import evaluate_every_expert
@@ -370,6 +370,21 @@ def check_text(
         return vocabulary
     module.check_fits(form, loss, vocabulary, classes)
     return module.vocabulary if vocabulary is None else vocabulary
+
+
+def check_public_text(
+    module: nn.Module, examples: Dataset, loss: str, vocabulary: int | None, classes: int | None
+) -> None:
+    """Refuse public examples that a text model cannot be measured on.
+
+    Guarantee: a token or a label without a place in the model is found here, and not when steps are charged.
+
+    Raises:
+        ConfigError, ModelError: as `TextModel.check_fits` and `TextModel.check_public`.
+    """
+    check_text(module, dataset_form(examples), loss, vocabulary, classes)
+    if isinstance(module, TextModel):
+        module.check_public(examples, loss)
 
 
 def libraries(module: nn.Module) -> str:

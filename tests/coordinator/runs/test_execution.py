@@ -79,7 +79,7 @@ def test_guarantee_an_execution_names_the_account_of_its_data(
     for method in ("_reporting", "_setup", "_void"):
         monkeypatch.setattr(Execution, method, lambda *_: None)
     monkeypatch.setattr(execution, "Coordinator", refuse)
-    monkeypatch.setattr(execution, "public_evaluator", lambda *_: None)
+    monkeypatch.setattr(execution, "public_evaluation", lambda *_: None)
     launched = launched_under(None)
     run = Execution(config, ModelSource.of("m:f"), str(tmp_path), notice=print)
     folder = RunFolder.create(config, "ab12", str(tmp_path), None)

@@ -30,7 +30,7 @@ from raycloak.coordinator.planning.references import descriptor
 from raycloak.coordinator.record.outcome import Evaluation
 from raycloak.coordinator.runs.verdict import verdict_of
 from raycloak.coordinator.training.assignment import NewRun
-from raycloak.coordinator.training.evaluation import public_evaluator
+from raycloak.coordinator.training.evaluation import public_evaluation
 from raycloak.metrics.errors import ConfigError, DatasetError, ModelError
 from raycloak.workers import workload
 from raycloak.workers.gradients import kept_state
@@ -250,7 +250,7 @@ def test_a_bad_public_split_is_refused_by_name_before_anything_is_charged(case, 
     setup = worker_setup(settings, tmp_path, (np.zeros((40, LENGTH), np.int64), np.zeros(40, np.int64)))
     code = case.partition(",")[0]
     with pytest.raises((ConfigError, DatasetError, ModelError), match=f"^{code}"):
-        public_evaluator(settings, setup.model, setup.base)
+        public_evaluation(settings, setup.model, setup.base).evaluator()
     with pytest.raises((ConfigError, DatasetError, ModelError), match=f"^{code}"):
         plan_of(settings, tmp_path / "data")
 

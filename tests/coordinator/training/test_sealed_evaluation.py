@@ -18,10 +18,9 @@ from raycloak.coordinator.cli.views.plan import plan_rows
 from raycloak.coordinator.config.sections import CheckpointConfig
 from raycloak.coordinator.planning.dry_run import plan_of
 from raycloak.coordinator.training.assignment import NewRun, ReplayedRun, ResumedRun
-from raycloak.coordinator.training.evaluation import added
 from raycloak.coordinator.training.pace import StopRequest
 from raycloak.metrics.errors import ConfigError, DatasetError, RunFailedError
-from raycloak.workers.evaluation import EvaluationAnswer, EvaluationReply
+from raycloak.workers.evaluation import EvaluationAnswer, EvaluationReply, Scores
 from raycloak.workers.inputs.datasets import ArrayDataset
 from raycloak.workers.inputs.sealed import seal_dataset
 from raycloak.workers.terms.manifest import Manifest
@@ -107,11 +106,11 @@ def test_a_result_is_the_same_for_any_number_of_workers(tmp_path, loss):
     assert metric == ("accuracy" if loss == "cross_entropy" else "loss")
 
 
-def test_scores_are_added_in_the_order_of_the_slices():
+def test_scores_are_added_in_their_order_and_classes_by_name():
     """If the hosts were added in another order, bits would tell who hosts what."""
-    scores = {2: 1.0, 0: 1e16, 1: -1e16}
-    assert added(scores) == added(dict(sorted(scores.items()))) == 1.0
-    assert scores[2] + scores[0] + scores[1] == 0.0
+    parts = [Scores(1e16, ((0, 1, 3),)), Scores(-1e16, ()), Scores(1.0, ((0, 1, 2), (7, 0, 1)))]
+    assert Scores.added(parts) == Scores(1.0, ((0, 2, 5), (7, 0, 1)))
+    assert Scores.added([parts[2], *parts[:2]]).total == 0.0
 
 
 def forging(reply: EvaluationReply) -> tuple[EvaluationReply]:

@@ -1,6 +1,7 @@
 """The terms on which a worker's vault serves: places of data, noise, and who the run is of."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,18 +40,18 @@ def setup(base: Path, path: str | None, kind: str = "npz", evaluation: str | Non
         base=str(base),
         seed=0,
         device="cpu",
-        evaluation=evaluation,
+        evaluation=DatasetDescriptor(kind="npz", path=evaluation, public=True) if evaluation is not None else None,
     )
 
 
 def served(of: ServedTerms, *args, **more) -> str:
     """Return the place that data is found at."""
-    return of.place_of(located(setup(*args, **more))).path
+    return of.place_of(located(setup(*args, **more)).dataset).path
 
 
 def refused(of: ServedTerms, *args, **more) -> str:
     with pytest.raises(RefusedError) as refusal:
-        of.place_of(located(setup(*args, **more)))
+        of.place_of(located(setup(*args, **more)).dataset)
     assert refusal.value.code == "data_not_served"
     return str(refusal.value)
 
@@ -110,7 +111,8 @@ def test_guarantee_a_link_that_is_set_anew_after_the_check_leads_nowhere_else(fo
     link.unlink()
     link.symlink_to(folders / "data-2")
     assert checked.dataset.path == str(folders / "data" / "rows.npz")
-    assert checked.evaluation == str(folders / "data")
+    assert checked.evaluation is not None
+    assert checked.evaluation.path == str(folders / "data")
 
 
 def test_a_url_serves_what_lies_below_and_no_neighbour(tmp_path):
@@ -156,10 +158,34 @@ def test_private_data_is_not_served_as_public_and_public_data_is_as_either(tmp_p
 
 
 def test_an_evaluation_split_is_served_from_a_public_place_alone_since_its_results_are_exact(tmp_path):
-    of = terms({"path": str(tmp_path / "private")}, {"path": str(tmp_path / "public"), "public": True})
-    assert served(of, tmp_path, "private/rows.npz", evaluation="public/split") == str(tmp_path / "private")
-    assert "as private" in refused(of, tmp_path, "private/rows.npz", evaluation="private/split")
-    assert "elsewhere" in refused(of, tmp_path, "private/rows.npz", evaluation="elsewhere")
+    of = terms(
+        {"path": str(tmp_path / "private")},
+        {"path": str(tmp_path / "public"), "public": True},
+        {"path": "digits", "public": True},
+        {"path": "module"},
+    )
+
+    def measured(kind: str, path: str | None, **fields: Any) -> None:
+        split = DatasetDescriptor(kind=kind, path=path, **fields)
+        of_run = located(setup(tmp_path, "private/rows.npz").model_copy(update={"evaluation": split}))
+        assert of_run.evaluation is not None
+        of.require_public(of_run.evaluation)
+
+    for kind in ("npz", "sealed"):
+        measured(kind, "public/split", public=True)
+    measured("digits", None, public=True)
+    for kind, path, named in (
+        ("npz", "private/split", "as private"),
+        ("sealed", "private/split", "as private"),
+        ("npz", "elsewhere", "elsewhere"),
+        ("npz", "public/../private", "as private"),
+        ("module", None, "as private"),
+        ("canaries", "public/split", "canaries"),
+    ):
+        for public in (True, False):
+            with pytest.raises(RefusedError, match="data_not_served") as refusal:
+                measured(kind, path, public=public)
+            assert named in str(refusal.value)
 
 
 # --- noise, and the run
@@ -170,12 +196,12 @@ def test_guarantee_no_mechanism_with_less_noise_than_the_least_is_tried_on_priva
     enough, little = (protocol.mechanism(noise_multiplier=each) for each in (NOISE, NOISE * 0.999))
     with pytest.raises(RefusedError, match="data_not_served"):
         of.require_noise(enough)
-    of.place = of.place_of(located(setup(tmp_path, "rows.npz")))
+    of.place = of.place_of(located(setup(tmp_path, "rows.npz")).dataset)
     of.require_noise(enough, enough)
     for mechanisms in ((little,), (enough, little)):
         with pytest.raises(RefusedError, match=r"noise_not_served.*1\.4985 is below 1\.5"):
             of.require_noise(*mechanisms)
-    of.place = of.place_of(located(setup(tmp_path, None, "digits")))
+    of.place = of.place_of(located(setup(tmp_path, None, "digits")).dataset)
     of.require_noise(little)
 
 
@@ -196,7 +222,7 @@ def test_a_run_of_another_ledger_account_or_policy_is_refused(tmp_path, changes,
     of = terms({"path": str(tmp_path)})
     with pytest.raises(RefusedError, match="data_not_served"):
         of.require_manifest(manifest())
-    of.place = of.place_of(located(setup(tmp_path, "rows.npz")))
+    of.place = of.place_of(located(setup(tmp_path, "rows.npz")).dataset)
     of.require_manifest(manifest())
     with pytest.raises(RefusedError, match=code):
         of.require_manifest(manifest(**changes))
@@ -204,7 +230,7 @@ def test_a_run_of_another_ledger_account_or_policy_is_refused(tmp_path, changes,
 
 def test_public_data_needs_no_account_and_still_a_ledger_and_a_policy(tmp_path):
     of = terms({"path": str(tmp_path), "public": True})
-    of.place = of.place_of(located(setup(tmp_path, "rows.npz")))
+    of.place = of.place_of(located(setup(tmp_path, "rows.npz")).dataset)
     of.require_manifest(manifest(account="any"))
     with pytest.raises(RefusedError, match="ledger_not_served"):
         of.require_manifest(manifest(ledger_key=b"x" * 32))
