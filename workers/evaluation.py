@@ -35,8 +35,7 @@ from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.row_memory import scored_rows
 from raycloak.workers.gradients.vocabulary_loss import ModelLosses
 from raycloak.workers.inputs.datasets import Dataset, DatasetForm, dataset_form, slice_digest, slice_ids
-from raycloak.workers.inputs.descriptor import DatasetDescriptor, require_public_split, split_is_private
-from raycloak.workers.inputs.places import Places
+from raycloak.workers.inputs.descriptor import DatasetDescriptor, OpenedDataset, require_public_split, split_is_private
 from raycloak.workers.inputs.sealed import SealedDataset, Slices
 from raycloak.workers.models.losses import predicted, share_predicted
 from raycloak.workers.models.models import LossFn, ModelRuntime, load_flat
@@ -310,7 +309,7 @@ class HostedSplit:
 def open_split(
     split: DatasetDescriptor,
     base: Path | str,
-    private: Places,
+    private: OpenedDataset | None,
     loss: str,
     training: DatasetForm,
     runtime: ModelRuntime,
@@ -320,7 +319,7 @@ def open_split(
     """Open a split to measure on, of a sealed one the header alone; a twin of the model will score it.
 
     Args:
-        private: places of training data that no exact result may be of.
+        private: training data that no exact result may be of; None if it is public.
         loss: name of the run's loss, which decides what is scored.
         training, vocabulary: of the data that the model was checked on.
         most_bytes: that one micro-batch may take.
@@ -340,7 +339,7 @@ def open_split(
     else:
         require_public_split(split.kind, split.public)
         opened = split.open_slices(base)
-        if opened.places & private:
+        if private is not None and opened.places & private.places:
             raise split_is_private("both have files or functions in common")
         examples, slices = opened.examples, Slices()
         check_public_text(module, examples, loss, opened.vocabulary, split.classes)

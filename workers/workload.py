@@ -16,7 +16,7 @@ from raycloak.attestation.core.messages import checked
 from raycloak.attestation.core.roster import Query
 from raycloak.metrics.errors import ProtocolError, RefusedError
 from raycloak.workers.device.words import words_on
-from raycloak.workers.evaluation import open_split
+from raycloak.workers.evaluation import HostedSplit, open_split
 from raycloak.workers.gradients.clipping import GradientEngine
 from raycloak.workers.gradients.gpus import spare_bytes, take_gpu
 from raycloak.workers.gradients.model_checks import check_briefly, check_released, check_rows, check_trainable
@@ -27,9 +27,8 @@ from raycloak.workers.gradients.row_memory import MICRO_BATCH_BYTES, largest_row
 from raycloak.workers.gradients.spare_rows import CANDIDATES, spare_rows
 from raycloak.workers.gradients.sum_engines import check_measurable, measurement_engine
 from raycloak.workers.inputs.datasets import Dataset, dataset_form
-from raycloak.workers.inputs.descriptor import DatasetDescriptor
+from raycloak.workers.inputs.descriptor import DatasetDescriptor, OpenedDataset
 from raycloak.workers.inputs.fingerprint import data_marks
-from raycloak.workers.inputs.places import NOWHERE
 from raycloak.workers.inputs.sealed import Slices
 from raycloak.workers.inputs.sent_rows import SentForm, SentSlots
 from raycloak.workers.known_answer import check_classes, found_classes, known_answer
@@ -95,7 +94,7 @@ class Workload:
     ) -> None:
         if setup.device == "cuda":
             take_gpu(setup.gpus)
-        self.setup, deterministic = setup, not setup.allow_nondeterministic
+        self.setup, deterministic, classes = setup, not setup.allow_nondeterministic, setup.dataset.classes
         self.word_threads = word_threads
         self.words = words_on(torch.device(setup.device), word_threads)
         # Before data is opened and any code runs.
@@ -123,27 +122,20 @@ class Workload:
         fed_by_name(self.module, self.form.inputs)
         if setup.model.hub is not None:
             setup.model.hub.check_tokenizer(setup.dataset.tokenizer, setup.base)
-        self.vocabulary = check_text(self.module, self.form, setup.loss.name, opened.vocabulary, setup.dataset.classes)
-        is_sent = isinstance(self.dataset, SentSlots)
-        padded = setup.model.hub is not None
-        self.sent_form = SentForm(self.form, self.vocabulary, setup.dataset.classes, padded) if is_sent else None
+        self.vocabulary = check_text(self.module, self.form, setup.loss.name, opened.vocabulary, classes)
+        is_sent, padded = isinstance(self.dataset, SentSlots), setup.model.hub is not None
+        self.sent_form = SentForm(self.form, self.vocabulary, classes, padded) if is_sent else None
         with opened.naming_features(self.form):
             if setup.device != "cpu":
                 check_briefly(self.module, self.form, loss_fn, deterministic, self.vocabulary)
             # All checks run where the model will: only there do they meet the kernels that it will.
             self.module.to(setup.device)
             check_trainable(self.module, self.form, loss_fn, deterministic, self.vocabulary)
-        classes = setup.dataset.classes
         check_classes(self.module, setup.loss.name, self.dataset, classes, self.vocabulary, deterministic)
         # Before the parameters are copied: it takes as much memory as a step.
         most = _micro_batch_bytes(setup, self.module)
         rows = largest_rows(self.module, self.form, loss_fn, deterministic, self.vocabulary, setup.device, most)
-        split, self.split = setup.evaluation, None
-        if split is not None and (split.kind == "sealed" or is_left_to_workers(self.module)):
-            admit_split(split)
-            private = NOWHERE if setup.dataset.public else opened.places
-            of_run = setup.loss.name, self.form, self.runtime, self.vocabulary, most
-            self.split = open_split(split, setup.base, private, *of_run)
+        self.split = self._split(opened, most, admit_split)
         self.evaluation_slices = Slices() if self.split is None else self.split.slices
         tensors = trainable_tensors(self.module)
         computed = {"model_libraries": libraries(self.module), **asdict(setup.mode)}
@@ -163,6 +155,21 @@ class Workload:
             measures=self.split is not None,
             model_notes=(*notes, *slow_products(self.module, setup.device, torch.backends.cpu.get_cpu_capability())),
         )
+
+    def _split(
+        self, opened: OpenedDataset, most_bytes: int, admit: Callable[[DatasetDescriptor], None]
+    ) -> HostedSplit | None:
+        """Open the split that this worker is to measure on; None where the driver measures, or nobody."""
+        split, setup = self.setup.evaluation, self.setup
+        if split is None or not (split.kind == "sealed" or is_left_to_workers(self.module)):
+            return None
+        admit(split)
+        private = None if setup.dataset.public else opened
+        of_run = setup.loss.name, self.form, self.runtime, self.vocabulary, most_bytes
+        found = open_split(split, setup.base, private, *of_run)
+        # A function of the user's may have read it, and set torch up.
+        pin_numerics(not setup.allow_nondeterministic, setup.threads)
+        return found
 
 
 def _micro_batch_bytes(setup: WorkerSetup, module: nn.Module) -> int:

@@ -1,7 +1,7 @@
-"""Evaluation orders: the parameters that workers may measure on a sealed evaluation split.
+"""Evaluation orders: the parameters that workers may measure on a split.
 
-A result on that split leaves without noise. Anyone who may choose the parameters learns an example from enough results.
-So a worker measures only parameters that its orchestrator has signed an order for.
+A result on a sealed split leaves without noise. Anyone who may choose the parameters learns an example from enough
+results. So a worker measures only parameters that its orchestrator has signed an order for.
 
 Guarantee: the evidence log has an order's parameters as the outcome of a training step of the run. An order is for
 members with valid evidence, and the log has it before anybody gets it.
