@@ -14,7 +14,7 @@ Not guaranteed: differential privacy. Results are exact, and reveal as much abou
 import struct
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, Self
@@ -82,12 +82,12 @@ class Scores:
         return macro_f1(*np.array([[right, either] for _, right, either in self.classes], np.int64).reshape(-1, 2).T)
 
     @classmethod
-    def added(cls, parts: Iterable[Self]) -> Self:
-        """Return the scores of all examples of ``parts``: float64 is added in their order, which decides its bits."""
+    def added(cls, slices: Mapping[int, Self]) -> Self:
+        """Return the scores of all ``slices``, added in their order, not of the answers: it decides float64's bits."""
         total, right, either = 0.0, Counter[int](), Counter[int]()
-        for part in parts:
-            total += part.total
-            for each, rightly, found in part.classes:
+        for v in sorted(slices):
+            total += slices[v].total
+            for each, rightly, found in slices[v].classes:
                 right[each] += rightly
                 either[each] += found
         return cls(total, _classes(right, either))

@@ -100,8 +100,7 @@ class OrderedEvaluator:
             self.runner.place(epoch)
             scores = self._scores(self.runner.on_fresh_evidence(epoch, order, order), model, failures)
             if scores is not None:
-                # In the order of the slices, not of the answers, which would tell who hosts what.
-                whole, count = Scores.added(scores[v] for v in sorted(scores)), sum(self.counts.values())
+                whole, count = Scores.added(scores), sum(self.counts.values())
                 return Evaluation(self.metric, whole.total / count, count, whole.f1)
 
     def _scores(self, envelope: Envelope, model: Model, failed: MemberFailures) -> dict[int, Scores] | None:

@@ -106,11 +106,11 @@ def test_a_result_is_the_same_for_any_number_of_workers(tmp_path, loss):
     assert metric == ("accuracy" if loss == "cross_entropy" else "loss")
 
 
-def test_scores_are_added_in_their_order_and_classes_by_name():
+def test_scores_are_added_in_the_order_of_the_slices():
     """If the hosts were added in another order, bits would tell who hosts what."""
-    parts = [Scores(1e16, ((0, 1, 3),)), Scores(-1e16, ()), Scores(1.0, ((0, 1, 2), (7, 0, 1)))]
-    assert Scores.added(parts) == Scores(1.0, ((0, 2, 5), (7, 0, 1)))
-    assert Scores.added([parts[2], *parts[:2]]).total == 0.0
+    scores = {2: Scores(1.0, ((0, 1, 2), (7, 0, 1))), 0: Scores(1e16, ((0, 1, 3),)), 1: Scores(-1e16, ())}
+    assert Scores.added(scores) == Scores.added(dict(sorted(scores.items()))) == Scores(1.0, ((0, 2, 5), (7, 0, 1)))
+    assert scores[2].total + scores[0].total + scores[1].total == 0.0
 
 
 def forging(reply: EvaluationReply) -> tuple[EvaluationReply]:
