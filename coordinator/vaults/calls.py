@@ -144,6 +144,8 @@ def _form(kind: Any, name: str) -> Form:
 
 
 def _is_array(kind: Any) -> bool:
+    # From NumPy 2.5 on, NDArray is a named alias, which no reading of hints resolves.
+    kind = getattr(get_origin(kind) or kind, "__value__", kind)
     if get_origin(kind) in (Union, UnionType):
         return all(map(_is_array, get_args(kind)))
     return np.ndarray in (kind, get_origin(kind))

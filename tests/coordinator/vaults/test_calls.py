@@ -4,11 +4,12 @@ import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from typing_extensions import TypeAliasType
 
 from raycloak.attestation.core.messages import Envelope, parse
 from raycloak.attestation.processes.failure import Failed
@@ -30,6 +31,10 @@ from tests.protocol import whole_run
 
 State = Mapping[str, np.ndarray]
 ENVELOPE = Envelope(body=b"{}", signature=b"\xff" * 64)
+
+
+Number = TypeVar("Number", bound=np.generic)
+NamedArray = TypeAliasType("NamedArray", np.ndarray[Any, np.dtype[Number]], type_params=(Number,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +120,15 @@ def test_arrays_states_and_envelopes_travel_by_themselves_and_come_out_as_they_w
     assert pair == Pair("p", 2.0, (b"\x01",))
     assert list(new) == ["b", "a"]
     assert last.tolist() == [0.0, 0.0]
+
+
+def test_an_array_travels_by_itself_where_its_type_is_a_named_alias():
+    """As those of NumPy are from 2.5 on."""
+
+    def take(self: object, rows: NamedArray[np.float32]) -> None:
+        raise AssertionError("nobody calls it")
+
+    assert set(Wire.of(take).forms) == {"rows"}
 
 
 def test_who_is_given_an_array_cannot_write_into_it():
