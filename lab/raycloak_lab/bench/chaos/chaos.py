@@ -83,7 +83,7 @@ def bench_chaos(
         raise ConfigError("chaos_steps", "kills need steps, and the configuration gives epochs.", "Give steps.")
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="raycloak-chaos-", ignore_cleanup_errors=True) as folder:
-        site, secret = _new_site(Path(folder) / "site"), Path(folder) / "secret.hex"
+        site, secret = new_site(Path(folder) / "site"), Path(folder) / "secret.hex"
         secret.touch(mode=0o600)
         secret.write_text(secrets.token_hex(32), encoding="utf-8")
         task = ChildTask(path.resolve(), (*overrides, *FORCED), secret)
@@ -111,7 +111,7 @@ def bench_chaos(
         return report(config, runs, time.monotonic() - started)
 
 
-def _new_site(folder: Path) -> Path:
+def new_site(folder: Path) -> Path:
     """Make a state folder with an empty ledger and a simulated vendor.
 
     Keys depend on both, so two executions give the same bytes only if they start from copies of one such folder.

@@ -181,18 +181,27 @@ class ChildRun:
         """Ask the driver to end after its step, and wait for it.
 
         Raises:
-            RunFailedError: ``chaos_ended`` if the run it left is neither stopped nor done.
+            RunFailedError: as :meth:`finish`.
         """
         self.signal(signal.SIGTERM)
+        self.finish(STOP_S)
+
+    def finish(self, deadline_s: float) -> None:
+        """Wait until the driver has ended.
+
+        Raises:
+            RunFailedError: ``chaos_stuck`` if it is still there after ``deadline_s``, ``chaos_ended`` if the run it left
+                is neither stopped nor done.
+        """
         assert self._driver is not None, "the run was started"
         try:
-            self._driver.wait(Deadline(STOP_S))
+            self._driver.wait(Deadline(deadline_s))
         except TimeoutError:
-            raise RunFailedError("chaos_stuck", f"the run did not stop within {STOP_S:g} s of SIGTERM") from None
+            raise RunFailedError("chaos_stuck", f"the run did not end within {deadline_s:g} s") from None
         self._look()
         status = self.folder.record.status
         if status not in ("stopped", "done"):
-            raise RunFailedError("chaos_ended", f"the run was asked to stop and is {status}: {self.last_words()}")
+            raise RunFailedError("chaos_ended", f"the run ended and is {status}: {self.last_words()}")
 
     def failed_claims(self) -> tuple[str, ...]:
         """Verify the finished run as its auditor would; return each claim that failed, with the record that breaks it.
