@@ -5,14 +5,15 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PYTEST := $(BIN)/python -m pytest --durations=25
+GPU_PLATFORMS := _2_34 _2_28 _2_27 _2_17 2014
 ON_RAY := $(shell awk '$$1 == "ray" { print $$2 }' tests/marks.txt)
 
 # An image may forbid the cache of bytecode. Then each of some hundred processes compiles this repository anew: a tenth of
 # its start, and a third of the collection of the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test test-fast test-plain test-ray test-profile mutations format code-lines fuzz gpu-check proto reference \
-	pictures wheel sbom clean
+.PHONY: demo check test test-fast test-plain test-ray test-profile mutations format code-lines fuzz gpu-bundle gpu-check \
+	proto reference pictures wheel sbom clean
 
 demo: $(INSTALLED)
 	$(BIN)/raycloak demo
@@ -97,14 +98,20 @@ sbom: wheel
 	$(BIN)/python -m tests.sbom dist/raycloak-*.whl > dist/raycloak.cdx.json
 	$(BIN)/python -m tests.sbom dist/raycloak-*.whl hf otel > dist/image.cdx.json
 
-# The wheels that a machine with a GPU needs for the check of the device path: CONTRIBUTING.md.
-gpu-check: $(INSTALLED)
-	rm -rf .gpu/wheels
-	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
-		--python-version 3.12 --implementation cp \
-		--platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
-		--constraint constraints.txt --requirement benchmarks/gpu/requirements.txt --dest .gpu/wheels
-	@echo 'Take this checkout with its folder .gpu to the machine, and there: bash benchmarks/gpu/run.sh'
+# What a machine with a GPU lacks, as one file: docs/gpu.md. pip matches a wheel's platform exactly. No run starts Ray's
+# Java part, its libraries of reinforcement learning and language models, or the pages of its dashboard.
+gpu-bundle: $(INSTALLED)
+	rm -rf .gpu
+	$(PIP) --no-deps --no-compile --only-binary=:all: --python-version 3.12 --implementation cp \
+		$(GPU_PLATFORMS:%=--platform manylinux%_x86_64) --requirement benchmarks/gpu/requirements.txt --target .gpu/site
+	cd .gpu/site/ray && rm -r jars rllib llm dashboard/client
+	$(BIN)/python -m tarfile --create .gpu/site.tar.xz .gpu/site
+	rm -r .gpu/site
+	@echo 'Take this checkout with its folder .gpu to the machine, and there: make gpu-check'
+
+# Needs no environment of this repository, which a machine without a network cannot have.
+gpu-check:
+	bash benchmarks/gpu/run.sh
 
 # Build isolation is off because it would fetch a setuptools that constraints.txt does not pin.
 $(INSTALLED): pyproject.toml lab/pyproject.toml constraints.txt

@@ -4,6 +4,7 @@ import hashlib
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -106,29 +107,32 @@ class Repeats:
 def repeats(place: Place, model: Model) -> Found:
     """Compute the sum of a model in every situation that must not change its bytes."""
     pin_numerics()
-    sums = Sums(model, place.device)
-    features, labels = sums.batch
-    last = len(labels) - 1
-    whole = sums.of(sums.batch)
-    held = _pieces(place)
-    new_engine = Sums(model, place.device).of(sums.batch)
-    del held
-    alone = sums.of(sums.batch, [0])
-    # The same first row; the others stand in another order, and are examples that no batch has.
-    strange = features.copy()
-    strange[1:] = strange[:0:-1] if np.issubdtype(features.dtype, np.integer) else 1 - strange[1:]
-    turned = features[::-1].copy(), labels[::-1].copy()
-    on_cpu = Sums(model, torch.device("cpu")).of(sums.batch) if place.on_gpu else whole
-    found = Repeats(
-        again=digest(sums.of(sums.batch)) == digest(whole),
-        new_engine=digest(new_engine) == digest(whole),
-        other_process=_elsewhere(model, place) == digest(whole),
-        beside_others=digest(sums.of((strange, labels), [0])) == digest(alone),
-        other_place=digest(sums.of(turned, [last])) == digest(alone),
-        norm_of_one=float(np.linalg.norm(alone)),
-        distance_from_cpu=float(np.linalg.norm(whole - on_cpu) / np.linalg.norm(on_cpu)),
-        far=FAR[model.precision],
-    )
+    with ThreadPoolExecutor(1) as beside:
+        # It starts while this one computes, on the same device.
+        elsewhere = beside.submit(_elsewhere, model, place)
+        sums = Sums(model, place.device)
+        features, labels = sums.batch
+        last = len(labels) - 1
+        whole = sums.of(sums.batch)
+        held = _pieces(place)
+        new_engine = Sums(model, place.device).of(sums.batch)
+        del held
+        alone = sums.of(sums.batch, [0])
+        # The same first row; the others stand in another order, and are examples that no batch has.
+        strange = features.copy()
+        strange[1:] = strange[:0:-1] if np.issubdtype(features.dtype, np.integer) else 1 - strange[1:]
+        turned = features[::-1].copy(), labels[::-1].copy()
+        on_cpu = Sums(model, torch.device("cpu")).of(sums.batch) if place.on_gpu else whole
+        found = Repeats(
+            again=digest(sums.of(sums.batch)) == digest(whole),
+            new_engine=digest(new_engine) == digest(whole),
+            other_process=elsewhere.result() == digest(whole),
+            beside_others=digest(sums.of((strange, labels), [0])) == digest(alone),
+            other_place=digest(sums.of(turned, [last])) == digest(alone),
+            norm_of_one=float(np.linalg.norm(alone)),
+            distance_from_cpu=float(np.linalg.norm(whole - on_cpu) / np.linalg.norm(on_cpu)),
+            far=FAR[model.precision],
+        )
     return Found({"repeats": found}, found.faults())
 
 

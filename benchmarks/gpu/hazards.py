@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from subprocess import CompletedProcess
 
 import torch
@@ -11,6 +13,7 @@ import torch
 from benchmarks.gpu.children import MARK
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.report import Found
+from raycloak.workers.device.memory import clear_free_memory
 from raycloak.workers.gradients.environment import WHOLE_PRODUCTS
 from raycloak.workers.gradients.numerics import exact_sums
 
@@ -30,15 +33,27 @@ def _child(name: str, **environment: str) -> CompletedProcess[str]:
 
 
 def residue(place: Place) -> Found:
-    """Count the words of a process that ended, in the memory that the next one gets; nothing is promised here."""
+    """Count words that were freed: of a process that ended, of this one, and of this one after a worker's clearing.
+
+    Nothing is promised of the first two.
+    """
     _child("write")
-    found = int(_child("read").stdout)
+    other = int(_child("read").stdout)
+    kept, cleared = _freed(place), _freed(place, clear_free_memory)
+    faults = [f"{cleared} freed words outlive the clearing of free memory"] if cleared else []
+    figures = {"words of another process": other, "words of this process": kept, "after clearing": cleared}
+    return Found(figures, faults)
+
+
+def _freed(place: Place, clear: Callable[[torch.device], None] = lambda _: None) -> int:
+    """Return how many marked words the allocator gives again after ``clear``."""
     # Elsewhere torch fills memory that it gives.
     with exact_sums():
         freed = torch.full((2**20,), MARK, dtype=torch.int32, device=place.device)
         del freed
+        clear(place.device)
         again = torch.empty(2**20, dtype=torch.int32, device=place.device)
-    return Found({"words of another process": found, "words of this process": int((again == MARK).sum())})
+        return int((again == MARK).sum())
 
 
 def errors(place: Place) -> Found:
@@ -54,11 +69,14 @@ def errors(place: Place) -> Found:
 def environment(place: Place) -> Found:
     """Multiply as the environment is, and under each variable that would take bits away."""
     figures, faults = {}, []
-    for name in ("", *OVERRIDES):
-        given = {name: "1", "CUBLAS_EMULATION_STRATEGY": "eager"} if name else {}
-        done = _child("products", **given)
+    settings = {name: {name: "1", "CUBLAS_EMULATION_STRATEGY": "eager"} for name in OVERRIDES}
+    settings["as it is"] = {}
+    # Side by side: each takes seconds to start, and compares its own products alone.
+    with ThreadPoolExecutor() as pool:
+        children = list(pool.map(lambda given: _child("products", **given), settings.values()))
+    for name, done in zip(settings, children, strict=True):
         off, off_wide, keeps_bits = json.loads(done.stdout)
-        figures[name or "as it is"] = {"float32 off by": off, "float64 off by": off_wide, "keeps 24 bits": keeps_bits}
-        if not name and not (keeps_bits and off_wide < 1e-12):
+        figures[name] = {"float32 off by": off, "float64 off by": off_wide, "keeps 24 bits": keeps_bits}
+        if not settings[name] and not (keeps_bits and off_wide < 1e-12):
             faults.append("products have fewer bits than their types")
     return Found(figures, faults)

@@ -12,7 +12,13 @@ import torch
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.report import Found
 
-PACKAGES = ("torch", "triton", "numpy", "transformers", "opacus", "cryptography")
+PACKAGES = ("torch", "triton", "numpy", "transformers", "peft", "opacus", "ray", "cryptography")
+
+
+# Of 32-bit integers, a clock and multiprocessor: NVIDIA's table of throughputs for capabilities 8.0 and 9.0.
+_INTEGER_OPERATIONS = 64
+# ChaCha20's, of a block of 64 bytes: 80 quarter rounds of 12, and 16 sums at the end.
+_BLOCK_OPERATIONS = 80 * 12 + 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +50,9 @@ def machine(place: Place) -> Found:
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
             "cublas": _cublas(),
-            "driver, clocks and modes": _driver(),
+            "driver, clocks and modes": _driver(
+                "driver_version,clocks.sm,clocks.mem,ecc.mode.current,mig.mode.current"
+            ),
             "rates": _rates(place),
         }
     return Found(figures)
@@ -72,15 +80,23 @@ def _cublas() -> int | None:
     return None
 
 
-def _driver() -> str:
-    fields = "driver_version,clocks.sm,clocks.mem,ecc.mode.current,mig.mode.current"
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"],
-            capture_output=True, encoding="utf-8", timeout=20, check=False,
-        )  # fmt: skip
-    except OSError as error:
-        return str(error)
+def keystream_gb_s(place: Place) -> float:
+    """Return the most that a GPU can draw of ChaCha20's keystream by arithmetic, 10^9 bytes a second.
+
+    Raises:
+        OSError, CalledProcessError, ValueError: nvidia-smi does not tell the highest clock.
+    """
+    clock = 1e6 * float(_driver("clocks.max.sm"))
+    lanes = _INTEGER_OPERATIONS * torch.cuda.get_device_properties(place.device).multi_processor_count
+    return 64 * lanes * clock / _BLOCK_OPERATIONS / 1e9
+
+
+def _driver(fields: str) -> str:
+    """Return the driver's fields of the first GPU, separated by commas."""
+    done = subprocess.run(
+        ["nvidia-smi", "--id=0", f"--query-gpu={fields}", "--format=csv,noheader,nounits"],
+        capture_output=True, encoding="utf-8", timeout=20, check=True,
+    )  # fmt: skip
     return done.stdout.strip()
 
 

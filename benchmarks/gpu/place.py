@@ -10,14 +10,9 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A device.
-
-    Attributes:
-        interpreted: whether Triton's interpreter computes the kernels, on the CPU and slowly.
-    """
+    """A device: a GPU, or the CPU, where Triton's interpreter computes the kernels, slowly."""
 
     device: torch.device
-    interpreted: bool = False
 
     @property
     def on_gpu(self) -> bool:
@@ -26,10 +21,10 @@ class Place:
 
     @property
     def card(self) -> str:
-        """The name of the GPU, or what stands in for one."""
+        """The name of the GPU, or ``none``."""
         if self.on_gpu:
             return torch.cuda.get_device_name(self.device)
-        return "none: Triton's interpreter" if self.interpreted else "none: CPU"
+        return "none"
 
     def wait(self) -> None:
         """Wait for all that was started on the device."""

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.place import Place
+
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -30,11 +32,13 @@ class Section:
     Attributes:
         needs_s: seconds that it may take, an estimate; with fewer left it is skipped.
         run: returns what it found; an error fails this section alone.
+        needs_gpu: whether it is skipped where there is none.
     """
 
     name: str
     needs_s: float
     run: Callable[[], Found]
+    needs_gpu: bool = False
 
 
 @dataclass(slots=True)
@@ -42,12 +46,12 @@ class Report:
     """The results so far, in a file that is whole after every section.
 
     Args:
-        path: of the file. card: the name of the device that the figures are of.
+        path: of the file. place: that the figures are of.
         budget_s: seconds from now after which no section begins.
     """
 
     path: Path
-    card: str
+    place: Place
     budget_s: float
     sections: dict[str, Any] = field(default_factory=dict)
     _began: float = field(default_factory=time.monotonic)
@@ -57,10 +61,13 @@ class Report:
         return self.budget_s - (time.monotonic() - self._began)
 
     def add(self, section: Section) -> None:
-        """Run a section, or skip it for want of time, and write the file."""
+        """Run a section, or skip it for want of a GPU or of time, and write the file."""
         began = time.monotonic()
-        if self.left_s() < section.needs_s:
-            entry: dict[str, Any] = {"skipped": f"{self.left_s():.0f} s are left, and it needs {section.needs_s:.0f}"}
+        entry: dict[str, Any]
+        if section.needs_gpu and not self.place.on_gpu:
+            entry = {"skipped": "it needs a GPU, and torch finds none"}
+        elif self.left_s() < section.needs_s:
+            entry = {"skipped": f"{self.left_s():.0f} s are left, and it needs {section.needs_s:.0f}"}
         else:
             entry = _entry(section) | {"seconds": round(time.monotonic() - began, 2)}
         self.sections[section.name] = entry
@@ -75,7 +82,7 @@ class Report:
     def text(self) -> str:
         """Return the report as one line of JSON."""
         seconds = round(time.monotonic() - self._began, 1)
-        whole = {"card": self.card, "passed": self.passed, "seconds": seconds, "sections": self.sections}
+        whole = {"card": self.place.card, "passed": self.passed, "seconds": seconds, "sections": self.sections}
         return json.dumps(whole, default=_plain)
 
     def _write(self) -> None:

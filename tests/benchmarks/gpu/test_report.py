@@ -3,14 +3,17 @@
 import json
 
 import pytest
+import torch
 
+from benchmarks.gpu.__main__ import BUDGET_S, sections
 from benchmarks.gpu.engine import Repeats
+from benchmarks.gpu.place import Place
 from benchmarks.gpu.report import Found, Report, Section
 
 
 @pytest.fixture
 def report(tmp_path):
-    return Report(tmp_path / "new" / "report.json", "a card", budget_s=100)
+    return Report(tmp_path / "new" / "report.json", Place(torch.device("cpu")), budget_s=100)
 
 
 def _stored(report):
@@ -26,7 +29,7 @@ def test_a_report_names_the_card_and_holds_dataclasses_as_fields(report):
     report.add(Section("repeats", 1, lambda: Found({"mlp": found})))
     assert report.passed
     stored = _stored(report)
-    assert (stored["card"], stored["passed"]) == ("a card", True)
+    assert (stored["card"], stored["passed"]) == ("none", True)
     assert stored["sections"]["repeats"]["figures"]["mlp"]["other_place"] is False
 
 
@@ -45,6 +48,19 @@ def test_a_section_without_time_is_skipped_and_the_check_has_not_passed(report):
     report.add(Section("long", 101, _failing))
     assert "skipped" in _stored(report)["sections"]["long"]
     assert not report.passed
+
+
+def test_a_section_that_needs_a_gpu_is_skipped_without_one_and_the_check_has_not_passed(report):
+    report.add(Section("speed", 1, _failing, needs_gpu=True))
+    assert "skipped" in _stored(report)["sections"]["speed"]
+    assert not report.passed
+
+
+def test_the_sections_fit_into_the_budget_and_all_but_the_whole_run_into_six_minutes():
+    *sooner, last = sections(Place(torch.device("cpu")))
+    assert last.name == "whole_run"
+    assert sum(each.needs_s for each in sooner) <= 360
+    assert sum(each.needs_s for each in (*sooner, last)) <= BUDGET_S
 
 
 def test_a_fault_is_not_passed(report):
