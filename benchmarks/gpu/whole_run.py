@@ -85,7 +85,7 @@ def whole_run(place: Place) -> Found:
     with tempfile.TemporaryDirectory(prefix="raycloak-check-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         site, config, secret = new_site(folder / "site"), folder / "config.yaml", folder / "secret.hex"
-        config.write_text(yaml.safe_dump(_config(place)), encoding="utf-8")
+        config.write_text(yaml.safe_dump(run_fields(place)), encoding="utf-8")
         secret.touch(mode=0o600)
         secret.write_text(secrets.token_hex(32), encoding="utf-8")
         task = ChildTask(config, (), secret)
@@ -95,7 +95,8 @@ def whole_run(place: Place) -> Found:
     return Found({"runs": found}, found.faults(place.device.type))
 
 
-def _config(place: Place) -> dict[str, Any]:
+def run_fields(place: Place) -> dict[str, Any]:
+    """Return the raw configuration: the demo's, on two workers of the place."""
     share = {"GPU": 0.5} if place.on_gpu else {}
     return {
         **demo_config(),

@@ -3,8 +3,11 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
-from benchmarks.gpu.whole_run import STEPS, Execution, WholeRun
+from benchmarks.gpu.place import Place
+from benchmarks.gpu.whole_run import STEPS, Execution, WholeRun, run_fields
+from raycloak.coordinator.config.run import parse_config
 
 DIGESTS = tuple(f"{step:064x}" for step in range(STEPS))
 KILLED = Execution(seconds=40.0, departures=("died",), digests=DIGESTS, device="cuda:a card")
@@ -25,3 +28,9 @@ LEFT = replace(KILLED, departures=())
 def test_every_broken_promise_of_a_run_is_a_fault(killed, undisturbed, faults):
     found = WholeRun(replace(KILLED, **killed), replace(LEFT, **undisturbed)).faults("cuda")
     assert len(found) == faults
+
+
+def test_both_workers_share_one_card():
+    config = parse_config(run_fields(Place(torch.device("cuda"))))
+    assert config.use_gpu is True
+    assert config.num_workers * config.placement.resources_per_worker["GPU"] == 1
