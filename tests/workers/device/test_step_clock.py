@@ -20,8 +20,10 @@ def ticking(monkeypatch, *readings):
 
 def test_time_counts_for_the_phase_that_it_passed_in(monkeypatch):
     clock = StepClock(torch.device("cpu"))
-    ticking(monkeypatch, 0.0, 10.0, 11.0, 13.0, 17.0, 18.0, 50.0)
+    ticking(monkeypatch, 0.0, 1.0, 3.0, 10.0, 11.0, 13.0, 17.0, 18.0, 50.0)
     clock.begin("words")
+    clock.start()
+    assert clock.stop() == StepUsage(copy_seconds=2.0)
     clock.start()
     for phase in ("model", "sums", "model", "masks"):
         clock.begin(phase)
