@@ -255,6 +255,8 @@ class GradientEngine:
                 silent = SilentRows(~here)
                 clock.begin("model")
                 parts = self._gradients(inputs, targets, on_losses, silent)
+                # Sums need none of them, and the rows of a micro-batch are as many as memory holds.
+                del inputs, targets
                 clock.begin("sums")
                 clipped.add(parts, here)
                 moved |= silent.reached
