@@ -5,7 +5,6 @@ sum. So every vector and every masked range is compared with the CPU's in one bl
 """
 
 import secrets
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from triton import knobs
 
 from raycloak.attestation.core.keys import Secret
 from raycloak.metrics.errors import ProtocolError
@@ -30,10 +28,6 @@ from raycloak.workers.vectors.payload import VectorRange
 from raycloak.workers.vectors.ring import RingSpec, RingVector, encode_into, ring_dtype
 from raycloak.workers.vectors.streams import BLOCK_BYTES, KeyStream
 from raycloak.workers.vectors.vector_tag import TensorLeaves, by_tensor, leaf_places
-
-# A folder of this process alone (mode 0700): a kernel that somebody else left in a common one would be run as ours.
-_CACHE = tempfile.TemporaryDirectory(prefix="raycloak-triton-", ignore_cleanup_errors=True)
-knobs.cache.dir = _CACHE.name
 
 # Two blocks of noise, of which the second is not whole.
 _GOLDEN_WORDS = BLOCK + 100

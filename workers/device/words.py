@@ -5,7 +5,6 @@ GpuWords   the same bytes by Triton kernels, in a GPU's memory (`raycloak.worker
 """
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, get_args
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.attestation.core.keys import Secret
-from raycloak.metrics.errors import ConfigError
+from raycloak.workers.device.compiler import take_triton
 from raycloak.workers.device.step_clock import StepClock
 from raycloak.workers.terms.mechanism import Mechanism
 from raycloak.workers.vectors.masks import masked_sum
@@ -155,13 +154,8 @@ def kernel_digest(folder: Path = Path(__file__).parent) -> bytes:
 
 
 def _on_gpu(device: torch.device) -> "GpuWords":
-    if find_spec("triton") is None:
-        raise ConfigError(
-            "no_triton",
-            "this worker was given a GPU, and Triton, which compiles its kernels, is not installed.",
-            "Install raycloak[gpu] on the nodes, or set use_gpu: false.",
-        )
-    # Imported here: it takes a second, and only a machine with a GPU has it.
+    take_triton()
+    # Imported here: it needs Triton.
     from raycloak.workers.device.gpu_words import GpuWords
 
     return GpuWords(device)

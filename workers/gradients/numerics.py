@@ -30,6 +30,9 @@ _DISPATCH_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBW
 ENGINE = "book-keeping/4"
 """The way gradients are computed and added up (docs/proofs/006-clipped-gradients.md): changing it changes last bits."""
 
+GPU_ENGINE = "book-keeping/fused/1"
+"""The same on a GPU, where a kernel of `workers/device` forms rows and all rows are added in float64."""
+
 
 def slow_products(module: nn.Module, device: str, cpu_capability: str) -> tuple[str, ...]:
     """Return a sentence for the reader if the kernels that a run is held to have no fast product with its weights.
@@ -122,7 +125,7 @@ def current_numerics(device: str | torch.device) -> NumericsClass:
         threads=torch.get_num_threads(),
         torch=str(torch.__version__),
         numpy=np.__version__,
-        engine=ENGINE,
+        engine=GPU_ENGINE if is_gpu else ENGINE,
         python=platform.python_version(),
         deterministic=torch.are_deterministic_algorithms_enabled()
         and not torch.is_deterministic_algorithms_warn_only_enabled(),

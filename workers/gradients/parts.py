@@ -2,13 +2,13 @@
 
     DensePart    float32 [m, size], held as it is
     OuterPart    one product per row: g = l rᵀ, never formed
-    RowsPart     a matrix product per row, formed twice
+    RowsPart     a matrix product per row, formed twice; on a GPU FusedRows (`raycloak.workers.device.rows`)
     GramPart     the same, with its norm from Gram matrices
     LookupPart   some rows of a table
     AbsentPart   zero: the parameter was not used
 
-Shapes alone decide which form a parameter gets (:func:`part_of`). Work and shapes never depend on what the rows hold.
-The proofs are in docs/proofs/006-clipped-gradients.md.
+Shapes and types alone decide which form a parameter gets (:func:`part_of`). Work and shapes never depend on what the
+rows hold. The proofs are in docs/proofs/006-clipped-gradients.md.
 """
 
 import math
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from raycloak.metrics.proof_bounds import require_bound
+from raycloak.workers.device.compiler import take_triton
 
 ROW_BLOCK = 64
 """A CPU adds so many rows of a micro-batch in float32 before float64 takes over. The clip pays for it: 0.05 % of C."""
@@ -308,9 +309,9 @@ class LookupPart:
 class RowsPart:
     """A part whose rows are formed one after another, in one buffer, and twice: once measured and once added.
 
-    Guarantee: on a CPU a finite row that is added has the bits that were measured. Both come from the same function of
-    the same values, in the same shapes, strides and alignment. Elsewhere the two may be formed in other orders, and the
-    squares carry a charge for it (docs/proofs/006-clipped-gradients.md, section 3).
+    Guarantee: a finite row that is added has the bits that were measured. Both come from the same function of the same
+    values, in the same shapes, strides and alignment. A library for a GPU promises less, so there rows are added here
+    and never measured (docs/proofs/006-clipped-gradients.md, section 3).
 
     Args:
         products: of one order, and of one shape but for the tokens; at least one.
@@ -324,13 +325,18 @@ class RowsPart:
         self._device = products[0].left.device
 
     def squares(self) -> Tensor:
-        """Return the squared norms of the rounded rows, from their exact squares, with a charge where one is due."""
+        """Return the squared norms of the rounded rows, from their exact squares.
+
+        Raises:
+            RefusedError: ``proof_bound`` on a GPU.
+        """
+        require_bound(self._device.type == "cpu", "products of a library have equal bits on a CPU")
         squares = torch.zeros(self._count, dtype=torch.float64, device=self._device)
         for piece in self._pieces():
             for row in range(self._count):
                 wide = self._formed(piece, row).double()
                 squares[row] += torch.dot(wide, wide)
-        return squares if _repeats(self._device) else self._charged(squares)
+        return squares
 
     def add(self, weights: Tensor, total: Tensor) -> None:
         """Add the weighted rows; see :class:`Part`."""
@@ -354,19 +360,6 @@ class RowsPart:
             for row in range(self._count):
                 found[row, piece.start : piece.start + piece.size] = self._formed(piece, row)
         return _canonical(found, self._order).reshape(found.shape)
-
-    def _charged(self, squares: Tensor) -> Tensor:
-        """Return the squares of norms that also bound a row which is formed in another order."""
-        left, right = (
-            torch.cat([vector_norms(getattr(each, side)) for each in self._products], 2).flatten(1)
-            for side in ("left", "right")
-        )
-        for each in self._lookups:
-            left = torch.cat([left, torch.ones_like(each.ids, dtype=torch.float64)], 1)
-            right = torch.cat([right, vector_norms(each.values)], 1)
-        shape = self._groups, self._height, self._width
-        spread = _Spread.of(left, right, _terms(self._products, self._lookups), shape)
-        return spread.capped((squares.sqrt() + 2 * spread.off).square())
 
     def _pieces(self) -> Iterator["_RowPiece"]:
         """Yield the pieces of a row, in order. Each is formed for all rows while it is in a CPU's cache."""
@@ -412,9 +405,9 @@ class _RowPiece:
     buffer: Tensor
 
 
-def _repeats(device: torch.device) -> bool:
-    """Return whether a product that is computed twice has the same bits; on a GPU a library may choose anew."""
-    return device.type == "cpu"
+def _has_kernels(device: torch.device) -> bool:
+    """Return whether a kernel of `raycloak.workers.device` forms rows; a library for a GPU promises them no bits."""
+    return device.type != "cpu"
 
 
 def _row_blocks(count: int, device: torch.device) -> list[slice]:
@@ -443,34 +436,6 @@ def add_block(target: Tensor, block: Tensor, order: tuple[int, int] = (1, 1)) ->
 def _terms(products: list[Products], lookups: list[Lookups]) -> int:
     """Return the number of terms at a coordinate: merged lookups of a table are one more, however many there are."""
     return sum(each.shape[2] for each in products) + len(lookups)
-
-
-@dataclass(frozen=True, slots=True)
-class _Spread:
-    """The sizes that the errors of a row's products follow where its tokens cancel; section 4 of the proof has names.
-
-    Attributes:
-        spread: S, the sum of |l||r| over tokens, float64 [m].
-        lost: what float32 numbers that are read as zero take of a row, over the smallest of them.
-        off: how far a row that float32 forms, in any order, is off its exact gradient.
-    """
-
-    spread: Tensor
-    lost: Tensor
-    off: Tensor
-
-    @classmethod
-    def of(cls, left: Tensor, right: Tensor, terms: int, shape: tuple[int, int, int]) -> "_Spread":
-        """Return those of tokens with sides of these norms, float64 [m, t], of groups, height and width."""
-        groups, height, width = shape
-        spread = (left * right).sum(1)
-        lost = math.sqrt(height) * right.sum(1) + math.sqrt(width) * left.sum(1)
-        smallest = 2 * terms * groups * math.sqrt(height * width)
-        return cls(spread, lost, ROUNDING * terms * spread + UNDERFLOW * (smallest + lost))
-
-    def capped(self, squares: Tensor) -> Tensor:
-        """Return the squares, infinite where a sum of the row could overflow or a number is not finite."""
-        return torch.where((self.spread <= _LARGEST_SPREAD) & squares.isfinite(), squares, torch.inf)
 
 
 def _add_lookups(piece: _RowPiece, ids: Tensor, values: Tensor) -> None:
@@ -542,16 +507,18 @@ class GramPart:
         right_gram = _gram(right)
         right_norms = _token_norms(right_gram, self._width)
         estimate = left_gram.mul_(right_gram).sum((1, 2))
-        found = _Spread.of(
-            left_norms, right_norms, _terms(self._products, self._lookups), (1, self._height, self._width)
-        )
+        terms = _terms(self._products, self._lookups)
+        spread = (left_norms * right_norms).sum(1)
+        lost = math.sqrt(self._height) * right_norms.sum(1) + math.sqrt(self._width) * left_norms.sum(1)
+        # How far a row that float32 forms, in any order, is off its exact gradient.
+        off = ROUNDING * terms * spread + UNDERFLOW * (2 * terms * math.sqrt(self._height * self._width) + lost)
         # A float32 dot product of n numbers is off by n rounding units of the product of both norms, and by what it
         # loses below the smallest number.
         rounding = ROUNDING * (min(self._height, _DOT) + min(self._width, _DOT) + 4)
         below = self._height * right_norms.sum(1).square() + self._width * left_norms.sum(1).square() + self._tokens**2
-        charge = rounding * found.spread.square() + 2 * UNDERFLOW * (below + found.spread * found.lost)
-        norm = (estimate.clamp(min=0.0) + charge).sqrt() + found.off
-        return found.capped(norm.square())
+        charge = rounding * spread.square() + 2 * UNDERFLOW * (below + spread * lost)
+        squares = ((estimate.clamp(min=0.0) + charge).sqrt() + off).square()
+        return torch.where((spread <= _LARGEST_SPREAD) & squares.isfinite(), squares, torch.inf)
 
 
 def _tokens_of(tokens: list[Tensor]) -> Tensor:
@@ -608,11 +575,6 @@ def _finite(values: Tensor) -> Tensor:
     return values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def vector_norms(vectors: Tensor) -> Tensor:
-    """Return the norms of [..., n], float64 [...]."""
-    return vectors.double().square_().sum(-1).sqrt_()
-
-
 def dense_squares(rows: Tensor) -> Tensor:
     """Return the squared norm of each row of float32 [m, size], float64 [m].
 
@@ -655,7 +617,8 @@ def settled(use: Use) -> Use:
 def part_of(uses: list[Use], count: int, shape: tuple[int, ...], device: torch.device) -> Part:
     """Return the part of a parameter of this shape from all its uses by ``count`` rows.
 
-    Guarantee: the form is a function of shapes, so two computations of one shape take the same path whatever they hold.
+    Guarantee: the form is a function of shapes and types, so two computations of one shape take the same path,
+    whatever they hold.
     """
     size = torch.Size(shape).numel()
     if not uses:
@@ -674,7 +637,28 @@ def part_of(uses: list[Use], count: int, shape: tuple[int, ...], device: torch.d
     if has_rows or unlike or count * size <= _SMALL or all(each.rows_are_smaller for each in products):
         return DensePart(dense_rows(uses, count, shape))
     lookups = [joined(tables, shape[0])] if tables else []
-    return GramPart(products, lookups) if _gram_pays(products, lookups) else RowsPart(products, lookups)
+    return GramPart(products, lookups) if _gram_pays(products, lookups) else rows_part(products, lookups)
+
+
+def rows_part(products: list[Products], lookups: list[Lookups]) -> Part:
+    """Return the part whose rows are formed to be measured and again to be added, for the device of the products.
+
+    Args as :class:`RowsPart`.
+
+    Raises:
+        ConfigError: ``no_triton`` for a GPU without Triton.
+        ProtocolError: ``not_reproducible`` if a GPU forms other rows than a CPU.
+    """
+    if not _has_kernels(products[0].left.device):
+        return RowsPart(products, lookups)
+    take_triton()
+    # Imported here: it needs Triton.
+    from raycloak.workers.device.rows import FusedRows
+
+    sides = ([getattr(each, side) for each in products] for side in ("left", "right"))
+    left, right = (each[0] if len(each) == 1 else torch.cat(each, 2) for each in sides)
+    tied = (lookups[0].ids, lookups[0].values) if lookups else None
+    return FusedRows.proven(left, right, tied)
 
 
 def dense_rows(uses: list[Use], count: int, shape: tuple[int, ...]) -> Tensor:
@@ -693,11 +677,15 @@ def dense_rows(uses: list[Use], count: int, shape: tuple[int, ...]) -> Tensor:
 
 
 def _gram_pays(products: list[Products], lookups: list[Lookups]) -> bool:
-    """Return whether Gram matrices take fewer multiplications than forming the rows once more, and are proved."""
+    """Return whether Gram matrices are proved and cost less than forming the rows once more; by shapes and types."""
     _, groups, _, height, width = products[0].shape
     tokens = sum(each.shape[2] for each in products)
     every = tokens + sum(each.ids.shape[1] for each in lookups)
     proved = groups == 1 and every <= MAX_GRAM_TOKENS and max(height, width) <= MAX_GRAM_WIDTH
+    # A GPU forms such rows on its tensor cores, which have no rounding model that a Gram matrix could be charged for.
+    narrow = any(each.dtype == torch.bfloat16 for both in products for each in (both.left, both.right))
+    if narrow and _has_kernels(products[0].left.device):
+        return False
     return proved and tokens**2 * height + every**2 * width <= tokens * height * width
 
 

@@ -192,6 +192,7 @@ class NumericsClass(Message):
         apart = {
             "device": "",
             "gpu": None,
+            "engine": "",
             "model_libraries": "",
             "precision": "float32",
             "gradient_checkpointing": False,

@@ -13,8 +13,8 @@ import torch
 from benchmarks.gpu import kernels, proof
 from benchmarks.gpu.golden import random_cases
 from benchmarks.gpu.place import Place
-from benchmarks.gpu.rows import FusedRows
 from raycloak.workers.device import launches
+from raycloak.workers.device.rows import FusedRows
 
 place = Place(torch.device("cpu"))
 masked, limits, hashed = launches.masked, launches._limits, launches.leaf_digests
@@ -28,7 +28,7 @@ changes = {
     "one wrong byte of masks": (launches, "masked", one_wrong_byte),
     "one wrong byte of digests": (launches, "leaf_digests", lambda *given: [b"0" + h[1:] for h in hashed(*given)]),
     "half of the clamp and the scale": (launches, "_limits", lambda *given: limits(*given) * 0.5),
-    "rows are measured too small": (FusedRows, "squares", lambda part: part.left.double().square().sum((1, 2))),
+    "rows are measured too small": (FusedRows, "squares", lambda part: part._left.double().square().sum((1, 2, 3))),
 }
 kernels.cases = lambda: []
 # A block of noise takes the interpreter seconds.

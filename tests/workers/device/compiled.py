@@ -15,24 +15,34 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from raycloak.workers.device import leaf_kernel, word_kernels
+from raycloak.workers.device import leaf_kernel, row_kernel, word_kernels
 
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 TYPES = {
     "keys_ptr": "*u32", "key_ptr": "*u32", "open_ptr": "*u32", "words_ptr": "*u32", "constants_ptr": "*u32",
     "index_ptr": "*i16", "count_ptr": "*i32", "unfinite_ptr": "*i32", "lengths_ptr": "*i32", "starts_ptr": "*i64",
     "place_ptr": "*i64", "high_ptr": "*u64", "low_ptr": "*u64", "values_ptr": "*fp64", "limits_ptr": "*fp64",
+    "ids_ptr": "*i32", "weights_ptr": "*fp64", "squares_ptr": "*fp64", "total_ptr": "*fp64",
 }  # fmt: skip
+SIDES = ("left_ptr", "right_ptr")
+ROWS = [(side, aligned, tied) for side in ("*fp32", "*bf16") for aligned, tied in ((True, False), (False, True))]
+ALIGNED = (*SIDES, "height", "width")
 
 
-def usage(function, target: int, warps: int, **constants: bool) -> dict[str, int]:
-    """Return registers and bytes of stack of a kernel's threads on a GPU of compute capability ``target`` / 10."""
+def usage(function, target: int, warps: int, side: str = "", aligned: bool = False, **constants: bool):
+    """Return registers and bytes of stack of a kernel's threads on a GPU of compute capability ``target`` / 10.
+
+    Args:
+        side: type of the sides of rows. aligned: whether these and their extents are multiples of 16.
+    """
     word = "*u64" if constants.get("WIDE") else "*u32"
-    known = {**TYPES, **dict.fromkeys(("vector_ptr", "signs_ptr", "powers_ptr", "out_ptr"), word)}
+    words = dict.fromkeys(("vector_ptr", "signs_ptr", "powers_ptr", "out_ptr"), word)
+    known = {**TYPES, **words, **dict.fromkeys(SIDES, side)}
     names = function.arg_names
     signature = {name: "constexpr" if name in constants else known.get(name, "i32") for name in names}
     values = {(names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(fn=function, signature=signature, constexprs=values)
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in ALIGNED if aligned}
+    source = ASTSource(fn=function, signature=signature, constexprs=values, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options={"num_warps": warps})
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
@@ -55,7 +65,13 @@ def main(targets: list[int]) -> None:
                     "settle": (word_kernels.settle_kernel, 1, {"WIDE": wide}),
                 }
                 if not wide:
-                    kernels |= {"leaf": (leaf_kernel.leaf_kernel, 1, {}), "zero": (word_kernels.zero_kernel, 4, {})}
+                    kernels |= {
+                        "leaf": (leaf_kernel.leaf_kernel, 1, {}),
+                        "zero": (word_kernels.zero_kernel, 4, {}),
+                    }
+                    for side, aligned, tied in ROWS:
+                        of = {"side": side, "aligned": aligned, "TIED": tied}
+                        kernels[f"rows {side} {aligned} {tied}"] = (row_kernel.row_kernel, 8, of)
                 for name, (function, warps, constants) in kernels.items():
                     found = usage(function, target, warps, **constants)
                     print(json.dumps({"kernel": name, "target": target, "wide": wide, **found}), flush=True)

@@ -9,7 +9,7 @@ import torch
 
 from raycloak.attestation.core.keys import Secret
 from raycloak.metrics.errors import ConfigError
-from raycloak.workers.device import words as module
+from raycloak.workers.device import compiler
 from raycloak.workers.device.words import CpuWords, kernel_digest, ring_of, words_on
 from raycloak.workers.vectors.masks import masked_sum
 from raycloak.workers.vectors.noise import NoiseSampler
@@ -51,7 +51,8 @@ def test_without_a_key_there_is_no_noise():
 
 
 def test_a_gpu_without_triton_is_refused(monkeypatch):
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr(compiler, "find_spec", lambda name: None)
+    compiler.take_triton.cache_clear()
     assert isinstance(words_on(torch.device("cpu"), WordThreads(1)), CpuWords)
     with pytest.raises(ConfigError, match="no_triton"):
         words_on(torch.device("cuda"), WordThreads(1))

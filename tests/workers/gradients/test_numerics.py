@@ -143,7 +143,7 @@ def test_what_is_allowed_without_a_deterministic_kernel_is_in_the_class() -> Non
         ("threads", 2, True),
         ("precision", "bf16", True),
         ("gradient_checkpointing", True, True),
-        ("engine", "another", False),
+        ("engine", "another", True),
         ("torch", "1.0", False),
         ("numpy", "1.0", False),
     ],
