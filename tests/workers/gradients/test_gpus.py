@@ -165,7 +165,7 @@ def test_a_gpus_class_has_what_chooses_its_kernels_and_not_the_cpus_model(monkey
     for name, value in worker_environment("avx2").items():
         monkeypatch.setenv(name, value)
     found = class_of(monkeypatch)
-    assert found.device == f"cuda:{H100.name}"
+    assert (found.device, found.engine) == (f"cuda:{H100.name}", "book-keeping/fused/1")
     assert found.gpu is not None
     assert (found.gpu.compute_capability, found.gpu.multiprocessors) == ("9.0", 132)
     assert (found.gpu.cublas, found.gpu.cudnn) == ("12.8.4", 91002)
