@@ -59,7 +59,7 @@ def test_a_gpu_without_triton_is_refused(monkeypatch):
 
 
 def test_kernels_are_known_by_the_source_of_every_module_that_has_one(tmp_path):
-    room = Path(module.__file__).parent
+    room = Path(compiler.__file__).parent
     for path in room.glob("*.py"):
         shutil.copy(path, tmp_path)
     assert kernel_digest(tmp_path) == kernel_digest()
