@@ -657,6 +657,8 @@ def rows_part(products: list[Products], lookups: list[Lookups]) -> Part:
 
     sides = ([getattr(each, side) for each in products] for side in ("left", "right"))
     left, right = (each[0] if len(each) == 1 else torch.cat(each, 2) for each in sides)
+    if (order := products[0].order) != (1, 1):
+        right = _canonical(right, order).reshape(right.shape)
     tied = (lookups[0].ids, lookups[0].values) if lookups else None
     return FusedRows.proven(left, right, tied)
 

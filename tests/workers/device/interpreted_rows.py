@@ -39,13 +39,14 @@ def fused(every=False):
 
 
 def forms(kind, seed):
-    """Products of one and of two uses, with lookups, in groups and in bfloat16."""
+    """Products of one and of two uses, with lookups, in groups, in bfloat16 and in another order of their elements."""
     left, right = sides(kind, seed)
     turned = left.transpose(2, 3).contiguous().transpose(2, 3)
     yield [Products(left, right)], []
     yield [Products(turned, right), Products(0.5 * left, right)], tied_lookups(right, seed)
     yield [Products(torch.cat([left, -left], 1), torch.cat([right, right], 1))], []
     yield [Products(left, right.bfloat16())], tied_lookups(right, seed)
+    yield [Products(left, torch.cat([right, 0.5 * right], 3), (3, 2))], []
 
 
 def bounds():
