@@ -190,8 +190,8 @@ class ChildRun:
         """Wait until the driver has ended.
 
         Raises:
-            RunFailedError: ``chaos_stuck`` if it is still there after ``deadline_s``, ``chaos_ended`` if the run it left
-                is neither stopped nor done.
+            RunFailedError: ``chaos_stuck`` if it is still there after ``deadline_s``, ``chaos_ended`` if the run that
+                it left is neither stopped nor done.
         """
         assert self._driver is not None, "the run was started"
         try:
