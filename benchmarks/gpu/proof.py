@@ -136,7 +136,7 @@ def fused_rows(place: Place) -> Found:
     from raycloak.workers.device.rows import FusedRows
 
     pin_numerics()
-    if place.interpreted:
+    if not place.on_gpu:
         mend_interpreter()
     figures: dict[str, object] = {}
     faults = []
