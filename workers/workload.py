@@ -19,7 +19,13 @@ from raycloak.workers.device.words import words_on
 from raycloak.workers.evaluation import HostedSplit, open_split
 from raycloak.workers.gradients.clipping import GradientEngine
 from raycloak.workers.gradients.gpus import spare_bytes, take_gpu
-from raycloak.workers.gradients.model_checks import check_briefly, check_released, check_rows, check_trainable
+from raycloak.workers.gradients.model_checks import (
+    check_briefly,
+    check_liger,
+    check_released,
+    check_rows,
+    check_trainable,
+)
 from raycloak.workers.gradients.numerics import current_numerics, pin_numerics, slow_products
 from raycloak.workers.gradients.products import check_products
 from raycloak.workers.gradients.row_loss import RowLoss
@@ -35,6 +41,7 @@ from raycloak.workers.known_answer import check_classes, found_classes, known_an
 from raycloak.workers.listed_code import admit_code
 from raycloak.workers.messages import WorkerFacts, WorkerSetup
 from raycloak.workers.models.fed_by_name import fed_by_name
+from raycloak.workers.models.liger import use_liger
 from raycloak.workers.models.models import (
     ModelRuntime,
     build_noted,
@@ -130,6 +137,9 @@ class Workload:
                 check_briefly(self.module, self.form, loss_fn, deterministic, self.vocabulary)
             # All checks run where the model will: only there do they meet the kernels that it will.
             self.module.to(setup.device)
+            if setup.model.hub is not None and setup.model.hub.use_liger_kernels:
+                check_liger(self.module, self.form, loss_fn, deterministic, self.vocabulary)
+                use_liger(self.module)
             check_trainable(self.module, self.form, loss_fn, deterministic, self.vocabulary)
         check_classes(self.module, setup.loss.name, self.dataset, classes, self.vocabulary, deterministic)
         # Before the parameters are copied: it takes as much memory as a step.

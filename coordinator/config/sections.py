@@ -340,6 +340,8 @@ class ModelConfig(Section):
         allow_remote_code: lets Python files that come with the model run in every worker; the manifest has their
             digest.
         lora: the adapter to train; everything is trained if absent.
+        use_liger_kernels: computes RMSNorm, rotary embedding and SwiGLU of the frozen layers in Liger's kernels, for
+            ``lora`` on GPUs.
     """
 
     hf: str = Field(min_length=1)
@@ -348,6 +350,7 @@ class ModelConfig(Section):
     classes: int | None = Field(default=None, gt=0, le=2**20)
     allow_remote_code: bool = False
     lora: LoraConfig | None = None
+    use_liger_kernels: bool = False
 
     @model_validator(mode="after")
     def _classes_of_a_head(self) -> Self:

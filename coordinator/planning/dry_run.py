@@ -50,6 +50,7 @@ from raycloak.workers.inputs.descriptor import OpenedDataset
 from raycloak.workers.inputs.fingerprint import data_marks
 from raycloak.workers.known_answer import check_classes
 from raycloak.workers.models.fed_by_name import fed_by_name
+from raycloak.workers.models.liger import require_gpu
 from raycloak.workers.models.models import (
     LARGEST_IN_DRIVER,
     LossFn,
@@ -169,6 +170,8 @@ def _facts_of(config: RunConfig, config_dir: Path) -> _Facts:
     loss, _ = loss_function(loss_spec(config.loss), config_dir)
     if source.hub is not None:
         source.hub.check_tokenizer(data.tokenizer, config_dir)
+        if source.hub.use_liger_kernels:
+            require_gpu(_device(config))
     fed_by_name(model, form.inputs)
     vocabulary = check_text(model, form, config.loss_name, opened.vocabulary, data.classes)
     deterministic = not config.allow_nondeterministic

@@ -55,6 +55,7 @@ from raycloak.workers.gradients.watched_pass import (
 )
 from raycloak.workers.inputs.datasets import DatasetForm
 from raycloak.workers.models.compute_mode import has_autocast, in_full_precision, remove_autocast
+from raycloak.workers.models.liger import use_liger
 from raycloak.workers.models.losses import BuiltInLoss
 from raycloak.workers.models.models import LossFn, check_layers, compiled_model, content_hash, device_of, twin_of
 from raycloak.workers.models.text_model import TextModel, heads_apart
@@ -162,6 +163,34 @@ def check_briefly(
     form = _shortened(module, form, loss_fn)
     with _copy_of(module, form, deterministic) as probe:
         _Checks(probe, form, loss_fn, deterministic, vocabulary).first()
+
+
+def check_liger(
+    module: nn.Module,
+    form: DatasetForm,
+    loss_fn: LossFn,
+    deterministic: bool = True,
+    vocabulary: int | None = None,
+) -> None:
+    """Refuse a model that Liger's kernels give other outputs or gradients than its own layers, beyond rounding.
+
+    Guarantee: on synthetic examples, the outputs and the sums of the rows' gradients agree, also in float32 where the
+    model computes in bfloat16. ``module`` itself is not changed.
+
+    Args:
+        module: on a GPU, in its own layers.
+        deterministic, vocabulary: as of :func:`check_trainable`.
+
+    Raises:
+        ModelError: ``liger_kernels``, or as :func:`check_trainable` where the model fails.
+    """
+    form = _shortened(module, form, loss_fn)
+    # In float32, where numbers that differ by more than rounding are told apart, and as it is.
+    for narrow in (False, True) if has_autocast(module) else (False,):
+        with _copy_of(module, form, deterministic) as probe:
+            if not narrow:
+                remove_autocast(probe)
+            _Checks(probe, form, loss_fn, deterministic, vocabulary).in_liger()
 
 
 def check_rows(
@@ -326,6 +355,37 @@ class _Checks:
                 self._check_draws(_FEWEST)
             *_, pair = self._probes.draws(_FEWEST)
             self._check_pair(pair.before, pair.after, summed=True)
+
+    def in_liger(self) -> None:
+        """Check what :func:`check_liger` promises."""
+        examples = next(iter(self._probes.draws(_BATCH_SIZES[0]))).before
+        tolerance = _FLOAT32 if in_full_precision(self._module) else _NARROW
+        own, sums = self._outcome(examples)
+        use_liger(self._module)
+        output, others = self._outcome(examples)
+        # Of the largest gradient: one that is zero but for rounding is as uncertain.
+        size = max(float(each.abs().max()) for each in sums.values())
+        apart = [
+            f"gradient of parameter '{name}'"
+            for name, each in sums.items()
+            if not _close(others[name], each, replace(tolerance, size=size))
+        ]
+        if not _close(output, own, tolerance):
+            apart.insert(0, "output")
+        if apart:
+            raise ModelError(
+                "liger_kernels",
+                f"with Liger's kernels the model computes another {apart[0]} than with its own layers.",
+                "Leave use_liger_kernels out.",
+            )
+
+    def _outcome(self, examples: Examples) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the output, and the sum of the rows' gradients of each trained parameter."""
+        with torch.no_grad():
+            output: Tensor = self._module(examples.features)
+        trained = [(name, tensor) for name, tensor in self._module.named_parameters() if tensor.requires_grad]
+        found = zip(trained, self._gradients(examples.features, examples.labels), strict=True)
+        return output, {name: _sum(part, len(examples.labels), tensor) for (name, tensor), part in found}
 
     def of_sizes(self, mechanisms: Iterable[Mechanism]) -> None:
         """Check what :func:`check_rows` promises."""

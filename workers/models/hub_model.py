@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from pydantic import Field
 from torch import Tensor, nn
 
 from raycloak.attestation.core.canonical import digest, length_prefixed
@@ -18,6 +19,7 @@ from raycloak.workers.inputs.hub_files import library, public_folder, quiet
 from raycloak.workers.inputs.text_data import Tokenizer
 from raycloak.workers.models.dropout import silence_config
 from raycloak.workers.models.experts import stacks_of
+from raycloak.workers.models.liger import require_fitting
 
 Task = Literal["sequence_classification", "causal_lm", "token_classification"]
 
@@ -28,6 +30,10 @@ _AUTO = {
     "token_classification": "AutoModelForTokenClassification",
 }
 _SHOWN = 12
+_IN_LIGER = (
+    "each worker computes RMSNorm, rotary embedding and SwiGLU in Liger's kernels, and compares them on its GPU with "
+    "the model's own layers before anything is charged."
+)
 # Of files that run code when they are read.
 _PICKLED = frozenset({".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth"})
 
@@ -58,6 +64,7 @@ class HubSpec(Message):
         classes: outputs of the head; the checkpoint's own number if None.
         allow_remote_code: whether Python files that come with the model may run.
         lora: the adapter that is trained while all else but the head is frozen; None to train everything.
+        use_liger_kernels: whether workers compute its frozen layers in the kernels of `raycloak.workers.models.liger`.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/hub-model/v1"
@@ -68,6 +75,7 @@ class HubSpec(Message):
     classes: int | None = None
     allow_remote_code: bool = False
     lora: LoraSpec | None = None
+    use_liger_kernels: bool = Field(default=False, exclude_if=lambda used: not used)
 
     def code_digest(self, base: Path | str) -> bytes:
         """Return a SHA-256 over all of the model but its weights and its place.
@@ -93,8 +101,8 @@ class HubSpec(Message):
         what is trained is float32.
 
         Raises:
-            ModelError: ``no_head``, ``head_size``, ``remote_code``, ``target_modules``, ``weights_missing`` or
-                ``model_unreadable``.
+            ModelError: ``no_head``, ``head_size``, ``remote_code``, ``target_modules``, ``weights_missing``,
+                ``model_unreadable`` or ``liger_kernels``.
             ConfigError: ``hf_missing`` or ``not_cached``.
         """
         folder = public_folder(self.hf, base, self.revision)
@@ -103,6 +111,9 @@ class HubSpec(Message):
             model, notes, drawn = self._load(folder)
             if drawn:
                 notes = (*notes, f"drawn from the seed, since the checkpoint has none: {listed(drawn, _SHOWN)}.")
+            if self.use_liger_kernels:
+                require_fitting(model, adapted=self.lora is not None)
+                notes = (*notes, _IN_LIGER)
             if self.lora is None:
                 return model.float(), notes
             return adapted(model, self.lora, _PEFT_TASKS[self.task]), notes

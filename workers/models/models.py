@@ -272,13 +272,12 @@ def layer_problem(name: str, layer: nn.Module) -> ModelError | None:
     if compiled or layer._compiled_call_impl is not None:
         return compiled_model(shown)
     # Liger puts its forward into classes and objects of others, too.
-    owners = {each.__module__ for each in type(layer).__mro__} | {getattr(layer.forward, "__module__", None) or ""}
-    if any(owner.partition(".")[0] == "liger_kernel" for owner in owners):
+    if any(map(_is_of_liger, (*type(layer).__mro__, layer.forward))):
         return ModelError(
             "liger_kernels",
             f"{shown} computes in Liger's kernels, which show no operation that a parameter enters, and whose "
             "repeatability torch cannot promise.",
-            "Leave Liger out of the model.",
+            "Leave Liger out of the model. model.use_liger_kernels has it in the frozen layers of one with an adapter.",
         )
     if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training:
         return ModelError(
@@ -302,10 +301,18 @@ def loss_function(loss: LossSpec, base: Path | str) -> tuple[LossFn, bytes]:
 
     Raises:
         ConfigError: ``module_function``.
+        ModelError: ``liger_kernels`` for a loss of Liger's.
     """
     if loss.terms:
         return BuiltInLoss(loss.terms), b""
-    return resolve(loss.name, base), source_digest(loss.name, base)
+    found = resolve(loss.name, base)
+    if _is_of_liger(found):
+        raise ModelError(
+            "liger_kernels",
+            f"the loss {loss.name} is Liger's, which averages over the tokens of a batch and reads their number.",
+            "Take one of raycloak's own, such as next_token_cross_entropy.",
+        )
+    return found, source_digest(loss.name, base)
 
 
 def trainable_tensors(module: nn.Module) -> tuple[TensorSpec, ...]:
@@ -428,6 +435,10 @@ def _pieces(values: A) -> Iterator[A]:
 
 def _trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, tensor) for name, tensor in module.named_parameters() if tensor.requires_grad]
+
+
+def _is_of_liger(what: object) -> bool:
+    return (getattr(what, "__module__", None) or "").partition(".")[0] == "liger_kernel"
 
 
 def compiled_model(what: str) -> ModelError:

@@ -23,6 +23,7 @@ from raycloak.workers.inputs.datasets import Dataset, DatasetForm, dataset_form
 from raycloak.workers.inputs.void import IGNORED
 from raycloak.workers.models.dropout import silence_dropout
 from raycloak.workers.models.experts import evaluate_every_expert
+from raycloak.workers.models.liger import PACKAGE, has_liger
 from raycloak.workers.terms.loss import LOSSES_OF_CLASSES, LOSSES_OF_TOKENS
 
 ATTENTION = "eager"
@@ -107,7 +108,7 @@ class TextModel(nn.Module):
     @property
     def libraries(self) -> str:
         """The libraries that compute a gradient besides torch, with versions, and the attention."""
-        names = ["transformers"] + (["peft"] if is_peft(self.model) else [])
+        names = ["transformers"] + ["peft"] * is_peft(self.model) + [PACKAGE] * has_liger(self.model)
         return ", ".join([*(f"{name} {version(name)}" for name in names), f"attention {ATTENTION}"])
 
     @property

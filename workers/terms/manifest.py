@@ -166,7 +166,7 @@ class NumericsClass(Message):
         threads: per worker.
         engine: how gradients are computed and added up.
         torch, numpy, python: versions.
-        model_libraries: Hugging Face libraries with versions, and the attention, where the model is of theirs.
+        model_libraries: libraries that compute a Hugging Face model, with versions, and the attention.
         precision: of the forward and backward pass: ``float32``, or ``bf16`` for products in bfloat16.
         gradient_checkpointing: whether the model's blocks are computed again in the backward pass.
         deterministic: whether operations without a deterministic kernel are refused; if not, the run is NOT EXACT.
