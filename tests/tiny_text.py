@@ -55,6 +55,16 @@ def write_gpt2(folder: Path, **fields) -> Path:
     return write_tokenizer(folder)
 
 
+def write_llama(folder: Path, **fields) -> Path:
+    """A Llama of one layer, and its tokenizer."""
+    sizes = {**SIZES, "num_hidden_layers": 1, "num_key_value_heads": 1, "vocab_size": len(SPECIAL) + len(WORDS)}
+    config = transformers.LlamaConfig(**sizes | {"bos_token_id": 2, "eos_token_id": 3} | fields)
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return write_tokenizer(folder)
+
+
 def write_reviews(path: Path, count: int = 64) -> Path:
     """Texts of one to nine words, and whether they have a good word."""
     rows = []

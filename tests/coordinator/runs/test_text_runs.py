@@ -42,7 +42,7 @@ from raycloak.workers.models.compute_mode import ComputeMode
 from raycloak.workers.terms.manifest import LossSpec
 from raycloak.workers.train_worker import TrainWorker
 from tests.protocol import RENYI, SECRET, VIRTUAL_WORKERS, config, settle, trained, whole_run, worker_setup
-from tests.tiny_text import WORDS, write_bert, write_gpt2, write_reviews, write_tokenizer
+from tests.tiny_text import WORDS, write_bert, write_gpt2, write_llama, write_reviews, write_tokenizer
 
 LENGTH = 8
 
@@ -314,3 +314,17 @@ def test_an_unknown_way_of_computing_is_refused(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))) as error:
         config(**wrong)
     assert error.value.code == "config"
+
+
+def test_ligers_kernels_are_refused_without_a_gpu_by_the_plan_and_by_workers_and_nothing_is_charged(base, tmp_path):
+    model = {"hf": str(write_llama(tmp_path / "llama")), "task": "causal_lm", "use_liger_kernels": True, "lora": LORA}
+    task = fields({"model": model, "dataset": gpt2(base)["dataset"]})
+    with pytest.raises(ModelError, match="they need a GPU") as error:
+        plan_of(config(**task), tmp_path)
+    assert error.value.code == "liger_kernels"
+    planned = plan_of(config(**task, use_gpu=True), tmp_path)
+    assert any("each worker computes RMSNorm" in warning for warning in planned.warnings)
+    run = whole_run(tmp_path / "run", **task)
+    with pytest.raises(ModelError, match="they need a GPU"):
+        run.train()
+    assert run.stage.calls("charge") == []

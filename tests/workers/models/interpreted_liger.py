@@ -31,7 +31,7 @@ from raycloak.workers.models.losses import next_token_cross_entropy
 from raycloak.workers.models.text_model import TextModel
 from raycloak.workers.workload import PlannedWorkload, Workload
 from tests.protocol import config, mechanism, worker_setup
-from tests.tiny_text import write_tokenizer
+from tests.tiny_text import write_llama
 from tests.workers.gradients.test_sensitivity import ROWS, largest_move
 
 LENGTH, WORDS = 3, 20
@@ -199,8 +199,7 @@ def workload():
     """A worker's workload of a model by configuration passes all checks, and its class names Liger."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).save_pretrained(folder / "llama")
-        write_tokenizer(folder / "llama")
+        write_llama(folder / "llama")
         (folder / "plot.txt").write_text("the film is very fine a plot was not dull " * 8)
         settings = config(
             model={

@@ -120,7 +120,7 @@ def test_losses_of_liger_are_refused_by_name():
 
 @pytest.fixture
 def interpreted(run_python):
-    """Return a function that runs some of `interpreted_liger.py` in one process, which takes seconds to import Liger."""
+    """Return a function that runs some of `interpreted_liger.py` in one process: it takes seconds to import Liger."""
     pytest.importorskip("liger_kernel", reason="needs liger-kernel (the extra liger)")
 
     def run(*names):
