@@ -133,7 +133,7 @@ def _gated(layer: Any, x: Tensor) -> Any:
 
 
 def _rotated(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> Any:
-    return _Rotation.apply(queries, keys, cos, sin)  # type: ignore[no-untyped-call]
+    return _RotaryEmbedding.apply(queries, keys, cos, sin)  # type: ignore[no-untyped-call]
 
 
 def _rotating(attention: Any) -> FunctionType:
@@ -203,7 +203,7 @@ class _SwiGLU(torch.autograd.Function):
         return _kernels("swiglu").swiglu_backward(gate, up, gradient.contiguous())
 
 
-class _Rotation(torch.autograd.Function):
+class _RotaryEmbedding(torch.autograd.Function):
     """The rotary embedding of queries and keys [rows, heads, tokens, width], of which all is rotated."""
 
     @staticmethod
