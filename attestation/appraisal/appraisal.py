@@ -23,6 +23,7 @@ from raycloak.attestation.core.evidence import (
 from raycloak.attestation.core.keys import mlkem_public, signature_is_valid
 from raycloak.attestation.core.messages import Envelope, parse
 from raycloak.attestation.core.report_data import expected_report_data
+from raycloak.attestation.gpu.switches import Links, SwitchClaims, links_of, verify_switches
 from raycloak.attestation.gpu.verify import GpuClaims, gpu_nonce, verify_gpus
 from raycloak.attestation.policy.policy import Policy
 from raycloak.attestation.snp.rules import KeyKind
@@ -34,7 +35,7 @@ from raycloak.attestation.trust.guest import GuestClaims, check_measurement, che
 from raycloak.attestation.trust.roots import VerifierTerms
 from raycloak.metrics.errors import ProtocolError
 
-# A quote, and sixteen GPUs of which each takes some forty thousand characters.
+# A quote, and sixteen GPUs with their switches, of which each takes some forty thousand characters.
 MAX_PRESENTATION_BYTES: Final = 16 * MAX_QUOTE_BYTES
 
 _P = 2**255 - 19
@@ -64,6 +65,7 @@ class Appraisal:
         platform_id: names the machine, 16 bytes for TDX and up to 64 for SEV-SNP.
         names_machine: False if the provider masks the chip id, so that ``platform_id`` names the guest alone.
         gpus: the worker's GPUs, in the order in which it presented them.
+        switches: the switches between them, likewise; none unless its GPUs are in protected-PCIe mode.
         facts: numbers of the collateral; the verifier keeps the highest of each as its next floor.
         hwmodel, dbgstat: of the guest's platform; see `raycloak.attestation.appraisal.eat`.
         expires_at: unix seconds after which fresh evidence is needed.
@@ -83,12 +85,18 @@ class Appraisal:
     platform_id: bytes
     names_machine: bool
     gpus: tuple[GpuClaims, ...]
+    switches: tuple[SwitchClaims, ...]
     facts: tuple[Fact, ...]
     hwmodel: str
     dbgstat: str
     expires_at: int
     policy_digest: bytes
     steps: tuple[tuple[str, str], ...]
+
+    @property
+    def links(self) -> Links | None:
+        """What is known of the links between its GPUs; None for a member without one."""
+        return links_of(self.gpus)
 
 
 @lru_cache(maxsize=16)  # one admission opens it several times
@@ -132,7 +140,7 @@ def appraise(
 
     Guarantee: returns only if a root of a class that ``policy`` accepts vouches for accepted code. That code bound
     exactly this run, member, role, manifest, these keys and these GPUs into its quote. There are exactly as many GPUs
-    as the policy asks for.
+    as the policy asks for, and exactly the switches that GPUs in protected-PCIe mode need.
 
     Args:
         run_id, member_id, role, manifest_digest: the session the evidence must be for.
@@ -154,16 +162,7 @@ def appraise(
     if claims.report_data != expected_report_data(presentation):
         refuse(Refusal.KEY_NOT_BOUND, f"the quote of '{member_id}' does not vouch for this session and these keys")
     policy.require_code(presentation.code, f"'{member_id}'")
-    # Exactly as many as the policy asks for. An aggregator has none.
-    gpus = verify_gpus(
-        presentation.gpu_evidence,
-        policy.nvidia_gpu,
-        terms,
-        count=policy.gpus_per_worker if presentation.role == "worker" else 0,
-        nonce=gpu_nonce(presentation.nonce, presentation.hpke_key),
-        rims=collateral.gpu_rims,
-        ocsp=collateral.gpu_ocsp,
-    )
+    gpus, switches = _verify_devices(presentation, policy, collateral, terms)
     # Another guest of the same machine would have another name, so neither limit nor revocation would reach it.
     if not claims.names_machine and policy.workers_per_platform is not None:
         refuse(
@@ -173,7 +172,7 @@ def appraise(
     # A masked chip id names only the guest, so a list of machines refuses such a report.
     if policy.platforms is not None and claims.platform_id not in policy.platforms:
         refuse(Refusal.PEER_NOT_BOUND, f"the platform {claims.platform_id.hex()} is not on the policy's list")
-    return _result(envelope, presentation, claims, gpus, policy, now)
+    return _result(envelope, presentation, claims, gpus, switches, policy, now)
 
 
 def verify_guest(
@@ -188,6 +187,18 @@ def verify_guest(
         return verify_tdx(presentation.quote, collateral.tdx, policy.tdx, terms)
     crls: dict[KeyKind, Sequence[bytes]] = {"VCEK": collateral.snp_vcek_crls, "VLEK": collateral.snp_vlek_crls}
     return verify_snp(presentation.quote, presentation.certificates, crls, policy.sev_snp, terms)
+
+
+def _verify_devices(
+    presentation: Presentation, policy: Policy, collateral: CollateralBundle, terms: VerifierTerms
+) -> tuple[tuple[GpuClaims, ...], tuple[SwitchClaims, ...]]:
+    """Verify the GPUs of the presentation, exactly as many as the policy asks for, and the switches between them."""
+    rules, nonce = policy.nvidia_gpu, gpu_nonce(presentation.nonce, presentation.hpke_key)
+    published = {"rims": collateral.gpu_rims, "ocsp": collateral.gpu_ocsp}
+    # An aggregator has none.
+    count = policy.gpus_per_worker if presentation.role == "worker" else 0
+    gpus = verify_gpus(presentation.gpu_evidence, rules, terms, count=count, nonce=nonce, **published)
+    return gpus, verify_switches(presentation.switch_evidence, gpus, rules, terms, nonce=nonce, **published)
 
 
 @lru_cache(maxsize=16)
@@ -243,9 +254,11 @@ def _result(
     presentation: Presentation,
     claims: GuestClaims,
     gpus: tuple[GpuClaims, ...],
+    switches: tuple[SwitchClaims, ...],
     policy: Policy,
     now: int,
 ) -> Appraisal:
+    devices = (*gpus, *switches)
     return Appraisal(
         member_id=presentation.member_id,
         role=presentation.role,
@@ -254,26 +267,32 @@ def _result(
         known_answer=presentation.known_answer,
         nonce=presentation.nonce,
         evidence_class=claims.evidence_class,
-        evidence_classes=tuple(dict.fromkeys([claims.evidence_class, *(gpu.evidence_class for gpu in gpus)])),
+        evidence_classes=tuple(dict.fromkeys([claims.evidence_class, *(each.evidence_class for each in devices)])),
         evidence_digest=digest(envelope.body),
         measurement=claims.measurement,
         platform_id=claims.platform_id,
         names_machine=claims.names_machine,
         gpus=gpus,
+        switches=switches,
         facts=claims.facts,
         hwmodel=claims.hwmodel,
         dbgstat=claims.dbgstat,
         # Evidence lives no longer than its shortest-lived part.
-        expires_at=min(claims.expires_at, *(gpu.expires_at for gpu in gpus), now + policy.evidence_lifetime_s),
+        expires_at=min(claims.expires_at, *(each.expires_at for each in devices), now + policy.evidence_lifetime_s),
         policy_digest=_digest_of(policy),
-        steps=_steps(presentation, claims, gpus, policy),
+        steps=_steps(presentation, claims, gpus, switches, policy),
     )
 
 
 def _steps(
-    presentation: Presentation, claims: GuestClaims, gpus: tuple[GpuClaims, ...], policy: Policy
+    presentation: Presentation,
+    claims: GuestClaims,
+    gpus: tuple[GpuClaims, ...],
+    switches: tuple[SwitchClaims, ...],
+    policy: Policy,
 ) -> tuple[tuple[str, str], ...]:
     of_gpus = ((f"GPU {i} {step}", verdict) for i, gpu in enumerate(gpus) for step, verdict in gpu.steps)
+    of_switches = ((f"switch {i} {step}", verdict) for i, each in enumerate(switches) for step, verdict in each.steps)
     compared = ", ".join(name for name, accepted in policy.tdx.registers.items() if accepted is not None)
     return (
         ("possession", "signed by the presented identity key"),
@@ -284,5 +303,7 @@ def _steps(
         ("binding", f"three keys, known answer and {len(gpus)} GPUs"),
         *([("code", presentation.code.hex() or "none")] if policy.code is not None else []),
         *of_gpus,
+        *of_switches,
+        *([("links", links)] if (links := links_of(gpus)) else []),
         ("machine", claims.platform_id.hex()),
     )

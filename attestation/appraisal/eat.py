@@ -8,6 +8,7 @@ import hashlib
 from typing import Any, Final
 
 from raycloak.attestation.appraisal.appraisal import Appraisal
+from raycloak.attestation.gpu.switches import SwitchClaims
 from raycloak.attestation.gpu.verify import GpuClaims
 
 _RANDOM_UEID: Final = b"\x01"  # RFC 9711, 4.2.1: a type byte, then 16, 24 or 32 bytes
@@ -23,7 +24,9 @@ def claims_set(appraisal: Appraisal) -> dict[str, Any]:
         "exp": appraisal.expires_at,
         "measres": appraisal.measurement.hex(),
         "evidence_class": str(appraisal.evidence_class),
-        "submods": {f"gpu-{position}": _gpu_claims(gpu) for position, gpu in enumerate(appraisal.gpus)},
+        "submods": {f"gpu-{i}": {**_device_claims(gpu), "mode": gpu.mode} for i, gpu in enumerate(appraisal.gpus)}
+        | {f"switch-{i}": _device_claims(switch) for i, switch in enumerate(appraisal.switches)},
+        **({"links": appraisal.links} if appraisal.links else {}),
     }
 
 
@@ -32,17 +35,16 @@ def ueid(platform_id: bytes) -> bytes:
     return _RANDOM_UEID + (platform_id if len(platform_id) == 16 else hashlib.sha256(platform_id).digest())
 
 
-def _gpu_claims(gpu: GpuClaims) -> dict[str, Any]:
-    debug = {"dbgstat": gpu.dbgstat} if gpu.dbgstat else {}
+def _device_claims(device: GpuClaims | SwitchClaims) -> dict[str, Any]:
+    debug = {"dbgstat": device.dbgstat} if device.dbgstat else {}
     return {
-        "eat_nonce": _text(gpu.report_data),
-        "ueid": _text(ueid(gpu.platform_id)),
-        "hwmodel": gpu.hwmodel,
+        "eat_nonce": _text(device.report_data),
+        "ueid": _text(ueid(device.platform_id)),
+        "hwmodel": device.hwmodel,
         **debug,
-        "mode": gpu.mode,
-        "uncovered_measurements": list(gpu.uncovered),
-        "exp": gpu.expires_at,
-        "evidence_class": str(gpu.evidence_class),
+        "uncovered_measurements": list(device.uncovered),
+        "exp": device.expires_at,
+        "evidence_class": str(device.evidence_class),
     }
 
 

@@ -38,6 +38,10 @@ class GpuSource(Protocol):
         """Return one encoded `GpuEvidence` per GPU over a 32-byte nonce, always in the same order."""
         ...
 
+    def collect_switches(self, nonce: bytes) -> tuple[bytes, ...]:
+        """Return one encoded `SwitchEvidence` per switch of GPUs in protected-PCIe mode over ``nonce``, likewise."""
+        ...
+
 
 class Attester:
     """The keys and evidence of one actor incarnation. A restarted actor has new keys and presents itself again.
@@ -80,8 +84,8 @@ class Attester:
     def present(self, challenge: Challenge, manifest_digest: bytes, known_answer: bytes, code: bytes = b"") -> Envelope:
         """Answer a challenge with signed evidence that binds this actor's keys. The signature proves possession.
 
-        GPUs report first, over a nonce that follows from the challenge and this actor's key. The quote can then bind
-        their reports.
+        GPUs and switches report first, over a nonce that follows from the challenge and this actor's key. The quote can
+        then bind their reports.
 
         Args:
             code: as the run's manifest states it.
@@ -104,9 +108,10 @@ class Attester:
             known_answer=known_answer,
             quote=b"",
             gpu_evidence=self._gpus.collect(nonce) if self._gpus else (),
+            switch_evidence=self._gpus.collect_switches(nonce) if self._gpus else (),
             code=code,
         )
-        # Only now, because the quote's report data covers the GPUs' reports.
+        # Only now, because the quote's report data covers the devices' reports.
         found = self._source.collect(expected_report_data(presentation))
         fields = {name: getattr(found, name) for name in ("quote", "quote_family", "certificates")}
         envelope = seal(presentation.model_copy(update=fields), self.identity)

@@ -3,15 +3,17 @@
 Nothing here is verified: the receiver of the evidence appraises it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import pynvml
 from cryptography.hazmat.primitives.serialization import Encoding
 
+from raycloak.attestation.attester.switch_collection import SwitchCollector
 from raycloak.attestation.core.evidence import GpuEvidence
+from raycloak.attestation.gpu.device import CHAIN_LENGTH
 from raycloak.attestation.gpu.report import NONCE_BYTES
-from raycloak.attestation.gpu.verify import CHAIN_LENGTH
 from raycloak.attestation.trust.certificates import read_certificates
 from raycloak.metrics.errors import EvidenceError
 from raycloak.metrics.gpu_readings import confidential_state
@@ -49,12 +51,20 @@ class GpuCollector:
         devices: NVML indices of the worker's declared GPUs, in the order of presentation. None takes every GPU.
         nvml: the ``pynvml`` module.
         used: UUIDs of the GPUs that the worker computes on, as NVML writes them.
+        switches: the collector of the switches between them.
     """
 
-    def __init__(self, devices: Sequence[int] | None = None, nvml: Any = pynvml, used: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        devices: Sequence[int] | None = None,
+        nvml: Any = pynvml,
+        used: Sequence[str] = (),
+        switches: SwitchCollector | None = None,
+    ) -> None:
         self._devices = devices
         self._used = used
         self._nvml = nvml
+        self._switches = switches or SwitchCollector()
 
     def collect(self, nonce: bytes) -> tuple[bytes, ...]:
         """Return one encoded `GpuEvidence` per GPU over ``nonce`` (32 bytes).
@@ -67,13 +77,7 @@ class GpuCollector:
         """
         if len(nonce) != NONCE_BYTES:
             raise ValueError(f"a GPU reports over {NONCE_BYTES} bytes, not {len(nonce)}")
-        try:
-            self._nvml.nvmlInit()
-        except pynvml.NVMLError as error:
-            raise EvidenceError(
-                "gpu_unavailable", f"there is no NVIDIA driver to ask for GPU evidence: {error}.", _DRIVER_REMEDY
-            ) from None
-        try:
+        with self._driver():
             state = confidential_state(self._nvml)
             if state not in ("on", "ppcie"):
                 found = {None: "cannot be asked for its mode", "off": "is not in confidential-computing mode"}
@@ -83,6 +87,28 @@ class GpuCollector:
             if self._used:
                 self._require_used(indices)
             return tuple(self._evidence(index, nonce) for index in indices)
+
+    def collect_switches(self, nonce: bytes) -> tuple[bytes, ...]:
+        """Return one encoded `SwitchEvidence` per switch of the machine in protected-PCIe mode; none in other modes.
+
+        Raises:
+            EvidenceError: ``gpu_unavailable`` if there is no driver, or as
+                `raycloak.attestation.attester.switch_collection.SwitchCollector.collect`.
+        """
+        with self._driver():
+            needed = confidential_state(self._nvml) == "ppcie"
+        return self._switches.collect(nonce) if needed else ()
+
+    @contextmanager
+    def _driver(self) -> Iterator[None]:
+        try:
+            self._nvml.nvmlInit()
+        except pynvml.NVMLError as error:
+            raise EvidenceError(
+                "gpu_unavailable", f"there is no NVIDIA driver to ask for GPU evidence: {error}.", _DRIVER_REMEDY
+            ) from None
+        try:
+            yield
         finally:
             self._nvml.nvmlShutdown()
 

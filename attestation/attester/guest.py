@@ -51,3 +51,8 @@ class GuestGpus:
                 f"Set use_gpu, and GPU: {self.count} in placement.resources_per_worker.",
             )
         return GpuCollector(devices, used=self.used()).collect(nonce)
+
+    def collect_switches(self, nonce: bytes) -> tuple[bytes, ...]:
+        """Return one encoded `SwitchEvidence` per switch between them; errors as in
+        `raycloak.attestation.attester.gpu_collection.GpuCollector.collect_switches`."""
+        return GpuCollector().collect_switches(nonce)

@@ -90,6 +90,13 @@ class Refusal(StrEnum):
     PEER_NOT_BOUND = "peer_not_bound", "peer"
     GPU_NOT_BOUND = "gpu_not_bound", "GPU binding"
     GPU_STATE = "gpu_state", "GPU state"
+    SWITCH_MISSING = (
+        *("switch_missing", "switches"),
+        "Give the guest all GPUs and all NVSwitches of its machine, and install libnvidia-nscq.",
+    )
+    SWITCH_DOUBLED = "switch_doubled", "switches"
+    SWITCH_FOREIGN = "switch_foreign", "switches"
+    SWITCH_OTHER_GPUS = "switch_other_gpus", "switches"
     RELEASE_DENIED = "release_denied", "release"
 
 
@@ -130,6 +137,15 @@ class GpuEvidence(Message):
     chain: tuple[bytes, ...]
 
 
+class SwitchEvidence(Message):
+    """The evidence that one NVSwitch presents; fields as in :class:`GpuEvidence`."""
+
+    DOMAIN: ClassVar[str] = "raycloak/switch-evidence/v1"
+
+    report: bytes
+    chain: tuple[bytes, ...]
+
+
 class Presentation(Message):
     """The evidence for a member's keys. It travels in an envelope signed by ``identity_key``.
 
@@ -144,6 +160,8 @@ class Presentation(Message):
         certificates: in DER, the endorsement key of an SEV-SNP report first. Empty for TDX, whose quotes carry theirs.
         gpu_evidence: one encoded :class:`GpuEvidence` per GPU in a fixed order; empty without a confidential GPU.
         code: of the run that it is a member of. Left out of the bytes where it is empty.
+        switch_evidence: one encoded :class:`SwitchEvidence` per NVSwitch of a machine whose GPUs are in protected-PCIe
+            mode. Left out of the bytes where it is empty.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/presentation/v2"
@@ -162,6 +180,7 @@ class Presentation(Message):
     certificates: tuple[bytes, ...] = ()
     gpu_evidence: tuple[bytes, ...] = ()
     code: CodeDigest = Field(default=b"", exclude_if=lambda code: not code)
+    switch_evidence: tuple[bytes, ...] = Field(default=(), exclude_if=lambda switches: not switches)
 
     @model_validator(mode="after")
     def _known_answer_fits_role(self) -> Self:
@@ -217,8 +236,9 @@ class CollateralBundle(Message):
         tdx: one entry per platform family.
         snp_vcek_crls, snp_vlek_crls: AMD's revocation lists for each kind of endorsement key, DER. AMD publishes the
             two at addresses of their own; a list need not say which one it is.
-        gpu_rims: NVIDIA's signed reference values, XML. A report names the versions to compare it with.
-        gpu_ocsp: NVIDIA's OCSP answers about device certificates, DER.
+        gpu_rims: NVIDIA's signed reference values of GPUs and switches, XML. A report names the versions to compare it
+            with.
+        gpu_ocsp: NVIDIA's OCSP answers about the certificates of GPUs and switches, DER.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/collateral-bundle/v2"

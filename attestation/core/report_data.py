@@ -1,7 +1,7 @@
 """The 64 bytes through which a TEE vouches for a session and its keys.
 
 Guarantee: SHA-512 over an injective encoding. So evidence for one nonce, run, member, role, key, manifest, known
-answer, list of GPUs or bundle of code fits no other.
+answer, list of GPUs, list of switches or bundle of code fits no other.
 """
 
 import hashlib
@@ -11,6 +11,7 @@ from raycloak.attestation.core.evidence import Presentation
 
 _LABEL = "raycloak/attest/v1"
 _GPU_LABEL = "raycloak/gpu-evidence/v1"
+_SWITCH_LABEL = "raycloak/switch-evidence/v1"
 
 
 def expected_report_data(presentation: Presentation) -> bytes:
@@ -23,7 +24,10 @@ def expected_report_data(presentation: Presentation) -> bytes:
     session = (shown.nonce, shown.run_id, shown.member_id, shown.role)
     keys = (shown.hpke_key, shown.mask_key, shown.identity_key)
     gpus = (gpu_list, len(shown.gpu_evidence))
-    # One more field, and so another encoding than any without.
-    code = (shown.code,) if shown.code else ()
-    bound = length_prefixed(_LABEL, *session, *keys, shown.manifest_digest, shown.known_answer, *gpus, *code)
+    # One or two more fields, and so another encoding than any with fewer.
+    later: tuple[bytes, ...] = (shown.code,) if shown.code else ()
+    if shown.switch_evidence:
+        switches = hashlib.sha384(length_prefixed(_SWITCH_LABEL, *shown.switch_evidence)).digest()
+        later = (shown.code, switches)
+    bound = length_prefixed(_LABEL, *session, *keys, shown.manifest_digest, shown.known_answer, *gpus, *later)
     return hashlib.sha512(bound).digest()

@@ -1,6 +1,7 @@
-"""The verifier of NVIDIA GPU evidence: report, reference values, OCSP, state, and the GPUs of one worker as a set.
+"""The verifier of NVIDIA GPU evidence: report, reference values, OCSP, state, the GPUs of one worker as a set, and
+the switches between them.
 
-Doors: report, rules, verify.
+Doors: report, rules, switches, verify.
 
 May import: `trust` and the rooms below; `metrics`.
 """

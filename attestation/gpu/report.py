@@ -1,8 +1,8 @@
-"""Reads NVIDIA GPU attestation reports: an SPDM measurement request and the device's answer to it (DMTF DSP0274).
+"""Reads attestation reports of NVIDIA GPUs and switches: an SPDM measurement request and its answer (DMTF DSP0274).
 
 Checks form only; nothing here is verified.
 
-Guarantee: for any bytes, :func:`parse_gpu_report` returns a report or raises EvidenceError ``evidence_malformed``.
+Guarantee: for any bytes, :func:`parse_device_report` returns a report or raises EvidenceError ``evidence_malformed``.
 """
 
 from collections.abc import Mapping
@@ -27,18 +27,26 @@ _DMTF_HEAD_BYTES: Final = 3  # kind and size, before the value
 _BLOCK_HEAD: Final = Struct("<BBHBH")
 
 
+# Of an NVLink device: 64 bits, unique to it.
+DEVICE_ID_BYTES: Final = 8
+_NO_DEVICE: Final = bytes(DEVICE_ID_BYTES)  # of a link that leads nowhere
+
+
 class Opaque(IntEnum):
-    """A field of the report's opaque data that is used here."""
+    """A field of the report's opaque data that is used here. Field 22 of a GPU is the list of its switches."""
 
     DRIVER_VERSION = 3
     VBIOS_VERSION = 6
     FWID = 20
     PROTECTED_PCIE_STATUS = 21
+    DEVICE_ID = 22
+    LOCK_STATUS = 25
+    SWITCH_TOPOLOGY = 26
     FEATURE_FLAG = 36
 
 
 @dataclass(frozen=True, slots=True)
-class GpuReport:
+class DeviceReport:
     """The parts of a report.
 
     Attributes:
@@ -64,7 +72,8 @@ class GpuReport:
     def vbios_version(self) -> str:
         """The VBIOS version, such as ``96.00.9F.00.01``; empty if the report does not state it.
 
-        A GPU packs it into 8 bytes: four of the version, last one first, then the fifth and three zero bytes.
+        A GPU packs it into 8 bytes: four of the version, last one first, then the fifth and three zero bytes. A switch
+        writes text.
         """
         raw = self.opaque.get(Opaque.VBIOS_VERSION, b"")
         if len(raw) == 8 and not any(raw[5:]):
@@ -72,15 +81,28 @@ class GpuReport:
         return _text(raw)
 
 
-def parse_gpu_report(data: bytes) -> GpuReport:
-    """Read a report. Zero bytes behind the signature, which pad it to the driver's buffer, are cut off.
+def device_ids(listed: bytes) -> frozenset[bytes]:
+    """Return the ids in a list of them, 8 bytes each; of links that lead to no device, none.
+
+    Raises:
+        EvidenceError: ``evidence_malformed`` for a part of an id.
+    """
+    if len(listed) % DEVICE_ID_BYTES:
+        refuse(Refusal.EVIDENCE_MALFORMED, f"a list of device ids has {len(listed)} bytes, which is no whole number")
+    starts = range(0, len(listed), DEVICE_ID_BYTES)
+    return frozenset(listed[start : start + DEVICE_ID_BYTES] for start in starts) - {_NO_DEVICE}
+
+
+def parse_device_report(data: bytes, what: str) -> DeviceReport:
+    """Read a report of a ``what``: a GPU or a switch. Zero bytes behind the signature, which pad it to the driver's
+    buffer, are cut off.
 
     Raises:
         EvidenceError: ``evidence_malformed`` for another message, wrong lengths, or other trailing bytes.
     """
     if len(data) > MAX_REPORT_BYTES:
-        refuse(Refusal.EVIDENCE_MALFORMED, f"a GPU report of {len(data)} bytes is larger than {MAX_REPORT_BYTES}")
-    reader = ByteReader(data, "GPU report")
+        refuse(Refusal.EVIDENCE_MALFORMED, f"a report of {len(data)} bytes is larger than {MAX_REPORT_BYTES}")
+    reader = ByteReader(data, f"{what} report")
     version, code, attributes, operation = reader.take(4)
     if version not in _VERSIONS or code != _GET_MEASUREMENTS:
         refuse(Refusal.EVIDENCE_MALFORMED, f"message {code:#x} of SPDM {version:#x} is not a measurement request")
@@ -92,41 +114,41 @@ def parse_gpu_report(data: bytes) -> GpuReport:
     if found != version or code != _MEASUREMENTS:
         refuse(Refusal.EVIDENCE_MALFORMED, f"message {code:#x} of SPDM {found:#x} is not the answer to the request")
     count = reader.integer(1)
-    measurements = _read_measurements(reader.take(reader.integer(3)), count)
+    measurements = _read_measurements(reader.take(reader.integer(3)), count, what)
     reader.take(NONCE_BYTES)  # the device's own
-    opaque = _read_opaque(reader.take(reader.integer(2)))
+    opaque = _read_opaque(reader.take(reader.integer(2)), what)
     signed = data[: reader.position]
     signature = reader.take(SIGNATURE_BYTES)
     if any(reader.rest()):
-        refuse(Refusal.EVIDENCE_MALFORMED, "bytes other than zero follow the GPU report")
-    return GpuReport(signed, nonce, measurements, opaque, signature)
+        refuse(Refusal.EVIDENCE_MALFORMED, f"bytes other than zero follow the {what} report")
+    return DeviceReport(signed, nonce, measurements, opaque, signature)
 
 
-def _read_measurements(record: bytes, count: int) -> dict[int, bytes]:
-    reader = ByteReader(record, "GPU's measurement record")
+def _read_measurements(record: bytes, count: int, what: str) -> dict[int, bytes]:
+    reader = ByteReader(record, f"{what}'s measurement record")
     measurements: dict[int, bytes] = {}
     for _ in range(count):
         # The fourth field says what the value describes.
         index, specification, size, _, value_size = _BLOCK_HEAD.unpack(reader.take(_BLOCK_HEAD.size))
         value = reader.take(value_size)
         if specification != _DMTF or size != _DMTF_HEAD_BYTES + value_size:
-            refuse(Refusal.EVIDENCE_MALFORMED, f"measurement {index} of the GPU is not in the DMTF format")
+            refuse(Refusal.EVIDENCE_MALFORMED, f"measurement {index} of the {what} is not in the DMTF format")
         if index in measurements or index == 0:
-            refuse(Refusal.EVIDENCE_MALFORMED, f"the GPU report has measurement {index} twice, or counts from zero")
+            refuse(Refusal.EVIDENCE_MALFORMED, f"the {what} report has measurement {index} twice, or counts from zero")
         measurements[index] = value
     if not reader.at_end:
-        refuse(Refusal.EVIDENCE_MALFORMED, "the GPU's measurement record is longer than its blocks")
+        refuse(Refusal.EVIDENCE_MALFORMED, f"the {what}'s measurement record is longer than its blocks")
     return measurements
 
 
-def _read_opaque(data: bytes) -> dict[int, bytes]:
-    reader = ByteReader(data, "GPU's opaque data")
+def _read_opaque(data: bytes, what: str) -> dict[int, bytes]:
+    reader = ByteReader(data, f"{what}'s opaque data")
     fields: dict[int, bytes] = {}
     while not reader.at_end:
         kind = reader.integer(2)
         value = reader.take(reader.integer(2))
         if kind in fields:
-            refuse(Refusal.EVIDENCE_MALFORMED, f"the GPU report states field {kind} twice")
+            refuse(Refusal.EVIDENCE_MALFORMED, f"the {what} report states field {kind} twice")
         fields[kind] = value
     return fields
 

@@ -1,4 +1,4 @@
-"""The rules by which an NVIDIA GPU is accepted."""
+"""The rules by which an NVIDIA GPU, and a switch between GPUs, is accepted."""
 
 from typing import Annotated, ClassVar
 
@@ -15,13 +15,14 @@ class GpuRules(Message):
     Attributes:
         models: accepted chips, by the name in the boot ROM's certificate, which NVIDIA issues, such as ``GH100``;
             None accepts any GPU.
-        allow_ppcie: whether protected-PCIe mode is accepted. In it, traffic between GPUs is not encrypted.
+        allow_ppcie: whether protected-PCIe mode is accepted. In it, traffic between GPUs is not encrypted, so all
+            switches of the machine have to vouch for themselves beside the GPUs.
         allow_unstated_mode: whether a report is accepted that does not state the mode (FEATURE_FLAG), as drivers 550
             and 570 do not on a Hopper GPU. Only reference values then show how the GPU was started.
-        require_rim: whether signed reference values of driver and VBIOS must be present. Present ones are always
-            compared.
+        require_rim: whether signed reference values of driver and VBIOS must be present, and of a switch's VBIOS.
+            Present ones are always compared.
         require_ocsp: whether OCSP answers must be present. Device certificates do not expire, so without answers no
-            revocation of a GPU is seen. Present ones are always checked.
+            revocation of a GPU or a switch is seen. Present ones are always checked.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/gpu-rules/v2"

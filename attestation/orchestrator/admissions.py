@@ -100,6 +100,8 @@ def admitted_body(appraisal: Appraisal, appraised_at: int, collateral: bytes) ->
         "evidence_digest": appraisal.evidence_digest.hex(),
         "platform_id": appraisal.platform_id.hex(),
         "gpus": [gpu.platform_id.hex() for gpu in appraisal.gpus],
+        # Left out where it has nothing to say, like the claims about them.
+        **({"switches": [each.platform_id.hex() for each in appraisal.switches]} if appraisal.switches else {}),
         "identity_key": appraisal.identity_key.hex(),
         "mask_key": appraisal.mask_key.hex(),
         "expires_at": appraisal.expires_at,

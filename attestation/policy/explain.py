@@ -226,7 +226,7 @@ def _gpus(policy: Policy, known: bool) -> Iterator[Sentence]:
             text = "A GPU is accepted whose report does not state that it is in confidential-computing mode."
             yield Sentence("GPU", text, warning=True)
         if rules.allow_ppcie:
-            text = "Protected-PCIe mode is accepted, in which traffic between GPUs is not encrypted."
+            text = "Protected-PCIe mode is accepted: traffic between GPUs is in clear, over switches that are attested."
             yield Sentence("GPU", text, warning=True)
 
 

@@ -1,4 +1,4 @@
-"""Judge the cases of an index of evidence, each by the verifier of its family: TDX, SEV-SNP or GPU.
+"""Judge the cases of an index of evidence, each by the verifier of its family: TDX, SEV-SNP, GPU or switch.
 
 Guarantee: a case's verdict depends on that case and its files alone, not on the cases before it.
 """
@@ -10,6 +10,7 @@ from typing import Final
 
 from raycloak.attestation.core.evidence import Collateral, EvidenceClass, Refusal, refuse
 from raycloak.attestation.gpu.rules import GpuRules
+from raycloak.attestation.gpu.switches import SwitchClaims, verify_switch
 from raycloak.attestation.gpu.verify import GpuClaims, GpuReferences, verify_gpu
 from raycloak.attestation.snp.rules import SnpRules
 from raycloak.attestation.snp.verify import verify_snp
@@ -78,6 +79,19 @@ def appraise_gpu(case: VectorCase) -> GpuClaims:
     )
 
 
+def appraise_switch(case: VectorCase) -> SwitchClaims:
+    """Verify the case's report and return its claims; EvidenceError if it is refused."""
+    return verify_switch(
+        case.evidence(),
+        case.chain(),
+        case.rules(GpuRules),
+        case.terms("nvidia_gpu", "nvidia_rim"),
+        nonce=case.fields.nonce or b"",
+        rim=references_of(case).vbios,
+        ocsp=answers_of(case),
+    )
+
+
 def references_of(case: VectorCase) -> GpuReferences:
     """Read the manifests that the case names."""
     named = case.fields.rim
@@ -92,12 +106,13 @@ def answers_of(case: VectorCase) -> tuple[bytes, ...]:
     return tuple(case.base64_file(name) for name in case.fields.ocsp or ())
 
 
-Claims = GuestClaims | GpuClaims
+Claims = GuestClaims | GpuClaims | SwitchClaims
 
 # One line per family: a function that returns the evidence's claims, or raises EvidenceError.
 FAMILIES: Final[Mapping[str, Callable[[VectorCase], Claims]]] = {
     "sev_snp": appraise_snp,
     "nvidia_gpu": appraise_gpu,
+    "nvidia_switch": appraise_switch,
     "tdx": appraise_tdx,
 }
 LAST_STEP: Final = "result"
@@ -113,7 +128,7 @@ class CaseVerdict:
         refusal: code of the first stage that failed; None if none did.
         step: name of that stage, or of the last.
         detail: one sentence for a person; empty for accepted evidence.
-        uncovered: measurements of an accepted GPU, from 1, that are in no reference manifest; nobody compared them.
+        uncovered: measurements of an accepted GPU or switch, from 1, that are in no reference manifest: not compared.
         milliseconds: time from reading the case's files to its verdict.
     """
 
@@ -144,7 +159,7 @@ def check(case: VectorCase) -> CaseVerdict:
         return CaseVerdict(case, None, None, None, "", case.flaw or unknown)
     try:
         claims = appraise(case)
-        uncovered = claims.uncovered if isinstance(claims, GpuClaims) else ()
+        uncovered = () if isinstance(claims, GuestClaims) else claims.uncovered
         verdict = CaseVerdict(case, True, claims.evidence_class, None, LAST_STEP, "", uncovered)
     except EvidenceError as error:
         verdict = CaseVerdict(case, False, None, error.code, Refusal[error.code.upper()].stage, error.message)

@@ -6,7 +6,7 @@ machine. Every subject says ``O=SIMULATOR - NOT A TEE``. Keys are held in memory
 
 import hashlib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Final, Self
@@ -48,6 +48,7 @@ class GpuVariant:
         fwid: replaces the firmware's own; empty leaves it out.
         feature_flag: mode of the GPU, or the field's bytes; None leaves it out.
         protected_pcie: the older way to say the same.
+        switch_ids: ids of the switches at its links, 8 bytes each, first byte first.
         signed_by_boot_rom: sign with the key that certifies the firmware's.
         request: the first four bytes.
     """
@@ -58,6 +59,7 @@ class GpuVariant:
     fwid: bytes | None = None
     feature_flag: int | bytes | None = 0
     protected_pcie: bool = False
+    switch_ids: tuple[bytes, ...] = ()
     signed_by_boot_rom: bool = False
     request: bytes = bytes.fromhex("11e001ff")
 
@@ -70,11 +72,13 @@ class SimulatedGpu:
 
     Attributes:
         credentials: firmware leaf, boot ROM, provisioner, family and root.
+        device_id: the id by which NVLink devices name it, 8 bytes.
     """
 
-    def __init__(self, credentials: tuple[GpuCredential, ...], chip: str, fwid: bytes) -> None:
+    def __init__(self, credentials: tuple[GpuCredential, ...], chip: str, fwid: bytes, device_id: bytes) -> None:
         self.credentials = credentials
         self.chip = chip
+        self.device_id = device_id
         self._fwid = fwid
 
     @property
@@ -84,21 +88,17 @@ class SimulatedGpu:
 
     def report(self, nonce: bytes, variant: GpuVariant = GENUINE) -> bytes:
         """Return the SPDM request over ``nonce`` (32 bytes) followed by the answer to it."""
-        record = b"".join(_block(index, variant) for index in range(_COUNT))
-        opaque = self._opaque(variant)
-        request = variant.request + nonce + b"\0"
-        response = bytes((variant.request[0], 0x60, 0, 0, _COUNT)) + len(record).to_bytes(3, "little") + record
-        signed = request + response + secrets.token_bytes(32) + len(opaque).to_bytes(2, "little") + opaque
         signer = self.credentials[1 if variant.signed_by_boot_rom else 0]
-        return signed + signer.sign(signed)
+        values = [variant.measurements.get(index, genuine_value(index)) for index in range(_COUNT)]
+        return spdm_report(signer, variant.request, nonce, values, self._opaque(variant))
 
     def evidence(self, nonce: bytes, variant: GpuVariant = GENUINE) -> bytes:
         """Return the encoded message that a worker presents."""
         return GpuEvidence(report=self.report(nonce, variant), chain=self.chain).encode()
 
-    def _opaque(self, variant: GpuVariant) -> bytes:
+    def _opaque(self, variant: GpuVariant) -> dict[int, bytes]:
         fwid = self._fwid if variant.fwid is None else variant.fwid
-        fields = {
+        fields: dict[int, bytes] = {
             Opaque.VBIOS_VERSION: _packed(variant.vbios_version),
             Opaque.DRIVER_VERSION: variant.driver_version.encode() + b"\0",
             Opaque.PROTECTED_PCIE_STATUS: b"\xaa" if variant.protected_pcie else b"\x55",
@@ -109,9 +109,10 @@ class SimulatedGpu:
         flag = variant.feature_flag
         if flag is not None:
             fields[Opaque.FEATURE_FLAG] = flag if isinstance(flag, bytes) else flag.to_bytes(2, "little")
-        return b"".join(
-            kind.to_bytes(2, "little") + len(value).to_bytes(2, "little") + value for kind, value in fields.items()
-        )
+        if variant.switch_ids:
+            # Two links to each switch, and one that leads nowhere. A GPU writes the last byte of an id first.
+            fields[Opaque.DEVICE_ID] = b"".join(2 * each[::-1] for each in variant.switch_ids) + bytes(8)
+        return fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,10 @@ class SimulatedGpus:
     def collect(self, nonce: bytes) -> tuple[bytes, ...]:
         """Return one encoded `GpuEvidence` per device over ``nonce``."""
         return tuple(gpu.evidence(nonce) for gpu in self.gpus)
+
+    def collect_switches(self, nonce: bytes) -> tuple[bytes, ...]:
+        """Return nothing: these GPUs are not in protected-PCIe mode."""
+        return ()
 
 
 class SimulatedGpuVendor:
@@ -148,18 +153,23 @@ class SimulatedGpuVendor:
         )
 
     def gpu(self, chip: str = "GH100") -> SimulatedGpu:
-        """Make a new device with a new chain. A ``chip`` such as ``LS_10`` makes it a switch."""
+        """Make a new device with a new chain. A ``chip`` such as ``LS_10`` gives it the certificates of a switch."""
+        device_id, fwid = secrets.token_bytes(8), hashlib.sha384(chip.encode()).digest()
+        return SimulatedGpu(self.issue_chain(chip, device_id, fwid), chip, fwid, device_id)
+
+    def issue_chain(self, chip: str, device_id: bytes, fwid: bytes) -> tuple[GpuCredential, ...]:
+        """Issue a device's chain: firmware leaf, boot ROM, provisioner, family and root."""
         family = issue(f"NVIDIA {chip} Identity", self._root, is_ca=True)
         provisioner = issue(f"NVIDIA {chip} Provisioner ICA 1", family, is_ca=True)
-        boot_rom = issue(f"{chip} A01 GSP BROM", provisioner, is_ca=True)
-        fwid = hashlib.sha384(chip.encode()).digest()
+        # The genuine serial number has one byte before the id.
+        boot_rom = issue(f"{chip} A01 GSP BROM", provisioner, is_ca=True, serial=f"41{device_id.hex().upper()}")
         identity = (
             blackwell_firmware_identity(fwid, chip)
             if chip.startswith("GB")
             else hopper_firmware_identity(fwid, generate_private_key(SECP384R1()))
         )
         leaf = issue(f"{chip} A01 GSP FMC LF", boot_rom, extensions=(identity,))
-        return SimulatedGpu((leaf, boot_rom, provisioner, family, self._root), chip, fwid)
+        return leaf, boot_rom, provisioner, family, self._root
 
     def references(self, product: str = "GH100") -> GpuReferences:
         """Sign values of the driver and the VBIOS that simulated reports state."""
@@ -200,14 +210,26 @@ def _values(indices: range) -> dict[int, tuple[bytes, ...]]:
     return {index: (genuine_value(index),) for index in indices}
 
 
-def _block(index: int, variant: GpuVariant) -> bytes:
-    value = variant.measurements.get(index, genuine_value(index))
+def spdm_report(
+    signer: GpuCredential, request: bytes, nonce: bytes, values: Sequence[bytes], opaque: Mapping[int, bytes]
+) -> bytes:
+    """Return a report: the request over ``nonce`` (32 bytes), and the signed answer with measurements and fields."""
+    record = b"".join(_block(index, value) for index, value in enumerate(values))
+    fields = b"".join(
+        kind.to_bytes(2, "little") + len(value).to_bytes(2, "little") + value for kind, value in opaque.items()
+    )
+    response = bytes((request[0], 0x60, 0, 0, len(values))) + len(record).to_bytes(3, "little") + record
+    signed = request + nonce + b"\0" + response + secrets.token_bytes(32) + len(fields).to_bytes(2, "little") + fields
+    return signed + signer.sign(signed)
+
+
+def _block(index: int, value: bytes) -> bytes:
     block = b"\x01" + len(value).to_bytes(2, "little") + value
     return bytes((index + 1, 1)) + len(block).to_bytes(2, "little") + block
 
 
 def _packed(version: str) -> bytes:
     """Pack a version as a GPU packs ``96.00.A5.00.01``; see
-    `raycloak.attestation.gpu.report.GpuReport.vbios_version`."""
+    `raycloak.attestation.gpu.report.DeviceReport.vbios_version`."""
     first, second, third, fourth, fifth = bytes.fromhex(version.replace(".", ""))
     return bytes((fourth, third, second, first, fifth, 0, 0, 0))

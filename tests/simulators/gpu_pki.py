@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 from cryptography.hazmat.primitives.hashes import SHA384
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from cryptography.x509 import ocsp
-from cryptography.x509.oid import ExtendedKeyUsageOID, ObjectIdentifier
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID, ObjectIdentifier
 
 from raycloak.attestation.simulators.der import integer, octets, tlv
 from raycloak.attestation.simulators.tdx_pki import VALID_FROM, VALID_UNTIL, key_usage, subject
@@ -57,9 +57,12 @@ def issue(
     is_ca: bool = False,
     extensions: Sequence[x509.ExtensionType] = (),
     valid_until: datetime = VALID_UNTIL,
+    serial: str = "",
 ) -> GpuCredential:
-    """Make a new key, certified by ``issuer`` or by itself."""
+    """Make a new key, certified by ``issuer`` or by itself. ``serial`` is the serial number of the subject."""
     key, name = generate_private_key(SECP384R1()), subject(common_name)
+    if serial:
+        name = x509.Name([*name, x509.NameAttribute(NameOID.SERIAL_NUMBER, serial)])
     issuer_name, issuer_key = (issuer.certificate.subject, issuer.key) if issuer else (name, key)
     builder = x509.CertificateBuilder(issuer_name, name, key.public_key(), x509.random_serial_number())
     builder = builder.not_valid_before(VALID_FROM).not_valid_after(valid_until)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from raycloak.attestation.core.evidence import EvidenceClass
-from raycloak.attestation.gpu.report import parse_gpu_report
+from raycloak.attestation.gpu.report import parse_device_report
 from raycloak.attestation.trust.roots import pinned_anchors
 from tests.attestation.gpu.gpu_cases import GpuCase, load_gpu_cases
 
@@ -25,7 +25,7 @@ def test_every_case_has_its_verdict(cases: dict[str, GpuCase]) -> None:
 def test_claims_of_a_genuine_gpu(cases: dict[str, GpuCase]) -> None:
     claims = cases["gpu-hopper-550-rim-ocsp"].verify()
     assert claims.evidence_class is EvidenceClass.NVIDIA_GPU
-    report = parse_gpu_report(cases["gpu-hopper-550-rim-ocsp"].report)
+    report = parse_device_report(cases["gpu-hopper-550-rim-ocsp"].report, "GPU")
     assert (report.driver_version, report.vbios_version) == ("550.90.07", "96.00.9F.00.01")
     assert (claims.hwmodel, claims.dbgstat) == ("GH100 A01 GSP BROM", "disabled")
     # A genuine Hopper reports 64, of which its manifests list 33.

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raycloak.attestation.gpu.ocsp import find_answers
-from raycloak.attestation.gpu.report import MAX_REPORT_BYTES, Opaque, parse_gpu_report
+from raycloak.attestation.gpu.report import MAX_REPORT_BYTES, Opaque, parse_device_report
 from raycloak.metrics.errors import EvidenceError
 
 REQUEST = bytes.fromhex("11e001ff") + bytes(32) + b"\0"
@@ -37,14 +37,14 @@ def report(
 
 def code(data: bytes) -> str | None:
     try:
-        parse_gpu_report(data)
+        parse_device_report(data, "GPU")
     except EvidenceError as error:
         return error.code
     return None
 
 
 def test_parts_of_a_report() -> None:
-    parsed = parse_gpu_report(report(signature=b"s" * 96) + bytes(5))
+    parsed = parse_device_report(report(signature=b"s" * 96) + bytes(5), "GPU")
     assert parsed.signed == report(signature=b"")
     assert (parsed.nonce, parsed.signature) == (bytes(32), b"s" * 96)
     assert parsed.measurements == {1: b"a", 2: b"b" * 48}
@@ -65,7 +65,7 @@ def test_parts_of_a_report() -> None:
 )
 def test_versions_of_the_vbios(raw: str, version: str) -> None:
     opaque = field(Opaque.VBIOS_VERSION, bytes.fromhex(raw))
-    assert parse_gpu_report(report(opaque=opaque)).vbios_version == version
+    assert parse_device_report(report(opaque=opaque), "GPU").vbios_version == version
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_a_chain_in_pem_has_nothing_around_its_certificates(bench: GpuBench) -> 
 def test_a_chain_of_five_without_a_firmware_leaf_is_broken(bench: GpuBench) -> None:
     """Otherwise the boot ROM could vouch for a key of any name."""
     named = issue("GH100 A01 GSP something", bench.gpu.credentials[1])
-    gpu = SimulatedGpu((named, *bench.gpu.credentials[1:]), "GH100", b"")
+    gpu = SimulatedGpu((named, *bench.gpu.credentials[1:]), "GH100", b"", bench.gpu.device_id)
     assert bench.code(gpu=gpu) == "chain_broken"
 
 
@@ -152,7 +152,7 @@ def test_a_models_name_is_that_of_the_certificate_that_nvidia_issued(bench: GpuB
     """The device issues the leaf itself, and could write any name into it."""
     other = bench.vendor.gpu("GH200")
     leaf = issue("GH100 A01 GSP FMC LF", other.credentials[1])
-    gpu = SimulatedGpu((leaf, *other.credentials[1:]), "GH100", bytes(48))
+    gpu = SimulatedGpu((leaf, *other.credentials[1:]), "GH100", bytes(48), other.device_id)
     ocsp = bench.vendor.ocsp(gpu, NOW)
     assert bench.code(gpu=gpu, ocsp=ocsp) is None
     assert bench.code(gpu=gpu, ocsp=ocsp, rules=GpuRules(models=("GH100",))) == "gpu_state"

@@ -1,0 +1,328 @@
+"""Verifies an NVIDIA device, a GPU or a switch, in what both share: chain, signature, revocation, nonce, measurements.
+
+What a device's state has to be is for `verify` and `switches` to say. Hardware and simulated evidence take the same
+path. The class of the result is the class of the anchor.
+"""
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import product
+from typing import Final, TypeVar
+
+from cryptography import x509
+from cryptography.x509.oid import NameOID, ObjectIdentifier
+
+from raycloak.attestation.core.evidence import EvidenceClass, Refusal, refuse
+from raycloak.attestation.gpu.ocsp import check_answers, check_coverage, check_current, find_answers
+from raycloak.attestation.gpu.report import DEVICE_ID_BYTES, DeviceReport, Opaque, parse_device_report
+from raycloak.attestation.gpu.rim import GoldenValues, Rim, read_rim, verify_rim
+from raycloak.attestation.gpu.rules import GpuRules
+from raycloak.attestation.trust.certificates import (
+    check_certificate_windows,
+    common_name,
+    has_only_blocks,
+    is_pem,
+    key_id,
+    read_presented,
+    signed_by,
+)
+from raycloak.attestation.trust.roots import Anchor, VerifierTerms
+from raycloak.metrics.errors import EvidenceError
+
+R = TypeVar("R")
+C = TypeVar("C")
+
+CHAIN_LENGTH: Final = 5  # firmware, boot ROM, provisioner, family, device root
+_FIRMWARE_LEAF: Final = "FMC LF"
+# A firmware id is a SHA-384.
+_FWID_BYTES: Final = 48
+_FWID_OIDS: Final = (ObjectIdentifier("2.23.133.5.4.1"), ObjectIdentifier("2.23.133.5.4.1.1"))  # Hopper, Blackwell
+_SHA384_DIGEST: Final = bytes.fromhex("06096086480165030402020430")
+"""DER of SHA-384's object identifier, then tag and length of the 48-byte digest that follows it."""
+_CHIP: Final = re.compile(r"([GL][A-Z])_?[0-9]\w*( |$)")
+
+
+def chip_family(name: str) -> str:
+    """Return the family of a chip's name: ``GH`` for the GPU ``GH100``, ``LS`` for the switch ``LS_10``; else empty."""
+    found = _CHIP.match(name)
+    return found[1] if found else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device whose certified firmware signed a report over the verifier's nonce. Its state is not judged yet.
+
+    Attributes:
+        what: ``GPU`` or ``switch``.
+        chain: its certificates, the firmware's first.
+        manifests: reference values by what they describe, not verified yet.
+        rim_roots: key ids of the roots that may sign them.
+        answers: number of OCSP answers about it.
+        expires_at: unix seconds at which a certificate, OCSP answer or manifest signer stops being valid.
+    """
+
+    what: str
+    report: DeviceReport
+    chain: tuple[x509.Certificate, ...]
+    anchor: Anchor
+    manifests: Mapping[str, Rim]
+    rim_roots: frozenset[bytes]
+    answers: int
+    instant: datetime
+    expires_at: int
+
+    @property
+    def platform_id(self) -> bytes:
+        """SHA-384 of the boot ROM's public key, 48 bytes: one per device, whatever its firmware."""
+        return key_id(self.chain[1])
+
+    @property
+    def model(self) -> str:
+        """The chip's name in the boot ROM's certificate, which NVIDIA issues, such as ``GH100``."""
+        return common_name(self.chain[1]).partition(" ")[0]
+
+    @property
+    def device_id(self) -> bytes:
+        """The id by which NVLink devices name each other, 8 bytes; empty if the boot ROM's certificate has none.
+
+        The serial number of that certificate's subject ends with it. It is what a switch states as its own id.
+        """
+        stated = self.chain[1].subject.get_attributes_for_oid(NameOID.SERIAL_NUMBER)
+        try:
+            number = bytes.fromhex(str(stated[0].value)) if len(stated) == 1 else b""
+        except ValueError:
+            return b""
+        return number[-DEVICE_ID_BYTES:] if len(number) >= DEVICE_ID_BYTES else b""
+
+    def check_firmware_id(self, required: bool) -> None:
+        """Require that the report states the firmware of the device's certificate, if it states one.
+
+        Raises:
+            EvidenceError: ``gpu_state``, also for a certificate with an id and a report without where one is
+                ``required``.
+        """
+        certified, reported = _certified_fwid(self.chain[0]), self.report.opaque.get(Opaque.FWID)
+        if certified is not None and reported is None and required:
+            refuse(Refusal.GPU_STATE, f"the {self.what}'s certificate names its firmware, and the report does not")
+        if certified is not None and reported is not None and certified != reported:
+            refuse(Refusal.GPU_STATE, f"the {self.what}'s certificate is for other firmware than the report")
+
+    def compared(self, parts: Sequence[str], rules: GpuRules) -> tuple[int, ...]:
+        """Compare the report with its manifests; return the measurements, from 1, that were compared.
+
+        Args:
+            parts: those of which such a device has a manifest.
+
+        Raises:
+            EvidenceError: ``gpu_state`` for a manifest that is missing where ``rules`` require it, that is not signed
+                under the vendor's root, that is for another version or chip, or that has other measurements.
+        """
+        for what in parts:
+            if what not in self.manifests and rules.require_rim:
+                refuse(Refusal.GPU_STATE, f"there are no reference values for the {self.what}'s {what}")
+        golden = {what: verify_rim(rim, self.rim_roots, self.instant, what) for what, rim in self.manifests.items()}
+        values: dict[int, tuple[bytes, ...]] = {}
+        for what, described in golden.items():
+            self._check_fit(what, described)
+            if both := values.keys() & described.values.keys():
+                refuse(Refusal.GPU_STATE, f"driver and VBIOS manifest both claim measurement {min(both)}")
+            values.update(described.values)
+        # Reference values count from 0, and a report from 1.
+        measured = self.report.measurements
+        differing = [index for index, accepted in values.items() if measured.get(index + 1) not in accepted]
+        if differing:
+            refuse(Refusal.GPU_STATE, f"measurements {differing} of the {self.what} differ from its manifests")
+        return tuple(sorted(index + 1 for index in values))
+
+    def _check_fit(self, what: str, described: GoldenValues) -> None:
+        version, family = versions_of(self.report)[what], chip_family(common_name(self.chain[0]))
+        if not version or described.version.casefold() != version.casefold():
+            told = f"{described.version!r}, the {self.what} runs {version!r}"
+            refuse(Refusal.GPU_STATE, f"the {what} manifest is for version {told}")
+        if chip_family(described.product) not in ("", family):
+            refuse(Refusal.GPU_STATE, f"the {what} manifest is for {described.product!r}, which the {self.what} is not")
+
+    def steps(self, mode: str, compared: tuple[int, ...]) -> tuple[tuple[str, str], ...]:
+        """Return (step, verdict) in the order in which they were taken."""
+        covered = f"{len(compared)} equal their reference values" if compared else "not compared"
+        uncovered = self.uncovered(compared)
+        if compared and uncovered:
+            covered += f"; in no reference manifest: {', '.join(map(str, uncovered))}"
+        return (
+            ("parse", f"{len(self.report.measurements)} measurements"),
+            ("root", self.anchor.evidence_class.value),
+            ("signatures", "report and device chain"),
+            ("revocation", f"{self.answers} OCSP answers" if self.answers else "not checked"),
+            ("collateral", f"until {self.expires_at}"),
+            ("nonce", self.report.nonce.hex()),
+            ("mode", mode),
+            ("measurements", covered),
+        )
+
+    def uncovered(self, compared: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the measurements, from 1, that were not ``compared``."""
+        return tuple(sorted(self.report.measurements.keys() - set(compared)))
+
+    @property
+    def measurement(self) -> bytes:
+        """SHA-384 over all measurements in the order of their indices, 48 bytes."""
+        measured = self.report.measurements
+        return hashlib.sha384(b"".join(measured[index] for index in sorted(measured))).digest()
+
+
+def verify_device(
+    report: bytes,
+    chain: Sequence[bytes],
+    rules: GpuRules,
+    terms: VerifierTerms,
+    *,
+    what: str,
+    nonce: bytes,
+    manifests: Mapping[str, bytes | None],
+    ocsp: Sequence[bytes],
+) -> Device:
+    """Verify a device's ``report`` in all but its state.
+
+    Guarantee: returns only for a canonical report over ``nonce``, signed by the firmware of a device whose five
+    certificates end in an anchor of an accepted class. None of them, and no signer of a manifest, is known to be
+    revoked.
+
+    Args:
+        chain: the device's certificates, each entry DER or PEM, leaf first.
+        terms: with roots of family ``nvidia_gpu``, and of ``nvidia_rim`` for reference values of the same class.
+        nonce: 32 bytes that the report must be over.
+        manifests: reference values by what they describe, XML; None where there are none.
+        ocsp: answers, DER. Only answers about this chain and the manifests' signers count.
+
+    Raises:
+        EvidenceError: one of the codes of `raycloak.attestation.core.evidence.Refusal`.
+    """
+    instant = terms.instant
+    parsed = parse_device_report(report, what)
+    given = {name: read_rim(data, name) for name, data in manifests.items() if data is not None}
+    certificates = _read_chain(chain, what)
+    anchor = _anchor_of(certificates, terms, what)
+    answers = find_answers(ocsp, certificates)
+    # The manifests' signers, roots excepted. Most have no answer. `find_answers` skips the first of a chain: a device's
+    # is its firmware, about which no answers exist.
+    signers = [rim.certificates for rim in given.values() if rim.certificates]
+    of_signers = tuple(answer for signer in signers for answer in find_answers(ocsp, (signer[0], *signer)))
+    if not signed_by(certificates[0], parsed.signature, parsed.signed):
+        refuse(Refusal.EVIDENCE_TAMPERED, f"the signature over the {what}'s report does not hold")
+    check_answers((*answers, *of_signers))
+    ends = [check_certificate_windows(certificates, instant, "device")]
+    ends += [
+        check_certificate_windows(rim.certificates, instant, f"{name} manifest")
+        for name, rim in given.items()
+        if rim.certificates
+    ]
+    # Present answers are always judged, even where the rules require none.
+    if ocsp or rules.require_ocsp:
+        ends.append(check_coverage(answers, certificates, instant))
+    if of_signers:
+        ends.append(check_current(of_signers, instant))
+    if parsed.nonce != nonce:
+        refuse(Refusal.NONCE_FOREIGN, f"the {what}'s report is over a nonce other than the issued one")
+    return Device(
+        what=what,
+        report=parsed,
+        chain=certificates,
+        anchor=anchor,
+        manifests=given,
+        rim_roots=_rim_roots(terms, anchor.evidence_class),
+        answers=len(answers),
+        instant=instant,
+        expires_at=int(min(ends).timestamp()),
+    )
+
+
+def fitting_manifests(
+    report: bytes, chain: Sequence[bytes], rims: Sequence[bytes], what: str, parts: Sequence[str]
+) -> Iterator[dict[str, bytes | None]]:
+    """Yield each combination of manifests, one of each of ``parts``, that claims to fit a device's chip and versions.
+
+    Boards of several kinds share a version number, so that several may claim it. None stands for a missing one.
+
+    Args:
+        parts: ``driver`` and ``VBIOS``, as far as such a device has them.
+
+    Raises:
+        EvidenceError: ``evidence_malformed``, or ``chain_broken`` if the firmware's certificate cannot be read.
+    """
+    parsed = parse_device_report(report, what)
+    try:
+        family = chip_family(common_name(read_presented(chain[0])[0]))
+    except (IndexError, ValueError):
+        refuse(Refusal.CHAIN_BROKEN, f"the certificate of a {what}'s firmware is missing or cannot be read")
+    stated = [(data, read_rim(data, "reference")) for data in rims]
+    fitting = [(data, rim.stated_version) for data, rim in stated if chip_family(rim.stated_product) == family]
+    found: list[list[bytes | None]] = []
+    for part in parts:
+        version = versions_of(parsed)[part].casefold()
+        found.append([data for data, of in fitting if of.casefold() == version] or [None])
+    for combination in product(*found):
+        yield dict(zip(parts, combination, strict=True))
+
+
+def verify_with(references: Sequence[R], verify: Callable[[R], C]) -> C:
+    """Return what ``verify`` returns with the first of at least one ``references`` that it does not refuse.
+
+    A state may differ because references are of another board. Any other refusal holds for all of them.
+
+    Raises:
+        EvidenceError: of another code than ``gpu_state`` at once; else of the last references.
+    """
+    for each in references[:-1]:
+        try:
+            return verify(each)
+        except EvidenceError as error:
+            if error.code != Refusal.GPU_STATE:
+                raise
+    return verify(references[-1])
+
+
+def versions_of(report: DeviceReport) -> dict[str, str]:
+    """Return by what a manifest can describe the version that a report states."""
+    return {"driver": report.driver_version, "VBIOS": report.vbios_version}
+
+
+def _rim_roots(terms: VerifierTerms, evidence_class: EvidenceClass) -> frozenset[bytes]:
+    # Devices and reference values have roots of two families, so that a device's key cannot vouch for its own values.
+    families = (each for each in terms.anchors if each.family == "nvidia_rim")
+    return frozenset(each.root_key_id for each in families if each.evidence_class is evidence_class)
+
+
+def _read_chain(chain: Sequence[bytes], what: str) -> tuple[x509.Certificate, ...]:
+    # Nothing signs text around the blocks, so it would give one chain several encodings.
+    if any(is_pem(data) and not has_only_blocks(data.rstrip(b"\0")) for data in chain):
+        refuse(Refusal.EVIDENCE_MALFORMED, f"the {what}'s chain contains text other than certificates")
+    try:
+        # One more than allowed is enough to refuse, so the rest is not read.
+        certificates = tuple(each for data in chain[: CHAIN_LENGTH + 1] for each in read_presented(data))
+    except ValueError:
+        refuse(Refusal.CHAIN_BROKEN, f"a certificate of the {what} cannot be read")
+    if not 1 <= len(certificates) <= CHAIN_LENGTH:
+        refuse(Refusal.CHAIN_BROKEN, f"a {what} presents {CHAIN_LENGTH} certificates, not {len(certificates)}")
+    return certificates
+
+
+def _anchor_of(chain: Sequence[x509.Certificate], terms: VerifierTerms, what: str) -> Anchor:
+    """Return the anchor of a whole chain."""
+    anchor = terms.anchor_of("nvidia_gpu", chain, "device")
+    if len(chain) != CHAIN_LENGTH:
+        refuse(Refusal.CHAIN_BROKEN, f"a {what} presents {CHAIN_LENGTH} certificates, not {len(chain)}")
+    if not common_name(chain[0]).endswith(_FIRMWARE_LEAF):
+        refuse(Refusal.CHAIN_BROKEN, f"'{common_name(chain[0])}' is not the certificate of a device's firmware")
+    return anchor
+
+
+def _certified_fwid(leaf: x509.Certificate) -> bytes | None:
+    """Find the firmware id. Hopper's extension ends with it; Blackwell's lists several, its own first, and more."""
+    for extension in leaf.extensions:
+        if extension.oid in _FWID_OIDS and isinstance(extension.value, x509.UnrecognizedExtension):
+            _, found, rest = extension.value.value.partition(_SHA384_DIGEST)
+            return rest[:_FWID_BYTES] if found else extension.value.value[-_FWID_BYTES:]
+    return None
