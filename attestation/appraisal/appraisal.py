@@ -15,6 +15,7 @@ from raycloak.attestation.core.evidence import (
     MLKEM_BYTES,
     CollateralBundle,
     EvidenceClass,
+    Links,
     Presentation,
     Refusal,
     Role,
@@ -23,7 +24,7 @@ from raycloak.attestation.core.evidence import (
 from raycloak.attestation.core.keys import mlkem_public, signature_is_valid
 from raycloak.attestation.core.messages import Envelope, parse
 from raycloak.attestation.core.report_data import expected_report_data
-from raycloak.attestation.gpu.switches import Links, SwitchClaims, links_of, verify_switches
+from raycloak.attestation.gpu.switches import SwitchClaims, links_of, verify_switches
 from raycloak.attestation.gpu.verify import GpuClaims, gpu_nonce, verify_gpus
 from raycloak.attestation.policy.policy import Policy
 from raycloak.attestation.snp.rules import KeyKind
@@ -258,7 +259,7 @@ def _result(
     policy: Policy,
     now: int,
 ) -> Appraisal:
-    devices = (*gpus, *switches)
+    devices: tuple[GpuClaims | SwitchClaims, ...] = (*gpus, *switches)
     return Appraisal(
         member_id=presentation.member_id,
         role=presentation.role,

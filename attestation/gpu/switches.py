@@ -4,12 +4,12 @@ A switch reports as a GPU does, under the same device root. It names itself by a
 ends with, and it names the GPUs at its ports. A GPU names the switches at its links. The two lists have to agree.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Literal
+from typing import Final, get_args
 
-from raycloak.attestation.core.evidence import EvidenceClass, Refusal, SwitchEvidence, refuse
+from raycloak.attestation.core.evidence import EvidenceClass, Links, Refusal, SwitchEvidence, refuse
 from raycloak.attestation.core.messages import parse
 from raycloak.attestation.gpu.device import chip_family, fitting_manifests, verify_device, verify_with
 from raycloak.attestation.gpu.report import DEVICE_ID_BYTES, Opaque, device_ids
@@ -24,7 +24,7 @@ _PARTS: Final = ("VBIOS",)
 # A switch of eight GPUs states eight ids, and the port of each of its 64 links behind them.
 _MAX_GPUS_OF_SWITCH: Final = 8
 _LOCKED: Final = 1  # its configuration can no longer be changed from the guest or the host
-Links = Literal["encrypted", "clear over attested switches", "not attested"]
+_WEAKEST_FIRST: Final[tuple[Links, ...]] = get_args(Links)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +166,11 @@ def links_of(gpus: Sequence[GpuClaims]) -> Links | None:
     if PROTECTED_PCIE in modes:
         return "clear over attested switches"
     return "encrypted" if modes else None
+
+
+def weakest_links(found: Iterable[Links | None]) -> Links | None:
+    """Return the weakest of what is known of several workers' links; None if none has a GPU."""
+    return min((each for each in found if each is not None), key=_WEAKEST_FIRST.index, default=None)
 
 
 def _named_by(gpus: Sequence[GpuClaims]) -> frozenset[bytes]:

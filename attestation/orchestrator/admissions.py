@@ -15,9 +15,10 @@ from raycloak.attestation.appraisal.appraisal import Appraisal, appraise, open_p
 from raycloak.attestation.appraisal.eat import claims_set
 from raycloak.attestation.appraisal.enrolment import Enrolment
 from raycloak.attestation.collateral.keeper import ends_at
-from raycloak.attestation.core.evidence import Challenge, CollateralBundle, Presentation, Role
+from raycloak.attestation.core.evidence import Challenge, CollateralBundle, Links, Presentation, Role
 from raycloak.attestation.core.messages import Envelope
 from raycloak.attestation.core.roster import Member
+from raycloak.attestation.gpu.switches import weakest_links
 from raycloak.attestation.keys.release import KeyContract
 from raycloak.attestation.orchestrator.documents import Document
 from raycloak.attestation.orchestrator.hosting import RunHosting
@@ -41,12 +42,14 @@ class OrchestratorView:
     """The members of a session, as metrics show them.
 
     Attributes:
+        links: between the GPUs of a member, the weakest that is known of; None if no member showed a GPU.
         collateral_ends: unix second at which the collateral in use ends; 0 if it does not say.
     """
 
     admitted: Mapping[str, str]
     evidence_class: str
     earliest_expiry: Mapping[str, int]
+    links: Links | None = None
     collateral_ends: int = 0
 
 
@@ -253,6 +256,7 @@ class Admissions:
             admitted={a.member_id: a.role for a in members},
             evidence_class="+".join(classes),
             earliest_expiry=expiry,
+            links=weakest_links(each.links for each in members),
             collateral_ends=self.collateral_ends,
         )
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from raycloak.attestation.appraisal.appraisal import Appraisal, appraise, open_presentation
 from raycloak.attestation.appraisal.enrolment import Enrolment, check_enrolment
 from raycloak.attestation.core.canonical import canonical_json
-from raycloak.attestation.core.evidence import CollateralBundle, Role
+from raycloak.attestation.core.evidence import CollateralBundle, Links, Role
 from raycloak.attestation.core.mask_graph import check_circle
 from raycloak.attestation.core.messages import Envelope
 from raycloak.attestation.core.roster import MaskCircle, Member, Query, Roster, RosterMembers, check_roster
@@ -160,7 +160,7 @@ class History:
     Attributes:
         problems: the first broken record of each kind.
         admissions, observers, releases: how many were appraised again, left out, and checked.
-        classes: of the evidence of members that took part.
+        classes: of the evidence of members that took part; ``links``: of their GPUs with each other.
         rosters: digests of the rosters of each release, in the order of their attempts.
         aggregators: by the digest of a roster, the identity keys of its aggregators, in the order of their ranges.
         fewest_workers: of any roster; 0 without one.
@@ -184,6 +184,7 @@ class History:
     observers: int = 0
     releases: int = 0
     classes: set[str] = field(default_factory=set)
+    links: set[Links] = field(default_factory=set)
     rosters: dict[tuple[Query, int], list[bytes]] = field(default_factory=lambda: defaultdict(list))
     aggregators: dict[bytes, tuple[bytes, ...]] = field(default_factory=dict)
     fewest_workers: int = 0
@@ -291,6 +292,7 @@ class History:
         heappush(self._expiring, (appraisal.expires_at, body.member_id))
         self._checked.clear()
         self.classes |= set(map(str, appraisal.evidence_classes))
+        self.links |= {appraisal.links} if appraisal.links else set()
         self.admissions += 1
 
     def _released(self, entry: Entry, body: _Released) -> None:

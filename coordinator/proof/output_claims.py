@@ -9,6 +9,7 @@ from safetensors.numpy import load, save
 
 from raycloak.attestation.core.canonical import read_json
 from raycloak.attestation.core.messages import parse
+from raycloak.attestation.gpu.switches import weakest_links
 from raycloak.attestation.sealed.package_keys import open_manifest
 from raycloak.attestation.sealed.package_manifest import PackageManifest
 from raycloak.coordinator.ledger.rules import epsilon_at
@@ -248,6 +249,7 @@ def verdict(case: ProofCase) -> NoReturn:
         "accountant": mechanism.accountant if mechanism.private else None,
         "exact": case.manifest.computation.exact,
         "evidence_class": _class_of(case, found.get("evidence_class")),
+        "links": _links_of(case, found.get("links")),
         "model_digest": last.hex() if last else None,
         "virtual_workers": mechanism.virtual_workers,
         "max_participations": mechanism.max_participations,
@@ -266,9 +268,9 @@ def verdict(case: ProofCase) -> NoReturn:
     if steps < case.steps:
         raise NotThere(f"nobody signs it, and it is of step {steps}, not {case.steps}, {_BEHIND}")
     raise NotThere(
-        "nobody signs it: steps, parameters, measurements, classes of evidence, keys on one machine, and the epsilon "
-        "that it claims and was charged agree with the signed records. All else may have been edited, such as epsilons "
-        "against other adversaries, evaluation results, times and warnings"
+        "nobody signs it: steps, parameters, measurements, classes of evidence, links of GPUs, keys on one machine, "
+        "and the epsilon that it claims and was charged agree with the signed records. All else may have been edited, such "
+        "as epsilons against other adversaries, evaluation results, times and warnings"
     )
 
 
@@ -281,6 +283,15 @@ def _class_of(case: ProofCase, stated: Any) -> str:
     found = set(stated.split("+")) if isinstance(stated, str) else set()
     is_so = found <= classes and found and ("simulated" in found) == ("simulated" in classes)
     return str(stated) if is_so else "+".join(sorted(classes))
+
+
+def _links_of(case: ProofCase, stated: Any) -> str | None:
+    """Return what a verdict may state of the links between GPUs: ``stated``, if it is of a session of the run."""
+    if stated in case.history.links:
+        return str(stated)
+    shown = weakest_links(case.history.links)
+    # Nobody showed a GPU, so that the links of those that computed are not attested.
+    return shown or ("not attested" if case.manifest.computation.numerics.gpu is not None else None)
 
 
 def _check_charged(case: ProofCase, found: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from raycloak.attestation.core.evidence import Links
 from raycloak.attestation.core.roster import Query
 from raycloak.attestation.orchestrator.commits import StepCommit
 from raycloak.coordinator.ledger.view import DataStanding
@@ -97,6 +98,7 @@ class Finished:
         account: the one that pays. ``data``: of all accounts of the same data by now.
         loads: as in `raycloak.coordinator.record.verdict.Verdict`.
         released: what the measurements of the run say, earlier executions included.
+        links: what evidence shows of the links between a worker's GPUs; None without a GPU.
         outcomes, measurement_outcomes: of the steps and measurements of this execution.
         colocated: whether an aggregator ran on the orchestrator's node.
         ending: why it ended; None if it failed.
@@ -118,6 +120,7 @@ class Finished:
     loads: tuple[tuple[int, int], ...]
     released: tuple[Released, ...]
     evidence_class: str
+    links: Links | None
     outcomes: tuple[StepOutcome, ...]
     measurement_outcomes: tuple[StepOutcome, ...]
     colocated: bool

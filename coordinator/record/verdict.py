@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from raycloak.attestation.core.evidence import Links
 from raycloak.coordinator.config.sections import Kept
 from raycloak.coordinator.ledger.view import DataStanding
 from raycloak.workers.terms.measurement import Released
@@ -57,6 +58,8 @@ class Verdict:
         loads: of each load of an earlier state, the number of finished steps at which it was made, and of the package.
         measurements: what was released about the private examples, each with the deviation of its noise.
         evidence_class: ``simulated`` or the hardware class whose root verified.
+        links: of a worker's GPUs with each other, ``encrypted``, ``clear over attested switches`` or ``not attested``;
+            None without a GPU.
         model_digest: hexadecimal digest of the final parameters.
         num_workers, virtual_workers: hosts and V.
         masked_bytes: bytes of masked vectors that reached the aggregators.
@@ -93,6 +96,7 @@ class Verdict:
     masked_bytes: int
     wall_seconds: float
     keys_on_one_machine: int = 0
+    links: Links | None = None
     max_participations: int | None = None
     exact: bool = True
     evaluation_loss: float | None = None

@@ -71,6 +71,7 @@ def verdict_of(
         loads=finished.loads,
         measurements=finished.released,
         evidence_class=finished.evidence_class,
+        links=finished.links,
         model_digest=finished.model_digest.hex(),
         num_workers=finished.workers,
         virtual_workers=mechanism.virtual_workers,

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from raycloak.attestation.core.evidence import Links
 from raycloak.attestation.core.roster import Query
 from raycloak.attestation.orchestrator.commits import StepCommit
 from raycloak.attestation.sealed.sealed_data import SealedSource
@@ -64,6 +65,7 @@ class AdmittedRun:
         committed: steps that earlier executions committed, by query.
         evaluation: terms of the sealed evaluation split; None if nothing sealed is measured.
         evidence_class: the weakest that a member presented.
+        links: what evidence shows of the links between a worker's GPUs; None without a GPU.
         colocated: whether an aggregator runs on the orchestrator's node.
         rollback_witness: whether the ledger has a witness on other storage.
     """
@@ -78,6 +80,7 @@ class AdmittedRun:
     membership: Membership
     metrics: RunMetrics
     evidence_class: str
+    links: Links | None
     colocated: bool
     rollback_witness: bool
 
@@ -147,6 +150,7 @@ def admit(
         membership=membership,
         metrics=reporter.admitted(manifest, plan, view, membership.members.departures.all),
         evidence_class=view.evidence_class,
+        links=view.links or ("not attested" if manifest.computation.numerics.gpu is not None else None),
         colocated=_is_colocated(order, membership),
         rollback_witness=ledger.rollback_witness,
     )

@@ -298,6 +298,7 @@ class Coordinator:
             loads=tuple((load.after_step, load.step) for load in control.orchestrator.loads()),
             released=self.order.folder.released(),
             evidence_class=admitted.evidence_class,
+            links=admitted.links,
             outcomes=tuple(training.outcomes),
             measurement_outcomes=tuple(training.measurement_outcomes),
             colocated=admitted.colocated,

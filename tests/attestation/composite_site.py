@@ -17,6 +17,7 @@ from tests.attestation.conftest import MEASUREMENT, NOW, Member, Session
 from tests.simulators.gpu import SimulatedGpu, SimulatedGpuVendor
 from tests.simulators.snp import GENUINE_REPORT, ReportVariant, SimulatedAmd, SimulatedMachine
 from tests.simulators.snp_pki import AuthorityKeys
+from tests.simulators.switch import SwitchedMachine, switch_references, switched_machine
 
 NONCE = b"n" * 32
 
@@ -30,6 +31,7 @@ class Site:
     gpus: tuple[SimulatedGpu, ...]
     policy: Policy
     collateral: CollateralBundle
+    machine_of_switches: SwitchedMachine
     member: Member = field(init=False)
 
     def __post_init__(self) -> None:
@@ -44,6 +46,17 @@ class Site:
         presented = Presentation(**fields, quote=b"", quote_family="sev_snp", certificates=self.machine.certificates)
         quote = self.machine.report(expected_report_data(presented), MEASUREMENT, variant)
         return presented.model_copy(update={"quote": quote})
+
+    def switched(self, machine: SwitchedMachine | None = None, **changes: Any) -> Presentation:
+        """Return a presentation with the GPUs and switches of a machine in protected-PCIe mode."""
+        over, shown = gpu_nonce(NONCE, self.member.hpke.public), machine or self.machine_of_switches
+        fields = {"gpu_evidence": shown.collect(over), "switch_evidence": shown.collect_switches(over)}
+        return self.presentation(**(fields | changes))
+
+    @property
+    def clear_links(self) -> Policy:
+        """The policy that accepts protected-PCIe mode."""
+        return self.policy.model_copy(update={"nvidia_gpu": GpuRules(allow_ppcie=True)})
 
     def appraise(self, presentation: Presentation, **changes: Any) -> Appraisal:
         envelope = seal(presentation, self.member.identity)
@@ -60,7 +73,7 @@ class Site:
 def composite_site(session: Session, amd_keys: AuthorityKeys) -> Site:
     """Return a new site; its policy is strict but for accepting simulated evidence."""
     amd, nvidia = SimulatedAmd("Genoa", amd_keys), SimulatedGpuVendor.create()
-    gpus = (nvidia.gpu(), nvidia.gpu())
+    gpus, switched = (nvidia.gpu(), nvidia.gpu()), switched_machine(nvidia)
     references = nvidia.references()
     root = Anchor(evidence_class=EvidenceClass.SIMULATED, family="sev_snp", root_der=amd.root_der)
     policy = Policy(
@@ -74,7 +87,9 @@ def composite_site(session: Session, amd_keys: AuthorityKeys) -> Site:
     collateral = CollateralBundle(
         tdx=session.collateral.tdx,
         snp_vcek_crls=(amd.crl(NOW),),
-        gpu_rims=tuple(each for each in (references.driver, references.vbios) if each),
-        gpu_ocsp=tuple(answer for gpu in gpus for answer in nvidia.ocsp(gpu, NOW)),
+        gpu_rims=tuple(each for each in (references.driver, references.vbios, switch_references(nvidia)) if each),
+        gpu_ocsp=tuple(
+            answer for each in (*gpus, *switched.gpus, *switched.switches) for answer in nvidia.ocsp(each, NOW)
+        ),
     )
-    return Site(session, amd.machine(), gpus, policy, collateral)
+    return Site(session, amd.machine(), gpus, policy, collateral, switched)

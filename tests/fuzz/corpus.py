@@ -16,6 +16,7 @@ from raycloak.attestation.vectors.check import answers_of, references_of
 from raycloak.attestation.vectors.index import VectorCase, read_index
 from raycloak.coordinator.proof.bundle import RecordPart, RecordParts, put_bundle
 from raycloak.metrics.errors import RaycloakError
+from tests.simulators.switch import simulated_switch
 from tests.simulators.gpu import SimulatedGpuVendor
 
 NOW = 1_800_000_000
@@ -43,6 +44,8 @@ def simulated() -> Iterator[Seed]:
     yield "tdx_quote", quote
     yield "gpu_report", gpu.report(bytes(32))
     yield "gpu_evidence", gpu.evidence(bytes(32))
+    yield "switch_evidence", simulated_switch(gpus, [gpu.device_id]).evidence(bytes(32))
+    yield "device_ids", 2 * gpu.device_id + bytes(8)
     yield from (("gpu_rim", each) for each in manifests)
     yield from (("gpu_ocsp", each) for each in answers)
     yield "tdx_collateral", collateral.encode()

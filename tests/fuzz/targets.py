@@ -10,10 +10,10 @@ from pathlib import Path
 from raycloak.attestation.appraisal.appraisal import open_presentation
 from raycloak.attestation.collateral.encoding import bytes_of, decode
 from raycloak.attestation.core.canonical import read_json
-from raycloak.attestation.core.evidence import Collateral, CollateralBundle, GpuEvidence
+from raycloak.attestation.core.evidence import Collateral, CollateralBundle, GpuEvidence, SwitchEvidence
 from raycloak.attestation.core.messages import Envelope, parse
 from raycloak.attestation.gpu.ocsp import find_answers
-from raycloak.attestation.gpu.report import parse_device_report
+from raycloak.attestation.gpu.report import device_ids, parse_device_report
 from raycloak.attestation.gpu.rim import read_rim
 from raycloak.attestation.policy.policy import load_policy
 from raycloak.attestation.snp.cert_table import certificates_in, read_table
@@ -96,6 +96,8 @@ TARGETS = {
         Target("snp_report", parse_report, (EvidenceError,), own=True),
         Target("snp_cert_table", read_table, (EvidenceError,), own=True),
         Target("gpu_report", lambda data: parse_device_report(data, "GPU"), (EvidenceError,), own=True),
+        Target("switch_evidence", lambda data: parse(SwitchEvidence, data), (ProtocolError,), own=False),
+        Target("device_ids", device_ids, (EvidenceError,), own=True),
         Target("encoding", _encoding, (ValueError, LookupError), own=True),
         Target("gpu_rim", _rim, (EvidenceError,), own=False),
         Target("gpu_ocsp", lambda data: find_answers([data], ()), (), own=False),

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Final, Self
+from typing import Final, Protocol, Self
 
 from cryptography.hazmat.primitives.asymmetric.ec import SECP384R1, generate_private_key
 
@@ -67,6 +67,13 @@ class GpuVariant:
 GENUINE: Final = GpuVariant()
 
 
+class Certified(Protocol):
+    """A device with a chain of this vendor."""
+
+    @property
+    def credentials(self) -> tuple[GpuCredential, ...]: ...
+
+
 class SimulatedGpu:
     """One simulated device.
 
@@ -76,7 +83,7 @@ class SimulatedGpu:
     """
 
     def __init__(self, credentials: tuple[GpuCredential, ...], chip: str, fwid: bytes, device_id: bytes) -> None:
-        self.credentials = credentials
+        self.credentials: tuple[GpuCredential, ...] = credentials
         self.chip = chip
         self.device_id = device_id
         self._fwid = fwid
@@ -185,7 +192,7 @@ class SimulatedGpuVendor:
         """Make another signer of reference values."""
         return issue("RIM Signer", self._rim_ca, valid_until=valid_until)
 
-    def ocsp(self, gpu: SimulatedGpu, now: int, variants: Mapping[int, OcspVariant] | None = None) -> tuple[bytes, ...]:
+    def ocsp(self, gpu: Certified, now: int, variants: Mapping[int, OcspVariant] | None = None) -> tuple[bytes, ...]:
         """Answer about boot ROM (position 1), provisioner (2) and family (3), an hour old at unix second ``now``."""
         at = datetime.fromtimestamp(now - _ANSWER_AGE_S, UTC)
         chosen = variants or {}

@@ -281,7 +281,7 @@ def test_any_bytes_get_a_refusal_and_no_other_error(body: bytes, signature: byte
     assert refused.value.code == "evidence_malformed"
 
 
-UNCHANGED = ("role", "gpu_evidence", "quote_family", "certificates")
+UNCHANGED = ("role", "gpu_evidence", "switch_evidence", "quote_family", "certificates")
 
 
 @given(st.data())

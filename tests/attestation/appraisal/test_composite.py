@@ -10,6 +10,7 @@ from raycloak.attestation.appraisal.appraisal import Appraisal, verify_guest
 from raycloak.attestation.appraisal.eat import claims_set
 from raycloak.attestation.appraisal.enrolment import Enrolment, check_enrolment
 from raycloak.attestation.core.evidence import EvidenceClass
+from raycloak.attestation.core.report_data import expected_report_data
 from raycloak.attestation.gpu.verify import gpu_nonce
 from raycloak.attestation.policy.policy import Policy
 from raycloak.attestation.snp.report import parse_report
@@ -58,6 +59,41 @@ def test_gpus_that_the_guest_does_not_vouch_for_are_not_bound(site: Site) -> Non
     honest = site.presentation()
     swapped = honest.model_copy(update={"gpu_evidence": honest.gpu_evidence[::-1]})
     assert site.refusal(swapped) == "key_not_bound"
+
+
+def test_gpus_in_clear_mode_come_with_their_switches(site: Site) -> None:
+    appraisal = site.appraise(site.switched(), policy=site.clear_links)
+    assert len(appraisal.switches) == 2
+    assert appraisal.links == "clear over attested switches"
+    assert appraisal.expires_at <= min(switch.expires_at for switch in appraisal.switches)
+    steps = dict(appraisal.steps)
+    assert steps["switch 1 mode"] == "locked"
+    assert steps["links"] == appraisal.links
+    claims = claims_set(appraisal)
+    assert set(claims["submods"]) == {"gpu-0", "gpu-1", "switch-0", "switch-1"}
+    assert claims["links"] == appraisal.links
+    assert site.refusal(site.switched()) == "gpu_state", "the policy accepts no such mode"
+    assert site.appraise(site.presentation()).links == "encrypted"
+
+
+def test_switches_that_the_guest_does_not_vouch_for_are_not_bound(site: Site) -> None:
+    honest = site.switched()
+    swapped = honest.model_copy(update={"switch_evidence": honest.switch_evidence[::-1]})
+    without = honest.model_copy(update={"switch_evidence": ()})
+    assert site.refusal(swapped, policy=site.clear_links) == "key_not_bound"
+    assert site.refusal(without, policy=site.clear_links) == "key_not_bound"
+    assert site.refusal(site.switched(switch_evidence=()), policy=site.clear_links) == "switch_missing"
+    first, *_ = honest.switch_evidence
+    assert site.refusal(site.switched(switch_evidence=(first, first)), policy=site.clear_links) == "switch_doubled"
+
+
+def test_report_data_tells_code_and_switches_apart(site: Site) -> None:
+    """Each is a field of its own, whichever of them is empty."""
+    shown = site.switched()
+    code = shown.model_copy(update={"switch_evidence": (), "code": b"c" * 32})
+    both = shown.model_copy(update={"code": b"c" * 32})
+    bare = shown.model_copy(update={"switch_evidence": ()})
+    assert len({expected_report_data(each) for each in (shown, code, both, bare)}) == 4
 
 
 def test_an_aggregator_presents_no_gpu(site: Site) -> None:

@@ -42,8 +42,7 @@ class Hall:
         self.machine, self.other = switched_machine(self.vendor), switched_machine(self.vendor)
         of_gpus = self.vendor.references()
         self.rims = [each for each in (of_gpus.driver, of_gpus.vbios) if each] + [switch_references(self.vendor)]
-        # Only the chain counts.
-        devices: list[Any] = [each for one in (self.machine, self.other) for each in (*one.gpus, *one.switches)]
+        devices = [each for one in (self.machine, self.other) for each in (*one.gpus, *one.switches)]
         self.ocsp = [answer for each in devices for answer in self.vendor.ocsp(each, NOW)]
         self.terms = VerifierTerms(self.vendor.anchors, (EvidenceClass.SIMULATED,), NOW)
         self.rules = GpuRules(allow_ppcie=True)
@@ -115,7 +114,7 @@ def test_a_doubled_switch_is_refused(hall: Hall) -> None:
 def test_a_foreign_switch_is_refused(hall: Hall) -> None:
     first, second = hall.machine.collect_switches(NONCE)
     elsewhere = simulated_switch(hall.vendor, [each.device_id for each in hall.machine.gpus])
-    ocsp: list[bytes] = [*hall.ocsp, *hall.vendor.ocsp(elsewhere, NOW)]  # type: ignore[arg-type]
+    ocsp = [*hall.ocsp, *hall.vendor.ocsp(elsewhere, NOW)]
     assert hall.code([first, second, elsewhere.evidence(NONCE)], ocsp=ocsp) == "switch_foreign"
     assert hall.code([first, elsewhere.evidence(NONCE)], ocsp=ocsp) == "switch_foreign"
 
@@ -136,13 +135,13 @@ def test_a_switch_with_another_gpus_ids_is_refused(hall: Hall) -> None:
     first = simulated_switch(hall.vendor, ids)
     second = simulated_switch(hall.vendor, [ids[0], hall.other.gpus[0].device_id])
     machine = SwitchedMachine(hall.machine.gpus, (first, second))
-    answers = [answer for each in machine.switches for answer in hall.vendor.ocsp(each, NOW)]  # type: ignore[arg-type]
+    answers = [answer for each in machine.switches for answer in hall.vendor.ocsp(each, NOW)]
     gpus = hall.gpus(*machine.collect(NONCE))
     assert hall.code(machine.collect_switches(NONCE), gpus, ocsp=hall.ocsp + answers) == "switch_other_gpus"
     # Of two GPUs, one in each order: the same 64 bits do not stand for both.
     mixed = simulated_switch(hall.vendor, [ids[0], ids[1][::-1]])
     machine = SwitchedMachine(hall.machine.gpus, (mixed,))
-    answers = list(hall.vendor.ocsp(mixed, NOW))  # type: ignore[arg-type]
+    answers = list(hall.vendor.ocsp(mixed, NOW))
     gpus = hall.gpus(*machine.collect(NONCE))
     assert hall.code(machine.collect_switches(NONCE), gpus, ocsp=hall.ocsp + answers) == "switch_other_gpus"
 

@@ -24,6 +24,7 @@ from tests.attestation.orchestrator.test_orchestrator import Desk
 from tests.attestation.tdx.test_verify import QUOTE_VARIANTS, collateral_variants
 from tests.simulators.snp import SNP_SVN, ReportVariant
 from tests.simulators.snp_pki import AuthorityKeys
+from tests.simulators.switch import SwitchedMachine
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,24 @@ def _one_gpu_of_two(bench: Bench) -> None:
     site.appraise(site.presentation(gpu_evidence=site.gpu_evidence(site.gpus[0])))
 
 
+def _switched(bench: Bench, shown: Callable[[tuple[bytes, ...]], tuple[bytes, ...]]) -> None:
+    """Present, of the switches of a machine, those that ``shown`` picks."""
+    site = bench.site
+    switches = shown(site.switched().switch_evidence)
+    site.appraise(site.switched(switch_evidence=switches), policy=site.clear_links)
+
+
+def _switches_of_encrypted_gpus(bench: Bench) -> None:
+    site = bench.site
+    site.appraise(site.presentation(switch_evidence=site.switched().switch_evidence), policy=site.clear_links)
+
+
+def _switches_of_other_gpus(bench: Bench) -> None:
+    site = bench.site
+    claimed = SwitchedMachine(site.gpus, site.machine_of_switches.switches)
+    site.appraise(site.switched(claimed), policy=site.clear_links)
+
+
 PROVOKED: Final[Mapping[Refusal, Callable[[Bench], object]]] = MappingProxyType(
     {
         Refusal.EVIDENCE_TAMPERED: lambda b: b.changed(lambda p: {"quote": _flipped(p.quote)}),
@@ -141,6 +160,10 @@ PROVOKED: Final[Mapping[Refusal, Callable[[Bench], object]]] = MappingProxyType(
         ),
         Refusal.GPU_NOT_BOUND: _one_gpu_of_two,
         Refusal.GPU_STATE: _without_references,
+        Refusal.SWITCH_MISSING: lambda b: _switched(b, lambda all_: all_[1:]),
+        Refusal.SWITCH_DOUBLED: lambda b: _switched(b, lambda all_: (*all_, all_[0])),
+        Refusal.SWITCH_FOREIGN: _switches_of_encrypted_gpus,
+        Refusal.SWITCH_OTHER_GPUS: _switches_of_other_gpus,
         Refusal.RELEASE_DENIED: lambda b: b.desk().orchestrator.release("worker-0", 0, (0,)),
     }
 )
@@ -151,9 +174,13 @@ IN_NO_FILE: Final = {
     Refusal.PEER_NOT_BOUND,
     Refusal.CODE_UNLISTED,
     Refusal.GPU_NOT_BOUND,
+    Refusal.SWITCH_MISSING,
+    Refusal.SWITCH_DOUBLED,
+    Refusal.SWITCH_FOREIGN,
+    Refusal.SWITCH_OTHER_GPUS,
     Refusal.RELEASE_DENIED,
 }
-"""Refusals that need an orchestrator, a second member or a list of code; no recorded case can show them."""
+"""Refusals that need an orchestrator, several members or devices, or a list of code; no recorded case can show them."""
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +201,7 @@ def test_nothing_is_refused_that_is_as_it_should_be(session: Session, site: Site
     bench.honest()
     bench.changed(lambda _: {})
     site.appraise(site.presentation())
+    site.appraise(site.switched(), policy=site.clear_links)
     desk = bench.desk()
     desk.admit("worker-0")
     desk.orchestrator.release("worker-0", 0, (0,))
