@@ -39,7 +39,7 @@ class _Chain(ctypes.Structure):
     _fields_ = (("content", ctypes.c_uint8 * _CHAIN_BYTES), ("size", ctypes.c_uint32))
 
 
-class _Session(ctypes.Structure):
+class _NscqSession(ctypes.Structure):
     _fields_ = (("code", ctypes.c_int8), ("handle", ctypes.c_void_p))
 
 
@@ -77,7 +77,7 @@ class SwitchCollector:
 
 @contextmanager
 def _session(nscq: Any) -> Iterator[ctypes.c_void_p]:
-    nscq.nscq_session_create.restype = _Session
+    nscq.nscq_session_create.restype = _NscqSession
     created = nscq.nscq_session_create(ctypes.c_uint32(_MOUNT_DEVICES))
     # Positive codes are warnings.
     if created.code < 0 or not created.handle:

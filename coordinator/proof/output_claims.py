@@ -269,8 +269,8 @@ def verdict(case: ProofCase) -> NoReturn:
         raise NotThere(f"nobody signs it, and it is of step {steps}, not {case.steps}, {_BEHIND}")
     raise NotThere(
         "nobody signs it: steps, parameters, measurements, classes of evidence, links of GPUs, keys on one machine, "
-        "and the epsilon that it claims and was charged agree with the signed records. All else may have been edited, such "
-        "as epsilons against other adversaries, evaluation results, times and warnings"
+        "and the epsilon that it claims and was charged agree with the signed records. All else may have been edited, "
+        "such as epsilons against other adversaries, evaluation results, times and warnings"
     )
 
 

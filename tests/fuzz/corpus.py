@@ -16,8 +16,8 @@ from raycloak.attestation.vectors.check import answers_of, references_of
 from raycloak.attestation.vectors.index import VectorCase, read_index
 from raycloak.coordinator.proof.bundle import RecordPart, RecordParts, put_bundle
 from raycloak.metrics.errors import RaycloakError
-from tests.simulators.switch import simulated_switch
 from tests.simulators.gpu import SimulatedGpuVendor
+from tests.simulators.switch import simulated_switch
 
 NOW = 1_800_000_000
 Seed = tuple[str, bytes]

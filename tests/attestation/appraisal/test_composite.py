@@ -12,13 +12,14 @@ from raycloak.attestation.appraisal.enrolment import Enrolment, check_enrolment
 from raycloak.attestation.core.evidence import EvidenceClass
 from raycloak.attestation.core.report_data import expected_report_data
 from raycloak.attestation.gpu.verify import gpu_nonce
+from raycloak.attestation.orchestrator.admissions import admitted_body
 from raycloak.attestation.policy.policy import Policy
 from raycloak.attestation.snp.report import parse_report
 from raycloak.attestation.snp.rules import SnpRules
 from raycloak.attestation.trust.guest import GuestClaims
 from raycloak.metrics.errors import EvidenceError
 from tests.attestation.composite_site import NONCE, Site, composite_site
-from tests.attestation.conftest import Session
+from tests.attestation.conftest import NOW, Session
 from tests.simulators.snp_pki import AuthorityKeys
 
 
@@ -72,6 +73,9 @@ def test_gpus_in_clear_mode_come_with_their_switches(site: Site) -> None:
     claims = claims_set(appraisal)
     assert set(claims["submods"]) == {"gpu-0", "gpu-1", "switch-0", "switch-1"}
     assert claims["links"] == appraisal.links
+    entry = admitted_body(appraisal, NOW, b"")
+    assert entry["switches"] == [each.platform_id.hex() for each in appraisal.switches]
+    assert "switches" not in admitted_body(site.appraise(site.presentation()), NOW, b"")
     assert site.refusal(site.switched()) == "gpu_state", "the policy accepts no such mode"
     assert site.appraise(site.presentation()).links == "encrypted"
 

@@ -299,6 +299,11 @@ def a_verdict_of_examples_that_take_part_once(record, other):
     return _verdict(record, max_participations=1)
 
 
+@forgery("verdict.json", "it states links encrypted")
+def a_verdict_of_encrypted_links(record, other):
+    return _verdict(record, links="encrypted")
+
+
 @forgery("verdict.json", "evidence_class")
 def a_verdict_of_real_hardware(record, other):
     return _verdict(record, evidence_class="intel_tdx")

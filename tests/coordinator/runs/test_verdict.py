@@ -137,6 +137,13 @@ def test_hardware_evidence_is_named_and_never_called_simulated():
     assert row(hardware, "evidence") == "tdx"
 
 
+def test_links_are_shown_where_a_worker_has_a_gpu():
+    assert "links" not in [label for label, _ in verdict_rows(VERDICT)]
+    clear = replace(VERDICT, evidence_class="nvidia_gpu", links="clear over attested switches")
+    assert row(clear, "links") == "clear over attested switches"
+    assert row(replace(clear, evidence_class="simulated"), "links") == "clear over attested switches (SIMULATED)"
+
+
 @pytest.mark.parametrize("spelling", ["simulated", "SIMULATED", "Simulated"])
 def test_simulated_is_seen_in_any_spelling(spelling):
     assert replace(VERDICT, evidence_class=spelling).simulated
