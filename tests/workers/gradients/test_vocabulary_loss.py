@@ -19,6 +19,7 @@ from raycloak.workers.gradients.numerics import pin_numerics
 from raycloak.workers.gradients.parts import Part
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.row_memory import largest_rows, mechanism_of_rows, peak_bytes, scored_rows
+from raycloak.workers.gradients.sum_engines import PrivateEvaluationEngine
 from raycloak.workers.gradients.vocabulary_loss import HeadPart, ModelLosses
 from raycloak.workers.inputs.datasets import ArrayDataset, DatasetForm
 from raycloak.workers.models.losses import BuiltInLoss, next_token_cross_entropy, token_cross_entropy
@@ -27,6 +28,7 @@ from raycloak.workers.models.text_model import TextModel, as_text_model, heads_a
 from raycloak.workers.terms.loss import LossTerm
 from tests.tiny_text import SIZES, bert_config, gpt2_config
 from tests.workers.gradients.test_sensitivity import largest_move
+from tests.workers.terms.test_measurement import measurement
 
 ROWS, LENGTH, WORDS = 5, 9, 23
 
@@ -251,6 +253,17 @@ def test_scores_are_those_of_logits() -> None:
     with torch.no_grad():
         expected = float(next_token_cross_entropy(model.eval()(ids), labels).double().sum())
     assert total == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_measured_loss_is_that_of_logits() -> None:
+    model, (ids, labels) = tied(), batch()
+    of = measurement("evaluation", 1)
+    engine = PrivateEvaluationEngine(of, copy.deepcopy(model), next_token_cross_entropy)
+    rows = [(ids.numpy(), labels.numpy(), np.ones(ROWS, np.bool_))]
+    with torch.no_grad():
+        losses = next_token_cross_entropy(model.eval()(ids), labels).double()
+    expected = (losses.clamp(max=of.loss_bound) / of.loss_bound).sum() * of.unit
+    assert float(engine.clipped_sum(read_flat(model), rows)) == pytest.approx(float(expected), rel=1e-3)
 
 
 def test_a_loss_of_the_users_own_gets_logits() -> None:
