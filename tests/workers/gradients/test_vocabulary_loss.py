@@ -249,7 +249,7 @@ def test_more_rows_fit_without_logits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_scores_are_those_of_logits() -> None:
     model, (ids, labels) = tied(), batch()
     scorer = Scorer(copy.deepcopy(model), next_token_cross_entropy, "loss", 2)
-    total = scorer.total(ArrayDataset(ids.numpy(), labels.numpy()), np.arange(ROWS))
+    total = scorer.scores(ArrayDataset(ids.numpy(), labels.numpy()), np.arange(ROWS)).total
     with torch.no_grad():
         expected = float(next_token_cross_entropy(model.eval()(ids), labels).double().sum())
     assert total == pytest.approx(expected, rel=1e-6)
