@@ -728,7 +728,7 @@ def _tolerance_of_gradients(module: nn.Module, wholes: Iterable[Tensor | None]) 
 
     Under autocast one that is zero but for rounding, as that of a key's bias, is as uncertain as the largest.
     """
-    if not has_autocast(module):
+    if in_full_precision(module):
         return _FLOAT32_SUMS
     return replace(_NARROW, size=max((float(each.abs().max()) for each in wholes if each is not None), default=1.0))
 

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from raycloak.metrics.errors import ModelError
-from raycloak.workers.gradients import taps
+from raycloak.workers.gradients import model_checks, taps
 from raycloak.workers.gradients.clipping import ClippedSum
 from raycloak.workers.gradients.gradient_parts import GradientParts
-from raycloak.workers.gradients.model_checks import check_trainable
+from raycloak.workers.gradients.model_checks import check_rows, check_trainable
 from raycloak.workers.gradients.numerics import pin_numerics
 from raycloak.workers.gradients.parts import Part
-from raycloak.workers.gradients.row_memory import largest_rows
+from raycloak.workers.gradients.row_memory import largest_rows, mechanism_of_rows
 from raycloak.workers.inputs.datasets import DatasetForm
 from raycloak.workers.models.compute_mode import ComputeMode, has_autocast, in_full_precision, remove_autocast
 from raycloak.workers.models.losses import cross_entropy, next_token_cross_entropy
@@ -320,6 +320,17 @@ def test_a_frozen_base_in_bfloat16_with_float32_adapters_is_computed_again_and_i
     features, labels = blocks_of_text()
     parts = GradientParts(module, next_token_cross_entropy)(features, labels)
     assert largest_move(parts, 2.0**-10) <= 1
+
+
+def test_a_frozen_base_in_bfloat16_is_compared_as_its_type_rounds() -> None:
+    """Its rows alone and its whole batch come from different products, each rounded to eight bits."""
+    module = text_model("llama lora", narrow=True)
+    wholes = [torch.ones(2, 2)]
+    assert model_checks._tolerance_of_gradients(module, wholes) == model_checks._NARROW
+    assert model_checks._tolerance_of_gradients(text_model("llama lora"), wholes) == model_checks._FLOAT32_SUMS
+    trained = sum(each.numel() for each in module.parameters() if each.requires_grad)
+    check_trainable(module, TEXT, next_token_cross_entropy, vocabulary=60)
+    check_rows(module, TEXT, next_token_cross_entropy, [mechanism_of_rows(trained, 4)], vocabulary=60)
 
 
 def test_an_adapter_takes_larger_micro_batches_where_blocks_are_computed_again() -> None:
