@@ -36,7 +36,7 @@ def work(name: str, mode: str) -> Any:
 
     from raycloak.workers.gradients.clipping import GradientEngine
     from raycloak.workers.gradients.numerics import pin_numerics
-    from raycloak.workers.gradients.row_memory import _mechanism
+    from raycloak.workers.gradients.row_memory import mechanism_of_rows
     from raycloak.workers.models.compute_mode import ComputeMode
     from raycloak.workers.models.losses import cross_entropy, next_token_cross_entropy
     from raycloak.workers.models.models import read_flat
@@ -56,7 +56,7 @@ def work(name: str, mode: str) -> Any:
         features = labels = draw.integers(4000, size=(rows, 128))
     ComputeMode(*MODES[mode]).apply(module)
     parameters = read_flat(module)
-    engine = GradientEngine(module, loss, _mechanism(parameters.size, rows))
+    engine = GradientEngine(module, loss, mechanism_of_rows(parameters.size, rows))
     batch = (features, labels, np.ones(rows, np.bool_))
     return lambda: engine.clipped_sum(parameters, [batch])
 
