@@ -10,8 +10,8 @@ from raycloak.metrics.errors import EvidenceError
 from tests.attestation.conftest import Session
 
 
-def test_there_are_26_refusals_and_each_is_an_evidence_error() -> None:
-    assert len(Refusal) == 26
+def test_there_are_30_refusals_and_each_is_an_evidence_error() -> None:
+    assert len(Refusal) == 30
     for code in Refusal:
         with pytest.raises(EvidenceError) as refused:
             refuse(code, "no")

@@ -17,6 +17,7 @@ FIELDS: dict[str, Any] = {
     "known_answer": b"k" * 32,
     "gpu_evidence": (b"gpu 0", b"gpu 1"),
     "code": b"",
+    "switch_evidence": (),
 }
 
 
@@ -27,11 +28,14 @@ def report_data(**fields: Any) -> bytes:
 
 def test_report_data_is_the_documented_hash() -> None:
     gpus = hashlib.sha384(length_prefixed("raycloak/gpu-evidence/v1", b"gpu 0", b"gpu 1")).digest()
-    ordered = [FIELDS[name] for name in list(FIELDS)[:-2]]
+    ordered = [FIELDS[name] for name in list(FIELDS)[:-3]]
     expected = hashlib.sha512(length_prefixed("raycloak/attest/v1", *ordered, gpus, 2)).digest()
     assert report_data(**FIELDS) == expected
     with_code = hashlib.sha512(length_prefixed("raycloak/attest/v1", *ordered, gpus, 2, b"c" * 32)).digest()
     assert report_data(**FIELDS | {"code": b"c" * 32}) == with_code
+    switches = hashlib.sha384(length_prefixed("raycloak/switch-evidence/v1", b"switch 0")).digest()
+    with_switches = length_prefixed("raycloak/attest/v1", *ordered, gpus, 2, b"", switches)
+    assert report_data(**FIELDS | {"switch_evidence": (b"switch 0",)}) == hashlib.sha512(with_switches).digest()
     assert len(expected) == 64
 
 
@@ -56,6 +60,11 @@ CHANGES = [
     {"gpu_evidence": (b"gpu 0gpu 1",)},
     {"code": b"c" * 32},
     {"code": b"d" * 32},
+    {"switch_evidence": (b"switch 0", b"switch 1")},
+    {"switch_evidence": (b"switch 1", b"switch 0")},
+    {"switch_evidence": (b"switch 0switch 1",)},
+    {"code": b"c" * 32, "switch_evidence": (b"switch 0",)},
+    {"switch_evidence": (b"switch 0",)},
 ]
 
 

@@ -209,6 +209,8 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
 
         def admitted(manifest, evidence_class):
             metrics = made(manifest, evidence_class)
+            # As the GPUs of the readings would, which no worker here has.
+            metrics.gpu_memory_taken(2**30)
             exporter.add(metrics)
             prometheus.sees(f'raycloak_run_info{{run="{manifest.run_id}"}}')
             return metrics

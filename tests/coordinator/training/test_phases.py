@@ -36,7 +36,7 @@ def failure(kind, home, **arguments) -> tuple[Exception, WholeRun]:
     return error.value, run
 
 
-def test_the_evaluator_is_built_once_workers_were_asked_to_open_their_data(tmp_path):
+def test_the_public_split_is_opened_once_workers_were_asked_to_open_their_data(tmp_path):
     """So that no worker waits for it; what is wrong with it still ends the run before anything is charged."""
     asked: list[int] = []
     run = whole_run(tmp_path)
@@ -45,7 +45,7 @@ def test_the_evaluator_is_built_once_workers_were_asked_to_open_their_data(tmp_p
         asked.append(len(run.stage.calls("prepare")))
         raise DatasetError("dataset_unreadable", "no split.", "Give one.")
 
-    run.coordinator.order = replace(run.coordinator.order, evaluator=build)
+    run.coordinator.order = replace(run.coordinator.order, public=build)
     with pytest.raises(DatasetError, match="no split"):
         run.train()
     assert asked == [3]
