@@ -24,8 +24,9 @@ from raycloak.attestation.core.evidence import (
 from raycloak.attestation.core.keys import mlkem_public, signature_is_valid
 from raycloak.attestation.core.messages import Envelope, parse
 from raycloak.attestation.core.report_data import expected_report_data
-from raycloak.attestation.gpu.switches import SwitchClaims, links_of, verify_switches
-from raycloak.attestation.gpu.verify import GpuClaims, gpu_nonce, verify_gpus
+from raycloak.attestation.gpu.device import DeviceClaims
+from raycloak.attestation.gpu.switches import links_of, verify_switches
+from raycloak.attestation.gpu.verify import gpu_nonce, verify_gpus
 from raycloak.attestation.policy.policy import Policy
 from raycloak.attestation.snp.rules import KeyKind
 from raycloak.attestation.snp.verify import verify_snp
@@ -85,8 +86,8 @@ class Appraisal:
     measurement: bytes
     platform_id: bytes
     names_machine: bool
-    gpus: tuple[GpuClaims, ...]
-    switches: tuple[SwitchClaims, ...]
+    gpus: tuple[DeviceClaims, ...]
+    switches: tuple[DeviceClaims, ...]
     facts: tuple[Fact, ...]
     hwmodel: str
     dbgstat: str
@@ -192,7 +193,7 @@ def verify_guest(
 
 def _verify_devices(
     presentation: Presentation, policy: Policy, collateral: CollateralBundle, terms: VerifierTerms
-) -> tuple[tuple[GpuClaims, ...], tuple[SwitchClaims, ...]]:
+) -> tuple[tuple[DeviceClaims, ...], tuple[DeviceClaims, ...]]:
     """Verify the GPUs of the presentation, exactly as many as the policy asks for, and the switches between them."""
     rules, nonce = policy.nvidia_gpu, gpu_nonce(presentation.nonce, presentation.hpke_key)
     published = {"rims": collateral.gpu_rims, "ocsp": collateral.gpu_ocsp}
@@ -254,12 +255,12 @@ def _result(
     envelope: Envelope,
     presentation: Presentation,
     claims: GuestClaims,
-    gpus: tuple[GpuClaims, ...],
-    switches: tuple[SwitchClaims, ...],
+    gpus: tuple[DeviceClaims, ...],
+    switches: tuple[DeviceClaims, ...],
     policy: Policy,
     now: int,
 ) -> Appraisal:
-    devices: tuple[GpuClaims | SwitchClaims, ...] = (*gpus, *switches)
+    devices: tuple[DeviceClaims, ...] = (*gpus, *switches)
     return Appraisal(
         member_id=presentation.member_id,
         role=presentation.role,
@@ -288,8 +289,8 @@ def _result(
 def _steps(
     presentation: Presentation,
     claims: GuestClaims,
-    gpus: tuple[GpuClaims, ...],
-    switches: tuple[SwitchClaims, ...],
+    gpus: tuple[DeviceClaims, ...],
+    switches: tuple[DeviceClaims, ...],
     policy: Policy,
 ) -> tuple[tuple[str, str], ...]:
     of_gpus = ((f"GPU {i} {step}", verdict) for i, gpu in enumerate(gpus) for step, verdict in gpu.steps)

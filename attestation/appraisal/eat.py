@@ -8,8 +8,7 @@ import hashlib
 from typing import Any, Final
 
 from raycloak.attestation.appraisal.appraisal import Appraisal
-from raycloak.attestation.gpu.switches import SwitchClaims
-from raycloak.attestation.gpu.verify import GpuClaims
+from raycloak.attestation.gpu.device import DeviceClaims
 
 _RANDOM_UEID: Final = b"\x01"  # RFC 9711, 4.2.1: a type byte, then 16, 24 or 32 bytes
 
@@ -35,7 +34,7 @@ def ueid(platform_id: bytes) -> bytes:
     return _RANDOM_UEID + (platform_id if len(platform_id) == 16 else hashlib.sha256(platform_id).digest())
 
 
-def _device_claims(device: GpuClaims | SwitchClaims) -> dict[str, Any]:
+def _device_claims(device: DeviceClaims) -> dict[str, Any]:
     debug = {"dbgstat": device.dbgstat} if device.dbgstat else {}
     return {
         "eat_nonce": _text(device.report_data),

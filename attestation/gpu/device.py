@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import product
-from typing import Final, TypeVar
+from typing import Final
 
 from cryptography import x509
 from cryptography.x509.oid import NameOID, ObjectIdentifier
 
-from raycloak.attestation.core.evidence import EvidenceClass, Refusal, refuse
+from raycloak.attestation.core.evidence import EvidenceClass, GpuEvidence, Refusal, SwitchEvidence, refuse
 from raycloak.attestation.gpu.ocsp import check_answers, check_coverage, check_current, find_answers
 from raycloak.attestation.gpu.report import DEVICE_ID_BYTES, DeviceReport, Opaque, parse_device_report
 from raycloak.attestation.gpu.rim import GoldenValues, Rim, read_rim, verify_rim
@@ -32,8 +32,8 @@ from raycloak.attestation.trust.certificates import (
 from raycloak.attestation.trust.roots import Anchor, VerifierTerms
 from raycloak.metrics.errors import EvidenceError
 
-R = TypeVar("R")
-C = TypeVar("C")
+Manifests = Mapping[str, bytes | None]
+"""Signed reference values of a device, XML, by the part that they describe: ``driver`` or ``VBIOS``."""
 
 CHAIN_LENGTH: Final = 5  # firmware, boot ROM, provisioner, family, device root
 _FIRMWARE_LEAF: Final = "FMC LF"
@@ -49,6 +49,40 @@ def chip_family(name: str) -> str:
     """Return the family of a chip's name: ``GH`` for the GPU ``GH100``, ``LS`` for the switch ``LS_10``; else empty."""
     found = _CHIP.match(name)
     return found[1] if found else ""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceClaims:
+    """The claims of a verified report, named as in RFC 9711 where that has a name.
+
+    Attributes:
+        evidence_class: class of the anchor whose root verified the report.
+        platform_id: SHA-384 of the boot ROM's public key, 48 bytes: one per device, whatever its firmware.
+        measurement: SHA-384 over all measurements in the order of their indices, 48 bytes.
+        report_data: the nonce of the request, 32 bytes.
+        hwmodel: the model that the device's certificate names.
+        dbgstat: ``disabled`` if it was compared with reference values, empty if that is unknown.
+        mode: of a GPU its mode of confidential computing, ``not stated`` if the report does not say and the rules
+            allow that; of a switch ``locked``.
+        uncovered: measurements, from 1, that are in no reference manifest.
+        expires_at: unix seconds at which a certificate, OCSP answer or manifest signer stops being valid.
+        device_id: the id by which NVLink devices name it, 8 bytes; empty if its certificate has none.
+        linked: ids of the devices at its links, 8 bytes each; empty if it reports none. Of a switch as it writes them.
+        steps: (step, verdict) in the order in which they were taken.
+    """
+
+    evidence_class: EvidenceClass
+    platform_id: bytes
+    measurement: bytes
+    report_data: bytes
+    hwmodel: str
+    dbgstat: str
+    mode: str
+    uncovered: tuple[int, ...]
+    expires_at: int
+    device_id: bytes
+    linked: frozenset[bytes]
+    steps: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +107,6 @@ class Device:
     answers: int
     instant: datetime
     expires_at: int
-
-    @property
-    def platform_id(self) -> bytes:
-        """SHA-384 of the boot ROM's public key, 48 bytes: one per device, whatever its firmware."""
-        return key_id(self.chain[1])
-
-    @property
-    def model(self) -> str:
-        """The chip's name in the boot ROM's certificate, which NVIDIA issues, such as ``GH100``."""
-        return common_name(self.chain[1]).partition(" ")[0]
 
     @property
     def device_id(self) -> bytes:
@@ -138,39 +162,48 @@ class Device:
         return tuple(sorted(index + 1 for index in values))
 
     def _check_fit(self, what: str, described: GoldenValues) -> None:
-        version, family = versions_of(self.report)[what], chip_family(common_name(self.chain[0]))
+        version, family = _versions(self.report)[what], chip_family(common_name(self.chain[0]))
         if not version or described.version.casefold() != version.casefold():
             told = f"{described.version!r}, the {self.what} runs {version!r}"
             refuse(Refusal.GPU_STATE, f"the {what} manifest is for version {told}")
         if chip_family(described.product) not in ("", family):
             refuse(Refusal.GPU_STATE, f"the {what} manifest is for {described.product!r}, which the {self.what} is not")
 
-    def steps(self, mode: str, compared: tuple[int, ...]) -> tuple[tuple[str, str], ...]:
-        """Return (step, verdict) in the order in which they were taken."""
+    def claims(self, mode: str, compared: tuple[int, ...], linked: frozenset[bytes]) -> DeviceClaims:
+        """Return the claims of the device, in a ``mode`` that was judged.
+
+        Args:
+            compared: from :meth:`compared`.
+            linked: ids of the devices at its links.
+        """
+        measured = self.report.measurements
+        uncovered = tuple(sorted(measured.keys() - set(compared)))
         covered = f"{len(compared)} equal their reference values" if compared else "not compared"
-        uncovered = self.uncovered(compared)
         if compared and uncovered:
             covered += f"; in no reference manifest: {', '.join(map(str, uncovered))}"
-        return (
-            ("parse", f"{len(self.report.measurements)} measurements"),
-            ("root", self.anchor.evidence_class.value),
-            ("signatures", "report and device chain"),
-            ("revocation", f"{self.answers} OCSP answers" if self.answers else "not checked"),
-            ("collateral", f"until {self.expires_at}"),
-            ("nonce", self.report.nonce.hex()),
-            ("mode", mode),
-            ("measurements", covered),
+        return DeviceClaims(
+            evidence_class=self.anchor.evidence_class,
+            platform_id=key_id(self.chain[1]),
+            measurement=hashlib.sha384(b"".join(measured[index] for index in sorted(measured))).digest(),
+            report_data=self.report.nonce,
+            hwmodel=common_name(self.chain[1]),
+            dbgstat="disabled" if compared else "",
+            mode=mode,
+            uncovered=uncovered,
+            expires_at=self.expires_at,
+            device_id=self.device_id,
+            linked=linked,
+            steps=(
+                ("parse", f"{len(measured)} measurements"),
+                ("root", self.anchor.evidence_class.value),
+                ("signatures", "report and device chain"),
+                ("revocation", f"{self.answers} OCSP answers" if self.answers else "not checked"),
+                ("collateral", f"until {self.expires_at}"),
+                ("nonce", self.report.nonce.hex()),
+                ("mode", mode),
+                ("measurements", covered),
+            ),
         )
-
-    def uncovered(self, compared: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the measurements, from 1, that were not ``compared``."""
-        return tuple(sorted(self.report.measurements.keys() - set(compared)))
-
-    @property
-    def measurement(self) -> bytes:
-        """SHA-384 over all measurements in the order of their indices, 48 bytes."""
-        measured = self.report.measurements
-        return hashlib.sha384(b"".join(measured[index] for index in sorted(measured))).digest()
 
 
 def verify_device(
@@ -181,7 +214,7 @@ def verify_device(
     *,
     what: str,
     nonce: bytes,
-    manifests: Mapping[str, bytes | None],
+    manifests: Manifests,
     ocsp: Sequence[bytes],
 ) -> Device:
     """Verify a device's ``report`` in all but its state.
@@ -194,7 +227,6 @@ def verify_device(
         chain: the device's certificates, each entry DER or PEM, leaf first.
         terms: with roots of family ``nvidia_gpu``, and of ``nvidia_rim`` for reference values of the same class.
         nonce: 32 bytes that the report must be over.
-        manifests: reference values by what they describe, XML; None where there are none.
         ocsp: answers, DER. Only answers about this chain and the manifests' signers count.
 
     Raises:
@@ -239,52 +271,64 @@ def verify_device(
     )
 
 
-def fitting_manifests(
-    report: bytes, chain: Sequence[bytes], rims: Sequence[bytes], what: str, parts: Sequence[str]
-) -> Iterator[dict[str, bytes | None]]:
+def verify_presented(
+    device: GpuEvidence | SwitchEvidence,
+    rims: Sequence[bytes],
+    *,
+    what: str,
+    parts: Sequence[str],
+    verify: Callable[[Manifests], DeviceClaims],
+    foreign: Refusal,
+) -> DeviceClaims:
+    """Return what ``verify`` returns with the first combination of fitting manifests that it does not refuse.
+
+    Args:
+        rims: reference values for any version that may occur, XML.
+        parts: those of which such a device has a manifest.
+        foreign: the code of a report over another nonce.
+
+    Raises:
+        EvidenceError: that of the last combination, if each is refused as ``gpu_state``.
+    """
+    fitting = list(_fitting(device, rims, what, parts))
+    try:
+        for manifests in fitting[:-1]:
+            try:
+                return verify(manifests)
+            except EvidenceError as error:
+                # A state may differ because these are of another board. Any other refusal holds for all.
+                if error.code != Refusal.GPU_STATE:
+                    raise
+        return verify(fitting[-1])
+    except EvidenceError as error:
+        if error.code == Refusal.NONCE_FOREIGN:
+            refuse(foreign, f"a {what}'s report is not over the nonce of this worker and its key")
+        raise
+
+
+def _fitting(
+    device: GpuEvidence | SwitchEvidence, rims: Sequence[bytes], what: str, parts: Sequence[str]
+) -> Iterator[Manifests]:
     """Yield each combination of manifests, one of each of ``parts``, that claims to fit a device's chip and versions.
 
     Boards of several kinds share a version number, so that several may claim it. None stands for a missing one.
-
-    Args:
-        parts: ``driver`` and ``VBIOS``, as far as such a device has them.
-
-    Raises:
-        EvidenceError: ``evidence_malformed``, or ``chain_broken`` if the firmware's certificate cannot be read.
     """
-    parsed = parse_device_report(report, what)
+    parsed = parse_device_report(device.report, what)
     try:
-        family = chip_family(common_name(read_presented(chain[0])[0]))
+        family = chip_family(common_name(read_presented(device.chain[0])[0]))
     except (IndexError, ValueError):
         refuse(Refusal.CHAIN_BROKEN, f"the certificate of a {what}'s firmware is missing or cannot be read")
     stated = [(data, read_rim(data, "reference")) for data in rims]
-    fitting = [(data, rim.stated_version) for data, rim in stated if chip_family(rim.stated_product) == family]
+    of_chip = [(data, rim.stated_version) for data, rim in stated if chip_family(rim.stated_product) == family]
     found: list[list[bytes | None]] = []
     for part in parts:
-        version = versions_of(parsed)[part].casefold()
-        found.append([data for data, of in fitting if of.casefold() == version] or [None])
+        version = _versions(parsed)[part].casefold()
+        found.append([data for data, of in of_chip if of.casefold() == version] or [None])
     for combination in product(*found):
         yield dict(zip(parts, combination, strict=True))
 
 
-def verify_with(references: Sequence[R], verify: Callable[[R], C]) -> C:
-    """Return what ``verify`` returns with the first of at least one ``references`` that it does not refuse.
-
-    A state may differ because references are of another board. Any other refusal holds for all of them.
-
-    Raises:
-        EvidenceError: of another code than ``gpu_state`` at once; else of the last references.
-    """
-    for each in references[:-1]:
-        try:
-            return verify(each)
-        except EvidenceError as error:
-            if error.code != Refusal.GPU_STATE:
-                raise
-    return verify(references[-1])
-
-
-def versions_of(report: DeviceReport) -> dict[str, str]:
+def _versions(report: DeviceReport) -> dict[str, str]:
     """Return by what a manifest can describe the version that a report states."""
     return {"driver": report.driver_version, "VBIOS": report.vbios_version}
 

@@ -5,19 +5,17 @@ ends with, and it names the GPUs at its ports. A GPU names the switches at its l
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Final, get_args
 
-from raycloak.attestation.core.evidence import EvidenceClass, Links, Refusal, SwitchEvidence, refuse
+from raycloak.attestation.core.evidence import Links, Refusal, SwitchEvidence, refuse
 from raycloak.attestation.core.messages import parse
-from raycloak.attestation.gpu.device import chip_family, fitting_manifests, verify_device, verify_with
+from raycloak.attestation.gpu.device import DeviceClaims, Manifests, chip_family, verify_device, verify_presented
 from raycloak.attestation.gpu.report import DEVICE_ID_BYTES, Opaque, device_ids
 from raycloak.attestation.gpu.rules import GpuRules
-from raycloak.attestation.gpu.verify import NOT_STATED, PROTECTED_PCIE, GpuClaims
+from raycloak.attestation.gpu.verify import NOT_STATED, PROTECTED_PCIE
 from raycloak.attestation.trust.certificates import common_name
 from raycloak.attestation.trust.roots import VerifierTerms
-from raycloak.metrics.errors import EvidenceError, ProtocolError
+from raycloak.metrics.errors import ProtocolError
 
 MAX_SWITCHES: Final = 16
 _PARTS: Final = ("VBIOS",)
@@ -25,28 +23,6 @@ _PARTS: Final = ("VBIOS",)
 _MAX_GPUS_OF_SWITCH: Final = 8
 _LOCKED: Final = 1  # its configuration can no longer be changed from the guest or the host
 _WEAKEST_FIRST: Final[tuple[Links, ...]] = get_args(Links)
-
-
-@dataclass(frozen=True, slots=True)
-class SwitchClaims:
-    """The claims of a switch's verified report; those that a GPU has too are as in `GpuClaims`.
-
-    Attributes:
-        device_id: the id by which it is named, 8 bytes.
-        gpu_ids: ids of the GPUs at its ports, 8 bytes each, as it writes them.
-    """
-
-    evidence_class: EvidenceClass
-    platform_id: bytes
-    measurement: bytes
-    report_data: bytes
-    hwmodel: str
-    dbgstat: str
-    uncovered: tuple[int, ...]
-    expires_at: int
-    device_id: bytes
-    gpu_ids: frozenset[bytes]
-    steps: tuple[tuple[str, str], ...]
 
 
 def verify_switch(
@@ -58,7 +34,7 @@ def verify_switch(
     nonce: bytes,
     rim: bytes | None,
     ocsp: Sequence[bytes],
-) -> SwitchClaims:
+) -> DeviceClaims:
     """Verify a switch's ``report``.
 
     Guarantee: as `raycloak.attestation.gpu.device.verify_device`, of a locked switch whose certificate has the id that
@@ -82,32 +58,20 @@ def verify_switch(
     lock = stated.get(Opaque.LOCK_STATUS, b"")
     if int.from_bytes(lock, "little") != _LOCKED:
         refuse(Refusal.GPU_STATE, "the switch is not locked, so its configuration can still be changed")
-    compared = device.compared(_PARTS, rules)
-    return SwitchClaims(
-        evidence_class=device.anchor.evidence_class,
-        platform_id=device.platform_id,
-        measurement=device.measurement,
-        report_data=device.report.nonce,
-        hwmodel=common_name(device.chain[1]),
-        dbgstat="disabled" if compared else "",
-        uncovered=device.uncovered(compared),
-        expires_at=device.expires_at,
-        device_id=device.device_id,
-        gpu_ids=device_ids(stated.get(Opaque.SWITCH_TOPOLOGY, b"")[: _MAX_GPUS_OF_SWITCH * DEVICE_ID_BYTES]),
-        steps=device.steps("locked", compared),
-    )
+    linked = device_ids(stated.get(Opaque.SWITCH_TOPOLOGY, b"")[: _MAX_GPUS_OF_SWITCH * DEVICE_ID_BYTES])
+    return device.claims("locked", device.compared(_PARTS, rules), linked)
 
 
 def verify_switches(
     evidence: Sequence[bytes],
-    gpus: Sequence[GpuClaims],
+    gpus: Sequence[DeviceClaims],
     rules: GpuRules,
     terms: VerifierTerms,
     *,
     nonce: bytes,
     rims: Sequence[bytes],
     ocsp: Sequence[bytes],
-) -> tuple[SwitchClaims, ...]:
+) -> tuple[DeviceClaims, ...]:
     """Verify the switches of one worker's machine, in the order in which it presents them.
 
     Guarantee: returns for GPUs in protected-PCIe mode only if exactly the switches that each of them names vouch for
@@ -141,7 +105,15 @@ def verify_switches(
         presented = [parse(SwitchEvidence, each) for each in evidence]
     except ProtocolError as error:
         refuse(Refusal.EVIDENCE_MALFORMED, f"{error.message}.")
-    claims = tuple(_verified(each, rules, terms, nonce, rims, ocsp) for each in presented)
+
+    def verified(switch: SwitchEvidence) -> DeviceClaims:
+        def with_manifests(found: Manifests) -> DeviceClaims:
+            return verify_switch(switch.report, switch.chain, rules, terms, nonce=nonce, rim=found["VBIOS"], ocsp=ocsp)
+
+        foreign = Refusal.SWITCH_FOREIGN
+        return verify_presented(switch, rims, what="switch", parts=_PARTS, verify=with_manifests, foreign=foreign)
+
+    claims = tuple(map(verified, presented))
     found = {each.device_id for each in claims}
     # A genuine switch that is presented twice passes every check before this one.
     if len(found) != len(claims) or len({each.platform_id for each in claims}) != len(claims):
@@ -155,7 +127,7 @@ def verify_switches(
     return claims
 
 
-def links_of(gpus: Sequence[GpuClaims]) -> Links | None:
+def links_of(gpus: Sequence[DeviceClaims]) -> Links | None:
     """Return what is known of the links between verified GPUs of one worker; None without a GPU.
 
     Links of GPUs in protected-PCIe mode are in clear, and :func:`verify_switches` has found their switches.
@@ -173,43 +145,24 @@ def weakest_links(found: Iterable[Links | None]) -> Links | None:
     return min((each for each in found if each is not None), key=_WEAKEST_FIRST.index, default=None)
 
 
-def _named_by(gpus: Sequence[GpuClaims]) -> frozenset[bytes]:
+def _named_by(gpus: Sequence[DeviceClaims]) -> frozenset[bytes]:
     """Return the switches that every one of at least one GPU names."""
-    named = gpus[0].switch_ids
+    named = gpus[0].linked
     for gpu in gpus:
-        if not gpu.device_id or not gpu.switch_ids:
+        if not gpu.device_id or not gpu.linked:
             refuse(Refusal.GPU_STATE, "a GPU in protected-PCIe mode has no id, or names no switch")
-        if gpu.switch_ids != named:
+        if gpu.linked != named:
             refuse(Refusal.GPU_NOT_BOUND, "the GPUs of the worker have links to different switches")
     return named
 
 
-def _verified(
-    switch: SwitchEvidence,
-    rules: GpuRules,
-    terms: VerifierTerms,
-    nonce: bytes,
-    rims: Sequence[bytes],
-    ocsp: Sequence[bytes],
-) -> SwitchClaims:
-    """Verify one switch against each fitting manifest."""
-    references = [each["VBIOS"] for each in fitting_manifests(switch.report, switch.chain, rims, "switch", _PARTS)]
-    verify = partial(verify_switch, switch.report, switch.chain, rules, terms, nonce=nonce, ocsp=ocsp)
-    try:
-        return verify_with(references, lambda rim: verify(rim=rim))
-    except EvidenceError as error:
-        if error.code == Refusal.NONCE_FOREIGN:
-            refuse(Refusal.SWITCH_FOREIGN, "a switch's report is not over the nonce of this worker and its key")
-        raise
-
-
-def _check_gpus(switch: SwitchClaims, gpus: Sequence[GpuClaims]) -> None:
+def _check_gpus(switch: DeviceClaims, gpus: Sequence[DeviceClaims]) -> None:
     """Require that a switch names every GPU.
 
     No public document states in which order a switch writes the bytes of a GPU's id, so both orders are tried, one for
     all GPUs. That another device fits needs 64 equal bits.
     """
     expected = {gpu.device_id for gpu in gpus}
-    if not expected <= switch.gpu_ids and not {each[::-1] for each in expected} <= switch.gpu_ids:
-        lacking = min(expected - switch.gpu_ids).hex()
+    if not expected <= switch.linked and not {each[::-1] for each in expected} <= switch.linked:
+        lacking = min(expected - switch.linked).hex()
         refuse(Refusal.SWITCH_OTHER_GPUS, f"the switch {switch.device_id.hex()} has no link to the GPU {lacking}")

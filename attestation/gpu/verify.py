@@ -8,18 +8,17 @@ collected first.
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
 from raycloak.attestation.core.canonical import length_prefixed
-from raycloak.attestation.core.evidence import EvidenceClass, GpuEvidence, Refusal, refuse
+from raycloak.attestation.core.evidence import GpuEvidence, Refusal, refuse
 from raycloak.attestation.core.messages import parse
-from raycloak.attestation.gpu.device import chip_family, fitting_manifests, verify_device, verify_with
+from raycloak.attestation.gpu.device import DeviceClaims, Manifests, chip_family, verify_device, verify_presented
 from raycloak.attestation.gpu.report import DeviceReport, Opaque, device_ids
 from raycloak.attestation.gpu.rules import GpuRules
 from raycloak.attestation.trust.certificates import common_name
 from raycloak.attestation.trust.roots import VerifierTerms
-from raycloak.metrics.errors import EvidenceError, ProtocolError
+from raycloak.metrics.errors import ProtocolError
 
 MAX_GPUS: Final = 16
 PROTECTED_PCIE: Final = "protected PCIe"
@@ -37,39 +36,6 @@ class GpuReferences:
     vbios: bytes | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class GpuClaims:
-    """The claims of a verified report, named as in RFC 9711 where that has a name.
-
-    Attributes:
-        evidence_class: class of the anchor whose root verified the report.
-        platform_id: SHA-384 of the boot ROM's public key, 48 bytes: one per GPU, whatever its firmware.
-        measurement: SHA-384 over all measurements in the order of their indices, 48 bytes.
-        report_data: the nonce of the request, 32 bytes.
-        hwmodel: the model that the device's certificate names.
-        dbgstat: ``disabled`` if reference values of driver and VBIOS matched, empty if that is unknown.
-        mode: the mode of confidential computing; ``not stated`` if the report does not say and the rules allow that.
-        uncovered: measurements, from 1, that are in no reference manifest.
-        expires_at: unix seconds at which a certificate, OCSP answer or manifest signer stops being valid.
-        device_id: the id by which NVLink devices name it, 8 bytes; empty if its certificate has none.
-        switch_ids: ids of the switches that its links lead to, 8 bytes each; empty if it reports none.
-        steps: (step, verdict) in the order in which they were taken.
-    """
-
-    evidence_class: EvidenceClass
-    platform_id: bytes
-    measurement: bytes
-    report_data: bytes
-    hwmodel: str
-    dbgstat: str
-    mode: str
-    uncovered: tuple[int, ...]
-    expires_at: int
-    device_id: bytes
-    switch_ids: frozenset[bytes]
-    steps: tuple[tuple[str, str], ...]
-
-
 def verify_gpu(
     report: bytes,
     chain: Sequence[bytes],
@@ -79,7 +45,7 @@ def verify_gpu(
     nonce: bytes,
     rims: GpuReferences,
     ocsp: Sequence[bytes],
-) -> GpuClaims:
+) -> DeviceClaims:
     """Verify a GPU's ``report``.
 
     Guarantee: as `raycloak.attestation.gpu.device.verify_device`, of a GPU in an accepted mode. Its report equals every
@@ -102,26 +68,14 @@ def verify_gpu(
     if not chip_family(name).startswith("G"):
         refuse(Refusal.GPU_STATE, f"'{name}' is not the firmware certificate of a GPU")
     # The device itself issues the leaf. NVIDIA issues the certificate of its boot ROM, and so vouches for that name.
-    if rules.models is not None and device.model not in rules.models:
-        refuse(Refusal.GPU_STATE, f"the policy does not accept a GPU whose boot ROM is of '{device.model}'")
+    model = common_name(device.chain[1]).partition(" ")[0]
+    if rules.models is not None and model not in rules.models:
+        refuse(Refusal.GPU_STATE, f"the policy does not accept a GPU whose boot ROM is of '{model}'")
     device.check_firmware_id(required=True)
     mode = _mode_of(device.report, rules)
-    compared = device.compared(_PARTS, rules)
-    return GpuClaims(
-        evidence_class=device.anchor.evidence_class,
-        platform_id=device.platform_id,
-        measurement=device.measurement,
-        report_data=device.report.nonce,
-        hwmodel=common_name(device.chain[1]),
-        dbgstat="disabled" if compared else "",
-        mode=mode,
-        uncovered=device.uncovered(compared),
-        expires_at=device.expires_at,
-        device_id=device.device_id,
-        # A GPU writes the ids of others last byte first.
-        switch_ids=frozenset(each[::-1] for each in device_ids(device.report.opaque.get(Opaque.DEVICE_ID, b""))),
-        steps=device.steps(mode, compared),
-    )
+    # A GPU writes the ids of others last byte first.
+    linked = frozenset(each[::-1] for each in device_ids(device.report.opaque.get(Opaque.DEVICE_ID, b"")))
+    return device.claims(mode, device.compared(_PARTS, rules), linked)
 
 
 def _mode_of(report: DeviceReport, rules: GpuRules) -> str:
@@ -155,7 +109,7 @@ def verify_gpus(
     nonce: bytes,
     rims: Sequence[bytes],
     ocsp: Sequence[bytes],
-) -> tuple[GpuClaims, ...]:
+) -> tuple[DeviceClaims, ...]:
     """Verify the GPUs of one worker, in the order in which it presents them.
 
     Guarantee: returns only if exactly ``count`` different GPUs vouch for ``nonce``, each as `verify_gpu` demands.
@@ -179,28 +133,17 @@ def verify_gpus(
         refuse(Refusal.EVIDENCE_MALFORMED, f"{error.message}.")
     if len(presented) != count:
         refuse(Refusal.GPU_NOT_BOUND, f"evidence of {len(presented)} GPUs where {count} are declared")
-    claims = tuple(_verified(each, rules, terms, nonce, rims, ocsp) for each in presented)
+
+    def verified(gpu: GpuEvidence) -> DeviceClaims:
+        def with_manifests(found: Manifests) -> DeviceClaims:
+            references = GpuReferences(found["driver"], found["VBIOS"])
+            return verify_gpu(gpu.report, gpu.chain, rules, terms, nonce=nonce, rims=references, ocsp=ocsp)
+
+        foreign = Refusal.GPU_NOT_BOUND
+        return verify_presented(gpu, rims, what="GPU", parts=_PARTS, verify=with_manifests, foreign=foreign)
+
+    claims = tuple(map(verified, presented))
     # A genuine GPU that is presented twice passes every check before this one.
     if len({each.platform_id for each in claims}) != count:
         refuse(Refusal.GPU_NOT_BOUND, "one GPU is presented twice")
     return claims
-
-
-def _verified(
-    gpu: GpuEvidence,
-    rules: GpuRules,
-    terms: VerifierTerms,
-    nonce: bytes,
-    rims: Sequence[bytes],
-    ocsp: Sequence[bytes],
-) -> GpuClaims:
-    """Verify one GPU against each fitting pair of references."""
-    found = fitting_manifests(gpu.report, gpu.chain, rims, "GPU", _PARTS)
-    references = [GpuReferences(each["driver"], each["VBIOS"]) for each in found]
-    verify = partial(verify_gpu, gpu.report, gpu.chain, rules, terms, nonce=nonce, ocsp=ocsp)
-    try:
-        return verify_with(references, lambda each: verify(rims=each))
-    except EvidenceError as error:
-        if error.code == Refusal.NONCE_FOREIGN:
-            refuse(Refusal.GPU_NOT_BOUND, "a GPU's report is not over the nonce of this worker and its key")
-        raise

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from raycloak.attestation.core.evidence import Collateral, EvidenceClass, Refusal, refuse
+from raycloak.attestation.gpu.device import DeviceClaims
 from raycloak.attestation.gpu.rules import GpuRules
-from raycloak.attestation.gpu.switches import SwitchClaims, verify_switch
-from raycloak.attestation.gpu.verify import GpuClaims, GpuReferences, verify_gpu
+from raycloak.attestation.gpu.switches import verify_switch
+from raycloak.attestation.gpu.verify import GpuReferences, verify_gpu
 from raycloak.attestation.snp.rules import SnpRules
 from raycloak.attestation.snp.verify import verify_snp
 from raycloak.attestation.tdx.rules import TdxRules
@@ -65,7 +66,7 @@ def appraise_snp(case: VectorCase) -> GuestClaims:
     return claims
 
 
-def appraise_gpu(case: VectorCase) -> GpuClaims:
+def appraise_gpu(case: VectorCase) -> DeviceClaims:
     """Verify the case's report and return its claims; EvidenceError if it is refused."""
     return verify_gpu(
         case.evidence(),
@@ -79,7 +80,7 @@ def appraise_gpu(case: VectorCase) -> GpuClaims:
     )
 
 
-def appraise_switch(case: VectorCase) -> SwitchClaims:
+def appraise_switch(case: VectorCase) -> DeviceClaims:
     """Verify the case's report and return its claims; EvidenceError if it is refused."""
     return verify_switch(
         case.evidence(),
@@ -106,7 +107,7 @@ def answers_of(case: VectorCase) -> tuple[bytes, ...]:
     return tuple(case.base64_file(name) for name in case.fields.ocsp or ())
 
 
-Claims = GuestClaims | GpuClaims | SwitchClaims
+Claims = GuestClaims | DeviceClaims
 
 # One line per family: a function that returns the evidence's claims, or raises EvidenceError.
 FAMILIES: Final[Mapping[str, Callable[[VectorCase], Claims]]] = {

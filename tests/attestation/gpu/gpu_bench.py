@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from raycloak.attestation.core.evidence import EvidenceClass
+from raycloak.attestation.gpu.device import DeviceClaims
 from raycloak.attestation.gpu.rules import GpuRules
-from raycloak.attestation.gpu.verify import GpuClaims, GpuReferences, verify_gpu
+from raycloak.attestation.gpu.verify import GpuReferences, verify_gpu
 from raycloak.attestation.trust.roots import VerifierTerms
 from raycloak.metrics.errors import EvidenceError
 from tests.simulators.gpu import GpuVariant, SimulatedGpu, SimulatedGpuVendor
@@ -29,7 +30,7 @@ class GpuBench:
         gpu = vendor.gpu()
         return cls(vendor, gpu, vendor.references(), vendor.ocsp(gpu, NOW))
 
-    def verify(self, variant: GpuVariant | None = None, **changes: Any) -> GpuClaims:
+    def verify(self, variant: GpuVariant | None = None, **changes: Any) -> DeviceClaims:
         gpu: SimulatedGpu = changes.pop("gpu", self.gpu)
         arguments: dict[str, Any] = {
             "report": gpu.report(NONCE, variant or GpuVariant()),

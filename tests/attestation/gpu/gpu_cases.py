@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from raycloak.attestation.core.evidence import EvidenceClass
+from raycloak.attestation.gpu.device import DeviceClaims
 from raycloak.attestation.gpu.rules import GpuRules
-from raycloak.attestation.gpu.verify import GpuClaims, GpuReferences, verify_gpu
+from raycloak.attestation.gpu.verify import GpuReferences, verify_gpu
 from raycloak.attestation.trust.roots import VerifierTerms, pinned_anchors
 from raycloak.attestation.vectors.check import answers_of, references_of
 from raycloak.attestation.vectors.index import read_index
@@ -26,7 +27,7 @@ class GpuCase:
     now: int
     expected: str | None
 
-    def verify(self, **changes: Any) -> GpuClaims:
+    def verify(self, **changes: Any) -> DeviceClaims:
         arguments: dict[str, Any] = {
             "anchors": pinned_anchors(EvidenceClass.NVIDIA_GPU),
             "accepted": (EvidenceClass.NVIDIA_GPU,),

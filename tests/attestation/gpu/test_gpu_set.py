@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from raycloak.attestation.core.evidence import EvidenceClass, GpuEvidence
+from raycloak.attestation.gpu.device import DeviceClaims
 from raycloak.attestation.gpu.rules import GpuRules
-from raycloak.attestation.gpu.verify import MAX_GPUS, GpuClaims, gpu_nonce, verify_gpus
+from raycloak.attestation.gpu.verify import MAX_GPUS, gpu_nonce, verify_gpus
 from raycloak.attestation.trust.roots import VerifierTerms
 from raycloak.metrics.errors import EvidenceError
 from tests.simulators.gpu import VBIOS_INDICES, VBIOS_VERSION, SimulatedGpu, SimulatedGpuVendor
@@ -30,7 +31,7 @@ class Node:
     def evidence(self, nonce: bytes = NONCE) -> list[bytes]:
         return [gpu.evidence(nonce) for gpu in self.gpus]
 
-    def verify(self, evidence: list[bytes], count: int = 3, **changes: Any) -> tuple[GpuClaims, ...]:
+    def verify(self, evidence: list[bytes], count: int = 3, **changes: Any) -> tuple[DeviceClaims, ...]:
         arguments: dict[str, Any] = {
             "nonce": NONCE,
             "anchors": self.vendor.anchors,

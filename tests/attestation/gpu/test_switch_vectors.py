@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from raycloak.attestation.core.evidence import EvidenceClass
+from raycloak.attestation.gpu.device import DeviceClaims
 from raycloak.attestation.gpu.report import parse_device_report
 from raycloak.attestation.gpu.rules import GpuRules
-from raycloak.attestation.gpu.switches import SwitchClaims, verify_switch
+from raycloak.attestation.gpu.switches import verify_switch
 from raycloak.attestation.trust.roots import VerifierTerms, pinned_anchors
 from raycloak.attestation.vectors.check import check
 from raycloak.attestation.vectors.index import read_index
@@ -35,7 +36,7 @@ class Recorded:
         self.chain = base64.b64decode(found["certificate"])
         self.nonce = bytes.fromhex(found["nonce"])
 
-    def verify(self, now: int = NOW, **changes: Any) -> SwitchClaims:
+    def verify(self, now: int = NOW, **changes: Any) -> DeviceClaims:
         arguments: dict[str, Any] = {
             "report": self.report,
             "chain": (self.chain,),
@@ -70,7 +71,7 @@ def test_the_report_of_a_real_switch_is_accepted(recorded: Recorded) -> None:
     assert (claims.dbgstat, claims.uncovered) == ("disabled", ())
     assert dict(claims.steps)["measurements"] == "31 equal their reference values"
     assert claims.device_id.hex() == "203eb31ad9ed0008"
-    assert len(claims.gpu_ids) == 7
+    assert len(claims.linked) == 7
 
 
 def test_the_parser_reads_what_the_vendors_reads(recorded: Recorded) -> None:
@@ -81,7 +82,7 @@ def test_the_parser_reads_what_the_vendors_reads(recorded: Recorded) -> None:
     assert {index: value.hex() for index, value in parsed.measurements.items()} == values
     fields = expected["OpaqueData"]["OpaqueDataField"]
     listed = [each.removeprefix("0x") for each in fields["OPAQUE_FIELD_ID_SWITCH_GPU_PDIS"]]
-    assert recorded.verify().gpu_ids == {bytes.fromhex(each) for each in listed}
+    assert recorded.verify().linked == {bytes.fromhex(each) for each in listed}
     assert parsed.signature.hex() == expected["Signature"].removeprefix("0x")
 
 

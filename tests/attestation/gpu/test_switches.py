@@ -7,15 +7,15 @@ import pytest
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from raycloak.attestation.core.evidence import EvidenceClass, SwitchEvidence
+from raycloak.attestation.gpu.device import DeviceClaims
 from raycloak.attestation.gpu.rules import GpuRules
 from raycloak.attestation.gpu.switches import (
     MAX_SWITCHES,
-    SwitchClaims,
     links_of,
     verify_switch,
     verify_switches,
 )
-from raycloak.attestation.gpu.verify import GpuClaims, gpu_nonce, verify_gpus
+from raycloak.attestation.gpu.verify import gpu_nonce, verify_gpus
 from raycloak.attestation.trust.roots import VerifierTerms
 from raycloak.metrics.errors import EvidenceError
 from tests.simulators.gpu import GENUINE, GpuVariant, SimulatedGpuVendor
@@ -47,20 +47,20 @@ class Hall:
         self.terms = VerifierTerms(self.vendor.anchors, (EvidenceClass.SIMULATED,), NOW)
         self.rules = GpuRules(allow_ppcie=True)
 
-    def gpus(self, *presented: bytes) -> tuple[GpuClaims, ...]:
+    def gpus(self, *presented: bytes) -> tuple[DeviceClaims, ...]:
         evidence = presented or self.machine.collect(NONCE)
         published = {"rims": self.rims, "ocsp": self.ocsp}
         return verify_gpus(evidence, self.rules, self.terms, count=len(evidence), nonce=NONCE, **published)
 
     def verify(
-        self, evidence: Any = None, gpus: tuple[GpuClaims, ...] | None = None, **changes: Any
-    ) -> tuple[SwitchClaims, ...]:
+        self, evidence: Any = None, gpus: tuple[DeviceClaims, ...] | None = None, **changes: Any
+    ) -> tuple[DeviceClaims, ...]:
         arguments = {"nonce": NONCE, "rims": self.rims, "ocsp": self.ocsp} | changes
         rules = arguments.pop("rules", self.rules)
         presented = self.machine.collect_switches(NONCE) if evidence is None else evidence
         return verify_switches(presented, self.gpus() if gpus is None else gpus, rules, self.terms, **arguments)
 
-    def code(self, evidence: Any = None, gpus: tuple[GpuClaims, ...] | None = None, **changes: Any) -> str:
+    def code(self, evidence: Any = None, gpus: tuple[DeviceClaims, ...] | None = None, **changes: Any) -> str:
         with pytest.raises(EvidenceError) as refused:
             self.verify(evidence, gpus, **changes)
         return refused.value.code
