@@ -97,7 +97,7 @@ class Appraisal:
 
     @property
     def links(self) -> Links | None:
-        """What is known of the links between its GPUs; None for a member without one."""
+        """The links between its GPUs, as evidence shows them; None for a member without one."""
         return links_of(self.gpus)
 
 

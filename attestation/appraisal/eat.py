@@ -23,8 +23,11 @@ def claims_set(appraisal: Appraisal) -> dict[str, Any]:
         "exp": appraisal.expires_at,
         "measres": appraisal.measurement.hex(),
         "evidence_class": str(appraisal.evidence_class),
-        "submods": {f"gpu-{i}": {**_device_claims(gpu), "mode": gpu.mode} for i, gpu in enumerate(appraisal.gpus)}
-        | {f"switch-{i}": _device_claims(switch) for i, switch in enumerate(appraisal.switches)},
+        "submods": {
+            f"{what}-{position}": _device_claims(device)
+            for what, devices in (("gpu", appraisal.gpus), ("switch", appraisal.switches))
+            for position, device in enumerate(devices)
+        },
         **({"links": appraisal.links} if appraisal.links else {}),
     }
 
@@ -41,6 +44,7 @@ def _device_claims(device: DeviceClaims) -> dict[str, Any]:
         "ueid": _text(ueid(device.platform_id)),
         "hwmodel": device.hwmodel,
         **debug,
+        "mode": device.mode,
         "uncovered_measurements": list(device.uncovered),
         "exp": device.expires_at,
         "evidence_class": str(device.evidence_class),

@@ -8,13 +8,11 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import pynvml
-from cryptography.hazmat.primitives.serialization import Encoding
 
 from raycloak.attestation.attester.switch_collection import SwitchCollector
 from raycloak.attestation.core.evidence import GpuEvidence
-from raycloak.attestation.gpu.device import CHAIN_LENGTH
+from raycloak.attestation.gpu.device import CHAIN_LENGTH, chain_in
 from raycloak.attestation.gpu.report import NONCE_BYTES
-from raycloak.attestation.trust.certificates import read_certificates
 from raycloak.metrics.errors import EvidenceError
 from raycloak.metrics.gpu_readings import confidential_state
 
@@ -145,17 +143,9 @@ class GpuCollector:
             certificate = self._nvml.nvmlDeviceGetConfComputeGpuCertificate(handle)
         except pynvml.NVMLError as error:
             raise EvidenceError("gpu_unavailable", f"GPU {index} gives no evidence: {error}.", _MODE_REMEDY) from None
-        pem = bytes(certificate.attestationCertChain[: certificate.attestationCertChainSize])
-        try:
-            certificates = list(read_certificates(pem.rstrip(b"\0")))
-        except ValueError:
-            certificates = []
-        if len(certificates) != CHAIN_LENGTH:
+        chain = chain_in(bytes(certificate.attestationCertChain[: certificate.attestationCertChainSize]))
+        if not chain:
             raise EvidenceError(
                 "gpu_unavailable", f"GPU {index} has no chain of {CHAIN_LENGTH} certificates.", _DRIVER_REMEDY
             )
-        # The verifier expects the leaf first.
-        if certificates[0].subject == certificates[0].issuer:
-            certificates.reverse()
-        chain = tuple(each.public_bytes(Encoding.DER) for each in certificates)
         return GpuEvidence(report=bytes(report.attestationReport[: report.attestationReportSize]), chain=chain).encode()

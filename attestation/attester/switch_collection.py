@@ -9,12 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-from cryptography.hazmat.primitives.serialization import Encoding
-
 from raycloak.attestation.core.evidence import SwitchEvidence
-from raycloak.attestation.gpu.device import CHAIN_LENGTH
+from raycloak.attestation.gpu.device import CHAIN_LENGTH, chain_in
 from raycloak.attestation.gpu.report import NONCE_BYTES
-from raycloak.attestation.trust.certificates import read_certificates
 from raycloak.metrics.errors import EvidenceError
 
 LIBRARY: Final = "libnvidia-nscq.so.2"
@@ -122,16 +119,8 @@ def _observe(
 
 
 def _evidence(uuid: bytes, report: bytes, pem: bytes) -> bytes:
-    try:
-        certificates = list(read_certificates(pem.rstrip(b"\0")))
-    except ValueError:
-        certificates = []
-    if len(certificates) != CHAIN_LENGTH:
+    if not (chain := chain_in(pem)):
         raise _missing(f"the switch {uuid.hex()} has no chain of {CHAIN_LENGTH} certificates")
-    # The verifier expects the leaf first.
-    if certificates[0].subject == certificates[0].issuer:
-        certificates.reverse()
-    chain = tuple(each.public_bytes(Encoding.DER) for each in certificates)
     return SwitchEvidence(report=report, chain=chain).encode()
 
 

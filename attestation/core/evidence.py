@@ -26,7 +26,7 @@ Bytes32 = Annotated[bytes, Field(min_length=32, max_length=32)]
 CodeDigest = Bytes32 | Literal[b""]
 """Digest of the bundle of code that a run's own code is in; empty for none, or under a policy that lists no code."""
 Links = Literal["not attested", "clear over attested switches", "encrypted"]
-"""What is known of the links between the GPUs of one worker, the weakest first."""
+"""The links between the GPUs of one worker, as evidence shows them; the weakest first."""
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 
 

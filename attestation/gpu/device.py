@@ -13,6 +13,7 @@ from itertools import product
 from typing import Final
 
 from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import NameOID, ObjectIdentifier
 
 from raycloak.attestation.core.evidence import EvidenceClass, GpuEvidence, Refusal, SwitchEvidence, refuse
@@ -26,6 +27,7 @@ from raycloak.attestation.trust.certificates import (
     has_only_blocks,
     is_pem,
     key_id,
+    read_certificates,
     read_presented,
     signed_by,
 )
@@ -331,6 +333,23 @@ def _fitting(
 def _versions(report: DeviceReport) -> dict[str, str]:
     """Return by what a manifest can describe the version that a report states."""
     return {"driver": report.driver_version, "VBIOS": report.vbios_version}
+
+
+def chain_in(pem: bytes) -> tuple[bytes, ...]:
+    """Return the certificates of a device's chain in DER, the firmware's first; empty if it is not a whole chain.
+
+    Args:
+        pem: as a driver gives it, in either order, padded with zeros.
+    """
+    try:
+        certificates = list(read_certificates(pem.rstrip(b"\0")))
+    except ValueError:
+        return ()
+    if len(certificates) != CHAIN_LENGTH:
+        return ()
+    if certificates[0].subject == certificates[0].issuer:
+        certificates.reverse()
+    return tuple(each.public_bytes(Encoding.DER) for each in certificates)
 
 
 def _rim_roots(terms: VerifierTerms, evidence_class: EvidenceClass) -> frozenset[bytes]:

@@ -128,7 +128,7 @@ def verify_switches(
 
 
 def links_of(gpus: Sequence[DeviceClaims]) -> Links | None:
-    """Return what is known of the links between verified GPUs of one worker; None without a GPU.
+    """Return what evidence shows of the links between verified GPUs of one worker; None without a GPU.
 
     Links of GPUs in protected-PCIe mode are in clear, and :func:`verify_switches` has found their switches.
     """
@@ -141,7 +141,7 @@ def links_of(gpus: Sequence[DeviceClaims]) -> Links | None:
 
 
 def weakest_links(found: Iterable[Links | None]) -> Links | None:
-    """Return the weakest of what is known of several workers' links; None if none has a GPU."""
+    """Return the weakest links of several workers; None if none has a GPU."""
     return min((each for each in found if each is not None), key=_WEAKEST_FIRST.index, default=None)
 
 

@@ -36,7 +36,7 @@ def verdict_rows(verdict: Verdict) -> list[tuple[str, str]]:
         *((name, f"{value:.6g} on the public split") for name, value in verdict.evaluation_metrics.items()),
         *((f"private {query.replace('_', ' ')}", released_text(each)) for query, each in measured.items()),
         ("evidence", "SIMULATED: no hardware vouches for the workers" if verdict.simulated else verdict.evidence_class),
-        *([("links", links_text(verdict))] if verdict.links else []),
+        *([("links", verdict.links + (" (SIMULATED)" if verdict.simulated else ""))] if verdict.links else []),
         ("workers", f"{verdict.num_workers}, hosting {verdict.virtual_workers} virtual workers"),
         ("masked", masked if verdict.masked_bytes else "nothing: secure aggregation was off"),
         ("data", sealed_text(verdict.data_sealed, sent)),
@@ -54,11 +54,6 @@ def verdict_rows(verdict: Verdict) -> list[tuple[str, str]]:
         ("its model", "raycloak.load(RUN_DIR) in Python, raycloak export for other libraries"),
         *(("warning", warning) for warning in verdict.warnings),
     ]
-
-
-def links_text(verdict: Verdict) -> str:
-    """Return what evidence shows of the links between GPUs."""
-    return f"{verdict.links} (SIMULATED)" if verdict.simulated else str(verdict.links)
 
 
 def _steps(verdict: Verdict) -> str:
