@@ -5,17 +5,7 @@ from importlib.util import find_spec
 import pytest
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton (the extra gpu)")
-
-
-@pytest.fixture
-def interpreted(run_python):
-    """Return a function that runs one of `interpreted.py`."""
-
-    def run(name):
-        done = run_python("-m", "tests.workers.device.interpreted", name, environment={"TRITON_INTERPRET": "1"})
-        assert done.code == 0, done.stdout + done.stderr
-
-    return run
+INTERPRETED = "tests.workers.device.interpreted"
 
 
 def test_random_words_are_the_cpus(interpreted):

@@ -6,17 +6,7 @@ import pytest
 import torch
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton (the extra gpu)")
-
-
-@pytest.fixture
-def interpreted(run_python):
-    """Return a function that runs one of `interpreted_rows.py`."""
-
-    def run(name):
-        done = run_python("-m", "tests.workers.device.interpreted_rows", name, environment={"TRITON_INTERPRET": "1"})
-        assert done.code == 0, done.stdout + done.stderr
-
-    return run
+INTERPRETED = "tests.workers.device.interpreted_rows"
 
 
 def test_no_row_is_added_with_more_than_was_measured(interpreted):

@@ -22,6 +22,7 @@ SIZES = {
     "vocab_size": 20, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 1, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+INTERPRETED = "tests.workers.models.interpreted_liger"
 LORA = LoraSpec(rank=2, alpha=4.0, target_modules=None, bias="none")
 
 
@@ -118,25 +119,19 @@ def test_losses_of_liger_are_refused_by_name():
         refused("the loss own:loss is Liger's", lambda: loss_function(LossSpec(name="own:loss"), "."))
 
 
-@pytest.fixture
-def interpreted(run_python):
-    """Return a function that runs some of `interpreted_liger.py` in one process: it takes seconds to import Liger."""
-    pytest.importorskip("liger_kernel", reason="needs liger-kernel (the extra liger)")
-
-    def run(*names):
-        done = run_python("-m", "tests.workers.models.interpreted_liger", *names, environment={"TRITON_INTERPRET": "1"})
-        assert done.code == 0, done.stdout + done.stderr
-
-    return run
+# Several functions in one process: it takes seconds to import Liger.
 
 
+@needs_liger
 def test_guarantee_a_kernel_writes_to_no_tensor_but_its_functions_own_and_rows_are_bounded(interpreted):
     interpreted("functions", "values", "families")
 
 
+@needs_liger
 def test_guarantee_outputs_and_sums_agree_or_a_model_is_refused(interpreted):
     interpreted("checks", "wrong_kernels", "habits_of_liger")
 
 
+@needs_liger
 def test_a_workload_in_the_kernels_passes_all_checks_and_names_them(interpreted):
     interpreted("workload")
