@@ -154,7 +154,7 @@ def check_briefly(
     deterministic: bool = True,
     vocabulary: int | None = None,
 ) -> None:
-    """Refuse by few passes of two rows most of what :func:`check_trainable` refuses: before a model is moved to a GPU.
+    """Refuse most of what :func:`check_trainable` does by a few passes of two rows, before a model goes to a GPU.
 
     Raises:
         ModelError, ConfigError: as :func:`check_trainable`.
@@ -172,7 +172,7 @@ def check_liger(
     deterministic: bool = True,
     vocabulary: int | None = None,
 ) -> None:
-    """Refuse a model that Liger's kernels give other outputs or gradients than its own layers, beyond rounding.
+    """Refuse a model whose outputs or gradients by Liger's kernels differ beyond rounding from its own layers'.
 
     Guarantee: on synthetic examples, the outputs and the sums of the rows' gradients agree, also in float32 where the
     model computes in bfloat16. ``module`` itself is not changed.
@@ -359,7 +359,6 @@ class _Checks:
     def in_liger(self) -> None:
         """Check what :func:`check_liger` promises."""
         examples = next(iter(self._probes.draws(_BATCH_SIZES[0]))).before
-        tolerance = _FLOAT32 if in_full_precision(self._module) else _NARROW
         own, sums = self._outcome(examples)
         use_liger(self._module)
         output, others = self._outcome(examples)
@@ -368,9 +367,9 @@ class _Checks:
         apart = [
             f"gradient of parameter '{name}'"
             for name, each in sums.items()
-            if not _close(others[name], each, replace(tolerance, size=size))
+            if not _close(others[name], each, replace(self._tolerance, size=size))
         ]
-        if not _close(output, own, tolerance):
+        if not _close(output, own, self._tolerance):
             apart.insert(0, "output")
         if apart:
             raise ModelError(
@@ -555,7 +554,7 @@ class _Checks:
     def _check_loss(self, batch: Examples, output: Tensor) -> None:
         """Require that the loss of a batch is that of each example alone, for odd labels too, and keeps no state."""
         losses, labels, whole, tolerance = self._losses.of, batch.labels, output, _FLOAT32
-        if not self._losses.read_logits:
+        if not self._losses.reads_logits:
             # The model's own, which shows that nothing but the head follows in training either.
             with heads_apart(False):
                 whole = self._module(batch.features)

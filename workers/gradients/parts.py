@@ -32,8 +32,8 @@ MAX_GRAM_TOKENS, MAX_GRAM_WIDTH = 2**12, 2**16
 """The proof holds for so many tokens and for sides of this length."""
 SUMS = {"cpu": torch.float32, "cuda": torch.float64}
 """The type in which weighted rows are added up. On a CPU it reads half the memory; a GPU's float64 is as fast."""
-# So many elements at a time: small enough for the cache of a CPU, large enough to fill a GPU.
-_BLOCK = {"cpu": 2**17, "cuda": 2**24}
+BLOCK = {"cpu": 2**17, "cuda": 2**24}
+"""So many elements at a time: small enough for the cache of a CPU, large enough to fill a GPU."""
 # A part of no more elements is measured and weighed together with others like it: 0.25 MB.
 _SIDE_BY_SIDE = 2**16
 # So many elements are squared at a time: wide, they take half a megabyte of a CPU's second cache.
@@ -103,7 +103,7 @@ class DensePart:
         """Add the weighted rows; see :class:`Part`."""
         whole = math.prod(self._order)
         for some in _row_blocks(len(weights), total.device):
-            columns = whole * max(1, _BLOCK[total.device.type] // ((some.stop - some.start) * whole))
+            columns = whole * max(1, BLOCK[total.device.type] // ((some.stop - some.start) * whole))
             blocks = torch.split(self._rows[some], columns, 1)
             for block, target in zip(blocks, torch.split(total, columns), strict=True):
                 add_block(target, _weighed(block, weights[some]), self._order)
@@ -140,7 +140,7 @@ class SmallParts:
 def _weighed(rows: Tensor, weights: Tensor) -> Tensor:
     """Return the sum of rows [m, n] by their weights, [n] in the type in which weighted rows are added up."""
     sums = SUMS[rows.device.type]
-    return torch.mv(_finite(rows.to(sums)).T, weights.to(sums))
+    return torch.mv(finite(rows.to(sums)).T, weights.to(sums))
 
 
 class OuterPart:
@@ -162,13 +162,13 @@ class OuterPart:
     def add(self, weights: Tensor, total: Tensor) -> None:
         """Add the weighted rows, those of a block with one product; see :class:`Part`."""
         sums, table = SUMS[total.device.type], total.view(self._left.shape[1], self._right.shape[1])
-        left, right = _finite(self._left.to(sums)), _finite(self._right.to(sums))
+        left, right = finite(self._left.to(sums)), finite(self._right.to(sums))
         # Without it the weighted side could underflow though the other is large, and so be rounded up by much.
         largest = right.abs().amax(1, keepdim=True).clamp_(min=_SMALLEST)
         # Down: a number below the smallest normal one would else be rounded up by much.
         left.mul_(rounded_down(weights[:, None] * largest.double(), sums))
         right.div_(largest)
-        height = max(1, _BLOCK[total.device.type] // right.shape[1])
+        height = max(1, BLOCK[total.device.type] // right.shape[1])
         for some in _row_blocks(len(weights), total.device):
             for columns, target in zip(torch.split(left[some], height, 1), torch.split(table, height), strict=True):
                 add_block(target, torch.mm(columns.T, right[some]))
@@ -232,7 +232,7 @@ class Lookups:
 
     def add_weighted(self, weights: Tensor, table: Tensor) -> None:
         """Add all values times their row's weight to a float64 [entries, width] table."""
-        wide = _finite(self.values.double()).mul_(weights[:, None, None])
+        wide = finite(self.values.double()).mul_(weights[:, None, None])
         if _adds_in_turn(table.device):
             table.index_add_(0, self._named().flatten(), wide.flatten(0, 1))
             return
@@ -363,7 +363,7 @@ class RowsPart:
 
     def _pieces(self) -> Iterator["_RowPiece"]:
         """Yield the pieces of a row, in order. Each is formed for all rows while it is in a CPU's cache."""
-        height = max(1, min(self._height, _BLOCK[self._device.type] // self._width))
+        height = max(1, min(self._height, BLOCK[self._device.type] // self._width))
         spare = max((each.ids.shape[1] for each in self._lookups), default=0)
         buffer = torch.zeros(height + spare, self._width, device=self._device)
         for group in range(self._groups):
@@ -567,7 +567,7 @@ class AbsentPart:
         return torch.zeros(self._count, self._size, device=self._device)
 
 
-def _finite(values: Tensor) -> Tensor:
+def finite(values: Tensor) -> Tensor:
     """Return a copy with zeros for values that are not finite: only rows of weight zero have such values.
 
     Zero times infinity would be NaN. All others times their weight are within the clip, so no sum overflows.
@@ -631,7 +631,7 @@ def part_of(uses: list[Use], count: int, shape: tuple[int, ...], device: torch.d
     if len(uses) == len(products) == 1 and products[0].shape[1:3] == (1, 1):
         left, right = (side.reshape(count, -1) for side in (products[0].left, products[0].right))
         return OuterPart(left, right)
-    if len(uses) == len(products) == 1 and (count * size <= _SMALL or products[0].rows_are_smaller):
+    if len(uses) == len(products) == 1 and count * size <= _SMALL:
         return DensePart(products[0].unordered_rows(), products[0].order)
     unlike = len({(each.shape[1], each.order) for each in products}) > 1
     if has_rows or unlike or count * size <= _SMALL or all(each.rows_are_smaller for each in products):

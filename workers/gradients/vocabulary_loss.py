@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raycloak.workers.gradients.parts import SUMS, LookupUse, Use, add_block, dense_rows, joined
+from raycloak.workers.gradients.parts import BLOCK, SUMS, LookupUse, Use, add_block, dense_rows, finite, joined
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.models.compute_mode import has_autocast
 from raycloak.workers.models.losses import BuiltInLoss, class_losses, loss_of_tokens
@@ -29,9 +29,6 @@ PIECE_BYTES = {"cpu": 2**24, "cuda": 2**27}
 """Memory of the logits of a piece. Each reads the whole weight, so a small one is slow: 256 tokens of GPT-2's head took
 0.85 s of processor time with 4 MiB, and 0.48 s with 16 or 64. At Llama's vocabulary, 64 MiB took two thirds of the time
 that 16 took. A GPU needs more tokens to be busy."""
-
-# So many elements of a row are squared and added at a time, as many as a CPU's cache holds.
-_BLOCK = {"cpu": 2**17, "cuda": 2**24}
 
 Tap = Callable[[Tensor, "VocabularyHead", Tensor, Tensor], Tensor]
 """A function from the loss of each token [m, T], the head, its input and the classes [m, T] to the same losses, tapped:
@@ -198,15 +195,14 @@ class FormedRow:
 
     def square(self) -> Tensor:
         """Return the squared norm, float64 []: the squares are exact."""
-        blocks = torch.split(self.values, _BLOCK[self.values.device.type])
+        blocks = torch.split(self.values, BLOCK[self.values.device.type])
         return torch.stack([torch.dot(*[block.double()] * 2) for block in blocks]).sum()
 
     def add(self, weight: Tensor, total: Tensor) -> None:
         """Add the row times its weight, a float32 number in float64 [], to float64 [size], in place."""
-        size, sums = _BLOCK[total.device.type], SUMS[total.device.type]
+        size, sums = BLOCK[total.device.type], SUMS[total.device.type]
         for block, target in zip(torch.split(self.values, size), torch.split(total, size), strict=True):
-            # Only a row of weight zero has such numbers, and zero times infinity would be NaN.
-            add_block(target, block.to(sums).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) * weight.to(sums))
+            add_block(target, finite(block.to(sums)) * weight.to(sums))
 
 
 class ModelLosses:
@@ -224,7 +220,7 @@ class ModelLosses:
         self._layer = module.head if isinstance(module, TextModel) and self._term is not None else None
 
     @property
-    def read_logits(self) -> bool:
+    def reads_logits(self) -> bool:
         """Return whether the loss takes the module's own output."""
         return self._layer is None
 

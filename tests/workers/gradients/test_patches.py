@@ -53,7 +53,7 @@ def test_every_form_of_a_convolution_gives_the_gradient_of_its_weight(
 ) -> None:
     products, expected = convolution(channels, groups)
     # Rows are added in pieces.
-    monkeypatch.setitem(parts_module._BLOCK, "cpu", 2 * products.right.shape[3])
+    monkeypatch.setitem(parts_module.BLOCK, "cpu", 2 * products.right.shape[3])
     part, times = FORMS[form](products), 2 if form == "rows, used twice" else 1
     torch.testing.assert_close(part.rows(), times * expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(times * products.all_rows(), times * expected, rtol=1e-4, atol=1e-5)

@@ -260,7 +260,7 @@ def test_no_id_is_added_to_twice_by_one_operation_whose_time_would_tell(
     monkeypatch.setattr(Tensor, "index_add_", watched)
     monkeypatch.setattr(parts_module, "_adds_in_turn", lambda device: False)
     # Some tokens are of another piece.
-    monkeypatch.setitem(parts_module._BLOCK, "cpu", 2 * WIDTH)
+    monkeypatch.setitem(parts_module.BLOCK, "cpu", 2 * WIDTH)
     torch.testing.assert_close(total(), expected, rtol=1e-6, atol=1e-6)
     assert seen
     assert all(len(index.unique()) == len(index) for index in seen)
