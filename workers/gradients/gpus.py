@@ -80,25 +80,16 @@ def check_visible(seen: Sequence[VisibleGpu], given: float) -> None:
 
 
 def spare_bytes(given: float, held: int) -> int:
-    """Return the memory of its GPU that one micro-batch of this process may take; see :func:`spared`.
-
-    Args:
-        given: as :func:`take_gpu`.
-        held: bytes of the model.
-    """
-    return spared(torch.cuda.get_device_properties(0).total_memory, given, held)
-
-
-def spared(memory: int, given: float, held: int) -> int:
     """Return half of what a model leaves of a worker's share of a GPU, in bytes; the rest is for sums and words.
 
     Guarantee: a function of the kind of GPU, the share and the model. What else lies in the GPU's memory does not enter
     it, so two workers on one GPU agree, and so does a resume.
 
     Args:
-        memory: bytes of the whole GPU.
-        given, held: as :func:`spare_bytes`.
+        given: as :func:`take_gpu`.
+        held: bytes of the model.
     """
+    memory: int = torch.cuda.get_device_properties(0).total_memory
     return max(1, (int(memory * min(given, 1)) - held) // 2)
 
 

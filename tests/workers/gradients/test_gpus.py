@@ -19,7 +19,6 @@ from raycloak.workers.gradients.gpus import (
     check_visible,
     cublas_version,
     spare_bytes,
-    spared,
     take_gpu,
     used_gpus,
 )
@@ -109,7 +108,7 @@ def test_guarantee_workers_on_one_gpu_spare_the_same_memory_whatever_is_free(mon
     # Further GPUs hold other parts of a model.
     assert spare_bytes(2.0, 0) == spare_bytes(1.0, 0)
     # A model that does not fit is found by its checks.
-    assert spared(8 * 2**30, 1.0, 16 * 2**30) == 1
+    assert spare_bytes(0.1, 16 * 2**30) == 1
 
 
 def test_the_variable_that_shows_a_worker_every_gpu_is_named() -> None:
