@@ -140,8 +140,8 @@ def check_kernels(device: torch.device) -> None:
         ConfigError: ``no_triton``.
         ProtocolError: ``not_reproducible``.
     """
-    words, rings = _on_gpu(device), get_args(RingBits)
-    for bits in rings:
+    words = _on_gpu(device)
+    for bits in get_args(RingBits):
         words.prove(RingSpec(bits, *_LOOK_GRID), _LOOK_SIGMA)
 
 

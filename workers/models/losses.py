@@ -62,7 +62,7 @@ class BuiltInLoss:
 def loss_of_tokens(
     losses_of: Callable[[Tensor], Tensor], hidden: Tensor, labels: Tensor, classes: int, term: LossTerm
 ) -> Tensor:
-    """Return the losses [n] of a term of tokens, from what the cross entropy of each token is.
+    """Return the losses [n] of a term of tokens from the cross entropy of each token.
 
     Args:
         losses_of: from classes that all exist, int64 [n, T], to the cross entropies [n, T].
