@@ -56,7 +56,7 @@ ModelField = (
     | None
 )
 
-# For the same reason: a number that is wrong is told without the word that it is not.
+# For the same reason: the error of a wrong number does not add that it is not the word either.
 BytesField = Annotated[
     Annotated[Literal["auto"], Tag("auto")] | Annotated[int, Field(gt=0), Tag("bytes")],
     Discriminator(lambda given: "auto" if given == "auto" else "bytes"),

@@ -92,16 +92,16 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
         split.require_features(facts.opened.features)
         assert config.evaluation is not None, "there is a split"
         metrics = own_metrics(config.evaluation.metrics, (), config_dir)
-        if metrics and not left:
-            # A twin: the model that is checked stays in train mode.
-            twin = twin_of(model)
-            rows = scored_rows(twin.eval(), split.form, loss, facts.vocabulary, micro_batch_bytes(config))
-            try_metrics(metrics, Scorer(twin, loss, metric_of(config.loss_name), rows), split.examples)
         if left and metrics:
             left += ("evaluation.metrics need its outputs, so the driver runs it on the evaluation split, on a CPU.",)
         elif left:
             check_evaluation_form(split.form, form)
             left += ("the workers measure it on the evaluation split.",)
+        elif metrics:
+            # A twin: the model that is checked stays in train mode.
+            twin = twin_of(model)
+            rows = scored_rows(twin.eval(), split.form, loss, facts.vocabulary, micro_batch_bytes(config))
+            try_metrics(metrics, Scorer(twin, loss, metric_of(config.loss_name), rows), split.examples)
     sealed = sealed_terms(config, config_dir, "evaluation")
     if sealed is not None:
         check_evaluation_form(evaluation_form(sealed), form)

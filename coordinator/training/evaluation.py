@@ -210,7 +210,7 @@ class Evaluator:
 
 @dataclass(frozen=True, slots=True)
 class PublicEvaluation:
-    """What a run measures on its public split, before it is known who does.
+    """A run's public split, and what to measure on it, whoever does.
 
     Attributes:
         split: its examples.
