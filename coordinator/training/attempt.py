@@ -242,16 +242,19 @@ class Step:
     def _tell(self, replies: Mapping[str, StepReply], failures: Mapping[str, str], began_ns: int) -> None:
         """Record what each worker did, by the times that it states itself; a lost one until it was given up."""
         waited, metrics = (time.time_ns() - began_ns) / 1e9, self.context.metrics
+
+        def believed(stated: float) -> float:
+            # A worker may state anything, so no time is beyond what was waited; NaN is not within it either.
+            return stated if 0 <= stated <= waited else waited
+
         for member_id in self.asked:
-            whole, stated, failed = waited, dict[str, float](), failures.get(member_id, "")
+            whole, phases, failed = waited, dict[str, float](), failures.get(member_id, "")
             if (reply := replies.get(member_id)) is not None:
-                # A worker may state anything, so no time is beyond what was waited; NaN is not within it either.
-                times = {"": reply.seconds, **reply.usage.seconds()}
-                stated = {phase: each if 0 <= each <= waited else waited for phase, each in times.items()}
-                whole = stated.pop("")
+                whole = believed(reply.seconds)
+                phases = {phase: believed(stated) for phase, stated in reply.usage.seconds().items()}
                 if not failed:
-                    metrics.worker_stepped(stated)
-            spent = {f"{phase}_seconds": each for phase, each in stated.items()}
+                    metrics.worker_stepped(phases)
+            spent = {f"{phase}_seconds": each for phase, each in phases.items()}
             self.context.traces.record("worker", began_ns, whole, failed, member=member_id, **spent)
         peaks = (reply.usage.gpu_memory_peak_bytes for reply in replies.values())
         if taken := [peak for peak in peaks if peak is not None]:
