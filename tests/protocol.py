@@ -72,6 +72,7 @@ from raycloak.workers.terms.receipt import Receipt, data_root
 from raycloak.workers.train_worker import TrainWorker
 from raycloak.workers.vectors.payload import Header, VectorRange
 from raycloak.workers.virtual_worker import VirtualWorkerComputer
+from raycloak.workers.workload import Workload
 from tests.drawn import spare_of
 from tests.models import small_model, wide_model
 from tests.simulators.tdx import VariantVendor
@@ -133,11 +134,16 @@ def worker_setup(settings: RunConfig, home: Path, data: Arrays | None = None) ->
         seed=settings.seed,
         device="cpu",
         allow_nondeterministic=settings.allow_nondeterministic,
-        evaluation=split_of_workers(settings),
+        evaluation=split_of_workers(settings, ()),
         micro_batch_bytes=micro_batch_bytes(settings),
         threads=settings.threads_per_worker,
         mode=compute_mode(settings),
     )
+
+
+def open_workload(setup: WorkerSetup) -> Workload:
+    """Return the workload of a worker that may measure on any split."""
+    return Workload(setup, lambda split: None)
 
 
 def orchestrator_key(secret: str = SECRET) -> IdentityKey:

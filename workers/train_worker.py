@@ -71,11 +71,8 @@ class TrainWorker:
             ProtocolError: ``already_presented``, or ``model_mismatch`` with the tensor named.
         """
         self._check_unpresented()
-        self._stage = workload = Workload(setup, self._word_threads, self.admit_split)
+        self._stage = workload = Workload(setup, self._admit_split, self._word_threads)
         return workload.facts
-
-    def admit_split(self, split: DatasetDescriptor) -> None:
-        """Refuse a split that this process may not measure on; a vault has terms for it."""
 
     @guarded
     def initial_parameters(self) -> np.ndarray:
@@ -209,6 +206,9 @@ class TrainWorker:
             raise ProtocolError("evaluation_unknown", "no split is measured on here, or the run has not begun")
         of_worker = self._attester, member.manifest, self._word_threads
         return member.planned.workload.split.answer(order, parameters, *of_worker)
+
+    def _admit_split(self, split: DatasetDescriptor) -> None:
+        """Refuse a split that this process may not measure on; a vault has terms for it."""
 
     @property
     def _member(self) -> RunMember:

@@ -71,7 +71,7 @@ class Workload:
     """Opens the dataset, builds the model, pins the numerics of this process.
 
     Args:
-        admit_split: refuses a split to measure on, before it is opened.
+        admit_split: raises where this process may not measure on a split, before it is opened.
 
     Attributes:
         dataset: all examples that this process may open.
@@ -96,12 +96,13 @@ class Workload:
     def __init__(
         self,
         setup: WorkerSetup,
+        admit_split: Callable[[DatasetDescriptor], None],
         word_threads: WordThreads = ONE_THREAD,
-        admit_split: Callable[[DatasetDescriptor], None] = lambda split: None,
     ) -> None:
         if setup.device == "cuda":
             take_gpu(setup.gpus)
         self.setup, deterministic, classes = setup, not setup.allow_nondeterministic, setup.dataset.classes
+        hub = setup.model.hub
         self.word_threads = word_threads
         self.words = words_on(torch.device(setup.device), word_threads)
         # Before data is opened and any code runs.
@@ -127,23 +128,23 @@ class Workload:
         self.form = dataset_form(self.dataset)
         # After its contents were read: what hands the inputs over is not the model's.
         fed_by_name(self.module, self.form.inputs)
-        if setup.model.hub is not None:
-            setup.model.hub.check_tokenizer(setup.dataset.tokenizer, setup.base)
+        if hub is not None:
+            hub.check_tokenizer(setup.dataset.tokenizer, setup.base)
         self.vocabulary = check_text(self.module, self.form, setup.loss.name, opened.vocabulary, classes)
-        is_sent, padded = isinstance(self.dataset, SentSlots), setup.model.hub is not None
-        self.sent_form = SentForm(self.form, self.vocabulary, classes, padded) if is_sent else None
+        is_sent = isinstance(self.dataset, SentSlots)
+        self.sent_form = SentForm(self.form, self.vocabulary, classes, padded=hub is not None) if is_sent else None
         with opened.naming_features(self.form):
             if setup.device != "cpu":
                 check_briefly(self.module, self.form, loss_fn, deterministic, self.vocabulary)
             # All checks run where the model will: only there do they meet the kernels that it will.
             self.module.to(setup.device)
-            if setup.model.hub is not None and setup.model.hub.use_liger_kernels:
+            if hub is not None and hub.use_liger_kernels:
                 check_liger(self.module, self.form, loss_fn, deterministic, self.vocabulary)
                 use_liger(self.module)
             check_trainable(self.module, self.form, loss_fn, deterministic, self.vocabulary)
         check_classes(self.module, setup.loss.name, self.dataset, classes, self.vocabulary, deterministic)
         # Before the parameters are copied: it takes as much memory as a step.
-        most = _micro_batch_bytes(setup, self.module)
+        most = _most_bytes(setup, self.module)
         rows = largest_rows(self.module, self.form, loss_fn, deterministic, self.vocabulary, setup.device, most)
         self.split = self._split(opened, most, admit_split)
         self.evaluation_slices = Slices() if self.split is None else self.split.slices
@@ -182,7 +183,7 @@ class Workload:
         return found
 
 
-def _micro_batch_bytes(setup: WorkerSetup, module: nn.Module) -> int:
+def _most_bytes(setup: WorkerSetup, module: nn.Module) -> int:
     """Return the memory that one micro-batch may take, in bytes."""
     if setup.micro_batch_bytes is not None:
         return setup.micro_batch_bytes

@@ -3,6 +3,7 @@
 A configuration refers to more than data and model: sealed examples, a key service's contract, accounts, files.
 """
 
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
@@ -187,12 +188,12 @@ def sealed_terms(config: RunConfig, base: Path, use: Use = "training") -> Sealed
     return load_terms(base / dataset.path, base / dataset.key_file, config.slices, use)
 
 
-def split_of_workers(config: RunConfig, own_metrics: bool = False) -> DatasetDescriptor | None:
+def split_of_workers(config: RunConfig, own_metrics: Sequence[object]) -> DatasetDescriptor | None:
     """Return the split that workers may have to measure on; None where the driver does, or nobody.
 
     Args:
-        own_metrics: whether metrics were given beside those that ``config`` names. They need outputs, which only the
-            driver has, whatever the size of the model.
+        own_metrics: given beside those that ``config`` names. All need outputs, which only the driver has, whatever the
+            size of the model.
     """
     evaluation = config.evaluation
     if evaluation is None or evaluation.metrics or own_metrics:

@@ -428,7 +428,7 @@ class Execution:
             micro_batch_bytes=micro_batch_bytes(self.config),
             threads=self.config.threads_per_worker,
             mode=compute_mode(self.config),
-            evaluation=split_of_workers(self.config, bool(self.metrics)) if assignment.charges else None,
+            evaluation=split_of_workers(self.config, self.metrics) if assignment.charges else None,
             code=policy.code,
         )
 

@@ -64,7 +64,7 @@ class WorkerVault(Hosted, TrainWorker):
         self._terms.place = place
         return facts
 
-    def admit_split(self, split: DatasetDescriptor) -> None:
+    def _admit_split(self, split: DatasetDescriptor) -> None:
         if self._terms is not None:
             self._terms.require_public(split)
 

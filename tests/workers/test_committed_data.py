@@ -12,7 +12,7 @@ from raycloak.workers.messages import WorkerSetup
 from raycloak.workers.models.models import ModelSource
 from raycloak.workers.terms.loss import LossSpec
 from raycloak.workers.workload import Workload
-from tests.protocol import HandRun, examples
+from tests.protocol import HandRun, examples, open_workload
 
 KEYED = {"features": ("features",), "fingerprint_key": "data.key"}
 
@@ -76,7 +76,7 @@ def base(tmp_path: Path) -> Path:
 
 def workload(base: Path, model: str = "functions:plain", **dataset: Any) -> Workload:
     described = DatasetDescriptor(**{**KEYED, **dataset})
-    return Workload(
+    return open_workload(
         WorkerSetup(
             model=ModelSource.of(model),
             loss=LossSpec.of("cross_entropy"),

@@ -17,8 +17,8 @@ from raycloak.workers.known_answer import check_classes, found_classes, known_an
 from raycloak.workers.models.losses import binary_cross_entropy, cross_entropy, mse
 from raycloak.workers.models.models import ModelSource, build_model, read_flat
 from raycloak.workers.terms.measurement import Measurement
-from raycloak.workers.workload import PlannedWorkload, Workload
-from tests.protocol import Arrays, config, examples, initial_parameters, mechanism, worker_setup
+from raycloak.workers.workload import PlannedWorkload
+from tests.protocol import Arrays, config, examples, initial_parameters, mechanism, open_workload, worker_setup
 
 PARAMETERS = initial_parameters()
 
@@ -216,7 +216,7 @@ def test_several_losses_are_tried_on_labels_that_each_of_them_knows(tmp_path, mo
     for kind in (np.int64, np.float32):
         data = examples()[0], labels.astype(kind)
         setup = worker_setup(config(loss=loss, dataset=dataset), tmp_path, data)
-        PlannedWorkload(Workload(setup), mechanism(), ())
+        PlannedWorkload(open_workload(setup), mechanism(), ())
     assert drawn == [2, 2]
 
 
@@ -224,7 +224,7 @@ def test_a_worker_and_a_plan_refuse_them(tmp_path):
     np.savez(tmp_path / "examples.npz", features=examples()[0], labels=examples()[1])
     four = config(dataset={"kind": "npz", "path": "examples.npz", "features": "features", "classes": 4})
     with pytest.raises(ConfigError, match="labels_beyond_head"):
-        Workload(worker_setup(four, tmp_path))
+        open_workload(worker_setup(four, tmp_path))
     with pytest.raises(ConfigError, match="labels_beyond_head"):
         plan_of(four, tmp_path)
 
@@ -240,7 +240,7 @@ def test_classes_that_a_run_declares_come_before_those_that_are_found(tmp_path, 
     plan = mechanism(8, query="class_counts", sample_rate=1.0, max_grad_norm=1.0, steps=1)
     counts = Measurement(mechanism=plan, every=0, loss_bound=0)
     for measurements in ((), (counts,)):
-        PlannedWorkload(Workload(worker_setup(config(), tmp_path)), mechanism(), measurements)
+        PlannedWorkload(open_workload(worker_setup(config(), tmp_path)), mechanism(), measurements)
     assert drawn == [3, 8, 8]
 
 
@@ -261,7 +261,7 @@ def test_a_loss_that_is_evaluated_row_by_row_is_told_apart_although_no_bit_diffe
     chosen = mechanism()
 
     def planned() -> PlannedWorkload:
-        return PlannedWorkload(Workload(worker_setup(config(loss="tests.models:user_loss"), tmp_path)), chosen, ())
+        return PlannedWorkload(open_workload(worker_setup(config(loss="tests.models:user_loss"), tmp_path)), chosen, ())
 
     under_vmap = planned()
     monkeypatch.setattr(RowLoss, "_runs_under_vmap", lambda *_: False)

@@ -41,8 +41,8 @@ from raycloak.workers.train_worker import TrainWorker
 from raycloak.workers.vectors.payload import Header, VectorRange
 from raycloak.workers.vectors.ring import decode
 from raycloak.workers.virtual_worker import VirtualWorkerComputer
-from raycloak.workers.workload import PlannedWorkload, Workload
-from tests.protocol import VIRTUAL_WORKERS, HandRun, computer, config, correlation, worker_setup
+from raycloak.workers.workload import PlannedWorkload
+from tests.protocol import VIRTUAL_WORKERS, HandRun, computer, config, correlation, open_workload, worker_setup
 
 COMPUTATION_CHANGES = {
     "numerics": lambda c: {"numerics": c.numerics.model_copy(update={"cpu_capability": "ANOTHER"})},
@@ -812,10 +812,10 @@ def model():
 
 def test_what_a_module_sets_in_torch_as_it_is_imported_has_no_effect_in_a_run(tmp_path):
     """Such lines stand at the head of many a training script. The class that the worker states is the run's."""
-    plain = Workload(worker_setup(config(), tmp_path / "plain")).facts.numerics
+    plain = open_workload(worker_setup(config(), tmp_path / "plain")).facts.numerics
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "sets_torch.py").write_text(SETS_TORCH)
-    workload = Workload(worker_setup(config(model="sets_torch:model"), tmp_path))
+    workload = open_workload(worker_setup(config(model="sets_torch:model"), tmp_path))
     assert workload.facts.numerics == plain
     assert (torch.get_float32_matmul_precision(), torch.get_num_threads()) == ("highest", 1)
     assert not torch.backends.cudnn.benchmark

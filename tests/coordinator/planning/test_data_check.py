@@ -17,7 +17,7 @@ from raycloak.workers.inputs import text_data
 from raycloak.workers.messages import WorkerSetup
 from raycloak.workers.models.models import ModelSource
 from raycloak.workers.terms.loss import LossSpec
-from raycloak.workers.workload import Workload
+from tests.protocol import open_workload
 from tests.tiny_text import write_tokenizer
 
 CLEAN = {
@@ -233,7 +233,7 @@ def test_the_features_are_named_and_what_is_left_out_of_them_too(base: Path):
         seed=0,
         device="cpu",
     )
-    for door in (lambda: plan_of(config, base), lambda: check_data(config, base), lambda: Workload(setup)):
+    for door in (lambda: plan_of(config, base), lambda: check_data(config, base), lambda: open_workload(setup)):
         with pytest.raises(ModelError, match=told):
             door()
 

@@ -28,6 +28,10 @@ from raycloak.coordinator.vaults.platforms import MachinePlatform
 from raycloak.coordinator.vaults.settings import DataPlace, OrchestratorSettings, WorkerSettings
 from raycloak.coordinator.vaults.worker_vault import WorkerVault
 from raycloak.metrics.errors import BudgetError, ConfigError, DatasetError, RefusedError
+from raycloak.workers import workload
+from raycloak.workers.inputs.descriptor import DatasetDescriptor
+from raycloak.workers.messages import WorkerSetup
+from raycloak.workers.models import models
 from tests import protocol
 from tests.coordinator.ledger.ledger_cases import CAP, DATA, DELTA, MANIFEST, PARAMETERS, mechanism
 from tests.coordinator.vaults.listeners import STRANGER, called, connected_as, listening, needs_root, platform, said
@@ -315,6 +319,30 @@ def test_a_worker_opens_its_data_at_the_place_that_was_checked(tmp_path):
     worker = worker_vault(tmp_path)
     worker.prepare(setup.model_copy(update={"base": str(tmp_path / "link")}))
     assert worker._stage.setup.dataset.path == str(tmp_path / "data" / "examples.npz")
+
+
+def test_a_worker_opens_no_split_but_at_a_public_place_and_none_that_the_driver_measures_on(tmp_path, monkeypatch):
+    def opened(split: DatasetDescriptor, *_: object) -> None:
+        raise DatasetError("opened", str(split.path))
+
+    monkeypatch.setattr(workload, "open_split", opened)
+    (tmp_path / "public").mkdir()
+    places = (
+        DataPlace(path=str(tmp_path / "data"), account="by-hand", least_noise=2.0),
+        DataPlace(path=str(tmp_path / "public"), public=True),
+    )
+    worker, setup = worker_vault(tmp_path, data=places), protocol.worker_setup(protocol.config(), tmp_path)
+
+    def measured(path: str) -> WorkerSetup:
+        split = DatasetDescriptor(kind="npz", path=path, features=("features",), public=True)
+        return setup.model_copy(update={"evaluation": split})
+
+    assert not worker.prepare(measured("examples.npz")).measures
+    monkeypatch.setattr(models, "LARGEST_IN_DRIVER", 0)
+    with pytest.raises(RefusedError, match="data_not_served"):
+        worker.prepare(measured("examples.npz"))
+    with pytest.raises(DatasetError, match=str(tmp_path / "public" / "split.npz")):
+        worker.prepare(measured("../public/split.npz"))
 
 
 def test_a_failed_second_prepare_leaves_nothing_served(tmp_path):

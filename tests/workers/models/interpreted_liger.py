@@ -29,8 +29,8 @@ from raycloak.workers.models import liger
 from raycloak.workers.models.compute_mode import ComputeMode
 from raycloak.workers.models.losses import next_token_cross_entropy
 from raycloak.workers.models.text_model import TextModel
-from raycloak.workers.workload import PlannedWorkload, Workload
-from tests.protocol import config, mechanism, worker_setup
+from raycloak.workers.workload import PlannedWorkload
+from tests.protocol import config, mechanism, open_workload, worker_setup
 from tests.tiny_text import write_llama
 from tests.workers.gradients.test_sensitivity import ROWS, largest_move
 
@@ -209,7 +209,7 @@ def workload():
             dataset={"kind": "text_blocks", "path": str(folder / "plot.txt"), "max_length": 2},
             use_gpu=True,
         )  # fmt: skip
-        opened = Workload(worker_setup(settings, folder))
+        opened = open_workload(worker_setup(settings, folder))
         assert "liger-kernel 0.8.5, attention eager" in opened.facts.numerics.model_libraries
         assert any("Liger's kernels" in note for note in opened.facts.model_notes)
         sizes = {

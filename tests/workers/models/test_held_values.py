@@ -21,8 +21,7 @@ from raycloak.workers.models.held_values import HeldValue, held_values
 from raycloak.workers.models.losses import cross_entropy
 from raycloak.workers.models.models import ModelSource, build_model, tensor_contents
 from raycloak.workers.terms.model_digest import check_same_tensors, frozen_digest
-from raycloak.workers.workload import Workload
-from tests.protocol import config, worker_setup
+from tests.protocol import config, open_workload, worker_setup
 
 
 class Own:
@@ -292,7 +291,7 @@ def test_a_file_that_a_model_or_a_loss_was_built_from_is_in_the_frozen_digest(
             values.flat[2] = 2 if (name, node) == (changed, "b") else 1
             np.save(base / f"{name}.npy", values)
         monkeypatch.delitem(sys.modules, "words", raising=False)
-        workloads.append(Workload(setup))
+        workloads.append(open_workload(setup))
     one, other = (each.facts for each in workloads)
     assert (one.model_code, one.loss_code) == (other.model_code, other.loss_code)
     assert frozen_digest(one.contents) != frozen_digest(other.contents)
