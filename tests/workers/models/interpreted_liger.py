@@ -173,7 +173,7 @@ def wrong_kernels():
 
 
 def habits_of_liger():
-    """What Liger's own functions do would be refused: gradients over kept tensors, and an output from a shape alone."""
+    """Two habits of Liger's own functions are refused: gradients over kept tensors, and outputs from a shape alone."""
     module = in_liger(model_of("Llama"))
     empty = torch.empty
     hidden = {
