@@ -287,8 +287,8 @@ def _class_of(case: ProofCase, stated: Any) -> str:
 
 def _links_of(case: ProofCase, stated: Any) -> str | None:
     """Return what a verdict may state of the links between GPUs: ``stated``, if it is of a session of the run."""
-    if stated in case.history.links:
-        return str(stated)
+    if isinstance(stated, str) and stated in case.history.links:
+        return stated
     shown = weakest_links(case.history.links)
     # Nobody showed a GPU, so that the links of those that computed are not attested.
     return shown or ("not attested" if case.manifest.computation.numerics.gpu is not None else None)

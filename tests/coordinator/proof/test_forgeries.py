@@ -304,6 +304,11 @@ def a_verdict_of_encrypted_links(record, other):
     return _verdict(record, links="encrypted")
 
 
+@forgery("verdict.json", "it states links .'encrypted'.,")
+def a_verdict_of_a_list_of_links(record, other):
+    return _verdict(record, links=["encrypted"])
+
+
 @forgery("verdict.json", "evidence_class")
 def a_verdict_of_real_hardware(record, other):
     return _verdict(record, evidence_class="intel_tdx")
