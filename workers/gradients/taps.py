@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -35,7 +35,8 @@ from raycloak.workers.gradients.tensor_table import TensorTable
 from raycloak.workers.gradients.vocabulary_loss import HeadPart, HeadUse, VocabularyHead
 
 _FIX = "Use it through Linear, Conv, Embedding or a norm, with the batch as the first dimension, or freeze it."
-_Finish = Callable[[Tensor, tuple[Tensor, ...]], "list[tuple[Leaf, Use | HeadUse]]"]
+_Uses: TypeAlias = "list[tuple[Leaf, Use | HeadUse]]"
+_Finish = Callable[[Tensor, tuple[Tensor, ...]], _Uses]
 """A function from the gradient of an operation's output, and the kept inputs, to the uses of its trained tensors.
 
 Both come in the model's own types. Sums and elementwise products are formed in float32 (:func:`_wide`); the sides of
@@ -95,7 +96,7 @@ class _Record:
         self._versions = [each._version for each in kept]
         # Until autograd has them.
         self._kept = tuple(each.detach() for each in kept)
-        self.uses: list[tuple[Leaf, Use | HeadUse]] = []
+        self.uses: _Uses = []
 
     def hand_over(self) -> tuple[Tensor, ...]:
         """Return the inputs, which this object then no longer holds."""
@@ -297,9 +298,9 @@ class Recording(TorchFunctionMode):
         if tapped is None:
             return losses
 
-        def finish(gradient: Tensor, kept: tuple[Tensor, ...]) -> list[tuple[Leaf, Use | HeadUse]]:
+        def finish(gradient: Tensor, kept: tuple[Tensor, ...]) -> _Uses:
             use = HeadUse(head, kept[0], kept[1], gradient)
-            found: list[tuple[Leaf, Use | HeadUse]] = [(weights, use)] if weights else []
+            found: _Uses = [(weights, use)] if weights else []
             return found + ([(biases, use.bias_rows())] if biases else [])
 
         return self.tap(losses, tapped.name, finish, hidden, known)
@@ -331,8 +332,8 @@ class Recording(TorchFunctionMode):
             raise _unsupported(name, f"a {what} without a batch")
         rows = self.batched(input, name)
 
-        def finish(gradient: Tensor, kept: tuple[Tensor, ...]) -> list[tuple[Leaf, Use | HeadUse]]:
-            found: list[tuple[Leaf, Use | HeadUse]] = [(weights, of_weight(gradient, kept[0]))] if weights else []
+        def finish(gradient: Tensor, kept: tuple[Tensor, ...]) -> _Uses:
+            found: _Uses = [(weights, of_weight(gradient, kept[0]))] if weights else []
             return found + ([(biases, of_bias(gradient))] if biases else [])
 
         return self.tap(function(rows), name, finish, *([rows] if weights else []))
@@ -399,7 +400,7 @@ class Recording(TorchFunctionMode):
         ids = self.batched(input[None] if alone else input, table.name)
         padding = None if padding_idx is None else padding_idx % len(weight)
 
-        def finish(gradient: Tensor, kept: tuple[Tensor, ...]) -> list[tuple[Leaf, Use | HeadUse]]:
+        def finish(gradient: Tensor, kept: tuple[Tensor, ...]) -> _Uses:
             rows = kept[0].reshape(self._count, -1)
             values = _wide(gradient).reshape(self._count, rows.shape[1], -1)
             if padding is not None:
@@ -522,7 +523,7 @@ class Recording(TorchFunctionMode):
         if not whole or not spread:
             return self._other(function, (left, right), {})
 
-        def finish(gradient: Tensor, kept: tuple[Tensor, ...]) -> list[tuple[Leaf, Use | HeadUse]]:
+        def finish(gradient: Tensor, kept: tuple[Tensor, ...]) -> _Uses:
             rows = _wide(gradient) * _wide(kept[0]) if factor else _wide(gradient)
             shape = (1,) * (rows.ndim - leaf.tensor.ndim) + tuple(leaf.tensor.shape)
             rows = rows.reshape(self._count, -1, *rows.shape[1:])
@@ -607,7 +608,7 @@ class Recording(TorchFunctionMode):
         if len(output) != self._count * shape[0] or any(a not in (1, b) for a, b in zip(shape, repeated, strict=True)):
             raise _unsupported(leaf.name, "a repetition along a dimension of its own")
 
-        def finish(gradient: Tensor, _kept: tuple[Tensor, ...]) -> list[tuple[Leaf, Use | HeadUse]]:
+        def finish(gradient: Tensor, _kept: tuple[Tensor, ...]) -> _Uses:
             rows = _wide(gradient).reshape(self._count, *repeated)
             return [(leaf, rows.sum_to_size(self._count, *shape))]
 
@@ -648,7 +649,7 @@ class Recording(TorchFunctionMode):
                 raise _unsupported(leaves[0].name, f"{_name_of(function)}, which gives one row another shape")
             return torch.autograd.grad(output, list(trained.values()), gradient.to(output.dtype))
 
-        def finish(gradient: Tensor, kept: tuple[Tensor, ...]) -> list[tuple[Leaf, Use | HeadUse]]:
+        def finish(gradient: Tensor, kept: tuple[Tensor, ...]) -> _Uses:
             wide, given = [_wide(each) for each in kept], _wide(gradient)
             rows = [slice(row, row + 1) for row in range(self._count)]
             own = ([each[row] if has else each for each, has in zip(wide, has_row, strict=True)] for row in rows)
