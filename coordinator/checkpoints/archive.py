@@ -167,11 +167,11 @@ class Restorer:
         wrapped = package.wrapped_key(orchestrator.package_recipient().key_id)
         data_key = Secret(orchestrator.open_package(manifest.info(), wrapped))
         with _readable():
-            tensors = parameters_of(package, data_key)
+            parameters = parameters_of(package, data_key)
             states = load_arrays(package.chunks(OPTIMIZER, data_key))
         return Restored(
             finished_steps=manifest.step,
-            parameters=np.concatenate([tensors[each.name].reshape(-1) for each in self.manifest.computation.tensors]),
+            parameters=parameters,
             # Behind the number of its range; a tensor is in one range alone.
             state={key.partition("/")[2]: array for key, array in states.items()},
             package=Published(package.name, manifest),

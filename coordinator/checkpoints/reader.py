@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from safetensors import safe_open
 
 from raycloak.attestation.core.hpke import HpkeKey
@@ -39,7 +40,7 @@ from raycloak.coordinator.checkpoints.storage import (
 from raycloak.coordinator.checkpoints.writer import PARAMETERS
 from raycloak.metrics.errors import ConfigError, ProtocolError
 from raycloak.workers.terms.manifest import Manifest
-from raycloak.workers.terms.model_digest import model_digest, tensor_digests
+from raycloak.workers.terms.model_digest import dimension, model_digest, split_flat, tensor_digests
 
 # Wider than the names that runs give, since readers name copies as they like.
 _STEP = re.compile(r"step-?([0-9]{1,18})", re.IGNORECASE)
@@ -282,11 +283,20 @@ def check_parameters(tensor: Callable[[str], np.ndarray], package: VerifiedPacka
         refuse(PackageRefusal.PARAMETERS_DIFFER, "its parameters do not have the digest that its manifest states.")
 
 
-def parameters_of(package: VerifiedPackage, data_key: Secret) -> dict[str, np.ndarray]:
-    """Decrypt the parameters, by name; errors as :func:`open_to_file`, but for a file that is written."""
-    arrays = load_arrays(package.chunks(PARAMETERS, data_key))
-    check_parameters(arrays.__getitem__, package)
-    return arrays
+def parameters_of(package: VerifiedPackage, data_key: Secret) -> NDArray[np.float32]:
+    """Decrypt the parameters, float32[d] in canonical order, without another copy of them.
+
+    Raises:
+        EvidenceError: as :func:`open_to_file`.
+    """
+    tensors = package.run_manifest.computation.tensors
+    flat = np.empty(dimension(tensors), np.float32)
+    parts = zip(tensors, split_flat(flat, tensors), strict=True)
+    places = {each.name: part.reshape(each.shape) for each, part in parts}
+    if load_arrays(package.chunks(PARAMETERS, data_key), places).keys() != places.keys():
+        refuse(PackageRefusal.PARAMETERS_DIFFER, "its parameters are not the tensors of its run.")
+    check_parameters(places.__getitem__, package)
+    return flat
 
 
 def open_to_file(package: VerifiedPackage, data_key: Secret, out: Path) -> None:

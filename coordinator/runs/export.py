@@ -89,9 +89,13 @@ def _write_safetensors(model: ReleasedModel, draft: Path, out: Path) -> tuple[in
 
 def _write_torch(model: ReleasedModel, draft: Path, out: Path) -> tuple[int, str]:
     state: Mapping[str, torch.Tensor] = model.module.state_dict()
-    # Copies: a view of a mapped file would be written with all of its storage.
-    torch.save({name: tensor.detach().cpu().clone() for name, tensor in state.items()}, draft)
+    # A view of a mapped file would be written with all of its storage.
+    torch.save({name: _own(tensor.detach().cpu()) for name, tensor in state.items()}, draft)
     return len(state), f"module.load_state_dict(torch.load('{out}', weights_only=True))"
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def _write_hf(model: ReleasedModel, draft: Path, out: Path) -> tuple[int, str]:

@@ -7,7 +7,7 @@ To build a model may mean to run Python that the run directory names. A director
 else likes, so its reader has to allow that.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -37,7 +37,7 @@ from raycloak.workers.models.models import (
 from raycloak.workers.models.text_model import TextModel
 from raycloak.workers.terms.loss import LossSpec
 from raycloak.workers.terms.manifest import Manifest, TensorSpec
-from raycloak.workers.terms.model_digest import frozen_digest, model_digest, tensor_digests
+from raycloak.workers.terms.model_digest import dimension, frozen_digest, model_digest, split_flat, tensor_digests
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,18 +260,22 @@ def _tensors(manifest: Manifest, path: Path, wanted: str | None) -> np.ndarray:
 
     Their digest is ``wanted``, or without it the one that the file states.
     """
+    tensors = manifest.computation.tensors
+    flat = np.empty(dimension(tensors), np.float32)
     try:
         with safe_open(path, framework="numpy") as file:
-            names: list[str] = file.keys()
-            arrays = {name: file.get_tensor(name) for name in names}
-            stated = (file.metadata() or {}).get("model_digest")
+            # One by one: the file's and the vector's would be two copies of the model.
+            for each, part in zip(tensors, split_flat(flat, tensors), strict=True):
+                found = file.get_tensor(each.name)
+                if (found.dtype, found.shape) != (flat.dtype, each.shape):
+                    raise SafetensorError(f"{each.name} is another tensor")
+                np.copyto(part, found.reshape(-1))
+            is_whole, stated = len(file.keys()) == len(tensors), (file.metadata() or {}).get("model_digest")
     except OSError as error:
         raise file_error("no_weights", "read", path, error) from None
     except SafetensorError:
-        arrays, stated = {}, None
-    shapes = {name: (array.dtype, array.shape) for name, array in arrays.items()}
-    specs = {each.name: (np.dtype(np.float32), each.shape) for each in manifest.computation.tensors}
-    if shapes != specs or _digest(manifest, flat := _flat(manifest, arrays)) != (stated if wanted is None else wanted):
+        is_whole, stated = False, None
+    if not is_whole or _digest(manifest, flat) != (stated if wanted is None else wanted):
         raise RefusedError(
             "weights_changed",
             f"{path} does not hold the tensors that the run wrote.",
@@ -286,7 +290,7 @@ def _package(path: str, keys: Keys | None) -> tuple[Manifest, np.ndarray]:
         raise _keys_needed(f"{path} is a sealed package, which opens with a trust store and a recipient's key")
     own = load_recipient_key(keys.key)
     with package_at(path, keys.trust) as package:
-        return package.run_manifest, _flat(package.run_manifest, parameters_of(package, package.unwrap(own)))
+        return package.run_manifest, parameters_of(package, package.unwrap(own))
 
 
 def _built(described: _Described, manifest: Manifest, flat: np.ndarray) -> ReleasedModel:
@@ -315,10 +319,6 @@ def _built(described: _Described, manifest: Manifest, flat: np.ndarray) -> Relea
         manifest=manifest,
         model_digest=_digest(manifest, flat),
     )
-
-
-def _flat(manifest: Manifest, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-    return np.concatenate([arrays[tensor.name].reshape(-1) for tensor in manifest.computation.tensors])
 
 
 def _digest(manifest: Manifest, flat: np.ndarray) -> str:

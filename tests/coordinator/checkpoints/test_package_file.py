@@ -58,9 +58,7 @@ def test_a_file_verifies_and_opens_as_the_folder_does(site, tmp_path):
         assert package.manifest == folder.manifest
         opened = parameters_of(package, package.unwrap(site.recipient))
     expected = parameters_of(folder, folder.unwrap(site.recipient))
-    assert {name: each.tobytes() for name, each in opened.items()} == {
-        name: each.tobytes() for name, each in expected.items()
-    }
+    assert opened.tobytes() == expected.tobytes()
     assert found.files(NAME) == site.storage.files(NAME)
     assert is_package(str(path))
 
