@@ -8,12 +8,13 @@ without parameters is in neither. Counted is what a step adds:
                 gradients; by the number of virtual workers that it hosts. The model, and what its layers keep, are not.
     aggregator  the average, the new parameters and the new state of the rule. Its inputs are not: they lie in the
                 object store, which has every vector, the parameters and the state.
+    opened      the parameters and the state of the rule that a driver reads from a package
 """
 
 import argparse
 import json
 import multiprocessing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ def measured(parameters: int, hosted: Sequence[int] = HOSTED, rules: Sequence[st
     """Return bytes a parameter by case: ``worker, 2 hosted`` and ``aggregator, adam``."""
     cases = {f"worker, {each} hosted": (worker, each) for each in hosted}
     cases |= {f"aggregator, {each}": (aggregator, each) for each in rules}
+    cases |= {f"opened, {each}": (opened, each) for each in rules}
     sizes = parameters // 3 // CLASSES * CLASSES, parameters // CLASSES * CLASSES
     found = {}
     for name, (case, argument) in cases.items():
@@ -121,6 +123,23 @@ def aggregator(parameters: int, rule: str) -> int:
 
     _, state = step(optimizer.initial_state(), 0)
     return growth(lambda: step(state, 1))
+
+
+def opened(parameters: int, rule: str) -> int:
+    """Return the bytes that reading the arrays of a package takes, by the function of a driver."""
+    from raycloak.attestation.sealed.chunk_stream import CHUNK_BYTES
+    from raycloak.coordinator.checkpoints.arrays import load_arrays, safetensors_pieces
+    from raycloak.workers.terms.built_in_rules import RULES
+
+    ones = np.ones(parameters, np.float32)
+    files = [{"weight": ones}, {f"state {index}": ones.copy() for index in range(RULES[rule].state_tensors)}]
+
+    def chunks(arrays: dict[str, np.ndarray]) -> Iterator[bytes]:
+        for piece in safetensors_pieces(arrays, {}):
+            for start in range(0, len(piece), CHUNK_BYTES):
+                yield bytes(piece[start : start + CHUNK_BYTES])
+
+    return growth(lambda: [load_arrays(chunks(arrays)) for arrays in files])
 
 
 def _alone(case: Callable[[int, Any], int], sizes: Sequence[int], argument: object) -> list[int]:

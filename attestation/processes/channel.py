@@ -30,8 +30,8 @@ M = TypeVar("M", bound=Message)
 
 MOST_BYTES: Final = 2**26
 """Of a frame: far more than a run's contract or the text of a sample."""
-MOST_ARRAY_BYTES: Final = 2**36
-"""Of a frame's arrays together."""
+MOST_ARRAY_BYTES: Final = 2**42
+"""Of a frame's arrays together: words of 64 bits of the largest model, as 32 workers send them to one aggregator."""
 _PIECE: Final = 2**20
 
 

@@ -59,6 +59,17 @@ def split_ranges(tensors: Sequence[TensorSpec], count: int) -> tuple[ParameterRa
     )
 
 
+def ranges_needed(whole_bytes: int, rooms: Sequence[int], most: int) -> int:
+    """Return the number of ranges with which each aggregator fits its node, as far as there are nodes for more.
+
+    Args:
+        whole_bytes: what one aggregator of all ranges takes.
+        rooms: memory of each node for aggregators, in bytes; without any, there is one range.
+        most: ranges that the model's tensors allow.
+    """
+    return min(-(-whole_bytes // min(rooms)), len(rooms), most) if rooms else 1
+
+
 def _fill(sizes: list[int], capacity: int, at_least: int) -> list[int]:
     """Return the cuts of a first-fit walk that stays within ``capacity`` and yields at least so many ranges."""
     cuts, filled = [0], 0

@@ -80,7 +80,7 @@ def load_arrays(chunks: Iterator[bytes], places: Mapping[str, NDArray[Any]] | No
             if array.size:
                 fill(array.reshape(-1).view(np.uint8).data)
             found[name] = array
-        if left or next(chunks, b""):
+        if left or any(chunks):
             raise ValueError("it goes on behind its arrays")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         refuse(PackageRefusal.MALFORMED, f"a payload has no arrays: {error}.")

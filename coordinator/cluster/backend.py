@@ -76,6 +76,10 @@ class Backend(Protocol):
         """Return the id of the node that the actor runs on."""
         ...
 
+    def aggregator_rooms(self) -> Sequence[int]:
+        """Return the memory of each node that aggregators are spread over, in bytes; nothing where they share one."""
+        ...
+
     def room(self) -> int:
         """Return how many more workers could be started now without waiting for resources."""
         ...
@@ -157,6 +161,9 @@ class LocalBackend:
 
     def node(self, actor: Actor) -> str:
         return "local"
+
+    def aggregator_rooms(self) -> Sequence[int]:
+        return ()
 
     def room(self) -> int:
         return sys.maxsize

@@ -1,7 +1,7 @@
 """The backend on Ray: starts workers and aggregators, sends them calls and fetches their answers."""
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -10,7 +10,7 @@ import ray
 from raycloak.attestation.attester.attester import EvidenceSource
 from raycloak.coordinator.cluster.actors import actor, ask_node, kill_all, off_this_node
 from raycloak.coordinator.cluster.backend import ActorLost
-from raycloak.coordinator.cluster.placement import Placement
+from raycloak.coordinator.cluster.placement import Placement, cluster_nodes
 from raycloak.coordinator.cluster.ray_calls import ask, cancel, fetch, put, send, wait
 from raycloak.coordinator.cluster.relays import MaskedAggregatorActor, TrainWorkerActor
 from raycloak.coordinator.cluster.remote import Actor, Aggregator, AggregatorActor, Spare, Worker, WorkerActor
@@ -194,6 +194,14 @@ class RayBackend:
     def node(self, actor: Actor) -> str:
         started = self._members.get(actor.member_id) or _Started.of(actor.handle)
         return str(fetch(started.node, NODE_DEADLINE_S))
+
+    @staticmethod
+    def aggregator_rooms() -> Sequence[int]:
+        own = ray.get_runtime_context().get_node_id()
+        nodes = cluster_nodes()
+        # As `off_this_node` places them.
+        apart = [each for each in nodes if each.node_id != own] or nodes
+        return [int(each.total.get("memory", 0) + each.total.get("object_store_memory", 0)) for each in apart]
 
     def room(self) -> int:
         return self._placement.room()

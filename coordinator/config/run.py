@@ -86,7 +86,7 @@ class RunConfig(Section):
             with settings; or a list of those, which are added up. A Hugging Face model has its task's by default.
         early_stopping: ends the run once a public or released result no longer gets better.
         seed: public seed of the model's initial parameters.
-        aggregators: S, number of parameter ranges.
+        aggregators: S, number of parameter ranges; if absent, one, or as many as the memory of the nodes needs.
         epoch_steps: E; virtual-worker keys change every E steps, on fresh evidence.
         secret_retention: whether a generated run secret is destroyed (``run``) or kept (``keep``) when the run is
             complete.
@@ -128,7 +128,7 @@ class RunConfig(Section):
     secure_aggregation: bool = True
     masks: MasksConfig = MasksConfig()
     ring: RingConfig = RingConfig()
-    aggregators: int = Field(default=1, gt=0)
+    aggregators: int | None = Field(default=None, gt=0)
     epoch_steps: int = Field(default=100, gt=0)
     ledger: LedgerConfig = LedgerConfig()
     policy: str | None = None
@@ -305,6 +305,11 @@ class RunConfig(Section):
     def most_workers(self) -> int:
         """The ``max_workers``, or its default: ``num_workers``."""
         return self.max_workers if self.max_workers is not None else self.num_workers
+
+    @property
+    def first_aggregators(self) -> int:
+        """The aggregators to start before the model's size is known."""
+        return self.aggregators or 1
 
     @property
     def slices(self) -> int:

@@ -49,7 +49,7 @@ class MemberAdmission:
 
     def __post_init__(self) -> None:
         # Behind those of the first aggregators, one per range.
-        self._serial = itertools.count(self.members.config.aggregators)
+        self._serial = itertools.count(len(self.ranges))
 
     def admit_founders(self) -> None:
         """Challenge, appraise and admit every worker and one aggregator per range.

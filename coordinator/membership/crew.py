@@ -35,7 +35,7 @@ def aggregator_id(index: int, serial: int) -> str:
 
 
 def start_crew(backend: Backend, config: RunConfig) -> Crew:
-    """Start ``num_workers`` workers and one aggregator per range, and wait for none of them.
+    """Start ``num_workers`` workers and the first aggregators, and wait for none of them.
 
     Raises:
         ConfigError: ``unplaceable`` if there is no room for them.
@@ -43,5 +43,5 @@ def start_crew(backend: Backend, config: RunConfig) -> Crew:
     names = [worker_id(serial) for serial in range(config.num_workers)]
     workers = {name: backend.start_worker(name) for name in names}
     # Workers first, since they have to open the data. Aggregators are needed later, so they start meanwhile.
-    aggregators = [backend.start_aggregator(aggregator_id(index, index)) for index in range(config.aggregators)]
+    aggregators = [backend.start_aggregator(aggregator_id(index, index)) for index in range(config.first_aggregators)]
     return Crew(workers, aggregators)

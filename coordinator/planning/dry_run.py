@@ -84,7 +84,7 @@ def plan_of(config: RunConfig, config_dir: Path) -> Plan:
     model, form, loss = facts.model, facts.form, facts.loss
     left: tuple[str, ...] = (_left_to_workers(facts.largest_rows),) if is_left_to_workers(model) else ()
     slow = _slow_products(model, config)
-    split_ranges(trainable_tensors(model), config.aggregators)
+    split_ranges(trainable_tensors(model), config.first_aggregators)
     spec = optimizer_spec(config.optimizer, config_dir)
     groups = try_rule(spec, trainable_tensors(model), config.sized(form.num_examples).planned_steps, config_dir)
     if (split := public_split(config, config_dir)) is not None:

@@ -163,6 +163,16 @@ class Plan:
     account: "AccountOutlook | None" = None
 
     @property
+    def aggregator_bytes(self) -> int:
+        """The most that an aggregator of all parameters takes of its node, the object store included.
+
+        Its vault has a copy of what it is given, which is the masked vectors of one attempt, parameters and state. It
+        makes the average, and parameters and state anew, and copies these once more to answer.
+        """
+        released = self.object_store_bytes // 2 - self.bytes_per_step
+        return self.object_store_bytes + self.bytes_per_step + 4 * self.mechanism.dimension + 3 * released
+
+    @property
     def epsilon_curve(self) -> tuple[tuple[int, float], ...]:
         """Up to `CURVE_POINTS` pairs of steps done and epsilon, measurements included; the last at
         ``steps_within_cap``; none where nothing is private. Computed for its reader: a run would wait for it."""

@@ -129,7 +129,7 @@ def launch(
         placement,
         cpu_capability=_capability(config, placement, present, recorded),
         threads=config.threads_per_worker,
-        aggregators=config.aggregators,
+        aggregators=config.first_aggregators,
         boundary=config.boundary,
     )
     stack.callback(backend.close)

@@ -18,7 +18,7 @@ from raycloak.attestation.core.evidence import Links
 from raycloak.attestation.core.roster import Query
 from raycloak.attestation.orchestrator.commits import StepCommit
 from raycloak.attestation.sealed.sealed_data import SealedSource
-from raycloak.coordinator.aggregation.ranges import ParameterRange, split_ranges
+from raycloak.coordinator.aggregation.ranges import ParameterRange, ranges_needed, split_ranges
 from raycloak.coordinator.aggregation.rule_trial import try_rule
 from raycloak.coordinator.cluster.backend import ActorLost
 from raycloak.coordinator.cluster.control import START_AGAIN
@@ -26,6 +26,7 @@ from raycloak.coordinator.cluster.remote import Parameters
 from raycloak.coordinator.config.run import RunConfig, parse_config
 from raycloak.coordinator.ledger.rules import RegistrationTerms
 from raycloak.coordinator.ledger.view import LedgerView
+from raycloak.coordinator.membership.crew import aggregator_id
 from raycloak.coordinator.membership.founders import Founders
 from raycloak.coordinator.membership.membership import Membership
 from raycloak.coordinator.planning.cross_check import checked
@@ -131,7 +132,7 @@ def admit(
     run, is_charged = _registration(session, ledger, config, facts, plan, manifest, paying, sealed)
     terms = run_terms(manifest, session.policy, session.collateral, sealed, evaluation, is_charged, plan.masks)
     session.control.orchestrator.begin(terms, secrets.token_hex(16))
-    ranges = split_ranges(facts.tensors, config.aggregators)
+    ranges = _ranges(founders, plan)
     membership = Membership.admit(
         founders, _terms(order, manifest), ranges, session.collateral_now, session.revocations, reporter.joined
     )
@@ -154,6 +155,19 @@ def admit(
         colocated=_is_colocated(order, membership),
         rollback_witness=ledger.rollback_witness,
     )
+
+
+def _ranges(founders: Founders, plan: Plan) -> tuple[ParameterRange, ...]:
+    """Cut the parameters, and start the aggregators of ranges beyond those that the crew has.
+
+    Their number is hosting: it is in no manifest and changes no byte, and another execution may find other nodes.
+    """
+    members, tensors = founders.members, founders.facts.tensors
+    needed = ranges_needed(plan.aggregator_bytes, members.backend.aggregator_rooms(), len(tensors))
+    count = members.config.aggregators or needed
+    for index in range(len(members.aggregators), count):
+        members.aggregators.append(members.backend.start_aggregator(aggregator_id(index, index)))
+    return split_ranges(tensors, count)
 
 
 def _recorded_shape(order: Order) -> RunConfig:

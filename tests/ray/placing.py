@@ -12,6 +12,7 @@ from ray.util.placement_group import placement_group_table
 
 from raycloak.coordinator.cluster.actors import actor, ask_node, connect, kill_all, off_this_node
 from raycloak.coordinator.cluster.placement import Placement, cluster_nodes
+from raycloak.coordinator.cluster.ray_backend import RayBackend
 from raycloak.coordinator.cluster.ray_calls import fetch
 from raycloak.coordinator.config.sections import PlacementConfig
 from raycloak.metrics.errors import ConfigError
@@ -117,6 +118,7 @@ def main():
         "joiners": joiners(),
         "closed": closed(),
         "off_the_drivers": off_the_drivers(),
+        "aggregator_rooms": RayBackend.aggregator_rooms(),
     }
     answers["left"] = settled(reserved, [])
     print(json.dumps(answers))

@@ -87,6 +87,9 @@ def test_nobody_gets_a_place_that_was_closed(answers):
 def test_aggregators_avoid_the_node_of_the_orchestrator(answers):
     """The head is the fourth node, with the driver on one of them; Ray alone would spread over all."""
     assert answers["off_the_drivers"] == [True] * 4
+    rooms = answers["aggregator_rooms"]
+    assert len(rooms) == 3
+    assert all(2**28 < room < 2**50 for room in rooms), "each has the memory and the object store of its node, in bytes"
 
 
 def test_workers_asked_to_leave_drained_and_dead_nodes_change_no_byte(answers, nodes, raylets, run_python):

@@ -150,7 +150,7 @@ def _start_bare(config: RunConfig) -> Start:
         "LedgerActor": 1,
         "NodePlatform": 1,
         "TrainWorkerActor": config.num_workers,
-        "MaskedAggregatorActor": config.aggregators,
+        "MaskedAggregatorActor": config.first_aggregators,
     }
     actors = [(role, LIBRARIES[role]) for role, count in counts.items() for _ in range(count)]
     plan = {"driver": LIBRARIES["driver"], "actors": actors, "num_cpus": config.num_workers + 1}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raycloak.coordinator.aggregation.ranges import ParameterRange, split_ranges
+from raycloak.coordinator.aggregation.ranges import ParameterRange, ranges_needed, split_ranges
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.terms.manifest import TensorSpec
 
@@ -45,3 +45,31 @@ def test_more_ranges_than_tensors_are_refused(count: int) -> None:
     with pytest.raises(ConfigError) as caught:
         split_ranges(tensors_of([1, 1, 1]), count)
     assert caught.value.code == "aggregators"
+
+
+def test_ranges_of_more_parameters_than_31_bits_count_are_cut_as_others() -> None:
+    sizes = [2**31 - 2, 7, 2**32, 2**31 + 5]
+    ranges = split_ranges(tensors_of(sizes), 3)
+    assert [(owned.start, owned.stop) for owned in ranges] == [
+        (0, 2**31 + 5),
+        (2**31 + 5, 3 * 2**31 + 5),
+        (3 * 2**31 + 5, 2**33 + 10),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("whole", "rooms", "most", "needed"),
+    [
+        (10, [], 9, 1),  # one process, or one machine
+        (10, [10], 9, 1),
+        (11, [10], 9, 1),  # more ranges on one node take as much
+        (10, [10, 10, 10], 9, 1),
+        (11, [10, 10, 10], 9, 2),
+        (21, [10, 10, 10], 9, 3),
+        (99, [10, 10, 10], 9, 3),
+        (99, [10, 10, 10], 2, 2),
+        (11, [100, 10, 100], 9, 2),  # any node may get any range
+    ],
+)
+def test_there_are_as_many_ranges_as_their_nodes_memory_needs(whole, rooms, most, needed) -> None:
+    assert ranges_needed(whole, rooms, most) == needed

@@ -19,7 +19,7 @@ from raycloak.metrics.errors import BudgetError, RefusedError
 from raycloak.workers.inputs import rows
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.train_worker import TrainWorker
-from tests.protocol import FEW_FAILURES, RENYI, WholeRun, examples, on, trained, whole_run
+from tests.protocol import FEW_FAILURES, RENYI, Stage, WholeRun, examples, on, trained, whole_run
 
 WORKERS_AND_RANGES = [(1, 1), (2, 3), (3, 3), (5, 1), (8, 3)]
 ARRIVALS = {
@@ -203,3 +203,14 @@ def test_a_run_of_epochs_is_the_run_of_as_many_steps(tmp_path):
     assert len(by_steps.digests) == 3, "40 examples, 20 in a batch"
     assert by_epochs.digests == by_steps.digests
     assert by_epochs.finished.manifest.computation == by_steps.finished.manifest.computation
+
+
+def test_a_run_takes_more_ranges_by_itself_where_one_does_not_fit_a_node_and_gives_the_same_bytes(
+    tmp_path, undisturbed, monkeypatch
+):
+    monkeypatch.setattr(Stage, "aggregator_rooms", lambda stage: (1_000, 1_000, 1_000, 1_000, 1_000))
+    run = trained(tmp_path)
+    assert [len(each.aggregators) for each in run.stage.rosters] == [4] * 3, "as many as there are tensors"
+    assert digests_everywhere(run) == undisturbed
+    chosen = trained(tmp_path / "chosen", aggregators=1)
+    assert len(chosen.stage.rosters[-1].aggregators) == 1

@@ -12,9 +12,11 @@ import pytest
 
 from raycloak.attestation.core.keys import Purpose, Secret, derive
 from raycloak.metrics.errors import ConfigError, RefusedError
+from raycloak.workers.terms.mechanism import MAX_DIMENSION
 from raycloak.workers.vectors import noise
 from raycloak.workers.vectors.noise import (
     BLOCK,
+    MAX_SIGMA,
     MIN_SMOOTHING_VARIANCE,
     SAMPLER_DISTANCE,
     BaseTable,
@@ -353,6 +355,14 @@ def test_a_range_beyond_the_stream_is_refused_and_changes_nothing() -> None:
     assert not vector.any()
     sampler.add_to(vector, KEY, start=end - 4 * BLOCK)
     assert vector.any()
+
+
+@pytest.mark.parametrize("sigma", [LARGE_SIGMA, MAX_SIGMA])
+def test_the_last_coordinates_of_the_largest_model_have_draws_of_their_own(sigma: float) -> None:
+    around = draws(sigma, KEY, 2**31 - 5, 10)
+    assert np.array_equal(around[5:], draws(sigma, KEY, 2**31, 5))
+    last = draws(sigma, KEY, MAX_DIMENSION - 3, 3)
+    assert len({*around.tolist(), *last.tolist()}) > 10
 
 
 def test_a_decomposition_names_its_parts() -> None:

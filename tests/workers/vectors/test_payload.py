@@ -300,3 +300,14 @@ def test_tagging_and_checking_copy_nothing():
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1 << 18
+
+
+def test_ranges_of_more_words_than_31_bits_count_are_signed_as_they_are():
+    parts = (VectorRange(index=0, offset=0, length=2**31 + 5), VectorRange(index=1, offset=2**31 + 5, length=2**33))
+    attempt = attempt_of(ranges=parts)
+    tags = [b"t" * 16, b"u" * 16]
+    envelope = seal_header(attempt, "worker-0", IDENTITIES["worker-0"], vector_tags=VECTOR_TAGS, payload_tags=tags)
+    header = open_header(envelope, attempt, "worker-0")
+    assert [(each.offset, each.length) for each in header.payloads] == [(0, 2**31 + 5), (2**31 + 5, 2**33)]
+    other = attempt_of(ranges=(parts[0].model_copy(update={"length": 5}), parts[1]))
+    assert refusal_of(open_header, envelope, other, "worker-0").code == "length_mismatch"

@@ -11,7 +11,14 @@ import pytest
 from raycloak.attestation.core.keys import Purpose, Secret, derive
 from raycloak.metrics.errors import RefusedError
 from raycloak.workers.vectors.ring import ring_dtype
-from raycloak.workers.vectors.vector_tag import LEAF_BYTES, TensorLeaves, leaf_digests, vector_tag
+from raycloak.workers.vectors.vector_tag import (
+    LEAF_BYTES,
+    TensorLeaves,
+    by_tensor,
+    leaf_digests,
+    leaf_places,
+    vector_tag,
+)
 
 KEY = Secret(b"k" * 32)
 SIZES = (40_000, 1, 16_384, 7)
@@ -128,3 +135,22 @@ def test_hashing_copies_no_words():
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1 << 16
+
+
+@pytest.mark.parametrize("bits", [32, 64])
+def test_a_vector_of_more_words_than_31_bits_count_has_a_tag_of_all_its_leaves(bits):
+    """Of zeros, of which a piece is hashed once."""
+    sizes, word = (2**31 - 2, 7), bits // 8
+    places = leaf_places(sizes, word)
+    assert places[0] == range(LEAF_BYTES)
+    assert places[-2] == range((2**31 - 2) // (LEAF_BYTES // word) * LEAF_BYTES, (2**31 - 2) * word)
+    assert places[-1] == range((2**31 - 2) * word, (2**31 + 5) * word)
+    zeros = memoryview(bytes(LEAF_BYTES))
+    known = {length: hashlib.sha256(zeros[:length]).digest() for length in set(map(len, places))}
+    tensors = by_tensor(sizes, word, [known[len(place)] for place in places])
+    assert [len(each.digests) for each in tensors] == [(2**31 // (LEAF_BYTES // word)), 1]
+    tag = vector_tag(KEY, bits, tensors)
+    for index, tensor in enumerate(tensors):
+        other = list(tensors)
+        other[index] = TensorLeaves(tensor.length, (*tensor.digests[:-1], b"o" * 32))
+        assert vector_tag(KEY, bits, other) != tag

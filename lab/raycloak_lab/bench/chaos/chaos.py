@@ -132,7 +132,7 @@ def _run(task: ChildTask, home: Path, config: RunConfig, cluster: ChaosCluster) 
 def _processes(config: RunConfig) -> dict[Role, int]:
     return {
         "worker": config.num_workers,
-        "aggregator": config.aggregators,
+        "aggregator": config.first_aggregators,
         "ledger": 1,
         "orchestrator": 1,
         "driver": 1,
@@ -217,10 +217,10 @@ class Chaos:
     def _all_there(self) -> bool:
         """Return whether the process table shows the run's processes, and none of an earlier execution."""
         # A relay and its vault each.
-        found = {role: len(each) / 2 for role, each in self.cluster.victims(self.config.aggregators).items()}
+        found = {role: len(each) / 2 for role, each in self.cluster.victims(self.config.first_aggregators).items()}
         one = found["ledger"] == found["orchestrator"] == 1
         workers = self.config.num_workers <= found["worker"] <= self.config.most_workers
-        return one and workers and found["aggregator"] == self.config.aggregators
+        return one and workers and found["aggregator"] == self.config.first_aggregators
 
     def _strike(self, strike: Strike) -> None:
         time.sleep(strike.moment * self._usual_step())
@@ -235,7 +235,7 @@ class Chaos:
 
     def _hit_one(self, strike: Strike) -> bool:
         """Send the signal to a process of the role; return whether there was one."""
-        processes = self.cluster.victims(self.config.aggregators)[strike.role]
+        processes = self.cluster.victims(self.config.first_aggregators)[strike.role]
         try:
             pid = processes[int(strike.pick * len(processes))].pid
             sent = time.time()
