@@ -160,7 +160,7 @@ def keys_of(key_context: bytes, v: int, epoch: int = 0, secret: str = SECRET) ->
 class SilentWords(CpuWords):
     """Words without noise: the encoded sum alone is left."""
 
-    def encoded(self, total, mechanism, noise):
+    def encoded(self, total, mechanism, noise, start=0):
         return super().encoded(total, mechanism, None)
 
 

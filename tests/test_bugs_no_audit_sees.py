@@ -50,7 +50,7 @@ def divide_by_the_realised_batch_size(monkeypatch):
     def clipped_sum(self, parameters, batches):
         kept = list(batches)
         valid = sum(int(valid.sum()) for _, _, valid in kept)
-        return genuine(self, parameters, kept) / max(valid, 1)
+        return tuple(each / max(valid, 1) for each in genuine(self, parameters, kept))
 
     monkeypatch.setattr(GradientEngine, "clipped_sum", clipped_sum)
 
@@ -102,7 +102,7 @@ def test_batch_sizes_vary_as_independent_coins_do(monkeypatch, build):
     drawn, genuine = [], virtual_worker.draw_ids
     monkeypatch.setattr(virtual_worker, "draw_ids", lambda *given: drawn.append(genuine(*given)) or drawn[-1])
     monkeypatch.setattr(
-        GradientEngine, "clipped_sum", lambda *given: torch.zeros(chosen.dimension, dtype=torch.float64)
+        GradientEngine, "clipped_sum", lambda *given: (torch.zeros(chosen.dimension, dtype=torch.float64),)
     )
     for step in range(40):
         release(chosen, step=step, noise=False)

@@ -31,6 +31,7 @@ from raycloak.attestation.core.roster import Member
 from raycloak.attestation.orchestrator.evaluation_order import open_order
 from raycloak.metrics.errors import DatasetError, ProtocolError
 from raycloak.workers.gradients.gradient_parts import named_operations
+from raycloak.workers.gradients.placement import on_device
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.row_memory import scored_rows
 from raycloak.workers.gradients.vocabulary_loss import ModelLosses
@@ -38,7 +39,7 @@ from raycloak.workers.inputs.datasets import Dataset, DatasetForm, dataset_form,
 from raycloak.workers.inputs.descriptor import DatasetDescriptor, OpenedDataset, require_public_split, split_is_private
 from raycloak.workers.inputs.sealed import SealedDataset, Slices
 from raycloak.workers.models.losses import predicted, share_predicted
-from raycloak.workers.models.models import LossFn, ModelRuntime, load_flat
+from raycloak.workers.models.models import LossFn, ModelRuntime, device_of, load_flat
 from raycloak.workers.models.text_model import check_public_text
 from raycloak.workers.terms.loss import has_accuracy
 from raycloak.workers.terms.manifest import Manifest
@@ -118,8 +119,8 @@ class Scorer:
         device: str = "cpu",
         deterministic: bool = False,
     ) -> None:
-        self._device = torch.device(device)
-        self._module = module.to(self._device).eval()
+        self._module = on_device(module, device).eval()
+        self._device = device_of(module)
         self._loss = RowLoss.of(loss_fn)
         self._losses = ModelLosses(self._module, self._loss)
         self._metric, self._rows = metric, rows
@@ -152,6 +153,7 @@ class Scorer:
                     total += float(self._losses(features, labels).double().sum())
                     continue
                 output: Tensor = self._module(features)
+                labels = labels.to(output.device)
                 if each is not None:
                     each(output, labels)
                 if self._metric == "loss":

@@ -18,7 +18,7 @@ from raycloak.metrics.errors import ProtocolError, RefusedError
 from raycloak.workers.device.words import words_on
 from raycloak.workers.evaluation import HostedSplit, open_split
 from raycloak.workers.gradients.clipping import GradientEngine
-from raycloak.workers.gradients.gpus import spare_bytes, take_gpu
+from raycloak.workers.gradients.gpus import free_bytes, spare_bytes, take_gpus
 from raycloak.workers.gradients.model_checks import (
     check_briefly,
     check_liger,
@@ -27,6 +27,7 @@ from raycloak.workers.gradients.model_checks import (
     check_trainable,
 )
 from raycloak.workers.gradients.numerics import current_numerics, pin_numerics, slow_products
+from raycloak.workers.gradients.placement import check_placed, place
 from raycloak.workers.gradients.products import check_products
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.row_memory import MICRO_BATCH_BYTES, largest_rows
@@ -99,12 +100,11 @@ class Workload:
         admit_split: Callable[[DatasetDescriptor], None],
         word_threads: WordThreads = ONE_THREAD,
     ) -> None:
-        if setup.device == "cuda":
-            take_gpu(setup.gpus)
+        devices = take_gpus(setup.gpus) if setup.device == "cuda" else (torch.device(setup.device),)
         self.setup, deterministic, classes = setup, not setup.allow_nondeterministic, setup.dataset.classes
         hub = setup.model.hub
         self.word_threads = word_threads
-        self.words = words_on(torch.device(setup.device), word_threads)
+        self.words = words_on(devices, word_threads)
         # Before data is opened and any code runs.
         code = admit_code(setup)
         # First of all: what was computed before it may have other last bits.
@@ -118,7 +118,8 @@ class Workload:
         loss_fn, loss_code = loss_function(setup.loss, setup.base)
         # Once more: modules of a user may set torch up as they are imported.
         pin_numerics(deterministic, setup.threads)
-        check_products(setup.device)
+        for device in devices:
+            check_products(device)
         contents = tensor_contents(self.module, loss_fn)
         if setup.contents is not None:
             check_same_tensors(setup.contents, contents)
@@ -137,7 +138,9 @@ class Workload:
             if setup.device != "cpu":
                 check_briefly(self.module, self.form, loss_fn, deterministic, self.vocabulary)
             # All checks run where the model will: only there do they meet the kernels that it will.
-            self.module.to(setup.device)
+            place(self.module, devices, free_bytes)
+            if len(devices) > 1:
+                check_placed(self.module, self.form, self.vocabulary)
             if hub is not None and hub.use_liger_kernels:
                 check_liger(self.module, self.form, loss_fn, deterministic, self.vocabulary)
                 use_liger(self.module)

@@ -65,10 +65,10 @@ def largest_move(
     for flat in parameters:
         load_flat(module, flat)
         features, labels = (part[chosen] for part in pool)
-        whole = engine.clipped_sum(flat, [(features, labels, drawn)]).numpy()
+        whole = torch.cat(engine.clipped_sum(flat, [(features, labels, drawn)])).numpy()
         for row in np.flatnonzero(drawn)[:_REMOVED]:
             left, others = drawn.copy(), features.copy()
             left[row], others[row] = False, pool[0][(row + len(pool[0]) // 2) % len(pool[0])]
-            moved = np.linalg.norm(whole - engine.clipped_sum(flat, [(others, labels, left)]).numpy())
+            moved = np.linalg.norm(whole - torch.cat(engine.clipped_sum(flat, [(others, labels, left)])).numpy())
             largest = max(largest, float(moved) / CLIP)
     return largest

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from raycloak.attestation.core.keys import Purpose, Secret, derive
 from raycloak.attestation.keys.release import RunKeys
@@ -141,7 +142,7 @@ def _virtual_worker(worker, v, keys, step, model, root):
     places = row_places(placing, mechanism.micro_batch_size, mechanism.micro_batches)
     rows = computer._dataset, ids, mechanism
     batches = micro_batches(*rows, padding=int(data.ids[0]), places=places, spare=computer._spare, present=None)
-    clear = computer._engine.clipped_sum(parameters, batches).numpy()
+    clear = torch.cat(computer._engine.clipped_sum(parameters, batches)).numpy()
     encoded = np.empty(mechanism.dimension, ring_dtype(mechanism.ring_bits))
     encode_into(clear, RingSpec(mechanism.ring_bits, mechanism.gamma_log2, mechanism.clamp), encoded)
     again = computer.vector(v, keys, step, model, root, parameters)

@@ -36,7 +36,7 @@ class OtherNumerics(GradientEngine):
 
     def clipped_sum(self, parameters, batches):
         total = super().clipped_sum(parameters, batches)
-        total[40] += self._mechanism.gamma
+        total[0][40] += self._mechanism.gamma
         return total
 
 

@@ -6,7 +6,7 @@ sum. So every vector and every masked range is compared with the CPU's in one bl
 
 import secrets
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,14 +61,16 @@ class GpuWords:
         # By what their kernels compute: samplers of the mechanisms that gave golden words.
         self._proven: dict[tuple[RingSpec, float | None], _Noise | None] = {}
 
-    def encoded(self, total: Tensor, mechanism: Mechanism, noise: Secret | None) -> Tensor:
+    def encoded(self, total: Sequence[Tensor], mechanism: Mechanism, noise: Secret | None, start: int = 0) -> Tensor:
         """See `raycloak.workers.device.words.Words.encoded`."""
         spec, sigma = ring_of(mechanism), None if noise is None else mechanism.sigma
-        self.prove(spec, sigma)
-        values = total.to(self._device)
-        if values is not total:
-            total.zero_()
-        vector = _encoded(values, spec, self._proven[spec, sigma], noise)
+        (given,) = total
+        values = given.to(self._device)
+        if values is not given:
+            given.zero_()
+        with _current(values):
+            self.prove(spec, sigma)
+            vector = _encoded(values, spec, self._proven[spec, sigma], noise, start)
         if self._device.type == "cuda":
             clear_free_memory(self._device)
         return vector
@@ -76,7 +78,7 @@ class GpuWords:
     def leaves(self, vector: Tensor, sizes: Sequence[int]) -> list[TensorLeaves]:
         """See `raycloak.workers.device.words.Words.leaves`."""
         require_bound(sum(sizes) == len(vector), "tensors make up a vector")
-        with _unfilled():
+        with _unfilled(), _current(vector):
             digests = launches.leaf_digests(vector, leaf_places(sizes, vector.itemsize))
         return by_tensor(sizes, vector.itemsize, digests)
 
@@ -85,17 +87,23 @@ class GpuWords:
         # Signed and unsigned words have the same sums, and torch adds signed ones only.
         _signed(total).add_(_signed(vector))
 
-    def masked(self, vector: Tensor, part: VectorRange, masks: Sequence[tuple[Secret, int]]) -> RingVector:
+    def masked(
+        self, vector: Tensor, part: VectorRange, masks: Sequence[tuple[Secret, int]], start: int = 0
+    ) -> RingVector:
         """See `raycloak.workers.device.words.Words.masked`."""
         clear = vector[part.offset : part.offset + part.length]
-        with _unfilled():
-            out = launches.masked(clear, masks)
+        # A keystream is read from the beginning of a block on.
+        block, unread = divmod(start * vector.itemsize, BLOCK_BYTES)
+        lead = unread // vector.itemsize
+        with _unfilled(), _current(vector):
+            padded = torch.cat([torch.empty_like(clear[:1]).expand(lead), clear]) if lead else clear
+            out = launches.masked(padded, masks, block)[lead:]
         place = _random_block(part.length)
         mask = np.zeros(len(place), ring_dtype(8 * vector.itemsize))
         for key, sign in masks:
-            words = np.empty_like(mask)
-            KeyStream(key, block_counter=place.start * mask.itemsize // BLOCK_BYTES).into(words)
-            (np.add if sign > 0 else np.subtract)(mask, words, out=mask)
+            words = np.empty(lead + len(mask), mask.dtype)
+            KeyStream(key, block_counter=block + place.start * mask.itemsize // BLOCK_BYTES).into(words)
+            (np.add if sign > 0 else np.subtract)(mask, words[lead:], out=mask)
         here = slice(place.start, place.stop)
         expected = _signed(clear[here]) + _signed(torch.from_numpy(mask).to(self._device))
         _require_equal(torch.equal(_signed(out[here]), expected))
@@ -150,17 +158,17 @@ class _Noise:
         return cls(sampler, NoiseTables.of(sampler, device))
 
 
-def _encoded(values: Tensor, spec: RingSpec, drawn: _Noise | None, noise: Secret | None) -> Tensor:
+def _encoded(values: Tensor, spec: RingSpec, drawn: _Noise | None, noise: Secret | None, start: int = 0) -> Tensor:
     """Return the words of ``values`` with the draws of ``noise``, one block compared; the values are then zeros."""
     with _unfilled():
         if drawn is None or noise is None:
             made = launches.encoded(values, spec)
         else:
-            made = launches.encoded_with_noise(values, spec, drawn.tables, noise)
+            made = launches.encoded_with_noise(values, spec, drawn.tables, noise, start)
     place = _random_block(len(values))
     draws = np.zeros(len(place), ring_dtype(spec.bits))
     if drawn is not None and noise is not None:
-        drawn.sampler.add_to(draws, noise, start=place.start)
+        drawn.sampler.add_to(draws, noise, start=start + place.start)
     here = slice(place.start, place.stop)
     # By torch, which rounds half to even too: what the kernel does shall not be judged by itself.
     scaled = (values[here].double().clamp(-spec.clamp, spec.clamp) * 2.0**-spec.gamma_log2).round()
@@ -189,6 +197,12 @@ def _require_equal(alike: bool) -> None:
 
 def _signed(words: Tensor) -> Tensor:
     return words.view(_SIGNED[words.dtype])
+
+
+def _current(tensor: Tensor) -> AbstractContextManager[None]:
+    """Make a tensor's GPU the current one, on which kernels are launched wherever their operands are."""
+    current: AbstractContextManager[None] = torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]
+    return current
 
 
 def _on_host(words: Tensor) -> RingVector:

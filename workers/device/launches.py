@@ -140,14 +140,14 @@ def add_noise(vector: Tensor, tables: NoiseTables, key: Secret, start: int = 0) 
     return _drawn(vector, vector, unused, tables, key, start, encodes=False)
 
 
-def encoded_with_noise(values: Tensor, spec: RingSpec, tables: NoiseTables, key: Secret) -> Made:
-    """Return the ring words of ``values`` plus the draws of ``key``, in one pass over the values.
+def encoded_with_noise(values: Tensor, spec: RingSpec, tables: NoiseTables, key: Secret, start: int = 0) -> Made:
+    """Return the ring words of ``values`` plus draws [start, start + d) of ``key``, in one pass over the values.
 
     Raises:
         RefusedError: ``keystream_exhausted``.
     """
     out = torch.empty(len(values), dtype=_WORD[spec.bits], device=values.device)
-    return _drawn(out, values, _limits(spec, values.device), tables, key, 0, encodes=True)
+    return _drawn(out, values, _limits(spec, values.device), tables, key, start, encodes=True)
 
 
 def _drawn(

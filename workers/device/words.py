@@ -1,15 +1,19 @@
 """The words of a worker's vectors on the device that computes them, from a clipped sum to a masked range.
 
-CpuWords   `raycloak.workers.vectors` over threads; what it gives defines the bytes
-GpuWords   the same bytes by Triton kernels, in a GPU's memory (`raycloak.workers.device.gpu_words`)
+CpuWords     `raycloak.workers.vectors` over threads; what it gives defines the bytes
+GpuWords     the same bytes by Triton kernels, in a GPU's memory (`raycloak.workers.device.gpu_words`)
+PiecedWords  the same bytes by the words of several devices, each for whole tensors
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, get_args
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from raycloak.attestation.core.canonical import digest, length_prefixed
@@ -35,7 +39,7 @@ _LOOK_SIGMA: Final = 3.0e6
 
 
 class Words(Protocol[V]):
-    """Computes words on one device. Its vectors, of a type V, are opaque to everybody else.
+    """Computes words of vectors, or of pieces of vectors. Those, of a type V, are opaque to everybody else.
 
     Guarantee: words, digests and masked ranges are functions of their inputs alone, the same bytes on every device.
     """
@@ -45,12 +49,14 @@ class Words(Protocol[V]):
         """The clock of the steps that the device works on."""
         ...
 
-    def encoded(self, total: Tensor, mechanism: Mechanism, noise: Secret | None) -> V:
+    def encoded(self, total: Sequence[Tensor], mechanism: Mechanism, noise: Secret | None, start: int = 0) -> V:
         """Return a sum's words, clamped and rounded to the mechanism's grid, with the draws of ``noise`` added.
 
         Args:
-            total: float64 [d]; its memory may become the vector's, or is zeroed.
+            total: the pieces of the sum, float64; of one device there is one. Memory of theirs may become the vector's,
+                or is zeroed.
             noise: the noise key of one vector; None adds none.
+            start: the first draw: of a piece, its first coordinate in the vector.
 
         Raises:
             ProtocolError: ``encode_non_finite``; ``not_reproducible`` if the device gives other words than a CPU.
@@ -65,10 +71,11 @@ class Words(Protocol[V]):
         """Add ``vector`` to ``total`` in place, in the ring."""
         ...
 
-    def masked(self, vector: V, part: VectorRange, masks: Sequence[tuple[Secret, int]]) -> RingVector:
+    def masked(self, vector: V, part: VectorRange, masks: Sequence[tuple[Secret, int]], start: int = 0) -> RingVector:
         """Return one range with signed masks added, uint32 or uint64 [part.length] in the host's memory.
 
         Args:
+            start: the first word of each mask: of a piece, its first one in the range.
             masks: (key, +1 or -1), as of `raycloak.workers.vectors.masks.masked_sum`. Without any, the range leaves in
                 clear.
 
@@ -89,16 +96,19 @@ class CpuWords:
         self._threads = threads
         self.clock = StepClock(torch.device("cpu"))
 
-    def encoded(self, total: Tensor, mechanism: Mechanism, noise: Secret | None) -> RingVector:
+    def encoded(
+        self, total: Sequence[Tensor], mechanism: Mechanism, noise: Secret | None, start: int = 0
+    ) -> RingVector:
         """See :meth:`Words.encoded`."""
-        values: Any = total.numpy()
+        (whole,) = total
+        values: Any = whole.numpy()
         dtype = ring_dtype(mechanism.ring_bits)
         # In the sum's own memory where the words fit it: of a large model, both would be most of what a worker takes.
         vector = values.view(dtype) if dtype.itemsize == values.itemsize else np.empty(len(values), dtype)
         encode_into(values, ring_of(mechanism), vector, self._threads)
         # After the rounding: noise is an integer, so adding it in the ring is exact.
         if noise is not None:
-            NoiseSampler(mechanism.sigma, mechanism.ring_bits).add_to(vector, noise, threads=self._threads)
+            NoiseSampler(mechanism.sigma, mechanism.ring_bits).add_to(vector, noise, start=start, threads=self._threads)
         return vector
 
     def leaves(self, vector: RingVector, sizes: Sequence[int]) -> list[TensorLeaves]:
@@ -109,11 +119,81 @@ class CpuWords:
         """See :meth:`Words.add`."""
         masked_sum([total, vector], (), total, self._threads)
 
-    def masked(self, vector: RingVector, part: VectorRange, masks: Sequence[tuple[Secret, int]]) -> RingVector:
+    def masked(
+        self, vector: RingVector, part: VectorRange, masks: Sequence[tuple[Secret, int]], start: int = 0
+    ) -> RingVector:
         """See :meth:`Words.masked`."""
         out = np.empty(part.length, vector.dtype)
-        masked_sum([vector[part.offset : part.offset + part.length]], masks, out, self._threads)
+        masked_sum([vector[part.offset : part.offset + part.length]], masks, out, self._threads, start=start)
         return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Words of whole tensors.
+
+    Attributes:
+        words: that they are of.
+        vector: the piece, opaque.
+        place: its coordinates in the vector.
+    """
+
+    words: Words[Any]
+    vector: Any
+    place: range
+
+
+class PiecedWords:
+    """Words of vectors that are cut into pieces of whole tensors, each on its device.
+
+    Guarantee: however a vector is cut, its words, digests and masked ranges are the same bytes.
+
+    Args:
+        words: of each device.
+    """
+
+    def __init__(self, words: Mapping[torch.device, Words[Any]]) -> None:
+        self._words = words
+        self.clock = next(iter(words.values())).clock
+
+    def encoded(
+        self, total: Sequence[Tensor], mechanism: Mechanism, noise: Secret | None, start: int = 0
+    ) -> list[_Piece]:
+        """See :meth:`Words.encoded`."""
+        pieces = list[_Piece]()
+        for each in total:
+            # A measurement is summed in the host's memory.
+            words = self._words.get(each.device) or next(iter(self._words.values()))
+            length = len(each)
+            pieces.append(_Piece(words, words.encoded([each], mechanism, noise, start), range(start, start + length)))
+            start += length
+        return pieces
+
+    def leaves(self, vector: list[_Piece], sizes: Sequence[int]) -> list[TensorLeaves]:
+        """See :meth:`Words.leaves`."""
+        ends, found = list(accumulate(sizes)), list[TensorLeaves]()
+        for piece in vector:
+            own = [size for size, end in zip(sizes, ends, strict=True) if end - 1 in piece.place]
+            found += piece.words.leaves(piece.vector, own)
+        return found
+
+    def add(self, total: list[_Piece], vector: list[_Piece]) -> None:
+        """See :meth:`Words.add`."""
+        for whole, piece in zip(total, vector, strict=True):
+            whole.words.add(whole.vector, piece.vector)
+
+    def masked(
+        self, vector: list[_Piece], part: VectorRange, masks: Sequence[tuple[Secret, int]], start: int = 0
+    ) -> RingVector:
+        """See :meth:`Words.masked`."""
+        found = list[NDArray[Any]]()
+        for piece in vector:
+            first = max(part.offset, piece.place.start)
+            last = min(part.offset + part.length, piece.place.stop)
+            if first < last:
+                here = VectorRange(index=part.index, offset=first - piece.place.start, length=last - first)
+                found.append(piece.words.masked(piece.vector, here, masks, start + first - part.offset))
+        return found[0] if len(found) == 1 else np.concatenate(found)
 
 
 def ring_of(mechanism: Mechanism) -> RingSpec:
@@ -121,12 +201,15 @@ def ring_of(mechanism: Mechanism) -> RingSpec:
     return RingSpec(mechanism.ring_bits, mechanism.gamma_log2, mechanism.clamp)
 
 
-def words_on(device: torch.device, threads: WordThreads) -> Words[Any]:
-    """Return the words of vectors whose sums are on ``device``.
+def words_on(devices: Sequence[torch.device], threads: WordThreads) -> Words[Any]:
+    """Return the words of vectors whose sums are on ``devices``.
 
     Raises:
         ConfigError: ``no_triton`` for a GPU without Triton, which compiles its kernels.
     """
+    if len(devices) > 1:
+        return PiecedWords({device: words_on([device], threads) for device in devices})
+    (device,) = devices
     return CpuWords(threads) if device.type == "cpu" else _on_gpu(device)
 
 

@@ -6,8 +6,10 @@ not depend on the draw: always M micro-batches of m rows, so time and memory say
 
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -21,12 +23,14 @@ from raycloak.workers.gradients.gradient_parts import GradientParts
 from raycloak.workers.gradients.kept_state import KeptState
 from raycloak.workers.gradients.numerics import exact_sums
 from raycloak.workers.gradients.parts import ROW_BLOCK, DensePart, Part, SmallParts, rounded_down
+from raycloak.workers.gradients.placement import devices_of, on_device
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.row_places import SilentRows, moved_rows
+from raycloak.workers.gradients.taps import Recording
 from raycloak.workers.gradients.vocabulary_loss import HeadPart
 from raycloak.workers.inputs.datasets import Batch, Dataset
 from raycloak.workers.inputs.rows import in_turn
-from raycloak.workers.models.models import LossFn, load_flat, trainable_tensors
+from raycloak.workers.models.models import LossFn, device_of, load_flat, trainable_tensors
 from raycloak.workers.terms.mechanism import MAX_CLIP, MAX_DIMENSION, MIN_CLIP, Mechanism
 from raycloak.workers.terms.public_sums import PublicSums
 
@@ -64,18 +68,22 @@ class ClippedSum:
     Args:
         sizes: number of coordinates of each tensor, in canonical order.
         clip: C, or None to add gradients as they are (data declared public); non-finite ones still contribute zero.
-        device: where the gradients are.
+        device: where the gradients are, or the device of each tensor's.
 
     Raises:
         RefusedError: ``proof_bound`` outside these bounds.
     """
 
-    def __init__(self, sizes: Sequence[int], clip: float | None, device: torch.device) -> None:
+    def __init__(self, sizes: Sequence[int], clip: float | None, device: torch.device | Sequence[torch.device]) -> None:
         require_bound(sum(sizes) <= MAX_DIMENSION, "a sum has at most 2^34 coordinates")
         require_bound(clip is None or MIN_CLIP <= clip <= MAX_CLIP, "a clip is within 2^-100 .. 2^100")
         self._target = None if clip is None else clip * (1.0 - CLIP_MARGIN) / (1.0 + BLOCK_MARGIN)
-        self._total = _zeros(sum(sizes), device)
-        self._targets = torch.split(self._total, list(sizes))
+        devices = [device] * len(sizes) if isinstance(device, torch.device) else device
+        self._pieces, self._targets = list[Tensor](), list[Tensor]()
+        for home, run in groupby(zip(devices, sizes, strict=True), key=itemgetter(0)):
+            lengths = [size for _, size in run]
+            self._pieces.append(_zeros(sum(lengths), home))
+            self._targets += torch.split(self._pieces[-1], lengths)
         self._rows = 0
 
     def add(self, parts: Sequence[Part], valid: Tensor) -> None:
@@ -102,21 +110,25 @@ class ClippedSum:
         with exact_sums():
             together = [SmallParts(small)] if small else []
             squares = torch.zeros(len(valid), dtype=torch.float64, device=valid.device)
-            for measured in [each.squares() for each in together] + [part.squares() for part, _ in whole]:
-                squares += measured
+            for each in [*together, *(part for part, _ in whole)]:
+                measured = each.squares()
+                # One chain, whichever devices it passes.
+                squares = squares.to(measured.device) + measured
             for head, target in heads:
+                squares, valid = squares.to(target.device), valid.to(target.device)
                 for row, formed in enumerate(head.in_turn()):
                     squares[row] += formed.square()
                     formed.add(self._weights(squares[row], valid[row]), target)
-            weights = self._weights(squares, valid)
-            for each in together:
-                each.add(weights)
+            weights = self._weights(squares, valid.to(squares.device))
+            for small_parts in together:
+                small_parts.add(weights)
             for part, target in whole:
+                weights = weights.to(target.device)
                 part.add(weights, target)
 
-    def total(self) -> Tensor:
-        """Return the sum, float64 [d], on its device; it is this object's own memory."""
-        return self._total
+    def pieces(self) -> tuple[Tensor, ...]:
+        """Return the sum in float64, d together: a piece for each run of tensors on one device; the object's memory."""
+        return tuple(self._pieces)
 
     def _weights(self, squares: Tensor, valid: Tensor) -> Tensor:
         """Return the weight of each row whose squared norms and validity are given, float64 like the squares."""
@@ -183,7 +195,7 @@ class GradientEngine:
         module: becomes this engine's own; keep no other use of it.
         loss_fn: one loss per example.
         mechanism: C, M, m, d, and whether anything is clipped.
-        device: ``cpu`` or ``cuda``.
+        device: ``cpu`` or ``cuda``; a module over several devices (`workers/gradients/placement.py`) stays there.
         deterministic: see :func:`named_operations`.
         clock: told which phase a sum is in; one of its own by default.
 
@@ -208,9 +220,13 @@ class GradientEngine:
         self.sizes = tuple(tensor.size for tensor in trainable_tensors(module))
         require_bound(mechanism.dimension == sum(self.sizes), "a mechanism has the dimension of its model")
         check_batch(mechanism)
-        self._device = torch.device(device)
+        self._module = on_device(module, device)
+        self._device = device_of(module)
         self._clock = StepClock(self._device) if clock is None else clock
-        self._module = module.to(self._device)
+        self._homes = [tensor.device for tensor in module.parameters() if tensor.requires_grad]
+        # While one device computes the end of a micro-batch, the others compute parts of the next ones.
+        devices = len(devices_of(module))
+        self._in_flight = 1 if devices == 1 else devices + 1
         self._loss = RowLoss.of(loss_fn)
         self._gradients = GradientParts(self._module, self._loss, deterministic)
         self._mechanism = mechanism
@@ -219,8 +235,8 @@ class GradientEngine:
         # Weak: the model has them, and a large vector is not held twice.
         self._loaded: weakref.ref[NDArray[np.float32]] | None = None
 
-    def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> Tensor:
-        """Return the sum of the clipped gradients of all valid rows, float64 [d] on the device, divided by nothing.
+    def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> tuple[Tensor, ...]:
+        """Return the sum of the clipped gradients of all valid rows, divided by nothing, in :meth:`ClippedSum.pieces`.
 
         Guarantee: the bound of :class:`ClippedSum`. The bytes are the same for the same arguments in one numerics
         class, if operations without a deterministic kernel are refused.
@@ -242,38 +258,55 @@ class GradientEngine:
         mechanism, clock = self._mechanism, self._clock
         clock.begin("copy")
         self._load(parameters)
-        clipped = ClippedSum(self.sizes, mechanism.max_grad_norm if mechanism.private else None, self._device)
-        count, self.counted = 0, None
+        clipped = ClippedSum(self.sizes, mechanism.max_grad_norm if mechanism.private else None, self._homes)
+        counted = self.counted = None
+        if not mechanism.private:
+            counted = ExampleCounter()
         moved = torch.zeros((), dtype=torch.bool, device=self._device)
-        counted = None if mechanism.private else ExampleCounter()
-        with warnings.catch_warnings(action="ignore"):
+        count, begun = 0, deque[tuple[Recording, Tensor, Tensor]]()
+
+        def finish() -> None:
+            nonlocal moved
+            recording, losses, valid = begun.popleft()
+            silent = SilentRows(~valid)
+            clock.begin("model")
+            parts = self._gradients.finished(recording, losses, silent)
+            # Its graph holds what the parts were made of.
+            del recording, losses
+            clock.begin("sums")
+            clipped.add(parts, valid)
+            moved |= silent.reached
+
+        with warnings.catch_warnings(action="ignore"), self._gradients.lent():
             for features, labels, valid in batches:
                 shaped = len(features) == len(labels) == len(valid) == mechanism.micro_batch_size
                 require_bound(shaped, "every micro-batch has the one fixed shape")
-                on_losses = None if counted is None else partial(counted.add, features, valid)
-                here, inputs, targets = map(self._tensor, (valid, features, labels))
-                silent = SilentRows(~here)
+                inputs, targets, here = map(self._tensor, (features, labels, valid))
                 clock.begin("model")
-                parts = self._gradients(inputs, targets, on_losses, silent)
+                recorded = self._gradients.begun(inputs, targets)
+                begun.append((*recorded, here))
+                if counted is not None:
+                    counted.add(features, valid, recorded[1].detach())
                 # Sums need none of them, and the rows of a micro-batch are as many as memory holds.
-                del inputs, targets
-                clock.begin("sums")
-                clipped.add(parts, here)
-                moved |= silent.reached
-                # Before the next rows' are computed: they are most of what an engine takes.
-                del parts
+                del inputs, targets, recorded
+                # In the order that they began in, so their number changes no byte.
+                if len(begun) == self._in_flight:
+                    finish()
                 # Before the next rows meet what these left behind.
                 self._state.check()
                 # The next rows are read by the loop itself.
                 clock.begin("copy")
                 count += 1
+            while begun:
+                finish()
+                self._state.check()
         require_bound(count == mechanism.micro_batches, "every draw takes the same number of forward passes")
         # After the last one: when an error comes says nothing of where.
         if moved:
             raise moved_rows("a row without an example got the gradient of one")
         self.counted = None if counted is None else counted.sums()
         self._loaded = weakref.ref(parameters) if _is_fixed(parameters) else None
-        return clipped.total()
+        return clipped.pieces()
 
     def _load(self, parameters: NDArray[np.float32]) -> None:
         """Load parameters, except where the last sum was of the same array, which nobody can have written to since."""

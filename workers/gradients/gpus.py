@@ -1,4 +1,4 @@
-"""The GPU that a worker computes on: that it is the one it was given, and its class.
+"""The GPUs that a worker computes on: that they are those it was given, and their class.
 
 Tests give its parts what CUDA would say; docs/gpu.md tells what ran on a GPU.
 """
@@ -22,6 +22,9 @@ from raycloak.workers.terms.manifest import GpuClass
 # These choose kernels on a GPU, or round in them.
 _VARIABLES: Final = (*WHOLE_PRODUCTS, "CUBLAS_WORKSPACE_CONFIG")
 
+_LEAST_SPARED: Final = 2**30
+"""Bytes that each GPU has beside its layers of a model over several: so much is left where a model fits at all."""
+
 _CUBLAS: Final = re.compile(r"/libcublas\.so[.\d]*$")
 # MAJOR_VERSION, MINOR_VERSION and PATCH_LEVEL of `libraryPropertyType`, in CUDA's library_types.h.
 _VERSION: Final = (0, 1, 2)
@@ -35,8 +38,8 @@ class VisibleGpu:
     uuid: str
 
 
-def take_gpu(given: float) -> None:
-    """Take the GPU that the scheduler gave to this process, and of its memory no more than its share.
+def take_gpus(given: float) -> tuple[torch.device, ...]:
+    """Take the GPUs that the scheduler gave to this process, and of one that is shared no more memory than its share.
 
     Args:
         given: number of GPUs, above 0; below 1 it is the share of one.
@@ -53,13 +56,14 @@ def take_gpu(given: float) -> None:
     check_visible(_visible(), given)
     if given < 1:
         torch.cuda.set_per_process_memory_fraction(given)
+    return tuple(torch.device("cuda", index) for index in range(max(1, round(given))))
 
 
 def check_visible(seen: Sequence[VisibleGpu], given: float) -> None:
     """Require that a process sees the GPUs that it was given, whole and no others.
 
     Raises:
-        ConfigError: ``gpu_visible`` or ``gpu_mig``.
+        ConfigError: ``gpu_visible``, ``gpu_mig``, or ``numerics`` for GPUs of several models.
     """
     wanted = max(1, round(given))
     if len(seen) != wanted:
@@ -77,20 +81,33 @@ def check_visible(seen: Sequence[VisibleGpu], given: float) -> None:
             "would share that part.",
             "Turn MIG off (nvidia-smi -mig 0), and share a GPU by placement.resources_per_worker: {GPU: 0.5}.",
         )
+    if len(models := dict.fromkeys(each.name for each in seen)) > 1:
+        raise ConfigError(
+            "numerics",
+            f"this worker was given GPUs of several models, {' and '.join(models)}, whose kernels differ.",
+            "Give it GPUs of one model, by placement.accelerator_type or placement.labels.",
+        )
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return the memory that is free on a GPU; None for the host's."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 
 def spare_bytes(given: float, held: int) -> int:
     """Return half of what a model leaves of a worker's share of a GPU, in bytes; the rest is for sums and words.
 
     Guarantee: a function of the kind of GPU, the share and the model. What else lies in the GPU's memory does not enter
-    it, so two workers on one GPU agree, and so does a resume.
+    it, so two workers on one GPU agree, and so does a resume. Nor does the number of GPUs, which members may differ in:
+    a model that one would not hold gets 1 GiB.
 
     Args:
-        given: as :func:`take_gpu`.
+        given: as :func:`take_gpus`.
         held: bytes of the model.
     """
     memory: int = torch.cuda.get_device_properties(0).total_memory
-    return max(1, (int(memory * min(given, 1)) - held) // 2)
+    least = _LEAST_SPARED if given >= 1 else 1
+    return max(least, (int(memory * min(given, 1)) - held) // 2)
 
 
 def used_gpus() -> tuple[str, ...]:

@@ -57,28 +57,50 @@ class GradientParts:
     def __init__(self, module: nn.Module, loss_fn: LossFn, deterministic: bool = True) -> None:
         self._module = module.train()
         self._trained = [(name, tensor) for name, tensor in module.named_parameters() if tensor.requires_grad]
+        # Now: while they are lent, no parameter needs a gradient.
+        self._frozen = [tensor for tensor in module.parameters() if not tensor.requires_grad]
         self._losses = ModelLosses(module, RowLoss.of(loss_fn))
         self._deterministic = deterministic
 
-    def __call__(
-        self,
-        features: Tensor,
-        labels: Tensor,
-        on_losses: Callable[[Tensor], None] | None = None,
-        silent: SilentRows | None = None,
-    ) -> list[Part]:
+    def __call__(self, features: Tensor, labels: Tensor) -> list[Part]:
         """Return the part of each trained tensor in canonical order, n rows each.
-
-        Args:
-            on_losses: gets the loss of each row, [n], without a graph; it must not change them.
-            silent: rows whose losses are zeroed before the backward pass; it then tells whether one moved.
 
         Raises:
             ModelError: ``loss_shape``, ``unsupported_layer``, ``nondeterministic_op`` or ``changed_setting``.
         """
-        with self._recorded(features, labels) as (recording, losses):
-            if on_losses is not None:
-                on_losses(losses.detach())
+        with self.lent():
+            return self.finished(*self.begun(features, labels))
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Let no parameter need a gradient in this block, in which batches are begun and finished."""
+        for _, tensor in self._trained:
+            tensor.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for _, tensor in self._trained:
+                tensor.requires_grad_(True)
+
+    def begun(self, features: Tensor, labels: Tensor) -> tuple[Recording, Tensor]:
+        """Run the forward pass of a batch; return its record, and the loss of each row [n].
+
+        Raises:
+            ModelError: as a call.
+        """
+        with self._recorded(features, labels) as begun:
+            return begun
+
+    def finished(self, recording: Recording, losses: Tensor, silent: SilentRows | None = None) -> list[Part]:
+        """Run the backward pass of a batch that has begun, and return its parts.
+
+        Args:
+            silent: rows whose losses are zeroed before the backward pass; it then tells whether one moved.
+
+        Raises:
+            ModelError: as a call.
+        """
+        with named_operations(self._deterministic):
             recording.backward(losses, silent)
             with exact_sums():
                 return recording.parts()
@@ -98,7 +120,7 @@ class GradientParts:
         Raises:
             ModelError: as a call.
         """
-        with self._recorded(features, labels) as (recording, losses):
+        with self.lent(), self._recorded(features, labels) as (recording, losses):
             tried = [SilentRows(rows.to(labels.device)) for rows in silences(len(labels))]
             for silent in tried:
                 recording.backward(losses, silent, places_alone=True)
@@ -119,9 +141,11 @@ class GradientParts:
             ModelError: as a call.
         """
         shared: list[tuple[str, bytes]] = []
-        with self._recorded(
-            features, labels, forward, lambda name, tensor: shared.append((name, content_hash(tensor)))
-        ) as (recording, losses):
+
+        def on_shared(name: str, tensor: Tensor) -> None:
+            shared.append((name, content_hash(tensor)))
+
+        with self.lent(), self._recorded(features, labels, forward, on_shared) as (recording, losses):
             exponents = weighings(len(losses), losses.device) if places else []
             weighed = [WeighedRows(each) for each in exponents]
             plain = WeighedRows(torch.zeros_like(losses, dtype=torch.int64))
@@ -142,29 +166,16 @@ class GradientParts:
         forward: Callable[[Tensor], Tensor] | None = None,
         on_shared: Callable[[str, Tensor], None] | None = None,
     ) -> Iterator[tuple[Recording, Tensor]]:
-        """Lend the record of a forward pass, and the loss of each row [n]."""
-        with self._recording(len(labels), on_shared) as recording:
-            with recording, self._losses.module_form():
-                output = (forward or self._module)(features)
-            yield recording, self._losses.of(output, labels, recording.head)
-
-    @contextmanager
-    def _recording(self, count: int, on_shared: Callable[[str, Tensor], None] | None = None) -> Iterator[Recording]:
-        """Lend a record of ``count`` rows; no parameter needs a gradient in this block.
+        """Lend the record of a forward pass, and the loss of each row [n], within :meth:`lent`.
 
         Args:
             on_shared: gets what is taken as the same for all rows, and the name of the parameter that it meets.
         """
-        frozen = [tensor for tensor in self._module.parameters() if not tensor.requires_grad]
-        recording = Recording(self._trained, [*frozen, *self._module.buffers()], count, on_shared)
+        recording = Recording(self._trained, [*self._frozen, *self._module.buffers()], len(labels), on_shared)
         with named_operations(self._deterministic):
-            for _, tensor in self._trained:
-                tensor.requires_grad_(False)
-            try:
-                yield recording
-            finally:
-                for _, tensor in self._trained:
-                    tensor.requires_grad_(True)
+            with recording, self._losses.module_form():
+                output = (forward or self._module)(features)
+            yield recording, self._losses.of(output, labels, recording.head)
 
 
 @contextmanager

@@ -116,13 +116,17 @@ class DensePart:
 class SmallParts:
     """Small dense parts of one micro-batch, side by side: each operation on all of them takes the time of one.
 
+    The rows of a model over several devices are copied to one of them. Operations then have the shapes of the model
+    that is not split, and so its bytes.
+
     Args:
         pairs: at least one part, each with its total.
     """
 
     def __init__(self, pairs: Sequence[tuple[DensePart, Tensor]]) -> None:
         self._pairs = pairs
-        self._rows = torch.cat([part._rows for part, _ in pairs], 1)
+        here = pairs[0][0]._rows.device
+        self._rows = torch.cat([part._rows.to(here) for part, _ in pairs], 1)
 
     def squares(self) -> Tensor:
         """Return for each row the sum of its squared norms, as :meth:`Part.squares`."""
@@ -131,10 +135,11 @@ class SmallParts:
     def add(self, weights: Tensor) -> None:
         """Add the weighted rows of each part to its total, as :meth:`Part.add`."""
         sizes = [part._rows.shape[1] for part, _ in self._pairs]
+        weights = weights.to(self._rows.device)
         for some in _row_blocks(len(weights), self._rows.device):
             blocks = torch.split(_weighed(self._rows[some], weights[some]), sizes)
             for block, (part, total) in zip(blocks, self._pairs, strict=True):
-                add_block(total, block, part._order)
+                add_block(total, block.to(total.device), part._order)
 
 
 def _weighed(rows: Tensor, weights: Tensor) -> Tensor:

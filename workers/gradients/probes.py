@@ -135,7 +135,7 @@ class Probes:
         ordinary = self._features(count)
         # Once for each value: the next id may be another of them. The remainder keeps it inside the vocabulary.
         for _ in fills if self._integers else ():
-            hit = torch.isin(ordinary, torch.tensor(fills, device=self._device))
+            hit = torch.isin(ordinary, torch.tensor(fills, device="cpu").to(self._device))
             ordinary = torch.where(hit, (ordinary + 1) % self._ids_below, ordinary)
         return Filling(ordinary, {fill: _filled(ordinary[:1], fill) for fill in fills})
 

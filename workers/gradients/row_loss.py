@@ -55,6 +55,8 @@ class RowLoss:
         Raises:
             ModelError: ``loss_shape``.
         """
+        # Of a model over several devices, the output is on another one than what went in.
+        labels = labels.to(output.device)
         if self._built_in:
             return self.loss_fn(output, labels)
         if self._row_by_row is None:

@@ -10,6 +10,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -159,14 +160,26 @@ def peak_bytes(compute: Callable[[], object], held: Iterable[Tensor] = ()) -> in
     return int(live.peak)
 
 
+@dataclass(slots=True)
+class _Counted:
+    """Bytes that count as long as one of ``storages`` is alive."""
+
+    size: int
+    storages: int = 0
+
+
 class _LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of storages from their first use until they are freed, except those of ``held``."""
+    """Counts the bytes of storages from their first use until they are freed, except those of ``held``.
+
+    A copy on another device counts as one with what it is of: so a model over several devices has the count that it has
+    on one, and its micro-batches have as many rows.
+    """
 
     def __init__(self, held: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak: int = 0
         self._now: int = 0
-        self._known: set[int] = {tensor.untyped_storage()._cdata for tensor in held}
+        self._counted = {tensor.untyped_storage()._cdata: _Counted(0, storages=1) for tensor in held}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -177,19 +190,27 @@ class _LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
+        crossed = function is torch.ops.aten._to_copy.default and result.device != args[0].device
+        of = self._counted.get(args[0].untyped_storage()._cdata) if crossed else None
         for each in tree_leaves(result):
-            if isinstance(each, Tensor):
-                self._meet(each.untyped_storage())
+            # Of single numbers, a record has some on every device.
+            if isinstance(each, Tensor) and each.ndim:
+                self._meet(each.untyped_storage(), of)
         return result
 
-    def _meet(self, storage: torch.UntypedStorage) -> None:
+    def _meet(self, storage: torch.UntypedStorage, of: _Counted | None) -> None:
         place = storage._cdata
-        if place not in self._known:
-            self._known.add(place)
-            self._now += storage.nbytes()
-            self.peak = max(self.peak, self._now)
-            weakref.finalize(storage, self._forget, place, storage.nbytes())
+        if place not in self._counted:
+            if of is None:
+                of = _Counted(storage.nbytes())
+                self._now += of.size
+                self.peak = max(self.peak, self._now)
+            of.storages += 1
+            self._counted[place] = of
+            weakref.finalize(storage, self._forget, place)
 
-    def _forget(self, place: int, size: int) -> None:
-        self._known.discard(place)
-        self._now -= size
+    def _forget(self, place: int) -> None:
+        counted = self._counted.pop(place)
+        counted.storages -= 1
+        if not counted.storages:
+            self._now -= counted.size

@@ -30,7 +30,7 @@ class SilentRows:
 
     def weights(self, losses: Tensor) -> Tensor:
         """Return the factor of each loss in the sum that is differentiated: 0 or 1, like ``losses`` [m]."""
-        return (~self._rows).to(losses.dtype)
+        return (~self._rows).to(losses)
 
     def meet(self, name: str, gradient: Tensor) -> None:
         """Look at the gradient [m * k, ...] of the output of an operation, k places a row.
@@ -91,7 +91,7 @@ class WeighedRows:
         if gradient.numel():
             rows = gradient.detach().reshape(len(self._weights), -1)
             sums = rows.sum(1, dtype=torch.float64), torch.linalg.vector_norm(rows, 1, dim=1, dtype=torch.float64)
-            self._met.append(torch.stack(sums) / self._weights)
+            self._met.append(torch.stack(sums) / self._weights.to(gradient.device))
 
     def is_apart_from(self, plain: "WeighedRows") -> bool:
         """Return whether all sums are those of ``plain`` but for the weights; one that is not finite says nothing."""

@@ -22,11 +22,12 @@ from raycloak.workers.gradients.clipping import MAX_ROWS, ClippedSum, MicroBatch
 from raycloak.workers.gradients.gradient_parts import named_operations
 from raycloak.workers.gradients.kept_state import KeptState
 from raycloak.workers.gradients.parts import DensePart
+from raycloak.workers.gradients.placement import on_device
 from raycloak.workers.gradients.row_loss import RowLoss
 from raycloak.workers.gradients.vocabulary_loss import ModelLosses
 from raycloak.workers.inputs.datasets import DatasetForm
 from raycloak.workers.models.losses import share_predicted
-from raycloak.workers.models.models import LossFn, ModelRuntime, load_flat
+from raycloak.workers.models.models import LossFn, ModelRuntime, device_of, load_flat
 from raycloak.workers.terms.measurement import Measurement
 from raycloak.workers.terms.public_sums import PublicSums
 
@@ -47,8 +48,8 @@ class SumEngine(Protocol):
         """Exact sums over the examples of the last clipped sum; None under a private mechanism, and of measurements."""
         ...
 
-    def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> Tensor:
-        """Return the sum over the valid rows of ``batches``, float64 [d] on some device, divided by nothing."""
+    def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> tuple[Tensor, ...]:
+        """Return the sum over the valid rows of ``batches``, divided by nothing: float64 pieces of whole tensors."""
         ...
 
 
@@ -65,15 +66,15 @@ class ClassCountEngine:
         self.sizes = (measurement.mechanism.dimension,)
         self.counted: PublicSums | None = None
 
-    def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> Tensor:
-        """Return the sum of one-hot labels times ``unit``, float64 [classes]; the parameters do not matter."""
+    def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> tuple[Tensor, ...]:
+        """Return the sum of one-hot labels times ``unit``, one piece [classes]; the parameters do not matter."""
         measurement = self._measurement
         total = _total(measurement)
         classes = torch.arange(measurement.mechanism.dimension, device=_CPU)
         for _, labels, valid in batches:
             hot = (torch.tensor(labels, device=_CPU)[:, None] == classes).to(torch.float32) * measurement.unit
             total.add([DensePart(hot)], torch.tensor(valid, device=_CPU))
-        return total.total()
+        return total.pieces()
 
 
 class PrivateEvaluationEngine:
@@ -101,16 +102,16 @@ class PrivateEvaluationEngine:
     ) -> None:
         self._measurement = measurement
         self.sizes = (measurement.mechanism.dimension,)
-        self._device = torch.device(device)
-        self._module = module.to(self._device).eval()
+        self._module = on_device(module, device).eval()
+        self._device = device_of(module)
         loss = RowLoss.of(loss_fn)
         self._losses = ModelLosses(self._module, loss)
         self._deterministic = deterministic
         self._state = KeptState(self._module, loss.loss_fn)
         self.counted: PublicSums | None = None
 
-    def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> Tensor:
-        """Return the sum of (loss / B, correct, pairs) times ``unit``, float64 [1, 2 or 2 + K²].
+    def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> tuple[Tensor, ...]:
+        """Return the sum of (loss / B, correct, pairs) times ``unit``, one piece [1, 2 or 2 + K²].
 
         No warning is shown, since one could depend on an example.
 
@@ -127,12 +128,13 @@ class PrivateEvaluationEngine:
                 total.add([DensePart(self._rows(*on_device).cpu())], torch.tensor(valid, device=_CPU))
                 # Before the next rows meet what these left behind.
                 self._state.check()
-        return total.total()
+        return total.pieces()
 
     def _rows(self, features: Tensor, labels: Tensor) -> Tensor:
         # Accuracy, which reads logits, is of losses that take logits, too.
         with self._losses.module_form():
             output: Tensor = self._module(features)
+        labels = labels.to(output.device)
         bound, losses = self._measurement.loss_bound, self._losses.of(output, labels)
         # Cutting an infinite loss would make it count; as NaN it takes the whole row out.
         columns = [torch.where(losses.isfinite(), losses.clamp(-bound, bound) / bound, torch.nan)]

@@ -236,6 +236,7 @@ class ModelLosses:
         """
         if self._layer is None or self._term is None:
             return self._loss(output, labels)
+        labels = labels.to(output.device)
         narrow = has_autocast(self._module)
         head = VocabularyHead.of(self._layer, torch.bfloat16 if narrow else self._layer.weight.dtype, self._term)
 

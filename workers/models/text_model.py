@@ -152,7 +152,8 @@ class TextModel(nn.Module):
         head = self.head if _HEADS_APART.get() else None
         with nullcontext() if head is None else _passing_on(head):
             output = self._logits(features)
-        known = (features < self.vocabulary).all(1)
+        # Over several devices, the output is on another one than the ids.
+        known = (features < self.vocabulary).all(1).to(output.device)
         return torch.where(known.view(-1, *[1] * (output.ndim - 1)), output.float(), torch.nan)
 
     def _logits(self, features: Tensor) -> Tensor:

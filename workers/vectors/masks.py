@@ -141,6 +141,8 @@ def masked_sum(
     masks: Sequence[tuple[Secret, int]],
     out: RingVector,
     threads: WordThreads = ONE_THREAD,
+    *,
+    start: int = 0,
 ) -> None:
     """Write the ring sum of ``vectors`` and signed masks to ``out``, all of one length and ring.
 
@@ -149,9 +151,10 @@ def masked_sum(
 
     Args:
         vectors: at least one; they are only read. The first may be ``out`` itself.
-        masks: (key, +1 or -1); each keystream starts at block 0 and is read as little-endian ring words.
+        masks: (key, +1 or -1); each keystream is read as little-endian ring words.
         out: C-contiguous.
         threads: that share the blocks.
+        start: the first word of each keystream.
     """
     alike = all(vector.shape == out.shape and vector.dtype == out.dtype for vector in vectors)
     require_bound(bool(vectors) and alike, "vectors of one ring and length are masked")
@@ -161,11 +164,12 @@ def masked_sum(
     def mask_pieces(pieces: Iterator[range]) -> None:
         keystream = np.empty(min(block, len(out)), out.dtype)
         for piece in pieces:
-            # A piece begins where a keystream's block does.
-            counter = piece.start * out.itemsize // BLOCK_BYTES
+            counter, unread = divmod((start + piece.start) * out.itemsize, BLOCK_BYTES)
             streams = [
                 (KeyStream(key, block_counter=counter), np.add if sign > 0 else np.subtract) for key, sign in masks
             ]
+            for stream, _ in streams:
+                stream.bytes(unread)
             for place in blocks_of([piece], block):
                 target = out[place]
                 mask = keystream[: len(target)]

@@ -82,7 +82,7 @@ def bench_device_words(
     pool = WordThreads(threads)
     sides = (
         _Side(CpuWords(pool), torch.device("cpu"), params, bits, peers),
-        _Side(words_on(device, pool), device, params, bits, peers),
+        _Side(words_on([device], pool), device, params, bits, peers),
     )
     for name in sides[0].works:
         if len({side.bytes_of(name) for side in sides}) > 1:
@@ -126,8 +126,8 @@ class _Side:
         self._sum = torch.from_numpy(np.random.default_rng(0).standard_normal(params)).to(device)
         usual = mechanism_of_rows(params, 1)
         plain = usual.model_copy(update={"ring_bits": bits, "gamma_log2": -16, "clamp": 64.0})
-        self._vector = words.encoded(self._sum.clone(), plain, None)
-        self._target = words.encoded(self._sum.clone(), plain, None)
+        self._vector = words.encoded([self._sum.clone()], plain, None)
+        self._target = words.encoded([self._sum.clone()], plain, None)
         masks = [(Secret(bytes([index % 256]) * 32), 1 if index % 2 else -1) for index in range(peers)]
         # The largest tensor is a third, as GPT-2's embedding is; a dozen others have the rest.
         sizes = [params - 12 * (params * 2 // 36), *[params * 2 // 36] * 12]
@@ -138,7 +138,7 @@ class _Side:
                 total = self._sum.clone()
                 words.clock.start()
                 words.clock.begin("words")
-                return words.encoded(total, mechanism, noise)
+                return words.encoded([total], mechanism, noise)
 
             return work
 

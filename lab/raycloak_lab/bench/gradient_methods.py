@@ -96,7 +96,7 @@ class Ours:
 
     def total(self) -> NDArray[np.float64]:
         """Return the clipped sum."""
-        return self._total.cpu().numpy()
+        return torch.cat(self._total).cpu().numpy()
 
 
 class Plain:

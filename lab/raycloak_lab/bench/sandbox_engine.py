@@ -121,8 +121,8 @@ class SandboxedEngine:
         """The child's number."""
         return self._child.pid
 
-    def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> Tensor:
-        """Return the sum that the child states, float64 [d]; see the module for what it may be.
+    def clipped_sum(self, parameters: NDArray[np.float32], batches: Iterable[MicroBatch]) -> tuple[Tensor, ...]:
+        """Return the sum that the child states, one piece [d]; see the module for what it may be.
 
         Raises:
             ProtocolError: ``malformed`` if it is no finite vector of that length.
@@ -142,7 +142,7 @@ class SandboxedEngine:
             # It waits for rows that do not come, or is not to be trusted with others.
             self._child.destroy()
             raise
-        return torch.from_numpy(total)
+        return (torch.from_numpy(total),)
 
 
 def compute(parent: Channel) -> None:
@@ -155,7 +155,7 @@ def compute(parent: Channel) -> None:
     parent.send(Built(sizes=engine.sizes))
     while (asked := parent.receive_frame(Sum)) is not None:
         (parameters,) = asked.arrays
-        total = engine.clipped_sum(parameters, _received(parent, code.mechanism.micro_batches))
+        (total,) = engine.clipped_sum(parameters, _received(parent, code.mechanism.micro_batches))
         parent.send(Total(), [total.numpy()])
 
 

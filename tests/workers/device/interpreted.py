@@ -21,7 +21,7 @@ from raycloak.workers.device import words as words_module
 from raycloak.workers.device.gpu_words import GpuWords
 from raycloak.workers.device.launches import NoiseTables
 from raycloak.workers.device.memory import free_spans, zero_span
-from raycloak.workers.device.words import CpuWords, check_kernels
+from raycloak.workers.device.words import CpuWords, PiecedWords, check_kernels
 from raycloak.workers.gradients.numerics import pin_numerics
 from raycloak.workers.vectors.noise import NoiseSampler
 from raycloak.workers.vectors.payload import VectorRange
@@ -81,9 +81,9 @@ def vectors():
     """Encoded, added, hashed and masked words of both rings: those of the CPU."""
     for bits in (32, 64):
         chosen, own, cpu = mechanism(ring_bits=bits), on_interpreter(), CpuWords()
-        ours, theirs = (words.encoded(total(), chosen, KEY) for words in (own, cpu))
+        ours, theirs = (words.encoded([total()], chosen, KEY) for words in (own, cpu))
         for words, vector in ((own, ours), (cpu, theirs)):
-            words.add(vector, words.encoded(total(), chosen, OTHER))
+            words.add(vector, words.encoded([total()], chosen, OTHER))
         assert np.array_equal(ours.numpy(), theirs)
         sizes = (3, 20, 60)
         assert own.leaves(ours, sizes) == cpu.leaves(theirs, sizes)
@@ -105,11 +105,26 @@ def look():
             check_kernels(HERE)
 
 
+def pieces():
+    """Words of pieces that begin within a block of noise and of a mask."""
+    values = torch.from_numpy(np.random.default_rng(4).normal(size=9000))
+    for bits in (32, 64):
+        chosen, cpu = mechanism(ring_bits=bits), CpuWords()
+        right = cpu.encoded([values.clone()], chosen, KEY)
+        cut = PiecedWords({HERE: on_interpreter(proven=True)})
+        vector = cut.encoded([each.clone() for each in torch.split(values, [50, 8200, 750])], chosen, KEY)
+        sizes = (50, 8000, 200, 750)
+        assert cut.leaves(vector, sizes) == cpu.leaves(right, sizes)
+        for offset, length in ((0, 9000), (45, 10), (60, 8900)):
+            part = VectorRange(index=0, offset=offset, length=length)
+            assert np.array_equal(cut.masked(vector, part, [(OTHER, -1)]), cpu.masked(right, part, [(OTHER, -1)]))
+
+
 def sums_and_keys_are_zeroed():
     given, seen, keys = total(), [], launches._keys
     with patch.object(launches, "_keys", lambda *given: seen.append(keys(*given)) or seen[-1]):
         words = on_interpreter()
-        vector = words.encoded(given, mechanism(), KEY)
+        vector = words.encoded([given], mechanism(), KEY)
         words.masked(vector, VectorRange(index=0, offset=0, length=D), [(OTHER, 1)])
     assert not given.any()
     assert len(seen) == 3
@@ -131,14 +146,14 @@ def a_sum_that_is_not_finite():
     given = total()
     given[5] = torch.inf
     with pytest.raises(ProtocolError, match="encode_non_finite"):
-        on_interpreter().encoded(given, mechanism(), KEY)
+        on_interpreter().encoded([given], mechanism(), KEY)
     assert not given.any()
 
 
 def a_list_that_is_too_short():
     """Its words are counted, none is written beyond it, and there is no vector."""
     with patch.object(launches, "room_for", lambda mean, words: 5), pytest.raises(RefusedError, match="proof_bound"):
-        on_interpreter().encoded(total(), mechanism(), KEY)
+        on_interpreter().encoded([total()], mechanism(), KEY)
 
 
 def wrong_kernels():
@@ -152,9 +167,9 @@ def wrong_kernels():
         with patch.object(launches, name, change):
             for proven in (False, True):
                 with pytest.raises(ProtocolError, match="not_reproducible"):
-                    on_interpreter(proven).encoded(total(), mechanism(), KEY)
+                    on_interpreter(proven).encoded([total()], mechanism(), KEY)
     words = on_interpreter()
-    vector = words.encoded(total(), mechanism(), KEY)
+    vector = words.encoded([total()], mechanism(), KEY)
     added = partial(lambda numbers, *rest: ring([abs(number) for number in numbers], *rest))
     with patch.object(launches, "_ring", added), pytest.raises(ProtocolError, match="not_reproducible"):
         words.masked(vector, VectorRange(index=0, offset=0, length=D), [(KEY, -1)])

@@ -28,6 +28,10 @@ def test_a_look_at_all_kernels_needs_no_run(interpreted):
     interpreted("look")
 
 
+def test_pieces_of_a_vector_have_the_bytes_of_the_whole(interpreted):
+    interpreted("pieces")
+
+
 def test_a_sum_and_keys_are_zeroed_once_they_are_used(interpreted):
     interpreted("sums_and_keys_are_zeroed")
 

@@ -10,7 +10,7 @@ import torch
 from raycloak.attestation.core.keys import Secret
 from raycloak.metrics.errors import ConfigError
 from raycloak.workers.device import compiler
-from raycloak.workers.device.words import CpuWords, kernel_digest, ring_of, words_on
+from raycloak.workers.device.words import CpuWords, PiecedWords, kernel_digest, ring_of, words_on
 from raycloak.workers.vectors.masks import masked_sum
 from raycloak.workers.vectors.noise import NoiseSampler
 from raycloak.workers.vectors.payload import VectorRange
@@ -19,7 +19,7 @@ from raycloak.workers.vectors.threads import WordThreads
 from raycloak.workers.vectors.vector_tag import TensorLeaves
 from tests.protocol import mechanism
 
-KEY, D = Secret(bytes(range(32))), 300_000
+KEY, OTHER, D = Secret(bytes(range(32))), Secret(bytes(range(1, 33))), 300_000
 SUM = np.random.default_rng(0).normal(size=D)
 
 
@@ -30,7 +30,7 @@ def test_words_of_a_cpu_are_those_of_the_vectors_room(bits):
     encode_into(SUM, ring_of(chosen), expected)
     NoiseSampler(chosen.sigma, bits).add_to(expected, KEY)
     words, total = CpuWords(WordThreads(2)), torch.tensor(SUM)
-    vector = words.encoded(total, chosen, KEY)
+    vector = words.encoded([total], chosen, KEY)
     assert np.array_equal(vector, expected)
     assert np.may_share_memory(vector, total.numpy()) == (bits == 64), "in the sum's memory where the words fit it"
     cut = [100, 200_000, D - 200_100]
@@ -44,18 +44,37 @@ def test_words_of_a_cpu_are_those_of_the_vectors_room(bits):
     assert np.array_equal(vector, expected + expected)
 
 
+@pytest.mark.parametrize("bits", [32, 64])
+def test_guarantee_however_a_vector_is_cut_its_words_digests_and_masked_ranges_are_the_same_bytes(bits):
+    """Pieces begin within a block of noise and of a mask, and ranges within a piece, at its end, or over several."""
+    chosen, whole, sizes = mechanism(ring_bits=bits), CpuWords(), [1, 30_001, 8192, 7, 180_000, D - 218_201]
+    right = whole.encoded([torch.tensor(SUM)], chosen, KEY)
+    whole.add(right, whole.encoded([torch.tensor(SUM[::-1].copy())], chosen, OTHER))
+    for cut in ([1], [2, 5], [1, 2, 3, 4, 5]):
+        words = PiecedWords({torch.device("cpu"): CpuWords(WordThreads(2))})
+        ends = np.cumsum(sizes)[np.array(cut) - 1]
+        pieces, others = ([torch.tensor(each) for each in np.split(total, ends)] for total in (SUM, SUM[::-1]))
+        vector = words.encoded(pieces, chosen, KEY)
+        words.add(vector, words.encoded(others, chosen, OTHER))
+        assert words.leaves(vector, sizes) == whole.leaves(right, sizes)
+        masks = [(KEY, -1), (OTHER, 1)]
+        for offset, length in ((0, D), (0, 1), (30_001, 10), (30_002, 8192), (38_190, 30), (3, D - 4), (D - 1, 1)):
+            part = VectorRange(index=0, offset=offset, length=length)
+            assert np.array_equal(words.masked(vector, part, masks), whole.masked(right, part, masks)), (cut, part)
+
+
 def test_without_a_key_there_is_no_noise():
     expected = np.empty(D, np.uint32)
     encode_into(SUM, ring_of(mechanism()), expected)
-    assert np.array_equal(CpuWords().encoded(torch.tensor(SUM), mechanism(), None), expected)
+    assert np.array_equal(CpuWords().encoded([torch.tensor(SUM)], mechanism(), None), expected)
 
 
 def test_a_gpu_without_triton_is_refused(monkeypatch):
     monkeypatch.setattr(compiler, "find_spec", lambda name: None)
     compiler.take_triton.cache_clear()
-    assert isinstance(words_on(torch.device("cpu"), WordThreads(1)), CpuWords)
+    assert isinstance(words_on([torch.device("cpu")], WordThreads(1)), CpuWords)
     with pytest.raises(ConfigError, match="no_triton"):
-        words_on(torch.device("cuda"), WordThreads(1))
+        words_on([torch.device("cuda")], WordThreads(1))
 
 
 def test_kernels_are_known_by_the_source_of_every_module_that_has_one(tmp_path):

@@ -63,6 +63,8 @@ class NextToken(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         logits = self.inner(ids)
+        # Of a model over several devices.
+        ids = ids.to(logits.device)
         own = logits[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2)
         return torch.stack([logits[:, :, 0].mean(1), own.mean(1), logits[:, -1, 1]], 1)
 

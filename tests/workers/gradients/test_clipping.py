@@ -20,8 +20,8 @@ from raycloak.workers.gradients.clipping import (
 )
 from raycloak.workers.gradients.gradient_parts import named_operations
 from raycloak.workers.gradients.numerics import pin_numerics
-from raycloak.workers.gradients.parts import DensePart, Part
-from raycloak.workers.gradients.row_places import SilentRows
+from raycloak.workers.gradients.parts import DensePart
+from raycloak.workers.gradients.taps import Recording
 from raycloak.workers.inputs.datasets import ArrayDataset
 from raycloak.workers.models.losses import cross_entropy
 from raycloak.workers.models.models import read_flat
@@ -95,7 +95,7 @@ def total_of(
     clipped = ClippedSum(sizes, clip, CPU)
     for rows, mask in zip(batches, valid, strict=True):
         clipped.add([DensePart(part) for part in torch.split(rows, sizes, dim=1)], mask)
-    return clipped.total().numpy()
+    return torch.cat(clipped.pieces()).numpy()
 
 
 def _exact_norm(rows: np.ndarray, norm: float) -> np.ndarray:
@@ -214,7 +214,7 @@ def test_the_engine_sums_the_clipped_gradient_of_each_example() -> None:
         gradient = true_gradient(module, data, example)
         target = plan.max_grad_norm / (1 + BLOCK_MARGIN)
         expected += gradient * min(1.0, target / np.linalg.norm(gradient))
-    found = engine.clipped_sum(parameters, batches_of(data, drawn, plan)).numpy()
+    found = torch.cat(engine.clipped_sum(parameters, batches_of(data, drawn, plan))).numpy()
     assert found.dtype == np.float64
     np.testing.assert_allclose(found, expected, rtol=3e-5, atol=1e-6)
     assert any(np.linalg.norm(true_gradient(module, data, each)) > plan.max_grad_norm for each in drawn)
@@ -224,7 +224,7 @@ def test_without_privacy_the_plain_sum_comes_out() -> None:
     module, data = network(), examples()
     engine, plan, parameters = engine_of(module, private=False, clip=1e-3)
     expected = sum(true_gradient(module, data, example) for example in range(20))
-    found = engine.clipped_sum(parameters, batches_of(data, np.arange(20), plan)).numpy()
+    found = torch.cat(engine.clipped_sum(parameters, batches_of(data, np.arange(20), plan))).numpy()
     np.testing.assert_allclose(found, expected, rtol=3e-5, atol=1e-6)
 
 
@@ -232,9 +232,9 @@ def test_without_privacy_the_plain_sum_comes_out() -> None:
 def test_the_sum_does_not_depend_on_the_micro_batch_beyond_rounding(rows: int, batches: int) -> None:
     module, data, drawn = network(), examples(), np.arange(3, 23)
     reference, plan, parameters = engine_of(module)
-    expected = reference.clipped_sum(parameters, batches_of(data, drawn, plan)).numpy()
+    expected = torch.cat(reference.clipped_sum(parameters, batches_of(data, drawn, plan))).numpy()
     engine, other, _ = engine_of(module, rows=rows, batches=batches)
-    found = engine.clipped_sum(parameters, batches_of(data, drawn, other)).numpy()
+    found = torch.cat(engine.clipped_sum(parameters, batches_of(data, drawn, other))).numpy()
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
 
 
@@ -242,11 +242,11 @@ def test_the_same_arguments_give_the_same_bytes() -> None:
     module, data, drawn = network(), examples(), np.arange(17)
     first, plan, parameters = engine_of(module)
     parameters.setflags(write=False)
-    once = first.clipped_sum(parameters, batches_of(data, drawn, plan)).numpy()
-    first.clipped_sum(parameters * 2, batches_of(data, drawn[:5], plan)).numpy()
+    once = torch.cat(first.clipped_sum(parameters, batches_of(data, drawn, plan))).numpy()
+    torch.cat(first.clipped_sum(parameters * 2, batches_of(data, drawn[:5], plan))).numpy()
     second, _, _ = engine_of(module)
-    assert first.clipped_sum(parameters, batches_of(data, drawn, plan)).numpy().tobytes() == once.tobytes()
-    assert second.clipped_sum(parameters, batches_of(data, drawn, plan)).numpy().tobytes() == once.tobytes()
+    assert torch.cat(first.clipped_sum(parameters, batches_of(data, drawn, plan))).numpy().tobytes() == once.tobytes()
+    assert torch.cat(second.clipped_sum(parameters, batches_of(data, drawn, plan))).numpy().tobytes() == once.tobytes()
 
 
 def test_parameters_are_loaded_once_while_nobody_can_have_changed_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +263,10 @@ def test_parameters_are_loaded_once_while_nobody_can_have_changed_them(monkeypat
 
     def sums(vector: np.ndarray) -> tuple[int, bytes]:
         loads.clear()
-        found = [engine.clipped_sum(vector, batches_of(data, np.arange(17), plan)).numpy().tobytes() for _ in range(3)]
+        found = [
+            torch.cat(engine.clipped_sum(vector, batches_of(data, np.arange(17), plan))).numpy().tobytes()
+            for _ in range(3)
+        ]
         assert len(set(found)) == 1
         return len(loads), found[0]
 
@@ -277,7 +280,7 @@ def test_parameters_are_loaded_once_while_nobody_can_have_changed_them(monkeypat
     other.setflags(write=False)
     assert sums(other)[0] == 1
     with pytest.raises(RefusedError):
-        engine.clipped_sum(other, batches_of(data, np.arange(25), plan)).numpy()
+        torch.cat(engine.clipped_sum(other, batches_of(data, np.arange(25), plan))).numpy()
     assert sums(other)[0] == 1, "after an error"
 
 
@@ -293,7 +296,7 @@ def test_an_adversarial_example_moves_the_engines_sum_by_at_most_c(poison: float
     def total(absent: int | None) -> np.ndarray:
         batches = batches_of(data, drawn, plan)
         marked = ((x, y, mask & (np.arange(8) + 8 * index != absent)) for index, (x, y, mask) in enumerate(batches))
-        return engine.clipped_sum(parameters, marked).numpy()
+        return torch.cat(engine.clipped_sum(parameters, marked)).numpy()
 
     whole = total(None)
     assert np.isfinite(whole).all()
@@ -308,9 +311,13 @@ def test_a_label_that_is_no_class_contributes_zero_and_raises_nothing() -> None:
     wrong = labels.copy()
     wrong[[3, 5]] = (77, -100)
     engine, plan, parameters = engine_of(network())
-    found = engine.clipped_sum(parameters, batches_of(ArrayDataset(features, wrong), np.arange(8), plan)).numpy()
+    found = torch.cat(
+        engine.clipped_sum(parameters, batches_of(ArrayDataset(features, wrong), np.arange(8), plan))
+    ).numpy()
     drawn = np.array([0, 1, 2, 4, 6, 7])
-    expected = engine.clipped_sum(parameters, batches_of(ArrayDataset(features, labels), drawn, plan)).numpy()
+    expected = torch.cat(
+        engine.clipped_sum(parameters, batches_of(ArrayDataset(features, labels), drawn, plan))
+    ).numpy()
     # The others stand at other places of a block, which is added in float32.
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
@@ -328,17 +335,16 @@ def test_work_and_shapes_are_the_same_whatever_was_drawn(drawn: int) -> None:
     data = Watched(*examples().batch(np.arange(40)))
     module = network()
     engine, plan, parameters = engine_of(module)
-    gradients = engine._gradients
+    begun = engine._gradients.begun
 
-    def watched(features: torch.Tensor, labels: torch.Tensor, on_losses: object, silent: SilentRows) -> list[Part]:
-        assert on_losses is None, "nothing is counted of private examples"
+    def watched(features: torch.Tensor, labels: torch.Tensor) -> tuple[Recording, torch.Tensor]:
         seen.append(tuple(features.shape))
-        return gradients(features, labels, silent=silent)
+        return begun(features, labels)
 
     # Around the model: one that keeps what it sees is refused.
-    engine._gradients = watched  # type: ignore[assignment]
+    engine._gradients.begun = watched  # type: ignore[method-assign]
     batches = batches_of(data, np.arange(drawn, dtype=np.int64), plan, spare=spare_of(examples()))
-    total = engine.clipped_sum(parameters, batches).numpy()
+    total = torch.cat(engine.clipped_sum(parameters, batches)).numpy()
     assert seen == [(8, 36)] * 3
     assert read == [8] * 3
     assert total.any() == (drawn > 0)
@@ -346,7 +352,7 @@ def test_work_and_shapes_are_the_same_whatever_was_drawn(drawn: int) -> None:
 
 def test_an_empty_draw_is_a_zero_vector() -> None:
     engine, plan, parameters = engine_of(network())
-    total = engine.clipped_sum(parameters, batches_of(examples(), np.empty(0, np.int64), plan)).numpy()
+    total = torch.cat(engine.clipped_sum(parameters, batches_of(examples(), np.empty(0, np.int64), plan))).numpy()
     assert total.shape == parameters.shape
     assert not total.any()
 
@@ -357,9 +363,9 @@ def test_a_draw_beyond_the_capacity_or_another_number_of_batches_is_refused() ->
         next(batches_of(examples(), np.arange(25), plan))
     batches = list(batches_of(examples(), np.arange(3), plan))
     with pytest.raises(RefusedError, match="proof_bound"):
-        engine.clipped_sum(parameters, batches[:2]).numpy()
+        torch.cat(engine.clipped_sum(parameters, batches[:2])).numpy()
     with pytest.raises(RefusedError, match="proof_bound"):
-        engine.clipped_sum(parameters, [(x[:7], y[:7], mask[:7]) for x, y, mask in batches]).numpy()
+        torch.cat(engine.clipped_sum(parameters, [(x[:7], y[:7], mask[:7]) for x, y, mask in batches])).numpy()
 
 
 def test_no_warning_leaves_the_engine() -> None:
@@ -371,7 +377,7 @@ def test_no_warning_leaves_the_engine() -> None:
     engine, plan, parameters = engine_of(nn.Sequential(Warns(), nn.Linear(36, 3)))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        engine.clipped_sum(parameters, batches_of(examples(), np.arange(5), plan)).numpy()
+        torch.cat(engine.clipped_sum(parameters, batches_of(examples(), np.arange(5), plan))).numpy()
     assert not caught
 
 
@@ -381,7 +387,7 @@ def test_frozen_tensors_are_neither_counted_nor_moved() -> None:
     frozen = module[1].weight.detach().clone()
     engine, plan, parameters = engine_of(module)
     assert len(parameters) == sum(tensor.numel() for tensor in module.parameters()) - frozen.numel()
-    total = engine.clipped_sum(parameters + 1, batches_of(examples(), np.arange(9), plan)).numpy()
+    total = torch.cat(engine.clipped_sum(parameters + 1, batches_of(examples(), np.arange(9), plan))).numpy()
     assert total.shape == parameters.shape
     assert torch.equal(engine._module[1].weight, frozen)
 
@@ -394,7 +400,7 @@ def test_tied_parameters_get_one_gradient_with_both_uses() -> None:
     draw = np.random.default_rng(0)
     data = ArrayDataset(draw.random((4, 6), dtype=np.float32), draw.integers(0, 6, 4))
     engine, plan, parameters = engine_of(module, clip=100.0)
-    found = engine.clipped_sum(parameters, batches_of(data, np.arange(4), plan)).numpy()
+    found = torch.cat(engine.clipped_sum(parameters, batches_of(data, np.arange(4), plan))).numpy()
     expected = sum(true_gradient(module, data, example) for example in range(4))
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
 
@@ -406,7 +412,7 @@ def test_an_operation_without_deterministic_kernel_is_named() -> None:
 
     engine, plan, parameters = engine_of(nn.Sequential(nn.Linear(36, 3), Puts()))
     with pytest.raises(ModelError) as caught:
-        engine.clipped_sum(parameters, batches_of(examples(), np.arange(5), plan)).numpy()
+        torch.cat(engine.clipped_sum(parameters, batches_of(examples(), np.arange(5), plan))).numpy()
     assert caught.value.code == "nondeterministic_op"
     assert "put_" in caught.value.message
 
@@ -450,5 +456,5 @@ def test_a_loss_that_is_not_per_example_is_refused() -> None:
     plan = mechanism(111)
     engine = GradientEngine(copy.deepcopy(module), lambda out, y: cross_entropy(out, y).mean(), plan)
     with pytest.raises(ModelError) as caught:
-        engine.clipped_sum(read_flat(module), batches_of(examples(), np.arange(5), plan)).numpy()
+        torch.cat(engine.clipped_sum(read_flat(module), batches_of(examples(), np.arange(5), plan))).numpy()
     assert caught.value.code == "loss_shape"

@@ -19,7 +19,7 @@ from raycloak.workers.gradients.gpus import (
     check_visible,
     cublas_version,
     spare_bytes,
-    take_gpu,
+    take_gpus,
     used_gpus,
 )
 from raycloak.workers.gradients.numerics import current_numerics, pin_numerics
@@ -92,11 +92,11 @@ def test_a_worker_sees_the_gpu_that_it_was_given_whole_and_no_other(
 ) -> None:
     cuda = Cuda(*seen).put(monkeypatch)
     if code is None:
-        take_gpu(given)
+        take_gpus(given)
         assert cuda.share == min(given, 1.0), "of a shared GPU's memory it takes its share"
         return
     with pytest.raises(ConfigError) as refused:
-        take_gpu(given)
+        take_gpus(given)
     assert (refused.value.code, bool(refused.value.remedy)) == (code, True)
     assert cuda.share == 1.0
 
@@ -109,6 +109,8 @@ def test_guarantee_workers_on_one_gpu_spare_the_same_memory_whatever_is_free(mon
     assert spare_bytes(2.0, 0) == spare_bytes(1.0, 0)
     # A model that does not fit is found by its checks.
     assert spare_bytes(0.1, 16 * 2**30) == 1
+    # Over several, each has its sums and words beside its layers.
+    assert spare_bytes(1.0, 100 * 2**30) == spare_bytes(4.0, 100 * 2**30) == 2**30
 
 
 def test_the_variable_that_shows_a_worker_every_gpu_is_named() -> None:

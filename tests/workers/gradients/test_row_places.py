@@ -274,7 +274,7 @@ def sum_of(module: nn.Module, features: np.ndarray, labels: np.ndarray, *valid: 
     size = sum(tensor.numel() for tensor in module.parameters())
     plan = mechanism(size, micro_batch_size=len(features), micro_batches=len(valid))
     batches = [(features, labels, each) for each in valid]
-    return GradientEngine(module, cross_entropy, plan).clipped_sum(read_flat(module), batches).numpy()
+    return torch.cat(GradientEngine(module, cross_entropy, plan).clipped_sum(read_flat(module), batches)).numpy()
 
 
 @pytest.mark.parametrize("kind", MOVING)

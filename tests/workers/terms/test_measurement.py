@@ -68,7 +68,9 @@ def clear_sums(of: Measurement, data, each_without) -> list[np.ndarray]:
     measuring = engine(of)
     ids = np.arange(40).reshape(2, 20)
     return [
-        measuring.clipped_sum(PARAMETERS, [(data[0][part], data[1][part], part != without) for part in ids]).numpy()
+        torch.cat(
+            measuring.clipped_sum(PARAMETERS, [(data[0][part], data[1][part], part != without) for part in ids])
+        ).numpy()
         for without in each_without
     ]
 
@@ -133,7 +135,7 @@ def test_an_infinite_loss_contributes_nothing():
     batch = [(features[:20], labels[:20], np.ones(20, np.bool_))]
     without = [(features[:20], labels[:20], ~zeros[:20])]
     assert zeros[:20].any()
-    sums = [engine(EVALUATION, loss).clipped_sum(PARAMETERS, each).numpy() for each in (batch, without)]
+    sums = [torch.cat(engine(EVALUATION, loss).clipped_sum(PARAMETERS, each)).numpy() for each in (batch, without)]
     assert np.array_equal(*sums)
     assert sums[0][0] > 0
 
