@@ -53,7 +53,7 @@ def test_guarantee_however_a_vector_is_cut_its_words_digests_and_masked_ranges_a
     for cut in ([1], [2, 5], [1, 2, 3, 4, 5]):
         words = PiecedWords({torch.device("cpu"): CpuWords(WordThreads(2))})
         ends = np.cumsum(sizes)[np.array(cut) - 1]
-        pieces, others = ([torch.tensor(each) for each in np.split(total, ends)] for total in (SUM, SUM[::-1]))
+        pieces, others = ([torch.tensor(each) for each in np.split(total, ends)] for total in (SUM, SUM[::-1].copy()))
         vector = words.encoded(pieces, chosen, KEY)
         words.add(vector, words.encoded(others, chosen, OTHER))
         assert words.leaves(vector, sizes) == whole.leaves(right, sizes)

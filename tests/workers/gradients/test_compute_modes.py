@@ -342,7 +342,7 @@ def test_an_adapter_takes_larger_micro_batches_where_blocks_are_computed_again()
         ComputeMode(gradient_checkpointing=again).apply(module)
         rows[again] = largest_rows(module, form, next_token_cross_entropy, vocabulary=60)
     # Half of it is kept blocks; the other half are adapters' rows in place of the sides that they come from.
-    assert rows[True] >= 4 * rows[False]
+    assert rows[True] >= 2 * rows[False]
 
 
 # --- refused

@@ -1,6 +1,8 @@
 """A model over several devices: the bytes of the model on one, or a refusal by name; see `tagged_devices.py`."""
 
 from collections.abc import Callable
+from functools import partial
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -12,17 +14,18 @@ from raycloak.workers.gradients.clipping import GradientEngine, MicroBatch
 from raycloak.workers.gradients.model_checks import check_trainable
 from raycloak.workers.gradients.numerics import pin_numerics
 from raycloak.workers.gradients.placement import bytes_by_device, check_placed, devices_of, place
-from raycloak.workers.gradients.row_memory import _peak_bytes
+from raycloak.workers.gradients.row_memory import peak_bytes
 from raycloak.workers.inputs.datasets import DatasetForm
 from raycloak.workers.inputs.hub_files import quiet
 from raycloak.workers.models.compute_mode import ComputeMode
-from raycloak.workers.models.losses import cross_entropy
+from raycloak.workers.models.losses import cross_entropy, next_token_cross_entropy
 from raycloak.workers.models.models import read_flat, twin_of
 from raycloak.workers.models.text_model import TextModel
 from tests.workers.gradients import model_zoo
 from tests.workers.gradients.model_zoo import LENGTH, VOCABULARY, ZOO, Case
 from tests.workers.gradients.tagged_devices import Devices, devices, tagged
 from tests.workers.gradients.test_clipping import mechanism
+from tests.workers.gradients.test_compute_modes import text_model
 
 ROWS, BATCHES = 3, 3
 
@@ -136,6 +139,28 @@ def checkpointed() -> Case:
             return self.text(ids).mean(1)[:, :3]
 
     return Case(Mean(), (LENGTH,), text=True)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_trained_head_whose_logits_nobody_holds_keeps_its_bytes_where_it_is(tied: bool) -> None:
+    """The loss computes it, from hidden states that passed to its device: the last, or the first for a tied one."""
+    pin_numerics()
+    found = set[bytes]()
+    for count in (1, 2, 4):
+        torch.manual_seed(7)
+        module = text_model("llama", num_hidden_layers=4, tie_word_embeddings=tied)
+        module.try_out()
+        assert module.head is not None
+        parameters = read_flat(module)
+        ids = torch.randint(60, (2, ROWS, LENGTH)).numpy()
+        plan = mechanism(len(parameters), rows=ROWS, batches=len(ids))
+        with tagged():
+            place(module, devices(count))
+            engine = GradientEngine(module, next_token_cross_entropy, plan, devices(1)[0])
+            total = engine.clipped_sum(parameters, [(each, each, np.arange(ROWS) > 0) for each in ids])
+            found.add(torch.cat([each.cpu() for each in total]).numpy().tobytes())
+    assert len(found) == 1
+    assert np.frombuffer(found.pop()).any()
 
 
 def test_blocks_that_are_computed_again_keep_their_bytes() -> None:
@@ -295,6 +320,12 @@ def test_the_memory_of_a_micro_batch_counts_what_it_does_on_one_device() -> None
     for count in (1, 2, 4):
         torch.manual_seed(6)
         case = deep("gpt2")
+        parameters = read_flat(case.module)
         with tagged():
-            found.append(_peak_bytes(laid(case, count), form_of(case), cross_entropy, 4, True, VOCABULARY))
+            module = laid(case, count)
+            plan = mechanism(len(parameters), rows=ROWS, batches=1)
+            engine = GradientEngine(module, cross_entropy, plan, devices(1)[0])
+            batch = batches(case)[:1]
+            compute = partial(engine.clipped_sum, parameters, batch)
+            found.append(peak_bytes(compute, chain(module.parameters(), module.buffers())))
     assert found == [found[0]] * 3

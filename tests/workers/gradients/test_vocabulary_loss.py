@@ -139,7 +139,7 @@ def engine_sum(model: TextModel, ids: Tensor, labels: Tensor, valid: object) -> 
     engine = GradientEngine(
         copy.deepcopy(model), next_token_cross_entropy, mechanism_of_rows(len(parameters), len(ids))
     )
-    return engine.clipped_sum(parameters, [(ids.numpy(), labels.numpy(), chosen)]).numpy()
+    return torch.cat(engine.clipped_sum(parameters, [(ids.numpy(), labels.numpy(), chosen)])).numpy()
 
 
 @pytest.mark.parametrize("kind", HEADS)
