@@ -106,7 +106,7 @@ def step(place: Place, shape: Shape, settings: Mapping[str, int] | None = None) 
     batch = ids, ids[:, 1:], np.ones(shape.rows, np.bool_)
     mechanism = mechanism_of_rows(parameters.size, shape.rows)
     inputs, labels = (torch.tensor(each, device=place.device) for each in batch[:2])
-    words, whole = words_on(place.device, ONE_THREAD), VectorRange(index=0, offset=0, length=parameters.size)
+    words, whole = words_on([place.device], ONE_THREAD), VectorRange(index=0, offset=0, length=parameters.size)
     engine = GradientEngine(module, next_token, mechanism, place.device, clock=words.clock)
     masks = [(key(f"mask {number}"), 1) for number in range(MASKS)]
 

@@ -105,10 +105,12 @@ class FusedRows:
         return self._measured
 
     def _launch(self, weights: Tensor, squares: Tensor, total: Tensor, adds: int) -> None:
-        row_kernel[(self._programs,)](
-            self._left, self._right, self._ids, weights, squares, total, self._count, self._groups, self._tokens,
-            self._ids.shape[1], self._height, self._width, adds, TIED=self._tied, num_warps=8,
-        )  # fmt: skip
+        # A kernel is launched on the current device, wherever its operands are.
+        with torch.cuda.device_of(self._left):  # type: ignore[no-untyped-call]
+            row_kernel[(self._programs,)](
+                self._left, self._right, self._ids, weights, squares, total, self._count, self._groups, self._tokens,
+                self._ids.shape[1], self._height, self._width, adds, TIED=self._tied, num_warps=8,
+            )  # fmt: skip
 
 
 def _laid_out(values: Tensor) -> Tensor:

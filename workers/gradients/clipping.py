@@ -110,8 +110,7 @@ class ClippedSum:
         with exact_sums():
             together = [SmallParts(small)] if small else []
             squares = torch.zeros(len(valid), dtype=torch.float64, device=valid.device)
-            for each in [*together, *(part for part, _ in whole)]:
-                measured = each.squares()
+            for measured in [each.squares() for each in together] + [part.squares() for part, _ in whole]:
                 # One chain, whichever devices it passes.
                 squares = squares.to(measured.device) + measured
             for head, target in heads:
@@ -120,8 +119,8 @@ class ClippedSum:
                     squares[row] += formed.square()
                     formed.add(self._weights(squares[row], valid[row]), target)
             weights = self._weights(squares, valid.to(squares.device))
-            for small_parts in together:
-                small_parts.add(weights)
+            for each in together:
+                each.add(weights)
             for part, target in whole:
                 weights = weights.to(target.device)
                 part.add(weights, target)

@@ -113,9 +113,11 @@ def tagged() -> Iterator[Devices]:
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         with ExitStack() as changed:
-            tables = [parts._BLOCK, parts._COLUMNS, parts.SUMS, vocabulary_loss._BLOCK, vocabulary_loss.PIECE_BYTES]
+            tables = [parts.BLOCK, parts._SQUARED, parts.SUMS, vocabulary_loss.PIECE_BYTES]
             for table in tables:
                 changed.enter_context(patch.dict(table, meta=table["cuda"]))
+            # Kernels of Triton read memory of their device.
+            changed.enter_context(patch.object(parts, "_has_kernels", lambda device: False))
             yield changed.enter_context(Devices())
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
