@@ -79,3 +79,12 @@ class CentreOnceGrown(nn.Module):
 def with_late_centring() -> nn.Module:
     """What mixes the examples of a batch with parameters that a run may come to."""
     return CentreOnceGrown()
+
+
+def deep_model() -> nn.Module:
+    """Images of 64 pixels to ten classes, in nine blocks with parameters."""
+    blocks = [
+        nn.Sequential(nn.Linear(64, 16), nn.Tanh()),
+        *(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(7)),
+    ]
+    return nn.Sequential(*blocks, nn.Linear(16, 10))

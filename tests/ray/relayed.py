@@ -9,3 +9,7 @@ class SearchingWorkerActor(TrainWorkerActor):
 
 class AgedOrchestratorActor(OrchestratorActor):
     TARGET = "tests.ray.aged:AgedOrchestratorVault"
+
+
+class LaidWorkerActor(TrainWorkerActor):
+    TARGET = "tests.ray.laid:LaidWorkerVault"

@@ -559,7 +559,7 @@ class _Checks:
             with heads_apart(False):
                 whole = self._module(batch.features)
             tolerance = self._tolerance
-        if not _close(self._loss_fn(whole, labels), losses(output, labels), tolerance):
+        if not _close(self._loss_fn(whole, labels.to(whole.device)), losses(output, labels), tolerance):
             raise _mixing_loss()
         self._state.check()
         for pair in self._probes.odd_labels(labels):

@@ -61,7 +61,7 @@ def spare_rows(
             "the model gives no finite output for any synthetic example.",
             "Let it give one for features between 0 and 1, or for any ids of the vocabulary.",
         )
-    return examples.features[kept].cpu().numpy(), examples.labels[kept].cpu().numpy()
+    return examples.features.cpu()[kept].numpy(), examples.labels.cpu()[kept].numpy()
 
 
 def _are_finite(module: nn.Module, features: Tensor, together: int = _TOGETHER) -> list[bool]:

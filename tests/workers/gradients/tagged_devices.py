@@ -4,7 +4,7 @@ An operation whose operands say two devices is refused, forward, backward or com
 product's own code for several GPUs runs here, but for their kernels, streams and threads.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -14,7 +14,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from raycloak.attestation.core.keys import Secret
+from raycloak.workers import train_worker, workload
+from raycloak.workers.device.words import CpuWords, PiecedWords
 from raycloak.workers.gradients import parts, vocabulary_loss
+from raycloak.workers.gradients.numerics import current_numerics
+from raycloak.workers.gradients.placement import place
+from raycloak.workers.messages import WorkerSetup
+from raycloak.workers.terms.mechanism import Mechanism
+from raycloak.workers.vectors.ring import RingVector
+from raycloak.workers.workload import Workload
 
 _ATEN: Any = torch.ops.aten
 _COPIES = (_ATEN._to_copy.default, _ATEN.copy_.default)
@@ -47,6 +56,10 @@ class Tagged(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})
+
+    def tolist(self) -> Any:
+        """Return the numbers, which torch gives of its own kinds of tensor alone."""
+        return self.inner.tolist()
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return the memory that holds the numbers, which views share."""
@@ -121,3 +134,38 @@ def tagged() -> Iterator[Devices]:
             yield changed.enter_context(Devices())
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+class TaggedWords(CpuWords):
+    """Words of sums on such a device."""
+
+    def encoded(
+        self, total: Sequence[Tensor], mechanism: Mechanism, noise: Secret | None, start: int = 0
+    ) -> RingVector:
+        (piece,) = total
+        # A measurement is summed in the host's memory.
+        return super().encoded([piece.inner if isinstance(piece, Tagged) else piece], mechanism, noise, start)
+
+
+@contextmanager
+def workers_over(count: int) -> Iterator[None]:
+    """Have the workers of this process lay their models over so many of these devices, as over GPUs."""
+    homes = devices(count)
+    words = PiecedWords({home: TaggedWords() for home in homes})
+    changes = {
+        "words_on": lambda _, threads: words,
+        "place": lambda module, _, free: place(module, homes, free),
+        "current_numerics": lambda device: current_numerics("cpu"),
+    }
+
+    class OnTags(Workload):
+        def __init__(self, setup: WorkerSetup, *others: Any) -> None:
+            super().__init__(setup.model_copy(update={"device": str(homes[0])}), *others)
+
+    with ExitStack() as changed:
+        changed.enter_context(tagged())
+        for name, change in changes.items():
+            changed.enter_context(patch.object(workload, name, change))
+        changed.enter_context(patch.dict(workload.MICRO_BATCH_BYTES, {str(homes[0]): 2**30}))
+        changed.enter_context(patch.object(train_worker, "Workload", OnTags))
+        yield
