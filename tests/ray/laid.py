@@ -8,7 +8,7 @@ from raycloak.coordinator.vaults.worker_vault import WorkerVault
 from tests.workers.gradients.tagged_devices import workers_over
 
 COUNTS = (1, 2, 4, 3)
-"""Of the workers in turn: the last one replaces another."""
+"""Of the workers in turn; a fourth one replaces another."""
 
 
 class LaidWorkerVault(WorkerVault):
