@@ -78,10 +78,15 @@ def use_liger(module: nn.Module) -> None:
         module: on a GPU, built as :func:`require_fitting` allows; it keeps its parameters and their names.
 
     Raises:
-        ModelError: ``liger_kernels`` if the module is on a CPU, this version of Liger is not installed, or a layer that
-            it would replace is trained.
+        ModelError: ``liger_kernels`` if the module is on a CPU or over several GPUs, this version of Liger is not
+            installed, or a layer that it would replace is trained.
     """
     require_gpu(next(module.parameters()).device.type)
+    if len({tensor.device for tensor in module.parameters()}) > 1:
+        raise _refused(
+            "they are launched on a worker's first GPU, and the model lies over several",
+            "Leave use_liger_kernels out, or give each worker one GPU.",
+        )
     try:
         found = version(PACKAGE)
     except PackageNotFoundError:

@@ -65,6 +65,13 @@ def test_a_cpu_computes_in_no_kernels():
     assert not liger.has_liger(module)
 
 
+def test_a_model_over_several_gpus_computes_in_none(monkeypatch):
+    monkeypatch.setattr(liger, "_DEVICE", "cpu")
+    module = adapted()
+    module.get_base_model().lm_head.to("meta")
+    refused("the model lies over several", lambda: liger.use_liger(module))
+
+
 def test_another_version_or_none_is_refused(monkeypatch):
     monkeypatch.setattr(liger, "_DEVICE", "cpu")
     monkeypatch.setattr(liger, "version", lambda name: "0.8.4")
