@@ -129,7 +129,7 @@ class CpuWords:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _TensorWords:
     """Words of whole tensors.
 
     Attributes:
@@ -158,18 +158,20 @@ class PiecedWords:
 
     def encoded(
         self, total: Sequence[Tensor], mechanism: Mechanism, noise: Secret | None, start: int = 0
-    ) -> list[_Piece]:
+    ) -> list[_TensorWords]:
         """See :meth:`Words.encoded`."""
-        pieces = list[_Piece]()
+        pieces = list[_TensorWords]()
         for each in total:
             # A measurement is summed in the host's memory.
             words = self._words.get(each.device) or next(iter(self._words.values()))
             length = len(each)
-            pieces.append(_Piece(words, words.encoded([each], mechanism, noise, start), range(start, start + length)))
+            pieces.append(
+                _TensorWords(words, words.encoded([each], mechanism, noise, start), range(start, start + length))
+            )
             start += length
         return pieces
 
-    def leaves(self, vector: list[_Piece], sizes: Sequence[int]) -> list[TensorLeaves]:
+    def leaves(self, vector: list[_TensorWords], sizes: Sequence[int]) -> list[TensorLeaves]:
         """See :meth:`Words.leaves`."""
         ends, found = list(accumulate(sizes)), list[TensorLeaves]()
         for piece in vector:
@@ -177,13 +179,13 @@ class PiecedWords:
             found += piece.words.leaves(piece.vector, own)
         return found
 
-    def add(self, total: list[_Piece], vector: list[_Piece]) -> None:
+    def add(self, total: list[_TensorWords], vector: list[_TensorWords]) -> None:
         """See :meth:`Words.add`."""
         for whole, piece in zip(total, vector, strict=True):
             whole.words.add(whole.vector, piece.vector)
 
     def masked(
-        self, vector: list[_Piece], part: VectorRange, masks: Sequence[tuple[Secret, int]], start: int = 0
+        self, vector: list[_TensorWords], part: VectorRange, masks: Sequence[tuple[Secret, int]], start: int = 0
     ) -> RingVector:
         """See :meth:`Words.masked`."""
         found = list[NDArray[Any]]()
