@@ -256,6 +256,16 @@ def test_what_would_make_the_order_of_a_sum_a_matter_of_threads_is_refused(field
         laid(case, 2)
 
 
+def test_a_model_that_does_not_fit_is_refused_with_the_bytes_that_it_takes_and_those_that_are_free() -> None:
+    """Also on a single device. Nothing has been moved then."""
+    room = dict(zip(devices(2), (10**9, 20_000), strict=True))
+    for count, says in ((1, "take 0.0 GB of meta:0, which has 0.0 GB free"), (2, "of meta:1, which has 0.0 GB free")):
+        case = deep("gpt2")
+        with tagged(), pytest.raises(ModelError, match=f"model_too_large: parameters and sums.*{says}"):
+            place(case.module, devices(count), (dict.fromkeys(devices(1), 20_000) if count == 1 else room).get)
+        assert devices_of(case.module) == (torch.device("cpu"),)
+
+
 def test_a_head_on_the_first_device_that_is_reached_around_the_blocks_is_refused() -> None:
     """Each device is entered and left once, and yet two of them would compute at the same time."""
 
