@@ -13,6 +13,8 @@ Assumes: an aggregator signs only what it computed itself. Its evidence stands f
 from collections.abc import Sequence
 from typing import ClassVar, Final, NamedTuple, NoReturn, Self
 
+from pydantic import Field
+
 from raycloak.attestation.core.canonical import digest, length_prefixed
 from raycloak.attestation.core.messages import Envelope, Message, open_envelope
 from raycloak.attestation.core.roster import Query, Roster
@@ -38,7 +40,8 @@ class TensorDigests(Message):
 
     Attributes:
         content: SHA-256 of its values.
-        state: digest of the rule's arrays for it; empty without any.
+        state: digest of the rule's arrays for it, the average included; empty without any.
+        averaged: SHA-256 of its averaged values; empty, and left out of the bytes, where none are kept.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/tensor-digests/v1"
@@ -47,6 +50,7 @@ class TensorDigests(Message):
     shape: tuple[int, ...]
     content: bytes
     state: bytes = b""
+    averaged: bytes = Field(default=b"", exclude_if=lambda averaged: not averaged)
 
 
 def parameters_digest(tensors: Sequence[TensorDigests]) -> bytes:
@@ -66,13 +70,25 @@ class ModelPoint(Message):
 
     Attributes:
         parameters: model digest; of a measurement, the digest of its values.
-        state: digest of all that the update rule keeps.
+        state: digest of all that the update rule keeps, averaged weights included.
+        averaged: model digest of the averaged weights; empty, and left out of the bytes, where none are kept.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/model-point/v1"
 
     parameters: bytes
     state: bytes
+    averaged: bytes = Field(default=b"", exclude_if=lambda averaged: not averaged)
+
+    @property
+    def exported(self) -> bytes:
+        """The model digest of the weights that are evaluated, measured and exported."""
+        return self.averaged or self.parameters
+
+    @property
+    def digests(self) -> tuple[bytes, bytes]:
+        """The model digests of the weights and of their average."""
+        return self.parameters, self.averaged
 
     @classmethod
     def of(cls, tensors: Sequence[TensorDigests]) -> Self:
@@ -82,7 +98,9 @@ class ModelPoint(Message):
         for tensor in tensors:
             if tensor.state:
                 kept += (tensor.name, tensor.state)
-        return cls(parameters=parameters_digest(tensors), state=_state_digest(kept))
+        averages = [each.model_copy(update={"content": each.averaged}) for each in tensors if each.averaged]
+        averaged = parameters_digest(averages) if averages else b""
+        return cls(parameters=parameters_digest(tensors), state=_state_digest(kept), averaged=averaged)
 
     @classmethod
     def initial(cls, parameters: bytes) -> Self:

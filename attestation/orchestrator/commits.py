@@ -7,7 +7,9 @@ import sqlite3
 from collections.abc import Sequence
 from typing import Any, ClassVar, Final
 
-from raycloak.attestation.core.lineage import SignedStep
+from pydantic import Field
+
+from raycloak.attestation.core.lineage import ModelPoint, SignedStep
 from raycloak.attestation.core.messages import Message
 from raycloak.attestation.core.roster import Query
 from raycloak.attestation.log.evidence_log import EvidenceLog
@@ -23,6 +25,7 @@ class StepCommit(Message):
         query: the mechanism that this is a step of.
         ledger_sequence, ledger_hash: position and hash of the ledger's newest entry about the step, its binding.
         state_digest: of what the update rule keeps after the step; empty of a measurement, and without a lineage.
+        averaged_digest: of the averaged weights after the step; left out of the bytes where none are kept.
         released: what the aggregators signed; None without a lineage, and of a commit that the book returns.
     """
 
@@ -35,7 +38,13 @@ class StepCommit(Message):
     ledger_hash: bytes
     query: Query = "gradient"
     state_digest: bytes = b""
+    averaged_digest: bytes = Field(default=b"", exclude_if=lambda averaged: not averaged)
     released: SignedStep | None = None
+
+    @property
+    def model(self) -> ModelPoint:
+        """The model after the step."""
+        return ModelPoint(parameters=self.released_digest, state=self.state_digest, averaged=self.averaged_digest)
 
     @property
     def plain(self) -> "StepCommit":
@@ -43,8 +52,10 @@ class StepCommit(Message):
         return self.model_copy(update={"released": None})
 
 
-_COLUMNS: Final = tuple(name for name in StepCommit.model_fields if name != "released")
-_SELECT: Final = f"SELECT {', '.join(_COLUMNS)}, session FROM commits"
+_COLUMNS: Final = tuple(name for name in StepCommit.model_fields if name not in ("averaged_digest", "released"))
+# In a table of their own, which a state file without averages does without.
+_FROM: Final = "FROM commits LEFT JOIN averages USING (query, step)"
+_SELECT: Final = f"SELECT {', '.join(_COLUMNS)}, COALESCE(averaged_digest, x''), session {_FROM}"
 
 
 class CommitBook:
@@ -63,8 +74,8 @@ class CommitBook:
         return self._known("gradient", step)[0]
 
     def gave(self, parameters: bytes) -> bool:
-        """Return whether a training step was committed with these parameters."""
-        of = "SELECT 1 FROM commits WHERE query = 'gradient' AND released_digest = ?"
+        """Return whether a training step was committed with these parameters, or with this average of them."""
+        of = f"SELECT 1 {_FROM} WHERE query = 'gradient' AND ? IN (released_digest, averaged_digest)"
         return self._db.execute(of, (parameters,)).fetchone() is not None
 
     def record(self, commits: tuple[StepCommit, ...], session: SessionId) -> None:
@@ -77,16 +88,19 @@ class CommitBook:
         """
         for commit in commits:
             known, newest = self._known(commit.query, commit.step)
-            if known is not None and known.released_digest != commit.released_digest:
+            if known is not None and known.model.digests != commit.model.digests:
                 raise ProtocolError(
                     "not_reproducible",
-                    f"{commit.query} step {commit.step} now gives {commit.released_digest.hex()}, but "
-                    f"{known.released_digest.hex()} were committed.",
+                    f"{commit.query} step {commit.step} now gives {commit.model.exported.hex()}, but "
+                    f"{known.model.exported.hex()} were committed.",
                     "Use the kind of machine and the library versions of the first execution, or start a new run.",
                 )
             if newest != session.name:
                 row = (*(getattr(commit, name) for name in _COLUMNS), session.name)
                 self._db.execute("INSERT OR REPLACE INTO commits VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
+                if commit.averaged_digest:
+                    average = commit.query, commit.step, commit.averaged_digest
+                    self._db.execute("INSERT OR REPLACE INTO averages VALUES (?, ?, ?)", average)
                 self._db.execute("UPDATE session SET ratchet = ratchet + 1")
                 # The tensors of each range stay out: they are as many as the model's, and its digest is of them.
                 ranges = commit.released.ranges if commit.released else ()
@@ -101,4 +115,5 @@ class CommitBook:
 
 
 def _commit(row: Sequence[Any]) -> StepCommit:
-    return StepCommit(**dict(zip(_COLUMNS, row, strict=True)))
+    *own, averaged = row
+    return StepCommit(**dict(zip(_COLUMNS, own, strict=True)), averaged_digest=averaged)

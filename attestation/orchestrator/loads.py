@@ -65,13 +65,10 @@ class LoadBook:
         self._log.append(LOADED, load.model_dump(mode="json"))
 
     def made(self, finished_steps: int, model_digest: bytes) -> bool:
-        """Return whether the parameters after ``finished_steps`` were these, by commit or by load."""
-        committed = self._commits.of(finished_steps - 1)
-        if committed is None:
-            return False
-        return committed.released_digest == model_digest or any(
-            (load.after_step, load.model_digest) == (finished_steps, model_digest) for load in self._newest()
-        )
+        """Return whether the model to be exported after ``finished_steps`` was this one, by commit or by load."""
+        loaded = (load.step for load in self._newest() if load.after_step == finished_steps)
+        found = [self._commits.of(step - 1) for step in (finished_steps, *loaded)]
+        return found[0] is not None and any(each and each.model.exported == model_digest for each in found)
 
     def _newest(self) -> Iterator[StateLoad]:
         return (StateLoad.model_validate_json(entry.body) for entry in self._log.newest(LOADED))

@@ -75,7 +75,7 @@ class PackageDesk:
         committed = self._books.commits.of(step)
         if committed is None:
             raise EvidenceError("not_committed", f"step {step} was not committed yet")
-        if committed.released_digest != manifest.model_digest:
+        if committed.model.digests != (manifest.model_digest, manifest.averaged_digest):
             raise EvidenceError("seal_refused", f"step {step} was committed with other parameters than the package's")
         if (committed.ledger_sequence, committed.ledger_hash) != (manifest.ledger_sequence, manifest.ledger_hash):
             raise EvidenceError("seal_refused", f"step {step} was charged by another entry of the ledger")

@@ -42,6 +42,9 @@ CREATE TABLE IF NOT EXISTS commits (
     session TEXT NOT NULL,
     PRIMARY KEY (query, step)
 );
+CREATE TABLE IF NOT EXISTS averages (
+    query TEXT NOT NULL, step INTEGER NOT NULL, averaged_digest BLOB NOT NULL, PRIMARY KEY (query, step)
+);
 """
 
 

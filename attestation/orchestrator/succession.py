@@ -51,7 +51,7 @@ class Succession:
         committed = self._commits.of((loads[-1].step if loads else finished_steps) - 1)
         if committed is None:
             raise ProtocolError("not_committed", f"step {finished_steps - 1} of this run was not committed")
-        return ModelPoint(parameters=committed.released_digest, state=committed.state_digest)
+        return committed.model
 
     def _require(self, commit: StepCommit, lineage: Lineage) -> None:
         name = f"{commit.query} step {commit.step}"
@@ -61,7 +61,7 @@ class Succession:
         found = open_release(commit.released, orchestrator_key=key, run_id=run_id, manifest_digest=manifest_digest)
         if (found.query, found.step, found.binding) != (commit.query, commit.step, commit.ledger_hash):
             _broken(f"{name} comes with the release of another step, or of other vectors.")
-        if (found.after.parameters, found.after.state) != (commit.released_digest, commit.state_digest):
+        if found.after != commit.model:
             _broken(f"{name} gives another result than its aggregators signed.")
         if not self._follows(found, lineage):
             _broken(f"{name} started from a model that the run did not have by then.")

@@ -59,7 +59,7 @@ class PackageRefusal(StrEnum):
     NOT_A_RECIPIENT = "not_a_recipient", "Ask one of its recipients, or use the key file that belongs to one of them."
     """The package was not sealed to this key."""
     PARAMETERS_DIFFER = "package_parameters_differ"
-    """The decrypted parameters do not have the digest that the manifest states."""
+    """The decrypted parameters, or averaged weights, do not have the digest that the manifest states."""
 
 
 def refuse(refusal: PackageRefusal, message: str) -> NoReturn:
@@ -123,6 +123,7 @@ class PackageManifest(Message):
         step: number of finished steps.
         ranges: number of parameter ranges that the optimizer state is cut into.
         model_digest: of the released parameters after ``step`` steps.
+        averaged_digest: of the averaged weights; left out of the bytes where the run keeps none.
         epsilon, delta: what the run claims, of its whole plan and not of the steps so far: which package is used may
             depend on what was released. epsilon is None for a run that is not private.
         evidence_class: of the run's members.
@@ -143,6 +144,7 @@ class PackageManifest(Message):
     step: int = Field(gt=0)
     ranges: int = Field(gt=0)
     model_digest: bytes
+    averaged_digest: bytes = Field(default=b"", exclude_if=lambda averaged: not averaged)
     epsilon: float | None
     delta: float
     evidence_class: str

@@ -15,6 +15,11 @@ sees released values alone. It runs in the aggregator, against which every claim
 | ``adafactor`` | eps (the smaller of its two), weight decay; its own decay of the second moment |
 | ``module:Class`` | settings; the user's own `torch.optim.Optimizer`, an instance for each tensor and step |
 
+**Averaged weights** (`OptimizerSpec.averaged_weights`) are an exponential moving average of the weights after each
+step: ``average += (weights - average) * 9 / (10 + t)`` in step t, counted from 0. So the decay is (1 + t) / (10 + t).
+The average starts from the initial weights. It is float32, and each of its values is computed in float64 and rounded
+once. It is part of the state, and no step reads it.
+
 Rates, decays and settings may differ between tensors, by name (`OptimizerSpec.groups`). What applies to a tensor
 follows from its own name, so it does not depend on the number of ranges either.
 """
@@ -38,7 +43,7 @@ from raycloak.workers.inputs.code_bundle import CodeBundle
 from raycloak.workers.inputs.user_code import only_from, own_words, resolve, source_digest
 from raycloak.workers.terms.built_in_rules import RULES, rules_with
 from raycloak.workers.terms.manifest import OptimizerSpec, TensorSpec, matches
-from raycloak.workers.terms.model_digest import dimension
+from raycloak.workers.terms.model_digest import AVERAGED, dimension
 
 State = dict[str, NDArray[Any]]
 
@@ -287,7 +292,36 @@ class Optimizer:
                 self._require_finite(leaf, step)
                 updated[piece.start : piece.start + piece.size] = leaf.numpy().reshape(-1)
                 self._keep(rule.state.get(leaf, {}), piece, new_state, step)
+        if self._spec.averaged_weights:
+            new_state |= self._averages(parameters, updated, state, step)
         return updated, new_state
+
+    def _averages(
+        self,
+        before: NDArray[np.float32],
+        updated: NDArray[np.float32],
+        state: Mapping[str, NDArray[Any]],
+        step: int,
+    ) -> State:
+        """Return the average of each tensor, float32 in its shape, once the weights of ``step`` are in it.
+
+        Guarantee: each value follows from its own former ones, so no byte depends on ranges or pieces. It costs no
+        epsilon, as an update.
+        """
+        found: State = {}
+        start = 0
+        for tensor in self._tensors:
+            key, own = f"{tensor.name}/{AVERAGED}", slice(start, start + tensor.size)
+            former = state[key].reshape(-1) if key in state else before[own]
+            average = np.empty(tensor.size, np.float32)
+            # In pieces, because float64 copies of a large tensor would not fit.
+            for begin in range(0, tensor.size, TURN):
+                piece = slice(begin, begin + TURN)
+                old = former[piece].astype(np.float64)
+                average[piece] = old + (updated[own][piece] - old) * (9 / (10 + step))
+            found[key] = average.reshape(tensor.shape)
+            start += tensor.size
+        return found
 
     def _stepped(
         self,
@@ -344,7 +378,8 @@ class Optimizer:
         fields: dict[str, dict[str, NDArray[Any]]] = {}
         for key, value in state.items():
             name, _, field = key.rpartition("/")
-            fields.setdefault(name, {})[field] = value
+            if field != AVERAGED:
+                fields.setdefault(name, {})[field] = value
         for rule, leaf, piece in zip(rules, leaves, pieces, strict=True):
             for field, value in fields.get(piece.tensor.name, {}).items():
                 # Copied, because torch updates the state in place and no argument may change.
@@ -359,7 +394,7 @@ class Optimizer:
         for field, value in sorted(kept.items(), key=lambda each: str(each[0])):
             if self._own is not None:
                 # What a sealed package can hold: a resume would lose the rest.
-                if not isinstance(field, str) or "/" in field:
+                if not isinstance(field, str) or "/" in field or field == AVERAGED:
                     raise RunFailedError(
                         "update_rule", f"{self._spec.name} names its state {field!r:.60}.", "Name it by text."
                     )

@@ -20,9 +20,9 @@ from raycloak.coordinator.checkpoints.arrays import load_arrays
 from raycloak.coordinator.checkpoints.reader import (
     Expected,
     VerifiedPackage,
-    parameters_of,
     signed_manifest,
     verify_package,
+    weights_of,
 )
 from raycloak.coordinator.checkpoints.saver import Checkpoints, Published
 from raycloak.coordinator.checkpoints.storage import (
@@ -32,12 +32,13 @@ from raycloak.coordinator.checkpoints.storage import (
     package_order,
     storage_of,
 )
-from raycloak.coordinator.checkpoints.writer import OPTIMIZER
+from raycloak.coordinator.checkpoints.writer import AVERAGED_WEIGHTS, OPTIMIZER, PARAMETERS
 from raycloak.coordinator.cluster.control import Control
 from raycloak.coordinator.config.sections import CheckpointConfig
 from raycloak.metrics.collectors import RunMetrics
 from raycloak.metrics.errors import ConfigError, EvidenceError
 from raycloak.workers.terms.manifest import Manifest
+from raycloak.workers.terms.model_digest import AVERAGED, split_flat
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ class Restored:
     Attributes:
         finished_steps: the package's, or more if the run loaded it after them.
         parameters: float32[d], in canonical order.
-        state: optimizer state of all tensors.
+        state: optimizer state of all tensors, with their averages.
         package: the one that it was restored from.
     """
 
@@ -167,13 +168,21 @@ class Restorer:
         wrapped = package.wrapped_key(orchestrator.package_recipient().key_id)
         data_key = Secret(orchestrator.open_package(manifest.info(), wrapped))
         with _readable():
-            parameters = parameters_of(package, data_key)
+            parameters = weights_of(package, data_key, PARAMETERS)
             states = load_arrays(package.chunks(OPTIMIZER, data_key))
+            # Behind the number of its range; a tensor is in one range alone.
+            state = {key.partition("/")[2]: array for key, array in states.items()}
+            if manifest.averaged_digest:
+                tensors = self.manifest.computation.tensors
+                parts = split_flat(weights_of(package, data_key, AVERAGED_WEIGHTS), tensors)
+                state |= {
+                    f"{each.name}/{AVERAGED}": part.reshape(each.shape)
+                    for each, part in zip(tensors, parts, strict=True)
+                }
         return Restored(
             finished_steps=manifest.step,
             parameters=parameters,
-            # Behind the number of its range; a tensor is in one range alone.
-            state={key.partition("/")[2]: array for key, array in states.items()},
+            state=state,
             package=Published(package.name, manifest),
         )
 

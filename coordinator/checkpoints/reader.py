@@ -37,7 +37,7 @@ from raycloak.coordinator.checkpoints.storage import (
     one_line,
     split_location,
 )
-from raycloak.coordinator.checkpoints.writer import PARAMETERS
+from raycloak.coordinator.checkpoints.writer import AVERAGED_WEIGHTS, PARAMETERS
 from raycloak.metrics.errors import ConfigError, ProtocolError
 from raycloak.workers.terms.manifest import Manifest
 from raycloak.workers.terms.model_digest import dimension, model_digest, split_flat, tensor_digests
@@ -96,6 +96,11 @@ class VerifiedPackage:
             refuse(PackageRefusal.MALFORMED, f"its manifest has no payload {payload_name}.")
         with self.storage.reader(self.name, payload_name) as source:
             yield from read_payload(source, data_key, self.manifest.context(), payload)
+
+    @property
+    def exported(self) -> str:
+        """The payload of the weights that are exported: the averaged ones, where the run keeps them."""
+        return AVERAGED_WEIGHTS if self.manifest.averaged_digest else PARAMETERS
 
     def unwrap(self, key: HpkeKey) -> Secret:
         """Unwrap the data key for one of the recipients.
@@ -268,23 +273,28 @@ def _check_present(file: str, files: Mapping[str, int]) -> None:
         refuse(PackageRefusal.FILE_MISSING, f"{file} is not there.")
 
 
-def check_parameters(tensor: Callable[[str], np.ndarray], package: VerifiedPackage) -> None:
-    """Check decrypted parameters against the digest that was signed.
+def check_weights(tensor: Callable[[str], np.ndarray], package: VerifiedPackage, payload: str) -> None:
+    """Check decrypted weights against the digest that was signed.
 
     Args:
         tensor: returns the float32 array of a name.
+        payload: that they are from, ``PARAMETERS`` or ``AVERAGED_WEIGHTS``.
 
     Raises:
         EvidenceError: ``package_parameters_differ``.
     """
     tensors = package.run_manifest.computation.tensors
     digests = [tensor_digests(tensor(each.name).reshape(-1), (each,))[0] for each in tensors]
-    if model_digest(tensors, digests) != package.manifest.model_digest:
+    stated = package.manifest
+    if model_digest(tensors, digests) != (stated.model_digest if payload == PARAMETERS else stated.averaged_digest):
         refuse(PackageRefusal.PARAMETERS_DIFFER, "its parameters do not have the digest that its manifest states.")
 
 
-def parameters_of(package: VerifiedPackage, data_key: Secret) -> NDArray[np.float32]:
-    """Decrypt the parameters, float32[d] in canonical order, without another copy of them.
+def weights_of(package: VerifiedPackage, data_key: Secret, payload: str) -> NDArray[np.float32]:
+    """Decrypt the weights of a payload, float32[d] in canonical order, without another copy of them.
+
+    Args:
+        payload: ``PARAMETERS`` or ``AVERAGED_WEIGHTS``.
 
     Raises:
         EvidenceError: as :func:`open_to_file`.
@@ -293,14 +303,14 @@ def parameters_of(package: VerifiedPackage, data_key: Secret) -> NDArray[np.floa
     flat = np.empty(dimension(tensors), np.float32)
     parts = zip(tensors, split_flat(flat, tensors), strict=True)
     places = {each.name: part.reshape(each.shape) for each, part in parts}
-    if load_arrays(package.chunks(PARAMETERS, data_key), places).keys() != places.keys():
+    if load_arrays(package.chunks(payload, data_key), places).keys() != places.keys():
         refuse(PackageRefusal.PARAMETERS_DIFFER, "its parameters are not the tensors of its run.")
-    check_parameters(places.__getitem__, package)
+    check_weights(places.__getitem__, package, payload)
     return flat
 
 
 def open_to_file(package: VerifiedPackage, data_key: Secret, out: Path) -> None:
-    """Decrypt the parameters to the safetensors file ``out``, mode 0600.
+    """Decrypt the exported weights to the safetensors file ``out``, mode 0600.
 
     The file appears as a whole, once its digest is the signed one.
 
@@ -312,11 +322,11 @@ def open_to_file(package: VerifiedPackage, data_key: Secret, out: Path) -> None:
     try:
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
-            for chunk in package.chunks(PARAMETERS, data_key):
+            for chunk in package.chunks(package.exported, data_key):
                 file.write(chunk)
         # Read back from the file, so that what is checked is what the reader gets.
         with safe_open(draft, framework="numpy") as tensors:
-            check_parameters(tensors.get_tensor, package)
+            check_weights(tensors.get_tensor, package, package.exported)
         draft.replace(out)
     finally:
         draft.unlink(missing_ok=True)

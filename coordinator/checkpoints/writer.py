@@ -15,10 +15,11 @@ from raycloak.attestation.sealed.package_manifest import PackageManifest, Recipi
 from raycloak.coordinator.checkpoints.arrays import safetensors_pieces
 from raycloak.coordinator.checkpoints.storage import Draft
 from raycloak.workers.terms.manifest import Manifest
-from raycloak.workers.terms.model_digest import split_flat
+from raycloak.workers.terms.model_digest import AVERAGED, split_flat
 
 PARAMETERS = "parameters.safetensors.enc"
 OPTIMIZER = "optimizer.safetensors.enc"
+AVERAGED_WEIGHTS = "averaged.safetensors.enc"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class Snapshot:
         stated: the package's manifest, with one range, and still without what its writer adds: payloads, recipients,
             the package before, and the time.
         parameters: float32[d], in canonical order.
-        state: optimizer state of all tensors.
+        state: optimizer state of all tensors, with their averages.
     """
 
     stated: PackageManifest
@@ -59,14 +60,18 @@ def write_draft(
     # Every package has a key of its own, which each recipient gets wrapped.
     data_key, stated, tensors = Secret(secrets.token_bytes(32)), snapshot.stated, run.computation.tensors
     parts = zip(tensors, split_flat(snapshot.parameters, tensors), strict=True)
+    state = dict(snapshot.state)
+    averages = {each.name: state.pop(f"{each.name}/{AVERAGED}") for each in tensors if stated.averaged_digest}
     contents = {
-        PARAMETERS: {tensor.name: part.reshape(tensor.shape) for tensor, part in parts},
-        OPTIMIZER: {f"0/{name}": array for name, array in snapshot.state.items()},
+        PARAMETERS: ({tensor.name: part.reshape(tensor.shape) for tensor, part in parts}, stated.model_digest),
+        OPTIMIZER: ({f"0/{name}": array for name, array in state.items()}, stated.model_digest),
     }
-    metadata = {"run_id": run.run_id, "step": str(stated.step), "model_digest": stated.model_digest.hex()}
+    if averages:
+        contents[AVERAGED_WEIGHTS] = averages, stated.averaged_digest
     payloads = []
-    for name, arrays in contents.items():
+    for name, (arrays, digest) in contents.items():
         with draft.sink(name) as sink:
+            metadata = {"run_id": run.run_id, "step": str(stated.step), "model_digest": digest.hex()}
             pieces = safetensors_pieces(arrays, metadata)
             payloads.append(write_payload(sink, data_key, stated.context(), name, pieces, chunk_bytes))
     unwrapped = tuple(Recipient(name=each.name, key_id=each.key_id, wrapped_key=b"") for each in recipients)

@@ -491,6 +491,8 @@ class OptimizerConfig(Section):
         schedule: ``constant``, ``linear``, ``cosine``, or ``module:function`` of (step, steps) giving the factor of the
             learning rate; steps count from 0.
         groups: settings that differ for some tensors, by their names.
+        averaged_weights: keeps an exponential moving average of the weights, of decay (1 + t) / (10 + t) in step t. It
+            is what is evaluated, measured and exported; steps go on from the weights themselves. It costs no epsilon.
     """
 
     name: RuleName = "sgd"
@@ -504,6 +506,7 @@ class OptimizerConfig(Section):
     schedule: ScheduleName = "constant"
     warmup_steps: int = Field(default=0, ge=0)
     groups: list[ParameterGroupConfig] = Field(default_factory=list)
+    averaged_weights: bool = False
 
     @model_validator(mode="after")
     def _settings_of_the_rule(self) -> Self:

@@ -64,7 +64,9 @@ def state_before(run: RunRegistered, last: LastStep | None, asked: AskedStep) ->
     model = _model_after(run, run.lineage.orchestrator_key, last, asked.origin)
     if model is None:
         model = ModelPoint.initial(run.lineage.initial_parameters)
-    if step_input(model.parameters, asked.batches) != asked.input_digest:
+    # A measurement is of the model as it is exported.
+    start = model.parameters if asked.query == "gradient" else model.exported
+    if step_input(start, asked.batches) != asked.input_digest:
         raise _broken(run, finished, f"{asked.query} step {asked.step} is to start from another one")
     return model.state
 

@@ -237,7 +237,7 @@ def make_plan(
     releases = run.releases(steps, measured)
     masked_bytes = config.num_workers * mechanism.dimension * mechanism.ring_bits // 8
     rule = RULES.get(config.optimizer.name)
-    state_tensors = rule.state_tensors if rule else _OWN_STATE_TENSORS
+    state_tensors = (rule.state_tensors if rule else _OWN_STATE_TENSORS) + config.optimizer.averaged_weights
     # Only the first private run of an account that others may share fixes its order.
     fixes = mechanism.accountant == "rdp" and releases and not (account is not None and account.orders_fixed)
     fitting = fitting_cap(releases, epsilon, delta) if fixes else None

@@ -119,15 +119,20 @@ class ProofCase:
         load = self.history.loaded_after.get(steps)
         commit = self.history.commits.get(("gradient", (load.step if load else steps) - 1))
         if commit is not None:
-            return ModelPoint(parameters=commit.released_digest, state=commit.state_digest)
+            return commit.model
         return ModelPoint.initial(self.manifest.computation.initial_parameters) if steps == 0 else None
+
+    def exported_after(self, steps: int) -> bytes | None:
+        """Return the digest of the weights that are evaluated, measured and exported after ``steps``; None as above."""
+        model = self.model_after(steps)
+        return model.exported if model else None
 
     def started_from(self, charged: bytes, finished: int, query: Query) -> bool:
         """Return whether a charge was for the parameters after ``finished`` steps, and for batches that were kept.
 
         The digest that was charged is signed. So nobody can name other batches for it than those it was made of.
         """
-        parameters = self.parameters_after(finished)
+        parameters = self.parameters_after(finished) if query == "gradient" else self.exported_after(finished)
         if parameters is None:
             return False
         sent = self._sent_sets.get(finished, ()) if query == "gradient" else ()

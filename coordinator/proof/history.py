@@ -18,6 +18,7 @@ from raycloak.attestation.appraisal.appraisal import Appraisal, appraise, open_p
 from raycloak.attestation.appraisal.enrolment import Enrolment, check_enrolment
 from raycloak.attestation.core.canonical import canonical_json
 from raycloak.attestation.core.evidence import CollateralBundle, Links, Role
+from raycloak.attestation.core.lineage import ModelPoint
 from raycloak.attestation.core.mask_graph import check_circle
 from raycloak.attestation.core.messages import Envelope
 from raycloak.attestation.core.roster import MaskCircle, Member, Query, Roster, RosterMembers, check_roster
@@ -119,7 +120,13 @@ class Commit(_Body):
     ledger_sequence: int
     ledger_hash: bytes
     state_digest: bytes
+    averaged_digest: bytes = b""
     releases: tuple[Envelope, ...]
+
+    @property
+    def model(self) -> ModelPoint:
+        """The model after the step."""
+        return ModelPoint(parameters=self.released_digest, state=self.state_digest, averaged=self.averaged_digest)
 
 
 class _Ordered(_Body):
@@ -430,7 +437,9 @@ class History:
     def _ordered(self, entry: Entry, body: _Ordered) -> None:
         known = self.commits.get(("gradient", body.finished_steps - 1))
         load = self.loaded_after.get(body.finished_steps)
-        if known is None or body.model_digest not in (known.released_digest, load and load.model_digest):
+        loaded = self.commits.get(("gradient", load.step - 1)) if load else None
+        models = [each.model.exported for each in (known, loaded) if each]
+        if known is None or body.model_digest not in models:
             raise _broken(entry, "it orders an evaluation of parameters that were not committed")
         order = EvaluationOrder(
             run_id=self.manifest.run_id,

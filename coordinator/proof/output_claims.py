@@ -56,7 +56,7 @@ def _package(case: ProofCase, name: str) -> PackageManifest:
     agrees = {
         "run": (found.run_id, found.manifest_digest) == (manifest.run_id, manifest.digest()),
         "step": commit is not None and own in history.sealed,
-        "parameters": commit is not None and found.model_digest == commit.released_digest,
+        "parameters": commit is not None and (found.model_digest, found.averaged_digest) == commit.model.digests,
         "ledger": commit is not None
         and (found.ledger_sequence, found.ledger_hash) == (commit.ledger_sequence, commit.ledger_hash),
         "evidence log": case.log.root_at(found.log_length) == found.log_hash,
@@ -101,7 +101,7 @@ def model(case: ProofCase) -> str:
         raise Broken(PARAMETERS, "it has other tensors than the manifest")
     digests = [tensor_digests(found[tensor.name].reshape(-1), (tensor,))[0] for tensor in tensors]
     digest = model_digest(tensors, digests)
-    steps = next((each for each in case.resting_steps if case.parameters_after(each) == digest), None)
+    steps = next((each for each in case.resting_steps if case.exported_after(each) == digest), None)
     if steps is None:
         raise Broken(PARAMETERS, f"its digest is {digest.hex()}, which step {case.steps} did not commit")
     # A header may hold anything, so the whole file must be the one that the run writes.
@@ -239,7 +239,7 @@ def verdict(case: ProofCase) -> NoReturn:
     account = case.extract.audited.accounts[case.manifest.account].terms
     mechanism = case.manifest.computation.mechanism
     steps = next((each for each in case.resting_steps if _same(found.get("steps"), each)), case.steps)
-    last = case.parameters_after(steps)
+    last = case.exported_after(steps)
     expected = {
         "steps": steps,
         "planned_steps": mechanism.steps,
@@ -251,6 +251,7 @@ def verdict(case: ProofCase) -> NoReturn:
         "evidence_class": _class_of(case, found.get("evidence_class")),
         "links": _links_of(case, found.get("links")),
         "model_digest": last.hex() if last else None,
+        "averaged_weights": case.manifest.computation.optimizer.averaged_weights,
         "virtual_workers": mechanism.virtual_workers,
         "max_participations": mechanism.max_participations,
         "loads": [[each.after_step, each.step] for each in case.history.loads],

@@ -157,12 +157,12 @@ def _signed_ranges(case: ProofCase, query: Query, step: int, commit: Commit) -> 
     except ProtocolError as refusal:
         raise Broken(where, f"{refusal.message.rstrip('.')} ({refusal.code})") from None
     release, charge = parts[0], case.charge(case.run.charges[query][step])
-    result = ModelPoint(parameters=commit.released_digest, state=commit.state_digest)
+    result = commit.model
     if query == "gradient":
         before = case.model_after(step)
     else:
         after = computation.measurement(query).after(step, computation.mechanism.steps)
-        before = ModelPoint.of_values(case.parameters_after(after) or b"")
+        before = ModelPoint.of_values(case.exported_after(after) or b"")
     agrees = {
         "binding": release.binding == commit.ledger_hash,
         "charge": release.input_digest == charge.input_digest,

@@ -89,7 +89,7 @@ class Finished:
     """The result of an execution so far.
 
     Attributes:
-        parameters: float32[d] in canonical order.
+        parameters: the weights that are exported, float32[d] in canonical order; ``model_digest`` is theirs.
         steps: finished steps of the run, in earlier executions too.
         most_hosted: most virtual workers whose keys of one epoch one machine has got, in any execution of the run.
         charged: how often each mechanism of the run was charged, by the ledger's record, in any execution. A step that

@@ -60,7 +60,8 @@ class Verdict:
         evidence_class: ``simulated`` or the hardware class whose root verified.
         links: of a worker's GPUs with each other, ``encrypted``, ``clear over attested switches`` or ``not attested``;
             None without a GPU.
-        model_digest: hexadecimal digest of the final parameters.
+        model_digest: hexadecimal digest of the final parameters, which are exported.
+        averaged_weights: whether these are the average of the run's weights, and the evaluation is of that.
         num_workers, virtual_workers: hosts and V.
         masked_bytes: bytes of masked vectors that reached the aggregators.
         wall_seconds: from the start of the workers to the verdict, of the last execution.
@@ -99,6 +100,7 @@ class Verdict:
     links: Links | None = None
     max_participations: int | None = None
     exact: bool = True
+    averaged_weights: bool = False
     evaluation_loss: float | None = None
     evaluation_f1: float | None = None
     evaluation_perplexity: float | None = None

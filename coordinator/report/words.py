@@ -49,7 +49,10 @@ def verdict_rows(verdict: Verdict) -> list[tuple[str, str]]:
         *([("colocated", "orchestrator and aggregator on one node")] if verdict.colocated else []),
         *([] if verdict.exact else [("exact", "NOT EXACT: a repeat may differ in last bits, which no noise covers")]),
         *(("loaded", f"parameters loaded at step {after}: those of step {step}") for after, step in verdict.loads),
-        ("parameters", verdict.model_digest),
+        (
+            "parameters",
+            verdict.model_digest + (", the average of the run's weights" if verdict.averaged_weights else ""),
+        ),
         ("run directory", str(verdict.run_dir)),
         ("its model", "raycloak.load(RUN_DIR) in Python, raycloak export for other libraries"),
         *(("warning", warning) for warning in verdict.warnings),

@@ -1,7 +1,8 @@
 """The released model of a run, as a module with its weights: from a run directory or from a sealed package.
 
-A run directory has the weights of its last finished step. A package has those of its own step, and needs a reader's
-trust store and key. Neither has the model's code or its frozen base, so the model is built again and compared.
+A run directory has the weights of its last finished step, a package those of its own step: their average, where the run
+keeps one. A package needs a reader's trust store and key. Neither has the model's code or its frozen base, so the model
+is built again and compared.
 
 To build a model may mean to run Python that the run directory names. A directory from elsewhere names what somebody
 else likes, so its reader has to allow that.
@@ -17,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from raycloak.attestation.sealed.package_keys import load_recipient_key
-from raycloak.coordinator.checkpoints.reader import package_at, parameters_of
+from raycloak.coordinator.checkpoints.reader import package_at, weights_of
 from raycloak.coordinator.checkpoints.storage import is_package
 from raycloak.coordinator.config import home
 from raycloak.coordinator.config.run import RunConfig, load_config
@@ -290,7 +291,7 @@ def _package(path: str, keys: Keys | None) -> tuple[Manifest, np.ndarray]:
         raise _keys_needed(f"{path} is a sealed package, which opens with a trust store and a recipient's key")
     own = load_recipient_key(keys.key)
     with package_at(path, keys.trust) as package:
-        return package.run_manifest, parameters_of(package, package.unwrap(own))
+        return package.run_manifest, weights_of(package, package.unwrap(own), package.exported)
 
 
 def _built(described: _Described, manifest: Manifest, flat: np.ndarray) -> ReleasedModel:

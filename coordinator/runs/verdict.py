@@ -73,6 +73,7 @@ def verdict_of(
         evidence_class=finished.evidence_class,
         links=finished.links,
         model_digest=finished.model_digest.hex(),
+        averaged_weights=finished.manifest.computation.optimizer.averaged_weights,
         num_workers=finished.workers,
         virtual_workers=mechanism.virtual_workers,
         keys_on_one_machine=finished.most_hosted,

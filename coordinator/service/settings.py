@@ -229,6 +229,13 @@ def completed(settings: ServiceSettings, tenant: str, config_json: str) -> tuple
             )
     raw["model"] = _model(settings, rights, training, raw)
     raw.pop("lora", None)
+    if training.optimizer.averaged_weights:
+        raise ServiceValidationError(
+            "config",
+            "optimizer.averaged_weights: a service samples the weights of a step, and no average of them.",
+            "Leave it out, or train without a service.",
+            field="optimizer.averaged_weights",
+        )
     if raw.get("loss") is None:
         raw.pop("loss", None)
     account = rights.account or tenant

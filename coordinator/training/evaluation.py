@@ -90,6 +90,7 @@ class OrderedEvaluator:
         failures = MemberFailures(context, model, f"the evaluation after step {finished_steps - 1}", finished_steps)
         # First, because an order is for committed parameters alone.
         self.runner.commit()
+        model = context.as_exported(model)
         epoch = context.manifest.computation.epoch_of("gradient", finished_steps - 1)
 
         def order() -> Envelope:

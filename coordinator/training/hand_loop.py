@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from raycloak.attestation.core.lineage import ModelPoint
 from raycloak.coordinator.cluster.backend import ActorLost
 from raycloak.coordinator.config.sections import OptimizerConfig
 from raycloak.coordinator.planning.plan import Plan
@@ -174,7 +175,7 @@ class HandLoop:
     def _commit(self, digest: bytes) -> None:
         """Have the newest step committed, and logged, with the parameters that its caller made of it."""
         if self._released is not None:
-            outcome, self._released = self._runner.outcome(self._released, digest), None
+            outcome, self._released = self._runner.outcome(self._released, ModelPoint.of_values(digest)), None
             workers, private = len(self._admitted.membership.members.workers), self.plan.mechanism.private
             self._order.reporting.stepped(self._admitted.metrics, outcome, private, workers)
 

@@ -204,7 +204,7 @@ class Coordinator:
             raise RunFailedError(
                 "stopped", "the run was stopped before its first step", "Resume it: raycloak run CONFIG --resume"
             )
-        finished = self._result(training, ending, training.parameters(), training.evaluate())
+        finished = self._result(training, ending, training.exported(), training.evaluate())
         training.runner.commit()
         if self.order.assignment.charges:
             # Packages cannot be opened any more once the secret is gone: the model must be on disk before.
@@ -220,7 +220,7 @@ class Coordinator:
         training = self._training
         if training is None or training.finished_steps == 0:
             return None
-        return self._result(training, None, training.parameters(), training.evaluate())
+        return self._result(training, None, training.exported(), training.evaluate())
 
     @property
     def step(self) -> int | None:
@@ -264,7 +264,7 @@ class Coordinator:
                 training.runner.commit()
             if training.finished_steps == 0:
                 return None
-            parameters = training.parameters()
+            parameters = training.exported()
             # Before the ledger is asked, which may be what is lost.
             self._write(training, parameters)
             return self._result(training, None, parameters, training.evaluated())
@@ -286,7 +286,7 @@ class Coordinator:
             manifest=admitted.manifest,
             plan=admitted.plan,
             parameters=parameters,
-            model_digest=training.model.digest,
+            model_digest=training.model.exported,
             steps=training.finished_steps,
             most_hosted=control.orchestrator.most_hosted(),
             workers=len(admitted.membership.members.workers),
@@ -307,7 +307,7 @@ class Coordinator:
         )
 
     def _write(self, training: Training, parameters: np.ndarray) -> None:
-        self.order.folder.write_parameters(training.admitted.manifest, parameters, training.model.digest)
+        self.order.folder.write_parameters(training.admitted.manifest, parameters, training.model.exported)
 
     def _close_checkpoints(self, training: Training) -> None:
         if training.checkpoints is not None:

@@ -13,7 +13,7 @@ nothing, and the run goes on.
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from raycloak.attestation.core.lineage import ModelOrigin
+from raycloak.attestation.core.lineage import ModelOrigin, ModelPoint
 from raycloak.attestation.orchestrator.loads import StateLoad
 from raycloak.coordinator.aggregation.ranges import ParameterRange
 from raycloak.coordinator.checkpoints.archive import Restored
@@ -180,7 +180,8 @@ def as_model(restored: Restored, ranges: tuple[ParameterRange, ...], backend: Ba
     )
     specs = [each for owned in ranges for each in owned.tensors]
     tensors = with_state(restored.parameters, restored.state, specs, WordThreads.of_share())
-    return Model(parameters, states, restored.package.manifest.model_digest, tensors, origin)
+    averaged = ModelPoint.of(tensors).averaged
+    return Model(parameters, states, restored.package.manifest.model_digest, tensors, origin, averaged)
 
 
 def _require_step(training: "Training", after: int) -> None:

@@ -101,21 +101,24 @@ class StepRunner:
         tensors = tuple(tensor for part in (released.ranges if released else ()) for tensor in part.tensors)
         point = ModelPoint.of(tensors)
         parameters, states = zip(*step.updated, strict=True)
-        updated = Model(parameters, states, point.parameters, tensors, ModelOrigin(released=released))
-        return updated, self.outcome(step, point.parameters, point.state)
+        updated = Model(
+            parameters, states, point.parameters, tensors, ModelOrigin(released=released), averaged=point.averaged
+        )
+        return updated, self.outcome(step, point)
 
     def measure(self, measurement: Measurement, number: int, model: Model) -> tuple[Released, StepOutcome]:
-        """Make release ``number`` of a measurement of ``model``, which does not change; otherwise as :meth:`run`."""
+        """Make release ``number`` of a measurement of ``model``, as it is exported; otherwise as :meth:`run`."""
         # The measurement's roster commits a step and so moves the ratchet on; workers refuse an older one after it.
         self._prepared = None
         whole = VectorRange(index=0, offset=0, length=measurement.mechanism.dimension)
         # At no pace: it is due between two steps, so its owner has nothing to hold or to release.
-        step = Step(self.context, measurement.query, number, model, (whole,), self._seen)
+        exported = self.context.as_exported(model)
+        step = Step(self.context, measurement.query, number, exported, (whole,), self._seen)
         self._execute(step)
         (average,) = step.averages
         values = values_digest(measurement.query, number, average)
         planned = self.context.manifest.computation.mechanism.steps
-        return released(measurement, number, planned, average), self.outcome(step, values)
+        return released(measurement, number, planned, average), self.outcome(step, ModelPoint.of_values(values))
 
     def gather(self, number: int, model: Model) -> Step:
         """Charge a training step once, and have every worker sample, clip, add noise and mask; worker by worker.
@@ -206,22 +209,22 @@ class StepRunner:
         step.epsilon = paid.charged_epsilon if self.context.manifest.computation.mechanism.private else None
         return receipt
 
-    def outcome(self, step: Step, digest: bytes, state_digest: bytes = b"") -> StepOutcome:
+    def outcome(self, step: Step, point: ModelPoint) -> StepOutcome:
         """Return the record of a finished step, and leave its commit to the next roster.
 
         Args:
-            digest: of the parameters after the step, or of the values of a measurement.
-            state_digest: of what the update rule keeps after it.
+            point: the model after the step, or the values of a measurement.
         """
         # The binding's entry and not the charge's: the evidence log then pins both against a ledger that is put back.
         commit = StepCommit(
             step=step.number,
-            released_digest=digest,
+            released_digest=point.parameters,
             attempts=step.attempts,
             ledger_sequence=step.binding.sequence,
             ledger_hash=step.binding.head,
             query=step.query,
-            state_digest=state_digest,
+            state_digest=point.state,
+            averaged_digest=point.averaged,
             released=step.released,
         )
         self.uncommitted += (commit,)

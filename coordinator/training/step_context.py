@@ -5,7 +5,7 @@ seal and to write the final model.
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
@@ -21,6 +21,7 @@ from raycloak.metrics.collectors import RunMetrics
 from raycloak.metrics.errors import MORE_MEMORY, RunFailedError
 from raycloak.metrics.traces import OFF, Traces
 from raycloak.workers.terms.manifest import Manifest
+from raycloak.workers.terms.model_digest import AVERAGED
 
 T = TypeVar("T")
 
@@ -40,6 +41,7 @@ class Model:
     Attributes:
         parameters, states: one reference per range: float32 parameters, optimizer state.
         digest: model digest of all ranges together.
+        averaged: that of the averaged weights in ``states``; empty where none are kept, or no step is done.
         tensors: digests of all tensors and of their state; empty in a loop by hand.
         origin: shows ledger and orchestrator where it comes from.
     """
@@ -49,6 +51,12 @@ class Model:
     digest: bytes
     tensors: tuple[TensorDigests, ...] = ()
     origin: ModelOrigin = INITIAL
+    averaged: bytes = b""
+
+    @property
+    def exported(self) -> bytes:
+        """The digest of the weights that are evaluated, measured and exported."""
+        return self.averaged or self.digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +85,23 @@ class StepContext:
     def parameters(self, model: Model) -> Parameters:
         """Return the parameters, float32[d] in canonical order; RunFailedError as :meth:`state`."""
         return np.concatenate([self._fetch(part) for part in model.parameters])
+
+    def exported(self, model: Model) -> Parameters:
+        """Return the weights that are evaluated and exported, the average where one is kept; as :meth:`parameters`."""
+        if not model.averaged:
+            return self.parameters(model)
+        parts, tensors = list[Parameters](), self.manifest.computation.tensors
+        # One state after another: those of all ranges are several times as large as what is taken from them.
+        for part in model.states:
+            state = self._fetch(part)
+            parts += [state[key].reshape(-1) for each in tensors if (key := f"{each.name}/{AVERAGED}") in state]
+        return np.concatenate(parts)
+
+    def as_exported(self, model: Model) -> Model:
+        """Return the model as workers measure it, with the weights of :meth:`exported`."""
+        if not model.averaged:
+            return model
+        return replace(model, parameters=(self.backend.put(self.exported(model)),), digest=model.averaged)
 
     def state(self, model: Model) -> State:
         """Return the optimizer state of all ranges; keys start with the tensor's name, so they fit into one.

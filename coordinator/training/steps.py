@@ -198,6 +198,10 @@ class Training:
         """Return the parameters, float32[d]; RunFailedError ``state_lost`` if the node that had them is gone."""
         return self.runner.context.parameters(self.model)
 
+    def exported(self) -> np.ndarray:
+        """Return the weights that are evaluated and exported, float32[d]; errors as :meth:`parameters`."""
+        return self.runner.context.exported(self.model)
+
     def evaluate(self) -> Evaluation | None:
         """Return the model's result on the evaluation split, measured once; None without such a split."""
         if self.evaluator is None:
@@ -206,7 +210,7 @@ class Training:
             metrics, reporting, started = self.admitted.metrics, self.order.reporting, time.perf_counter()
             with reporting.traces.span("evaluate", steps=self.finished_steps):
                 if isinstance(self.evaluator, Evaluator):
-                    evaluation = self.evaluator.measure(self.parameters())
+                    evaluation = self.evaluator.measure(self.exported())
                 else:
                     evaluation = self.evaluator.measure(self.model, self.finished_steps)
             # Kept by digest, because the end of a run asks for the result of its last step again.
@@ -305,19 +309,20 @@ class Training:
     def _was_charged(self, query: Query, step: int, batches: StepBatches = NO_BATCHES) -> bool:
         """Return whether a release was charged for exactly this input, and committed."""
         status = self.order.session.control.ledger.status(self.admitted.manifest.run_id, step, query)
-        is_charged = status.charged and status.input_digest == step_input(self.model.digest, batches.digests)
+        start = self.model.digest if query == "gradient" else self.model.exported
+        is_charged = status.charged and status.input_digest == step_input(start, batches.digests)
         return is_charged and (query, step) in self.admitted.committed
 
     def _require_same(self, commit: StepCommit) -> None:
         """Refuse a step that differs from what an earlier execution committed, before it is committed itself."""
         known = self.admitted.committed.get((commit.query, commit.step))
-        if known is not None and known.released_digest != commit.released_digest:
+        if known is not None and known.model.digests != commit.model.digests:
             # Withdrawn, so that the failure's last commits do not log it.
             self.runner.uncommitted = tuple(each for each in self.runner.uncommitted if each.plain != commit)
             raise RunFailedError(
                 "not_reproducible",
-                f"{commit.query} {commit.step} gave the digest {commit.released_digest.hex()}; the evidence log has "
-                f"{known.released_digest.hex()}",
+                f"{commit.query} {commit.step} gave the digest {commit.model.exported.hex()}; the evidence log has "
+                f"{known.model.exported.hex()}",
                 "Nothing further was charged. Compare this machine and its libraries with the run's.",
                 commit.step,
             )
@@ -332,6 +337,7 @@ class Training:
             step=self.finished_steps,
             ranges=1,
             model_digest=self.model.digest,
+            averaged_digest=self.model.averaged,
             epsilon=claim if plan.mechanism.private else None,
             delta=plan.delta,
             evidence_class=self.admitted.evidence_class,

@@ -93,6 +93,8 @@ class OptimizerSpec(Message):
         schedule: ``constant``, ``linear``, ``cosine`` or ``module:function``.
         code, schedule_code: SHA-256 of the source of the user's own; empty for a built-in.
         groups: what differs for some tensors; where two groups give one setting, the later one counts.
+        averaged_weights: whether an average of the weights is kept, which is evaluated and exported in their place.
+            Left out of the bytes where it is not.
     """
 
     DOMAIN: ClassVar[str] = "raycloak/optimizer/v2"
@@ -110,6 +112,7 @@ class OptimizerSpec(Message):
     schedule_code: bytes = b""
     warmup_steps: int
     groups: tuple[ParameterGroup, ...] = ()
+    averaged_weights: bool = Field(default=False, exclude_if=lambda kept: not kept)
 
     def of_tensor(self, name: str) -> "OptimizerSpec":
         """Return what applies to the tensor ``name``; a specification without groups.

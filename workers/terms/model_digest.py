@@ -17,6 +17,9 @@ from raycloak.workers.vectors.threads import ONE_THREAD, PIECE_WORDS, WordThread
 ATTRIBUTES = "attributes"
 """The dtype that stands for the plain values of a layer, which are stated together."""
 
+AVERAGED = "averaged_weights"
+"""The field of a tensor's state that holds its average; no update rule may keep a field of this name."""
+
 _LARGE = 2**22
 """Bytes that take 2 to 4 ms to hash: below, starting threads would cost more than they spare."""
 
@@ -90,23 +93,27 @@ def with_state(
 
     Args:
         flat: float32 [d], as of :func:`tensor_digests`.
-        state: by ``tensor name/field``.
+        state: by ``tensor name/field``; the field `AVERAGED` is the tensor's average.
         threads: that share the tensors and their state.
     """
     require_bound(flat.dtype == np.dtype("<f4"), "parameters are little-endian float32")
     names = sorted(state)
     contents = _contents([*split_flat(flat, tensors), *(state[name] for name in names)], threads)
     kept: dict[str, list[bytes | str]] = {}
+    averages: dict[str, bytes] = {}
     for key, content in zip(names, contents[len(tensors) :], strict=True):
         name, _, field = key.rpartition("/")
         shape = ",".join(map(str, state[key].shape))
         kept.setdefault(name, []).extend((field, state[key].dtype.str, shape, content))
+        if field == AVERAGED:
+            averages[name] = content
     return tuple(
         TensorDigests(
             name=spec.name,
             shape=spec.shape,
             content=content,
             state=digest(length_prefixed("raycloak/tensor-state/v1", *kept[spec.name])) if spec.name in kept else b"",
+            averaged=averages.get(spec.name, b""),
         )
         for spec, content in zip(tensors, contents, strict=False)
     )

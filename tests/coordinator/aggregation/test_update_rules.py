@@ -96,6 +96,28 @@ def test_the_bytes_do_not_depend_on_the_number_of_ranges(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_an_average_changes_no_update_and_its_bytes_depend_on_no_cut(name: str, monkeypatch) -> None:
+    """Guarantee of `Optimizer`: each value follows from its own former ones."""
+    plain, kept = trained(spec_of(name), 1)
+    spec = spec_of(name, averaged_weights=True)
+    found = [trained(spec, ranges) for ranges in (1, 3)]
+    monkeypatch.setattr(update_rules, "TURN", 64)
+    found.append(trained(spec, 2))
+    average = start()
+    for step, parameters in enumerate(plain):
+        old = average.astype(np.float64)
+        average = (old + (np.frombuffer(parameters, np.float32) - old) * (9 / (10 + step))).astype(np.float32)
+    for history, state in found:
+        assert history == plain
+        values = [state.pop(f"{tensor.name}/averaged_weights") for tensor in TENSORS]
+        assert [each.shape for each in values] == [tensor.shape for tensor in TENSORS]
+        assert np.concatenate([each.reshape(-1) for each in values]).tobytes() == average.tobytes()
+        assert {key: each.tobytes() for key, each in state.items()} == {
+            key: each.tobytes() for key, each in kept.items()
+        }
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_the_rule_is_that_of_torch(name: str) -> None:
     spec = spec_of(name)
     leaves = [torch.from_numpy(part.copy()) for part in np.split(start(), np.cumsum([t.size for t in TENSORS])[:-1])]
