@@ -10,8 +10,9 @@ import pytest
 from pyarrow import fs
 
 from raycloak.coordinator.checkpoints.package_file import PIECE_BYTES, PackageFile, file_bytes, file_pieces
-from raycloak.coordinator.checkpoints.reader import package_at, parameters_of, verify_package
+from raycloak.coordinator.checkpoints.reader import package_at, verify_package, weights_of
 from raycloak.coordinator.checkpoints.storage import PackageStorage, is_package
+from raycloak.coordinator.checkpoints.writer import PARAMETERS
 from raycloak.coordinator.service.packages import SavedPackage
 from raycloak.metrics.errors import EvidenceError
 from raycloak.workers.terms.manifest import TensorSpec
@@ -56,8 +57,8 @@ def test_a_file_verifies_and_opens_as_the_folder_does(site, tmp_path):
     folder = verify_package(site.storage, NAME, site.trust)
     with package_at(str(path), tmp_path / "trust.json") as package:
         assert package.manifest == folder.manifest
-        opened = parameters_of(package, package.unwrap(site.recipient))
-    expected = parameters_of(folder, folder.unwrap(site.recipient))
+        opened = weights_of(package, package.unwrap(site.recipient), PARAMETERS)
+    expected = weights_of(folder, folder.unwrap(site.recipient), PARAMETERS)
     assert opened.tobytes() == expected.tobytes()
     assert found.files(NAME) == site.storage.files(NAME)
     assert is_package(str(path))

@@ -51,12 +51,12 @@ def averages(run: WholeRun) -> list[np.ndarray]:
 
 
 def digest_of(run: WholeRun, flat: np.ndarray) -> str:
-    tensors = manifest_of(run).computation.tensors
+    tensors = run.finished.manifest.computation.tensors
     return model_digest(tensors, tensor_digests(flat, tensors)).hex()
 
 
 def flat(run: WholeRun, arrays: dict[str, np.ndarray]) -> np.ndarray:
-    return np.concatenate([arrays[each.name].reshape(-1) for each in manifest_of(run).computation.tensors])
+    return np.concatenate([arrays[each.name].reshape(-1) for each in run.finished.manifest.computation.tensors])
 
 
 def exported(run: WholeRun) -> bytes:
@@ -89,7 +89,7 @@ def test_a_package_holds_both_and_gives_the_average(averaged, tmp_path):
     package = verify_package(storage, storage.names()[-1], TrustStore.of("site", signer))
     key = package.unwrap(run_recipient_key(Secret(bytes.fromhex(SECRET))))
     kept = weights_of(package, key, PARAMETERS)
-    assert digest_of(averaged, flat(averaged, kept)) == package.manifest.model_digest.hex() == averaged.digests[-1]
+    assert digest_of(averaged, kept) == package.manifest.model_digest.hex() == averaged.digests[-1]
     open_to_file(package, key, tmp_path / "opened.safetensors")
     given = flat(averaged, load_file(tmp_path / "opened.safetensors"))
     assert given.tobytes() == averages(averaged)[-1].tobytes()
