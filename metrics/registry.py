@@ -269,7 +269,7 @@ _OF_RUN = (
     ),
     Series(
         "raycloak_worker_gpu_memory_peak_bytes",
-        "Most GPU memory that tensors of any one worker took in the last attempt; absent on CPUs.",
+        "Most memory of one GPU that tensors of any worker took in the last attempt; absent on CPUs.",
         _PHYSICAL,
     ),
     Series("raycloak_masked_bytes_total", "Bytes of masked vectors received."),

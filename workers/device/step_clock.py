@@ -30,7 +30,7 @@ class StepUsage:
         words_seconds: for encoding, noise and the tag.
         masks_seconds: for masks.
         out_seconds: for the way to the host, and for tags and signature of what leaves.
-        gpu_memory_peak_bytes: the most that tensors took; None on a CPU.
+        gpu_memory_peak_bytes: the most that tensors took of one GPU; None on a CPU.
     """
 
     copy_seconds: float = 0.0
@@ -56,11 +56,11 @@ class StepClock:
     A GPU writes down the time of each mark as it gets there, so nothing waits for a measurement before :meth:`stop`.
 
     Args:
-        device: that works.
+        devices: that work, at least one. Times are those of the first, where each pass begins and ends.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._is_gpu = device, device.type == "cuda"
+    def __init__(self, *devices: torch.device) -> None:
+        self._devices, self._is_gpu = devices, devices[0].type == "cuda"
         self._marks: deque[tuple[StepPhase, Any]] = deque()
         self._seconds: dict[StepPhase, float] = {}
 
@@ -69,7 +69,8 @@ class StepClock:
         self._marks.clear()
         self._seconds.clear()
         if self._is_gpu:
-            torch.cuda.reset_peak_memory_stats(self._device)
+            for device in self._devices:
+                torch.cuda.reset_peak_memory_stats(device)
         self.begin("copy")
 
     def begin(self, phase: StepPhase) -> None:
@@ -83,7 +84,7 @@ class StepClock:
         self.begin("out")
         while len(self._marks) > 1:
             self._add_oldest()
-        peak = torch.cuda.max_memory_allocated(self._device) if self._is_gpu else None
+        peak = max(map(torch.cuda.max_memory_allocated, self._devices)) if self._is_gpu else None
         return StepUsage(
             **{f"{phase}_seconds": seconds for phase, seconds in self._seconds.items()}, gpu_memory_peak_bytes=peak
         )
@@ -92,7 +93,7 @@ class StepClock:
         if not self._is_gpu:
             return time.perf_counter()
         event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(torch.cuda.current_stream(self._devices[0]))
         return event
 
     def _add_oldest(self) -> None:

@@ -154,7 +154,7 @@ class PiecedWords:
 
     def __init__(self, words: Mapping[torch.device, Words[Any]]) -> None:
         self._words = words
-        self.clock = next(iter(words.values())).clock
+        self.clock = StepClock(*words)
 
     def encoded(
         self, total: Sequence[Tensor], mechanism: Mechanism, noise: Secret | None, start: int = 0

@@ -74,22 +74,23 @@ class Event:
 
 
 def test_a_gpu_is_asked_when_it_got_there_and_what_its_tensors_took(monkeypatch):
-    gpu, device, asked = Gpu(), torch.device("cuda:1"), []
+    """Of several, the first has the times, and the fullest the memory."""
+    gpu, devices, asked = Gpu(), [torch.device("cuda:1"), torch.device("cuda:2")], []
     for name, replacement in {
         "Event": gpu.event,
-        "current_stream": lambda device: "its stream",
+        "current_stream": lambda device: "its stream" if device == devices[0] else "another",
         "reset_peak_memory_stats": asked.append,
-        "max_memory_allocated": lambda device: asked.append(device) or 4711,
+        "max_memory_allocated": lambda device: asked.append(device) or 4709 + device.index,
     }.items():
         monkeypatch.setattr(torch.cuda, name, replacement)
-    clock = StepClock(device)
+    clock = StepClock(*devices)
     clock.start()
     for phase in ("model", "sums", "words", "masks", "out"):
         clock.begin(phase)
     assert not any(each.is_done for each in gpu.marks), "nothing waits within a step"
     found = clock.stop()
     assert list(found.seconds().values()) == [later.at / 1e3 - each.at / 1e3 for each, later in pairwise(gpu.marks)]
-    assert (found.gpu_memory_peak_bytes, asked) == (4711, [device, device])
+    assert (found.gpu_memory_peak_bytes, asked) == (4711, 2 * devices)
 
 
 @pytest.mark.parametrize("peak", ["-1", "9007199254740992", "1.5"])
